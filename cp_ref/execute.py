@@ -1,0 +1,136 @@
+"""Playing one rank's program: post the step's messages, compute its tiles meanwhile, take the messages in.
+
+The same few lines run every schedule, in both directions; what differs between schedules is the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from cp_ref.spec import Group, Program, Problem, Schedule, Tile
+from cp_ref.tile import tile_backward, tile_forward, visible_pairs
+from cp_ref.world import World, accumulator_dtype
+
+__all__ = ["Results", "run_backward", "run_forward", "run_program"]
+
+
+class Results(NamedTuple):
+    """What a rank has at the end of the forward pass; packed rows."""
+
+    out: torch.Tensor  # [t, h_q, d_v], float32 or float64, 0 in padding and tail
+    lse: torch.Tensor  # [t, h_q], -inf in padding and tail; no sink in it yet
+    max_logit: torch.Tensor  # [h_q], over this rank's tiles
+
+
+def run_program(program: Program, world: World, group: Group, compute: Callable[[Tile], None]) -> None:
+    """Play the steps. `compute` does one tile with the world's operands and adds to its results."""
+    for step in program:
+        sends = [parcel for message in step.sends for parcel in world.pack(message)]
+        boxes = [world.boxes(message) for message in step.recvs]
+        pending = group.exchange(sends, [parcel for box in boxes for parcel in box])
+        for tile in step.tiles:
+            compute(tile)
+        pending.wait()
+        for message, box in zip(step.recvs, boxes, strict=True):
+            world.unpack(message, box)
+
+
+def run_forward(
+    problem: Problem, schedule: Schedule, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Results:
+    """This rank's share of the forward pass.
+
+    q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]: this rank's packed slices, a tail allowed.
+    """
+    wide = accumulator_dtype(q.dtype)
+    world = World(problem, group.rank, q.device)
+    world.put_own("q", q)
+    world.put_own("kv", k, v)
+    world.start_result("out", ((problem.heads_q, problem.d_v), wide, 0.0), ((problem.heads_q,), wide, float("-inf")))
+    max_logit = q.new_full((problem.heads_q,), float("-inf"), dtype=wide)
+
+    def compute(tile: Tile) -> None:
+        rows, columns, heads, kv_heads = _slices(world, tile)
+        (q_all,), (k_all, v_all) = world.tensors["q"], world.tensors["kv"]
+        part = tile_forward(
+            q_all[rows, heads].to(wide),
+            k_all[columns, kv_heads].to(wide),
+            v_all[columns, kv_heads].to(wide),
+            visible_pairs(problem.band(problem.sequences[tile.seq]), tile.rect, q.device),
+            scale=problem.scale,
+            softcap=problem.softcap,
+        )
+        world.add("out", rows, heads, part.out, part.lse)
+        max_logit[heads] = torch.maximum(max_logit[heads], part.max_logit)
+
+    run_program(schedule.forward[group.rank], world, group, compute)
+    out = torch.zeros(q.shape[0], problem.heads_q, problem.d_v, dtype=wide, device=q.device)
+    lse = out.new_full(out.shape[:2], float("-inf"))
+    world.own("out", out, lse)
+    return Results(out, lse, max_logit)
+
+
+def run_backward(
+    problem: Problem,
+    schedule: Schedule,
+    group: Group,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's share of the backward pass.
+
+    q, k, v as in `run_forward`; dout [t_q, h_q, d_v]; lse [t_q, h_q] final, sinks included; delta [t_q, h_q] is
+    sum(dout * out) - dlse. Returns dq, dk, dv in float32 or float64, 0 in padding and tail.
+    """
+    wide = accumulator_dtype(q.dtype)
+    world = World(problem, group.rank, q.device)
+    world.put_own("q", q)
+    world.put_own("kv", k, v)
+    world.put_own("do", dout, lse, delta)
+    world.start_result("dq", ((problem.heads_q, problem.d_qk), wide, 0.0))
+    kv_shapes = (problem.heads_kv, problem.d_qk), (problem.heads_kv, problem.d_v)
+    world.start_result("dkv", *((shape, wide, 0.0) for shape in kv_shapes))
+
+    def compute(tile: Tile) -> None:
+        rows, columns, heads, kv_heads = _slices(world, tile)
+        (q_all,), (k_all, v_all), (dout_all, lse_all, delta_all) = (world.tensors[what] for what in ("q", "kv", "do"))
+        part = tile_backward(
+            q_all[rows, heads].to(wide),
+            k_all[columns, kv_heads].to(wide),
+            v_all[columns, kv_heads].to(wide),
+            dout_all[rows, heads].to(wide),
+            lse_all[rows, heads],
+            delta_all[rows, heads],
+            visible_pairs(problem.band(problem.sequences[tile.seq]), tile.rect, q.device),
+            scale=problem.scale,
+            softcap=problem.softcap,
+        )
+        world.add("dq", rows, heads, part.dq)
+        world.add("dkv", columns, slice(None), _by_kv_head(part.dk, kv_heads, problem), _by_kv_head(part.dv, kv_heads, problem))
+
+    run_program(schedule.backward[group.rank], world, group, compute)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+    world.own("dq", dq)
+    world.own("dkv", dk, dv)
+    return dq, dk, dv
+
+
+def _slices(world: World, tile: Tile) -> tuple[slice, slice, slice, torch.Tensor]:
+    """A tile's query rows, key rows, query heads, and for each of these the number of its kv head."""
+    problem, rect = world.problem, tile.rect
+    first, last = tile.heads or (0, problem.heads_q)
+    kv_heads = torch.arange(first, last, device=world.device) // problem.group_size
+    rows, columns = world.rows("q", tile.seq, rect.q0, rect.q1), world.rows("kv", tile.seq, rect.k0, rect.k1)
+    return rows, columns, slice(first, last), kv_heads
+
+
+def _by_kv_head(grads: torch.Tensor, kv_heads: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Sum the query heads' gradients [m, h, d] of K or V into the kv heads they share: [m, h_kv, d]."""
+    return grads.new_zeros(grads.shape[0], problem.heads_kv, grads.shape[2]).index_add_(1, kv_heads, grads)

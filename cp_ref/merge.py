@@ -1,0 +1,56 @@
+"""Merging partial attention results by their log-sum-exp.
+
+Two sets of keys, A and B, give a query the partial results (out_a, lse_a) and (out_b, lse_b). Over both together:
+
+    lse = log(exp(lse_a) + exp(lse_b))          out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
+
+It is associative and commutative, so partial results may arrive in any order and grouping. A set that a query does not see at
+all has lse -inf and out 0, and changes nothing; two such sets give such a set again, never NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["add_sink", "merge"]
+
+
+def merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result over both sets of keys.
+
+    Args:
+        out_a, out_b: [..., d_v], float32 or float64.
+        lse_a, lse_b: [...], natural logarithm, -inf where nothing was seen.
+
+    Returns:
+        (out, lse) in the same shapes.
+
+    >>> a = torch.tensor([[4.0]]), torch.tensor([0.0])               # one key of weight 1
+    >>> b = torch.tensor([[1.0]]), torch.log(torch.tensor([2.0]))    # two keys of weight 1, mean 1
+    >>> out, lse = merge(*a, *b)
+    >>> round(out.item(), 6), round(lse.exp().item(), 6)             # three keys, mean (4 + 1 + 1) / 3
+    (2.0, 3.0)
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    return out_a * _weight(lse_a, lse) + out_b * _weight(lse_b, lse), lse
+
+
+def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let the denominator gain exp(sink): a key of score `sink` and value 0. To be done once, when all keys are merged.
+
+    Args:
+        out [t, h, d_v], lse [t, h], sink [h]: the logit of each head's sink.
+
+    >>> out, lse = add_sink(torch.tensor([[[3.0]]]), torch.log(torch.tensor([[2.0]])), torch.tensor([0.0]))
+    >>> round(out.item(), 6), round(lse.exp().item(), 6)
+    (2.0, 3.0)
+    """
+    with_sink = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
+    return out * _weight(lse, with_sink), with_sink
+
+
+def _weight(lse_part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(lse_part - lse), 0 where lse_part is -inf (lse may be too), with an axis for d_v."""
+    return torch.exp(lse_part - lse).masked_fill(lse_part == float("-inf"), 0.0)[..., None]

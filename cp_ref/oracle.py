@@ -1,0 +1,131 @@
+"""Attention by its definition: the oracle that everything else is measured against.
+
+Global tensors, one sequence at a time, the whole score matrix, float64. It knows no rank, no schedule and no tile, so none of
+their mistakes can hide in it; gradients come from autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cp_ref.formats import lse_from_packed, to_format, to_packed
+from cp_ref.spec import Problem, Sequence, check_offset, read_problem, read_sizes
+
+__all__ = ["dense_attention"]
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "causal",
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_type: str = "vanilla",
+    softmax_offset: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of whole (global) tensors, in float64.
+
+    Args:
+        q: bshd [b, s_q, h_q, d_qk], sbhd [s_q, b, h_q, d_qk], thd [t_q, h_q, d_qk]; any float dtype.
+        k: the same with s_kv (t_kv) and h_kv; v: the same as k with d_v.
+        The others: as in `cp_ref.attention`. `softmax_offset` is [h_q]. A thd tensor may be longer than its padded lengths.
+
+    Returns:
+        out: float64, q's format with d_v.
+        lse: float64, [b, h_q, s_q] for bshd and sbhd, [h_q, t_q] for thd. Natural logarithm, sinks included.
+        max_logit: float64 [h_q], the largest visible score of each head, -inf where nothing is visible. Not differentiable.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and the rule.
+
+    >>> q = torch.tensor([[[[1.0]], [[0.0]]]])                      # b 1, s 2, h 1, d 1
+    >>> v = torch.tensor([[[[1.0]], [[3.0]]]])
+    >>> out, lse, max_logit = dense_attention(q, q, v, softmax_scale=1.0)
+    >>> out.flatten().tolist(), [round(x, 3) for x in lse.flatten().tolist()]   # query 1 has scores 0, 0: the mean of 1 and 3
+    ([1.0, 2.0], [1.0, 0.693])
+    """
+    problem = read_problem(
+        cp_size=1,
+        cp_comm_type="p2p",
+        layout="contiguous",
+        qkv_format=qkv_format,
+        attn_mask_type=attn_mask_type,
+        window_size=window_size,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        softmax_type=softmax_type,
+        sizes=read_sizes(q, k, v, qkv_format, 1),
+    )
+    check_offset(problem, softmax_offset)
+    batch_size = len(problem.sequences)
+    q, k, v = (to_packed(x, qkv_format).double() for x in (q, k, v))
+    for name, tokens, slots in (("q", q.shape[0], problem.starts_q[-1]), ("k", k.shape[0], problem.starts_kv[-1])):
+        if tokens < slots:
+            raise ValueError(f"{name} has {tokens} tokens, fewer than the {slots} of its padded cumulative lengths")
+    out = q.new_zeros(q.shape[0], problem.heads_q, problem.d_v)
+    lse = q.new_full((q.shape[0], problem.heads_q), float("-inf"))
+    max_logit = q.new_full((problem.heads_q,), float("-inf"))
+    for sequence, start_q, start_kv in zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False):
+        rows = slice(start_q, start_q + sequence.len_q)
+        columns = slice(start_kv, start_kv + sequence.len_kv)
+        out[rows], lse[rows], largest = _one_sequence(problem, sequence, q[rows], k[columns], v[columns], softmax_offset)
+        max_logit = torch.maximum(max_logit, largest)
+    return to_format(out, qkv_format, batch_size), lse_from_packed(lse, qkv_format, batch_size), max_logit
+
+
+def _visible(problem: Problem, sequence: Sequence, device: torch.device) -> torch.Tensor:
+    """The mask, bool [len_q, len_kv]: the definition itself, and on purpose not the arithmetic of `cp_ref.spec.mask`."""
+    i = torch.arange(sequence.len_q, device=device)[:, None]
+    j = torch.arange(sequence.len_kv, device=device)[None, :]
+    if problem.bottom_right:
+        i = i + (sequence.len_kv - sequence.len_q)
+    left, right = problem.window_size
+    visible = torch.ones(sequence.len_q, sequence.len_kv, dtype=torch.bool, device=device)
+    if problem.causal:
+        visible &= j <= i
+    elif right >= 0:
+        visible &= j <= i + right
+    if left >= 0:
+        visible &= j >= i - left
+    return visible
+
+
+def _one_sequence(
+    problem: Problem, sequence: Sequence, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_offset: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v] -> out [n, h_q, d_v], lse [n, h_q], max_logit [h_q]."""
+    k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))  # query head h uses kv head h // group_size
+    scores = problem.scale * torch.einsum("nhd,mhd->nhm", q, k)
+    if problem.softcap > 0:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    hidden = ~_visible(problem, sequence, q.device)[:, None, :]
+    masked = scores.detach().masked_fill(hidden, float("-inf"))
+    columns = [masked, masked.new_full((*masked.shape[:2], 1), float("-inf"))]  # a row may have no key at all
+    sink = None
+    if problem.softmax_type != "vanilla":
+        sink = q.new_zeros(problem.heads_q) if softmax_offset is None else softmax_offset.double()
+        columns.append(sink.detach()[None, :, None].expand(q.shape[0], -1, 1))
+    shift = torch.cat(columns, dim=-1).amax(dim=-1)
+    shift = shift.masked_fill(shift == float("-inf"), 0.0)  # any finite number does for a row that sees nothing
+    weights = torch.exp(scores.masked_fill(hidden, 0.0) - shift[..., None]).masked_fill(hidden, 0.0)
+    denominator = weights.sum(dim=-1)
+    if sink is not None:
+        denominator = denominator + torch.exp(sink - shift)
+    empty = denominator == 0
+    denominator = denominator.masked_fill(empty, 1.0)
+    out = torch.einsum("nhm,mhd->nhd", weights / denominator[..., None], v)
+    lse = (shift + torch.log(denominator)).masked_fill(empty, float("-inf"))
+    largest = torch.cat([*columns[:2]], dim=-1).amax(dim=(0, 2)) if len(q) else columns[1].new_full((problem.heads_q,), float("-inf"))
+    return out, lse, largest

@@ -1,0 +1,171 @@
+"""A plan: the problem of one batch and the schedule that computes it, made once and used by every layer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from cp_ref.context import ContextParallel
+from cp_ref.sharding import position_table
+from cp_ref.spec import Feature, Problem, Schedule, Sizes, Unsupported, agree, plan_p2p, q_fragments, read_problem
+
+__all__ = ["Plan", "make_plan", "plan_together", "read_call", "supports"]
+
+PLANNERS = {"p2p": plan_p2p}
+"""The schedules that exist, by cp_comm_type."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a batch that does not depend on the tensors' values.
+
+    Attributes:
+        problem: what is computed.
+        rank: this rank.
+        device: where `position_ids` lie.
+    """
+
+    problem: Problem
+    rank: int
+    device: torch.device
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What every rank sends, receives and computes, step by step."""
+        return PLANNERS[self.problem.cp_comm_type](self.problem)
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and sbhd."""
+        fragments = q_fragments(self.problem, self.rank)
+        if self.problem.qkv_format != "thd":
+            fragments = tuple(f for f in fragments if f.seq == 0)
+        return position_table(fragments, self.device)
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n{self.schedule}"
+
+
+def make_plan(
+    *,
+    cp: ContextParallel,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "causal",
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_type: str = "vanilla",
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    batch_size: int | None = None,
+    seqlen_q: int | None = None,
+    seqlen_kv: int | None = None,
+    heads_q: int,
+    heads_kv: int,
+    d_qk: int,
+    d_v: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Plan:
+    """Plan one batch. Collective: every rank calls it, and all of them find out here when their problems differ.
+
+    Args:
+        cp ... return_max_logit: as in `attention`.
+        batch_size, seqlen_q, seqlen_kv: bshd and sbhd only; global. seqlen_kv defaults to seqlen_q; with a padding mask the batch
+            size may be left to `cu_seqlens_q`.
+        heads_q, heads_kv, d_qk, d_v, dtype, device: of the tensors to come.
+
+    Returns:
+        The plan, for `attention(q, k, v, cp=cp, plan=plan)`; `plan.schedule`, `plan.position_ids`, `str(plan)`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, here or on another rank. Unsupported: naming what is missing.
+    """
+    arguments = dict(locals())  # every argument, by name
+    return plan_together(cp, lambda: _read_plan_arguments(**arguments), torch.device(device))
+
+
+def _signature_of(other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Let a function of **arguments show the signature of another to readers, editors and `inspect`."""
+
+    def declare(function: Callable[..., R]) -> Callable[P, R]:
+        signature = inspect.signature(other).replace(return_annotation="tuple[bool, str]")
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+@_signature_of(make_plan)
+def supports(**arguments: Any) -> tuple[bool, str]:
+    """Whether `make_plan` and `attention` take these arguments (those of `make_plan`), and if not, why. Sends nothing.
+
+    Raises:
+        ValueError, TypeError: the arguments are no problem at all.
+    """
+    try:
+        _read_plan_arguments(**arguments)
+    except Unsupported as refusal:
+        return False, str(refusal)
+    return True, ""
+
+
+def _read_plan_arguments(
+    *,
+    cp: ContextParallel,
+    batch_size: int | None = None,
+    seqlen_q: int | None = None,
+    seqlen_kv: int | None = None,
+    heads_q: int,
+    heads_kv: int,
+    d_qk: int,
+    d_v: int,
+    dtype: torch.dtype,
+    **arguments: Any,
+) -> Problem:
+    sizes = Sizes(heads_q, heads_kv, d_qk, d_v, str(dtype).removeprefix("torch."), batch_size, seqlen_q, seqlen_kv)
+    # how it is computed and what is returned change nothing here: every result is always there and always deterministic
+    for name in ("device", "deterministic", "return_lse", "return_max_logit"):
+        arguments.pop(name, None)
+    return read_call(cp, sizes, **(_PROBLEM_DEFAULTS | arguments))
+
+
+_PROBLEM_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(make_plan).parameters.items()
+    if name in inspect.signature(read_problem).parameters
+}
+
+
+def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
+    """The problem of one call; raises ValueError, TypeError or Unsupported. Sends nothing."""
+    problem = read_problem(cp_size=cp.size, cp_comm_type=cp.cp_comm_type, layout=cp.layout, sizes=sizes, **arguments)
+    if problem.cp_comm_type not in PLANNERS:
+        hint = f"what there is: {', '.join(PLANNERS)}"
+        raise Unsupported(f"cp_comm_type {problem.cp_comm_type!r}", {"cp_ref": {Feature(problem.cp_comm_type)}}, hint)
+    return problem
+
+
+def plan_together(cp: ContextParallel, read: Callable[[], Problem], device: torch.device) -> Plan:
+    """Read this rank's arguments and compare notes with the other ranks: all get their plan, or all raise."""
+    problem, error = None, None
+    try:
+        problem = read()
+    except (ValueError, TypeError, Unsupported) as caught:
+        error = caught
+    agree(cp.comm, problem, error)
+    assert problem is not None
+    return Plan(problem, cp.rank, device)

@@ -1,0 +1,65 @@
+"""A torch.distributed process group as a `cp_ref.spec.Group`: one process a rank, over gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from cp_ref.spec import Group, Parcel
+
+__all__ = ["ProcessMember", "as_group"]
+
+
+class ProcessMember:
+    """This process's place in a torch.distributed group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> _Works:
+        """Post the messages as one batch of isend and irecv."""
+        ops = [dist.P2POp(dist.isend, p.tensor, self._global(p.peer), self._group, p.tag) for p in sends]
+        ops += [dist.P2POp(dist.irecv, p.tensor, self._global(p.peer), self._group, p.tag) for p in recvs]
+        return _Works(dist.batch_isend_irecv(ops) if ops else [])
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self._group, rank)
+
+
+class _Works:
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def as_group(group: Any) -> Group:
+    """What the user passed as `group`, as a `Group`.
+
+    Args:
+        group: a ProcessGroup, a 1-D DeviceMesh, or anything with the members of `cp_ref.spec.Group` (a SimGroup's member).
+
+    Raises:
+        TypeError: it is none of them.
+    """
+    if isinstance(group, Group):
+        return group
+    if isinstance(group, dist.DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return ProcessMember(group)
+    raise TypeError(
+        f"group is {group!r}; it must be a torch.distributed ProcessGroup, a 1-D DeviceMesh or one member of a SimGroup"
+    )

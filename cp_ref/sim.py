@@ -1,0 +1,282 @@
+"""A simulated group: every rank a thread of this process, all on one device, one running at a time.
+
+Any schedule of either package runs over it, forward and backward, at any cp_size, on a laptop or on one GPU. It is stricter than a
+network, so that what is right here is right there:
+
+- a receive buffer holds NaN until the receive has been waited for, and a send buffer must not change until the send has;
+- a send's wait returns only when its receive has been posted (no hidden buffering), and the other way round;
+- between two ranks messages arrive in the order they were posted in, as on NCCL, and tags, shapes and dtypes must agree, as on gloo;
+- when no rank can go on, every waiting rank raises `Deadlock`, which names who waits for what; a message that nobody took is an error.
+
+The ranks take turns at fixed points (each waits until the ranks before it have come to a wait), so a run is deterministic.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from cp_ref.spec import Parcel
+
+__all__ = ["Deadlock", "MessageError", "SimGroup", "SimMember"]
+
+T = TypeVar("T")
+
+
+class Deadlock(RuntimeError):
+    """No rank can go on. The message names, for every rank, what it waits for."""
+
+
+class MessageError(RuntimeError):
+    """Messages that do not fit: another tag, shape or dtype, a send buffer that changed too early, a message nobody took."""
+
+
+class SimGroup:
+    """`cp_size` ranks in this process.
+
+    >>> def fn(member):
+    ...     peer = 1 - member.rank
+    ...     box = torch.zeros(1)
+    ...     member.exchange([Parcel(peer, 0, torch.tensor([10.0 + member.rank]))], [Parcel(peer, 0, box)]).wait()
+    ...     return box.item()
+    >>> SimGroup(2).run(fn)
+    [11.0, 10.0]
+    """
+
+    def __init__(self, cp_size: int) -> None:
+        """Raises ValueError unless cp_size is a positive integer."""
+        if not isinstance(cp_size, int) or cp_size < 1:
+            raise ValueError(f"cp_size is {cp_size!r}; it must be a positive integer")
+        self.cp_size = cp_size
+
+    def run(self, fn: Callable[[SimMember], T]) -> list[T]:
+        """Call `fn(member)` as every rank, each in its own thread, and return the results by rank.
+
+        `fn` may build autograd graphs and call `backward`: a rank's backward runs in that rank's thread.
+
+        Raises:
+            Whatever the first rank (by number) raised; Deadlock and MessageError as described above.
+        """
+        switch = _Switch(self.cp_size)
+        results: list[Any] = [None] * self.cp_size
+        grad_enabled = torch.is_grad_enabled()
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def rank_main(rank: int) -> None:
+            switch.wait_for_turn(rank)
+            # one autograd worker serves all ranks of a device: a backward that waits for a peer would block the peer's own
+            with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
+                if device is not None:
+                    torch.cuda.set_device(device)
+                try:
+                    results[rank] = fn(SimMember(rank, self.cp_size, switch))
+                except BaseException as error:
+                    switch.errors[rank] = error
+            switch.finish(rank)
+
+        threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(self.cp_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        switch.raise_errors()
+        return results
+
+
+class SimMember:
+    """One rank of a running `SimGroup`; implements `cp_ref.spec.Group`."""
+
+    def __init__(self, rank: int, size: int, switch: _Switch) -> None:
+        self.rank = rank
+        self.size = size
+        self._switch = switch
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> SimPending:
+        """Post the messages. Receive buffers are filled with NaN (the lowest value for integers) until `wait`."""
+        posted_sends, posted_recvs = [], []
+        for parcel in sends:
+            self._check_peer(parcel)
+            letter = _Letter(parcel.tag, parcel.tensor, parcel.tensor.detach().clone(), _event(parcel.tensor))
+            channel = self._switch.sent[self.rank, parcel.peer]
+            posted_sends.append((parcel, letter, len(channel)))
+            channel.append(letter)
+        for parcel in recvs:
+            self._check_peer(parcel)
+            _poison(parcel.tensor)
+            channel = self._switch.awaited[parcel.peer, self.rank]
+            posted_recvs.append((parcel, len(channel)))
+            channel.append(parcel.tag)
+        return SimPending(self, self._switch, posted_sends, posted_recvs)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        round_number = len(self._switch.gathered[self.rank])
+        self._switch.gathered[self.rank].append(value)
+        for peer in range(self.size):
+            self._switch.wait(
+                self.rank,
+                lambda peer=peer: len(self._switch.gathered[peer]) > round_number,
+                f"rank {peer} to take part in all_gather_object number {round_number}",
+            )
+        return [self._switch.gathered[peer][round_number] for peer in range(self.size)]
+
+    def _check_peer(self, parcel: Parcel) -> None:
+        if not 0 <= parcel.peer < self.size or parcel.peer == self.rank:
+            raise MessageError(f"rank {self.rank}: a message with tag {parcel.tag} names rank {parcel.peer}, which is no peer")
+
+
+@dataclass
+class _Letter:
+    """A message under way: what was sent, as it was when it was posted."""
+
+    tag: int
+    original: torch.Tensor
+    content: torch.Tensor
+    ready: torch.cuda.Event | None
+
+
+class SimPending:
+    """The messages of one exchange."""
+
+    def __init__(
+        self,
+        member: SimMember,
+        switch: _Switch,
+        sends: list[tuple[Parcel, _Letter, int]],
+        recvs: list[tuple[Parcel, int]],
+    ) -> None:
+        self._member, self._switch, self._sends, self._recvs = member, switch, sends, recvs
+
+    def wait(self) -> None:
+        """Take the messages in; return when all are here and all own ones have a receiver."""
+        rank = self._member.rank
+        for parcel, place in self._recvs:
+            channel = self._switch.sent[parcel.peer, rank]
+            self._switch.wait(
+                rank, lambda c=channel, p=place: len(c) > p, f"a receive from rank {parcel.peer} with tag {parcel.tag}"
+            )
+            _deliver(channel[place], parcel, rank)
+            self._switch.taken[parcel.peer, rank] += 1
+        for parcel, letter, place in self._sends:
+            posted = self._switch.awaited[rank, parcel.peer]
+            self._switch.wait(rank, lambda c=posted, p=place: len(c) > p, f"a send to rank {parcel.peer} with tag {parcel.tag}")
+            if not _same(letter.original, letter.content):
+                raise MessageError(f"rank {rank}: the send to rank {parcel.peer} with tag {parcel.tag} changed before its wait")
+        self._sends, self._recvs = [], []
+
+
+def _deliver(letter: _Letter, parcel: Parcel, rank: int) -> None:
+    where = f"rank {rank}: the next message from rank {parcel.peer}"
+    if letter.tag != parcel.tag:
+        raise MessageError(f"{where} has tag {letter.tag}, but tag {parcel.tag} is expected")
+    content, buffer = letter.content, parcel.tensor
+    if (content.shape, content.dtype) != (buffer.shape, buffer.dtype):
+        raise MessageError(
+            f"{where} (tag {letter.tag}) is {content.dtype} {list(content.shape)}, the buffer {buffer.dtype} {list(buffer.shape)}"
+        )
+    if letter.ready is not None:
+        torch.cuda.current_stream(content.device).wait_event(letter.ready)
+    with torch.no_grad():
+        buffer.copy_(content)
+
+
+def _poison(buffer: torch.Tensor) -> None:
+    with torch.no_grad():
+        if buffer.dtype.is_floating_point:
+            buffer.fill_(float("nan"))
+        elif buffer.dtype != torch.bool:
+            buffer.fill_(torch.iinfo(buffer.dtype).min)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bitwise, NaN included."""
+    a = a.detach().contiguous()
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _event(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """Recorded where the content was cloned, for a receiver on another stream."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
+@dataclass
+class _Switch:
+    """Hands the turn from rank to rank, and sees when nobody can take it."""
+
+    size: int
+    turn: int = 0
+    sent: dict[tuple[int, int], list[_Letter]] = field(default_factory=lambda: defaultdict(list))
+    awaited: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    taken: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    errors: dict[int, BaseException] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.gathered: list[list[Any]] = [[] for _ in range(self.size)]
+        self._changed = threading.Condition()
+        self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._finished: set[int] = set()
+        self._dead = ""
+
+    def wait_for_turn(self, rank: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.turn == rank)
+
+    def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        """Return when `ready()`; meanwhile other ranks run."""
+        if ready():
+            return
+        self._blocked[rank] = (ready, what)
+        self._pass_on(rank)
+        self.wait_for_turn(rank)
+        del self._blocked[rank]
+        if not ready():
+            raise Deadlock(self._dead)
+
+    def finish(self, rank: int) -> None:
+        self._finished.add(rank)
+        self._pass_on(rank)
+
+    def _pass_on(self, rank: int) -> None:
+        """Give the turn to the next rank that can run. If none can, to the next blocked one, which then raises."""
+        others = [(rank + n) % self.size for n in range(1, self.size + 1)]
+        waiting = [r for r in others if r not in self._finished]
+        able = [r for r in waiting if r not in self._blocked or self._blocked[r][0]()]
+        if not able and waiting and not self._dead:
+            self._dead = self._describe()
+        with self._changed:
+            self.turn = (able or waiting or [-1])[0]
+            self._changed.notify_all()
+
+    def _describe(self) -> str:
+        lines = ["deadlock: no rank can go on"]
+        for rank in range(self.size):
+            if rank in self.errors:
+                lines.append(f"  rank {rank} failed: {type(self.errors[rank]).__name__}: {self.errors[rank]}")
+            elif rank in self._finished:
+                lines.append(f"  rank {rank} has finished")
+            else:
+                lines.append(f"  rank {rank} waits for {self._blocked[rank][1]}")
+        return "\n".join(lines)
+
+    def raise_errors(self) -> None:
+        """Raise what went wrong: a rank's own failure before the deadlock that it left behind."""
+        ranks = sorted(self.errors, key=lambda r: (isinstance(self.errors[r], Deadlock), r))
+        if ranks:
+            raise self.errors[ranks[0]]
+        for (src, dst), letters in self.sent.items():
+            if len(letters) > self.taken[src, dst]:
+                letter = letters[self.taken[src, dst]]
+                raise MessageError(f"rank {src} sent a message with tag {letter.tag} to rank {dst}, which never took it")
+        for (src, dst), tags in self.awaited.items():
+            if len(tags) > self.taken[src, dst]:
+                tag = tags[self.taken[src, dst]]
+                raise MessageError(f"rank {dst} posted a receive with tag {tag} from rank {src} and never waited for it")

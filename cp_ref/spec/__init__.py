@@ -1,0 +1,60 @@
+"""The contract that both implementations share: problems, masks, layouts, schedules as data. Standard library only."""
+
+from cp_ref.spec.arguments import Sizes, check_choice, check_offset, read_problem, read_sizes
+from cp_ref.spec.calls import check_local_tensors, check_settled
+from cp_ref.spec.features import Feature, Unsupported, describe
+from cp_ref.spec.group import Group, Parcel, Pending, agree
+from cp_ref.spec.layout import Fragment, divisor, kv_fragments, local_slots, ownership, q_fragments
+from cp_ref.spec.mask import Band, Rect
+from cp_ref.spec.p2p import plan_p2p, plan_p2p_rank
+from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
+from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
+from cp_ref.spec.schedule import Message, Piece, Program, Schedule, Step, Tile
+from cp_ref.spec.verify import InvalidSchedule, verify
+
+__all__ = [
+    "CP_COMM_TYPES",
+    "LAYOUTS",
+    "MASKS",
+    "QKV_FORMATS",
+    "SOFTMAX_TYPES",
+    "Band",
+    "Feature",
+    "Fragment",
+    "Group",
+    "InvalidSchedule",
+    "Message",
+    "Parcel",
+    "Pending",
+    "Piece",
+    "Problem",
+    "Program",
+    "RankCost",
+    "Rect",
+    "Report",
+    "Schedule",
+    "Sequence",
+    "Sizes",
+    "Step",
+    "Tile",
+    "Unsupported",
+    "agree",
+    "check_choice",
+    "check_local_tensors",
+    "check_offset",
+    "check_settled",
+    "describe",
+    "divisor",
+    "kv_fragments",
+    "local_slots",
+    "message_bytes",
+    "message_rows",
+    "ownership",
+    "plan_p2p",
+    "plan_p2p_rank",
+    "q_fragments",
+    "read_problem",
+    "read_sizes",
+    "report",
+    "verify",
+]

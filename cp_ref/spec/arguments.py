@@ -1,0 +1,256 @@
+"""From a call's arguments to a `Problem`: everything that can be wrong with them is found here, before anything is sent.
+
+Nothing here imports torch. A tensor is anything with a shape, a dtype and a device, and lengths are read with `tolist`.
+Every refusal is a ValueError (or a TypeError, for a wrong type) that names the argument, its value and the rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from cp_ref.spec.layout import ownership
+from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
+
+__all__ = ["DTYPES", "Sizes", "check_choice", "check_offset", "read_lengths", "read_problem", "read_sizes"]
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What q, k and v say of a problem. Sequence lengths are global; None in thd, where `cu_seqlens_*` have them."""
+
+    heads_q: int
+    heads_kv: int
+    d_qk: int
+    d_v: int
+    dtype: str
+    batch_size: int | None = None
+    seqlen_q: int | None = None
+    seqlen_kv: int | None = None
+
+
+def check_choice(name: str, value: object, choices: Seq[str]) -> None:
+    """Raise unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def read_sizes(q: Any, k: Any, v: Any, qkv_format: str, cp_size: int) -> Sizes:
+    """The sizes of one rank's q, k, v (pass cp_size 1 for global tensors); they must agree in rank, dtype, device and heads."""
+    check_choice("qkv_format", qkv_format, QKV_FORMATS)
+    dims = "t h d" if qkv_format == "thd" else " ".join(qkv_format)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not all(hasattr(x, a) for a in ("shape", "dtype", "device")):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
+        if len(x.shape) != len(qkv_format):
+            raise ValueError(f"{name} has shape {list(x.shape)}; qkv_format {qkv_format!r} needs [{dims.replace(' ', ', ')}]")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; q, k and v must have one dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q is on {q.device}; q, k and v must be on one device")
+    dtype = str(q.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise TypeError(f"q has dtype {q.dtype}; it must be one of {', '.join(DTYPES)}")
+    if tuple(k.shape[:-1]) != tuple(v.shape[:-1]):
+        raise ValueError(f"k has shape {list(k.shape)} and v {list(v.shape)}; all but the last size must be equal")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q has head dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal (d_qk)")
+    heads = {"heads_q": q.shape[-2], "heads_kv": k.shape[-2], "d_qk": q.shape[-1], "d_v": v.shape[-1], "dtype": dtype}
+    if qkv_format == "thd":
+        return Sizes(**heads)
+    batch, seq = (0, 1) if qkv_format == "bshd" else (1, 0)
+    if q.shape[batch] != k.shape[batch]:
+        raise ValueError(f"q has batch size {q.shape[batch]} and k has {k.shape[batch]}; they must be equal")
+    return Sizes(
+        **heads, batch_size=q.shape[batch], seqlen_q=q.shape[seq] * cp_size, seqlen_kv=k.shape[seq] * cp_size
+    )
+
+
+def read_problem(
+    *,
+    cp_size: int,
+    cp_comm_type: str,
+    layout: str,
+    qkv_format: str,
+    attn_mask_type: str,
+    window_size: tuple[int, int],
+    cu_seqlens_q: Any,
+    cu_seqlens_kv: Any,
+    cu_seqlens_q_padded: Any,
+    cu_seqlens_kv_padded: Any,
+    softmax_scale: float | None,
+    softcap: float,
+    softmax_type: str,
+    sizes: Sizes,
+    a2a_size: int = 1,
+) -> Problem:
+    """The problem of a call. See `cp_ref.attention` for the arguments; `sizes` comes from the tensors or from `make_plan`."""
+    check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
+    check_choice("layout", layout, LAYOUTS)
+    check_choice("qkv_format", qkv_format, QKV_FORMATS)
+    check_choice("attn_mask_type", attn_mask_type, MASKS)
+    check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
+    check_choice("dtype", sizes.dtype, DTYPES)
+    _check_heads(sizes, cp_comm_type, a2a_size)
+    given = {
+        "cu_seqlens_q": read_lengths("cu_seqlens_q", cu_seqlens_q),
+        "cu_seqlens_kv": read_lengths("cu_seqlens_kv", cu_seqlens_kv),
+        "cu_seqlens_q_padded": read_lengths("cu_seqlens_q_padded", cu_seqlens_q_padded),
+        "cu_seqlens_kv_padded": read_lengths("cu_seqlens_kv_padded", cu_seqlens_kv_padded),
+    }
+    sequences = _packed(given, sizes) if qkv_format == "thd" else _batched(given, qkv_format, attn_mask_type, sizes)
+    for slots in ([s.slots_q for s in sequences], [s.slots_kv for s in sequences]):
+        ownership(slots, layout, qkv_format != "thd", cp_size, 0)  # raises where a length does not divide
+    return Problem(
+        cp_size=cp_size,
+        sequences=sequences,
+        cp_comm_type=cp_comm_type,
+        a2a_size=a2a_size,
+        layout=layout,
+        qkv_format=qkv_format,
+        attn_mask_type=attn_mask_type,
+        window_size=_window(window_size),
+        heads_q=sizes.heads_q,
+        heads_kv=sizes.heads_kv,
+        d_qk=sizes.d_qk,
+        d_v=sizes.d_v,
+        softmax_scale=_number("softmax_scale", softmax_scale, positive=True) if softmax_scale is not None else None,
+        softcap=_number("softcap", softcap, positive=False),
+        softmax_type=softmax_type,
+        dtype=sizes.dtype,
+    )
+
+
+def check_offset(problem: Problem, softmax_offset: Any) -> None:
+    """`softmax_offset` is there exactly when softmax_type is "learnable", with one value a query head."""
+    if problem.softmax_type != "learnable":
+        if softmax_offset is not None:
+            raise ValueError(f"softmax_offset is given, but softmax_type is {problem.softmax_type!r}; it needs 'learnable'")
+        return
+    if not all(hasattr(softmax_offset, a) for a in ("shape", "dtype", "device")):
+        raise TypeError(f"softmax_offset is {softmax_offset!r}; softmax_type 'learnable' needs a tensor [h_q]")
+    if tuple(softmax_offset.shape) != (problem.heads_q,):
+        raise ValueError(f"softmax_offset has shape {list(softmax_offset.shape)}; it must be [h_q] = [{problem.heads_q}]")
+    if str(softmax_offset.dtype).removeprefix("torch.") not in DTYPES:
+        raise TypeError(f"softmax_offset has dtype {softmax_offset.dtype}; it must be one of {', '.join(DTYPES)}")
+
+
+def _check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
+    h_q, h_kv = sizes.heads_q, sizes.heads_kv
+    for name, value in (("h_q", h_q), ("h_kv", h_kv), ("d_qk", sizes.d_qk), ("d_v", sizes.d_v)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+    if h_q % h_kv:
+        raise ValueError(f"h_q is {h_q} and h_kv is {h_kv}; h_q must be a multiple of h_kv")
+    if cp_comm_type in ("a2a", "a2a+p2p"):
+        if h_q % a2a_size:
+            raise ValueError(f"h_q is {h_q}; cp_comm_type {cp_comm_type!r} needs a multiple of the a2a size {a2a_size}")
+        if h_kv % a2a_size and a2a_size % h_kv:
+            raise ValueError(
+                f"h_kv is {h_kv}; cp_comm_type {cp_comm_type!r} needs a multiple or a divisor of the a2a size {a2a_size}"
+            )
+
+
+def read_lengths(name: str, cu_seqlens: Any) -> list[int] | None:
+    """A cumulative length tensor as a list; None stays None."""
+    if cu_seqlens is None:
+        return None
+    if not all(hasattr(cu_seqlens, a) for a in ("shape", "dtype", "tolist")):
+        raise TypeError(f"{name} is a {type(cu_seqlens).__name__}; it must be an int32 or int64 tensor [b + 1]")
+    if str(cu_seqlens.dtype).removeprefix("torch.") not in ("int32", "int64"):
+        raise TypeError(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64")
+    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name} has shape {list(cu_seqlens.shape)}; it must be [b + 1]")
+    values: list[int] = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}[0] is {values[0]}; it must be 0")
+    for n, (a, b) in enumerate(zip(values, values[1:], strict=False)):
+        if b < a:
+            raise ValueError(f"{name}[{n + 1}] is {b}, less than {name}[{n}] = {a}; cumulative lengths must not decrease")
+    return values
+
+
+def _differences(cumulative: list[int]) -> list[int]:
+    return [b - a for a, b in zip(cumulative, cumulative[1:], strict=False)]
+
+
+def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> tuple[Sequence, ...]:
+    """thd: lengths and slots from the cumulative lengths; kv defaults to q, slots to lengths."""
+    for name in ("batch_size", "seqlen_q", "seqlen_kv"):
+        if getattr(sizes, name) is not None:
+            raise ValueError(f"{name} is {getattr(sizes, name)}, but qkv_format 'thd' takes its lengths from cu_seqlens_q")
+    cu_q, cu_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
+    if cu_q is None:
+        raise ValueError("cu_seqlens_q is None; qkv_format 'thd' needs the cumulative lengths")
+    slots_q = given["cu_seqlens_q_padded"] or cu_q
+    slots_kv = given["cu_seqlens_kv_padded"] or (slots_q if cu_kv is None else cu_kv)
+    cu_kv = cu_q if cu_kv is None else cu_kv
+    for name, values in (("cu_seqlens_kv", cu_kv), ("cu_seqlens_q_padded", slots_q), ("cu_seqlens_kv_padded", slots_kv)):
+        if len(values) != len(cu_q):
+            raise ValueError(f"{name} has {len(values)} entries and cu_seqlens_q has {len(cu_q)}; they must be equal")
+    lens = [_differences(values) for values in (cu_q, cu_kv, slots_q, slots_kv)]
+    for side, real, padded in (("q", lens[0], lens[2]), ("kv", lens[1], lens[3])):
+        for n, (length, slots) in enumerate(zip(real, padded, strict=True)):
+            if length > slots:
+                raise ValueError(
+                    f"cu_seqlens_{side}_padded gives sequence {n} {slots} slots, but it has {length} tokens by cu_seqlens_{side}; "
+                    "padding must not be negative"
+                )
+    return tuple(Sequence(*lengths) for lengths in zip(*lens, strict=True))
+
+
+def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, sizes: Sizes) -> tuple[Sequence, ...]:
+    """bshd and sbhd: the slots are the tensor's, the lengths too unless the mask is a padding mask."""
+    for side in ("q", "kv"):
+        if given[f"cu_seqlens_{side}_padded"] is not None:
+            raise ValueError(f"cu_seqlens_{side}_padded is given, but qkv_format is {qkv_format!r}; it belongs to 'thd'")
+    if sizes.seqlen_q is None:
+        raise ValueError(f"seqlen_q is None; qkv_format {qkv_format!r} needs the global sequence length")
+    slots_q = sizes.seqlen_q
+    slots_kv = slots_q if sizes.seqlen_kv is None else sizes.seqlen_kv
+    cu_q, cu_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
+    if not mask.startswith("padding"):
+        for name, values in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):
+            if values is not None:
+                raise ValueError(
+                    f"{name} is given, but attn_mask_type {mask!r} in {qkv_format!r} takes no lengths; use a padding mask"
+                )
+        if sizes.batch_size is None:
+            raise ValueError(f"batch_size is None; qkv_format {qkv_format!r} with attn_mask_type {mask!r} needs it")
+        return (Sequence(slots_q, slots_kv, slots_q, slots_kv),) * sizes.batch_size
+    if cu_q is None:
+        raise ValueError(f"cu_seqlens_q is None; attn_mask_type {mask!r} needs the cumulative lengths")
+    cu_kv = cu_q if cu_kv is None else cu_kv
+    sequences = []
+    for name, values, slots in (("cu_seqlens_q", cu_q, slots_q), ("cu_seqlens_kv", cu_kv, slots_kv)):
+        if sizes.batch_size is not None and len(values) != sizes.batch_size + 1:
+            raise ValueError(f"{name} has {len(values)} entries; a batch of {sizes.batch_size} needs {sizes.batch_size + 1}")
+        for n, length in enumerate(_differences(values)):
+            if length > slots:
+                raise ValueError(f"{name} gives sequence {n} {length} tokens, but the tensor's sequence length is {slots}")
+    if len(cu_kv) != len(cu_q):
+        raise ValueError(f"cu_seqlens_kv has {len(cu_kv)} entries and cu_seqlens_q has {len(cu_q)}; they must be equal")
+    for len_q, len_kv in zip(_differences(cu_q), _differences(cu_kv), strict=True):
+        sequences.append(Sequence(len_q, len_kv, slots_q, slots_kv))
+    return tuple(sequences)
+
+
+def _window(window_size: Any) -> tuple[int, int]:
+    sides = tuple(window_size) if isinstance(window_size, tuple | list) else ()
+    if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) for side in sides):
+        raise TypeError(f"window_size is {window_size!r}; it must be a pair of integers (left, right)")
+    if min(sides) < -1:
+        raise ValueError(f"window_size is {window_size!r}; each side must be -1 (unbounded) or at least 0")
+    return sides
+
+
+def _number(name: str, value: Any, *, positive: bool) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(f"{name} is {value!r}; it must be finite and {'positive' if positive else 'at least 0'}")
+    return float(value)

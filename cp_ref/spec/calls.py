@@ -1,0 +1,67 @@
+"""Checks of one call against the problem it was planned for: shapes, tails, and arguments that the plan already settled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cp_ref.spec.arguments import Sizes, read_sizes
+from cp_ref.spec.layout import kv_fragments, local_slots, q_fragments
+from cp_ref.spec.problem import Problem
+
+__all__ = ["check_local_tensors", "check_settled"]
+
+# what `attention` takes its arguments to be when the caller says nothing
+_DEFAULTS: dict[str, Any] = {
+    "qkv_format": "bshd",
+    "attn_mask_type": "causal",
+    "window_size": (-1, -1),
+    "softmax_scale": None,
+    "softcap": 0.0,
+    "softmax_type": "vanilla",
+}
+
+
+def check_settled(problem: Problem, **arguments: Any) -> None:
+    """Arguments given beside a plan: each is left at its default, or says what the plan says.
+
+    Raises:
+        ValueError: an argument contradicts the plan, or is one of the lengths that only the plan may have.
+    """
+    for name, value in arguments.items():
+        if name in _DEFAULTS:
+            settled = getattr(problem, name)
+            value = tuple(value) if name == "window_size" else value
+            if value not in (_DEFAULTS[name], settled):
+                raise ValueError(f"{name} is {value!r}, but the plan was made for {settled!r}; leave it out beside a plan")
+        elif value is not None:
+            raise ValueError(f"{name} is given beside a plan, which has the lengths already; leave it out, or make a new plan")
+
+
+def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> None:
+    """This rank's slices must have the shapes that the problem gives them; in thd they may be longer (a tail).
+
+    Raises:
+        ValueError, TypeError: naming the tensor, its shape and what was expected.
+    """
+    got = read_sizes(q, k, v, problem.qkv_format, problem.cp_size)
+    wanted = Sizes(problem.heads_q, problem.heads_kv, problem.d_qk, problem.d_v, problem.dtype)
+    for name in ("heads_q", "heads_kv", "d_qk", "d_v", "dtype"):
+        if getattr(got, name) != getattr(wanted, name):
+            raise ValueError(f"{name} of q, k, v is {getattr(got, name)}, but the plan was made for {getattr(wanted, name)}")
+    for name, tensor, fragments in (("q", q, q_fragments(problem, rank)), ("k", k, kv_fragments(problem, rank))):
+        rows = local_slots(fragments)
+        shape = list(tensor.shape)
+        if problem.qkv_format == "thd":
+            if shape[0] < rows:
+                raise ValueError(
+                    f"{name} has {shape[0]} tokens; rank {rank} of a group of {problem.cp_size} holds {rows} by "
+                    f"cu_seqlens_{'q' if name == 'q' else 'kv'}_padded (more is a tail, fewer is a mistake)"
+                )
+            continue
+        batch_axis, axis = (0, 1) if problem.qkv_format == "bshd" else (1, 0)
+        batch = len(problem.sequences)
+        if shape[batch_axis] != batch or shape[axis] * batch != rows:
+            raise ValueError(
+                f"{name} has shape {shape}; rank {rank} of a group of {problem.cp_size} needs batch size {batch} and "
+                f"local sequence length {rows // batch if batch else 0}"
+            )

@@ -1,0 +1,86 @@
+"""What a problem asks for and what an implementation has, as sets of names.
+
+A problem *requires* features; an implementation (a schedule, a kernel library) *has* features. What is required and not
+had is missing, and `Unsupported` names it. The support matrix is the sets themselves: there is no if-chain anywhere else
+that decides what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+__all__ = ["Feature", "Unsupported", "describe"]
+
+
+class Feature(StrEnum):
+    """One thing that a problem can ask for. The value is what error messages and tables print."""
+
+    # schedules (cp_comm_type)
+    P2P = "p2p"
+    ALL_GATHER = "all_gather"
+    A2A = "a2a"
+    A2A_P2P = "a2a+p2p"
+    # tensor formats (qkv_format)
+    BSHD = "bshd"
+    SBHD = "sbhd"
+    THD = "thd"
+    # layouts
+    DUAL_CHUNK = "dual_chunk"
+    CONTIGUOUS = "contiguous"
+    # masks
+    NO_MASK = "no_mask"
+    CAUSAL = "causal"
+    BOTTOM_RIGHT = "bottom_right"
+    PADDING = "padding"
+    WINDOW = "sliding window"
+    CROSS_ATTENTION = "cross attention"
+    # heads
+    GQA = "GQA (h_q > h_kv)"
+    ASYMMETRIC_DIMS = "d_qk != d_v"
+    GQA_ASYMMETRIC_DIMS = "GQA with d_qk != d_v"
+    HEAD_DIM_OVER_128 = "head dim > 128"
+    HEAD_DIM_OVER_256 = "head dim > 256"
+    HEAD_DIM_ODD = "head dim not a multiple of 8"
+    # softmax
+    SOFTCAP = "softcap"
+    OFF_BY_ONE = "softmax_type off-by-one"
+    LEARNABLE = "softmax_type learnable"
+    # results
+    LSE_GRADIENT = "gradient through lse"
+    MAX_LOGIT = "max_logit"
+    DETERMINISTIC = "deterministic"
+    # where and in what
+    CPU = "device cpu"
+    CUDA = "device cuda"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+
+
+def describe(features: Iterable[Feature]) -> str:
+    """The features as one readable list, in the order of the enumeration.
+
+    >>> describe({Feature.WINDOW, Feature.P2P})
+    'p2p, sliding window'
+    """
+    wanted = set(features)
+    return ", ".join(f.value for f in Feature if f in wanted)
+
+
+class Unsupported(NotImplementedError):
+    """The problem is well formed, but this implementation lacks something that it needs.
+
+    Attributes:
+        missing: every feature that is missing, by the implementation that lacks it.
+    """
+
+    def __init__(self, what: str, missing: Mapping[str, Iterable[Feature]], hint: str = "") -> None:
+        """`what` names the refused request; `missing` maps an implementation's name to what it lacks."""
+        self.missing: dict[str, frozenset[Feature]] = {name: frozenset(fs) for name, fs in missing.items()}
+        lines = [f"{what} is not supported:"]
+        lines += [f"  {name} lacks {describe(fs)}" for name, fs in self.missing.items()]
+        if hint:
+            lines.append(f"  {hint}")
+        super().__init__("\n".join(lines))

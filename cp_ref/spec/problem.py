@@ -1,0 +1,142 @@
+"""A context-parallel attention problem as integers: what is computed, with no tensor and no device in sight.
+
+A `Problem` is everything that decides who sees what, who owns what and what is sent; two ranks that hold equal problems make
+equal schedules. It has one canonical text, so that a failing case can be printed, mailed and replayed.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from cp_ref.spec.mask import Band, Rect
+
+__all__ = ["CP_COMM_TYPES", "LAYOUTS", "MASKS", "QKV_FORMATS", "SOFTMAX_TYPES", "Problem", "Sequence"]
+
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+LAYOUTS = ("dual_chunk", "contiguous")
+QKV_FORMATS = ("bshd", "sbhd", "thd")
+MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One sequence: real tokens, and the slots it occupies (real tokens first, then its padding).
+
+    In bshd and sbhd the slots are the tensor's sequence length; in thd they are the differences of `cu_seqlens_*_padded`.
+    """
+
+    len_q: int
+    len_kv: int
+    slots_q: int
+    slots_kv: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call over all ranks. Lengths in tokens, global (before sharding).
+
+    `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` is what it comes to for a sequence.
+    `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
+
+    >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
+    >>> p.band(p.sequences[0]), p.pairs
+    (Band(lo=None, hi=0), 28)
+    >>> Problem.parse(str(p)) == p
+    True
+    """
+
+    cp_size: int
+    sequences: tuple[Sequence, ...]
+    cp_comm_type: str = "p2p"
+    a2a_size: int = 1
+    layout: str = "dual_chunk"
+    qkv_format: str = "bshd"
+    attn_mask_type: str = "causal"
+    window_size: tuple[int, int] = (-1, -1)
+    heads_q: int = 1
+    heads_kv: int = 1
+    d_qk: int = 8
+    d_v: int = 8
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    softmax_type: str = "vanilla"
+    dtype: str = "float32"
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query never sees a later key than its own (aligned) position."""
+        return "causal" in self.attn_mask_type
+
+    @property
+    def bottom_right(self) -> bool:
+        """Whether the diagonal is aligned to the last query and the last key."""
+        return self.attn_mask_type.endswith("bottom_right")
+
+    @property
+    def scale(self) -> float:
+        """What q.k is multiplied by: `softmax_scale`, or d_qk ** -0.5."""
+        return self.d_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def group_size(self) -> int:
+        """How many query heads share a kv head."""
+        return self.heads_q // self.heads_kv
+
+    @cached_property
+    def starts_q(self) -> tuple[int, ...]:
+        """Where each sequence's query slots begin in the packed global buffer, and their total: `cu_seqlens_q_padded`."""
+        return _cumulative([s.slots_q for s in self.sequences])
+
+    @cached_property
+    def starts_kv(self) -> tuple[int, ...]:
+        """The same for keys: `cu_seqlens_kv_padded`."""
+        return _cumulative([s.slots_kv for s in self.sequences])
+
+    def band(self, sequence: Sequence) -> Band:
+        """The visible pairs of one sequence (its real tokens), by DESIGN section 3."""
+        left, right = self.window_size
+        if self.causal:
+            right = 0
+        shift = sequence.len_kv - sequence.len_q if self.bottom_right else 0
+        return Band(None if left < 0 else shift - left, None if right < 0 else shift + right)
+
+    @cached_property
+    def pairs(self) -> int:
+        """How many (query, key) pairs are visible, over all sequences; for each query head."""
+        return sum(self.band(s).count(Rect(0, s.len_q, 0, s.len_kv)) for s in self.sequences)
+
+    def __str__(self) -> str:
+        """The canonical text, one line: every field that differs from its default. `parse` reads it back."""
+        words = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "sequences":
+                value = [(s.len_q, s.len_kv, s.slots_q, s.slots_kv) for s in value]
+            elif value == f.default:
+                continue
+            words.append(f"{f.name}={value!r}")
+        return f"Problem({', '.join(words)})"
+
+    @staticmethod
+    def parse(text: str) -> Problem:
+        """The problem that `str` printed. Raises ValueError on anything else."""
+        try:
+            call = ast.parse(text.strip(), mode="eval").body
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Problem"):
+                raise ValueError("not a Problem(...)")
+            values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            values["sequences"] = tuple(Sequence(*lengths) for lengths in values["sequences"])
+            return Problem(**values)
+        except (SyntaxError, TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"cannot read a problem from {text!r}: {error}") from error
+
+
+def _cumulative(lengths: list[int]) -> tuple[int, ...]:
+    total, starts = 0, [0]
+    for length in lengths:
+        total += length
+        starts.append(total)
+    return tuple(starts)

@@ -1,0 +1,103 @@
+"""One tile: some queries against some keys of one sequence, forward and backward, written out.
+
+    legend   n = query rows, m = key rows, h = query heads; every tensor has its rows first
+
+K and V come with one row of heads for every query head (grouped heads repeated), so that nothing below knows of groups.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cp_ref.spec import Band, Rect
+
+__all__ = ["TileGradients", "TileResult", "tile_backward", "tile_forward", "visible_pairs"]
+
+
+class TileResult(NamedTuple):
+    """A partial result, normalised over the tile's own keys."""
+
+    out: torch.Tensor  # [n, h, d_v]
+    lse: torch.Tensor  # [n, h], -inf where a row sees nothing
+    max_logit: torch.Tensor  # [h]
+
+
+class TileGradients(NamedTuple):
+    """A tile's share of the gradients."""
+
+    dq: torch.Tensor  # [n, h, d_qk]
+    dk: torch.Tensor  # [m, h, d_qk]
+    dv: torch.Tensor  # [m, h, d_v]
+
+
+def visible_pairs(band: Band, rect: Rect, device: torch.device) -> torch.Tensor:
+    """Which pairs of the rectangle the band shows, bool [n, m].
+
+    >>> visible_pairs(Band(None, 0), Rect(2, 4, 1, 4), torch.device("cpu")).int().tolist()
+    [[1, 1, 0], [1, 1, 1]]
+    """
+    offset = torch.arange(rect.k0, rect.k1, device=device)[None, :] - torch.arange(rect.q0, rect.q1, device=device)[:, None]
+    visible = torch.ones_like(offset, dtype=torch.bool)
+    if band.lo is not None:
+        visible &= offset >= band.lo
+    if band.hi is not None:
+        visible &= offset <= band.hi
+    return visible
+
+
+def tile_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, *, scale: float, softcap: float
+) -> TileResult:
+    """q [n, h, d_qk], k [m, h, d_qk], v [m, h, d_v], visible bool [n, m] -> the partial result."""
+    scores, _ = _scores(q, k, visible, scale, softcap)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = _weights(scores, lse)
+    return TileResult(torch.einsum("nhm,mhd->nhd", weights, v), lse, scores.amax(dim=(0, 2)))
+
+
+def tile_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float,
+) -> TileGradients:
+    """The tile's gradients, from the final lse [n, h] of its rows (over all keys, not only the tile's).
+
+    With weights p = exp(s - lse), out = p v and a gradient dlse of lse itself:
+
+        dv = p^T dout        dp = dout v^T        ds = p * (dp - delta)        delta = sum(dout * out) - dlse
+        dq = scale * ds k    dk = scale * ds^T q  (ds times the slope of the softcap, 1 - tanh^2, where there is one)
+    """
+    scores, slope = _scores(q, k, visible, scale, softcap)
+    weights = _weights(scores, lse)
+    dv = torch.einsum("nhm,nhd->mhd", weights, dout)
+    dweights = torch.einsum("nhd,mhd->nhm", dout, v)
+    dscores = weights * (dweights - delta[..., None]) * slope
+    dq = scale * torch.einsum("nhm,mhd->nhd", dscores, k)
+    dk = scale * torch.einsum("nhm,nhd->mhd", dscores, q)
+    return TileGradients(dq, dk, dv)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Scores [n, h, m], -inf where hidden, and the softcap's slope."""
+    scores = scale * torch.einsum("nhd,mhd->nhm", q, k)
+    slope: torch.Tensor | float = 1.0
+    if softcap > 0:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1.0 - bent * bent
+    return scores.masked_fill(~visible[:, None, :], float("-inf")), slope
+
+
+def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(s - lse), 0 where hidden (also where lse is -inf: a row that sees nothing)."""
+    return torch.exp(scores - lse[..., None]).masked_fill(scores == float("-inf"), 0.0)
