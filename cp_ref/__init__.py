@@ -1,7 +1,7 @@
 """The readable reference of context-parallel attention: plain PyTorch, every step in the open. Import it to debug.
 
-The names are those of `cp_fast`, with the same signatures: swap the import and the numbers can be compared step by step. The oracle
-`dense_attention` (float64, by the definition) and the simulated group `SimGroup` are only here.
+The names are those of `cp_fast`, with the same signatures: swap the import and the numbers can be compared step by
+step. The oracle `dense_attention` (float64, by the definition) and the simulated group `SimGroup` are only here.
 """
 
 from cp_ref.api import attention

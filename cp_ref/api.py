@@ -43,15 +43,17 @@ def attention(
     """Attention over sequences whose tokens are spread over the ranks of `cp`. Collective, forward and backward.
 
     Args:
-        q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or longer: the
-            rest is tail). float16, bfloat16, float32 or float64. Query head h uses kv head h // (h_q // h_kv).
+        q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or
+            longer: the rest is tail). float16, bfloat16, float32 or float64. Query head h uses kv head h // (h_q //
+                h_kv).
         k, v: the same with s_kv, h_kv, and d_v for v.
         cp: the group, the schedule and the layout.
         qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
-        attn_mask_type: "no_mask", "causal", "causal_bottom_right" (aligned to the last query and key), or one of these with
-            "padding" ("padding", "padding_causal", "padding_causal_bottom_right"). In thd both spellings mean the same; in bshd
-            and sbhd a padding mask takes each sequence's length from `cu_seqlens_*`.
-        window_size: (left, right): query i sees keys i - left ... i + right (aligned); -1 is unbounded. Causal masks set right to 0.
+        attn_mask_type: "no_mask", "causal", "causal_bottom_right" (aligned to the last query and key), or one of these
+            with "padding" ("padding", "padding_causal", "padding_causal_bottom_right"). In thd both spellings mean the
+            same; in bshd and sbhd a padding mask takes each sequence's length from `cu_seqlens_*`.
+        window_size: (left, right): query i sees keys i - left ... i + right (aligned); -1 is unbounded. Causal masks
+            set right to 0.
         cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
         softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
@@ -64,13 +66,14 @@ def attention(
 
     Returns:
         out, or (out, lse), (out, max_logit), (out, lse, max_logit):
-        out in q's format and dtype with d_v; lse float32 (float64 for float64), [b, h_q, s_q/cp], or [h_q, t_q/cp] for thd; max_logit
-        the same dtype, [h_q], over all ranks. Rows of padding and tail, and rows that see nothing: out 0, lse -inf (a real row with
+        out in q's format and dtype with d_v; lse float32 (float64 for float64), [b, h_q, s_q/cp], or [h_q, t_q/cp] for
+        thd; max_logit the same dtype, [h_q], over all ranks. Rows of padding and tail, and rows that see nothing: out
+        0, lse -inf (a real row with
         a sink: the sink's logit). Differentiable in q, k, v and softmax_offset, through out and lse.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before anything is
-        sent. Unsupported: naming what is missing.
+        ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before
+        anything is sent. Unsupported: naming what is missing.
     """
     arguments: dict[str, Any] = {
         "qkv_format": qkv_format,
@@ -107,7 +110,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, cp: ContextParallel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: torch.Tensor | None
+        ctx: Any,
+        plan: Plan,
+        cp: ContextParallel,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         problem = plan.problem
         fmt, batch_size = problem.qkv_format, len(problem.sequences)
@@ -128,10 +137,10 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, offset = ctx.saved_tensors
         plan, cp, problem = ctx.plan, ctx.cp, ctx.plan.problem
         fmt, batch_size = problem.qkv_format, len(problem.sequences)
-        packed = [to_packed(x, fmt) for x in (q, k, v)]
+        q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
         dout = to_packed(grads[0], fmt)
         delta = (dout.to(out.dtype) * out).sum(dim=-1) - lse_to_packed(grads[1], fmt)  # [t, h_q]
-        dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, *packed, dout, lse, delta)
+        dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, q_rows, k_rows, v_rows, dout, lse, delta)
         doffset = None
         if offset is not None:
             real = _real_rows(plan, q.device)

@@ -31,7 +31,9 @@ class ContextParallel:
     "ContextParallel(rank 1 of 2, cp_comm_type='p2p', layout='dual_chunk', backend='auto')"
     """
 
-    def __init__(self, group: Any, cp_comm_type: str = "p2p", *, layout: str = "dual_chunk", backend: str = "auto") -> None:
+    def __init__(
+        self, group: Any, cp_comm_type: str = "p2p", *, layout: str = "dual_chunk", backend: str = "auto"
+    ) -> None:
         check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
         check_choice("layout", layout, LAYOUTS)
         check_choice("backend", backend, ("auto",))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_ref.spec import Group, Program, Problem, Schedule, Tile
+from cp_ref.spec import Group, Problem, Program, Schedule, Tile
 from cp_ref.tile import tile_backward, tile_forward, visible_pairs
 from cp_ref.world import World, accumulator_dtype
 
@@ -113,7 +113,13 @@ def run_backward(
             softcap=problem.softcap,
         )
         world.add("dq", rows, heads, part.dq)
-        world.add("dkv", columns, slice(None), _by_kv_head(part.dk, kv_heads, problem), _by_kv_head(part.dv, kv_heads, problem))
+        world.add(
+            "dkv",
+            columns,
+            slice(None),
+            _by_kv_head(part.dk, kv_heads, problem),
+            _by_kv_head(part.dv, kv_heads, problem),
+        )
 
     run_program(schedule.backward[group.rank], world, group, compute)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))

@@ -11,16 +11,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["lse_from_packed", "lse_to_packed", "sequence_axis", "to_format", "to_packed"]
-
-
-def sequence_axis(qkv_format: str) -> int:
-    """Which axis of a tensor in this format counts tokens.
-
-    >>> sequence_axis("bshd"), sequence_axis("sbhd"), sequence_axis("thd")
-    (1, 0, 0)
-    """
-    return 1 if qkv_format == "bshd" else 0
+__all__ = ["lse_from_packed", "lse_to_packed", "to_format", "to_packed"]
 
 
 def to_packed(x: torch.Tensor, qkv_format: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Attention by its definition: the oracle that everything else is measured against.
 
-Global tensors, one sequence at a time, the whole score matrix, float64. It knows no rank, no schedule and no tile, so none of
-their mistakes can hide in it; gradients come from autograd.
+Global tensors, one sequence at a time, the whole score matrix, float64. It knows no rank, no schedule and no tile, so
+none of their mistakes can hide in it; gradients come from autograd.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ def dense_attention(
     Args:
         q: bshd [b, s_q, h_q, d_qk], sbhd [s_q, b, h_q, d_qk], thd [t_q, h_q, d_qk]; any float dtype.
         k: the same with s_kv (t_kv) and h_kv; v: the same as k with d_v.
-        The others: as in `cp_ref.attention`. `softmax_offset` is [h_q]. A thd tensor may be longer than its padded lengths.
+        The others: as in `cp_ref.attention`. `softmax_offset` is [h_q]. A thd tensor may be longer than its padded
+        lengths.
 
     Returns:
         out: float64, q's format with d_v.
         lse: float64, [b, h_q, s_q] for bshd and sbhd, [h_q, t_q] for thd. Natural logarithm, sinks included.
-        max_logit: float64 [h_q], the largest visible score of each head, -inf where nothing is visible. Not differentiable.
+        max_logit: float64 [h_q], the largest visible score of each head, -inf where nothing is visible. Not
+            differentiable.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule.
@@ -49,7 +51,8 @@ def dense_attention(
     >>> q = torch.tensor([[[[1.0]], [[0.0]]]])                      # b 1, s 2, h 1, d 1
     >>> v = torch.tensor([[[[1.0]], [[3.0]]]])
     >>> out, lse, max_logit = dense_attention(q, q, v, softmax_scale=1.0)
-    >>> out.flatten().tolist(), [round(x, 3) for x in lse.flatten().tolist()]   # query 1 has scores 0, 0: the mean of 1 and 3
+    >>> # query 1 has scores 0 and 0: the mean of 1 and 3
+    >>> out.flatten().tolist(), [round(x, 3) for x in lse.flatten().tolist()]
     ([1.0, 2.0], [1.0, 0.693])
     """
     problem = read_problem(
@@ -80,13 +83,17 @@ def dense_attention(
     for sequence, start_q, start_kv in zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False):
         rows = slice(start_q, start_q + sequence.len_q)
         columns = slice(start_kv, start_kv + sequence.len_kv)
-        out[rows], lse[rows], largest = _one_sequence(problem, sequence, q[rows], k[columns], v[columns], softmax_offset)
+        out[rows], lse[rows], largest = _one_sequence(
+            problem, sequence, q[rows], k[columns], v[columns], softmax_offset
+        )
         max_logit = torch.maximum(max_logit, largest)
     return to_format(out, qkv_format, batch_size), lse_from_packed(lse, qkv_format, batch_size), max_logit
 
 
 def _visible(problem: Problem, sequence: Sequence, device: torch.device) -> torch.Tensor:
-    """The mask, bool [len_q, len_kv]: the definition itself, and on purpose not the arithmetic of `cp_ref.spec.mask`."""
+    """The mask, bool [len_q, len_kv]: the definition itself, and on purpose not the arithmetic of
+    `cp_ref.spec.mask`.
+    """
     i = torch.arange(sequence.len_q, device=device)[:, None]
     j = torch.arange(sequence.len_kv, device=device)[None, :]
     if problem.bottom_right:
@@ -103,7 +110,12 @@ def _visible(problem: Problem, sequence: Sequence, device: torch.device) -> torc
 
 
 def _one_sequence(
-    problem: Problem, sequence: Sequence, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_offset: torch.Tensor | None
+    problem: Problem,
+    sequence: Sequence,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_offset: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v] -> out [n, h_q, d_v], lse [n, h_q], max_logit [h_q]."""
     k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))  # query head h uses kv head h // group_size
@@ -127,5 +139,9 @@ def _one_sequence(
     denominator = denominator.masked_fill(empty, 1.0)
     out = torch.einsum("nhm,mhd->nhd", weights / denominator[..., None], v)
     lse = (shift + torch.log(denominator)).masked_fill(empty, float("-inf"))
-    largest = torch.cat([*columns[:2]], dim=-1).amax(dim=(0, 2)) if len(q) else columns[1].new_full((problem.heads_q,), float("-inf"))
+    largest = (
+        torch.cat([*columns[:2]], dim=-1).amax(dim=(0, 2))
+        if len(q)
+        else columns[1].new_full((problem.heads_q,), float("-inf"))
+    )
     return out, lse, largest

@@ -11,8 +11,19 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from cp_ref.context import ContextParallel
-from cp_ref.sharding import position_table
-from cp_ref.spec import Feature, Problem, Schedule, Sizes, Unsupported, agree, plan_p2p, q_fragments, read_problem
+from cp_ref.sharding import numbers
+from cp_ref.spec import (
+    Feature,
+    Problem,
+    Schedule,
+    Sizes,
+    Unsupported,
+    agree,
+    plan_p2p,
+    q_fragments,
+    read_problem,
+    spans_of,
+)
 
 __all__ = ["Plan", "make_plan", "plan_together", "read_call", "supports"]
 
@@ -44,11 +55,13 @@ class Plan:
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
-        """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and sbhd."""
+        """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
+        sbhd.
+        """
         fragments = q_fragments(self.problem, self.rank)
         if self.problem.qkv_format != "thd":
             fragments = tuple(f for f in fragments if f.seq == 0)
-        return position_table(fragments, self.device)
+        return numbers(spans_of(fragments), self.device)
 
     def __str__(self) -> str:
         return f"{self.problem}\n{self.schedule}"
@@ -84,8 +97,8 @@ def make_plan(
 
     Args:
         cp ... return_max_logit: as in `attention`.
-        batch_size, seqlen_q, seqlen_kv: bshd and sbhd only; global. seqlen_kv defaults to seqlen_q; with a padding mask the batch
-            size may be left to `cu_seqlens_q`.
+        batch_size, seqlen_q, seqlen_kv: bshd and sbhd only; global. seqlen_kv defaults to seqlen_q; with a padding mask
+            the batch size may be left to `cu_seqlens_q`.
         heads_q, heads_kv, d_qk, d_v, dtype, device: of the tensors to come.
 
     Returns:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_ref.spec import Group, Parcel
 
@@ -49,14 +50,15 @@ def as_group(group: Any) -> Group:
     """What the user passed as `group`, as a `Group`.
 
     Args:
-        group: a ProcessGroup, a 1-D DeviceMesh, or anything with the members of `cp_ref.spec.Group` (a SimGroup's member).
+        group: a ProcessGroup, a 1-D DeviceMesh, or anything with the members of `cp_ref.spec.Group` (a SimGroup's
+            member).
 
     Raises:
         TypeError: it is none of them.
     """
     if isinstance(group, Group):
         return group
-    if isinstance(group, dist.DeviceMesh) and group.ndim == 1:
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     if isinstance(group, dist.ProcessGroup):
         return ProcessMember(group)

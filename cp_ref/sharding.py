@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,12 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from cp_ref.collectives import all_gather, all_to_all
 from cp_ref.context import ContextParallel
-from cp_ref.formats import sequence_axis
-from cp_ref.spec import Fragment, check_choice, ownership
-from cp_ref.spec.arguments import read_lengths
-from cp_ref.spec.problem import QKV_FORMATS
+from cp_ref.spec import position_spans, slice_axis, slice_spans
 
-__all__ = ["position_ids", "position_table", "shard", "unshard"]
+__all__ = ["numbers", "position_ids", "shard", "unshard"]
 
 
 def shard(
@@ -24,9 +21,10 @@ def shard(
     """This rank's slice of a global tensor that every rank has whole.
 
     Args:
-        x: any tensor with the format's sequence axis: token ids [b, s] (bshd), activations [s, b, d] (sbhd), packed [t, ...] (thd).
-        cu_seqlens_padded: thd only, int32 or int64 [b + 1]. Tokens behind the last of them are the tail: each rank gets an equal
-            part of it, after its own tokens.
+        x: any tensor with the format's sequence axis: token ids [b, s] (bshd), activations [s, b, d] (sbhd), packed [t,
+            ...] (thd).
+        cu_seqlens_padded: thd only, int32 or int64 [b + 1]. Tokens behind the last of them are the tail: each rank gets
+            an equal part of it, after its own tokens.
 
     Returns:
         The slice, contiguous. Differentiable: the gradient of x is the slice's, in its place, and zero elsewhere.
@@ -39,9 +37,9 @@ def shard(
     >>> SimGroup(2).run(lambda member: shard(ids, cp=ContextParallel(member)).tolist())
     [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     """
-    axis = _axis(x, qkv_format)
-    rows = _global_rows(cp, cp.rank, x.shape[axis], qkv_format, cu_seqlens_padded)
-    return x.index_select(axis, rows.to(x.device))
+    axis = slice_axis(x, qkv_format)
+    rows = slice_spans(cp.layout, cp.size, cp.rank, x.shape[axis], qkv_format, cu_seqlens_padded)
+    return x.index_select(axis, numbers(rows, x.device))
 
 
 def unshard(
@@ -49,8 +47,8 @@ def unshard(
 ) -> torch.Tensor:
     """The global tensor, on every rank, from every rank's slice: the inverse of `shard`. Collective.
 
-    Differentiable, and so is collective in the backward pass too: the gradient of a slice is the sum over all ranks of the gradients
-    of its place, as every rank's global tensor depends on it.
+    Differentiable, and so is collective in the backward pass too: the gradient of a slice is the sum over all ranks of
+    the gradients of its place, as every rank's global tensor depends on it.
 
     >>> from cp_ref import SimGroup
     >>> ids = torch.arange(8)
@@ -62,13 +60,16 @@ def unshard(
     >>> SimGroup(2).run(there_and_back)
     [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
-    axis = _axis(x, qkv_format)
+    axis = slice_axis(x, qkv_format)
     shapes = cp.comm.all_gather_object((tuple(x.shape), str(x.dtype)))
     for rank, shape in enumerate(shapes):
         if shape != shapes[cp.rank]:
-            raise ValueError(f"x is {shapes[cp.rank]} on rank {cp.rank} and {shape} on rank {rank}; slices must be alike")
+            raise ValueError(
+                f"x is {shapes[cp.rank]} on rank {cp.rank} and {shape} on rank {rank}; slices must be alike"
+            )
     size = x.shape[axis] * cp.size
-    rows = [_global_rows(cp, rank, size, qkv_format, cu_seqlens_padded).to(x.device) for rank in range(cp.size)]
+    spans = [slice_spans(cp.layout, cp.size, rank, size, qkv_format, cu_seqlens_padded) for rank in range(cp.size)]
+    rows = [numbers(of_rank, x.device) for of_rank in spans]
     return _Unshard.apply(x, cp, axis, rows)
 
 
@@ -111,63 +112,15 @@ def position_ids(
     >>> SimGroup(2).run(lambda member: position_ids(cp=ContextParallel(member), seqlen=8).tolist())
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    check_choice("qkv_format", qkv_format, QKV_FORMATS)
-    if qkv_format != "thd":
-        if not isinstance(seqlen, int) or seqlen < 0:
-            raise ValueError(f"seqlen is {seqlen!r}; qkv_format {qkv_format!r} needs the global sequence length")
-        if cu_seqlens_padded is not None:
-            raise ValueError(f"cu_seqlens_padded is given, but qkv_format is {qkv_format!r}; it belongs to 'thd'")
-        slots = [seqlen]
-    else:
-        if seqlen is not None:
-            raise ValueError(f"seqlen is {seqlen!r}, but qkv_format 'thd' takes its lengths from cu_seqlens_padded")
-        slots = _thd_slots(cu_seqlens_padded)
-    fragments = ownership(slots, cp.layout, qkv_format != "thd", cp.size, cp.rank)
-    return position_table(fragments, torch.device("cpu" if device is None else device))
+    spans = position_spans(cp.layout, cp.size, cp.rank, qkv_format, seqlen, cu_seqlens_padded)
+    return numbers(spans, torch.device("cpu" if device is None else device))
 
 
-def position_table(fragments: Sequence[Fragment], device: torch.device) -> torch.Tensor:
-    """The fragments' positions one after the other, int64."""
-    parts = [torch.arange(f.start, f.stop, device=device) for f in fragments]
+def numbers(spans: Iterable[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """The numbers of half-open spans, one after the other, int64.
+
+    >>> numbers([(0, 2), (6, 8)], torch.device("cpu")).tolist()
+    [0, 1, 6, 7]
+    """
+    parts = [torch.arange(start, stop, device=device) for start, stop in spans]
     return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *parts])
-
-
-def _axis(x: torch.Tensor, qkv_format: str) -> int:
-    check_choice("qkv_format", qkv_format, QKV_FORMATS)
-    axis = sequence_axis(qkv_format)
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; it must be a tensor")
-    if x.dim() <= axis:
-        raise ValueError(f"x has shape {list(x.shape)}; qkv_format {qkv_format!r} has its sequence on axis {axis}")
-    return axis
-
-
-def _thd_slots(cu_seqlens_padded: torch.Tensor | None) -> list[int]:
-    cumulative = read_lengths("cu_seqlens_padded", cu_seqlens_padded)
-    if cumulative is None:
-        raise ValueError("cu_seqlens_padded is None; qkv_format 'thd' needs it")
-    return [b - a for a, b in zip(cumulative, cumulative[1:], strict=False)]
-
-
-def _global_rows(
-    cp: ContextParallel, rank: int, size: int, qkv_format: str, cu_seqlens_padded: torch.Tensor | None
-) -> torch.Tensor:
-    """Which rows of the global sequence axis (of `size`) a rank's slice has, in order; int64."""
-    if qkv_format != "thd":
-        if cu_seqlens_padded is not None:
-            raise ValueError(f"cu_seqlens_padded is given, but qkv_format is {qkv_format!r}; it belongs to 'thd'")
-        return position_table(ownership([size], cp.layout, True, cp.size, rank), torch.device("cpu"))
-    slots = _thd_slots(cu_seqlens_padded)
-    total = sum(slots)
-    tail, rest = divmod(size - total, cp.size)
-    if size < total or rest:
-        raise ValueError(
-            f"x has {size} tokens, cu_seqlens_padded ends at {total}: the tail of {size - total} must be a non-negative multiple "
-            f"of cp_size = {cp.size}"
-        )
-    starts = [sum(slots[:n]) for n in range(len(slots))]
-    parts = [
-        torch.arange(starts[f.seq] + f.start, starts[f.seq] + f.stop)
-        for f in ownership(slots, cp.layout, False, cp.size, rank)
-    ]
-    return torch.cat([*parts, torch.arange(total + rank * tail, total + (rank + 1) * tail)])

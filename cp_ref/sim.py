@@ -1,14 +1,18 @@
 """A simulated group: every rank a thread of this process, all on one device, one running at a time.
 
-Any schedule of either package runs over it, forward and backward, at any cp_size, on a laptop or on one GPU. It is stricter than a
-network, so that what is right here is right there:
+Any schedule of either package runs over it, forward and backward, at any cp_size, on a laptop or on one GPU. It is
+stricter than a network, so that what is right here is right there:
 
-- a receive buffer holds NaN until the receive has been waited for, and a send buffer must not change until the send has;
+- a receive buffer holds NaN until the receive has been waited for, and a send buffer must not change until the send
+  has;
 - a send's wait returns only when its receive has been posted (no hidden buffering), and the other way round;
-- between two ranks messages arrive in the order they were posted in, as on NCCL, and tags, shapes and dtypes must agree, as on gloo;
-- when no rank can go on, every waiting rank raises `Deadlock`, which names who waits for what; a message that nobody took is an error.
+- between two ranks messages arrive in the order they were posted in, as on NCCL, and tags, shapes and dtypes must
+  agree, as on gloo;
+- when no rank can go on, every waiting rank raises `Deadlock`, which names who waits for what; a message that nobody
+  took is an error.
 
-The ranks take turns at fixed points (each waits until the ranks before it have come to a wait), so a run is deterministic.
+The ranks take turns at fixed points (each waits until the ranks before it have come to a wait), so a run is
+deterministic.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ class Deadlock(RuntimeError):
 
 
 class MessageError(RuntimeError):
-    """Messages that do not fit: another tag, shape or dtype, a send buffer that changed too early, a message nobody took."""
+    """Messages that do not fit: another tag, shape or dtype, a send buffer that changed too early, a message nobody
+    took.
+    """
 
 
 class SimGroup:
@@ -69,7 +75,8 @@ class SimGroup:
 
         def rank_main(rank: int) -> None:
             switch.wait_for_turn(rank)
-            # one autograd worker serves all ranks of a device: a backward that waits for a peer would block the peer's own
+            # one autograd worker serves all ranks of a device: a backward that waits for a peer would block the peer's
+            # own
             with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
                 if device is not None:
                     torch.cuda.set_device(device)
@@ -79,7 +86,9 @@ class SimGroup:
                     switch.errors[rank] = error
             switch.finish(rank)
 
-        threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(self.cp_size)]
+        threads = [
+            threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(self.cp_size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -127,7 +136,9 @@ class SimMember:
 
     def _check_peer(self, parcel: Parcel) -> None:
         if not 0 <= parcel.peer < self.size or parcel.peer == self.rank:
-            raise MessageError(f"rank {self.rank}: a message with tag {parcel.tag} names rank {parcel.peer}, which is no peer")
+            raise MessageError(
+                f"rank {self.rank}: a message with tag {parcel.tag} names rank {parcel.peer}, which is no peer"
+            )
 
 
 @dataclass
@@ -164,9 +175,13 @@ class SimPending:
             self._switch.taken[parcel.peer, rank] += 1
         for parcel, letter, place in self._sends:
             posted = self._switch.awaited[rank, parcel.peer]
-            self._switch.wait(rank, lambda c=posted, p=place: len(c) > p, f"a send to rank {parcel.peer} with tag {parcel.tag}")
+            self._switch.wait(
+                rank, lambda c=posted, p=place: len(c) > p, f"a send to rank {parcel.peer} with tag {parcel.tag}"
+            )
             if not _same(letter.original, letter.content):
-                raise MessageError(f"rank {rank}: the send to rank {parcel.peer} with tag {parcel.tag} changed before its wait")
+                raise MessageError(
+                    f"rank {rank}: the send to rank {parcel.peer} with tag {parcel.tag} changed before its wait"
+                )
         self._sends, self._recvs = [], []
 
 
@@ -177,7 +192,8 @@ def _deliver(letter: _Letter, parcel: Parcel, rank: int) -> None:
     content, buffer = letter.content, parcel.tensor
     if (content.shape, content.dtype) != (buffer.shape, buffer.dtype):
         raise MessageError(
-            f"{where} (tag {letter.tag}) is {content.dtype} {list(content.shape)}, the buffer {buffer.dtype} {list(buffer.shape)}"
+            f"{where} (tag {letter.tag}) is {content.dtype} {list(content.shape)}, "
+            f"the buffer {buffer.dtype} {list(buffer.shape)}"
         )
     if letter.ready is not None:
         torch.cuda.current_stream(content.device).wait_event(letter.ready)
@@ -275,8 +291,12 @@ class _Switch:
         for (src, dst), letters in self.sent.items():
             if len(letters) > self.taken[src, dst]:
                 letter = letters[self.taken[src, dst]]
-                raise MessageError(f"rank {src} sent a message with tag {letter.tag} to rank {dst}, which never took it")
+                raise MessageError(
+                    f"rank {src} sent a message with tag {letter.tag} to rank {dst}, which never took it"
+                )
         for (src, dst), tags in self.awaited.items():
             if len(tags) > self.taken[src, dst]:
                 tag = tags[self.taken[src, dst]]
-                raise MessageError(f"rank {dst} posted a receive with tag {tag} from rank {src} and never waited for it")
+                raise MessageError(
+                    f"rank {dst} posted a receive with tag {tag} from rank {src} and never waited for it"
+                )

@@ -38,7 +38,9 @@ def visible_pairs(band: Band, rect: Rect, device: torch.device) -> torch.Tensor:
     >>> visible_pairs(Band(None, 0), Rect(2, 4, 1, 4), torch.device("cpu")).int().tolist()
     [[1, 1, 0], [1, 1, 1]]
     """
-    offset = torch.arange(rect.k0, rect.k1, device=device)[None, :] - torch.arange(rect.q0, rect.q1, device=device)[:, None]
+    offset = (
+        torch.arange(rect.k0, rect.k1, device=device)[None, :] - torch.arange(rect.q0, rect.q1, device=device)[:, None]
+    )
     visible = torch.ones_like(offset, dtype=torch.bool)
     if band.lo is not None:
         visible &= offset >= band.lo

@@ -1,10 +1,11 @@
 """What one rank knows: global-size tensors, NaN where it has nothing.
 
-A row of these tensors is a global slot: position p of sequence s is row starts[s] + p on every rank. So a piece of a message, a tile
-and a rank's own tokens are all plain slices, and whatever a schedule forgot to send shows as NaN in the result.
+A row of these tensors is a global slot: position p of sequence s is row starts[s] + p on every rank. So a piece of a
+message, a tile and a rank's own tokens are all plain slices, and whatever a schedule forgot to send shows as NaN in the
+result.
 
     operands   q, kv = (k, v), do = (dout, lse, delta)      in the tensors' own dtypes, NaN until they arrive
-    results    out = (out, lse), dq, dkv = (dk, dv)         float32 or float64; out is merged by lse, the others are added up
+    results    out = (out, lse), dq, dkv = (dk, dv)         float32 or float64; out is merged by lse, others are added
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class World:
         )
 
     def own(self, what: str, *local: torch.Tensor) -> None:
-        """Copy a result's own rows into packed local tensors [t_local, h, ...]; rows of padding and tail keep what they have."""
+        """Copy a result's own rows into packed local tensors [t_local, h, ...]; rows of padding and tail keep what
+        they have.
+        """
         for here, there in self._own_rows(what):
             for x, mine in zip(self.tensors[what], local, strict=True):
                 mine[here] = x[there].to(mine.dtype)

@@ -10,6 +10,7 @@ from cp_ref.spec.p2p import plan_p2p, plan_p2p_rank
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
 from cp_ref.spec.schedule import Message, Piece, Program, Schedule, Step, Tile
+from cp_ref.spec.slices import position_spans, slice_axis, slice_spans, spans_of
 from cp_ref.spec.verify import InvalidSchedule, verify
 
 __all__ = [
@@ -52,9 +53,13 @@ __all__ = [
     "ownership",
     "plan_p2p",
     "plan_p2p_rank",
+    "position_spans",
     "q_fragments",
     "read_problem",
     "read_sizes",
     "report",
+    "slice_axis",
+    "slice_spans",
+    "spans_of",
     "verify",
 ]

@@ -1,4 +1,5 @@
-"""From a call's arguments to a `Problem`: everything that can be wrong with them is found here, before anything is sent.
+"""From a call's arguments to a `Problem`: everything that can be wrong with them is found here, before anything is
+sent.
 
 Nothing here imports torch. A tensor is anything with a shape, a dtype and a device, and lengths are read with `tolist`.
 Every refusal is a ValueError (or a TypeError, for a wrong type) that names the argument, its value and the rule.
@@ -7,8 +8,10 @@ Every refusal is a ValueError (or a TypeError, for a wrong type) that names the 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from cp_ref.spec.layout import ownership
@@ -40,14 +43,18 @@ def check_choice(name: str, value: object, choices: Seq[str]) -> None:
 
 
 def read_sizes(q: Any, k: Any, v: Any, qkv_format: str, cp_size: int) -> Sizes:
-    """The sizes of one rank's q, k, v (pass cp_size 1 for global tensors); they must agree in rank, dtype, device and heads."""
+    """The sizes of one rank's q, k, v (pass cp_size 1 for global tensors); they must agree in rank, dtype, device
+    and heads.
+    """
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     dims = "t h d" if qkv_format == "thd" else " ".join(qkv_format)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not all(hasattr(x, a) for a in ("shape", "dtype", "device")):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
         if len(x.shape) != len(qkv_format):
-            raise ValueError(f"{name} has shape {list(x.shape)}; qkv_format {qkv_format!r} needs [{dims.replace(' ', ', ')}]")
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; qkv_format {qkv_format!r} needs [{dims.replace(' ', ', ')}]"
+            )
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype} and q has {q.dtype}; q, k and v must have one dtype")
         if x.device != q.device:
@@ -59,15 +66,14 @@ def read_sizes(q: Any, k: Any, v: Any, qkv_format: str, cp_size: int) -> Sizes:
         raise ValueError(f"k has shape {list(k.shape)} and v {list(v.shape)}; all but the last size must be equal")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q has head dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal (d_qk)")
-    heads = {"heads_q": q.shape[-2], "heads_kv": k.shape[-2], "d_qk": q.shape[-1], "d_v": v.shape[-1], "dtype": dtype}
+    heads = Sizes(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], dtype)
     if qkv_format == "thd":
-        return Sizes(**heads)
+        return heads
     batch, seq = (0, 1) if qkv_format == "bshd" else (1, 0)
     if q.shape[batch] != k.shape[batch]:
         raise ValueError(f"q has batch size {q.shape[batch]} and k has {k.shape[batch]}; they must be equal")
-    return Sizes(
-        **heads, batch_size=q.shape[batch], seqlen_q=q.shape[seq] * cp_size, seqlen_kv=k.shape[seq] * cp_size
-    )
+    lengths = {"seqlen_q": q.shape[seq] * cp_size, "seqlen_kv": k.shape[seq] * cp_size}
+    return replace(heads, batch_size=q.shape[batch], **lengths)
 
 
 def read_problem(
@@ -88,7 +94,9 @@ def read_problem(
     sizes: Sizes,
     a2a_size: int = 1,
 ) -> Problem:
-    """The problem of a call. See `cp_ref.attention` for the arguments; `sizes` comes from the tensors or from `make_plan`."""
+    """The problem of a call. See `cp_ref.attention` for the arguments; `sizes` comes from the tensors or from
+    `make_plan`.
+    """
     check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
     check_choice("layout", layout, LAYOUTS)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
@@ -129,21 +137,24 @@ def check_offset(problem: Problem, softmax_offset: Any) -> None:
     """`softmax_offset` is there exactly when softmax_type is "learnable", with one value a query head."""
     if problem.softmax_type != "learnable":
         if softmax_offset is not None:
-            raise ValueError(f"softmax_offset is given, but softmax_type is {problem.softmax_type!r}; it needs 'learnable'")
+            raise ValueError(
+                f"softmax_offset is given, but softmax_type is {problem.softmax_type!r}; it needs 'learnable'"
+            )
         return
     if not all(hasattr(softmax_offset, a) for a in ("shape", "dtype", "device")):
         raise TypeError(f"softmax_offset is {softmax_offset!r}; softmax_type 'learnable' needs a tensor [h_q]")
     if tuple(softmax_offset.shape) != (problem.heads_q,):
-        raise ValueError(f"softmax_offset has shape {list(softmax_offset.shape)}; it must be [h_q] = [{problem.heads_q}]")
+        raise ValueError(
+            f"softmax_offset has shape {list(softmax_offset.shape)}; it must be [h_q] = [{problem.heads_q}]"
+        )
     if str(softmax_offset.dtype).removeprefix("torch.") not in DTYPES:
         raise TypeError(f"softmax_offset has dtype {softmax_offset.dtype}; it must be one of {', '.join(DTYPES)}")
 
 
 def _check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
     h_q, h_kv = sizes.heads_q, sizes.heads_kv
-    for name, value in (("h_q", h_q), ("h_kv", h_kv), ("d_qk", sizes.d_qk), ("d_v", sizes.d_v)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+    for name, value in (("heads_q", h_q), ("heads_kv", h_kv), ("d_qk", sizes.d_qk), ("d_v", sizes.d_v)):
+        _count(name, value, at_least=1)
     if h_q % h_kv:
         raise ValueError(f"h_q is {h_q} and h_kv is {h_kv}; h_q must be a multiple of h_kv")
     if cp_comm_type in ("a2a", "a2a+p2p"):
@@ -151,7 +162,8 @@ def _check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
             raise ValueError(f"h_q is {h_q}; cp_comm_type {cp_comm_type!r} needs a multiple of the a2a size {a2a_size}")
         if h_kv % a2a_size and a2a_size % h_kv:
             raise ValueError(
-                f"h_kv is {h_kv}; cp_comm_type {cp_comm_type!r} needs a multiple or a divisor of the a2a size {a2a_size}"
+                f"h_kv is {h_kv}; cp_comm_type {cp_comm_type!r} needs a multiple or a divisor of the a2a size "
+                f"{a2a_size}"
             )
 
 
@@ -168,28 +180,36 @@ def read_lengths(name: str, cu_seqlens: Any) -> list[int] | None:
     values: list[int] = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"{name}[0] is {values[0]}; it must be 0")
-    for n, (a, b) in enumerate(zip(values, values[1:], strict=False)):
+    for n, (a, b) in enumerate(pairwise(values)):
         if b < a:
-            raise ValueError(f"{name}[{n + 1}] is {b}, less than {name}[{n}] = {a}; cumulative lengths must not decrease")
+            raise ValueError(
+                f"{name}[{n + 1}] is {b}, less than {name}[{n}] = {a}; cumulative lengths must not decrease"
+            )
     return values
 
 
 def _differences(cumulative: list[int]) -> list[int]:
-    return [b - a for a, b in zip(cumulative, cumulative[1:], strict=False)]
+    return [b - a for a, b in pairwise(cumulative)]
 
 
 def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> tuple[Sequence, ...]:
     """thd: lengths and slots from the cumulative lengths; kv defaults to q, slots to lengths."""
     for name in ("batch_size", "seqlen_q", "seqlen_kv"):
         if getattr(sizes, name) is not None:
-            raise ValueError(f"{name} is {getattr(sizes, name)}, but qkv_format 'thd' takes its lengths from cu_seqlens_q")
+            raise ValueError(
+                f"{name} is {getattr(sizes, name)}, but qkv_format 'thd' takes its lengths from cu_seqlens_q"
+            )
     cu_q, cu_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
     if cu_q is None:
         raise ValueError("cu_seqlens_q is None; qkv_format 'thd' needs the cumulative lengths")
     slots_q = given["cu_seqlens_q_padded"] or cu_q
     slots_kv = given["cu_seqlens_kv_padded"] or (slots_q if cu_kv is None else cu_kv)
     cu_kv = cu_q if cu_kv is None else cu_kv
-    for name, values in (("cu_seqlens_kv", cu_kv), ("cu_seqlens_q_padded", slots_q), ("cu_seqlens_kv_padded", slots_kv)):
+    for name, values in (
+        ("cu_seqlens_kv", cu_kv),
+        ("cu_seqlens_q_padded", slots_q),
+        ("cu_seqlens_kv_padded", slots_kv),
+    ):
         if len(values) != len(cu_q):
             raise ValueError(f"{name} has {len(values)} entries and cu_seqlens_q has {len(cu_q)}; they must be equal")
     lens = [_differences(values) for values in (cu_q, cu_kv, slots_q, slots_kv)]
@@ -197,8 +217,8 @@ def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> tuple[Sequence,
         for n, (length, slots) in enumerate(zip(real, padded, strict=True)):
             if length > slots:
                 raise ValueError(
-                    f"cu_seqlens_{side}_padded gives sequence {n} {slots} slots, but it has {length} tokens by cu_seqlens_{side}; "
-                    "padding must not be negative"
+                    f"cu_seqlens_{side}_padded gives sequence {n} {slots} slots, but it has {length} tokens by "
+                    f"cu_seqlens_{side}; padding must not be negative"
                 )
     return tuple(Sequence(*lengths) for lengths in zip(*lens, strict=True))
 
@@ -207,9 +227,14 @@ def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, siz
     """bshd and sbhd: the slots are the tensor's, the lengths too unless the mask is a padding mask."""
     for side in ("q", "kv"):
         if given[f"cu_seqlens_{side}_padded"] is not None:
-            raise ValueError(f"cu_seqlens_{side}_padded is given, but qkv_format is {qkv_format!r}; it belongs to 'thd'")
+            raise ValueError(
+                f"cu_seqlens_{side}_padded is given, but qkv_format is {qkv_format!r}; it belongs to 'thd'"
+            )
     if sizes.seqlen_q is None:
         raise ValueError(f"seqlen_q is None; qkv_format {qkv_format!r} needs the global sequence length")
+    for name in ("batch_size", "seqlen_q", "seqlen_kv"):
+        if (value := getattr(sizes, name)) is not None:
+            _count(name, value, at_least=0)
     slots_q = sizes.seqlen_q
     slots_kv = slots_q if sizes.seqlen_kv is None else sizes.seqlen_kv
     cu_q, cu_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
@@ -217,7 +242,8 @@ def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, siz
         for name, values in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):
             if values is not None:
                 raise ValueError(
-                    f"{name} is given, but attn_mask_type {mask!r} in {qkv_format!r} takes no lengths; use a padding mask"
+                    f"{name} is given, but attn_mask_type {mask!r} in {qkv_format!r} takes no lengths; "
+                    "use a padding mask"
                 )
         if sizes.batch_size is None:
             raise ValueError(f"batch_size is None; qkv_format {qkv_format!r} with attn_mask_type {mask!r} needs it")
@@ -225,13 +251,17 @@ def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, siz
     if cu_q is None:
         raise ValueError(f"cu_seqlens_q is None; attn_mask_type {mask!r} needs the cumulative lengths")
     cu_kv = cu_q if cu_kv is None else cu_kv
-    sequences = []
+    sequences: list[Sequence] = []
     for name, values, slots in (("cu_seqlens_q", cu_q, slots_q), ("cu_seqlens_kv", cu_kv, slots_kv)):
         if sizes.batch_size is not None and len(values) != sizes.batch_size + 1:
-            raise ValueError(f"{name} has {len(values)} entries; a batch of {sizes.batch_size} needs {sizes.batch_size + 1}")
+            raise ValueError(
+                f"{name} has {len(values)} entries; a batch of {sizes.batch_size} needs {sizes.batch_size + 1}"
+            )
         for n, length in enumerate(_differences(values)):
             if length > slots:
-                raise ValueError(f"{name} gives sequence {n} {length} tokens, but the tensor's sequence length is {slots}")
+                raise ValueError(
+                    f"{name} gives sequence {n} {length} tokens, but the tensor's sequence length is {slots}"
+                )
     if len(cu_kv) != len(cu_q):
         raise ValueError(f"cu_seqlens_kv has {len(cu_kv)} entries and cu_seqlens_q has {len(cu_q)}; they must be equal")
     for len_q, len_kv in zip(_differences(cu_q), _differences(cu_kv), strict=True):
@@ -239,13 +269,22 @@ def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, siz
     return tuple(sequences)
 
 
+def _count(name: str, value: Any, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if value < at_least:
+        raise ValueError(f"{name} is {value!r}; it must be at least {at_least}")
+
+
 def _window(window_size: Any) -> tuple[int, int]:
-    sides = tuple(window_size) if isinstance(window_size, tuple | list) else ()
-    if len(sides) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) for side in sides):
-        raise TypeError(f"window_size is {window_size!r}; it must be a pair of integers (left, right)")
-    if min(sides) < -1:
+    try:
+        left, right = (operator.index(side) for side in window_size)
+    except (TypeError, ValueError):
+        message = f"window_size is {window_size!r}; it must be a pair of integers (left, right)"
+        raise TypeError(message) from None
+    if min(left, right) < -1:
         raise ValueError(f"window_size is {window_size!r}; each side must be -1 (unbounded) or at least 0")
-    return sides
+    return left, right
 
 
 def _number(name: str, value: Any, *, positive: bool) -> float:

@@ -1,4 +1,6 @@
-"""Checks of one call against the problem it was planned for: shapes, tails, and arguments that the plan already settled."""
+"""Checks of one call against the problem it was planned for: shapes, tails, and arguments that the plan already
+settled.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,13 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
             settled = getattr(problem, name)
             value = tuple(value) if name == "window_size" else value
             if value not in (_DEFAULTS[name], settled):
-                raise ValueError(f"{name} is {value!r}, but the plan was made for {settled!r}; leave it out beside a plan")
+                raise ValueError(
+                    f"{name} is {value!r}, but the plan was made for {settled!r}; leave it out beside a plan"
+                )
         elif value is not None:
-            raise ValueError(f"{name} is given beside a plan, which has the lengths already; leave it out, or make a new plan")
+            raise ValueError(
+                f"{name} is given beside a plan, which has the lengths already; leave it out, or make a new plan"
+            )
 
 
 def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> None:
@@ -47,7 +53,9 @@ def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> 
     wanted = Sizes(problem.heads_q, problem.heads_kv, problem.d_qk, problem.d_v, problem.dtype)
     for name in ("heads_q", "heads_kv", "d_qk", "d_v", "dtype"):
         if getattr(got, name) != getattr(wanted, name):
-            raise ValueError(f"{name} of q, k, v is {getattr(got, name)}, but the plan was made for {getattr(wanted, name)}")
+            raise ValueError(
+                f"{name} of q, k, v is {getattr(got, name)}, but the plan was made for {getattr(wanted, name)}"
+            )
     for name, tensor, fragments in (("q", q, q_fragments(problem, rank)), ("k", k, kv_fragments(problem, rank))):
         rows = local_slots(fragments)
         shape = list(tensor.shape)

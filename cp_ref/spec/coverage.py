@@ -1,7 +1,7 @@
 """Is every visible (query, key) pair computed exactly once? Decided on a small grid, whatever the lengths.
 
-The tiles' edges cut a sequence's score matrix into cells; inside a cell every pair is covered by the same tiles. So it is enough
-to count the tiles over each cell, and to ask the band whether the cell has a visible pair at all.
+The tiles' edges cut a sequence's score matrix into cells; inside a cell every pair is covered by the same tiles. So it
+is enough to count the tiles over each cell, and to ask the band whether the cell has a visible pair at all.
 
           k0   k1        k2
        q0 .----.---------.        a cell covered by no tile, with a visible pair in it: computed never
@@ -35,10 +35,14 @@ class TileUse:
 
 
 def coverage_errors(
-    problem: Problem, direction: str, uses: Sequence[TileUse], head_cuts: Sequence[int], holders: Callable[[int, int, int], str]
+    problem: Problem,
+    direction: str,
+    uses: Sequence[TileUse],
+    head_cuts: Sequence[int],
+    holders: Callable[[int, int, int], str],
 ) -> list[str]:
     """One sentence for every cell that is computed twice or never. `holders(seq, q, k)` says who has a pair."""
-    errors = []
+    errors: list[str] = []
     by_sequence: dict[int, list[TileUse]] = defaultdict(list)
     for use in uses:
         by_sequence[use.tile.seq].append(use)
@@ -48,7 +52,11 @@ def coverage_errors(
             errors.append(f"{where}: {use.tile} reaches outside the real tokens of sequence {use.tile.seq}")
     for seq in range(len(problem.sequences)):
         for first, last in pairwise(head_cuts):
-            here = [u for u in by_sequence[seq] if u.tile.heads is None or (u.tile.heads[0] < last and first < u.tile.heads[1])]
+            here = [
+                u
+                for u in by_sequence[seq]
+                if u.tile.heads is None or (u.tile.heads[0] < last and first < u.tile.heads[1])
+            ]
             errors += _sequence_errors(problem, direction, seq, here, (first, last), holders)
     return errors
 
@@ -79,7 +87,7 @@ def _sequence_errors(
             for n in range(row_at[rect.q0], row_at[rect.q1]):
                 for m in range(column_at[rect.k0], column_at[rect.k1]):
                     counts[n][m] += 1
-    errors = []
+    errors: list[str] = []
     of_heads = f" of heads {heads[0]}:{heads[1]}" if heads != (0, problem.heads_q) else ""
     for n, (q0, q1) in enumerate(pairwise(rows)):
         for m, (k0, k1) in enumerate(pairwise(columns)):
@@ -91,7 +99,9 @@ def _sequence_errors(
             if counts[n][m] == 0:
                 errors.append(f"{name}: computed never ({holders(seq, *pair)})")
             else:
-                places = [f"rank {u.rank} step {u.step}" for u, r in zip(uses, rects, strict=True) if (r & cell) == cell]
+                places = [
+                    f"rank {u.rank} step {u.step}" for u, r in zip(uses, rects, strict=True) if (r & cell) == cell
+                ]
                 times = "twice" if len(places) == 2 else f"{len(places)} times"
                 errors.append(f"{name}: computed {times} ({', '.join(places)})")
     return errors

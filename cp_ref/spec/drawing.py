@@ -1,7 +1,7 @@
 """What a picture of a schedule shows, before it is drawn: the tiles on one plane, each as an exact polygon.
 
-The plane has a unit square for every (query, key) pair, queries downwards and keys to the right. Several sequences lie on
-its diagonal, as they lie in a packed buffer:
+The plane has a unit square for every (query, key) pair, queries downwards and keys to the right. Several sequences lie
+on its diagonal, as they lie in a packed buffer:
 
          keys of 0     keys of 1
         .-----------.
@@ -34,6 +34,7 @@ class Block:
 
     number: int
     sequence: Sequence
+    band: Band
     x: int
     y: int
 
@@ -44,7 +45,6 @@ class Part:
 
     block: Block
     tile: Tile
-    band: Band
     rank: int
     step: int
 
@@ -58,12 +58,12 @@ class Part:
     def plane_band(self) -> Band:
         """The tile's band in the plane."""
         shift = self.block.x - self.block.y
-        return Band(*(None if edge is None else edge + shift for edge in (self.band.lo, self.band.hi)))
+        return Band(*(None if edge is None else edge + shift for edge in (self.block.band.lo, self.block.band.hi)))
 
     @property
     def pairs(self) -> int:
         """How many of its pairs are visible."""
-        return self.band.count(self.tile.rect)
+        return self.block.band.count(self.tile.rect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +94,15 @@ class Plane:
 
 
 def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: int = 0) -> Plane:
-    """The forward tiles of these sequences that hold query head `head`; the sequences follow each other on the diagonal."""
+    """The forward tiles of these sequences that hold query head `head`; the sequences lie on the diagonal."""
     blocks: dict[int, Block] = {}
     rows = columns = 0
     for number in sequences:
         sequence = problem.sequences[number]
-        blocks[number] = Block(number, sequence, columns, rows)
+        blocks[number] = Block(number, sequence, problem.band(sequence), columns, rows)
         rows, columns = rows + sequence.slots_q, columns + sequence.slots_kv
     parts = [
-        Part(blocks[tile.seq], tile, problem.band(problem.sequences[tile.seq]), rank, n)
+        Part(blocks[tile.seq], tile, rank, n)
         for rank, program in enumerate(schedule.forward)
         for n, step in enumerate(program)
         for tile in step.tiles
@@ -124,7 +124,7 @@ def title(problem: Problem, schedule: Schedule) -> str:
 def _owners(
     problem: Problem, fragments: Callable[[Problem, int], tuple[Fragment, ...]], where: dict[int, tuple[int, int]]
 ) -> tuple[Owner, ...]:
-    owners = []
+    owners: list[Owner] = []
     for rank in range(problem.cp_size):
         for f in fragments(problem, rank):
             if f.seq in where:
@@ -152,8 +152,8 @@ def staircase(band: Band, rect: Rect) -> list[Point]:
 def band_edge(band: Band, rect: Rect) -> list[Point]:
     """The same outline with the steps smoothed to straight lines: the rectangle clipped to the band.
 
-    The lines run through the middles of the steps' edges, half a pair outside the middles of the outermost visible pairs, so
-    that the area is right to 1/8 of a pair for every corner that is cut.
+    The lines run through the middles of the steps' edges, half a pair outside the middles of the outermost visible
+    pairs, so that the area is right to 1/8 of a pair for every corner that is cut.
 
     >>> band_edge(Band(None, 0), Rect(0, 4, 0, 4))
     [(0, 0), (0.5, 0.0), (4.0, 3.5), (4, 4), (0, 4)]
@@ -171,7 +171,7 @@ def band_edge(band: Band, rect: Rect) -> list[Point]:
 
 
 def _clip(outline: list[Point], inside: Callable[[float, float], float]) -> list[Point]:
-    """The part of a convex polygon where the linear function `inside` is not negative (Sutherland and Hodgman, 1974)."""
+    """The part of a convex polygon where the linear function `inside` is not negative (Sutherland, Hodgman 1974)."""
     kept: list[Point] = []
     for n, (x, y) in enumerate(outline):
         px, py = outline[n - 1]

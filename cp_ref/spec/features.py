@@ -1,8 +1,8 @@
 """What a problem asks for and what an implementation has, as sets of names.
 
 A problem *requires* features; an implementation (a schedule, a kernel library) *has* features. What is required and not
-had is missing, and `Unsupported` names it. The support matrix is the sets themselves: there is no if-chain anywhere else
-that decides what runs.
+had is missing, and `Unsupported` names it. The support matrix is the sets themselves: there is no if-chain anywhere
+else that decides what runs.
 """
 
 from __future__ import annotations

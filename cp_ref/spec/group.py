@@ -1,7 +1,8 @@
 """What a schedule needs of a group of ranks: an exchange of messages, and a small agreement before the first one.
 
-Anything with these members can carry a context-parallel attention: `cp_ref.SimGroup` (all ranks in one process), the adapters
-over torch.distributed in both packages, or the user's own. Tensors are only passed through, so this module needs no torch.
+Anything with these members can carry a context-parallel attention: `cp_ref.SimGroup` (all ranks in one process), the
+adapters over torch.distributed in both packages, or the user's own. Tensors are only passed through, so this module
+needs no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Pending(Protocol):
     """Messages on their way."""
 
     def wait(self) -> None:
-        """Return when they have arrived: send buffers may be reused, receive buffers may be read (in stream order on a GPU)."""
+        """Return when they have arrived: send buffers may be reused, receive buffers may be read (in stream order on
+        a GPU).
+        """
         ...
 
 
@@ -43,7 +46,9 @@ class Group(Protocol):
         ...
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
-        """Post messages and return at once. Between two ranks they arrive in the order they were posted in, and tags must agree."""
+        """Post messages and return at once. Between two ranks they arrive in the order they were posted in, and tags
+        must agree.
+        """
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -52,15 +57,16 @@ class Group(Protocol):
 
 
 def agree(group: Group, problem: object | None, error: Exception | None) -> None:
-    """Let all ranks find out together whether all of them have the same, well-formed problem; called before anything is sent.
+    """Let all ranks find out together whether all of them have the same, well-formed problem; called before anything is
+    sent.
 
     Args:
         problem: what this rank is about to compute, or None when its arguments were refused.
         error: why they were refused, or None.
 
     Raises:
-        The rank's own `error`, if any. ValueError where another rank refused its arguments or has another problem; it names the
-        rank and quotes what it said. All ranks raise or none does, so none is left waiting.
+        The rank's own `error`, if any. ValueError where another rank refused its arguments or has another problem; it
+        names the rank and quotes what it said. All ranks raise or none does, so none is left waiting.
     """
     mine = (None if problem is None else str(problem), None if error is None else f"{type(error).__name__}: {error}")
     everyone = group.all_gather_object(mine)
@@ -71,9 +77,9 @@ def agree(group: Group, problem: object | None, error: Exception | None) -> None
             raise ValueError(f"rank {rank} refused its arguments, so rank {group.rank} does not start: {complaint}")
     for rank, (text, _) in enumerate(everyone):
         if text != mine[0]:
+            here, there = _difference(str(mine[0]), str(text))
             raise ValueError(
-                f"the ranks have different problems: rank {group.rank} has {_difference(str(mine[0]), str(text))[0]} where "
-                f"rank {rank} has {_difference(str(mine[0]), str(text))[1]}"
+                f"the ranks have different problems: rank {group.rank} has {here} where rank {rank} has {there}"
             )
 
 

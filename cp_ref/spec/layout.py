@@ -61,7 +61,8 @@ def ownership(slots: Seq[int], layout: str, per_sequence: bool, cp_size: int, ra
         spans = [(s, *_part(n, cp_size, rank, f"sequence {s}")) for s, n in enumerate(slots)]
     else:
         spans = _packed_part(slots, cp_size, rank)
-    fragments, row = [], 0
+    fragments: list[Fragment] = []
+    row = 0
     for seq, start, stop in spans:
         if stop > start:
             fragments.append(Fragment(seq, start, stop, row))
@@ -70,7 +71,7 @@ def ownership(slots: Seq[int], layout: str, per_sequence: bool, cp_size: int, ra
 
 
 def _dual_chunk_spans(slots: Seq[int], cp_size: int, rank: int) -> list[tuple[int, int, int]]:
-    spans = []
+    spans: list[tuple[int, int, int]] = []
     for seq, length in enumerate(slots):
         chunk, rest = divmod(length, 2 * cp_size)
         if rest:
@@ -85,7 +86,8 @@ def _dual_chunk_spans(slots: Seq[int], cp_size: int, rank: int) -> list[tuple[in
 
 def _packed_part(slots: Seq[int], cp_size: int, rank: int) -> list[tuple[int, int, int]]:
     begin, end = _part(sum(slots), cp_size, rank, "the packed buffer")
-    spans, offset = [], 0
+    spans: list[tuple[int, int, int]] = []
+    offset = 0
     for seq, length in enumerate(slots):
         spans.append((seq, max(begin - offset, 0), min(end - offset, length)))
         offset += length

@@ -8,13 +8,16 @@ Without a window the blocks travel round a ring. At step s rank r has the block 
       2          2         3         0         1
       3          1         2         3         0
 
-In the backward pass the gradients of a block travel one step behind it, collecting what each rank adds, and end at its owner.
+In the backward pass the gradients of a block travel one step behind it, collecting what each rank adds, and end at its
+owner.
 
-With a window on both sides a rank sees little of most blocks and nothing of many. Then every rank receives just the rows that
-it sees (the halo), straight from their owner: rank r hears from rank r - s at step s - 1, and its gradients of these rows go
-straight back. In both cases rows that nobody needs any more are not sent, and a tile that sees nothing is not computed.
+With a window on both sides a rank sees little of most blocks and nothing of many. Then every rank receives just the
+rows that it sees (the halo), straight from their owner: rank r hears from rank r - s at step s - 1, and its gradients
+of these rows go straight back. In both cases rows that nobody needs any more are not sent, and a tile that sees nothing
+is not computed.
 
-From Ring Attention (Liu et al., 2023); the dual_chunk balance from Striped Attention and from Megatron-LM's context parallelism.
+From Ring Attention (Liu et al., 2023); the dual_chunk balance from Striped Attention and from Megatron-LM's context
+parallelism.
 """
 
 from __future__ import annotations
@@ -38,14 +41,16 @@ def plan_p2p(problem: Problem) -> Schedule:
 
 
 def plan_p2p_rank(problem: Problem, rank: int) -> tuple[Program, Program]:
-    """One rank's forward and backward program: the same as `plan_p2p` has for it, without planning all of the others."""
+    """One rank's forward and backward program: the same as `plan_p2p` has for it, without planning all of the
+    others.
+    """
     return _rank_programs(_Needs(problem), rank)
 
 
 def tiles_between(problem: Problem, rank: int, owner: int) -> tuple[Tile, ...]:
     """What `rank`'s queries see of `owner`'s keys, as cropped rectangles; real tokens only."""
     keys = _by_sequence(kv_fragments(problem, owner))
-    tiles = []
+    tiles: list[Tile] = []
     for q in q_fragments(problem, rank):
         sequence = problem.sequences[q.seq]
         band = problem.band(sequence)
@@ -108,7 +113,8 @@ def _rank_programs(needs: _Needs, rank: int) -> tuple[Program, Program]:
     """At step s the rank computes on the block of rank - s; the three kinds of message are worked out beside it."""
     route = _halo if needs.windowed else _ring
     last = needs.cp_size - 1
-    forward, backward = [], []
+    forward: list[Step] = []
+    backward: list[Step] = []
     for s in range(needs.cp_size):
         tiles = needs.tiles(rank, rank - s)
         sends, recvs = route(needs, rank, s) if s < last else ((), ())

@@ -24,6 +24,7 @@ R:S  computed by rank R at its step S, both from 0
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import Literal
 
 from cp_ref.spec.drawing import Block, Owner, Plane, plane, title
@@ -70,16 +71,16 @@ def text_picture(
     room = max((width - sum(labels) - 4) // (cell_width + 1), 4)
     size = _cell_size(view, _chunk(problem, view), room)
     lines = [
-        *_wrapped(title(problem, schedule), width, ", "),
-        *_wrapped(_what(problem, view, chosen, size), width, "; "),
+        *wrap(title(problem, schedule), width),
+        *wrap(_what(problem, view, chosen, size), width),
         "",
         *_matrix(view, size, cell_width, labels),
         "",
-        "R:S  computed by rank R at its step S, both from 0",
-        ".    computed by nobody (masked, or padding)",
+        *wrap("R:S  computed by rank R at its step S, both from 0", width),
+        *wrap(".    computed by nobody (masked, or padding)", width),
     ]
     if any(part.tile.heads is not None for part in view.parts):
-        lines.append(f"The heads are spread over the ranks; this is query head {head}.")
+        lines += wrap(f"The heads are spread over the ranks; this is query head {head}.", width)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -181,16 +182,3 @@ def _axis(labels: list[str], cell_width: int) -> str:
     wide = stride * (cell_width + 1) - 1
     texts = [f"{label:^{cell_width}}" if len(label) <= cell_width else label for label in labels[::stride]]
     return " " + " ".join(f"{text:<{wide}}" for text in texts)
-
-
-def _wrapped(text: str, width: int, at: str) -> list[str]:
-    """One line, or more where it is too long, broken at `at` only."""
-    lines: list[str] = []
-    for piece in text.split(at):
-        if lines and len(lines[-1]) + len(at) + len(piece) <= width:
-            lines[-1] += at + piece
-        else:
-            if lines and at.strip():
-                lines[-1] += at.rstrip()
-            lines.append(piece)
-    return lines

@@ -1,7 +1,7 @@
 """A context-parallel attention problem as integers: what is computed, with no tensor and no device in sight.
 
-A `Problem` is everything that decides who sees what, who owns what and what is sent; two ranks that hold equal problems make
-equal schedules. It has one canonical text, so that a failing case can be printed, mailed and replayed.
+A `Problem` is everything that decides who sees what, who owns what and what is sent; two ranks that hold equal problems
+make equal schedules. It has one canonical text, so that a failing case can be printed, mailed and replayed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 class Sequence:
     """One sequence: real tokens, and the slots it occupies (real tokens first, then its padding).
 
-    In bshd and sbhd the slots are the tensor's sequence length; in thd they are the differences of `cu_seqlens_*_padded`.
+    In bshd and sbhd the slots are the tensor's sequence length; in thd they are the differences of
+    `cu_seqlens_*_padded`.
     """
 
     len_q: int
@@ -38,8 +39,8 @@ class Sequence:
 class Problem:
     """One attention call over all ranks. Lengths in tokens, global (before sharding).
 
-    `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` is what it comes to for a sequence.
-    `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
+    `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` is what it comes to for a
+    sequence. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
 
     >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
     >>> p.band(p.sequences[0]), p.pairs
@@ -87,7 +88,9 @@ class Problem:
 
     @cached_property
     def starts_q(self) -> tuple[int, ...]:
-        """Where each sequence's query slots begin in the packed global buffer, and their total: `cu_seqlens_q_padded`."""
+        """Where each sequence's query slots begin in the packed global buffer, and their total:
+        `cu_seqlens_q_padded`.
+        """
         return _cumulative([s.slots_q for s in self.sequences])
 
     @cached_property
@@ -110,7 +113,7 @@ class Problem:
 
     def __str__(self) -> str:
         """The canonical text, one line: every field that differs from its default. `parse` reads it back."""
-        words = []
+        words: list[str] = []
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name == "sequences":

@@ -13,7 +13,8 @@ What travels, by name
     results, handed over and added up:   out   partial output rows with their lse (the receiver merges them by lse)
                                          dq    gradient of query rows        dkv   gradient of key and value rows
 
-A tile of the forward pass needs q and kv and adds to out; a tile of the backward pass needs q, kv and do, and adds to dq and dkv.
+A tile of the forward pass needs q and kv and adds to out; a tile of the backward pass needs q, kv and do, and adds to
+dq and dkv.
 
 The text form, one line each, reads back to an equal schedule:
 
@@ -74,7 +75,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A rectangle of one sequence's score matrix, for the query heads `heads` (None for all). The mask is the problem's."""
+    """A rectangle of one sequence's score matrix, for the query heads `heads` (None for all). The mask is the
+    problem's.
+    """
 
     seq: int
     rect: Rect
@@ -107,8 +110,8 @@ Program = tuple[Step, ...]
 class Schedule:
     """Both passes of every rank: `forward[rank][step]`, `backward[rank][step]`.
 
-    `saved` names the operands that a rank keeps after the forward pass, received ones included, and has again at the start of the
-    backward pass; otherwise it starts the backward pass with what it owns.
+    `saved` names the operands that a rank keeps after the forward pass, received ones included, and has again at the
+    start of the backward pass; otherwise it starts the backward pass with what it owns.
     """
 
     name: str

@@ -31,7 +31,7 @@ class Spans:
         """Add [start, stop)."""
         if start >= stop:
             return
-        kept = []
+        kept: list[tuple[int, int]] = []
         for a, b in self._spans:
             if b < start or stop < a:
                 kept.append((a, b))

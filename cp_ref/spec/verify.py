@@ -1,9 +1,12 @@
-"""Proof by integers that a schedule computes its problem: no tensor, no floating point, no knowledge of how it was planned.
+"""Proof by integers that a schedule computes its problem: no tensor, no floating point, no knowledge of how it was
+planned.
 
-`verify` plays the schedule on sets of positions. Every rank starts with what it owns; messages are matched in order between
-each pair of ranks and cost a rendezvous, as on a real wire; results carry the name of the tile they come from. It finds
+`verify` plays the schedule on sets of positions. Every rank starts with what it owns; messages are matched in order
+between each pair of ranks and cost a rendezvous, as on a real wire; results carry the name of the tile they come from.
+It finds
 
-    a pair computed twice or never          a receive without a send, a send without a receive, messages that do not agree
+    a pair computed twice or never          a receive without a send, a send without a receive, messages that do not
+    agree
     an operand that is not there            a deadlock
     a result that does not reach its owner
 
@@ -12,7 +15,7 @@ and names rank and step of each. What is left is a report: work, balance and byt
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from cp_ref.spec.coverage import TileUse, coverage_errors
@@ -66,12 +69,14 @@ def verify(problem: Problem, schedule: Schedule) -> Report:
 
 
 Key = tuple[str, int, int]  # what, sequence, head cut
-Store = dict[Key, Spans]
+Store = defaultdict[Key, Spans]
 Record = tuple[int, int, int]  # start, stop, index of the tile in the pass
 
 
 class _HeadCuts:
-    """Heads as few ranges: the schedule's own cuts, so that a schedule that never splits heads has one range for all."""
+    """Heads as few ranges: the schedule's own cuts, so that a schedule that never splits heads has one range for
+    all.
+    """
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.group_size, self.heads_q = problem.group_size, problem.heads_q
@@ -96,11 +101,13 @@ class _HeadCuts:
         """The kv ranges that a tile of these query heads reads."""
         if heads is None:
             return range(len(self.kv_cuts) - 1)
-        return range(self.kv_cuts.index(heads[0] // self.group_size), self.kv_cuts.index(-(-heads[1] // self.group_size)))
+        return range(
+            self.kv_cuts.index(heads[0] // self.group_size), self.kv_cuts.index(-(-heads[1] // self.group_size))
+        )
 
 
 def _owned(problem: Problem, heads: _HeadCuts, rank: int, kinds: tuple[str, ...]) -> Store:
-    store: Store = _empty_store()
+    store: Store = defaultdict(Spans)
     for what in kinds:
         for seq, start, stop in _real(problem, rank, what):
             for cut in heads.of(what, None):
@@ -112,22 +119,12 @@ def _real(problem: Problem, rank: int, what: str) -> list[tuple[int, int, int]]:
     """The real tokens (no padding) of `rank` on the side of `what`, as (sequence, start, stop)."""
     on_kv = what in ("kv", "dkv")
     fragments: tuple[Fragment, ...] = (kv_fragments if on_kv else q_fragments)(problem, rank)
-    spans = []
+    spans: list[tuple[int, int, int]] = []
     for f in fragments:
         length = problem.sequences[f.seq].len_kv if on_kv else problem.sequences[f.seq].len_q
         if f.start < min(f.stop, length):
             spans.append((f.seq, f.start, min(f.stop, length)))
     return spans
-
-
-class _StoreDict(dict[Key, Spans]):
-    def __missing__(self, key: Key) -> Spans:
-        self[key] = Spans()
-        return self[key]
-
-
-def _empty_store() -> Store:
-    return _StoreDict()
 
 
 @dataclass
@@ -136,14 +133,22 @@ class _Rank:
 
     program: Program
     step: int = 0
-    waiting: list[tuple[str, Message, int]] = field(default_factory=list)  # verb, message, place in its channel
+    waiting: list[tuple[str, Message, int]] = field(
+        default_factory=list[tuple[str, Message, int]]
+    )  # verb, message, place in its channel
 
 
 class _Pass:
     """One pass (forward or backward) of all ranks, played until it ends or nothing moves."""
 
     def __init__(
-        self, name: str, problem: Problem, heads: _HeadCuts, programs: tuple[Program, ...], needed: tuple[str, ...], result: str
+        self,
+        name: str,
+        problem: Problem,
+        heads: _HeadCuts,
+        programs: tuple[Program, ...],
+        needed: tuple[str, ...],
+        result: str,
     ) -> None:
         self.name, self.problem, self.heads, self.needed = name, problem, heads, needed
         self.row_result = result  # what a tile adds to its query rows
@@ -201,7 +206,7 @@ class _Pass:
 
     def _take(self, rank: int, message: Message, where: str) -> list[tuple[Key, list[Record]]]:
         """Check that the rank has what it sends; results leave it."""
-        taken = []
+        taken: list[tuple[Key, list[Record]]] = []
         for piece in message.pieces:
             for cut in self.heads.of(message.what, piece.heads):
                 key = (message.what, piece.seq, cut)
@@ -216,7 +221,9 @@ class _Pass:
                 else:
                     there = self.has[rank][key]
                 if not there.cover(piece.start, piece.stop):
-                    self.errors.append(f"{where}: sends {message.what} {piece} to rank {message.peer}, but does not have it")
+                    self.errors.append(
+                        f"{where}: sends {message.what} {piece} to rank {message.peer}, but does not have it"
+                    )
         return taken
 
     def _compute(self, rank: int, tile: Tile, where: str) -> None:
@@ -244,7 +251,11 @@ class _Pass:
         if state.step >= len(state.program):
             return False
         for verb, message, place in state.waiting:
-            other = self.awaited.get((rank, message.peer), []) if verb == "send" else self.sent.get((message.peer, rank), [])
+            other = (
+                self.awaited.get((rank, message.peer), [])
+                if verb == "send"
+                else self.sent.get((message.peer, rank), [])
+            )
             if place >= len(other):
                 return False
         for verb, message, place in state.waiting:
@@ -255,10 +266,13 @@ class _Pass:
         self._post(rank)
         return True
 
-    def _receive(self, rank: int, message: Message, sent: Message, taken: list[tuple[Key, list[Record]]], sender: str) -> None:
+    def _receive(
+        self, rank: int, message: Message, sent: Message, taken: list[tuple[Key, list[Record]]], sender: str
+    ) -> None:
         if (sent.what, sent.pieces, sent.tag) != (message.what, message.pieces, message.tag):
             self.errors.append(
-                f"{self._where(rank)}: expects {message.text('recv')!r}, but the next message is {sent.text('send')!r} ({sender})"
+                f"{self._where(rank)}: expects {message.text('recv')!r}, "
+                f"but the next message is {sent.text('send')!r} ({sender})"
             )
         if sent.what in RESULTS:
             self._add(rank, taken)
@@ -270,7 +284,7 @@ class _Pass:
     def _stuck(self) -> bool:
         """Name what the ranks wait for when nothing moves any more."""
         done = [state.step >= len(state.program) for state in self.ranks]
-        blocked = []
+        blocked: list[str] = []
         for rank, state in enumerate(self.ranks):
             for verb, message, place in state.waiting:
                 line = f"{self._where(rank)}: {message.text(verb)!r}"
@@ -286,8 +300,14 @@ class _Pass:
 
     def _holders(self, seq: int, q: int, k: int) -> str:
         """Who has a pair's query and key at the end, for the message about a pair that nobody computed."""
-        owners_q = [r for r in range(len(self.ranks)) if any(s == seq and a <= q < b for s, a, b in _real(self.problem, r, "q"))]
-        owners_k = [r for r in range(len(self.ranks)) if any(s == seq and a <= k < b for s, a, b in _real(self.problem, r, "kv"))]
+        owners_q = [
+            r for r in range(len(self.ranks)) if any(s == seq and a <= q < b for s, a, b in _real(self.problem, r, "q"))
+        ]
+        owners_k = [
+            r
+            for r in range(len(self.ranks))
+            if any(s == seq and a <= k < b for s, a, b in _real(self.problem, r, "kv"))
+        ]
         steps = [
             f"rank {rank} step {step}"
             for rank in owners_q
@@ -310,13 +330,15 @@ class _Pass:
                         use = self.tiles[number]
                         self.errors.append(
                             f"{self.name} rank {rank} step {len(self.ranks[rank].program)}: ends with {what} "
-                            f"{Piece(seq, start, stop)} of rank {use.rank} step {use.step}, which belongs to another rank"
+                            f"{Piece(seq, start, stop)} of rank {use.rank} step {use.step}, "
+                            "which belongs to another rank"
                         )
 
 
 def _split(records: list[Record], start: int, stop: int) -> tuple[list[Record], list[Record]]:
     """The parts of the records inside [start, stop), and the rest."""
-    inside, outside = [], []
+    inside: list[Record] = []
+    outside: list[Record] = []
     for a, b, number in records:
         if (low := max(a, start)) < (high := min(b, stop)):
             inside.append((low, high, number))

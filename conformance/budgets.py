@@ -1,0 +1,139 @@
+"""Error budgets: how far a result in low precision may be from the exact one.
+
+The unit is the error of the yardstick (`eager_attention`: plain PyTorch in the same dtype). Of each result
+
+    the largest error is at most  2   x the yardstick's largest error  +  one rounding of the largest value
+    the mean error is at most     1.2 x the yardstick's mean error     +  a fraction of a rounding of the mean value
+
+The second bound is the sharper one: it sees partial results that were rounded before they were merged. On a few values
+a mean is a matter of luck, so the factor 1.2 grows as 1 / sqrt(values) does. Both have a floor, the noise of sums in
+the accumulation dtype in
+another order: a gradient that is exactly 0 (one visible key) comes out as the difference of two numbers of the size of
+    the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from conformance.yardstick import eager_attention
+
+__all__ = ["MAX_FACTOR", "MEAN_FACTOR", "Row", "compare", "eager_attention"]
+
+MAX_FACTOR = 2.0
+MEAN_FACTOR = 1.2
+GRADIENTS = ("dq", "dk", "dv", "d_offset")
+_WIDE = ("lse", "max_logit", "d_offset")  # float32 results of float16 and bfloat16 problems
+
+# Calibrated on thousands of drawn problems: correct code stays below half of every bound.
+_NOISE = 32.0  # of sums in another order, in units of the accumulation dtype's eps times the size of the largest values
+_WIDE_NOISE = (
+    2.0**-13
+)  # of a float32 result of low-precision operands: matrix units and fast exponentials are no exact float32
+_MEAN_NOISE = 0.125  # of either, for the mean
+_MEAN_ROUNDING = 0.25  # the mean error of rounding, in units of eps times the mean value
+_SMALL_SAMPLE = 4.0  # over sqrt(values)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result's errors and bounds. `note` says in words what is wrong beyond the numbers; empty otherwise."""
+
+    name: str
+    max_error: float
+    max_bound: float
+    mean_error: float
+    mean_bound: float
+    ok: bool
+    note: str = ""
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else f"NOT OK{': ' if self.note else ''}{self.note}"
+        return (
+            f"{self.name}: max error {self.max_error:.3g} (bound {self.max_bound:.3g}), "
+            f"mean error {self.mean_error:.3g} (bound {self.mean_bound:.3g}): {verdict}"
+        )
+
+
+def compare(
+    fast: dict[str, torch.Tensor],
+    exact: dict[str, torch.Tensor],
+    yardstick: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> list[Row]:
+    """Hold results against their budgets.
+
+    Args:
+        fast: what is judged, under any of the names out, lse, dq, dk, dv, d_offset, max_logit; any shapes, padding left
+            in or cut out alike in all three.
+        exact: the same of the oracle, float64. Names that `fast` lacks are ignored, but for the sizes of gradients.
+        yardstick: the same of `eager_attention`, on the same inputs in `dtype`.
+        dtype: of q, k and v. (lse, max_logit and d_offset are float32 results for float16 and bfloat16.)
+
+    Returns:
+        One row for each result in `fast`, in its order. `ok` is false for an error beyond a bound, for a NaN, for an
+        infinity where the exact result has none (or none where it has one), for another shape, and where the yardstick
+        itself is plainly wrong.
+
+    Raises:
+        KeyError: `exact` or `yardstick` lacks a result of `fast`.
+
+    >>> exact = {"out": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+    >>> eager = {"out": torch.tensor([1.0, 2.0]).bfloat16()}
+    >>> compare({"out": torch.tensor([1.0, 2.5])}, exact, eager, torch.bfloat16)[0].ok
+    False
+    """
+    gradient_size = max((_largest(exact[name]) for name in GRADIENTS if name in exact), default=0.0)
+    if "lse" in exact:  # large scores have large rounding errors, and weights inherit them as relative errors
+        gradient_size *= 1.0 + _largest(exact["lse"])
+    rows = []
+    for name, got in fast.items():
+        size = gradient_size if name in GRADIENTS else max(_largest(exact[name]), 1.0 if name in _WIDE else 0.0)
+        rows.append(_row(name, got, exact[name], yardstick[name], dtype, size))
+    return rows
+
+
+def _row(
+    name: str, got: torch.Tensor, exact: torch.Tensor, yardstick: torch.Tensor, dtype: torch.dtype, size: float
+) -> Row:
+    if got.shape != exact.shape or yardstick.shape != exact.shape:
+        shapes = f"shape {list(got.shape)}, yardstick {list(yardstick.shape)}, exact {list(exact.shape)}"
+        return Row(name, torch.inf, 0.0, torch.inf, 0.0, False, shapes)
+    exact = exact.double()
+    max_error, mean_error, unlike = _errors(got, exact)
+    max_yard, mean_yard, unlike_yard = _errors(yardstick, exact)
+    wide_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    eps = wide_eps if name in _WIDE else torch.finfo(dtype).eps
+    finite = exact[exact.isfinite()]
+    largest, mean = _largest(exact), finite.abs().mean().item() if finite.numel() else 0.0
+    low = name in _WIDE and torch.finfo(dtype).eps > wide_eps
+    floor = (_WIDE_NOISE if low else _NOISE * wide_eps) * size
+    max_bound = MAX_FACTOR * max_yard + eps * largest + floor
+    few = 1.0 + _SMALL_SAMPLE / max(finite.numel(), 1) ** 0.5
+    mean_bound = MEAN_FACTOR * few * mean_yard + _MEAN_ROUNDING * eps * mean + _MEAN_NOISE * floor
+    note = ""
+    if unlike:
+        note = f"{unlike} values are NaN, or infinite where the exact ones are not, or the other way round"
+    elif unlike_yard or max_yard > 0.5 * max(largest, size) + floor:
+        note = f"the yardstick itself is wrong (max error {max_yard:.3g}): nothing can be said"
+    ok = not note and max_error <= max_bound and mean_error <= mean_bound
+    return Row(name, max_error, max_bound, mean_error, mean_bound, ok, note)
+
+
+def _errors(got: torch.Tensor, exact: torch.Tensor) -> tuple[float, float, int]:
+    """Largest and mean error where the exact value is finite, and how many values are not finite alike."""
+    got = got.detach().double().to(exact.device)
+    finite = exact.isfinite()
+    alike = torch.where(finite, got.isfinite(), got == exact)
+    unlike = int((~alike).sum())
+    if unlike:
+        return torch.inf, torch.inf, unlike
+    errors = (got[finite] - exact[finite]).abs()
+    return (errors.max().item(), errors.mean().item(), 0) if errors.numel() else (0.0, 0.0, 0)
+
+
+def _largest(x: torch.Tensor) -> float:
+    finite = x[x.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0

@@ -1,0 +1,128 @@
+"""What an implementation can do, found by asking its `supports` about one small problem after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from conformance.implementation import Implementation, context
+from conformance.reference import run_ranks
+from conformance.tensors import plan_arguments
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
+
+__all__ = ["AXES", "EVERYTHING", "Capabilities", "ask", "probe", "variants"]
+
+_SQUARE = (Sequence(16, 16, 16, 16),)
+
+# axis -> choice -> how the choice changes a plain problem
+AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "cp_comm_type": {
+        name: {"cp_comm_type": name, "heads_q": 2, "heads_kv": 2, "a2a_size": 2 if name.startswith("a2a") else 1}
+        for name in CP_COMM_TYPES
+    },
+    "layout": {name: {"layout": name} for name in LAYOUTS},
+    "qkv_format": {name: {"qkv_format": name} for name in QKV_FORMATS},
+    "attn_mask_type": {name: {"attn_mask_type": name} for name in MASKS},
+    "softmax_type": {name: {"softmax_type": name} for name in SOFTMAX_TYPES},
+    "dtype": {name: {"dtype": name} for name in ("float64", "float32", "bfloat16", "float16")},
+    "window": {
+        "left": {"window_size": (2, -1)},
+        "both": {"window_size": (2, 3), "attn_mask_type": "no_mask"},
+        "right": {"window_size": (-1, 3), "attn_mask_type": "no_mask"},
+    },
+    "softcap": {"softcap": {"softcap": 2.0}},
+    "lengths": {
+        "cross": {"sequences": (Sequence(8, 16, 8, 16),)},
+        "padded": {"sequences": (Sequence(3, 5, 8, 16),), "attn_mask_type": "padding"},
+    },
+    "heads": {"grouped": {"heads_q": 4, "heads_kv": 2}},
+    "dims": {
+        "d_v smaller": {"d_qk": 16, "d_v": 8},
+        "d_v larger": {"d_qk": 8, "d_v": 16},
+        "odd": {"d_qk": 5, "d_v": 5},
+        "grouped, d_v smaller": {"d_qk": 16, "d_v": 8, "heads_q": 4, "heads_kv": 2},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The choices that an implementation supports on each axis of `AXES`, taken one at a time from a plain problem.
+
+    A combination may still be unsupported: every case asks again. `refused` has the reason of every choice that is not
+        there.
+    """
+
+    choices: dict[str, tuple[str, ...]]
+    refused: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+
+    def has(self, axis: str, choice: str) -> bool:
+        """Whether the choice is supported."""
+        return choice in self.choices[axis]
+
+
+EVERYTHING = Capabilities({axis: tuple(choices) for axis, choices in AXES.items()})
+
+
+def ask(impl: Implementation, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
+    """What `supports` says of a problem: (True, "") or (False, reason).
+
+    Raises:
+        Whatever else the implementation raises. ValueError: its ranks disagree.
+    """
+
+    def one_rank(member: Any) -> tuple[bool, str]:
+        try:
+            cp = context(impl, problem, member)
+        except impl.Unsupported as refusal:
+            return False, str(refusal)
+        supported, reason = impl.supports(cp=cp, **plan_arguments(problem, device))
+        return bool(supported), str(reason)
+
+    outcomes = run_ranks(problem.cp_size, one_rank)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    answers = [o.value for o in outcomes]
+    if len({supported for supported, _ in answers}) > 1:
+        raise ValueError(f"supports differs between ranks for {problem}: {answers}")
+    return answers[0]
+
+
+def variants(base: Problem) -> Iterator[tuple[str, str, Problem]]:
+    """(axis, choice, problem) for every choice of every axis, each the base with that one change."""
+    for axis, choices in AXES.items():
+        for choice, change in choices.items():
+            yield axis, choice, replace(base, **change)
+
+
+def probe(impl: Implementation, device: str = "cpu") -> Capabilities:
+    """Ask for a plain problem that is supported, and from there for every choice.
+
+    Raises:
+        ValueError: there is no plain problem that the implementation supports; with its reasons.
+    """
+    reasons: set[str] = set()
+    for comm, layout, dtype, fmt in product(CP_COMM_TYPES, LAYOUTS, AXES["dtype"], QKV_FORMATS):
+        comm_fields = AXES["cp_comm_type"][comm] if comm != "p2p" else {}
+        base = replace(Problem(2, _SQUARE, layout=layout, dtype=dtype, qkv_format=fmt), **comm_fields)
+        supported, reason = ask(impl, base, device)
+        if supported:
+            break
+        reasons.add(reason)
+    else:
+        raise ValueError(
+            "the implementation supports no plain causal problem on " + device + ":\n" + "\n".join(sorted(reasons))
+        )
+    choices: dict[str, tuple[str, ...]] = dict.fromkeys(AXES, ())
+    refused: dict[str, str] = {}
+    for axis, choice, problem in variants(base):
+        supported, reason = ask(impl, problem, device)
+        if supported:
+            choices[axis] += (choice,)
+        else:
+            refused[f"{axis} {choice}"] = reason
+    return Capabilities(choices, refused, device)

@@ -1,0 +1,85 @@
+"""A case: one attention call as data. Its text is what a failure prints, and what `--repro` plays again."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, fields
+
+from cp_ref.spec import Problem
+
+__all__ = ["GRADS", "LOSSES", "Case"]
+
+LOSSES = ("out", "lse", "out+lse")
+GRADS = ("qkvo", "q", "k", "v", "kv", "qo", "o", "")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem, and everything else that a call of `attention` and its backward pass depend on.
+
+    `seed` and `magnitude` make the tensors (see `conformance.tensors`): standard normal values, q and k times
+    `magnitude`.
+
+    >>> from cp_ref.spec import Sequence
+    >>> case = Case(Problem(2, (Sequence(8, 8, 8, 8),), qkv_format="thd"), tail_q=4, seed=3)
+    >>> print(case)
+    Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)], qkv_format="thd"), tail_q=4, seed=3)
+    >>> Case.parse(str(case)) == case
+    True
+    """
+
+    problem: Problem
+    tail_q: int = 0  # slots after the last sequence, over all ranks; thd only, a multiple of cp_size
+    tail_kv: int = 0
+    seed: int = 0
+    magnitude: float = 1.0
+    return_lse: bool = False
+    return_max_logit: bool = False
+    loss: str = "out"  # what the upstream gradients belong to: one of LOSSES
+    grads: str = "qkvo"  # which of q, k, v and the softmax offset require a gradient
+    strided: bool = False  # q, k, v and dout are views with odd strides into larger, NaN-filled buffers
+    use_plan: bool = False  # make_plan first, then attention(..., plan=plan)
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no call can mean, so that a mistyped text does not replay something else."""
+        cp_size = self.problem.cp_size
+        for name, tail in (("tail_q", self.tail_q), ("tail_kv", self.tail_kv)):
+            if tail < 0 or tail % cp_size or (tail and self.problem.qkv_format != "thd"):
+                raise ValueError(f"{name} is {tail}; it must be a multiple of cp_size = {cp_size}, and 0 outside thd")
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss is {self.loss!r}; it must be one of {LOSSES}")
+        if "lse" in self.loss and not self.return_lse:
+            raise ValueError(f"loss is {self.loss!r}, which needs return_lse=True")
+        if not set(self.grads) <= set("qkvo"):
+            raise ValueError(f"grads is {self.grads!r}; it must be some of the letters q, k, v and o")
+
+    @property
+    def wanted(self) -> str:
+        """The letters of `grads` that this problem has: "o" (softmax_offset) only with softmax_type "learnable"."""
+        return self.grads if self.problem.softmax_type == "learnable" else self.grads.replace("o", "")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the results that a call gives."""
+        asked = {"out": True, "lse": self.return_lse, "max_logit": self.return_max_logit}
+        names = {"q": "dq", "k": "dk", "v": "dv", "o": "d_offset"}
+        return tuple(name for name, wanted in asked.items() if wanted) + tuple(names[letter] for letter in self.wanted)
+
+    def __str__(self) -> str:
+        """One line that `parse` reads back: the problem, and every other field that differs from its default."""
+        words = [f"{f.name}={v!r}" for f in fields(self)[1:] if (v := getattr(self, f.name)) != f.default]
+        return f"Case({', '.join([str(self.problem), *words])})".replace("'", '"')  # so that a shell's '...' holds it
+
+    @staticmethod
+    def parse(text: str) -> Case:
+        """The case that `str` printed. Raises ValueError on anything else."""
+        try:
+            call = ast.parse(text.strip(), mode="eval").body
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Case"):
+                raise ValueError("not a Case(...)")
+            (problem,) = call.args
+            words = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            return Case(Problem.parse(ast.unparse(problem)), **words)
+        except (SyntaxError, TypeError, ValueError) as error:
+            raise ValueError(f"cannot read a case from {text!r}: {error}") from error

@@ -1,0 +1,218 @@
+"""Plays an implementation on one case: forward and backward on every rank, and the results back in global order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from conformance.case import Case
+from conformance.implementation import Implementation, context
+from conformance.placement import assemble, global_rows
+from conformance.reference import Hang, Outcome, run_ranks
+from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
+
+__all__ = ["Played", "UnsupportedCase", "describe_error", "play"]
+
+
+class UnsupportedCase(Exception):
+    """The implementation says, by `supports` and by raising `Unsupported` on every rank, that it does not have this."""
+
+
+@dataclass
+class Played:
+    """What came out of one call.
+
+    `results` holds the names of `case.results`, in global order: out, dq, dk, dv like the case's tensors, lse [b, h_q,
+    s_q] or [h_q, t_q], max_logit and d_offset [h_q]. `findings` says, in sentences, what is wrong before any value is
+    looked at; when it is not empty, results may be missing.
+    """
+
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    findings: list[str] = field(default_factory=list)
+
+
+def play(impl: Implementation, case: Case, tensors: GlobalTensors, limit_s: float = 20.0) -> Played:
+    """Run forward and backward on all ranks of a simulated group.
+
+    Raises:
+        UnsupportedCase: `supports` is false on every rank and `attention` raised `Unsupported` on every rank. (Results
+            that `make_plan` is not told of, such as max_logit, may be refused by `attention` alone.)
+    """
+    try:
+        outcomes = run_ranks(case.problem.cp_size, lambda member: _one_rank(impl, case, tensors, member), limit_s)
+    except Hang as hang:
+        return Played(findings=[str(hang)])
+    _raise_if_unsupported(impl, case, outcomes)
+    played = Played()
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None:
+            played.findings.append(f"rank {rank} raised {describe_error(outcome.error)}")
+    if not played.findings:
+        _collect(case, tensors, [o.value for o in outcomes], played)
+    return played
+
+
+def describe_error(error: Exception) -> str:
+    """An exception's type and message, and where it was raised: file name and line."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = "" if trace is None else f" (at {trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})"
+    return f"{type(error).__name__}: {error}{place}"
+
+
+class _Refused(Exception):
+    """`supports` said no, and `attention` did as it said."""
+
+
+def _raise_if_unsupported(impl: Implementation, case: Case, outcomes: list[Outcome]) -> None:
+    errors = [o.error for o in outcomes]
+    if all(isinstance(e, _Refused) for e in errors):
+        raise UnsupportedCase(str(errors[0]))
+    beyond_a_plan = case.return_max_logit or "lse" in case.loss or case.deterministic
+    if beyond_a_plan and all(isinstance(e, impl.Unsupported) for e in errors):
+        raise UnsupportedCase(str(errors[0]))
+
+
+def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: Any) -> dict[str, torch.Tensor | None]:
+    p, device = case.problem, str(tensors.q.device)
+    try:
+        cp = context(impl, p, member)
+    except impl.Unsupported as refusal:
+        raise _Refused(str(refusal)) from refusal
+    supported, reason = impl.supports(cp=cp, **plan_arguments(p, device))
+    inputs = _Inputs(impl, case, tensors, cp)
+    try:
+        results = _attend(impl, case, tensors, cp, inputs)
+    except impl.Unsupported as refusal:
+        if supported:
+            raise
+        raise _Refused(reason) from refusal
+    if not supported:
+        raise AssertionError(f"supports(...) is False ({reason}), but attention did not raise Unsupported")
+    _backward(case, tensors, results, inputs, member.rank)
+    grads = {f"d{letter}": x.grad for letter, x in inputs.leaves.items() if letter in case.wanted}
+    if "o" in case.wanted and inputs.offset is not None:
+        grads["d_offset"] = inputs.offset.grad
+    for name, buffer, before in inputs.guarded:
+        if not torch.equal(buffer.view(torch.uint8), before.view(torch.uint8)):
+            raise AssertionError(f"{name}, or the memory around it, was written to")
+    return {name: None if x is None else x.detach() for name, x in (results | grads).items()}
+
+
+class _Inputs:
+    """One rank's q, k, v, dout and offset; with `case.strided`, views with odd strides into buffers of NaN."""
+
+    def __init__(self, impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any) -> None:
+        p = case.problem
+        self.guarded: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self.leaves: dict[str, torch.Tensor] = {}
+        for name in ("q", "k", "v", "dout"):
+            starts = p.starts_q if name in ("q", "dout") else p.starts_kv
+            padded = None
+            if p.qkv_format == "thd":
+                padded = torch.tensor(starts, dtype=torch.int32, device=tensors.q.device)
+            local = impl.shard(
+                getattr(tensors, name), cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded
+            ).detach()
+            if case.strided:
+                local = self._embed(name, local)
+            if name == "dout":
+                self.dout = local
+            else:
+                self.leaves[name] = local.requires_grad_(name in case.wanted)
+        self.offset = None
+        if tensors.softmax_offset is not None:
+            self.offset = tensors.softmax_offset.detach().clone().requires_grad_("o" in case.wanted)
+
+    def _embed(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """A copy of x as the inside of a larger buffer; every axis has NaN before and after, the last has stride 1."""
+        buffer = torch.full([n + 2 for n in x.shape], float("nan"), dtype=x.dtype, device=x.device)
+        inside = buffer[tuple(slice(1, n + 1) for n in x.shape)]
+        inside.copy_(x)
+        self.guarded.append((name, buffer, buffer.clone()))
+        return inside.detach()
+
+
+def _attend(
+    impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, inputs: _Inputs
+) -> dict[str, torch.Tensor | None]:
+    p, device = case.problem, str(tensors.q.device)
+    arguments = attention_arguments(p, device)
+    if case.use_plan:
+        arguments = {"plan": impl.make_plan(cp=cp, **plan_arguments(p, device)), "qkv_format": p.qkv_format}
+    results = impl.attention(
+        *inputs.leaves.values(),
+        cp=cp,
+        softmax_offset=inputs.offset,
+        deterministic=case.deterministic,
+        return_lse=case.return_lse,
+        return_max_logit=case.return_max_logit,
+        **arguments,
+    )
+    names = [name for name in ("out", "lse", "max_logit") if name in case.results]
+    results = results if isinstance(results, tuple) else (results,)
+    if len(results) != len(names):
+        raise AssertionError(f"attention returned {len(results)} results; {', '.join(names)} were asked for")
+    return dict(zip(names, results, strict=True))
+
+
+def _backward(
+    case: Case, tensors: GlobalTensors, results: dict[str, torch.Tensor | None], inputs: _Inputs, rank: int
+) -> None:
+    upstream: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if "out" in case.loss and (out := results["out"]) is not None and out.requires_grad:
+        upstream.append((out, inputs.dout))
+    if "lse" in case.loss and (lse := results["lse"]) is not None and lse.requires_grad:
+        rows = torch.tensor(global_rows(case.problem, "q", case.tail_q, rank), dtype=torch.int64, device=lse.device)
+        upstream.append((lse, tensors.dlse.index_select(-1, rows)))
+    if case.wanted and upstream:
+        torch.autograd.backward([x for x, _ in upstream], [grad for _, grad in upstream])
+
+
+def _collect(case: Case, tensors: GlobalTensors, ranks: list[dict[str, torch.Tensor | None]], played: Played) -> None:
+    """Fill `played` from the ranks' results: shapes and dtypes first, then the global order."""
+    p = case.problem
+    axis = sequence_axis(p.qkv_format)
+    like = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v, "out": tensors.dout, "lse": tensors.dlse}
+    for name in case.results:
+        if name in ("max_logit", "d_offset"):
+            _collect_same(case, name, [values[name] for values in ranks], tensors, played)
+            continue
+        side, tail = ("kv", case.tail_kv) if name in ("dk", "dv") else ("q", case.tail_q)
+        model, token_axis = like[name], -1 if name == "lse" else axis
+        parts: list[torch.Tensor] = []
+        for rank, values in enumerate(ranks):
+            shape = list(model.shape)
+            shape[token_axis] = len(global_rows(p, side, tail, rank))
+            part = values[name]
+            if part is None:  # autograd found no way from the loss to this input
+                part = model.new_zeros(shape)
+            if list(part.shape) != shape:
+                played.findings.append(f"{name} of rank {rank} has shape {list(part.shape)}, but should have {shape}")
+            if part.dtype != model.dtype:
+                played.findings.append(f"{name} of rank {rank} has dtype {part.dtype}, but should have {model.dtype}")
+            parts.append(part)
+        if not played.findings:
+            played.results[name] = assemble(case, parts, side, token_axis)
+
+
+def _collect_same(
+    case: Case, name: str, values: list[torch.Tensor | None], tensors: GlobalTensors, played: Played
+) -> None:
+    """max_logit and d_offset: [h_q], the same on every rank."""
+    first = values[0] if values[0] is not None else tensors.dlse.new_zeros(case.problem.heads_q)
+    for rank, value in enumerate(values):
+        value = first.new_zeros(first.shape) if value is None else value
+        if list(value.shape) != [case.problem.heads_q]:
+            played.findings.append(
+                f"{name} of rank {rank} has shape {list(value.shape)}, but should be [{case.problem.heads_q}]"
+            )
+        elif not torch.equal(value, first):
+            played.findings.append(
+                f"{name} differs between ranks: {first.tolist()} on rank 0, {value.tolist()} on rank {rank}"
+            )
+    if not played.findings:
+        played.results[name] = first

@@ -1,0 +1,114 @@
+"""Tier `errors`: malformed calls. Every rank has to raise, with a message that names the argument; none may hang or
+compute.
+
+Each entry of `ERRORS` is a good call with one thing spoiled. It is played twice: spoiled on every rank, and spoiled on
+the last rank alone, where every other rank has to raise as well, or it would wait for ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from conformance.capabilities import Capabilities, variants
+from conformance.case import Case
+from conformance.implementation import Implementation
+from conformance.reference import Hang, Outcome, run_ranks
+from conformance.run import UnsupportedCase, describe_error, play
+from conformance.tensors import build
+from conformance.tiers import plan as plan_tier
+from conformance.tiers.spoiled import ERRORS, Call, ErrorCase, good_call
+from cp_ref.spec import Problem, Sequence
+
+__all__ = ["check", "error_ids"]
+
+_LIMIT_S = 20.0
+
+
+def error_ids(capabilities: Capabilities) -> list[str]:
+    """What `check` takes: the entries of the table, and every choice that `supports` refuses."""
+    return ["well-formed", *ERRORS, *(f"unsupported {choice}" for choice in capabilities.refused)]
+
+
+def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]:
+    """Findings about one entry.
+
+    Raises:
+        ValueError: there is no such entry.
+    """
+    if entry_id == "well-formed":  # the table means nothing if the calls that it spoils are refused themselves
+        runs = [_run(impl, [good_call(base, device)] * 2) for base in ("bshd", "thd")]
+        return [f"{_who(n)} raised {describe_error(o.error)}" for run in runs for n, o in enumerate(run) if o.error]
+    if entry_id.startswith("unsupported "):
+        return _check_refusal(impl, entry_id.removeprefix("unsupported "), device)
+    if entry_id not in ERRORS:
+        raise ValueError(f"there is no error case {entry_id!r}; there are: {', '.join(ERRORS)}")
+    entry = ERRORS[entry_id]
+    found = [] if entry.one_rank_only else _check_everywhere(impl, entry, device)
+    return found + (_check_alone(impl, entry, device) if entry.alone else [])
+
+
+def _check_everywhere(impl: Implementation, entry: ErrorCase, device: str) -> list[str]:
+    try:
+        outcomes = _run(impl, [entry.spoil(good_call(entry.base, device)) for _ in range(2)])
+    except Hang as hang:
+        return [f"wrong on every rank: {hang}"]
+    return [
+        f"wrong on every rank: {finding}"
+        for n, o in enumerate(outcomes)
+        if (finding := _judge(_who(n), o, entry.names))
+    ]
+
+
+def _check_alone(impl: Implementation, entry: ErrorCase, device: str) -> list[str]:
+    try:
+        outcomes = _run(impl, [good_call(entry.base, device), entry.spoil(good_call(entry.base, device))])
+    except Hang as hang:
+        return [f"wrong on rank 1 alone: {hang}"]
+    named = [
+        entry.names if entry.one_rank_only else "",
+        entry.names,
+    ]  # a rank that is right need not repeat what is wrong
+    findings = [_judge(_who(n), o, names) for n, (o, names) in enumerate(zip(outcomes, named, strict=True))]
+    return [f"wrong on rank 1 alone: {finding}" for finding in findings if finding]
+
+
+def _run(impl: Implementation, calls: list[Call]) -> list[Outcome]:
+    return run_ranks(2, lambda member: calls[member.rank].run(impl, member), _LIMIT_S)
+
+
+def _who(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _judge(who: str, outcome: Outcome, names: str) -> str:
+    """What is wrong with how a rank refused; empty when nothing is."""
+    if outcome.error is None:
+        return f"{who} returned, but should have raised a ValueError or TypeError that names {names or 'what is wrong'}"
+    if not isinstance(outcome.error, ValueError | TypeError):
+        return f"{who} raised {describe_error(outcome.error)}, but should have raised a ValueError or TypeError"
+    if not re.search(names, str(outcome.error)):
+        return f"{who}'s message does not match /{names}/: {describe_error(outcome.error)}"
+    return ""
+
+
+def _check_refusal(impl: Implementation, choice: str, device: str) -> list[str]:
+    """A choice outside `supports`: make_plan and attention raise `Unsupported` on every rank, with the reason."""
+    base = Problem(2, (Sequence(16, 16, 16, 16),))
+    problems = {f"{axis} {name}": problem for axis, name, problem in variants(base)}
+    if choice not in problems:
+        raise ValueError(f"there is no choice {choice!r}; there are: {', '.join(problems)}")
+    case, found = Case(problems[choice]), []
+    attempts: dict[str, Callable[[], Any]] = {
+        "make_plan": lambda: plan_tier.check(impl, case, device),
+        "attention": lambda: play(impl, case, build(case, device), _LIMIT_S).findings,
+    }
+    for name, attempt in attempts.items():
+        try:
+            findings = attempt() or [f"{name} computed, but supports(...) is False"]
+            found += [f"{name}: {finding}" for finding in findings]
+        except UnsupportedCase as refusal:
+            if choice.startswith("cp_comm_type") and choice.split()[1] not in str(refusal):
+                found.append(f"{name}: the refusal does not name {choice.split()[1]!r}: {refusal}")
+    return found

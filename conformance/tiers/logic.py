@@ -1,0 +1,105 @@
+"""Tier `logic`: float64 and float32 against the oracle, so closely that only a wrong formula or a wrong token can be
+the reason.
+
+Padding and tail are exact: 0 in out and gradients, -inf in lse.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from conformance.case import Case
+from conformance.implementation import Implementation
+from conformance.placement import where
+from conformance.reference import exact_results
+from conformance.run import play
+from conformance.tensors import GlobalTensors, batch_axis, build, sequence_axis
+
+__all__ = ["check", "tolerance"]
+
+
+def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
+    """Where the implementation's results differ from the oracle's: the worst place of each result.
+
+    Raises:
+        UnsupportedCase: the implementation does not have this, and says so on every rank.
+    """
+    tensors = build(case, device)
+    played = play(impl, case, tensors)  # before the oracle: fresh memory may hold the right answer
+    found = list(played.findings)
+    if case.deterministic and not found:
+        again = play(impl, case, tensors)
+        for name, x in played.results.items():
+            if name not in again.results or not torch.equal(x, again.results[name]):
+                found.append(f"{name} of a second run differs, although deterministic=True")
+    exact = exact_results(case, tensors)
+    for name, got in played.results.items():
+        found += compare(case, tensors, name, got, exact[name])
+    return found
+
+
+def tolerance(case: Case, exact: torch.Tensor) -> float:
+    """The largest error that re-ordered sums may make: relative to the largest exact value, 1 at least.
+
+    Scores grow with the square of the magnitude of q and k, and their rounding errors with them.
+    """
+    finite = exact[exact.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    base = 1e-10 if case.problem.dtype == "float64" else 2e-5
+    return base * case.magnitude**2 * max(1.0, largest)
+
+
+def compare(case: Case, tensors: GlobalTensors, name: str, got: torch.Tensor, exact: torch.Tensor) -> list[str]:
+    """Findings about one result: padding first, then infinities and NaN, then the largest error."""
+    found = []
+    limit = tolerance(case, exact)
+    got = got.double()
+    if name == "max_logit":
+        limit = max(
+            limit, 1e-6 * max(1.0, exact[exact.isfinite()].abs().max().item() if exact.isfinite().any() else 1.0)
+        )
+    elif name != "d_offset":
+        empty = -torch.inf if name == "lse" else 0.0
+        padding = _padding(case, tensors, name, got)
+        wrong = padding & (got != empty)
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            found.append(
+                f"{name} is {got[tuple(place)].item()} at {_place(case, name, place)}; it must be {empty:g} there"
+            )
+        got, exact = got.masked_fill(padding, 0.0), exact.masked_fill(padding, 0.0)
+    error = torch.where(got == exact, 0.0, (got - exact).abs()).nan_to_num(nan=torch.inf)
+    if error.numel() and error.max().item() > limit:
+        place = [int(n) for n in torch.unravel_index(error.argmax(), error.shape)]
+        wrong_count = int((error > limit).sum())
+        found.append(
+            f"{name} is {got[tuple(place)].item():.12g} at {_place(case, name, place)}, "
+            f"but should be {exact[tuple(place)].item():.12g} "
+            f"(error {error.max().item():.2g}, allowed {limit:.2g}; {wrong_count} of {error.numel()} values are wrong)"
+        )
+    return found
+
+
+def _padding(case: Case, tensors: GlobalTensors, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Which values of a result belong to no real token: bool, x's shape."""
+    real = tensors.real_kv if name in ("dk", "dv") else tensors.real_q
+    if name == "lse":
+        real = {"bshd": real, "sbhd": real.t(), "thd": real[None]}[case.problem.qkv_format]  # [b, s] or [1, t]
+        real = real if case.problem.qkv_format == "thd" else real[:, None]
+    else:
+        real = real[..., None, None]
+    return ~real.expand(x.shape)
+
+
+def _place(case: Case, name: str, index: list[int]) -> str:
+    """An index of a result in words."""
+    if name in ("max_logit", "d_offset"):
+        return f"head {index[0]}"
+    fmt = case.problem.qkv_format
+    side = "kv" if name in ("dk", "dv") else "q"
+    if name == "lse":
+        batch, head, row = (None, index[0], index[1]) if fmt == "thd" else (index[0], index[1], index[2])
+        return f"{where(case, side, batch, row)}, head {head}"
+    axis = batch_axis(fmt)
+    batch = None if axis is None else index[axis]
+    return f"{where(case, side, batch, index[sequence_axis(fmt)])}, head {index[-2]}, dim {index[-1]}"

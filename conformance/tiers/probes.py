@@ -1,0 +1,153 @@
+"""Tier `probes`: inputs for which attention counts. They see a single key too many or too few, in any dtype, in rows of
+any length.
+
+With q = 0 every score is 0, so every visible key has the weight 1 / n, where n is the number of visible keys (and 1
+more with a sink of logit 0):
+
+    exp(lse) = n                       how many keys each query sees
+    n * out  = sum of v                v spells each key's number in digits, one per head dim: which keys it sees
+    dv       = sum of dout / n         dout is n times each query's number in digits: which queries saw the key
+
+The right answers are integers, counted from `Problem.band`, with no oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from conformance.case import Case
+from conformance.implementation import Implementation
+from conformance.placement import where
+from conformance.run import play
+from conformance.tensors import GlobalTensors, build
+
+__all__ = ["check", "digits", "visible_pairs"]
+
+
+def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
+    """Queries that see the wrong keys, and keys that are seen by the wrong queries.
+
+    Raises:
+        UnsupportedCase: the implementation does not have this, and says so on every rank.
+    """
+    case = replace(case, return_lse=True, return_max_logit=False, loss="out", grads="v", magnitude=1.0)
+    plain = build(case, device)
+    visible = visible_pairs(case).to(device)  # [rows of q, rows of kv], bool
+    sink = 0.0 if case.problem.softmax_type == "vanilla" else 1.0
+    count = visible.sum(1).double()
+    tensors = _counting(case, plain, count + sink)
+    played = play(impl, case, tensors)
+    if played.findings:
+        return played.findings
+    found = _check_counts(case, played.results["lse"].double().exp(), count, sink, tensors)
+    out = _packed(case, played.results["out"].double())
+    values = _packed(case, tensors.v.double()).nan_to_num(0.0).repeat_interleave(case.problem.group_size, dim=1)
+    want = torch.einsum("nm,mhd->nhd", visible.double(), values)
+    found += _check_digits(case, "q", "n * out", out * (count + sink)[:, None, None], want)
+    upstream = _packed(case, tensors.dout.double()).nan_to_num(0.0) / (count + sink).clamp(min=1)[:, None, None]
+    want = torch.einsum("nm,nhd->mhd", visible.double(), upstream)
+    want = want.unflatten(1, (case.problem.heads_kv, case.problem.group_size)).sum(2)
+    return found + _check_digits(case, "kv", "dv", _packed(case, played.results["dv"].double()), want)
+
+
+def visible_pairs(case: Case) -> torch.Tensor:
+    """Which packed query row sees which packed key row, over all sequences and tails: bool [rows of q, rows of kv]."""
+    p = case.problem
+    visible = torch.zeros(p.starts_q[-1] + case.tail_q, p.starts_kv[-1] + case.tail_kv, dtype=torch.bool)
+    for s, q0, k0 in zip(p.sequences, p.starts_q, p.starts_kv, strict=False):
+        band = p.band(s)
+        for i in range(s.len_q):
+            start, stop = band.row(i, 0, s.len_kv)
+            visible[q0 + i, k0 + start : k0 + max(stop, start)] = True
+    return visible
+
+
+def digits(rows: int, dims: int) -> torch.Tensor:
+    """The numbers 1 ... rows, spelled in `dims` digits of the smallest base that has room, at least 2: float64 [rows,
+    dims].
+
+    >>> digits(3, 2).tolist()          # 1 = 01, 2 = 10, 3 = 11, the last digit first
+    [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+    """
+    base = 2
+    while base**dims <= rows:
+        base += 1
+    numbers = torch.arange(1, rows + 1)
+    return torch.stack([numbers // base**n % base for n in range(dims)], dim=1).double()
+
+
+def _counting(case: Case, plain: GlobalTensors, denominators: torch.Tensor) -> GlobalTensors:
+    """The case's tensors with q = 0, v and dout as described above, the sink's logit 0; NaN in padding as before."""
+    p = case.problem
+    v = digits(p.starts_kv[-1] + case.tail_kv, p.d_v)[:, None].repeat(1, p.heads_kv, 1)
+    v *= torch.arange(1, p.heads_kv + 1)[None, :, None]  # the wrong kv head is seen too
+    dout = digits(p.starts_q[-1] + case.tail_q, p.d_v)[:, None].repeat(1, p.heads_q, 1)
+    dout = dout.to(denominators.device) * denominators[:, None, None]
+    return replace(
+        plain,
+        q=plain.q * 0.0,  # NaN stays
+        v=_like(case, v.to(plain.v.device), plain.v),
+        dout=_like(case, dout, plain.dout),
+        softmax_offset=None if plain.softmax_offset is None else torch.zeros_like(plain.softmax_offset),
+    )
+
+
+def _like(case: Case, rows: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Packed rows in the format and dtype of `model`, with its NaN."""
+    if case.problem.qkv_format != "thd":
+        rows = rows.unflatten(0, (len(case.problem.sequences), -1)) if rows.numel() else rows.reshape(model.shape)
+        if case.problem.qkv_format == "sbhd" and rows.numel():
+            rows = rows.transpose(0, 1)
+    return rows.to(model.dtype).masked_fill(model.isnan(), float("nan"))
+
+
+def _packed(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """The format's rows, sequence after sequence: [rows, h, d]."""
+    if case.problem.qkv_format == "thd":
+        return x
+    if case.problem.qkv_format == "sbhd":
+        x = x.transpose(0, 1)
+    return x.flatten(0, 1)
+
+
+def _check_counts(case: Case, got: torch.Tensor, count: torch.Tensor, sink: float, tensors: GlobalTensors) -> list[str]:
+    """exp(lse) against the number of visible keys; the first wrong row."""
+    fmt = case.problem.qkv_format
+    got = got.t() if fmt == "thd" else got.transpose(1, 2).flatten(0, 1)  # [rows, h]
+    real = (tensors.real_q.t() if fmt == "sbhd" else tensors.real_q).flatten()
+    want = torch.where(real, count + sink, 0.0)[:, None].expand(got.shape)
+    wrong = ((got - want).abs() > 1e-3 * want.clamp(min=1)).logical_or(got.isnan())
+    if not wrong.any():
+        return []
+    row, head = (int(n) for n in wrong.nonzero()[0])
+    sinks = " (1 of it the sink)" if sink and real[row] else ""
+    return [
+        f"{_row(case, 'q', row)}, head {head} counts {got[row, head].item():.6g} visible keys by exp(lse), "
+        f"but there are {want[row, head].item():g}{sinks}; {int(wrong.any(1).sum())} queries count wrong"
+    ]
+
+
+def _check_digits(case: Case, side: str, what: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
+    """Sums of digits, exact integers but for the rounding of n * (sum / n); the first wrong row."""
+    eps = torch.finfo(getattr(torch, case.problem.dtype)).eps
+    error = (got - want).abs().nan_to_num(nan=torch.inf)
+    wrong = error > 4 * eps * want.abs() + min(0.25, 64 * eps)
+    if not wrong.any():
+        return []
+    row, head = (int(n) for n in wrong.any(-1).nonzero()[0])
+    has, lacks = [round(n, 3) for n in got[row, head].tolist()], want[row, head].tolist()
+    other = "keys that it sees" if side == "q" else "queries that saw it"
+    return [
+        f"{_row(case, side, row)}, head {head}: {what}, the digit sums of the {other}, is {has}, "
+        f"but should be {lacks}; "
+        f"{int(wrong.any(-1).any(-1).sum())} rows are wrong"
+    ]
+
+
+def _row(case: Case, side: str, row: int) -> str:
+    if case.problem.qkv_format == "thd":
+        return where(case, side, None, row)
+    batch, row = divmod(row, getattr(case.problem.sequences[0], f"slots_{side}"))
+    return where(case, side, batch, row)

@@ -1,0 +1,21 @@
+"""Context-parallel attention at the speed of the hardware. Import it in production; `cp_ref` has the same names, to
+debug.
+"""
+
+from cp_fast.api import attention
+from cp_fast.context import ContextParallel
+from cp_fast.plan import Plan, make_plan, supports
+from cp_fast.sharding import position_ids, shard, unshard
+from cp_ref.spec import Unsupported
+
+__all__ = [
+    "ContextParallel",
+    "Plan",
+    "Unsupported",
+    "attention",
+    "make_plan",
+    "position_ids",
+    "shard",
+    "supports",
+    "unshard",
+]

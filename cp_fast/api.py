@@ -1,0 +1,225 @@
+"""`attention`: context-parallel attention of one layer, as any model calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from cp_fast.backends import Backend
+from cp_fast.comm import all_reduce
+from cp_fast.context import ContextParallel
+from cp_fast.execute import ring_backward, ring_forward
+from cp_fast.merge import add_sink
+from cp_fast.plan import Plan, plan_together, read_call
+from cp_fast.rows import take
+from cp_ref.spec import (
+    Feature,
+    Problem,
+    Unsupported,
+    check_local_tensors,
+    check_offset,
+    check_settled,
+    read_sizes,
+)
+
+__all__ = ["attention"]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "causal",
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_type: str = "vanilla",
+    softmax_offset: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    plan: Plan | None = None,
+) -> Any:
+    """Attention over sequences whose tokens are spread over the ranks of `cp`. Collective, forward and backward.
+
+    Args:
+        q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or
+            longer: the rest is tail). float16, bfloat16 (and float32, float64 on a CPU). Query head h uses kv head h //
+                (h_q // h_kv).
+        k, v: the same with s_kv, h_kv, and d_v for v.
+        cp: the group, the schedule and the layout.
+        qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
+        attn_mask_type: "no_mask", "causal", "causal_bottom_right" (aligned to the last query and key), or one of these
+            with "padding" ("padding", "padding_causal", "padding_causal_bottom_right"). In thd both spellings mean the
+            same; in bshd and sbhd a padding mask takes each sequence's length from `cu_seqlens_*`.
+        window_size: (left, right): query i sees keys i - left ... i + right (aligned); -1 is unbounded. Causal masks
+            set right to 0.
+        cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
+        softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
+        softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        softmax_type: "vanilla"; "off-by-one": the denominator gains 1; "learnable": it gains exp(softmax_offset[h]).
+        softmax_offset: [h_q], any float dtype, for "learnable" only.
+        deterministic: the same bits from run to run; a kernel library that cannot is not chosen.
+        return_lse, return_max_logit: return these too.
+        plan: from `make_plan`; the problem's arguments are then left out.
+
+    Returns:
+        out, or (out, lse), (out, max_logit), (out, lse, max_logit):
+        out in q's format and dtype with d_v; lse float32 (float64 for float64), [b, h_q, s_q/cp], or [h_q, t_q/cp] for
+        thd; max_logit the same dtype, [h_q], over all ranks. Rows of padding and tail, and rows that see nothing: out
+        0, lse -inf (a real row with
+        a sink: the sink's logit). Differentiable in q, k, v and softmax_offset, through out and lse.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before
+        anything is sent. Unsupported: naming what is missing.
+    """
+    arguments: dict[str, Any] = {
+        "qkv_format": qkv_format,
+        "attn_mask_type": attn_mask_type,
+        "window_size": window_size,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "softmax_type": softmax_type,
+    }
+    if plan is None:
+
+        def read() -> tuple[Problem, Backend]:
+            sizes = read_sizes(q, k, v, qkv_format, cp.size)
+            how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
+            found = read_call(cp, sizes, q.device.type, **how, **arguments)
+            check_local_tensors(found[0], cp.rank, q, k, v)
+            check_offset(found[0], softmax_offset)
+            return found
+
+        plan = plan_together(cp, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"), read)
+    else:
+        check_settled(plan.problem, **arguments)
+        check_local_tensors(plan.problem, cp.rank, q, k, v)
+        check_offset(plan.problem, softmax_offset)
+        _check_plan(plan, cp, q, deterministic=deterministic, max_logit=return_max_logit)
+    out, lse, max_logit = _Attention.apply(plan, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
+    results = [out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])]
+    return out if len(results) == 1 else tuple(results)
+
+
+class _Attention(torch.autograd.Function):
+    """The ring in both directions, with packing, the sink and the reductions over ranks around it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        cp: ContextParallel,
+        deterministic: bool,
+        return_max_logit: bool,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        offset: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        packing = plan.packing
+        packed_q, packed_k, packed_v = (packing.pack(x) for x in (q, k, v))
+        wide_out, lse, max_logit = ring_forward(
+            packing.packed_problem, plan.program, plan.backend, cp.comm, packed_q, packed_k, packed_v
+        )
+        if (sink := _sink(plan, offset, lse)) is not None:
+            add_sink(wide_out, lse, sink, plan.program.real_q_rows)
+        out = wide_out.to(q.dtype)
+        ctx.save_for_backward(packed_q, packed_k, packed_v, out, lse, offset)
+        ctx.plan, ctx.cp, ctx.deterministic = plan, cp, deterministic
+        ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
+        reduced = None
+        if return_max_logit and max_logit is not None:
+            reduced = all_reduce(cp.comm, packing.heads_out(max_logit).amax(dim=0), torch.maximum)
+            ctx.mark_non_differentiable(reduced)
+        return packing.unpack(out), packing.unpack_lse(lse), reduced
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        q, k, v, out, lse, offset = ctx.saved_tensors
+        plan, cp = ctx.plan, ctx.cp
+        packing = plan.packing
+        dout = torch.zeros_like(out) if grads[0] is None else packing.pack(grads[0])
+        dlse = None if grads[1] is None else packing.pack_lse(grads[1]).contiguous()
+        if dlse is not None and Feature.LSE_GRADIENT not in plan.backend.features:
+            raise Unsupported("a gradient through lse", {f"backend {plan.backend.name!r}": {Feature.LSE_GRADIENT}})
+        dq, dk, dv = ring_backward(
+            packing.packed_problem,
+            plan.program,
+            plan.backend,
+            cp.comm,
+            q,
+            k,
+            v,
+            dout,
+            out,
+            lse,
+            dlse,
+            deterministic=ctx.deterministic,
+        )
+        doffset = None
+        if offset is not None and ctx.needs_input_grad[7]:
+            mine = _offset_gradient(plan, offset, dout, out, lse, dlse)
+            doffset = all_reduce(cp.comm, mine, torch.add).to(offset.dtype)
+        dq, dk, dv = (packing.unpack(g.to(x.dtype)) for g, x in ((dq, q), (dk, k), (dv, v)))
+        return None, None, None, None, dq, dk, dv, doffset
+
+
+def _check_plan(plan: Plan, cp: ContextParallel, q: torch.Tensor, *, deterministic: bool, max_logit: bool) -> None:
+    """The plan was made by this rank of an equal group, for this device, with a library that has what this call asks
+    for.
+    """
+    mine = (cp.rank, cp.size, cp.cp_comm_type, cp.layout)
+    made = (plan.rank, plan.problem.cp_size, plan.problem.cp_comm_type, plan.problem.layout)
+    if mine != made:
+        raise ValueError(f"plan was made for (rank, size, cp_comm_type, layout) = {made}, but cp is {mine}")
+    if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
+        raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")
+    asked = {f for f, wanted in ((Feature.DETERMINISTIC, deterministic), (Feature.MAX_LOGIT, max_logit)) if wanted}
+    if missing := asked - plan.backend.features:
+        raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
+
+
+def _sink(plan: Plan, offset: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor | None:
+    """Each packed head's sink logit; None without a sink."""
+    if plan.problem.softmax_type == "vanilla":
+        return None
+    per_head = lse.new_zeros(plan.problem.heads_q) if offset is None else offset.to(lse.dtype)
+    return plan.packing.heads_in(per_head)
+
+
+def _offset_gradient(
+    plan: Plan,
+    offset: torch.Tensor,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> torch.Tensor:
+    """This rank's share of d softmax_offset [h_q]: minus the sink's weight times delta = sum(dout * out) - dlse,
+    over real rows.
+    """
+    rows = plan.program.real_q_rows
+    delta = (take(dout, rows).to(lse.dtype) * take(out, rows).to(lse.dtype)).sum(dim=-1).t()  # [h, n]
+    if dlse is not None:
+        delta = delta - take(dlse.t(), rows).t()
+    sink = _sink(plan, offset, lse)
+    assert sink is not None
+    weight = torch.exp(sink[:, None] - take(lse.t(), rows).t()).masked_fill(sink[:, None] == float("-inf"), 0.0)
+    return plan.packing.heads_out(-(weight * delta).sum(dim=1)).sum(dim=0)

@@ -1,0 +1,49 @@
+"""Attention kernel libraries behind one interface (`base.Backend`), in order of preference."""
+
+from __future__ import annotations
+
+from cp_fast.backends.base import Backend, Gradients, Partial, Segments
+from cp_fast.backends.cpu import CpuBackend
+from cp_fast.backends.fa2 import Fa2Backend
+from cp_fast.backends.fa4 import Fa4Backend
+from cp_fast.backends.probe import probe
+from cp_ref.spec import Feature, Unsupported
+
+__all__ = ["BACKENDS", "KERNEL_FEATURES", "Backend", "Gradients", "Partial", "Segments", "by_name", "choose", "probe"]
+
+BACKENDS: tuple[Backend, ...] = (Fa4Backend(), Fa2Backend(), CpuBackend())
+
+KERNEL_FEATURES: frozenset[Feature] = frozenset().union(*(b.features for b in BACKENDS))
+"""What a kernel library decides; schedules, formats, masks and sinks are the executor's, on every library alike."""
+
+
+def by_name(name: str) -> Backend:
+    """The backend of that name; a ValueError for any other name.
+
+    >>> by_name("cpu").name
+    'cpu'
+    """
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    known = ", ".join(repr(b.name) for b in BACKENDS)
+    raise ValueError(f"backend must be 'auto' or one of {known}, got {name!r}")
+
+
+def choose(required: frozenset[Feature], backend: str) -> Backend:
+    """The backend for a problem that requires these features; those outside `KERNEL_FEATURES` are not looked at.
+
+    "auto" takes the first that works here and has every feature; a name takes that one. Where that fails, `Unsupported`
+    says for every candidate what it lacks, and why it does not work here. Nothing ever falls back from a name.
+    """
+    candidates = BACKENDS if backend == "auto" else (by_name(backend),)
+    wanted = required & KERNEL_FEATURES
+    reasons: list[str] = []
+    for candidate in candidates:
+        reason = candidate.why_not()
+        if reason is None and wanted <= candidate.features:
+            return candidate
+        if reason is not None:
+            reasons.append(f"{candidate.name} does not work here: {reason}")
+    missing = {c.name: wanted - c.features for c in candidates if not wanted <= c.features}
+    raise Unsupported(f"attention with backend {backend!r}", missing, hint="\n  ".join(reasons))

@@ -1,0 +1,128 @@
+"""The interface of an attention kernel library: a batch of band tiles, forward and backward.
+
+Every tile of every schedule is, after cropping, a rectangle of query rows and key columns crossed by a diagonal band.
+One `Segments` is a batch of such rectangles that share a band, packed one after the other: what a varlen kernel does
+in one launch.
+
+    legend   n = rows of q in the launch, m = rows of k and v, h_q = g * h_kv
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from cp_ref.spec import Feature
+
+__all__ = ["Backend", "Gradients", "Partial", "Segments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Rectangles packed one after the other: segment s is q rows `cu_q[s]:cu_q[s+1]` by kv rows `cu_kv[s]:cu_kv[s+1]`.
+
+    With lq and lk the segment's two lengths, row i sees column j (both from 0 inside the segment) iff
+
+        (left is None or j >= i + lk - lq - left) and (right is None or j <= i + lk - lq + right)
+
+    which is the bottom-right aligned window of the flash-attention family, with None for unbounded. No segment is
+    empty, and every row sees at least one column: so right >= lq - lk, negative only if no row sees the last column,
+    and left >= 0, since the last row's diagonal ends in the last column. Rows lie side by side, cu from 0 to the
+    tensors' lengths: a kernel may read a neighbour's rows and multiply them by zero, so no row may hold a NaN that does
+    not belong to the problem.
+    """
+
+    cu_q: tuple[int, ...]
+    cu_kv: tuple[int, ...]
+    left: int | None
+    right: int | None
+    device_cu_q: torch.Tensor  # int32 [segments + 1], on the tiles' device
+    device_cu_kv: torch.Tensor  # int32 [segments + 1]
+    max_q: int = field(init=False)  # the longest segment's query rows
+    max_kv: int = field(init=False)  # the longest segment's key columns
+
+    def __post_init__(self) -> None:
+        """Find the longest segments once: every layer's launches ask for them."""
+        object.__setattr__(self, "max_q", max((b - a for a, b in pairwise(self.cu_q)), default=0))
+        object.__setattr__(self, "max_kv", max((b - a for a, b in pairwise(self.cu_kv)), default=0))
+
+    @staticmethod
+    def pack(
+        lengths_q: Sequence[int],
+        lengths_kv: Sequence[int],
+        left: int | None,
+        right: int | None,
+        device: torch.device | str = "cpu",
+    ) -> Segments:
+        """Segments of these lengths, one after the other from row 0 and column 0.
+
+        >>> Segments.pack([2, 3], [4, 3], None, 0).cu_q
+        (0, 2, 5)
+        """
+        cu_q, cu_kv = tuple(accumulate(lengths_q, initial=0)), tuple(accumulate(lengths_kv, initial=0))
+        on_device_q = torch.tensor(cu_q, dtype=torch.int32, device=device)
+        return Segments(cu_q, cu_kv, left, right, on_device_q, torch.tensor(cu_kv, dtype=torch.int32, device=device))
+
+
+class Partial(NamedTuple):
+    """What one launch yields for its q rows, contiguous."""
+
+    out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns; any float dtype
+    lse: torch.Tensor  # [h_q, n], natural logarithm; float32, or float64 for float64 inputs
+    max_logit: torch.Tensor | None  # [h_q], largest visible score after softcap; None where the library has none
+
+
+class Gradients(NamedTuple):
+    """What one launch adds to the gradients of its q rows and kv rows, contiguous; any float dtype."""
+
+    dq: torch.Tensor  # [n, h_q, d_qk]
+    dk: torch.Tensor  # [m, h_kv, d_qk]
+    dv: torch.Tensor  # [m, h_kv, d_v]
+
+
+class Backend(Protocol):
+    """One kernel library."""
+
+    name: str
+    features: frozenset[Feature]  # of the kernel alone: heads, dims, softcap, results, devices, dtypes
+
+    def why_not(self) -> str | None:
+        """None where the library works on this machine, else why not in one line. Imports it at most, runs nothing."""
+        ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float, softcap: float
+    ) -> Partial:
+        """Attention of q [n, h_q, d_qk] over k [m, h_kv, d_qk], v [m, h_kv, d_v], segment by segment."""
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        segments: Segments,
+        *,
+        scale: float,
+        softcap: float,
+        deterministic: bool,
+    ) -> Gradients:
+        """The launch's share of the gradients, from the *whole* problem's results for these rows.
+
+        With the scores s, p = exp(s - lse), dp = dout . v and delta = sum(dout * out) - dlse: ds = p * (dp - delta)
+        (times the softcap's slope), and dq = scale * ds @ k, dk = scale * ds^T @ q, dv = p^T @ dout.
+
+        dout [n, h_q, d_v] has q's dtype; out [n, h_q, d_v] (q's dtype) and lse [h_q, n] (float32, float64 for
+        float64) are final, over all tiles of all ranks, sinks included. dlse [h_q, n] in lse's dtype is the gradient
+        of the final lse, None for zero: only a backend with LSE_GRADIENT takes a tensor. Every library forms delta
+        itself, so it is not passed.
+        """
+        ...

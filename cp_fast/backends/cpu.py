@@ -1,0 +1,225 @@
+"""Backend "cpu": attention by PyTorch's own matrix products, in blocks that stay in the processor's cache.
+
+No compiler, no full score matrix: a tile takes memory linear in its rows and columns. Half precisions are converted to
+float32 once per launch; everything is computed, accumulated and returned in float32 (float64 for float64 inputs).
+
+    legend   n = rows of q, m = rows of k and v, g = h_q / h_kv, R = rows of a block, C = columns of a block,
+             H = kv heads of a block. A block's scores are [H, g * R, C]: the query heads that share a kv head are
+             folded into the rows, so K and V are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from cp_fast.backends.band import Columns, visible_columns
+from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_ref.spec import Feature
+
+__all__ = ["CpuBackend"]
+
+_SCORES = 2**18  # of one block: 1 MiB in float32, a share of a core's cache
+_COLUMNS = 256  # of one block
+_ROWS = 512  # g * R of one block, about: more are faster to multiply and waste more along a diagonal
+
+
+class _Block(NamedTuple):
+    """Rows of one segment, for some kv heads, with the columns that they see."""
+
+    rows: slice  # of q
+    columns: list[tuple[slice, Columns]]  # of k and v
+    heads_q: slice
+    heads_kv: slice
+
+
+class CpuBackend:
+    """PyTorch operators on the CPU; every feature, deterministic, float16 to float64."""
+
+    name: str = "cpu"
+    features: frozenset[Feature] = frozenset(
+        {
+            Feature.GQA,
+            Feature.ASYMMETRIC_DIMS,
+            Feature.GQA_ASYMMETRIC_DIMS,
+            Feature.HEAD_DIM_OVER_128,
+            Feature.HEAD_DIM_OVER_256,
+            Feature.HEAD_DIM_ODD,
+            Feature.SOFTCAP,
+            Feature.LSE_GRADIENT,
+            Feature.MAX_LOGIT,
+            Feature.DETERMINISTIC,
+            Feature.CPU,
+            Feature.FLOAT16,
+            Feature.BFLOAT16,
+            Feature.FLOAT32,
+            Feature.FLOAT64,
+        }
+    )
+
+    def why_not(self) -> str | None:
+        """None: it works wherever PyTorch does."""
+        return None
+
+    @torch.no_grad()
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float, softcap: float
+    ) -> Partial:
+        """See `Backend.forward`; out, lse and max_logit come in the compute dtype."""
+        dtype = _compute_dtype(q)
+        (n, h_q, _), d_v = q.shape, v.shape[2]
+        out = torch.zeros(n, h_q, d_v, dtype=dtype, device=q.device)
+        lse = torch.full((h_q, n), -torch.inf, dtype=dtype, device=q.device)
+        max_logit = torch.full((h_q,), -torch.inf, dtype=dtype, device=q.device)
+        keys, values = _head_major(k, dtype), _head_major(v, dtype)
+        scratch = _Scratch(q)
+        for block in _blocks(segments, h_q, k.shape[1]):
+            queries = _fold(q[block.rows, block.heads_q], _size(block.heads_kv), dtype).mul_(scale)
+            top = total = mix = None  # [H, g * R, 1] twice, [H, g * R, d_v]: online softmax over the column blocks
+            for columns, seen in block.columns:
+                s = _scores(queries, keys[block.heads_kv, columns], softcap, scratch)
+                _mask(s, seen, -torch.inf)
+                here = s.amax(-1, keepdim=True)
+                new = here if top is None else torch.maximum(top, here)
+                # a row that sees nothing yet has new = -inf; with a finite base its exp(-inf - base) is 0, not NaN
+                base = new.clamp_min(torch.finfo(dtype).min)
+                p = s.sub_(base).exp_()
+                if top is None or total is None or mix is None:
+                    total, mix = p.sum(-1, keepdim=True), torch.bmm(p, values[block.heads_kv, columns])
+                else:
+                    shrink = top.sub_(base).exp_()
+                    total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+                    mix.mul_(shrink).baddbmm_(p, values[block.heads_kv, columns])
+                top = new
+            if top is None or total is None or mix is None:
+                continue
+            mix.div_(total.masked_fill(total == 0, 1))
+            out[block.rows, block.heads_q] = _unfold(mix, block)
+            lse[block.heads_q, block.rows] = (top + total.log_()).view(-1, _size(block.rows))
+            largest = max_logit[block.heads_q]
+            torch.maximum(largest, top.view(-1, _size(block.rows)).amax(-1), out=largest)
+        return Partial(out, lse, max_logit)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        segments: Segments,
+        *,
+        scale: float,
+        softcap: float,
+        deterministic: bool,
+    ) -> Gradients:
+        """See `Backend.backward`; the gradients come in the compute dtype, and always deterministic."""
+        dtype = _compute_dtype(q)
+        dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        keys, values = _head_major(k, dtype), _head_major(v, dtype)
+        dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
+        scratch = _Scratch(q)
+        for block in _blocks(segments, q.shape[1], k.shape[1]):
+            queries = _fold(q[block.rows, block.heads_q], _size(block.heads_kv), dtype).mul_(scale)
+            douts = _fold(dout[block.rows, block.heads_q], _size(block.heads_kv), dtype)
+            outs = _fold(out[block.rows, block.heads_q], _size(block.heads_kv), dtype)
+            delta = outs.mul_(douts).sum(-1, keepdim=True)
+            if dlse is not None:
+                delta.sub_(dlse[block.heads_q, block.rows].reshape(delta.shape))
+            norm = lse[block.heads_q, block.rows].to(dtype).reshape(delta.shape)
+            norm = norm.masked_fill(norm == -torch.inf, torch.inf)  # a row that sees nothing: p = exp(s - inf) = 0
+            dqueries = None
+            for columns, seen in block.columns:
+                key, value = keys[block.heads_kv, columns], values[block.heads_kv, columns]
+                s = _scores(queries, key, softcap, scratch)
+                slope = (
+                    torch.div(s, softcap, out=scratch.buffer(2, s.shape)).square_().neg_().add_(1)
+                    if softcap > 0
+                    else None
+                )
+                p = s.sub_(norm).exp_()
+                _mask(p, seen, 0)
+                dvalues[block.heads_kv, columns].baddbmm_(p.mT, douts)
+                ds = torch.bmm(douts, value.mT, out=scratch.buffer(1, s.shape)).sub_(delta).mul_(p)
+                if slope is not None:
+                    ds.mul_(slope)
+                dkeys[block.heads_kv, columns].baddbmm_(ds.mT, queries)
+                dqueries = torch.bmm(ds, key) if dqueries is None else dqueries.baddbmm_(ds, key)
+            if dqueries is not None:
+                dq[block.rows, block.heads_q] = _unfold(dqueries.mul_(scale), block)
+        return Gradients(dq, dkeys.transpose(0, 1).contiguous(), dvalues.transpose(0, 1).contiguous())
+
+
+class _Scratch:
+    """Buffers for the scores of one block, reused by every block of a launch."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        """Of q's compute dtype; they grow to the largest shape that is asked for."""
+        self._buffers = [torch.empty(0, dtype=_compute_dtype(q), device=q.device) for _ in range(3)]
+
+    def buffer(self, which: int, shape: Sequence[int]) -> torch.Tensor:
+        """Buffer 0, 1 or 2 in this shape, its contents undefined."""
+        return self._buffers[which].resize_(shape)
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """Float64 for float64, float32 for everything else."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _head_major(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """k or v [m, h_kv, d] as a contiguous [h_kv, m, d] of the compute dtype."""
+    return torch.empty(x.shape[1], x.shape[0], x.shape[2], dtype=dtype, device=x.device).copy_(x.transpose(0, 1))
+
+
+def _blocks(segments: Segments, h_q: int, h_kv: int) -> Iterator[_Block]:
+    """Every block of a launch: segment by segment, some kv heads at a time, rows in order."""
+    g = h_q // h_kv
+    for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
+        lq, lk = q1 - q0, kv1 - kv0
+        width = max(1, min(lk, _COLUMNS))
+        height = max(1, min(lq, max(32, _ROWS // g), max(1, _SCORES // (g * width))))
+        heads = max(1, min(h_kv, _SCORES // (g * width * height)))
+        for head in range(0, h_kv, heads):
+            heads_kv = slice(head, min(head + heads, h_kv))
+            heads_q = slice(heads_kv.start * g, heads_kv.stop * g)
+            for row in range(0, lq, height):
+                last = min(row + height, lq)
+                seen = visible_columns(row, last, lq, lk, segments.left, segments.right, width)
+                columns = [(slice(kv0 + c.start, kv0 + c.stop), c) for c in seen]
+                yield _Block(slice(q0 + row, q0 + last), columns, heads_q, heads_kv)
+
+
+def _size(span: slice) -> int:
+    """How many indices a slice with both ends holds."""
+    return span.stop - span.start
+
+
+def _fold(x: torch.Tensor, heads_kv: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [R, H * g, d] as a fresh [H, g * R, d] of the compute dtype."""
+    rows, heads_q, d = x.shape
+    folded = torch.empty(heads_q, rows, d, dtype=dtype, device=x.device)
+    return folded.copy_(x.transpose(0, 1)).view(heads_kv, -1, d)
+
+
+def _unfold(x: torch.Tensor, block: _Block) -> torch.Tensor:
+    """[H, g * R, d] as [R, H * g, d], a view."""
+    return x.view(-1, _size(block.rows), x.shape[2]).transpose(0, 1)
+
+
+def _scores(queries: torch.Tensor, key: torch.Tensor, softcap: float, scratch: _Scratch) -> torch.Tensor:
+    """The scores [H, g * R, C] of scaled queries [H, g * R, d] and keys [H, C, d], in buffer 0."""
+    s = torch.bmm(queries, key.mT, out=scratch.buffer(0, (*queries.shape[:2], key.shape[1])))
+    return s.div_(softcap).tanh_().mul_(softcap) if softcap > 0 else s
+
+
+def _mask(s: torch.Tensor, seen: Columns, value: float) -> None:
+    """Write `value` over what the rows of a block [H, g * R, C] do not see."""
+    if seen.hidden is not None:
+        s.view(-1, *seen.hidden.shape).masked_fill_(seen.hidden, value)

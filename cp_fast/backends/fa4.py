@@ -1,0 +1,196 @@
+"""Backend "fa4": FlashAttention 4 (package `flash-attn-4`), through its raw varlen forward and backward.
+
+Facts about `flash_attn.cute.interface` 4.0.0b36 on Hopper (sm90) that this file rests on:
+
+- A window side of None is unbounded and -1 is minus one; but *both* sides negative are taken for unbounded.
+  (None, 0) is recognised as causal.
+- max_seqlen_* size nothing in the varlen forward, yet enter the key of its compilation cache: they are left out, so
+  that a shape class compiles once (2-4 s) and not again for short segments. In the backward they size the semaphores
+  of the deterministic mode; stating at least a few blocks there likewise leaves one class.
+- cu_seqlens must be int32, contiguous and on the GPU. q, k, v, out and dout are copied by the library where their
+  rows are not 16-byte aligned. The lse is float32 [h_q, n], natural logarithm.
+- The kernels read whole blocks, past a segment's end into its neighbour's rows: what lies there is multiplied by
+  zero, so it has to be finite. Rows between segments must not hold NaN.
+- The backward refuses GQA with d_qk != d_v. And for head dims up to 128 that are no multiple of 32 its kernel and its
+  float32 accumulators round differently. Both are padded with zero columns here, which change no score and no
+  product: exact, at the cost of one copy of q, k, v, out and dout and of the wider products (192/128: about a fifth
+  of the speed).
+- The first call of a shape class compiles, which is not safe in two threads at once: a lock is held while launching.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from functools import cache
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_ref.spec import Feature
+
+__all__ = ["Fa4Backend"]
+
+_launch_lock = Lock()
+_SEVERAL_BLOCKS = 257  # more rows than two blocks of any kernel
+
+
+class Fa4Backend:
+    """FlashAttention 4 on Hopper; float16 and bfloat16, head dims up to 256 that are multiples of 8."""
+
+    name: str = "fa4"
+    features: frozenset[Feature] = frozenset(
+        {
+            Feature.GQA,
+            Feature.ASYMMETRIC_DIMS,
+            Feature.GQA_ASYMMETRIC_DIMS,
+            Feature.HEAD_DIM_OVER_128,
+            Feature.SOFTCAP,
+            Feature.LSE_GRADIENT,
+            Feature.DETERMINISTIC,
+            Feature.CUDA,
+            Feature.FLOAT16,
+            Feature.BFLOAT16,
+        }
+    )
+
+    def why_not(self) -> str | None:
+        """None where the library is installed, looks as expected and the GPU is a Hopper, else the reason."""
+        return _why_not()
+
+    @torch.no_grad()
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float, softcap: float
+    ) -> Partial:
+        """See `Backend.forward`; out has q's dtype."""
+        d_qk, d_v = _forward_dims(q.shape[2], v.shape[2])
+        with _launch_lock, torch.cuda.device(q.device):
+            out, lse, *_ = _interface()._flash_attn_fwd(
+                _widen(q, d_qk),
+                _widen(k, d_qk),
+                _widen(v, d_v),
+                **_band(segments),
+                softmax_scale=scale,
+                softcap=softcap if softcap > 0 else None,
+                return_lse=True,
+            )
+        return Partial(_trim(out, v.shape[2]), lse, None)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        segments: Segments,
+        *,
+        scale: float,
+        softcap: float,
+        deterministic: bool,
+    ) -> Gradients:
+        """See `Backend.backward`; the gradients have q's dtype."""
+        d_qk, d_v = _backward_dims(q.shape[2], v.shape[2], gqa=q.shape[1] != k.shape[1])
+        longest: dict[str, int] = {}
+        if deterministic:
+            longest = {
+                "max_seqlen_q": max(segments.max_q, _SEVERAL_BLOCKS),
+                "max_seqlen_k": max(segments.max_kv, _SEVERAL_BLOCKS),
+            }
+        with _launch_lock, torch.cuda.device(q.device):
+            dq, dk, dv = _interface()._flash_attn_bwd(
+                _widen(q, d_qk),
+                _widen(k, d_qk),
+                _widen(v, d_v),
+                _widen(out, d_v),
+                _widen(dout, d_v),
+                lse.contiguous(),
+                **_band(segments),
+                **longest,
+                softmax_scale=scale,
+                softcap=max(softcap, 0.0),
+                deterministic=deterministic,
+                dlse=None if dlse is None else dlse.contiguous(),
+            )
+        return Gradients(_trim(dq, q.shape[2]), _trim(dk, q.shape[2]), _trim(dv, v.shape[2]))
+
+
+@cache
+def _interface() -> ModuleType:
+    """The library, imported on first use: the import takes seconds."""
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+@cache
+def _why_not() -> str | None:
+    """The reason why the library does not run here, found once."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major != 9:
+        return f"it is checked on Hopper (compute capability 9.0) only, and this GPU has {major}.{minor}"
+    try:
+        library = _interface()
+    except Exception as error:  # a broken installation fails in many ways, and all of them mean "not here"
+        return f"importing flash_attn.cute.interface (pip install flash-attn-4) failed: {type(error).__name__}: {error}"
+    both = {"cu_seqlens_q", "cu_seqlens_k", "window_size_left", "window_size_right", "softmax_scale", "softcap"}
+    for name, arguments in (("_flash_attn_fwd", {"return_lse"}), ("_flash_attn_bwd", {"deterministic", "dlse"})):
+        function = getattr(library, name, None)
+        if function is None or not both | arguments <= set(inspect.signature(function).parameters):
+            return f"this flash-attn-4 has another {name} than 4.0.0b36, the release that this backend is written for"
+    return None
+
+
+def _band(segments: Segments) -> dict[str, Any]:
+    """Segments as the library's arguments."""
+    left, right = segments.left, segments.right
+    if left is not None and right is not None and left < 0 and right < 0:
+        raise ValueError(f"backend 'fa4' takes a window of ({left}, {right}) for unbounded; no row sees anything in it")
+    return {
+        "cu_seqlens_q": segments.device_cu_q,
+        "cu_seqlens_k": segments.device_cu_kv,
+        "causal": False,
+        "window_size_left": left,
+        "window_size_right": right,
+    }
+
+
+def _forward_dims(d_qk: int, d_v: int) -> tuple[int, int]:
+    """The head dims to run the forward with: 192/128 has its own kernel, any other pair is padded to be equal.
+
+    >>> _forward_dims(192, 128), _forward_dims(128, 64), _forward_dims(80, 80)
+    ((192, 128), (128, 128), (80, 80))
+    """
+    wide = max(d_qk, d_v)
+    return (d_qk, d_v) if (d_qk, d_v) == (192, 128) else (wide, wide)
+
+
+def _backward_dims(d_qk: int, d_v: int, *, gqa: bool) -> tuple[int, int]:
+    """The head dims to run the backward with, see the head of this file.
+
+    >>> _backward_dims(192, 128, gqa=False), _backward_dims(192, 128, gqa=True), _backward_dims(80, 80, gqa=False)
+    ((192, 128), (192, 192), (96, 96))
+    """
+    if (d_qk, d_v) == (192, 128) and not gqa:
+        return d_qk, d_v
+    wide = max(d_qk, d_v)
+    wide = wide if wide > 128 else -(-wide // 32) * 32
+    return wide, wide
+
+
+def _widen(x: torch.Tensor, d: int) -> torch.Tensor:
+    """x [rows, heads, up to d] with zero columns up to d."""
+    x = x.contiguous() if 0 in x.stride() else x  # strides of zero would be compiled in, a shape class of their own
+    return x if x.shape[2] == d else pad(x, (0, d - x.shape[2]))
+
+
+def _trim(x: torch.Tensor, d: int) -> torch.Tensor:
+    """x [rows, heads, d or more] without its last columns, contiguous."""
+    return x[..., :d].contiguous()

@@ -1,0 +1,126 @@
+"""The `demo` command: from options to a verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cp_fast.cli.common import CHECK_FAILED, complain, readable_errors, window
+from cp_fast.cli.demo.check import check_exact, check_results, spoiled
+from cp_fast.cli.demo.documents import read_documents
+from cp_fast.cli.demo.job import Job
+from cp_fast.cli.demo.launch import RankFailed, spawn, torchrun_group, under_torchrun
+from cp_fast.cli.demo.progress import Bars
+from cp_fast.cli.demo.rank import Measured, run_rank
+from cp_fast.cli.demo.show import show_checks, show_documents, show_picture, show_ranks
+from cp_fast.cli.demo.where import Where, choose_where
+from cp_ref.spec import LAYOUTS, MASKS, check_choice
+from cp_ref.spec.arguments import DTYPES
+from cp_ref.spec.picture import svg_picture
+
+__all__ = ["demo"]
+
+
+def demo(
+    ranks: Annotated[
+        int | None, typer.Option(help="Number of ranks: 4, or torchrun's.", min=1, show_default=False)
+    ] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="A file or folder to read instead of Python's own; repeatable.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Bytes of text in all.", min=1)] = 16384,
+    longest: Annotated[int, typer.Option(help="Longest document, in bytes.", min=1)] = 2500,
+    heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 4,
+    heads_kv: Annotated[int, typer.Option(help="Key and value heads.", min=1)] = 2,
+    head_dim: Annotated[int, typer.Option(help="Head dim, even.", min=2)] = 64,
+    dtype: Annotated[str, typer.Option(help="float32 on a CPU, bfloat16 on GPUs, unless said otherwise.")] = "",
+    layout: Annotated[str, typer.Option(help="dual_chunk or contiguous.")] = "dual_chunk",
+    mask: Annotated[str, typer.Option(help="attn_mask_type, such as padding_causal or padding.")] = "padding_causal",
+    window_size: Annotated[str, typer.Option("--window", help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
+    cp_comm_type: Annotated[str, typer.Option(help="The schedule.")] = "p2p",
+    backend: Annotated[str, typer.Option(help="auto, fa4, fa2, cpu: the attention kernels.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of the choice of documents and the weights.")] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture to this file too.")] = None,
+    spoil: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Run attention over real documents on several ranks, forward and backward, and check all results with the oracle.
+
+    Exit code: 0, 1 when a check or a rank fails, 2 for options that are refused.
+    """
+    console = Console()
+    with readable_errors():
+        for name, value, choices in (
+            ("--layout", layout, LAYOUTS),
+            ("--mask", mask, MASKS),
+            ("--device", device, ("auto", "cpu", "cuda")),
+        ):
+            check_choice(name, value, choices)
+        where = choose_where(ranks, device)
+        dtype = dtype or ("float32" if where.device == "cpu" else "bfloat16")
+        check_choice("--dtype", dtype, DTYPES)
+        if heads % heads_kv or head_dim % 2:
+            raise ValueError(
+                f"--heads {heads} must be a multiple of --heads-kv {heads_kv}, and --head-dim {head_dim} even"
+            )
+        documents = read_documents(text or [], tokens, longest, seed)
+        job = Job(
+            documents=tuple(d.data for d in documents),
+            ranks=where.ranks,
+            device=where.device,
+            dtype=dtype,
+            heads_q=heads,
+            heads_kv=heads_kv,
+            head_dim=head_dim,
+            layout=layout,
+            cp_comm_type=cp_comm_type,
+            attn_mask_type=mask,
+            window_size=window(window_size),
+            backend=backend,
+            seed=seed,
+            spoil=spoil,
+        )
+    if not where.speaks:
+        console.quiet = True
+    show_documents(console, documents, job)
+    console.print(
+        f"{job.heads_q} query heads over {job.heads_kv}, d {job.head_dim}, {job.dtype}; {escape(where.words)}"
+    )
+    with Bars(console, job) as bars:
+        measured = _run(job, where, bars)
+        if not where.speaks:
+            return
+        exact = check_exact(job, measured.tensors)
+        rows = check_results(job, spoiled(job, measured.tensors), torch.device(where.device), bars.document)
+    show_picture(console, measured)
+    console.print()
+    show_ranks(console, job, measured)
+    well = show_checks(console, rows, exact)
+    if svg is not None:
+        with readable_errors():
+            svg.write_text(svg_picture(measured.problem, measured.schedule), encoding="utf-8")
+        console.print(f"picture written to {svg}", soft_wrap=True)
+    if not well:
+        complain("a check failed: the table above says which")
+        raise typer.Exit(CHECK_FAILED)
+    console.print("[bold green]All results are right.[/]")
+
+
+def _run(job: Job, where: Where, bars: Bars) -> Measured:
+    """The ranks at work; a failure is told in one line, with its traceback where it is not about the options."""
+    try:
+        if not under_torchrun():
+            return spawn(job, bars.ranks)
+        with torchrun_group(job) as own_device:
+            return run_rank(job, own_device, bars.stage)
+    except RankFailed as error:
+        bars.stop()
+        if not error.about_arguments:
+            Console(stderr=True, highlight=False).print(error.details, style="dim", markup=False, soft_wrap=True)
+        complain(str(error))
+        raise typer.Exit(CHECK_FAILED) from None

@@ -1,0 +1,74 @@
+"""Real documents as bytes: the running Python's own sources and texts, or the user's files."""
+
+from __future__ import annotations
+
+import math
+import random
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Document", "read_documents"]
+
+_SHORTEST = 50
+_SUFFIXES = {".py", ".txt", ".rst", ".md"}
+_NOT_HERE = {"__pycache__", "site-packages", "dist-packages", "test", "tests"}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """The first bytes of a file."""
+
+    name: str
+    data: bytes
+
+
+def read_documents(paths: list[Path], tokens: int, longest: int, seed: int) -> list[Document]:
+    """Documents of `tokens` bytes in all; the last is cut to fit; fewer where the files end.
+
+    Args:
+        paths: files and folders of the user, taken in order and cut to `longest` bytes. Without any, files of the running
+            Python's standard library in random order, each cut to a random length: their logarithms are spread evenly
+            between 50 bytes and `longest`, so that most are short and a few long ones hold most of the tokens.
+
+    Raises:
+        ValueError: there is nothing to read.
+    """
+    rng = random.Random(seed)
+    documents, left = [], tokens
+    for path in _files(paths) if paths else _standard_library(rng):
+        if left <= 0:
+            break
+        least = 1 if paths else min(_SHORTEST, longest)
+        length = longest if paths else round(math.exp(rng.uniform(math.log(least), math.log(longest))))
+        with path.open("rb") as file:
+            data = file.read(min(length, left))
+        if len(data) >= min(least, left) and b"\0" not in data:
+            documents.append(Document(path.name, data))
+            left -= len(data)
+    if not documents:
+        where = ", ".join(map(str, paths)) if paths else "the standard library's folder"
+        raise ValueError(f"there is no text in {where}; name files or folders with --text")
+    return documents
+
+
+def _files(paths: Iterable[Path]) -> Iterable[Path]:
+    """The user's files, folders opened up."""
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(p for p in path.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.parts))
+        elif path.is_file():
+            yield path
+        else:
+            raise ValueError(f"--text {path}: there is no such file or folder")
+
+
+def _standard_library(rng: random.Random) -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    folders = (
+        [root, *sorted(p for p in root.iterdir() if p.is_dir() and p.name not in _NOT_HERE)] if root.is_dir() else []
+    )
+    files = [p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in _SUFFIXES and p.is_file()]
+    rng.shuffle(files)
+    return files

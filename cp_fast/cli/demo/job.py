@@ -1,0 +1,69 @@
+"""What every rank is told: the packed documents and the options. Plain values, so that it travels to any process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from cp_fast.cli.problem import cumulative, padded
+
+__all__ = ["Job"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One demonstration.
+
+    Documents lie one after the other in a buffer, each padded to a multiple of 2 * ranks:
+
+        cu_seqlens         0       5             12        real bytes
+        cu_seqlens_padded  0           8             16    slots, at 2 ranks
+                           |d d d d d . . .|e e e e e e e .|
+    """
+
+    documents: tuple[bytes, ...]
+    ranks: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 64
+    layout: str = "dual_chunk"
+    cp_comm_type: str = "p2p"
+    attn_mask_type: str = "padding_causal"
+    window_size: tuple[int, int] = (-1, -1)
+    backend: str = "auto"
+    seed: int = 0
+    spoil: str = ""  # for tests: a result that is changed before it is checked, or "rank N", which then fails
+
+    lengths: tuple[int, ...] = field(init=False)
+    slots: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count the documents' bytes and the slots that they take."""
+        lengths = [len(d) for d in self.documents]
+        object.__setattr__(self, "lengths", tuple(lengths))
+        object.__setattr__(self, "slots", tuple(padded(lengths, 2 * self.ranks)))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of q, k and v."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """Cumulative lengths of the documents."""
+        return cumulative(list(self.lengths))
+
+    @property
+    def cu_seqlens_padded(self) -> torch.Tensor:
+        """The same of their slots."""
+        return cumulative(list(self.slots))
+
+    def token_ids(self) -> torch.Tensor:
+        """The packed buffer: the bytes as token ids, -1 for padding; int64 [t]."""
+        packed = torch.full((sum(self.slots),), -1, dtype=torch.int64)
+        for start, document in zip(self.cu_seqlens_padded.tolist(), self.documents, strict=False):
+            packed[start : start + len(document)] = torch.frombuffer(bytearray(document), dtype=torch.uint8).long()
+        return packed

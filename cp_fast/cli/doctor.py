@@ -1,0 +1,142 @@
+"""`doctor`: what is installed here, what works, and why the rest does not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch.cuda import nccl
+
+from cp_fast.backends import BACKENDS, Backend, probe
+from cp_fast.cli.common import CHECK_FAILED, table
+from cp_ref.spec import Feature
+
+__all__ = ["doctor"]
+
+_PACKAGES = {
+    "numpy": "",
+    "numba": "",
+    "flash-attn-4": "backend fa4; this package's extra 'fa4' has it",
+    "nvidia-cudnn-frontend": "cuDNN's attention: no backend of this release uses it yet",
+    "ninja": "builds native kernels: this release has none yet",
+}
+
+
+def doctor() -> None:
+    """Say what is installed, which attention backends work here, and why not where not.
+
+    Exit code: 0 when at least one backend works, else 1.
+    """
+    console = Console()
+    console.print(_installed())
+    with console.status("trying the attention backends"):
+        backends, working = _backends()
+    console.print(backends)
+    console.print(_kernels())
+    if working:
+        console.print(f"[green]ready[/]: attention runs here on {', '.join(working)}")
+        return
+    console.print("[red]no attention backend works here[/]; the table says why")
+    raise typer.Exit(CHECK_FAILED)
+
+
+def _installed() -> Table:
+    made = table("installed", "what", "here", "remark")
+    made.add_row("Python", platform.python_version(), platform.platform())
+    made.add_row("PyTorch", torch.__version__, f"{torch.get_num_threads()} CPU threads, {os.cpu_count()} CPUs")
+    cuda = torch.version.cuda
+    made.add_row("CUDA", cuda or "-", "what PyTorch was built for" if cuda else "PyTorch was built without it")
+    gpus = range(torch.cuda.device_count())
+    for gpu in gpus:
+        p = torch.cuda.get_device_properties(gpu)
+        made.add_row(f"GPU {gpu}", p.name, f"compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
+    if not gpus:
+        made.add_row("GPU", "-", "none that PyTorch sees")
+    for package, remark in _PACKAGES.items():
+        version = _version(package)
+        made.add_row(package, version or "-", "" if version and "yet" not in remark else escape(remark) or "optional")
+    made.add_row("nvcc", *_tool("nvcc"))
+    made.add_row("C++ compiler", *_tool(os.environ.get("CXX", ""), "c++", "g++", "clang++", "cl"))
+    dist = torch.distributed
+    if dist.is_available():
+        transports = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+        made.add_row(
+            "torch.distributed", ", ".join(n for n, there in transports.items() if there) or "-", _nccl_version()
+        )
+    else:
+        made.add_row("torch.distributed", "-", "PyTorch was built without it")
+    return made
+
+
+def _backends() -> tuple[Table, list[str]]:
+    """Every backend on every device that it says it runs on, tried on small problems with known answers."""
+    made = table("attention backends, in the order that 'auto' prefers", "backend", "device", "works", "why not")
+    working = []
+    for backend in BACKENDS:
+        for device in _devices(backend):
+            reason = _try(backend, device)
+            if reason is None:
+                working.append(f"{backend.name} ({device})")
+            made.add_row(
+                backend.name, device, "[green]yes[/]" if reason is None else "[red]no[/]", escape(reason or "")
+            )
+    return made, working
+
+
+def _devices(backend: Backend) -> list[str]:
+    return [name for feature, name in ((Feature.CUDA, "cuda"), (Feature.CPU, "cpu")) if feature in backend.features]
+
+
+def _try(backend: Backend, device: str) -> str | None:
+    reason = backend.why_not()
+    if reason is None:
+        try:
+            reason = probe(backend, device)
+        except Exception as error:  # whatever a foreign library throws is the answer
+            reason = f"{type(error).__name__}: {error}"
+    return None if reason is None else " ".join(reason.split())
+
+
+def _kernels() -> Table:
+    made = table("native kernel builds", "kernels", "works", "remark")
+    remark = "this release has none yet: merges, additions and reorderings run on PyTorch's operators"
+    made.add_row("C++ (CPU), CUDA, Numba", "-", remark)
+    return made
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _tool(*names: str) -> tuple[str, str]:
+    """The first of these programs that is there: its version line and its path."""
+    for name in names:
+        if name and (path := shutil.which(name)):
+            try:
+                said = subprocess.run(
+                    [path, "--version"], capture_output=True, text=True, timeout=10, check=False
+                ).stdout
+            except (OSError, subprocess.TimeoutExpired):
+                said = ""
+            lines = [line for line in said.splitlines() if line.strip()]
+            release = [line for line in lines if "release" in line]
+            return (release or lines or ["?"])[0].strip(), path
+    return "-", "not found; nothing in this release needs it"
+
+
+def _nccl_version() -> str:
+    try:
+        return f"NCCL {'.'.join(map(str, nccl.version()))}" if torch.cuda.is_available() else ""
+    except Exception:  # no NCCL in this build
+        return ""

@@ -1,0 +1,175 @@
+"""`plan`: the schedule of a problem, as tables, picture and text, and the proof on integers that it is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cp_fast.cli.common import BAD_INPUT, coloured, complain, lengths, readable_errors, size_text, table, window
+from cp_fast.cli.problem import Request, plan_of
+from cp_ref.spec import (
+    InvalidSchedule,
+    Message,
+    Problem,
+    Program,
+    Report,
+    Schedule,
+    message_bytes,
+    message_rows,
+    verify,
+)
+from cp_ref.spec.picture import svg_picture, text_picture
+
+__all__ = ["plan"]
+
+_FEW_RANKS = 4  # up to here the steps of all ranks are shown unasked
+
+
+def plan(
+    cp_size: Annotated[int, typer.Option(help="Number of ranks.", min=1)] = 4,
+    seqlens: Annotated[
+        str, typer.Option(help="Lengths of the sequences, such as 100,200; thd, unless said otherwise.")
+    ] = "",
+    seqlens_kv: Annotated[
+        str, typer.Option(help="Key lengths where they differ (cross attention), one a sequence.")
+    ] = "",
+    seqlen: Annotated[int, typer.Option(help="Length of every sequence of a bshd or sbhd batch.")] = 8192,
+    seqlen_kv: Annotated[int | None, typer.Option(help="The same for keys where they differ.")] = None,
+    batch: Annotated[int, typer.Option(help="Number of sequences of a bshd or sbhd batch.")] = 1,
+    qkv_format: Annotated[str, typer.Option(help="bshd, sbhd or thd; thd where --seqlens is given, else bshd.")] = "",
+    layout: Annotated[str, typer.Option(help="dual_chunk or contiguous.")] = "dual_chunk",
+    mask: Annotated[
+        str, typer.Option(help="attn_mask_type: causal, no_mask, padding_causal_bottom_right, ...")
+    ] = "causal",
+    window_size: Annotated[str, typer.Option("--window", help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
+    cp_comm_type: Annotated[
+        str, typer.Option(help="p2p; all_gather, a2a and a2a+p2p are named but not there yet.")
+    ] = "p2p",
+    heads_q: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    heads_kv: Annotated[int, typer.Option(help="Key and value heads.")] = 8,
+    d_qk: Annotated[int, typer.Option(help="Head dim of queries and keys.")] = 128,
+    d_v: Annotated[int | None, typer.Option(help="Head dim of values; d_qk by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
+    rank: Annotated[int | None, typer.Option(help="Show the steps of this rank only.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture to this file too.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the schedule's canonical text and nothing else.")] = False,
+) -> None:
+    """Print the schedule of a problem, its balance and bytes, and verify it. No GPU and no other process is needed.
+
+    Exit code: 0, or 2 for a problem that is refused.
+    """
+    console = Console()
+    with readable_errors():
+        request = Request(
+            cp_size=cp_size,
+            lengths_q=lengths("--seqlens", seqlens) if seqlens else None,
+            lengths_kv=lengths("--seqlens-kv", seqlens_kv) if seqlens_kv else None,
+            batch_size=batch,
+            seqlen_q=seqlen,
+            seqlen_kv=seqlen_kv,
+            qkv_format=qkv_format or ("thd" if seqlens else "bshd"),
+            layout=layout,
+            attn_mask_type=mask,
+            window_size=window(window_size),
+            cp_comm_type=cp_comm_type,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            d_qk=d_qk,
+            d_v=d_qk if d_v is None else d_v,
+            dtype=dtype,
+        )
+        if rank is not None and not 0 <= rank < cp_size:
+            raise ValueError(f"--rank is {rank}; it must be 0 to {cp_size - 1}")
+        problem, schedule = plan_of(request)
+        if svg is not None:
+            svg.write_text(svg_picture(problem, schedule), encoding="utf-8")
+    if text:
+        typer.echo(_canonical(schedule, rank), nl=False)
+        return
+    try:
+        costs = verify(problem, schedule)
+    except InvalidSchedule as error:
+        complain(str(error))
+        raise typer.Exit(BAD_INPUT) from error
+    _show(console, problem, schedule, costs, rank)
+    if svg is not None:
+        console.print(f"picture written to {svg}", soft_wrap=True)
+
+
+def _show(console: Console, problem: Problem, schedule: Schedule, costs: Report, rank: int | None) -> None:
+    padding = sum(s.slots_q - s.len_q for s in problem.sequences)
+    if padding and problem.qkv_format == "thd":
+        console.print(
+            f"Padded: {padding:,} slots of padding, so that every length is a multiple of "
+            f"{2 * problem.cp_size if problem.layout == 'dual_chunk' else problem.cp_size}."
+        )
+    steps = max(len(program) for program in schedule.forward)
+    console.print(coloured(text_picture(problem, schedule, width=console.width), steps))
+    console.print()
+    shown = range(problem.cp_size) if rank is None else [rank]
+    if rank is None and problem.cp_size > _FEW_RANKS:
+        shown = [0]
+        console.print(f"The steps of rank 0 follow; --rank R shows another's (0 to {problem.cp_size - 1}).")
+    for direction, programs in (("forward", schedule.forward), ("backward", schedule.backward)):
+        steps_table = table(
+            f"{direction}, step by step", ">rank", ">step", "sends", "receives", ">tiles", ">pairs a head"
+        )
+        for r in shown:
+            _add_steps(steps_table, problem, r, programs[r])
+        console.print(steps_table)
+    console.print(_cost_table(problem, costs))
+    console.print(
+        f"balance {costs.balance:.3f} (the mean rank's work over the busiest's); "
+        f"{size_text(costs.sent_bytes)} sent by all ranks, forward and backward"
+    )
+    console.print(
+        f"[green]verified[/]: every visible pair ({problem.pairs:,} a head) is computed exactly once, forward and "
+        "backward; every operand is there when it is used, every message is expected, every gradient comes home, "
+        "nothing deadlocks"
+    )
+
+
+def _add_steps(steps_table: Table, problem: Problem, rank: int, program: Program) -> None:
+    for n, step in enumerate(program):
+        pairs = sum(problem.band(problem.sequences[t.seq]).count(t.rect) for t in step.tiles)
+        steps_table.add_row(
+            str(rank),
+            str(n),
+            "\n".join(_message(problem, m, "to") for m in step.sends) or "-",
+            "\n".join(_message(problem, m, "from") for m in step.recvs) or "-",
+            str(len(step.tiles)),
+            f"{pairs:,}",
+            end_section=n == len(program) - 1,
+        )
+
+
+def _message(problem: Problem, message: Message, towards: str) -> str:
+    rows, size = message_rows(message), size_text(message_bytes(problem, message))
+    return f"{message.what} {rows:,} rows {towards} {message.peer} ({size})"
+
+
+def _cost_table(problem: Problem, costs: Report) -> Table:
+    columns = (">rank", ">tokens", ">tiles", ">work share", ">sent forward", ">sent backward", ">most kv rows held")
+    made = table("cost of each rank", *columns)
+    total = sum(r.pairs for r in costs.ranks) or 1
+    for r, cost in enumerate(costs.ranks):
+        sizes = size_text(cost.forward_bytes), size_text(cost.backward_bytes)
+        work = f"{cost.tokens:,}", f"{cost.tiles:,}", f"{cost.pairs / total:.1%}"
+        made.add_row(str(r), *work, *sizes, f"{cost.held_rows:,}")
+    return made
+
+
+def _canonical(schedule: Schedule, rank: int | None) -> str:
+    """The whole text, or the parts of one rank."""
+    if rank is None:
+        return str(schedule)
+    lines, keep = [], True
+    for line in str(schedule).splitlines():
+        if line.startswith(("forward", "backward")):
+            keep = line.endswith(f" rank {rank}")
+        lines += [line] if keep else []
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,204 @@
+"""Running a compiled ring program: the next block travels while this one is computed; two K/V buffers, whatever the
+ring's size.
+
+At the start of a step everything is posted: the block in hand goes on, the next one comes in, and in the backward pass
+the gradients of the block before leave and those of the block in hand arrive. Kernels are launched after that, so they
+hide the messages. What they yield waits in the input's dtype until the messages are in, and is then added in float32
+(float64 for float64).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cp_fast.backends import Backend
+from cp_fast.merge import add_rows, merge_rows
+from cp_fast.program import Give, RankProgram, RingStep, Take
+from cp_fast.rows import Rows, take
+from cp_ref.spec import Group, Parcel, Problem
+
+__all__ = ["Results", "ring_backward", "ring_forward", "wide_dtype"]
+
+
+class Results(NamedTuple):
+    """A rank's merged results, without the sink; packed rows."""
+
+    out: torch.Tensor  # [t, h_q, d_v], float32 or float64, 0 where nothing was seen
+    lse: torch.Tensor  # [h_q, t], -inf where nothing was seen
+    max_logit: torch.Tensor | None  # [h_q], over this rank's launches; None if the kernel library has none
+
+
+class Pair(NamedTuple):
+    """K and V of a block, or their gradients: what travels together."""
+
+    k: torch.Tensor  # [m, h_kv, d_qk]
+    v: torch.Tensor  # [m, h_kv, d_v]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What results are accumulated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ring_forward(
+    problem: Problem,
+    program: RankProgram,
+    backend: Backend,
+    comm: Group,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> Results:
+    """q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]: this rank's packed slices, contiguous, a tail
+    allowed.
+    """
+    wide = wide_dtype(q.dtype)
+    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide, device=q.device)
+    lse = out.new_full((q.shape[1], q.shape[0]), float("-inf"))
+    max_logit = lse.new_full((q.shape[1],), float("-inf"))
+    blocks = _Blocks(program, Pair(k, v))
+    for step in program.forward:
+        pending = comm.exchange(blocks.give(step), blocks.boxes(step))
+        for launch in step.launches:
+            part = backend.forward(
+                take(q, launch.q_rows),
+                take(blocks.now.k, launch.kv_rows),
+                take(blocks.now.v, launch.kv_rows),
+                launch.segments,
+                scale=problem.scale,
+                softcap=problem.softcap,
+            )
+            merge_rows(out, lse, part.out, part.lse, launch.q_rows)
+            max_logit = (
+                None if max_logit is None or part.max_logit is None else torch.maximum(max_logit, part.max_logit)
+            )
+        pending.wait()
+        blocks.advance()
+    return Results(out, lse, max_logit)
+
+
+def ring_backward(
+    problem: Problem,
+    program: RankProgram,
+    backend: Backend,
+    comm: Group,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv in float32 (float64), 0 in padding and tail; out, lse, dout, dlse as `Backend.backward` takes them,
+    all rows.
+    """
+    wide = wide_dtype(q.dtype)
+    dq = torch.zeros_like(q, dtype=wide)
+    own = Pair(torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
+    blocks, grads = _Blocks(program, Pair(k, v)), own
+    for step in program.backward:
+        boxes = _grad_boxes(step.take_dkv, own)
+        sends = blocks.give(step) + _give(step.give_dkv, grads)
+        pending = comm.exchange(sends, blocks.boxes(step) + _parcels(step.take_dkv, boxes))
+        parts: list[tuple[Rows, torch.Tensor, torch.Tensor]] = []
+        for launch in step.launches:
+            rows = launch.q_rows
+            part = backend.backward(
+                take(dout, rows),
+                take(q, rows),
+                take(blocks.now.k, launch.kv_rows),
+                take(blocks.now.v, launch.kv_rows),
+                take(out, rows),
+                _take_columns(lse, rows),
+                None if dlse is None else _take_columns(dlse, rows),
+                launch.segments,
+                scale=problem.scale,
+                softcap=problem.softcap,
+                deterministic=deterministic,
+            )
+            add_rows(dq, part.dq, rows)
+            parts.append((launch.grad_rows, part.dk, part.dv))
+        pending.wait()
+        grads = _collect(step, boxes, parts, own)
+        blocks.advance()
+    return dq, own.k, own.v
+
+
+class _Blocks:
+    """The block in hand and the one on its way, in two buffers that take turns."""
+
+    def __init__(self, program: RankProgram, own: Pair) -> None:
+        self.own = self.now = own
+        self._coming: Pair | None = None
+        self._buffers = [Pair(*(x.new_empty(program.max_block, *x.shape[1:]) for x in own)) for _ in range(2)]
+
+    def give(self, step: RingStep) -> list[Parcel]:
+        """What the step sends of the block in hand, or of the own one."""
+        return _give(step.give_kv, self.own if step.give_kv is not None and step.give_kv.own else self.now)
+
+    def boxes(self, step: RingStep) -> list[Parcel]:
+        """Room for the next block. Its buffer held the block before this one, which has been waited for."""
+        if step.take_kv is None:
+            self._coming = None
+            return []
+        self._buffers.reverse()
+        self._coming = Pair(*(x[: step.take_kv.size] for x in self._buffers[0]))
+        return _parcels(step.take_kv, self._coming)
+
+    def advance(self) -> None:
+        """The next block is the block in hand now."""
+        if self._coming is not None:
+            self.now = self._coming
+
+
+def _collect(
+    step: RingStep, boxes: Pair | None, parts: list[tuple[Rows, torch.Tensor, torch.Tensor]], own: Pair
+) -> Pair:
+    """The grads of the block in hand: what arrived for it and what this step's launches yielded."""
+    incoming = step.take_dkv
+    if boxes is not None and incoming is not None and incoming.home:
+        _add(own, boxes, incoming.rows)
+        boxes = None
+    if step.own:
+        grads = own
+    elif boxes is not None and incoming is not None and incoming.size == step.grad_size:
+        grads = boxes  # the usual ring: the same rows all the way, so the launches add to what arrived
+    else:
+        grads = Pair(*(x.new_zeros(step.grad_size, *x.shape[1:]) for x in own))
+        if boxes is not None and incoming is not None:
+            _add(grads, boxes, incoming.rows)
+    for rows, dk, dv in parts:
+        _add(grads, Pair(dk, dv), rows)
+    return grads
+
+
+def _add(total: Pair, part: Pair, rows: Rows) -> None:
+    add_rows(total.k, part.k, rows)
+    add_rows(total.v, part.v, rows)
+
+
+def _grad_boxes(incoming: Take | None, like: Pair) -> Pair | None:
+    return None if incoming is None else Pair(*(x.new_empty(incoming.size, *x.shape[1:]) for x in like))
+
+
+def _give(give: Give | None, pair: Pair) -> list[Parcel]:
+    """K and V are two parcels of one exchange: no copy into a common buffer."""
+    if give is None:
+        return []
+    return [Parcel(give.peer, 2 * give.tag + n, take(x, give.rows)) for n, x in enumerate(pair)]
+
+
+def _parcels(incoming: Take | None, boxes: Pair | None) -> list[Parcel]:
+    if incoming is None or boxes is None:
+        return []
+    return [Parcel(incoming.peer, 2 * incoming.tag + n, x) for n, x in enumerate(boxes)]
+
+
+def _take_columns(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Rows of an LSE [h, t], which has them on its second axis; contiguous."""
+    return (x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)).contiguous()

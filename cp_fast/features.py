@@ -1,0 +1,64 @@
+"""What a problem requires, and what the executor has whatever the kernel library: the two sets that decide what
+runs.
+"""
+
+from __future__ import annotations
+
+from cp_ref.spec import Feature, Problem
+
+__all__ = ["EXECUTOR", "required"]
+
+EXECUTOR = frozenset(
+    {
+        Feature.P2P,
+        Feature.BSHD,
+        Feature.SBHD,
+        Feature.THD,
+        Feature.DUAL_CHUNK,
+        Feature.CONTIGUOUS,
+        Feature.NO_MASK,
+        Feature.CAUSAL,
+        Feature.BOTTOM_RIGHT,
+        Feature.PADDING,
+        Feature.WINDOW,
+        Feature.CROSS_ATTENTION,
+        Feature.OFF_BY_ONE,
+        Feature.LEARNABLE,
+    }
+)
+"""What plans, packing and merging do for every kernel library: masks become band tiles, sinks are merged in at the
+end.
+"""
+
+
+def required(
+    problem: Problem, device: str, *, deterministic: bool = False, max_logit: bool = False
+) -> frozenset[Feature]:
+    """Every feature that computing the problem on a device type ("cpu", "cuda") needs."""
+    needs = {
+        Feature(problem.cp_comm_type),
+        Feature(problem.qkv_format),
+        Feature(problem.layout),
+        Feature(f"device {device}"),
+        Feature(problem.dtype),
+    }
+    conditions = {
+        Feature.NO_MASK: not problem.causal,
+        Feature.CAUSAL: problem.causal,
+        Feature.BOTTOM_RIGHT: problem.bottom_right,
+        Feature.PADDING: problem.attn_mask_type.startswith("padding"),
+        Feature.WINDOW: max(problem.window_size) >= 0,
+        Feature.CROSS_ATTENTION: any(s.len_q != s.len_kv for s in problem.sequences),
+        Feature.GQA: problem.group_size > 1,
+        Feature.ASYMMETRIC_DIMS: problem.d_qk != problem.d_v,
+        Feature.GQA_ASYMMETRIC_DIMS: problem.group_size > 1 and problem.d_qk != problem.d_v,
+        Feature.HEAD_DIM_OVER_128: max(problem.d_qk, problem.d_v) > 128,
+        Feature.HEAD_DIM_OVER_256: max(problem.d_qk, problem.d_v) > 256,
+        Feature.HEAD_DIM_ODD: problem.d_qk % 8 != 0 or problem.d_v % 8 != 0,
+        Feature.SOFTCAP: problem.softcap > 0,
+        Feature.OFF_BY_ONE: problem.softmax_type == "off-by-one",
+        Feature.LEARNABLE: problem.softmax_type == "learnable",
+        Feature.DETERMINISTIC: deterministic,
+        Feature.MAX_LOGIT: max_logit,
+    }
+    return frozenset(needs | {feature for feature, needed in conditions.items() if needed})

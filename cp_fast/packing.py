@@ -1,0 +1,93 @@
+"""Between the user's formats and the packed rows [t, h, d] that the kernels take, without copies where there is a way.
+
+    thd                             packed already
+    bshd [b, s, h, d]               a view: rows of sequence 0, then of sequence 1, ...
+    sbhd [s, b, h, d], equal lengths    a view [s, b * h, d]: the batch becomes more heads of one sequence. Grouped
+    heads stay right:
+                                    query head b * h_q + h uses kv head (b * h_q + h) // g = b * h_kv + h // g.
+    sbhd with a padding mask        lengths differ by sequence: a copy to [b * s, h, d]
+
+Kernels give the LSE as [h, t]; users get [b, h, s] for bshd and sbhd, [h, t] for thd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from cp_ref.spec import Problem
+
+__all__ = ["Packing"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one problem's tensors are seen as packed rows."""
+
+    problem: Problem
+
+    @property
+    def folded(self) -> bool:
+        """Whether the batch is folded into the heads."""
+        return (
+            self.problem.qkv_format == "sbhd"
+            and not self.problem.attn_mask_type.startswith("padding")
+            and self.batch > 0
+        )
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return len(self.problem.sequences)
+
+    @property
+    def packed_problem(self) -> Problem:
+        """The problem that the kernels see."""
+        p = self.problem
+        if not self.folded:
+            return p
+        return replace(p, sequences=p.sequences[:1], heads_q=p.heads_q * self.batch, heads_kv=p.heads_kv * self.batch)
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """q, k, v, out or a gradient of theirs in the user's format -> [t, h, d], contiguous."""
+        if self.problem.qkv_format == "thd":
+            return x.contiguous()
+        if self.folded:
+            return x.flatten(1, 2).contiguous()
+        if self.problem.qkv_format == "sbhd":
+            x = x.transpose(0, 1)
+        return x.reshape(-1, *x.shape[2:]).contiguous()
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """[t, h, d] -> the user's format."""
+        if self.problem.qkv_format == "thd":
+            return x
+        if self.folded:
+            return x.unflatten(1, (self.batch, -1))
+        x = x.reshape(self.batch, -1, *x.shape[1:])
+        return x.transpose(0, 1).contiguous() if self.problem.qkv_format == "sbhd" else x
+
+    def unpack_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """[h, t] -> [b, h, s], or [h, t] for thd."""
+        if self.problem.qkv_format == "thd":
+            return lse
+        if self.folded:
+            return lse.unflatten(0, (self.batch, -1))
+        return lse.reshape(lse.shape[0], self.batch, -1).transpose(0, 1).contiguous()
+
+    def pack_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """The inverse of `unpack_lse`."""
+        if self.problem.qkv_format == "thd":
+            return lse
+        if self.folded:
+            return lse.flatten(0, 1)
+        return lse.transpose(0, 1).reshape(lse.shape[1], -1)
+
+    def heads_in(self, per_head: torch.Tensor) -> torch.Tensor:
+        """One value a head [h_q] -> one a packed head."""
+        return per_head.repeat(self.batch) if self.folded else per_head
+
+    def heads_out(self, per_packed_head: torch.Tensor) -> torch.Tensor:
+        """One value a packed head -> [copies, h_q], to be reduced over the copies."""
+        return per_packed_head.unflatten(0, (self.batch if self.folded else 1, -1))

@@ -1,0 +1,106 @@
+"""`python -m cp_fast demo`: once for real over two processes, and that what is wrong is seen, named and ends everything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cp_fast.cli import app
+
+runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
+SMALL = ["--tokens", "700", "--longest", "200", "--ranks", "2", "--device", "cpu"]
+
+
+def demo(*options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *launcher, "-m", "cp_fast", "demo", *options]
+    env = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+
+
+def test_end_to_end(tmp_path: Path) -> None:
+    svg = tmp_path / "demo.svg"
+    done = demo(*SMALL, "--svg", str(svg))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "700 bytes" in done.stdout and "2 processes over gloo on the CPU" in done.stdout
+    assert "p2p, cp_size 2, thd, dual_chunk, padding_causal" in done.stdout
+    for result in ("out", "lse", "dq", "dk", "dv", "token ids", "RoPE positions", "padding is 0", "free of NaN"):
+        assert [line for line in done.stdout.splitlines() if f"│ {result} " in line and "ok" in line], result
+    assert "All results are right." in done.stdout
+    assert ET.parse(svg).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("what", ["out", "lse", "dq", "dk", "dv"])
+def test_a_wrong_value_fails(what: str, monkeypatch: pytest.MonkeyPatch, once: object) -> None:
+    result = runner.invoke(app, ["demo", *SMALL, "--spoil", what])
+    assert result.exit_code == 1, result.output
+    failed = [line for line in result.output.splitlines() if "FAILED" in line]
+    assert len(failed) == 1 and f" {what} " in failed[0]
+    assert "a check failed" in result.stderr
+
+
+def test_own_text_and_other_options(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A short document of mine.\n" * 5)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "b.md").write_text("Another. " * 20)
+    (tmp_path / "folder" / "c.bin").write_bytes(b"\0\1\2")
+    texts = ["--text", str(tmp_path / "a.txt"), "--text", str(tmp_path / "folder")]
+    options = ["--layout", "contiguous", "--mask", "padding", "--window", "20,3", "--dtype", "float64", "--heads-kv", "4"]
+    done = demo(*SMALL, *texts, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "310 bytes of 2 documents (a.txt, b.md)" in done.stdout
+    assert "p2p, cp_size 2, thd, contiguous, padding, window (20, 3)" in done.stdout
+
+
+def test_a_failing_rank_is_named_and_ends_all() -> None:
+    done = demo(*SMALL, "--spoil", "rank 1")
+    assert done.returncode == 1
+    assert "error: rank 1 failed: RuntimeError: this rank was told to fail" in done.stderr
+    assert "All results are right." not in done.stdout
+
+
+def test_what_the_ranks_refuse_is_one_line() -> None:
+    done = demo(*SMALL, "--cp-comm-type", "carrier_pigeon")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank ") and "cp_comm_type is 'carrier_pigeon'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_torchrun() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = demo(*SMALL[:4], "--device", "cpu", launcher=torchrun)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("All results are right.") == 1
+    assert "2 processes started by torchrun over gloo on the CPU" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--text", "no-such-file"], "--text no-such-file: there is no such file or folder"),
+        (["--heads", "3"], "--heads 3 must be a multiple of --heads-kv 2"),
+        (["--mask", "diagonal"], "--mask is 'diagonal'"),
+        (["--dtype", "int8"], "--dtype is 'int8'"),
+        (["--device", "cuda", "--ranks", "4096"], "4096 ranks"),
+        (["--window", "wide"], "--window is 'wide'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_refusals_are_one_line_and_exit_2(options: list[str], words: str) -> None:
+    result = runner.invoke(app, ["demo", *options])
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_ranks_must_be_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = runner.invoke(app, ["demo", "--ranks", "3"])
+    assert result.exit_code == 2
+    assert "--ranks is 3, but torchrun has started 2" in result.stderr

@@ -1,0 +1,12 @@
+"""`cp_fast` passes every tier. For more problems: `python -m conformance --impl cp_fast --profile ci`."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.testing import TIER_NAMES, check_tier
+
+
+@pytest.mark.parametrize("tier", TIER_NAMES)
+def test_tier(tier: str) -> None:
+    check_tier("cp_fast", tier)

@@ -1,0 +1,304 @@
+"""The cpu backend against a dense float64 computation, and the registry of backends."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_fast import backends
+from cp_fast.backends import cpu
+from cp_fast.backends.base import Backend, Gradients, Segments
+from cp_fast.backends.probe import probe
+from cp_ref.spec import Feature, Unsupported
+
+CPU = cpu.CpuBackend()
+F64 = torch.float64
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, max_logit) in float64 by the definition in `Segments`, differentiable."""
+    group = q.shape[1] // k.shape[1]
+    outs, lses, logits = [], [], []
+    for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
+        ks, vs = (x[kv0:kv1].repeat_interleave(group, 1) for x in (k, v))
+        s = torch.einsum("ihd,jhd->hij", q[q0:q1], ks) * scale
+        s = softcap * torch.tanh(s / softcap) if softcap > 0 else s
+        lq, lk = q1 - q0, kv1 - kv0
+        i, j = torch.arange(lq)[:, None] + lk - lq, torch.arange(lk)[None, :]
+        seen = torch.ones(lq, lk, dtype=torch.bool)
+        seen = seen if segments.left is None else seen & (j >= i - segments.left)
+        seen = seen if segments.right is None else seen & (j <= i + segments.right)
+        some = seen.any(1)[:, None]
+        s = s.masked_fill(~seen, -torch.inf)
+        logits.append(s.detach().amax((1, 2)))
+        s = torch.where(some, s, 0)  # rows that see nothing: no NaN in either direction
+        outs.append(torch.where(some[:, :, None], torch.einsum("hij,jhd->ihd", s.softmax(-1), vs), 0))
+        lses.append(torch.where(some[:, 0], s.logsumexp(-1), -torch.inf))
+    return torch.cat(outs), torch.cat(lses, 1), torch.stack(logits).amax(0)
+
+
+def random_case(seed: int, *, longest: int = 40) -> tuple[Segments, tuple[int, int, int, int]]:
+    """Segments and (h_q, h_kv, d_qk, d_v)."""
+    r = random.Random(seed)
+    lengths_q = [r.choice([1, r.randint(1, longest)]) for _ in range(r.randint(1, 4))]
+    lengths_kv = [r.choice([1, n, r.randint(1, longest)]) for n in lengths_q]
+    left = r.choice([None, 0, r.randint(1, longest), -r.randint(1, 4)])
+    right = r.choice([None, 0, r.randint(1, longest), -r.randint(1, 4)])
+    h_kv = r.choice([1, 2, 3])
+    dims = r.choice([(8, 8), (12, 5), (5, 12), (1, 1)])
+    return Segments.pack(lengths_q, lengths_kv, left, right), (h_kv * r.choice([1, 2, 4]), h_kv, *dims)
+
+
+def tensors(
+    seed: int, segments: Segments, heads: tuple[int, int, int, int], dtype: torch.dtype = F64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v, dout of the dtype, and dlse in the compute dtype, for (h_q, h_kv, d_qk, d_v)."""
+    h_q, h_kv, d_qk, d_v = heads
+    g = torch.Generator().manual_seed(seed)
+    n, m = segments.cu_q[-1], segments.cu_kv[-1]
+    q, k, v, dout = (
+        torch.randn(rows, h, d, generator=g, dtype=F64).to(dtype)
+        for rows, h, d in ((n, h_q, d_qk), (m, h_kv, d_qk), (m, h_kv, d_v), (n, h_q, d_v))
+    )
+    return 2 * q, k, v, dout, torch.randn(h_q, n, generator=g, dtype=F64).to(F64 if dtype == F64 else torch.float32)
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    segments: Segments,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
+    """out, lse, max_logit and the gradients, all in float64."""
+    q, k, v = leaves = tuple(x.detach().to(F64).requires_grad_() for x in (q, k, v))
+    out, lse, max_logit = dense(q, k, v, segments, scale, softcap)
+    loss = (out * dout.to(F64)).sum()
+    if dlse is not None:
+        loss = loss + (lse * dlse.to(F64)).masked_fill(lse == -torch.inf, 0).sum()
+    return out.detach(), lse.detach(), max_logit, Gradients(*torch.autograd.grad(loss, leaves))
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Equal within the tolerance, relative to the largest finite value expected; infinities where they belong."""
+    finite = expected.abs()[expected.isfinite()]
+    size = max(1.0, float(finite.max()) if finite.numel() else 1.0)
+    torch.testing.assert_close(got.to(F64), expected, rtol=0, atol=tolerance * size)
+
+
+@pytest.fixture(params=["whole", "tiny blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block sizes as they are, and so small that every case has several blocks of each kind."""
+    if request.param == "tiny blocks":
+        for name, value in (("_SCORES", 256), ("_COLUMNS", 7), ("_ROWS", 10)):
+            monkeypatch.setattr(cpu, name, value)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("seed", range(60))
+def test_cpu_equals_dense_in_float64(seed: int) -> None:
+    segments, heads = random_case(seed)
+    softcap, scale = (0.0, 0.7) if seed % 3 else (1.5, 0.3)
+    q, k, v, dout, dlse = tensors(seed, segments, heads)
+    given = dlse if seed % 2 else None
+    out, lse, max_logit, gradients = reference(q, k, v, dout, given, segments, scale, softcap)
+    got = CPU.forward(q, k, v, segments, scale=scale, softcap=softcap)
+    assert got.max_logit is not None
+    for a, b in ((got.out, out), (got.lse, lse), (got.max_logit, max_logit)):
+        close(a, b, 1e-10)
+    computed = CPU.backward(
+        dout, q, k, v, got.out, got.lse, given, segments, scale=scale, softcap=softcap, deterministic=False
+    )
+    for a, b in zip(computed, gradients, strict=True):
+        assert a.is_contiguous()
+        close(a, b, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float32, 0.0), (torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)]
+)
+def test_cpu_computes_in_float32(dtype: torch.dtype, rounding: float) -> None:
+    segments = Segments.pack([300, 1, 65], [520, 3, 64], 200, 30)
+    q, k, v, dout, dlse = tensors(1, segments, (4, 2, 24, 16), dtype)
+    out, lse, max_logit, gradients = reference(q, k, v, dout, dlse, segments, 0.2, 0.0)
+    got = CPU.forward(q, k, v, segments, scale=0.2, softcap=0.0)
+    assert got.max_logit is not None
+    assert {got.out.dtype, got.lse.dtype, got.max_logit.dtype} == {torch.float32}
+    for a, b in ((got.out, out), (got.lse, lse), (got.max_logit, max_logit)):
+        close(a, b, 3e-6)
+    computed = CPU.backward(
+        dout, q, k, v, got.out.to(dtype), got.lse, dlse, segments, scale=0.2, softcap=0.0, deterministic=True
+    )
+    for a, b in zip(computed, gradients, strict=True):  # out was rounded, and with it delta
+        close(a, b, 1e-5 + 2 * rounding)
+
+
+def test_a_launch_over_part_of_the_columns_adds_up() -> None:
+    """The backward takes the whole problem's out and lse: two launches over half of the columns each give the whole."""
+    segments = Segments.pack([50], [80], None, None)
+    q, k, v, dout, dlse = tensors(2, segments, (2, 1, 8, 8))
+    out, lse, _, gradients = reference(q, k, v, dout, dlse, segments, 0.5, 0.0)
+    parts, total = [], torch.zeros_like(lse)
+    for a, b in ((0, 30), (30, 80)):
+        half = Segments.pack([50], [b - a], None, None)
+        part = CPU.forward(q, k[a:b], v[a:b], half, scale=0.5, softcap=0.0)
+        total += part.lse.exp()
+        parts.append(
+            CPU.backward(dout, q, k[a:b], v[a:b], out, lse, dlse, half, scale=0.5, softcap=0.0, deterministic=False)
+        )
+    close(total.log(), lse, 1e-10)
+    close(parts[0].dq + parts[1].dq, gradients.dq, 1e-10)
+    close(torch.cat([p.dk for p in parts]), gradients.dk, 1e-10)
+    close(torch.cat([p.dv for p in parts]), gradients.dv, 1e-10)
+
+
+def test_cpu_takes_strides_and_inputs_that_require_grad() -> None:
+    segments = Segments.pack([9, 4], [9, 6], None, 0)
+    q, k, v, *_ = tensors(3, segments, (4, 2, 8, 8))
+    wide = torch.full((13, 4, 19), torch.nan, dtype=F64)
+    wide[:, :, 3:19:2] = q
+    strided = wide[:, :, 3:19:2].requires_grad_()
+    want = CPU.forward(q, k, v, segments, scale=1.0, softcap=0.0)
+    got = CPU.forward(strided, k.transpose(0, 1).contiguous().transpose(0, 1), v, segments, scale=1.0, softcap=0.0)
+    assert not got.out.requires_grad
+    torch.testing.assert_close(got.out, want.out)
+
+
+def test_cpu_ignores_the_default_device() -> None:
+    segments = Segments.pack([9, 4], [9, 6], None, 0)
+    q, k, v, dout, _ = tensors(3, segments, (4, 2, 8, 8))
+    with torch.device("meta"):
+        got = CPU.forward(q, k, v, segments, scale=1.0, softcap=2.0)
+        args = (dout, q, k, v, got.out, got.lse, None)
+        gradients = CPU.backward(*args, segments, scale=1.0, softcap=2.0, deterministic=False)
+        assert probe(CPU, "cpu") is None
+    assert {x.device.type for x in (got.out, got.lse, *gradients)} == {"cpu"}
+
+
+def test_cpu_is_deterministic_and_segments_do_not_touch_each_other() -> None:
+    both, one = Segments.pack([70, 33], [90, 40], None, 0), Segments.pack([33], [40], None, 0)
+    q, k, v, dout, _ = tensors(4, both, (2, 2, 8, 8), torch.float32)
+    first, again = (CPU.forward(q, k, v, both, scale=0.5, softcap=0.0) for _ in range(2))
+    alone = CPU.forward(q[70:], k[90:], v[90:], one, scale=0.5, softcap=0.0)
+    assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
+    assert torch.equal(first.out[70:], alone.out) and torch.equal(first.lse[:, 70:], alone.lse)
+    options: dict[str, Any] = {"scale": 0.5, "softcap": 0.0, "deterministic": True}
+    of_both = CPU.backward(dout, q, k, v, first.out, first.lse, None, both, **options)
+    args = (dout[70:], q[70:], k[90:], v[90:], alone.out, alone.lse, None)
+    of_one = CPU.backward(*args, one, **options)
+    assert torch.equal(of_both.dq[70:], of_one.dq)
+    assert torch.equal(of_both.dk[90:], of_one.dk) and torch.equal(of_both.dv[90:], of_one.dv)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements of any tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+def test_cpu_memory_is_linear_in_the_tile() -> None:
+    rows, h_q, d = 16384, 2, 4
+    segments = Segments.pack([rows], [rows], 3000, 0)
+    q, k, v, dout, _ = tensors(5, segments, (h_q, 1, d, d), torch.float32)
+    with LargestTensor() as seen:
+        got = CPU.forward(q, k, v, segments, scale=0.5, softcap=0.0)
+        CPU.backward(dout, q, k, v, got.out, got.lse, None, segments, scale=0.5, softcap=0.0, deterministic=False)
+    assert seen.elements <= max(rows * h_q * d, 2**18)  # the scores have 2**29
+
+
+def test_segments_know_their_longest() -> None:
+    segments = Segments.pack([3, 7, 1], [2, 2, 9], None, None)
+    assert (segments.max_q, segments.max_kv) == (7, 9)
+    assert segments.device_cu_kv.tolist() == [0, 2, 4, 13] and segments.device_cu_q.dtype == torch.int32
+
+
+def test_backends_come_in_order_of_preference() -> None:
+    assert [b.name for b in backends.BACKENDS] == ["fa4", "fa2", "cpu"]
+    assert backends.by_name("cpu") is backends.BACKENDS[2]
+    assert {Feature.CUDA, Feature.CPU, Feature.SOFTCAP} <= backends.KERNEL_FEATURES
+    assert not {Feature.P2P, Feature.THD, Feature.LEARNABLE} & backends.KERNEL_FEATURES
+
+
+@pytest.mark.parametrize("name", ["", "FA4", "flash", "auto "])
+def test_an_unknown_name_is_told_the_known_ones(name: str) -> None:
+    for ask in (backends.by_name, lambda n: backends.choose(frozenset(), n)):
+        with pytest.raises(ValueError, match=r"'auto' or one of 'fa4', 'fa2', 'cpu', got"):
+            ask(name)
+
+
+class Stub(cpu.CpuBackend):
+    """A backend by name, features and reason."""
+
+    def __init__(self, name: str, features: set[Feature], reason: str | None = None) -> None:
+        self.name, self.features, self._reason = name, frozenset(features), reason
+
+    def why_not(self) -> str | None:
+        return self._reason
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> tuple[Backend, ...]:
+    listed = (
+        Stub("one", {Feature.CUDA, Feature.SOFTCAP, Feature.GQA}, "it is not installed"),
+        Stub("two", {Feature.CUDA, Feature.GQA}),
+        Stub("three", {Feature.CPU, Feature.GQA}),
+    )
+    monkeypatch.setattr(backends, "BACKENDS", listed)
+    return listed
+
+
+def test_auto_takes_the_first_that_works_and_has_the_features(stubs: tuple[Backend, ...]) -> None:
+    assert backends.choose(frozenset({Feature.CUDA, Feature.GQA, Feature.A2A}), "auto") is stubs[1]
+    assert backends.choose(frozenset({Feature.CPU}), "auto") is stubs[2]
+    assert backends.choose(frozenset({Feature.CPU}), "three") is stubs[2]
+
+
+def test_a_refusal_names_every_candidate(stubs: tuple[Backend, ...]) -> None:
+    with pytest.raises(Unsupported) as error:
+        backends.choose(frozenset({Feature.CUDA, Feature.SOFTCAP}), "auto")
+    assert error.value.missing == {"two": {Feature.SOFTCAP}, "three": {Feature.CUDA, Feature.SOFTCAP}}
+    for text in (
+        "two lacks softcap",
+        "three lacks softcap, device cuda",
+        "one does not work here: it is not installed",
+    ):
+        assert text in str(error.value)
+
+
+def test_a_name_never_falls_back(stubs: tuple[Backend, ...]) -> None:
+    with pytest.raises(Unsupported, match=r"'one'.*\n  one does not work here: it is not installed"):
+        backends.choose(frozenset({Feature.CUDA}), "one")
+    with pytest.raises(Unsupported, match="two lacks softcap"):
+        backends.choose(frozenset({Feature.CUDA, Feature.SOFTCAP}), "two")
+
+
+def test_import_needs_no_kernel_library() -> None:
+    code = "import sys, cp_fast.backends as b; b.BACKENDS[2].why_not(); assert 'flash_attn' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_gpu_backends_say_so() -> None:
+    for name in ("fa4", "fa2"):
+        assert backends.by_name(name).why_not() == "PyTorch sees no CUDA device"

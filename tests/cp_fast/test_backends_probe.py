@@ -1,0 +1,97 @@
+"""The probe passes a right backend and kills mutants of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_fast.backends.cpu import CpuBackend
+from cp_fast.backends.probe import probe
+from cp_ref.spec import Feature
+
+CPU = CpuBackend()
+
+
+class Mutant:
+    """The cpu backend behind changed segments or results."""
+
+    name: str = "mutant"
+    features: frozenset[Feature] = CPU.features
+
+    def __init__(
+        self,
+        segments: Callable[[Segments], Segments] = lambda s: s,
+        partial: Callable[[Partial], Partial] = lambda p: p,
+        gradients: Callable[[Gradients], Gradients] = lambda g: g,
+    ) -> None:
+        self._segments, self._partial, self._gradients = segments, partial, gradients
+
+    def why_not(self) -> str | None:
+        return None
+
+    def forward(self, q: Any, k: Any, v: Any, segments: Segments, *, scale: float, softcap: float) -> Partial:
+        return self._partial(CPU.forward(q, k, v, self._segments(segments), scale=scale, softcap=softcap))
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        segments: Segments,
+        *,
+        scale: float,
+        softcap: float,
+        deterministic: bool,
+    ) -> Gradients:
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
+        return self._gradients(CPU.backward(dout, q, k, v, out, lse, dlse, self._segments(segments), **options))
+
+
+def top_left(s: Segments) -> Segments:
+    """The same window from the top-left corner, for launches of one alignment."""
+    shift = (s.cu_kv[1] - s.cu_kv[0]) - (s.cu_q[1] - s.cu_q[0])
+    return replace_window(
+        s, s.left if s.left is None else s.left + shift, s.right if s.right is None else s.right - shift
+    )
+
+
+def replace_window(s: Segments, left: int | None, right: int | None) -> Segments:
+    return replace(s, left=left, right=right)
+
+
+def more(side: int | None, by: int) -> int | None:
+    return None if side is None else side + by
+
+
+def test_the_probe_passes_the_cpu_backend() -> None:
+    assert probe(CPU, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("mutant", "word"),
+    [
+        (Mutant(lambda s: replace_window(s, more(s.left, 1), s.right)), "columns"),
+        (Mutant(lambda s: replace_window(s, s.left, more(s.right, -1))), "columns"),
+        (Mutant(lambda s: replace_window(s, s.left, None if s.right == 0 else s.right)), "columns"),
+        (Mutant(top_left), "columns"),
+        (Mutant(partial=lambda p: p._replace(lse=p.lse / torch.tensor(2.0).log())), "columns"),
+        (Mutant(partial=lambda p: p._replace(lse=p.lse.T.contiguous())), "lse is"),
+        (Mutant(partial=lambda p: p._replace(out=p.out.roll(1, 1))), "out"),
+        (Mutant(gradients=lambda g: g._replace(dv=g.dv * 0.98)), "dv"),
+        (Mutant(gradients=lambda g: g._replace(dv=g.dv.roll(1, 0))), "dv"),
+        (Mutant(gradients=lambda g: g._replace(dk=g.dk + 1)), "dk"),
+        (Mutant(gradients=lambda g: g._replace(dq=g.dq * torch.nan)), "dq"),
+    ],
+)
+def test_the_probe_kills_mutants(mutant: Mutant, word: str) -> None:
+    problem = probe(mutant, "cpu")
+    assert problem is not None and word in problem and "mutant" in problem

@@ -1,0 +1,283 @@
+"""The CUDA backends on a GPU: exact counts, and errors against those of eager PyTorch in the same dtype."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from cp_fast import backends
+from cp_fast.backends.base import Backend, Gradients, Segments
+from cp_fast.backends.probe import probe, probe_segments
+from cp_ref.spec import Feature
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BF16, F16 = torch.bfloat16, torch.float16
+SIZES = (1, 63, 64, 65, 127, 128, 129, 255, 257)  # around the kernels' block sizes
+
+
+class Case(NamedTuple):
+    """One shape class: every one costs FA4 a compilation of some seconds, so there are few."""
+
+    h_q: int
+    h_kv: int
+    d_qk: int
+    d_v: int
+    left: int | None
+    right: int | None
+    dtype: torch.dtype = BF16
+    softcap: float = 0.0
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        return self.h_q, self.h_kv, self.d_qk, self.d_v
+
+    def segments(self) -> Segments:
+        """Equal lengths, more columns than rows, and more rows than columns as far as every row still sees one."""
+        pairs = [(n, n) for n in SIZES]
+        pairs += [(1, 257), (1, 64), (63, 128), (64, 65), (127, 129), (129, 255), (257, 300)]
+        taller = [(65, 64), (64, 63), (129, 127), (257, 255), (255, 127), (129, 1)]
+        pairs += [(lq, lk) for lq, lk in taller if self.right is None or lq - lk <= self.right]
+        return Segments.pack([lq for lq, _ in pairs], [lk for _, lk in pairs], self.left, self.right, "cuda")
+
+
+CAUSAL = Case(8, 2, 128, 128, None, 0)
+FULL = Case(8, 1, 128, 128, None, None)
+BOTH = [
+    CAUSAL,
+    FULL,
+    Case(8, 2, 128, 128, 37, 3),
+    Case(4, 4, 64, 64, 70, None, F16),
+    Case(4, 4, 96, 96, 128, 0, F16),
+    Case(4, 4, 80, 80, None, 0),
+    Case(4, 1, 256, 256, None, 0),
+]
+FA4_ONLY = [
+    Case(4, 4, 192, 128, None, 0),
+    Case(8, 2, 192, 128, 100, 5),
+    Case(8, 2, 128, 128, None, 0, BF16, 5.0),
+]
+ALL = [("fa4", c) for c in BOTH + FA4_ONLY] + [("fa2", c) for c in BOTH]
+
+
+def get(name: str) -> Backend:
+    """The backend, or a skip that says why not."""
+    backend = backends.by_name(name)
+    reason = backend.why_not()
+    if reason is not None:
+        pytest.skip(f"needs flash-attn-4: {reason}" if name == "fa4" else f"needs FlashAttention 2: {reason}")
+    return backend
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by the definition in `Segments`, in the dtype of q (lse at least float32), differentiable."""
+    group = q.shape[1] // k.shape[1]
+    outs, lses = [], []
+    for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
+        ks, vs = (x[kv0:kv1].repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        s = q[q0:q1].transpose(0, 1) @ ks.mT * scale
+        s = softcap * torch.tanh(s / softcap) if softcap > 0 else s
+        lq, lk = q1 - q0, kv1 - kv0
+        i, j = torch.arange(lq, device=q.device)[:, None] + lk - lq, torch.arange(lk, device=q.device)[None, :]
+        seen = torch.ones(lq, lk, dtype=torch.bool, device=q.device)
+        seen = seen if segments.left is None else seen & (j >= i - segments.left)
+        seen = seen if segments.right is None else seen & (j <= i + segments.right)
+        s = s.masked_fill(~seen, -torch.inf)
+        outs.append((s.softmax(-1) @ vs).transpose(0, 1))
+        lses.append((s if s.dtype == torch.float64 else s.float()).logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def tensors(
+    case: Case, segments: Segments, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v and dout."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    n, m = segments.cu_q[-1], segments.cu_kv[-1]
+    shapes = (n, case.h_q, case.d_qk), (m, case.h_kv, case.d_qk), (m, case.h_kv, case.d_v), (n, case.h_q, case.d_v)
+    q, k, v, dout = (torch.randn(s, generator=g, device="cuda").to(case.dtype) for s in shapes)
+    return q, k, v, dout
+
+
+def autograd(
+    dtype: torch.dtype, q: Any, k: Any, v: Any, dout: Any, dlse: Any, segments: Segments, scale: float, softcap: float
+) -> dict[str, torch.Tensor]:
+    """out, lse, dq, dk, dv of the dense computation in a dtype."""
+    q, k, v = leaves = tuple(x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+    out, lse = dense(q, k, v, segments, scale, softcap)
+    loss = (out * dout.to(dtype)).sum() if dlse is None else (out * dout.to(dtype)).sum() + (lse * dlse).sum()
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *torch.autograd.grad(loss, leaves)), strict=True))
+
+
+def check(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], eager: dict[str, torch.Tensor]) -> None:
+    """Largest error at most twice eager's plus a rounding, mean error at most 1.2 times eager's plus 1/100 of one."""
+    for name, want in exact.items():
+        want = want.detach()
+        assert got[name].shape == want.shape, name
+        eps = torch.finfo(eager["out"].dtype).eps if name != "lse" else torch.finfo(torch.float32).eps
+        error, allowed = (got[name].double() - want).abs(), (eager[name].detach().double() - want).abs()
+        size = want.abs()
+        assert bool(error.isfinite().all()), f"{name} is not finite"
+        largest, limit = float(error.max()), 2 * float(allowed.max()) + eps * float(size.max())
+        assert largest <= limit, f"{name}: largest error {largest:.3g} > {limit:.3g}"
+        mean, limit = float(error.mean()), 1.2 * float(allowed.mean()) + 0.01 * eps * float(size.mean())
+        assert mean <= limit, f"{name}: mean error {mean:.3g} > {limit:.3g}"
+
+
+def as_dict(out: torch.Tensor, lse: torch.Tensor, g: Gradients) -> dict[str, torch.Tensor]:
+    return {"out": out, "lse": lse, "dq": g.dq, "dk": g.dk, "dv": g.dv}
+
+
+def run(
+    backend: Backend,
+    case: Case,
+    segments: Segments,
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any,
+    dlse: Any = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Forward and backward of one launch."""
+    scale = case.d_qk**-0.5
+    part = backend.forward(q, k, v, segments, scale=scale, softcap=case.softcap)
+    assert part.lse.dtype == torch.float32 and part.lse.is_contiguous() and part.out.is_contiguous()
+    options = {"scale": scale, "softcap": case.softcap, "deterministic": False} | options
+    gradients = backend.backward(dout, q, k, v, part.out, part.lse, dlse, segments, **options)
+    assert all(x.is_contiguous() for x in gradients)
+    return as_dict(part.out, part.lse, gradients)
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa2"])
+def test_the_probe_finds_nothing(name: str) -> None:
+    assert probe(get(name), "cuda") is None
+
+
+@pytest.mark.parametrize(("name", "case"), ALL)
+def test_counts_are_exact(name: str, case: Case) -> None:
+    backend, s = get(name), case.segments()
+    lq, lk = ([b - a for a, b in pairwise(cu)] for cu in (s.cu_q, s.cu_kv))
+    assert probe_segments(backend, lq, lk, case.left, case.right, "cuda", case.dtype, case.heads) is None
+
+
+@pytest.mark.parametrize(("name", "case"), ALL)
+def test_errors_are_those_of_the_dtype(name: str, case: Case) -> None:
+    backend, segments = get(name), case.segments()
+    inputs = tensors(case, segments)
+    exact, eager = (
+        autograd(t, *inputs, None, segments, case.d_qk**-0.5, case.softcap) for t in (torch.float64, case.dtype)
+    )
+    check(run(backend, case, segments, *inputs), exact, eager)
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "lengths"), [("fa2", 22, (30, 10)), ("fa2", 200, (257, 60)), ("fa4", 200, (257, 60))]
+)
+def test_a_side_longer_than_the_columns_still_hides(name: str, right: int, lengths: tuple[int, int]) -> None:
+    """FlashAttention 2 takes right >= max_k for unbounded, though with more rows than columns it is not."""
+    for left in (None, 3):
+        heads = (4, 2, 64, 64)
+        assert probe_segments(get(name), lengths[:1], lengths[1:], left, right, "cuda", BF16, heads) is None
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa2"])
+@pytest.mark.parametrize("lengths", [([1], [1]), ([1], [300]), ([5, 1], [5, 1])])
+def test_launches_of_few_rows(name: str, lengths: tuple[list[int], list[int]]) -> None:
+    backend, segments = get(name), Segments.pack(*lengths, None, 0, "cuda")
+    inputs = tensors(CAUSAL, segments)
+    exact, eager = (autograd(t, *inputs, None, segments, 128**-0.5, 0.0) for t in (torch.float64, BF16))
+    got = run(backend, CAUSAL, segments, *inputs)
+    for x in ("out", "lse", "dv"):  # dq and dk are zero but for roundings where a row sees one column
+        torch.testing.assert_close(got[x].double(), exact[x].detach(), rtol=2e-2, atol=2e-2)
+    for x in ("dq", "dk"):
+        limit = 4 * float((eager[x].double() - exact[x]).abs().max()) + 2e-2
+        assert float((got[x].double() - exact[x]).abs().max()) <= limit
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa2"])
+def test_hundreds_of_short_segments(name: str) -> None:
+    """Beyond 256 segments FA4 takes another way to find a block's segment."""
+    lengths = [1 + i % 9 for i in range(300)]
+    segments = Segments.pack(lengths, [n + 2 for n in lengths], None, 0, "cuda")
+    backend, inputs = get(name), tensors(CAUSAL, segments)
+    exact, eager = (autograd(t, *inputs, None, segments, 128**-0.5, 0.0) for t in (torch.float64, BF16))
+    check(run(backend, CAUSAL, segments, *inputs), exact, eager)
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa2"])
+@pytest.mark.parametrize("case", [CAUSAL, Case(8, 2, 128, 128, 37, 3)], ids=["causal", "local"])
+def test_deterministic_repeats_and_ignores_other_segments(name: str, case: Case) -> None:
+    backend, both, one = get(name), case.segments(), Segments.pack([600], [700], case.left, case.right, "cuda")
+    n, m = both.cu_q[-1], both.cu_kv[-1]
+    lengths_q, lengths_kv = ([b - a for a, b in pairwise(cu)] for cu in (both.cu_q, both.cu_kv))
+    more = Segments.pack([*lengths_q, 600], [*lengths_kv, 700], case.left, case.right, "cuda")
+    q, k, v, dout = tensors(case, more)
+    first, again = (run(backend, case, more, q, k, v, dout, deterministic=True) for _ in range(2))
+    assert all(torch.equal(first[x], again[x]) for x in first)
+    alone = run(backend, case, one, q[n:], k[m:], v[m:], dout[n:], deterministic=True)
+    assert torch.equal(first["lse"][:, n:], alone["lse"]) and torch.equal(first["out"][n:], alone["out"])
+    assert not torch.are_deterministic_algorithms_enabled()
+    if name == "fa2":
+        return  # the order of its gradients' sums depends on the number of segments
+    assert torch.equal(first["dq"][n:], alone["dq"])
+    for x in ("dk", "dv"):
+        assert torch.equal(first[x][m:], alone[x]), x
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa2"])
+def test_a_launch_over_part_of_the_columns_adds_up(name: str) -> None:
+    """The backward is given the whole problem's out and lse: launches over parts of the columns add up to the whole."""
+    backend, whole = get(name), Segments.pack([257], [513], None, None, "cuda")
+    q, k, v, dout = tensors(FULL, whole)
+    scale = FULL.d_qk**-0.5
+    exact, eager = (autograd(t, q, k, v, dout, None, whole, scale, 0.0) for t in (torch.float64, BF16))
+    out, lse = exact["out"].detach().to(BF16), exact["lse"].detach().float()
+    cuts = [(0, 129), (129, 513)]
+    parts = [Segments.pack([257], [b - a], None, None, "cuda") for a, b in cuts]
+    options: dict[str, Any] = {"scale": scale, "softcap": 0.0}
+    seen = [backend.forward(q, k[a:b], v[a:b], s, **options) for (a, b), s in zip(cuts, parts, strict=True)]
+    merged_lse = torch.logaddexp(seen[0].lse, seen[1].lse)
+    merged = sum(p.out.float() * (p.lse - merged_lse).exp().T[:, :, None] for p in seen)
+    assert isinstance(merged, torch.Tensor)
+    got = [
+        backend.backward(dout, q, k[a:b], v[a:b], out, lse, None, s, **options, deterministic=False)
+        for (a, b), s in zip(cuts, parts, strict=True)
+    ]
+    gradients = Gradients(
+        got[0].dq.float() + got[1].dq.float(), torch.cat([g.dk for g in got]), torch.cat([g.dv for g in got])
+    )
+    check(as_dict(merged.to(BF16), merged_lse, gradients), exact, eager)
+
+
+@pytest.mark.parametrize("case", [CAUSAL, Case(8, 2, 192, 128, 100, 5)], ids=["d128", "padded"])
+def test_fa4_takes_the_gradient_of_lse(case: Case) -> None:
+    backend, segments = get("fa4"), case.segments()
+    assert Feature.LSE_GRADIENT in backend.features
+    inputs = tensors(case, segments)
+    dlse = torch.randn(case.h_q, segments.cu_q[-1], device="cuda")
+    exact, eager = (
+        autograd(t, *inputs, dlse, segments, case.d_qk**-0.5, case.softcap) for t in (torch.float64, case.dtype)
+    )
+    check(run(backend, case, segments, *inputs, dlse), exact, eager)
+
+
+@pytest.mark.parametrize("name", ["fa4", "fa2"])
+def test_strided_and_misaligned_inputs(name: str) -> None:
+    backend, segments = get(name), CAUSAL.segments()
+    inputs = tensors(CAUSAL, segments)
+    want = run(backend, CAUSAL, segments, *inputs)
+    strided: list[torch.Tensor] = []
+    for x, (before, after) in zip(inputs, ((3, 2), (8, 8), (0, 1), (1, 0)), strict=True):
+        wide = torch.full((*x.shape[:2], before + x.shape[2] + after), torch.nan, dtype=x.dtype, device="cuda")
+        wide[..., before : before + x.shape[2]] = x
+        strided.append(wide[..., before : before + x.shape[2]])
+    got = run(backend, CAUSAL, segments, *strided)
+    assert torch.equal(got["out"], want["out"]) and torch.equal(got["lse"], want["lse"])
+    for x in ("dk", "dv", "dq"):
+        torch.testing.assert_close(got[x], want[x], rtol=2e-2, atol=2e-2)
