@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from conformance.implementation import Implementation, context
-from conformance.reference import run_ranks
+from conformance.reference import describe_error, run_ranks
 from conformance.tensors import plan_arguments
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 
@@ -71,7 +71,7 @@ def ask(impl: Implementation, problem: Problem, device: str = "cpu") -> tuple[bo
     """What `supports` says of a problem: (True, "") or (False, reason).
 
     Raises:
-        Whatever else the implementation raises. ValueError: its ranks disagree.
+        ValueError: `supports` raised something itself, or its ranks disagree.
     """
 
     def one_rank(member: Any) -> tuple[bool, str]:
@@ -85,7 +85,7 @@ def ask(impl: Implementation, problem: Problem, device: str = "cpu") -> tuple[bo
     outcomes = run_ranks(problem.cp_size, one_rank)
     for outcome in outcomes:
         if outcome.error is not None:
-            raise outcome.error
+            raise ValueError(f"supports raised {describe_error(outcome.error)} for {problem}") from outcome.error
     answers = [o.value for o in outcomes]
     if len({supported for supported, _ in answers}) > 1:
         raise ValueError(f"supports differs between ranks for {problem}: {answers}")

@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -111,7 +112,7 @@ def _print_table(console: Console, results: list[TierResult], impl: str) -> None
     table.add_column("note")
     for r in results:
         failed = f"[bold red]{len(r.failures)}[/]" if r.failures else "0"
-        table.add_row(r.tier, str(r.run), str(r.passed), failed, str(r.unsupported), f"{r.seconds:.1f}", r.note)
+        table.add_row(r.tier, str(r.run), str(r.passed), failed, str(r.unsupported), f"{r.seconds:.1f}", escape(r.note))
     console.print()
     console.print(table)
 

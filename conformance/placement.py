@@ -1,4 +1,4 @@
-"""From ranks' slices back to the global tensor, by `cp_ref.spec.ownership` and not by the implementation's `unshard`."""
+"""From the ranks' slices to the global tensor, by `cp_ref.spec.ownership` and not by the implementation's `unshard`."""
 
 from __future__ import annotations
 

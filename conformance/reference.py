@@ -12,7 +12,7 @@ from conformance.case import Case
 from conformance.tensors import GlobalTensors, attention_arguments
 from cp_ref import SimGroup, dense_attention
 
-__all__ = ["Hang", "Outcome", "exact_results", "run_ranks"]
+__all__ = ["Hang", "Outcome", "describe_error", "exact_results", "run_ranks"]
 
 
 class Hang(RuntimeError):
@@ -24,6 +24,15 @@ class Outcome(NamedTuple):
 
     value: Any
     error: Exception | None
+
+
+def describe_error(error: Exception) -> str:
+    """An exception's type and message, and where it was raised: file name and line."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = "" if trace is None else f" (at {trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})"
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def run_ranks(cp_size: int, fn: Callable[[Any], Any], limit_s: float = 60.0) -> list[Outcome]:
@@ -61,10 +70,10 @@ def run_ranks(cp_size: int, fn: Callable[[Any], Any], limit_s: float = 60.0) -> 
 
 
 def exact_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
-    """The oracle's results, float64, under the names that `case.results` lists, and always lse and max_logit.
+    """The oracle's results, float64: out, lse, max_logit, dq, dk, dv, and d_offset where there is an offset.
 
     Gradients are those of sum(out * dout) + sum(lse * dlse), or of the term that `case.loss` names. The oracle gets
-    zeros where the tensors have NaN.
+    zeros where the tensors have NaN or infinity.
     """
     inputs = {name: _clean(getattr(tensors, name)).double().requires_grad_() for name in ("q", "k", "v")}
     offset = None if tensors.softmax_offset is None else tensors.softmax_offset.double().requires_grad_()
@@ -77,20 +86,17 @@ def exact_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]
         if "lse" in case.loss:  # a row that sees nothing has lse -inf and no gradient
             terms.append((lse.masked_fill(lse == float("-inf"), 0.0) * _clean(tensors.dlse).double()).sum())
         results = {"out": out.detach(), "lse": lse.detach(), "max_logit": max_logit.detach()}
-        leaves = {"dq": inputs["q"], "dk": inputs["k"], "dv": inputs["v"]} | (
-            {} if offset is None else {"d_offset": offset}
-        )
-        wanted = {name: leaf for name, leaf in leaves.items() if name in case.results}
-        if wanted:
-            loss = torch.stack(terms).sum()
-            if loss.requires_grad:
-                grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-            else:
-                grads = (None,) * len(wanted)
-            for (name, leaf), grad in zip(wanted.items(), grads, strict=True):
-                results[name] = torch.zeros_like(leaf) if grad is None else grad
+        leaves = {"dq": inputs["q"], "dk": inputs["k"], "dv": inputs["v"]}
+        if offset is not None:
+            leaves["d_offset"] = offset
+        loss = torch.stack(terms).sum()
+        grads = [None] * len(leaves)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+            results[name] = torch.zeros_like(leaf) if grad is None else grad
     return {name: x.detach() for name, x in results.items()}
 
 
 def _clean(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().masked_fill(x.isnan(), 0.0)
+    return x.detach().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

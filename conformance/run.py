@@ -10,10 +10,10 @@ import torch
 from conformance.case import Case
 from conformance.implementation import Implementation, context
 from conformance.placement import assemble, global_rows
-from conformance.reference import Hang, Outcome, run_ranks
+from conformance.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
 
-__all__ = ["Played", "UnsupportedCase", "describe_error", "play"]
+__all__ = ["Played", "UnsupportedCase", "play"]
 
 
 class UnsupportedCase(Exception):
@@ -37,8 +37,8 @@ def play(impl: Implementation, case: Case, tensors: GlobalTensors, limit_s: floa
     """Run forward and backward on all ranks of a simulated group.
 
     Raises:
-        UnsupportedCase: `supports` is false on every rank and `attention` raised `Unsupported` on every rank. (Results
-            that `make_plan` is not told of, such as max_logit, may be refused by `attention` alone.)
+        UnsupportedCase: `supports` is false and `attention` raised `Unsupported`, on every rank. (A gradient through
+            lse, which `supports` is not told of, may be refused by the backward pass alone.)
     """
     try:
         outcomes = run_ranks(case.problem.cp_size, lambda member: _one_rank(impl, case, tensors, member), limit_s)
@@ -54,15 +54,6 @@ def play(impl: Implementation, case: Case, tensors: GlobalTensors, limit_s: floa
     return played
 
 
-def describe_error(error: Exception) -> str:
-    """An exception's type and message, and where it was raised: file name and line."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = "" if trace is None else f" (at {trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})"
-    return f"{type(error).__name__}: {error}{place}"
-
-
 class _Refused(Exception):
     """`supports` said no, and `attention` did as it said."""
 
@@ -71,8 +62,7 @@ def _raise_if_unsupported(impl: Implementation, case: Case, outcomes: list[Outco
     errors = [o.error for o in outcomes]
     if all(isinstance(e, _Refused) for e in errors):
         raise UnsupportedCase(str(errors[0]))
-    beyond_a_plan = case.return_max_logit or "lse" in case.loss or case.deterministic
-    if beyond_a_plan and all(isinstance(e, impl.Unsupported) for e in errors):
+    if "lse" in case.loss and all(isinstance(e, impl.Unsupported) for e in errors):
         raise UnsupportedCase(str(errors[0]))
 
 
@@ -82,7 +72,7 @@ def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: 
         cp = context(impl, p, member)
     except impl.Unsupported as refusal:
         raise _Refused(str(refusal)) from refusal
-    supported, reason = impl.supports(cp=cp, **plan_arguments(p, device))
+    supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **_wishes(case))
     inputs = _Inputs(impl, case, tensors, cp)
     try:
         results = _attend(impl, case, tensors, cp, inputs)
@@ -136,20 +126,24 @@ class _Inputs:
         return inside.detach()
 
 
+def _wishes(case: Case) -> dict[str, bool]:
+    """What the case asks for beyond the problem; arguments of `attention`, `make_plan` and `supports`."""
+    names = ("deterministic", "return_lse", "return_max_logit")
+    return {name: True for name in names if getattr(case, name)}
+
+
 def _attend(
     impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, inputs: _Inputs
 ) -> dict[str, torch.Tensor | None]:
     p, device = case.problem, str(tensors.q.device)
     arguments = attention_arguments(p, device)
     if case.use_plan:
-        arguments = {"plan": impl.make_plan(cp=cp, **plan_arguments(p, device)), "qkv_format": p.qkv_format}
+        arguments = {"plan": impl.make_plan(cp=cp, **plan_arguments(p, device), **_wishes(case))}
     results = impl.attention(
         *inputs.leaves.values(),
         cp=cp,
         softmax_offset=inputs.offset,
-        deterministic=case.deterministic,
-        return_lse=case.return_lse,
-        return_max_logit=case.return_max_logit,
+        **_wishes(case),
         **arguments,
     )
     names = [name for name in ("out", "lse", "max_logit") if name in case.results]

@@ -2,7 +2,8 @@
 
     legend   b = batch, s = slots per sequence, t = packed slots with the tail, h = heads
 
-Every slot that is no real token (padding, tail) holds NaN in q, k, v, dout and dlse: nothing may ever read it.
+Every slot that is no real token (padding, tail) holds NaN in q, k, v, dout and dlse: nothing may ever read it. Where a
+query sees nothing dlse is -inf: what a loss such as the mean of lse squared sends back from an lse of -inf.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def build(case: Case, device: str = "cpu") -> GlobalTensors:
     v = rows(real_kv, p.heads_kv, p.d_v, 1.0)
     dout = rows(real_q, p.heads_q, p.d_v, 1.0)
     dlse = normal(*real_q.shape, p.heads_q).masked_fill(~real_q[..., None], float("nan"))
+    if p.softmax_type == "vanilla":
+        dlse.masked_fill_(_blind(p, case.tail_q)[..., None], float("-inf"))
     offset = normal(p.heads_q).to(device, wide) if p.softmax_type == "learnable" else None
     dlse = rows_to_lse(dlse, p.qkv_format).to(device, wide).contiguous()
     return GlobalTensors(q, k, v, dout, dlse, offset, real_q.to(device), real_kv.to(device))
@@ -75,6 +78,18 @@ def real_tokens(problem: Problem, side: str, tail: int) -> torch.Tensor:
         return torch.cat([*per_sequence, torch.zeros(tail, dtype=torch.bool)])
     real = torch.stack(per_sequence)
     return real if problem.qkv_format == "bshd" else real.t().contiguous()
+
+
+def _blind(problem: Problem, tail: int) -> torch.Tensor:
+    """Which queries are real and see nothing; axes as in `real_tokens`."""
+    blind = real_tokens(problem, "q", tail)
+    for n, s in enumerate(problem.sequences):
+        band, start = problem.band(s), problem.starts_q[n]
+        for i in range(s.len_q):
+            first, stop = band.row(i, 0, s.len_kv)
+            if first < stop:
+                blind[{"bshd": (n, i), "sbhd": (i, n), "thd": (start + i,)}[problem.qkv_format]] = False
+    return blind
 
 
 def sequence_axis(qkv_format: str) -> int:

@@ -198,5 +198,5 @@ def _read_plan_arguments(
 _PROBLEM_DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(make_plan).parameters.items()
-    if name in inspect.signature(read_problem).parameters or name in inspect.signature(read_call).parameters
+    if name in inspect.signature(read_problem).parameters or name in ("deterministic", "return_max_logit")
 }

@@ -44,7 +44,7 @@ def eager_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]
         if "out" in case.loss:
             upstream.append((out, tensors.dout.nan_to_num(0.0)))
         if "lse" in case.loss:
-            upstream.append((lse, tensors.dlse.nan_to_num(0.0)))
+            upstream.append((lse, tensors.dlse.nan_to_num(0.0, 0.0, 0.0)))
         pairs = [(x, grad) for x, grad in upstream if x.requires_grad]
         grads = [None] * len(leaves)
         if pairs:

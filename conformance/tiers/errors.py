@@ -14,8 +14,8 @@ from typing import Any
 from conformance.capabilities import Capabilities, variants
 from conformance.case import Case
 from conformance.implementation import Implementation
-from conformance.reference import Hang, Outcome, run_ranks
-from conformance.run import UnsupportedCase, describe_error, play
+from conformance.reference import Hang, Outcome, describe_error, run_ranks
+from conformance.run import UnsupportedCase, play
 from conformance.tensors import build
 from conformance.tiers import plan as plan_tier
 from conformance.tiers.spoiled import ERRORS, Call, ErrorCase, good_call

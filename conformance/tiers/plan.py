@@ -13,8 +13,8 @@ import torch
 from conformance.case import Case
 from conformance.implementation import Implementation, context
 from conformance.placement import global_rows, positions
-from conformance.reference import Hang, run_ranks
-from conformance.run import UnsupportedCase, describe_error
+from conformance.reference import Hang, describe_error, run_ranks
+from conformance.run import UnsupportedCase
 from conformance.tensors import plan_arguments, sequence_axis
 from cp_ref.spec import InvalidSchedule, Schedule, verify
 
@@ -95,12 +95,39 @@ def _sharding(impl: Implementation, case: Case, cp: Any, device: str) -> list[st
         back = impl.unshard(mine, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded)
         if not torch.equal(back, tokens):
             findings.append(f"unshard(shard(x)) of the {side} token numbers gives {back.tolist()}")
+        findings += _gradients(impl, tokens.double(), rows, axis, side, cp, p.qkv_format, padded)
         seqlen = None if p.qkv_format == "thd" else tokens.shape[axis]
         ids = impl.position_ids(cp=cp, qkv_format=p.qkv_format, seqlen=seqlen, cu_seqlens_padded=padded, device=device)
         if ids.dtype != torch.int64 or ids.tolist() != positions(p, side, cp.rank):
             findings.append(
                 f"position_ids gives {ids.dtype} {ids.tolist()}, but should give {positions(p, side, cp.rank)}"
             )
+    return findings
+
+
+def _gradients(
+    impl: Implementation,
+    x: torch.Tensor,
+    rows: tuple[int, ...],
+    axis: int,
+    side: str,
+    cp: Any,
+    qkv_format: str,
+    padded: torch.Tensor | None,
+) -> list[str]:
+    """shard's gradient is the slice's, in its place; unshard's is the sum over the ranks' global tensors."""
+    findings, index = [], torch.tensor(rows, dtype=torch.int64, device=x.device)
+    whole = x.clone().requires_grad_()
+    mine = impl.shard(whole, cp=cp, qkv_format=qkv_format, cu_seqlens_padded=padded)
+    mine.backward(mine.detach() + 1)
+    want = torch.zeros_like(x).index_copy_(axis, index, (x + 1).index_select(axis, index))
+    if whole.grad is None or not torch.equal(whole.grad, want):
+        findings.append(f"the gradient through shard of the {side} tokens is {whole.grad}, but should be {want}")
+    part = x.index_select(axis, index).requires_grad_()
+    impl.unshard(part, cp=cp, qkv_format=qkv_format, cu_seqlens_padded=padded).backward((x + 1) * (cp.rank + 1))
+    want = (x + 1).index_select(axis, index) * (cp.size * (cp.size + 1) // 2)
+    if part.grad is None or not torch.equal(part.grad, want):
+        findings.append(f"the gradient through unshard of the {side} tokens is {part.grad}, but should be {want}")
     return findings
 
 

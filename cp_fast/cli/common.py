@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cp_ref.spec import Unsupported
 from cp_ref.spec.picture import rank_colour
+from cp_ref.spec.svg_elements import ink_on
 
 __all__ = [
     "BAD_INPUT",
@@ -41,11 +42,12 @@ def complain(message: str) -> None:
 def readable_errors() -> Iterator[None]:
     """Bad input ends the command with one line and exit code 2 instead of a traceback.
 
-    Only what the package raises about its arguments counts; anything else is a bug, and keeps its traceback.
+    Only what the package raises about values counts (the options' types are settled); anything else is a bug, and keeps
+    its traceback.
     """
     try:
         yield
-    except (ValueError, TypeError, OSError, Unsupported) as error:
+    except (ValueError, OSError, Unsupported) as error:
         complain(" ".join(str(error).split()))
         raise typer.Exit(BAD_INPUT) from error
 
@@ -96,11 +98,11 @@ def table(title: str, *columns: str) -> Table:
 
 def coloured(picture: str, steps: int) -> Text:
     """A text picture with every cell on its rank's colour, paler with each step, as in the SVG."""
+    picture = "\n".join(line + " " for line in picture.split("\n"))  # a cell's colour reaches over the gap behind it
     text = Text(picture, no_wrap=True, overflow="crop")
     for cell in re.finditer(r"(?<=[│ ])(\d+):(\d+)(?!\S)", picture):
-        rank, step = int(cell[1]), int(cell[2])
-        ink = "black" if step > 0.4 * (steps - 1) and steps > 1 else "white"
-        text.stylize(f"{ink} on {rank_colour(rank, step, steps)}", *cell.span())
+        colour = rank_colour(int(cell[1]), int(cell[2]), steps)
+        text.stylize(f"{ink_on(colour)} on {colour}", cell.start(), cell.end() + 1)
     return text
 
 

@@ -1,4 +1,4 @@
-"""`python -m cp_fast demo`: once for real over two processes, and that what is wrong is seen, named and ends everything."""
+"""`python -m cp_fast demo`: once for real over two processes; what is wrong is seen, named and ends everything."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cp_fast.cli import app
+from cp_fast.cli.demo import command, launch
+from cp_fast.cli.demo.job import Job
+from cp_fast.cli.demo.rank import Measured
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
 SMALL = ["--tokens", "700", "--longest", "200", "--ranks", "2", "--device", "cpu"]
@@ -27,7 +31,8 @@ def test_end_to_end(tmp_path: Path) -> None:
     svg = tmp_path / "demo.svg"
     done = demo(*SMALL, "--svg", str(svg))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "700 bytes" in done.stdout and "2 processes over gloo on the CPU" in done.stdout
+    assert "700 bytes" in done.stdout
+    assert "2 processes over gloo on the CPU" in done.stdout
     assert "p2p, cp_size 2, thd, dual_chunk, padding_causal" in done.stdout
     for result in ("out", "lse", "dq", "dk", "dv", "token ids", "RoPE positions", "padding is 0", "free of NaN"):
         assert [line for line in done.stdout.splitlines() if f"│ {result} " in line and "ok" in line], result
@@ -35,12 +40,25 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert ET.parse(svg).getroot().tag.endswith("svg")
 
 
+@pytest.fixture(scope="module")
+def results() -> list[Measured]:
+    """Filled by the first run, so that the ranks run once for all the tests that only look at their results."""
+    return []
+
+
 @pytest.mark.parametrize("what", ["out", "lse", "dq", "dk", "dv"])
-def test_a_wrong_value_fails(what: str, monkeypatch: pytest.MonkeyPatch, once: object) -> None:
+def test_a_wrong_value_fails(what: str, monkeypatch: pytest.MonkeyPatch, results: list[Measured]) -> None:
+    def run_once(job: Job, on_progress: Callable[[list[int]], None]) -> Measured:
+        if not results:
+            results.append(launch.spawn(job, on_progress))
+        return results[0]
+
+    monkeypatch.setattr(command, "spawn", run_once)
     result = runner.invoke(app, ["demo", *SMALL, "--spoil", what])
     assert result.exit_code == 1, result.output
     failed = [line for line in result.output.splitlines() if "FAILED" in line]
-    assert len(failed) == 1 and f" {what} " in failed[0]
+    assert len(failed) == 1
+    assert f" {what} " in failed[0]
     assert "a check failed" in result.stderr
 
 
@@ -50,7 +68,18 @@ def test_own_text_and_other_options(tmp_path: Path) -> None:
     (tmp_path / "folder" / "b.md").write_text("Another. " * 20)
     (tmp_path / "folder" / "c.bin").write_bytes(b"\0\1\2")
     texts = ["--text", str(tmp_path / "a.txt"), "--text", str(tmp_path / "folder")]
-    options = ["--layout", "contiguous", "--mask", "padding", "--window", "20,3", "--dtype", "float64", "--heads-kv", "4"]
+    options = [
+        "--layout",
+        "contiguous",
+        "--mask",
+        "padding",
+        "--window",
+        "20,3",
+        "--dtype",
+        "float64",
+        "--heads-kv",
+        "4",
+    ]
     done = demo(*SMALL, *texts, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "310 bytes of 2 documents (a.txt, b.md)" in done.stdout
@@ -67,7 +96,8 @@ def test_a_failing_rank_is_named_and_ends_all() -> None:
 def test_what_the_ranks_refuse_is_one_line() -> None:
     done = demo(*SMALL, "--cp-comm-type", "carrier_pigeon")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: rank ") and "cp_comm_type is 'carrier_pigeon'" in done.stderr
+    assert done.stderr.startswith("error: rank ")
+    assert "cp_comm_type is 'carrier_pigeon'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

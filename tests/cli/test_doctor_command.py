@@ -17,13 +17,27 @@ runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"})
 def test_it_names_everything() -> None:
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
-    for words in ("Python", "PyTorch", torch.__version__, "CUDA", "numpy", "numba", "ninja", "nvcc", "C++ compiler", "gloo"):
+    for words in (
+        "Python",
+        "PyTorch",
+        torch.__version__,
+        "CUDA",
+        "numpy",
+        "numba",
+        "ninja",
+        "nvcc",
+        "C++ compiler",
+        "gloo",
+    ):
         assert words in result.output
-    assert "flash-attn-4" in result.output and "nvidia-cudnn-frontend" in result.output
+    assert "flash-attn-4" in result.output
+    assert "nvidia-cudnn-frontend" in result.output
     for backend in BACKENDS:
         assert backend.name in result.output
-    assert "this release has none yet" in result.output and "PyTorch's operators" in result.output
-    assert "ready: attention runs here on" in result.output and "cpu (cpu)" in result.output
+    assert "this release has none yet" in result.output
+    assert "PyTorch's operators" in result.output
+    assert "ready: attention runs here on" in result.output
+    assert "cpu (cpu)" in result.output
 
 
 def test_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,8 @@ def test_it_keeps_to_the_width(width: int) -> None:
 
 def test_nothing_to_draw() -> None:
     for problem in (packed([], 2), packed([0], 2), packed([0, 0], 1)):
-        assert "R:S" in text(problem) and "R:S" in text(problem, sequence="all")
+        assert "R:S" in text(problem)
+        assert "R:S" in text(problem, sequence="all")
         ET.fromstring(svg_picture(problem, plan_p2p(problem)))
 
 
@@ -104,7 +105,8 @@ def test_heads_spread_over_the_ranks() -> None:
     schedule = Schedule("a2a", programs, programs)
     for head in (0, 1):
         picture = text_picture(problem, schedule, head=head)
-        assert f"{head}:0" in picture and f"{1 - head}:0" not in picture
+        assert f"{head}:0" in picture
+        assert f"{1 - head}:0" not in picture
         assert f"query head {head}." in picture
         assert f"query head {head} shown" in svg_picture(problem, schedule, head=head)
 
@@ -124,7 +126,8 @@ def test_outlines_have_the_area_of_the_visible_pairs(
     smooth = band_edge(band, cropped)
     assert abs(area(smooth) - pairs) <= 0.5  # 1/8 for each corner that is cut
     x, y = centre(smooth)
-    assert cropped.k0 < x < cropped.k1 and cropped.q0 < y < cropped.q1
+    assert cropped.k0 < x < cropped.k1
+    assert cropped.q0 < y < cropped.q1
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_outlines_have_the_area_of_the_visible_pairs(
 def test_svg_covers_what_is_visible(problem: Problem) -> None:
     schedule = plan_p2p(problem)
     root = ET.fromstring(svg_picture(problem, schedule))
-    shown = {s: None for s in range(1 if problem.qkv_format != "thd" else len(problem.sequences))}
+    shown = range(1 if problem.qkv_format != "thd" else len(problem.sequences))
     rows = sum(problem.sequences[s].slots_q for s in shown)
     columns = sum(problem.sequences[s].slots_kv for s in shown)
     pairs = sum(
@@ -174,7 +177,8 @@ def test_svg_names_its_tiles_and_ranks() -> None:
     assert "sequence 1: 11 queries x 11 keys in 12 x 12 slots" in titles
     for words in ("p2p, cp_size 2, thd, dual_chunk, padding_causal", "4 query heads over 2, d 8, float32", "padding"):
         assert f">{words}<" in picture or words in picture
-    assert rank_colour(0) in picture and rank_colour(1, 1, 2) in picture
+    assert rank_colour(0) in picture
+    assert rank_colour(1, 1, 2) in picture
 
 
 def test_colours_differ() -> None:

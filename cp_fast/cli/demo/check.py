@@ -47,7 +47,7 @@ def spoiled(job: Job, got: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if job.spoil not in RESULTS:
         return got
     wrong = got[job.spoil].clone()
-    wrong.view(-1)[0] += 0.125
+    wrong[(0,) * wrong.ndim] += 0.125
     return got | {job.spoil: wrong}
 
 
@@ -73,7 +73,8 @@ def check_results(
             parts["fast"][name].append(one[name])
         problem = _one_head_group(job, length)
         mask = {"attn_mask_type": problem.attn_mask_type, "window_size": problem.window_size}
-        for name, x in _attend(job, one, partial(dense_attention, qkv_format="bshd", **mask)).items():
+        wide = {name: x.double() for name, x in one.items()}  # a leaf's gradient has the leaf's dtype
+        for name, x in _attend(job, wide, partial(dense_attention, qkv_format="bshd", **mask)).items():
             parts["exact"][name].append(x)
         for name, x in _attend(job, one, partial(eager_attention, problem=problem)).items():
             parts["yardstick"][name].append(x)

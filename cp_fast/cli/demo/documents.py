@@ -25,12 +25,12 @@ class Document:
 
 
 def read_documents(paths: list[Path], tokens: int, longest: int, seed: int) -> list[Document]:
-    """Documents of `tokens` bytes in all; the last is cut to fit; fewer where the files end.
+    """Documents of `tokens` bytes in all, the last one cut to fit; fewer where the files end.
 
     Args:
-        paths: files and folders of the user, taken in order and cut to `longest` bytes. Without any, files of the running
-            Python's standard library in random order, each cut to a random length: their logarithms are spread evenly
-            between 50 bytes and `longest`, so that most are short and a few long ones hold most of the tokens.
+        paths: files and folders of the user, taken in order, cut to `longest` bytes. Without any, files of the running
+            Python's standard library in random order, each cut to a random length: the logarithms of these are spread
+            evenly from 50 bytes to `longest`, so that most are short and a few long ones hold most of the tokens.
 
     Raises:
         ValueError: there is nothing to read.

@@ -1,0 +1,86 @@
+"""Who may import whom, read from the sources and tried in fresh processes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import conformance
+import cp_fast
+import cp_ref
+
+FOLDERS = {
+    name: Path(str(module.__file__)).parent
+    for name, module in {"cp_ref": cp_ref, "cp_fast": cp_fast, "conformance": conformance}.items()
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file names in an import, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(str(node.module))
+    return found
+
+
+def files(package: str, *below: str) -> list[Path]:
+    return sorted(FOLDERS[package].joinpath(*below).rglob("*.py"))
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_the_specification_needs_the_standard_library_alone() -> None:
+    for path in files("cp_ref", "spec"):
+        for module in imports(path):
+            assert within(module, "cp_ref.spec") or module.split(".")[0] in sys.stdlib_module_names, (path, module)
+
+
+def test_cp_ref_knows_nothing_of_the_others() -> None:
+    for path in files("cp_ref"):
+        for module in imports(path):
+            assert module.split(".")[0] not in {"cp_fast", "conformance", "numba", "triton", "flash_attn"}, (
+                path,
+                module,
+            )
+
+
+def test_cp_fast_sees_the_specification_of_cp_ref_and_nothing_else() -> None:
+    for path in files("cp_fast"):
+        for module in imports(path):
+            assert not within(module, "cp_ref") or within(module, "cp_ref.spec"), (path, module)
+            if "cli" not in path.parts:
+                assert not within(module, "conformance"), (path, module)
+
+
+def test_conformance_sees_the_oracle_through_one_module() -> None:
+    beyond = {
+        path.name
+        for path in files("conformance")
+        for module in imports(path)
+        if within(module, "cp_ref") and not within(module, "cp_ref.spec")
+    }
+    assert beyond <= {"reference.py", "mutants.py"}  # the mutants are of cp_ref, and patch it
+    assert not any(within(m, "cp_fast") for path in files("conformance") for m in imports(path))
+
+
+@pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
+def test_importing_needs_no_compiler_no_numba_and_no_gpu(package: str) -> None:
+    """With CUDA hidden, an empty PATH and the optional packages made impossible to import."""
+    code = (
+        "import sys\n"
+        "for name in ('numba', 'triton', 'flash_attn', 'cudnn', 'ninja', 'cupy'): sys.modules[name] = None\n"
+        f"import {package}\n"
+        "assert 'torch.utils.cpp_extension' not in sys.modules\n"
+    )
+    environment = {"PATH": "", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(p for p in sys.path if p)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)

@@ -1,0 +1,104 @@
+"""The simulated group: what it delivers, and each mistake that it names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cp_ref import SimGroup
+from cp_ref.sim import Deadlock, MessageError, SimMember
+from cp_ref.spec import Parcel
+
+
+def test_a_ring_and_the_poison_before_the_wait() -> None:
+    def fn(member: SimMember) -> tuple[bool, float]:
+        box = torch.zeros(2)
+        mine = torch.full((2,), float(member.rank))
+        pending = member.exchange([Parcel((member.rank + 1) % 3, 5, mine)], [Parcel((member.rank - 1) % 3, 5, box)])
+        poisoned = bool(box.isnan().all())
+        pending.wait()
+        return poisoned, box[0].item()
+
+    assert SimGroup(3).run(fn) == [(True, 2.0), (True, 0.0), (True, 1.0)]
+
+
+def test_a_deadlock_names_who_waits_for_what() -> None:
+    def fn(member: SimMember) -> None:
+        member.exchange([], [Parcel(1 - member.rank, 7, torch.zeros(1))]).wait()
+
+    with pytest.raises(Deadlock, match=r"rank 0 waits for a receive from rank 1 with tag 7\n.*rank 1 waits for"):
+        SimGroup(2).run(fn)
+
+
+def test_a_send_needs_its_receive() -> None:
+    def fn(member: SimMember) -> None:
+        if member.rank == 0:
+            member.exchange([Parcel(1, 3, torch.ones(1))], []).wait()
+
+    with pytest.raises(Deadlock, match=r"rank 0 waits for a send to rank 1 with tag 3\n  rank 1 has finished"):
+        SimGroup(2).run(fn)
+
+
+def test_a_message_that_nobody_took() -> None:
+    def fn(member: SimMember) -> None:
+        if member.rank == 0:
+            member.exchange([Parcel(1, 3, torch.ones(1))], [])
+
+    with pytest.raises(MessageError, match="rank 0 sent a message with tag 3 to rank 1, which never took it"):
+        SimGroup(2).run(fn)
+
+
+@pytest.mark.parametrize(
+    ("box", "tag", "complaint"),
+    [
+        (torch.zeros(2), 1, "has tag 0, but tag 1 is expected"),
+        (torch.zeros(3), 0, "the buffer torch.float32 \\[3\\]"),
+        (torch.zeros(2, dtype=torch.float64), 0, "the buffer torch.float64"),
+    ],
+)
+def test_messages_that_do_not_fit(box: torch.Tensor, tag: int, complaint: str) -> None:
+    def fn(member: SimMember) -> None:
+        if member.rank == 0:
+            member.exchange([Parcel(1, 0, torch.zeros(2))], [])
+        else:
+            member.exchange([], [Parcel(0, tag, box)]).wait()
+
+    with pytest.raises(MessageError, match=complaint):
+        SimGroup(2).run(fn)
+
+
+def test_a_send_buffer_must_not_change_before_its_wait() -> None:
+    def fn(member: SimMember) -> None:
+        mine, box = torch.ones(1), torch.zeros(1)
+        pending = member.exchange([Parcel(1 - member.rank, 0, mine)], [Parcel(1 - member.rank, 0, box)])
+        mine.add_(1)
+        pending.wait()
+
+    with pytest.raises(MessageError, match="changed before its wait"):
+        SimGroup(2).run(fn)
+
+
+def test_a_failing_rank_is_what_is_raised() -> None:
+    def fn(member: SimMember) -> None:
+        if member.rank == 2:
+            raise KeyError("mine")
+        member.all_gather_object(1)
+
+    with pytest.raises(KeyError, match="mine"):
+        SimGroup(3).run(fn)
+
+
+def test_backward_runs_in_the_ranks_own_thread() -> None:
+    def fn(member: SimMember) -> list[float]:
+        x = torch.tensor(float(member.rank), requires_grad=True)
+        (x * x).backward()
+        assert x.grad is not None
+        return member.all_gather_object(x.grad.item())
+
+    assert SimGroup(3).run(fn) == [[0.0, 2.0, 4.0]] * 3
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, None])
+def test_sizes_that_are_none(size: object) -> None:
+    with pytest.raises(ValueError, match="cp_size is"):
+        SimGroup(size)  # type: ignore[arg-type]

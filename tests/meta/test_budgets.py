@@ -1,0 +1,100 @@
+"""Budgets let correct results pass, and see rounding in the wrong place, NaN, and infinities that are not alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conformance.budgets import Row, compare
+from conformance.case import Case
+from conformance.reference import exact_results
+from conformance.tensors import GlobalTensors, build
+from conformance.tiers.budget import eager_results
+from cp_ref.spec import Problem, Sequence
+
+_RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def _case(dtype: str, softmax_type: str = "vanilla") -> Case:
+    problem = Problem(
+        4,
+        (Sequence(60, 60, 64, 64), Sequence(30, 17, 32, 32)),
+        qkv_format="thd",
+        attn_mask_type="padding_causal_bottom_right",
+        window_size=(20, -1),
+        heads_q=4,
+        heads_kv=2,
+        d_qk=16,
+        d_v=16,
+        softmax_type=softmax_type,
+        dtype=dtype,
+    )
+    return Case(problem, tail_q=4, seed=5, return_lse=True, loss="out+lse")
+
+
+def _all_three(dtype: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Results as good as the dtype allows, exact ones, and the yardstick's."""
+    case = _case(dtype)
+    tensors: GlobalTensors = build(case)
+    exact, eager = exact_results(case, tensors), eager_results(case, tensors)
+    fast = {name: exact[name].to(eager[name].dtype) for name in _RESULTS}
+    return fast, exact, eager
+
+
+def _rows(
+    fast: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], eager: dict[str, torch.Tensor]
+) -> dict[str, Row]:
+    return {row.name: row for row in compare(fast, exact, eager, eager["out"].dtype)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_rounded_exact_results_and_the_yardstick_itself_pass(dtype: str) -> None:
+    fast, exact, eager = _all_three(dtype)
+    for results in (fast, {name: eager[name] for name in _RESULTS}):
+        rows = _rows(results, exact, eager)
+        assert list(rows) == list(_RESULTS)
+        assert all(row.ok for row in rows.values()), [str(row) for row in rows.values()]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_lse_in_low_precision_fails(dtype: str) -> None:
+    fast, exact, eager = _all_three(dtype)
+    fast["lse"] = fast["lse"].to(eager["out"].dtype).float()
+    assert not _rows(fast, exact, eager)["lse"].ok
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_an_error_within_the_largest_but_beyond_the_mean_fails(name: str) -> None:
+    fast, exact, eager = _all_three("bfloat16")
+    worse = exact[name] + 1.8 * (eager[name].double() - exact[name])
+    rows = _rows(fast | {name: worse}, exact, eager)
+    assert rows[name].max_error <= rows[name].max_bound
+    assert not rows[name].ok
+    assert sum(row.ok for row in rows.values()) == len(_RESULTS) - 1
+
+
+def test_nan_infinities_and_shapes_fail() -> None:
+    fast, exact, eager = _all_three("float32")
+    out = fast["out"].clone()
+    out[3, 1, 2] = torch.nan
+    assert "NaN" in _rows(fast | {"out": out}, exact, eager)["out"].note
+    lse = fast["lse"].nan_to_num(neginf=0.0)  # the padding's -inf lost
+    assert "infinite" in _rows(fast | {"lse": lse}, exact, eager)["lse"].note
+    assert "shape" in _rows(fast | {"dq": fast["dq"][1:]}, exact, eager)["dq"].note
+
+
+def test_a_wrong_yardstick_proves_nothing() -> None:
+    fast, exact, eager = _all_three("bfloat16")
+    row = _rows(fast, exact, eager | {"out": torch.zeros_like(eager["out"])})["out"]
+    assert not row.ok
+    assert "yardstick" in row.note
+
+
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
+def test_the_yardstick_in_float64_is_the_oracle(softmax_type: str) -> None:
+    case = _case("float64", softmax_type)
+    tensors = build(case)
+    exact, eager = exact_results(case, tensors), eager_results(case, tensors)
+    for name in exact:
+        same_infinities = torch.where(exact[name] == eager[name], 0.0, exact[name] - eager[name])
+        assert same_infinities.abs().max() < 1e-12, name

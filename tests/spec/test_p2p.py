@@ -1,0 +1,90 @@
+"""The p2p planner: every schedule verifies, and costs what it should."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from cp_ref.spec import Problem, Schedule, Sequence, message_rows, plan_p2p, plan_p2p_rank, verify
+from tests.spec.problems import problems
+
+
+@settings(max_examples=600)
+@given(problems())
+def test_every_schedule_verifies_and_reads_back(problem: Problem) -> None:
+    schedule = plan_p2p(problem)
+    report = verify(problem, schedule)
+    assert sum(r.pairs for r in report.ranks) == problem.pairs * problem.heads_q
+    assert Schedule.parse(str(schedule)) == schedule
+    assert Problem.parse(str(problem)) == problem
+
+
+@given(problems())
+def test_one_ranks_plan_is_its_part_of_the_whole(problem: Problem) -> None:
+    schedule = plan_p2p(problem)
+    for rank in range(problem.cp_size):
+        assert plan_p2p_rank(problem, rank) == (schedule.forward[rank], schedule.backward[rank])
+
+
+def long_causal(cp_size: int, **changes: object) -> Problem:
+    length = 64 * 2 * cp_size
+    sequence = Sequence(length, length, length, length)
+    return replace(Problem(cp_size, (sequence,), qkv_format="thd", attn_mask_type="causal"), **changes)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4, 8])
+def test_dual_chunk_balances_causal_work_and_contiguous_does_not(cp_size: int) -> None:
+    dual, contiguous = long_causal(cp_size), long_causal(cp_size, layout="contiguous")
+    assert verify(dual, plan_p2p(dual)).balance == 1.0
+    assert verify(contiguous, plan_p2p(contiguous)).balance < 0.75
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+@pytest.mark.parametrize("window", [0, 5, 64, 100])
+def test_a_windowed_ring_sends_no_more_than_what_is_seen(cp_size: int, window: int) -> None:
+    """Each rank receives just the rows that its queries see and that it does not own."""
+    problem = long_causal(cp_size, window_size=(window, 0))
+    schedule = plan_p2p(problem)
+    verify(problem, schedule)
+    for rank, program in enumerate(schedule.forward):
+        received = sum(message_rows(m) for step in program for m in step.recvs)
+        owned = [range(rank * 64, rank * 64 + 64), range((2 * cp_size - 1 - rank) * 64, (2 * cp_size - rank) * 64)]
+        seen = {k for chunk in owned for q in chunk for k in range(max(0, q - window), q + 1)}
+        assert received == len(seen - {k for chunk in owned for k in chunk})
+
+
+def test_documents_that_fit_on_one_rank_cost_no_message() -> None:
+    """contiguous: two documents on two ranks, each at home."""
+    problem = Problem(
+        2, (Sequence(8, 8, 8, 8),) * 2, qkv_format="thd", layout="contiguous", attn_mask_type="padding_causal"
+    )
+    assert verify(problem, plan_p2p(problem)).sent_bytes == 0
+
+
+def test_the_text_of_a_small_schedule() -> None:
+    """The golden text; a change of it is a change of what travels."""
+    problem = Problem(2, (Sequence(8, 8, 8, 8),), qkv_format="thd")
+    forward = str(plan_p2p(problem)).split("backward")[0]
+    assert forward == (
+        "schedule p2p cp_size 2 saved -\n"
+        "forward rank 0\n"
+        "  step\n"
+        "    send kv 0[0:2] to 1 tag 0\n"
+        "    recv kv 0[2:6] from 1 tag 0\n"
+        "    tile 0 q[0:2] kv[0:2]\n"
+        "    tile 0 q[6:8] kv[0:2]\n"
+        "    tile 0 q[6:8] kv[6:8]\n"
+        "  step\n"
+        "    tile 0 q[6:8] kv[2:4]\n"
+        "    tile 0 q[6:8] kv[4:6]\n"
+        "forward rank 1\n"
+        "  step\n"
+        "    send kv 0[2:6] to 0 tag 0\n"
+        "    recv kv 0[0:2] from 0 tag 0\n"
+        "    tile 0 q[2:4] kv[2:4]\n"
+        "    tile 0 q[4:6] kv[2:4]\n"
+        "    tile 0 q[4:6] kv[4:6]\n"
+        "  step\n"
+        "    tile 0 q[2:4] kv[0:2]\n"
+        "    tile 0 q[4:6] kv[0:2]\n"
+    )

@@ -1,0 +1,120 @@
+"""verify finds what is planted: each kind of mistake, named with rank and step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cp_ref.spec import InvalidSchedule, Message, Piece, Problem, Rect, Schedule, Sequence, Step, Tile, plan_p2p, verify
+
+PROBLEM = Problem(3, (Sequence(12, 12, 12, 12),), qkv_format="thd", attn_mask_type="no_mask")
+SCHEDULE = plan_p2p(PROBLEM)
+
+
+def change(rank: int, number: int, *, backward: bool = False, **changes: object) -> Schedule:
+    """The good schedule with one step of one rank changed."""
+    programs = list(SCHEDULE.backward if backward else SCHEDULE.forward)
+    steps = list(programs[rank])
+    steps[number] = replace(steps[number], **changes)
+    programs[rank] = tuple(steps)
+    return replace(SCHEDULE, **{"backward" if backward else "forward": tuple(programs)})
+
+
+def errors(schedule: Schedule) -> list[str]:
+    with pytest.raises(InvalidSchedule) as caught:
+        verify(PROBLEM, schedule)
+    return caught.value.errors
+
+
+def step(rank: int, number: int, *, backward: bool = False) -> Step:
+    return (SCHEDULE.backward if backward else SCHEDULE.forward)[rank][number]
+
+
+def test_the_good_one() -> None:
+    report = verify(PROBLEM, SCHEDULE)
+    assert report.balance == 1.0
+    assert [r.tokens for r in report.ranks] == [4, 4, 4]
+    # every rank passes 2 blocks of 4 rows on, 1 head, d 8 + 8, float32; back: the same, and 2 sums in float32
+    assert [r.forward_bytes for r in report.ranks] == [2 * 4 * 16 * 4] * 3
+    assert [r.backward_bytes for r in report.ranks] == [2 * 2 * 4 * 16 * 4] * 3
+    assert [r.held_rows for r in report.ranks] == [8, 8, 8]  # two blocks, whatever the ring's size
+
+
+def test_a_lost_tile_is_a_pair_computed_never() -> None:
+    lost = step(1, 1).tiles
+    found = errors(change(1, 1, tiles=lost[1:]))
+    assert any("computed never" in e and "query of rank 1, key of rank 0" in e and "rank 1 step 0" in e for e in found)
+
+
+def test_a_tile_twice_is_a_pair_computed_twice() -> None:
+    tiles = step(2, 1).tiles
+    found = errors(change(2, 1, tiles=(*tiles, tiles[0])))
+    assert any("computed twice (rank 2 step 1, rank 2 step 1)" in e for e in found)
+
+
+def test_the_backward_pass_is_checked_too() -> None:
+    found = errors(change(0, 0, backward=True, tiles=step(0, 0).tiles[1:]))
+    assert found
+    assert all(e.startswith("backward") for e in found)
+
+
+def test_a_receive_without_a_send() -> None:
+    found = errors(change(0, 1, sends=()))
+    assert any(e.startswith("forward rank 1 step 1: 'recv kv") and "a receive without a send" in e for e in found)
+
+
+def test_a_send_without_a_receive() -> None:
+    found = errors(change(0, 1, recvs=()))
+    assert any(e.startswith("forward rank 2 step 1: 'send kv") and "a send without a receive" in e for e in found)
+
+
+def test_a_wrong_tag() -> None:
+    (good,) = step(2, 0).recvs
+    found = errors(change(2, 0, recvs=(replace(good, tag=99),)))
+    assert any("forward rank 2 step 0: expects" in e and "tag 99" in e for e in found)
+
+
+def test_an_operand_that_is_not_there() -> None:
+    early = Tile(0, Rect(0, 2, 8, 10))
+    found = errors(change(0, 0, tiles=(*step(0, 0).tiles, early)))
+    assert any("forward rank 0 step 0: tile 0 q[0:2] kv[8:10] needs kv" in e and "not there" in e for e in found)
+
+
+def test_sending_what_one_does_not_have() -> None:
+    (good,) = step(0, 0).sends
+    found = errors(change(0, 0, sends=(replace(good, pieces=(Piece(0, 4, 6),)),)))
+    assert any("forward rank 0 step 0: sends kv 0[4:6] to rank 1, but does not have it" in e for e in found)
+
+
+def test_a_deadlock() -> None:
+    """Each rank first waits for a message that the next one sends only later."""
+    waiting = [
+        (Step((), (Message("kv", (Piece(0, 0, 2),), (r + 1) % 3, 0),), ()), Step((Message("kv", (), (r - 1) % 3, 0),)))
+        for r in range(3)
+    ]
+    found = errors(replace(SCHEDULE, forward=tuple(waiting)))
+    assert [e for e in found if "in a deadlock" in e and e.startswith("forward rank")] == found
+    assert len(found) == 3
+
+
+def test_a_result_that_does_not_come_home() -> None:
+    last = len(SCHEDULE.backward[0]) - 1
+    programs = [list(p) for p in SCHEDULE.backward]
+    for program in programs:
+        program[last] = Step()
+    found = errors(replace(SCHEDULE, backward=tuple(map(tuple, programs))))
+    assert any("ends with dkv" in e and "belongs to another rank" in e for e in found)
+
+
+def test_another_group_size() -> None:
+    with pytest.raises(InvalidSchedule, match="3 forward and 3 backward"):
+        verify(replace(PROBLEM, cp_size=2), SCHEDULE)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nonsense", "schedule p2p cp_size 2 saved -\n  step", "schedule p2p cp_size 1 saved -\nforward rank 5"]
+)
+def test_texts_that_are_no_schedule(text: str) -> None:
+    with pytest.raises(ValueError, match=r"schedule|stands before|cp_size"):
+        Schedule.parse(text)
