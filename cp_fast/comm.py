@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_ref.spec import Group, Parcel
+from cp_ref.spec import Feature, Group, Parcel, Unsupported
 
 __all__ = ["ProcessMember", "all_reduce", "all_to_all", "as_group"]
 
@@ -58,7 +58,10 @@ def as_group(group: Any) -> Group:
 
     Raises:
         TypeError: it is no ProcessGroup, no 1-D DeviceMesh, and has not the members of `cp_ref.spec.Group`.
+        Unsupported: it is a pair of groups, which only "a2a+p2p" takes.
     """
+    if isinstance(group, tuple | list) or (isinstance(group, DeviceMesh) and group.ndim == 2):
+        raise Unsupported("a pair of groups", {"cp_fast": {Feature.A2A_P2P}}, "cp_ref has it")
     if isinstance(group, Group):
         return group
     if isinstance(group, DeviceMesh) and group.ndim == 1:

@@ -121,13 +121,13 @@ class _Attention(torch.autograd.Function):
         problem = plan.problem
         fmt, batch_size = problem.qkv_format, len(problem.sequences)
         packed = [to_packed(x, fmt) for x in (q, k, v)]
-        out, lse, max_logit = run_forward(problem, plan.schedule, cp.comm, *packed)
+        out, lse, max_logit, kept = run_forward(problem, plan.schedule, cp.comm, *packed)
         if (sink := _sink(problem, offset, lse)) is not None:
             real = _real_rows(plan, q.device)
             out[real], lse[real] = add_sink(out[real], lse[real], sink)
         max_logit = all_reduce_max(cp.comm, max_logit)
         ctx.save_for_backward(q, k, v, out, lse, offset)
-        ctx.plan, ctx.cp = plan, cp
+        ctx.plan, ctx.cp, ctx.kept = plan, cp, kept
         ctx.mark_non_differentiable(max_logit)
         return to_format(out.to(q.dtype), fmt, batch_size), lse_from_packed(lse, fmt, batch_size), max_logit
 
@@ -140,7 +140,7 @@ class _Attention(torch.autograd.Function):
         q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
         dout = to_packed(grads[0], fmt)
         delta = (dout.to(out.dtype) * out).sum(dim=-1) - lse_to_packed(grads[1], fmt)  # [t, h_q]
-        dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, q_rows, k_rows, v_rows, dout, lse, delta)
+        dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, q_rows, k_rows, v_rows, dout, lse, delta, ctx.kept)
         doffset = None
         if offset is not None:
             real = _real_rows(plan, q.device)

@@ -6,24 +6,23 @@ from functools import reduce
 
 import torch
 
+from cp_ref.processes import PairGroup
 from cp_ref.spec import Group, Parcel
 
-__all__ = ["all_gather", "all_reduce_max", "all_reduce_sum", "all_to_all"]
-
-
-def all_to_all(group: Group, parts: list[torch.Tensor], like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Give `parts[r]` to rank r and return what each rank gave; `like[r]` has the shape and dtype of rank r's part."""
-    peers = [r for r in range(group.size) if r != group.rank]
-    boxes = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
-    sends = [Parcel(r, 0, parts[r].contiguous()) for r in peers]
-    group.exchange(sends, [Parcel(r, 0, boxes[r]) for r in peers]).wait()
-    boxes[group.rank] = parts[group.rank]
-    return boxes
+__all__ = ["all_gather", "all_reduce_max", "all_reduce_sum"]
 
 
 def all_gather(group: Group, x: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's x (of one shape), by rank."""
-    return all_to_all(group, [x] * group.size, [x] * group.size)
+    """Every rank's x (of one shape and dtype), by rank."""
+    if isinstance(group, PairGroup):  # the rows gather, then the columns gather the rows
+        rows = all_gather(group.p2p, torch.stack(all_gather(group.a2a, x)))
+        return [of_rank for row in rows for of_rank in row]
+    peers = [r for r in range(group.size) if r != group.rank]
+    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
+    found[group.rank] = x
+    sends = [Parcel(r, 0, x.contiguous()) for r in peers]
+    group.exchange(sends, [Parcel(r, 0, found[r]) for r in peers]).wait()
+    return found
 
 
 def all_reduce_sum(group: Group, x: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,15 @@ class ContextParallel:
     """A group of ranks and the schedule they follow.
 
     Args:
-        group: a torch.distributed ProcessGroup, a 1-D DeviceMesh, or one member of a `SimGroup`.
+        group: a torch.distributed ProcessGroup, a 1-D DeviceMesh, or one member of a `SimGroup`; for "a2a+p2p" a pair
+            (a2a_group, p2p_group) of these (`member.split(a2a_size)`), or a 2-D DeviceMesh [p2p, a2a].
         cp_comm_type: "p2p" (ring attention), "all_gather", "a2a" (Ulysses) or "a2a+p2p".
         layout: which rank owns which tokens: "dual_chunk" (balanced under causal masks) or "contiguous".
         backend: "auto". The reference has only plain PyTorch; `cp_fast` takes the names of its kernel libraries here.
 
     Attributes:
         rank, size: this rank and the number of ranks.
+        a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
         comm: the group as a `cp_ref.spec.Group`.
 
     Raises:
@@ -41,9 +43,10 @@ class ContextParallel:
         self.cp_comm_type = cp_comm_type
         self.layout = layout
         self.backend = backend
-        self.comm = as_group(group)
+        self.comm = as_group(group, cp_comm_type)
         self.rank = self.comm.rank
         self.size = self.comm.size
+        self.a2a_size = {"a2a": self.size, "a2a+p2p": getattr(self.comm, "a2a", self.comm).size}.get(cp_comm_type, 1)
 
     def __repr__(self) -> str:
         return (

@@ -23,6 +23,7 @@ class Results(NamedTuple):
     out: torch.Tensor  # [t, h_q, d_v], float32 or float64, 0 in padding and tail
     lse: torch.Tensor  # [t, h_q], -inf in padding and tail; no sink in it yet
     max_logit: torch.Tensor  # [h_q], over this rank's tiles
+    kept: dict[str, tuple[torch.Tensor, ...]]  # the operands that the schedule saves for the backward pass
 
 
 def run_program(program: Program, world: World, group: Group, compute: Callable[[Tile], None]) -> None:
@@ -70,7 +71,7 @@ def run_forward(
     out = torch.zeros(q.shape[0], problem.heads_q, problem.d_v, dtype=wide, device=q.device)
     lse = out.new_full(out.shape[:2], float("-inf"))
     world.own("out", out, lse)
-    return Results(out, lse, max_logit)
+    return Results(out, lse, max_logit, {what: world.tensors[what] for what in schedule.saved})
 
 
 def run_backward(
@@ -83,16 +84,19 @@ def run_backward(
     dout: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
+    kept: dict[str, tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's share of the backward pass.
 
     q, k, v as in `run_forward`; dout [t_q, h_q, d_v]; lse [t_q, h_q] final, sinks included; delta [t_q, h_q] is
-    sum(dout * out) - dlse. Returns dq, dk, dv in float32 or float64, 0 in padding and tail.
+    sum(dout * out) - dlse; kept: from the forward pass. Returns dq, dk, dv in float32 or float64, 0 in padding and
+    tail.
     """
     wide = accumulator_dtype(q.dtype)
     world = World(problem, group.rank, q.device)
     world.put_own("q", q)
     world.put_own("kv", k, v)
+    world.tensors |= kept
     world.put_own("do", dout, lse, delta)
     world.start_result("dq", ((problem.heads_q, problem.d_qk), wide, 0.0))
     kv_shapes = (problem.heads_kv, problem.d_qk), (problem.heads_kv, problem.d_v)

@@ -13,22 +13,18 @@ import torch
 from cp_ref.context import ContextParallel
 from cp_ref.sharding import numbers
 from cp_ref.spec import (
-    Feature,
     Problem,
     Schedule,
     Sizes,
     Unsupported,
     agree,
-    plan_p2p,
+    make_schedule,
     q_fragments,
     read_problem,
     spans_of,
 )
 
 __all__ = ["Plan", "make_plan", "plan_together", "read_call", "supports"]
-
-PLANNERS = {"p2p": plan_p2p}
-"""The schedules that exist, by cp_comm_type."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +47,7 @@ class Plan:
     @cached_property
     def schedule(self) -> Schedule:
         """What every rank sends, receives and computes, step by step."""
-        return PLANNERS[self.problem.cp_comm_type](self.problem)
+        return make_schedule(self.problem)
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
@@ -165,11 +161,14 @@ _PROBLEM_DEFAULTS = {
 
 def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
     """The problem of one call; raises ValueError, TypeError or Unsupported. Sends nothing."""
-    problem = read_problem(cp_size=cp.size, cp_comm_type=cp.cp_comm_type, layout=cp.layout, sizes=sizes, **arguments)
-    if problem.cp_comm_type not in PLANNERS:
-        hint = f"what there is: {', '.join(PLANNERS)}"
-        raise Unsupported(f"cp_comm_type {problem.cp_comm_type!r}", {"cp_ref": {Feature(problem.cp_comm_type)}}, hint)
-    return problem
+    return read_problem(
+        cp_size=cp.size,
+        cp_comm_type=cp.cp_comm_type,
+        a2a_size=cp.a2a_size,
+        layout=cp.layout,
+        sizes=sizes,
+        **arguments,
+    )
 
 
 def plan_together(cp: ContextParallel, read: Callable[[], Problem], device: torch.device) -> Plan:

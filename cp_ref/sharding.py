@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from cp_ref.collectives import all_gather, all_to_all
+from cp_ref.collectives import all_gather, all_reduce_sum
 from cp_ref.context import ContextParallel
 from cp_ref.spec import position_spans, slice_axis, slice_spans
 
@@ -74,7 +74,7 @@ def unshard(
 
 
 class _Unshard(torch.autograd.Function):
-    """Gather slices into their rows; backward: hand every rank the gradients of its rows, and add up."""
+    """Gather slices into their rows; backward: add up all ranks' gradients, and take the own rows."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cp: ContextParallel, axis: int, rows: list[torch.Tensor]) -> torch.Tensor:
@@ -87,8 +87,8 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        parts = [grads[0].index_select(ctx.axis, rows) for rows in ctx.rows]
-        return torch.stack(all_to_all(ctx.cp.comm, parts, parts)).sum(dim=0), None, None, None
+        total = all_reduce_sum(ctx.cp.comm, grads[0])
+        return total.index_select(ctx.axis, ctx.rows[ctx.cp.rank]), None, None, None
 
 
 def position_ids(

@@ -27,7 +27,7 @@ import torch
 
 from cp_ref.spec import Parcel
 
-__all__ = ["Deadlock", "MessageError", "SimGroup", "SimMember"]
+__all__ = ["Deadlock", "MessageError", "SimGroup", "SimMember", "SimSubgroup"]
 
 T = TypeVar("T")
 
@@ -124,21 +124,52 @@ class SimMember:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
-        round_number = len(self._switch.gathered[self.rank])
-        self._switch.gathered[self.rank].append(value)
-        for peer in range(self.size):
-            self._switch.wait(
-                self.rank,
-                lambda peer=peer: len(self._switch.gathered[peer]) > round_number,
-                f"rank {peer} to take part in all_gather_object number {round_number}",
-            )
-        return [self._switch.gathered[peer][round_number] for peer in range(self.size)]
+        return self.gather_from(tuple(range(self.size)), value)
+
+    def gather_from(self, ranks: tuple[int, ...], value: Any) -> list[Any]:
+        """The values of some ranks, this one among them; all of them take part."""
+        gathered = self._switch.gathered[ranks]
+        number = len(gathered[self.rank])
+        gathered[self.rank].append(value)
+        for peer in ranks:
+            what = f"rank {peer} to take part in all_gather_object number {number} of ranks {list(ranks)}"
+            self._switch.wait(self.rank, lambda peer=peer: len(gathered[peer]) > number, what)
+        return [gathered[peer][number] for peer in ranks]
+
+    def split(self, a2a_size: int) -> tuple[SimSubgroup, SimSubgroup]:
+        """This rank's place in its a2a group and in its p2p group: rank = p2p_rank * a2a_size + a2a_rank.
+
+        Raises:
+            ValueError: a2a_size does not divide the group's size.
+        """
+        if not isinstance(a2a_size, int) or a2a_size < 1 or self.size % a2a_size:
+            raise ValueError(f"a2a_size is {a2a_size!r}; it must divide the group's size {self.size}")
+        first = self.rank - self.rank % a2a_size
+        row = tuple(range(first, first + a2a_size))
+        return SimSubgroup(self, row), SimSubgroup(self, tuple(range(self.rank % a2a_size, self.size, a2a_size)))
 
     def _check_peer(self, parcel: Parcel) -> None:
         if not 0 <= parcel.peer < self.size or parcel.peer == self.rank:
             raise MessageError(
                 f"rank {self.rank}: a message with tag {parcel.tag} names rank {parcel.peer}, which is no peer"
             )
+
+
+class SimSubgroup:
+    """One rank's place among some ranks of a running `SimGroup`."""
+
+    def __init__(self, member: SimMember, ranks: tuple[int, ...]) -> None:
+        self._member, self._ranks = member, ranks
+        self.rank, self.size = ranks.index(member.rank), len(ranks)
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> SimPending:
+        """As `SimMember.exchange`, with peers counted in this subgroup."""
+        there, back = ([p._replace(peer=self._ranks[p.peer]) for p in parcels] for parcels in (sends, recvs))
+        return self._member.exchange(there, back)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        return self._member.gather_from(self._ranks, value)
 
 
 @dataclass
@@ -236,7 +267,7 @@ class _Switch:
     errors: dict[int, BaseException] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.gathered: list[list[Any]] = [[] for _ in range(self.size)]
+        self.gathered: dict[tuple[int, ...], dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
         self._changed = threading.Condition()
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
         self._finished: set[int] = set()

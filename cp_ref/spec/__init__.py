@@ -6,7 +6,7 @@ from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.group import Group, Parcel, Pending, agree
 from cp_ref.spec.layout import Fragment, divisor, kv_fragments, local_slots, ownership, q_fragments
 from cp_ref.spec.mask import Band, Rect
-from cp_ref.spec.p2p import plan_p2p, plan_p2p_rank
+from cp_ref.spec.planners import make_program, make_schedule
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
 from cp_ref.spec.schedule import Message, Piece, Program, Schedule, Step, Tile
@@ -48,11 +48,11 @@ __all__ = [
     "divisor",
     "kv_fragments",
     "local_slots",
+    "make_program",
+    "make_schedule",
     "message_bytes",
     "message_rows",
     "ownership",
-    "plan_p2p",
-    "plan_p2p_rank",
     "position_spans",
     "q_fragments",
     "read_problem",

@@ -1,8 +1,8 @@
 """Pictures of a schedule: who computes which part of the score matrix, and when. `text_picture` is for a terminal.
 
->>> from cp_ref.spec import Problem, Sequence, plan_p2p
+>>> from cp_ref.spec import Problem, Sequence, make_schedule
 >>> problem = Problem(cp_size=2, sequences=(Sequence(8, 8, 8, 8),))
->>> print(text_picture(problem, plan_p2p(problem)))
+>>> print(text_picture(problem, make_schedule(problem)))
 p2p, cp_size 2, bshd, dual_chunk, causal
 8 queries x 8 keys; a cell is one query x one key
 <BLANKLINE>

@@ -34,12 +34,22 @@ from dataclasses import dataclass
 
 from cp_ref.spec.mask import Rect
 
-__all__ = ["OPERANDS", "RESULTS", "Message", "Piece", "Schedule", "Step", "Tile"]
+__all__ = ["OPERANDS", "RESULTS", "Message", "Piece", "Schedule", "Step", "Tile", "tag"]
 
-OPERANDS = ("q", "kv", "do")
+OPERANDS = ("kv", "q", "do")
 RESULTS = ("out", "dq", "dkv")
+KINDS = OPERANDS + RESULTS
 
 Heads = tuple[int, int]
+
+
+def tag(step: int, what: str) -> int:
+    """The tag of a step's messages of one kind.
+
+    >>> tag(0, "kv"), tag(1, "kv")
+    (0, 6)
+    """
+    return step * len(KINDS) + KINDS.index(what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import strategies as st
 
-from cp_ref.spec import LAYOUTS, MASKS, QKV_FORMATS, Problem, Sequence
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, Problem, Sequence
 
 __all__ = ["problems"]
 
 
 @st.composite
-def problems(draw: st.DrawFn, cp_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 8)) -> Problem:
-    """Problems of the p2p schedule."""
+def problems(draw: st.DrawFn, cp_sizes: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> Problem:
+    """Problems of every schedule, with every factorisation of a2a+p2p."""
     cp_size = draw(st.sampled_from(cp_sizes))
+    cp_comm_type = draw(st.sampled_from(CP_COMM_TYPES))
+    a2a_size = {
+        "a2a": cp_size,
+        "a2a+p2p": draw(st.sampled_from([n for n in range(1, cp_size + 1) if cp_size % n == 0])),
+    }
+    size = a2a_size.get(cp_comm_type, 1)
+    heads_kv = draw(st.sampled_from([n for n in range(1, 2 * size + 1) if n % size == 0 or size % n == 0]))
+    heads_q = math.lcm(heads_kv, size) * draw(st.integers(1, 2))
     fmt, layout = draw(st.sampled_from(QKV_FORMATS)), draw(st.sampled_from(LAYOUTS))
     mask = draw(st.sampled_from(MASKS))
     unit = 2 * cp_size
@@ -32,5 +42,14 @@ def problems(draw: st.DrawFn, cp_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 8)) ->
             sequences.append(Sequence(len_q, len_kv, slots_q, slots_kv))
     window = draw(st.tuples(st.integers(-1, 3 * unit), st.integers(-1, 3 * unit)))
     return Problem(
-        cp_size, tuple(sequences), layout=layout, qkv_format=fmt, attn_mask_type=mask, window_size=window, heads_q=2
+        cp_size,
+        tuple(sequences),
+        cp_comm_type,
+        size,
+        layout=layout,
+        qkv_format=fmt,
+        attn_mask_type=mask,
+        window_size=window,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
     )

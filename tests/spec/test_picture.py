@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.spec import Band, Problem, Rect, Schedule, Sequence, Step, Tile, plan_p2p
+from cp_ref.spec import Band, Problem, Rect, Schedule, Sequence, Step, Tile, make_schedule
 from cp_ref.spec.drawing import Point, area, band_edge, centre, plane, staircase
 from cp_ref.spec.picture import rank_colour, svg_picture, text_picture
 
@@ -33,7 +33,7 @@ def packed(
 
 
 def text(problem: Problem, **options: object) -> str:
-    return text_picture(problem, plan_p2p(problem), **options)  # type: ignore[arg-type]
+    return text_picture(problem, make_schedule(problem), **options)  # type: ignore[arg-type]
 
 
 def test_window_with_padding() -> None:
@@ -96,7 +96,7 @@ def test_nothing_to_draw() -> None:
     for problem in (packed([], 2), packed([0], 2), packed([0, 0], 1)):
         assert "R:S" in text(problem)
         assert "R:S" in text(problem, sequence="all")
-        ET.fromstring(svg_picture(problem, plan_p2p(problem)))
+        ET.fromstring(svg_picture(problem, make_schedule(problem)))
 
 
 def test_heads_spread_over_the_ranks() -> None:
@@ -144,7 +144,7 @@ def test_outlines_have_the_area_of_the_visible_pairs(
     ids=str,
 )
 def test_svg_covers_what_is_visible(problem: Problem) -> None:
-    schedule = plan_p2p(problem)
+    schedule = make_schedule(problem)
     root = ET.fromstring(svg_picture(problem, schedule))
     shown = range(1 if problem.qkv_format != "thd" else len(problem.sequences))
     rows = sum(problem.sequences[s].slots_q for s in shown)
@@ -170,7 +170,7 @@ def test_svg_covers_what_is_visible(problem: Problem) -> None:
 
 def test_svg_names_its_tiles_and_ranks() -> None:
     problem = packed([29, 11], 2)
-    picture = svg_picture(problem, plan_p2p(problem))
+    picture = svg_picture(problem, make_schedule(problem))
     titles = [t.text for t in ET.fromstring(picture).iter(f"{SVG}title")]
     assert "rank 0 step 0: tile 0 q[0:8] kv[0:8], 36 of 64 pairs visible" in titles
     assert "rank 1 owns slots 8 to 15, 8 of them tokens" in titles

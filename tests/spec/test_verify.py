@@ -6,10 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from cp_ref.spec import InvalidSchedule, Message, Piece, Problem, Rect, Schedule, Sequence, Step, Tile, plan_p2p, verify
+from cp_ref.spec import (
+    InvalidSchedule,
+    Message,
+    Piece,
+    Problem,
+    Rect,
+    Schedule,
+    Sequence,
+    Step,
+    Tile,
+    make_schedule,
+    verify,
+)
 
 PROBLEM = Problem(3, (Sequence(12, 12, 12, 12),), qkv_format="thd", attn_mask_type="no_mask")
-SCHEDULE = plan_p2p(PROBLEM)
+SCHEDULE = make_schedule(PROBLEM)
 
 
 def change(rank: int, number: int, *, backward: bool = False, **changes: object) -> Schedule:

@@ -1,0 +1,25 @@
+"""Every schedule of every problem verifies; two thousand of them here, more with CP_PLANS in the environment."""
+
+import os
+
+from hypothesis import given, settings
+
+from cp_ref.spec import Problem, Schedule, make_program, make_schedule, verify
+from tests.spec.problems import problems
+
+
+@settings(max_examples=int(os.environ.get("CP_PLANS", "2000")))
+@given(problems())
+def test_every_schedule_verifies_and_reads_back(problem: Problem) -> None:
+    schedule = make_schedule(problem)
+    report = verify(problem, schedule)
+    assert sum(r.pairs for r in report.ranks) == problem.pairs * problem.heads_q
+    assert Schedule.parse(str(schedule)) == schedule
+    assert Problem.parse(str(problem)) == problem
+
+
+@given(problems())
+def test_one_ranks_plan_is_its_part_of_the_whole(problem: Problem) -> None:
+    schedule = make_schedule(problem)
+    for rank in range(problem.cp_size):
+        assert make_program(problem, rank) == (schedule.forward[rank], schedule.backward[rank])
