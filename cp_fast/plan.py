@@ -23,7 +23,7 @@ from cp_ref.spec import (
     Unsupported,
     agree,
     describe,
-    plan_p2p,
+    make_schedule,
     q_fragments,
     read_problem,
     spans_of,
@@ -60,7 +60,7 @@ class Plan:
         """What every rank sends, receives and computes, step by step: the data that `program` was compiled from, for
         all ranks.
         """
-        return plan_p2p(self.problem)
+        return make_schedule(self.problem)
 
     @cached_property
     def position_ids(self) -> torch.Tensor:

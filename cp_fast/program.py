@@ -18,7 +18,7 @@ import torch
 
 from cp_fast.launches import Launch, batch, local_tiles
 from cp_fast.rows import Frame, Rows, Span, rows_of
-from cp_ref.spec import Message, Problem, Program, Step, kv_fragments, plan_p2p_rank, q_fragments
+from cp_ref.spec import Message, Problem, Program, Step, kv_fragments, make_program, q_fragments
 
 __all__ = ["Give", "RankProgram", "RingStep", "Take", "compile_p2p"]
 
@@ -75,7 +75,7 @@ class RankProgram:
 
 def compile_p2p(problem: Problem, rank: int, device: torch.device) -> RankProgram:
     """The p2p program of one rank, with its tables on the device."""
-    forward, backward = plan_p2p_rank(problem, rank)
+    forward, backward = make_program(problem, rank)
     compiler = _Compiler(problem, rank, device)
     steps_forward, steps_backward = compiler.compile(forward), compiler.compile(backward)
     takes = [step.take_kv.size for step in steps_forward if step.take_kv is not None]

@@ -75,7 +75,8 @@ def digits(rows: int, dims: int) -> torch.Tensor:
     while base**dims <= rows:
         base += 1
     numbers = torch.arange(1, rows + 1)
-    return torch.stack([numbers // base**n % base for n in range(dims)], dim=1).double()
+    powers = [min(base**n, rows + 1) for n in range(dims)]  # beyond the number's length all digits are 0
+    return torch.stack([numbers // power % base for power in powers], dim=1).double()
 
 
 def _counting(case: Case, plain: GlobalTensors, denominators: torch.Tensor) -> GlobalTensors:
@@ -118,7 +119,7 @@ def _check_counts(case: Case, got: torch.Tensor, count: torch.Tensor, sink: floa
     got = got.t() if fmt == "thd" else got.transpose(1, 2).flatten(0, 1)  # [rows, h]
     real = (tensors.real_q.t() if fmt == "sbhd" else tensors.real_q).flatten()
     want = torch.where(real, count + sink, 0.0)[:, None].expand(got.shape)
-    wrong = ((got - want).abs() > 1e-3 * want.clamp(min=1)).logical_or(got.isnan())
+    wrong = ((got - want).abs() > (1e-3 * want.clamp(min=1)).clamp(max=0.25)).logical_or(got.isnan())
     if not wrong.any():
         return []
     row, head = (int(n) for n in wrong.nonzero()[0])

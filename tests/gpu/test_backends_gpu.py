@@ -147,7 +147,9 @@ def run(
     """Forward and backward of one launch."""
     scale = case.d_qk**-0.5
     part = backend.forward(q, k, v, segments, scale=scale, softcap=case.softcap)
-    assert part.lse.dtype == torch.float32 and part.lse.is_contiguous() and part.out.is_contiguous()
+    assert part.lse.dtype == torch.float32
+    assert part.lse.is_contiguous()
+    assert part.out.is_contiguous()
     options = {"scale": scale, "softcap": case.softcap, "deterministic": False} | options
     gradients = backend.backward(dout, q, k, v, part.out, part.lse, dlse, segments, **options)
     assert all(x.is_contiguous() for x in gradients)
@@ -221,7 +223,8 @@ def test_deterministic_repeats_and_ignores_other_segments(name: str, case: Case)
     first, again = (run(backend, case, more, q, k, v, dout, deterministic=True) for _ in range(2))
     assert all(torch.equal(first[x], again[x]) for x in first)
     alone = run(backend, case, one, q[n:], k[m:], v[m:], dout[n:], deterministic=True)
-    assert torch.equal(first["lse"][:, n:], alone["lse"]) and torch.equal(first["out"][n:], alone["out"])
+    assert torch.equal(first["lse"][:, n:], alone["lse"])
+    assert torch.equal(first["out"][n:], alone["out"])
     assert not torch.are_deterministic_algorithms_enabled()
     if name == "fa2":
         return  # the order of its gradients' sums depends on the number of segments
@@ -278,6 +281,7 @@ def test_strided_and_misaligned_inputs(name: str) -> None:
         wide[..., before : before + x.shape[2]] = x
         strided.append(wide[..., before : before + x.shape[2]])
     got = run(backend, CAUSAL, segments, *strided)
-    assert torch.equal(got["out"], want["out"]) and torch.equal(got["lse"], want["lse"])
+    assert torch.equal(got["out"], want["out"])
+    assert torch.equal(got["lse"], want["lse"])
     for x in ("dk", "dv", "dq"):
         torch.testing.assert_close(got[x], want[x], rtol=2e-2, atol=2e-2)

@@ -18,7 +18,7 @@ _RESULTS = ("out", "lse", "dq", "dk", "dv")
 def _case(dtype: str, softmax_type: str = "vanilla") -> Case:
     problem = Problem(
         4,
-        (Sequence(60, 60, 64, 64), Sequence(30, 17, 32, 32)),
+        (Sequence(250, 250, 256, 256), Sequence(30, 17, 32, 32)),
         qkv_format="thd",
         attn_mask_type="padding_causal_bottom_right",
         window_size=(20, -1),

@@ -1,0 +1,123 @@
+"""cp_fast on one GPU, all ranks over the simulated group: exact counts and errors within budget, for each CUDA backend.
+
+Lengths lie around the kernels' block sizes; head dims are few, since each costs FA4 some compilations.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cp_fast
+from conformance.case import Case
+from conformance.tiers import budget, probes
+from cp_fast.backends import by_name
+from cp_ref.spec import Problem, Sequence
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def implementation(backend: str) -> SimpleNamespace:
+    """cp_fast with one backend by name."""
+    reason = by_name(backend).why_not()
+    if reason is not None:
+        pytest.skip(f"needs backend {backend}: {reason}")
+    members = {name: getattr(cp_fast, name) for name in cp_fast.__all__}
+    return SimpleNamespace(**members | {"ContextParallel": partial(cp_fast.ContextParallel, backend=backend)})
+
+
+def dense(cp_size: int, chunk: int, batch: int = 2) -> tuple[Sequence, ...]:
+    length = 2 * cp_size * chunk
+    return (Sequence(length, length, length, length),) * batch
+
+
+def packed(cp_size: int) -> tuple[Sequence, ...]:
+    """Real lengths that end anywhere in their slots; an empty sequence, one of a single token."""
+    unit = 2 * cp_size
+    slots = [unit * n for n in (150, 1, 0, 33, 65, 9)]
+    lens = [slots[0] - 5, 1, 0, slots[3], slots[4] - unit - 1, slots[5] - 2]
+    return tuple(Sequence(n, n, s, s) for n, s in zip(lens, slots, strict=True))
+
+
+def crossed(cp_size: int) -> tuple[Sequence, ...]:
+    unit = 2 * cp_size
+    return (
+        Sequence(unit * 40 - 3, unit * 70 - 1, unit * 40, unit * 70),
+        Sequence(unit * 30, unit * 9, unit * 30, unit * 9),
+    )
+
+
+HEADS = {"heads_q": 4, "heads_kv": 2, "d_qk": 64, "d_v": 64, "dtype": "bfloat16"}
+THD = {"qkv_format": "thd", **HEADS}
+
+
+def cases(cp_size: int) -> dict[str, Case]:
+    """Named cases for one group size."""
+    make = partial(Problem, cp_size)
+    lens = packed(cp_size)
+    return {
+        "bshd causal": Case(make(dense(cp_size, 65), qkv_format="bshd", **HEADS)),
+        "sbhd no_mask": Case(make(dense(cp_size, 40), qkv_format="sbhd", attn_mask_type="no_mask", **HEADS)),
+        "sbhd causal, contiguous": Case(make(dense(cp_size, 64), layout="contiguous", qkv_format="sbhd", **HEADS)),
+        "bshd padding": Case(
+            make(
+                (Sequence(130, 130, 480, 480), Sequence(479, 479, 480, 480)),
+                qkv_format="bshd",
+                attn_mask_type="padding_causal",
+                **HEADS,
+            )
+        ),
+        "thd causal, padding, tail": Case(make(lens, **THD), tail_q=cp_size * 7, tail_kv=cp_size * 3, use_plan=True),
+        "thd causal, contiguous": Case(make(lens, layout="contiguous", **THD)),
+        "thd window (100, 0)": Case(make(lens, window_size=(100, 0), **THD)),
+        "thd window (30, 20)": Case(make(lens, attn_mask_type="padding", window_size=(30, 20), **THD)),
+        "thd cross causal": Case(make(crossed(cp_size), **THD)),
+        "thd cross bottom-right": Case(make(crossed(cp_size), attn_mask_type="causal_bottom_right", **THD)),
+        "thd cross window": Case(
+            make(crossed(cp_size), attn_mask_type="padding_causal_bottom_right", window_size=(50, 0), **THD)
+        ),
+        "thd sink": Case(make(lens, softmax_type="learnable", **THD)),
+        "thd deterministic, strided": Case(make(lens, **THD), deterministic=True, strided=True),
+        "float16, d 128, 8 over 1": Case(
+            make(dense(cp_size, 33, 1), heads_q=8, heads_kv=1, d_qk=128, d_v=128, dtype="float16")
+        ),
+    }
+
+
+NAMES = list(cases(2))
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("backend", ["fa4", "fa2"])
+def test_counts_and_budgets(backend: str, name: str, cp_size: int) -> None:
+    impl, case = implementation(backend), cases(cp_size)[name]
+    assert budget.check(impl, case, "cuda") == []
+    assert probes.check(impl, case, "cuda") == []
+
+
+FA4_CASES = {
+    "MLA 192/128": ({"heads_q": 4, "heads_kv": 4, "d_qk": 192, "d_v": 128, "dtype": "bfloat16"}, {}),
+    "GQA with MLA dims": ({"heads_q": 8, "heads_kv": 2, "d_qk": 192, "d_v": 128, "dtype": "bfloat16"}, {}),
+    "gradient through lse": (HEADS, {"return_lse": True, "loss": "out+lse"}),
+}
+
+
+@pytest.mark.parametrize("name", FA4_CASES)
+def test_what_only_fa4_has(name: str) -> None:
+    heads, call = FA4_CASES[name]
+    case = Case(Problem(3, packed(3), qkv_format="thd", **heads), **call)
+    assert budget.check(implementation("fa4"), case, "cuda") == []
+
+
+def test_what_fa2_lacks_is_named() -> None:
+    impl = implementation("fa2")
+    heads, call = FA4_CASES["gradient through lse"]
+    with pytest.raises(cp_fast.Unsupported, match="gradient through lse"):
+        budget.check(impl, Case(Problem(2, dense(2, 8), **heads), **call), "cuda")
+    heads, _ = FA4_CASES["MLA 192/128"]
+    with pytest.raises(cp_fast.Unsupported, match="fa2 lacks d_qk != d_v"):
+        budget.check(impl, Case(Problem(2, dense(2, 8), **heads)), "cuda")

@@ -1,0 +1,100 @@
+"""cp_fast over NCCL, one process a GPU: the results of the simulated group, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import cp_fast
+from cp_ref import SimGroup, dense_attention
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+
+LENGTHS, SLOTS = [1500, 3, 0, 700], [1536, 24, 0, 720]
+CASES: list[dict[str, Any]] = [
+    {},
+    {"attn_mask_type": "padding"},
+    {"window_size": (200, 0)},
+    {"attn_mask_type": "padding", "window_size": (64, 32)},
+]
+
+
+def cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([sum(lengths[:n]) for n in range(len(lengths) + 1)], dtype=torch.int32)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    total = sum(SLOTS)
+    shapes = {"q": (total, 8, 128), "k": (total, 2, 128), "v": (total, 2, 128), "dout": (total, 8, 128)}
+    return {name: torch.randn(*shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+def play(group: Any, arguments: dict[str, Any], layout: str) -> dict[str, torch.Tensor]:
+    """One rank's share, planned; global results."""
+    cp = cp_fast.ContextParallel(group, layout=layout)
+    padded = cumulative(SLOTS)
+    split = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": padded}
+    local = {name: cp_fast.shard(x.cuda(), **split) for name, x in tensors().items()}
+    q, k, v = (local[name].requires_grad_() for name in "qkv")
+    plan = cp_fast.make_plan(
+        cp=cp,
+        qkv_format="thd",
+        cu_seqlens_q=cumulative(LENGTHS),
+        cu_seqlens_q_padded=padded,
+        heads_q=8,
+        heads_kv=2,
+        d_qk=128,
+        d_v=128,
+        dtype=torch.bfloat16,
+        device=q.device,
+        deterministic=True,
+        **arguments,
+    )
+    out, lse = cp_fast.attention(q, k, v, cp=cp, plan=plan, deterministic=True, return_lse=True)
+    out.backward(local["dout"])
+    results = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad, "lse": lse.detach().t().contiguous()}
+    return {name: cp_fast.unshard(x, **split).cpu() for name, x in results.items() if x is not None}
+
+
+def worker(rank: int, size: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    store = f"file://{Path(folder) / 'store'}"
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=size, device_id=torch.device("cuda", rank))
+    found = [play(dist.group.WORLD, case, layout) for case in CASES for layout in ("dual_chunk", "contiguous")]
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [n for n in (2, 4, 8) if n <= GPUS] or [2])
+def test_nccl_gives_what_the_simulated_group_gives(size: int) -> None:
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, args=(size, folder), nprocs=size)
+        by_rank = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size)]
+    number = 0
+    for case in CASES:
+        inputs = {name: x.cuda().double() for name, x in tensors().items()}
+        q, k, v = (inputs[name].requires_grad_() for name in "qkv")
+        lengths = {"cu_seqlens_q": cumulative(LENGTHS), "cu_seqlens_q_padded": cumulative(SLOTS)}
+        out, _, _ = dense_attention(q, k, v, qkv_format="thd", **lengths, **case)
+        out.backward(inputs["dout"])
+        exact = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+        for layout in ("dual_chunk", "contiguous"):
+            simulated = SimGroup(size).run(lambda member, c=case, how=layout: play(member, c, how))
+            for rank in range(size):
+                for name, x in simulated[rank].items():
+                    assert torch.equal(by_rank[rank][number][name], x), (case, layout, rank, name)
+            for name, x in exact.items():
+                assert x is not None
+                error = (simulated[0][name].cuda().double() - x).norm() / x.norm()
+                assert error < 6e-3, (case, layout, name, error.item())
+            number += 1
