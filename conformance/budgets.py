@@ -117,17 +117,21 @@ def _row(
     if got.shape != exact.shape or yardstick.shape != exact.shape:
         shapes = f"shape {list(got.shape)}, yardstick {list(yardstick.shape)}, exact {list(exact.shape)}"
         return Row(name, torch.inf, 0.0, torch.inf, 0.0, False, shapes)
-    exact = exact.double()
-    max_error, mean_error, unlike = _errors(got, exact)
-    max_yard, mean_yard, unlike_yard = _errors(yardstick, exact)
+    exact, yardstick = exact.double(), yardstick.detach().double().to(exact.device)
+    got = got.detach().double().to(exact.device)
+    counted = (exact != 0) | (got != 0) | (yardstick != 0)  # padding has no error, and would dilute every mean
+    max_error, mean_error, unlike = _errors(got, exact, counted)
+    max_yard, mean_yard, unlike_yard = _errors(yardstick, exact, counted)
     wide_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     eps = wide_eps if name in _WIDE else torch.finfo(dtype).eps
-    rows = max(int(exact.isfinite().sum()) // (1 if name in _WIDE else exact.shape[-1] or 1), 1)
+    rows = max(int((exact.isfinite() & counted).sum()) // (1 if name in _WIDE else exact.shape[-1] or 1), 1)
     low = name in _WIDE and torch.finfo(dtype).eps > wide_eps
     floor = (_WIDE_NOISE if low else _NOISE * wide_eps * sizes.spread) * sizes.largest
     by_delta = torch.finfo(dtype).eps if name in ("dq", "dk", "d_offset") else 0.0
-    max_bound = MAX_FACTOR * max_yard + max(eps * _largest(exact), by_delta * sizes.largest) + floor
-    mean_bound = MEAN_FACTOR * (1.0 + _LUCK / rows**0.5) * mean_yard + _DELTA / rows**0.5 * by_delta * sizes.mean
+    few = 1.0 / rows**0.5
+    one_rounding = max(eps * _largest(exact), (1.0 + _DELTA * few) * by_delta * sizes.largest)
+    max_bound = MAX_FACTOR * max_yard + one_rounding + floor
+    mean_bound = MEAN_FACTOR * (1.0 + _LUCK * few) * mean_yard + _DELTA * few * by_delta * sizes.mean
     mean_bound += _MEAN_ROUNDING * eps * _mean(exact) + _MEAN_NOISE * floor
     if name in ("max_logit", "d_offset"):  # one value a head: their mean says no more than their maximum
         mean_bound = max_bound
@@ -140,15 +144,13 @@ def _row(
     return Row(name, max_error, max_bound, mean_error, mean_bound, ok, note)
 
 
-def _errors(got: torch.Tensor, exact: torch.Tensor) -> tuple[float, float, int]:
-    """Largest and mean error where the exact value is finite, and how many values are not finite alike."""
-    got = got.detach().double().to(exact.device)
+def _errors(got: torch.Tensor, exact: torch.Tensor, counted: torch.Tensor) -> tuple[float, float, int]:
+    """Largest and mean error where `counted` and exact is finite, and how many values are not finite alike."""
     finite = exact.isfinite()
-    alike = torch.where(finite, got.isfinite(), got == exact)
-    unlike = int((~alike).sum())
+    unlike = int((~torch.where(finite, got.isfinite(), got == exact)).sum())
     if unlike:
         return torch.inf, torch.inf, unlike
-    errors = (got[finite] - exact[finite]).abs()
+    errors = (got - exact)[finite & counted].abs()
     return (errors.max().item(), errors.mean().item(), 0) if errors.numel() else (0.0, 0.0, 0)
 
 
@@ -158,5 +160,6 @@ def _largest(x: torch.Tensor) -> float:
 
 
 def _mean(x: torch.Tensor) -> float:
-    finite = x[x.isfinite()]
-    return finite.abs().mean().item() if finite.numel() else 0.0
+    """Of the values that are not 0."""
+    counted = x[x.isfinite() & (x != 0)]
+    return counted.abs().mean().item() if counted.numel() else 0.0

@@ -13,6 +13,7 @@ from cp_ref.execute import run_backward, run_forward
 from cp_ref.formats import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.merge import add_sink
 from cp_ref.plan import Plan, plan_together, read_call
+from cp_ref.recorder import recording
 from cp_ref.spec import Problem, check_local_tensors, check_offset, check_settled, q_fragments, read_sizes
 
 __all__ = ["attention"]
@@ -121,15 +122,19 @@ class _Attention(torch.autograd.Function):
         problem = plan.problem
         fmt, batch_size = problem.qkv_format, len(problem.sequences)
         packed = [to_packed(x, fmt) for x in (q, k, v)]
-        out, lse, max_logit, kept = run_forward(problem, plan.schedule, cp.comm, *packed)
+        recorder = recording(problem, plan.schedule, cp.rank)
+        recorder.own("given", softmax_offset=offset)
+        out, lse, max_logit, kept = run_forward(problem, plan.schedule, cp.comm, *packed, recorder)
         if (sink := _sink(problem, offset, lse)) is not None:
             real = _real_rows(plan, q.device)
             out[real], lse[real] = add_sink(out[real], lse[real], sink)
         max_logit = all_reduce_max(cp.comm, max_logit)
         ctx.save_for_backward(q, k, v, out, lse, offset)
-        ctx.plan, ctx.cp, ctx.kept = plan, cp, kept
+        ctx.plan, ctx.cp, ctx.kept, ctx.recorder = plan, cp, kept, recorder
         ctx.mark_non_differentiable(max_logit)
-        return to_format(out.to(q.dtype), fmt, batch_size), lse_from_packed(lse, fmt, batch_size), max_logit
+        narrow = out.to(q.dtype)
+        recorder.own("final", out=narrow, lse=lse, max_logit=max_logit)
+        return to_format(narrow, fmt, batch_size), lse_from_packed(lse, fmt, batch_size), max_logit
 
     @staticmethod
     @once_differentiable
@@ -140,13 +145,17 @@ class _Attention(torch.autograd.Function):
         q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
         dout = to_packed(grads[0], fmt)
         delta = (dout.to(out.dtype) * out).sum(dim=-1) - lse_to_packed(grads[1], fmt)  # [t, h_q]
-        dq, dk, dv = run_backward(problem, plan.schedule, cp.comm, q_rows, k_rows, v_rows, dout, lse, delta, ctx.kept)
+        dq, dk, dv = run_backward(
+            problem, plan.schedule, cp.comm, q_rows, k_rows, v_rows, dout, lse, delta, ctx.kept, ctx.recorder
+        )
         doffset = None
         if offset is not None:
             real = _real_rows(plan, q.device)
             weight = torch.exp(offset.to(lse.dtype) - lse[real])  # the sink's share of each row's softmax
             doffset = all_reduce_sum(cp.comm, -(weight * delta[real]).sum(dim=0)).to(offset.dtype)
-        dq, dk, dv = (to_format(g.to(x.dtype), fmt, batch_size) for g, x in ((dq, q), (dk, k), (dv, v)))
+        dq, dk, dv = (g.to(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
+        ctx.recorder.own("final", dq=dq, dk=dk, dv=dv, dsoftmax_offset=doffset)
+        dq, dk, dv = (to_format(g, fmt, batch_size) for g in (dq, dk, dv))
         return None, None, dq, dk, dv, doffset
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from cp_ref.recorder import SILENT, Recorder
 from cp_ref.spec import Group, Problem, Program, Schedule, Tile
 from cp_ref.tile import tile_backward, tile_forward, visible_pairs
 from cp_ref.world import World, accumulator_dtype
@@ -26,9 +27,12 @@ class Results(NamedTuple):
     kept: dict[str, tuple[torch.Tensor, ...]]  # the operands that the schedule saves for the backward pass
 
 
-def run_program(program: Program, world: World, group: Group, compute: Callable[[Tile], None]) -> None:
+def run_program(
+    program: Program, world: World, group: Group, compute: Callable[[Tile], None], recorder: Recorder = SILENT
+) -> None:
     """Play the steps. `compute` does one tile with the world's operands and adds to its results."""
-    for step in program:
+    for number, step in enumerate(program):
+        recorder.step(number)
         sends = [parcel for message in step.sends for parcel in world.pack(message)]
         boxes = [world.boxes(message) for message in step.recvs]
         pending = group.exchange(sends, [parcel for box in boxes for parcel in box])
@@ -37,15 +41,26 @@ def run_program(program: Program, world: World, group: Group, compute: Callable[
         pending.wait()
         for message, box in zip(step.recvs, boxes, strict=True):
             world.unpack(message, box)
+            recorder.received(world, message, box)
+    recorder.step(len(program))
 
 
 def run_forward(
-    problem: Problem, schedule: Schedule, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    problem: Problem,
+    schedule: Schedule,
+    group: Group,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recorder: Recorder = SILENT,
 ) -> Results:
     """This rank's share of the forward pass.
 
     q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]: this rank's packed slices, a tail allowed.
+    recorder: sees every intermediate.
     """
+    recorder.begin("forward")
+    recorder.own("given", q=q, k=k, v=v)
     wide = accumulator_dtype(q.dtype)
     world = World(problem, group.rank, q.device)
     world.put_own("q", q)
@@ -64,13 +79,15 @@ def run_forward(
             scale=problem.scale,
             softcap=problem.softcap,
         )
+        recorder.tile(tile, out=part.out, lse=part.lse)
         world.add("out", rows, heads, part.out, part.lse)
         max_logit[heads] = torch.maximum(max_logit[heads], part.max_logit)
 
-    run_program(schedule.forward[group.rank], world, group, compute)
+    run_program(schedule.forward[group.rank], world, group, compute, recorder)
     out = torch.zeros(q.shape[0], problem.heads_q, problem.d_v, dtype=wide, device=q.device)
     lse = out.new_full(out.shape[:2], float("-inf"))
     world.own("out", out, lse)
+    recorder.own("merged", out=out, lse=lse)
     return Results(out, lse, max_logit, {what: world.tensors[what] for what in schedule.saved})
 
 
@@ -85,13 +102,16 @@ def run_backward(
     lse: torch.Tensor,
     delta: torch.Tensor,
     kept: dict[str, tuple[torch.Tensor, ...]],
+    recorder: Recorder = SILENT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's share of the backward pass.
 
     q, k, v as in `run_forward`; dout [t_q, h_q, d_v]; lse [t_q, h_q] final, sinks included; delta [t_q, h_q] is
-    sum(dout * out) - dlse; kept: from the forward pass. Returns dq, dk, dv in float32 or float64, 0 in padding and
-    tail.
+    sum(dout * out) - dlse; kept: from the forward pass; recorder: sees every intermediate. Returns dq, dk, dv in
+    float32 or float64, 0 in padding and tail.
     """
+    recorder.begin("backward")
+    recorder.own("given", dout=dout, lse=lse, delta=delta)
     wide = accumulator_dtype(q.dtype)
     world = World(problem, group.rank, q.device)
     world.put_own("q", q)
@@ -116,19 +136,16 @@ def run_backward(
             scale=problem.scale,
             softcap=problem.softcap,
         )
+        dk, dv = (_by_kv_head(x, kv_heads, problem) for x in (part.dk, part.dv))
+        recorder.tile(tile, dq=part.dq, dk=dk, dv=dv)
         world.add("dq", rows, heads, part.dq)
-        world.add(
-            "dkv",
-            columns,
-            slice(None),
-            _by_kv_head(part.dk, kv_heads, problem),
-            _by_kv_head(part.dv, kv_heads, problem),
-        )
+        world.add("dkv", columns, slice(None), dk, dv)
 
-    run_program(schedule.backward[group.rank], world, group, compute)
+    run_program(schedule.backward[group.rank], world, group, compute, recorder)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     world.own("dq", dq)
     world.own("dkv", dk, dv)
+    recorder.own("merged", dq=dq, dk=dk, dv=dv)
     return dq, dk, dv
 
 

@@ -112,10 +112,14 @@ def _indicator(rows: int, heads: int, d: int, device: torch.device | str) -> tor
 
 
 def _compare(got: torch.Tensor, expected: torch.Tensor, what: str) -> str | None:
-    """None where equal up to a rounding of the weights and one of the result to bfloat16, else where they differ."""
+    """None where equal up to three roundings to bfloat16, else where they differ.
+
+    Rounded are the weights, the result, and in FlashAttention 2 each query head's share of dk and dv before they are
+    summed. A key too many or too few weighs more: a row's 1 / n among at most some dozens.
+    """
     if got.shape != expected.shape:
         return f"{what} has shape {list(got.shape)} instead of {list(expected.shape)}"
-    wrong = ~((got.double() - expected).abs() <= 8e-3 * expected.abs() + 1e-6)
+    wrong = ~((got.double() - expected).abs() <= 1.2e-2 * expected.abs() + 1e-6)
     if not wrong.any():
         return None
     at = tuple(int(x) for x in wrong.nonzero()[0])

@@ -1,0 +1,166 @@
+"""Recording a trace: `trace()` for the user, and the hooks that the executor calls.
+
+With no trace recording, the hooks are those of `Recorder`, which do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from cp_ref.spec import Message, Parcel, Piece, Problem, Schedule, Tile, kv_fragments, q_fragments
+from cp_ref.tracing import Item, Trace
+from cp_ref.world import World
+
+__all__ = ["SILENT", "Recorder", "recording", "trace"]
+
+_PER_HEAD = ("max_logit", "softmax_offset", "dsoftmax_offset")
+_OF_KEYS = ("k", "v", "dk", "dv")
+_NAMES = {  # the tensors of a message, as in `cp_ref.world`
+    "q": ("q",),
+    "kv": ("k", "v"),
+    "do": ("dout", "lse", "delta"),
+    "out": ("out", "lse"),
+    "dq": ("dq",),
+    "dkv": ("dk", "dv"),
+}
+
+_now: Trace | None = None  # one for the process: the ranks of a SimGroup are threads of it
+
+
+@contextmanager
+def trace(call: int = 0) -> Iterator[Trace]:
+    """Record every intermediate of one `cp_ref.attention` call and of its backward pass.
+
+    Args:
+        call: which call of each rank inside the block, from 0: in a model, the number of the layer.
+
+    Every rank of a SimGroup is recorded; in a torchrun job each process records its own rank: `t.save(f"{rank}.pt")`,
+    and later `Trace.load("*.pt")`. Items are detached clones on the CPU, so results stay as they are; memory is used
+    for every one of them. What happens after the block is not recorded.
+
+    Raises:
+        RuntimeError: inside another trace.
+
+    >>> from cp_ref import ContextParallel, SimGroup, attention
+    >>> def fn(member):
+    ...     x = torch.ones(1, 4, 1, 8)                                 # this rank's slice: b 1, s 8/2, h 1, d 8
+    ...     return attention(x, x, x, cp=ContextParallel(member))
+    >>> with trace() as t:
+    ...     outs = SimGroup(2).run(fn)
+    >>> for item in t.select(rank=0, name="lse"):
+    ...     print(item)
+    forward step 0 rank 0: tile lse 0[0:2] of tile 0 q[0:2] kv[0:2], float32 [2, 1]
+    forward step 0 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[0:2], float32 [2, 1]
+    forward step 0 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[6:8], float32 [2, 1]
+    forward step 1 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[2:4], float32 [2, 1]
+    forward step 1 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[4:6], float32 [2, 1]
+    forward step 2 rank 0: merged lse 0[0:2], float32 [2, 1]
+    forward step 2 rank 0: merged lse 0[6:8], float32 [2, 1]
+    forward step 2 rank 0: final lse 0[0:2], float32 [2, 1]
+    forward step 2 rank 0: final lse 0[6:8], float32 [2, 1]
+    """
+    global _now
+    if _now is not None:
+        raise RuntimeError("a trace is being recorded already; one trace at a time")
+    _now = Trace(call)
+    try:
+        yield _now
+    finally:
+        _now = None
+
+
+class Recorder:
+    """The hooks of one rank during one call. This one does nothing."""
+
+    def begin(self, direction: str) -> None:
+        """A pass begins."""
+
+    def step(self, number: int) -> None:
+        """A step begins; the number of steps: they are over."""
+
+    def received(self, world: World, message: Message, boxes: Sequence[Parcel]) -> None:
+        """A message has arrived: its flat tensors."""
+
+    def tile(self, tile: Tile, **results: torch.Tensor) -> None:
+        """A tile is computed. Results of query rows [n, h, ...] for the tile's heads, of key rows [m, h_kv, ...] for
+        all kv heads.
+        """
+
+    def own(self, kind: str, **tensors: torch.Tensor | None) -> None:
+        """The rank's own packed rows [t, h, ...] (what belongs to heads alone: [h]): given, merged or final."""
+
+
+SILENT = Recorder()
+
+
+def recording(problem: Problem, schedule: Schedule, rank: int) -> Recorder:
+    """The hooks for a call that begins: silent, unless a trace waits for it."""
+    if _now is None:
+        return SILENT
+    number = _now.calls.get(rank, 0)
+    _now.calls[rank] = number + 1
+    if number != _now.call:
+        return SILENT
+    if _now.problem is None:
+        _now.problem, _now.schedule = problem, schedule
+    elif _now.problem != problem:
+        raise ValueError(f"call {number} of rank {rank} is {problem}, but another rank's is {_now.problem}")
+    return _Recording(_now, problem, rank)
+
+
+class _Recording(Recorder):
+    """Hooks that record into a trace for as long as its block lasts."""
+
+    def __init__(self, trace: Trace, problem: Problem, rank: int) -> None:
+        self._trace, self._problem, self._rank = trace, problem, rank
+        self._direction, self._step = "forward", 0
+
+    def begin(self, direction: str) -> None:
+        self._direction, self._step = direction, 0
+
+    def step(self, number: int) -> None:
+        self._step = number
+
+    def received(self, world: World, message: Message, boxes: Sequence[Parcel]) -> None:
+        for name, box, x in zip(_NAMES[message.what], boxes, world.tensors[message.what], strict=True):
+            offset, text = 0, message.text("recv")
+            for piece in message.pieces:
+                heads = x.shape[1] if piece.heads is None else piece.heads[1] - piece.heads[0]
+                shape = (piece.stop - piece.start, heads, *x.shape[2:])
+                flat = box.tensor[offset : offset + torch.Size(shape).numel()]
+                self._add("received", text, name, piece, flat.view(shape))
+                offset += flat.numel()
+
+    def tile(self, tile: Tile, **results: torch.Tensor) -> None:
+        group, rect = self._problem.group_size, tile.rect
+        for name, x in results.items():
+            if name in _OF_KEYS:
+                heads = None if tile.heads is None else (tile.heads[0] // group, -(-tile.heads[1] // group))
+                piece = Piece(tile.seq, rect.k0, rect.k1, heads)
+                x = x if heads is None else x[:, slice(*heads)]
+            else:
+                piece = Piece(tile.seq, rect.q0, rect.q1, tile.heads)
+            self._add("tile", str(tile), name, piece, x)
+
+    def own(self, kind: str, **tensors: torch.Tensor | None) -> None:
+        for name, x in tensors.items():
+            if x is None:
+                continue
+            if name in _PER_HEAD:
+                self._add(kind, "", name, None, x)
+                continue
+            on_keys = name in _OF_KEYS
+            for f in (kv_fragments if on_keys else q_fragments)(self._problem, self._rank):
+                sequence = self._problem.sequences[f.seq]
+                stop = min(f.stop, sequence.len_kv if on_keys else sequence.len_q)
+                if f.start < stop:
+                    rows = x[f.row : f.row + stop - f.start]
+                    self._add(kind, "", name, Piece(f.seq, f.start, stop), rows)
+
+    def _add(self, kind: str, source: str, name: str, piece: Piece | None, x: torch.Tensor) -> None:
+        if self._trace is _now:
+            clone = x.detach().to("cpu", copy=True)
+            self._trace.add(Item(self._direction, self._step, self._rank, kind, source, name, piece, clone))

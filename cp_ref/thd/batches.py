@@ -1,0 +1,145 @@
+"""Preparing a training batch: pad each sequence so that it divides, then give every rank its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cp_ref.context import ContextParallel
+from cp_ref.sharding import shard
+from cp_ref.spec.arguments import check_choice
+from cp_ref.spec.problem import QKV_FORMATS
+from cp_ref.thd.rows import Runs, check_count, check_tensor, read_runs
+
+__all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
+
+
+def pad_thd_sequences_for_cp(
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    divisibility_factor: int,
+    padding_token_id: int = 0,
+    padding_label_id: int = -100,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pad each sequence of a packed batch, at its end, to the next multiple of a factor.
+
+    Args:
+        input_ids: token ids, [t], any integer dtype.
+        labels: [t], any integer dtype.
+        cu_seqlens: GLOBAL cumulative lengths of the real tokens, int32 or int64 [b + 1]. Rows behind cu_seqlens[-1] are
+            tail, and follow the last padded sequence unchanged.
+        divisibility_factor: what every length has to be a multiple of: 2 * cp_size for layout dual_chunk.
+        padding_token_id, padding_label_id: what padding holds (-100: no loss there).
+
+    Returns:
+        (input_ids, labels, cu_seqlens_padded): the ids and labels [t'] of the dtypes given, and the GLOBAL cumulative
+        lengths with padding, of cu_seqlens' dtype and device. A sequence of length 0 stays so.
+
+    Raises:
+        ValueError, TypeError: another shape, fewer tokens than lengths, a factor below 1.
+
+    TransformerEngine: `pad_thd_sequences_for_cp`, for tensors on the CPU.
+
+    >>> ids, labels = torch.tensor([1, 1, 1, 2, 2]), torch.tensor([11, 12, 13, 21, 22])
+    >>> ids, labels, cu_seqlens_padded = pad_thd_sequences_for_cp(ids, labels, torch.tensor([0, 3, 5]), 4)
+    >>> ids.tolist(), labels.tolist()
+    ([1, 1, 1, 0, 2, 2, 0, 0], [11, 12, 13, -100, 21, 22, -100, -100])
+    >>> cu_seqlens_padded.tolist()
+    [0, 4, 8]
+    """
+    check_count("divisibility_factor", divisibility_factor, 1)
+    for name, x in (("input_ids", input_ids), ("labels", labels)):
+        check_tensor(name, x)
+        if x.ndim != 1 or x.shape != input_ids.shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}; input_ids and labels must both be [t]")
+    real = read_runs("cu_seqlens", cu_seqlens, input_ids.device)
+    if len(input_ids) < real.end():
+        raise ValueError(f"input_ids has {len(input_ids)} tokens, fewer than cu_seqlens[-1] = {real.end()}")
+    slots = (real.sizes + divisibility_factor - 1) // divisibility_factor * divisibility_factor
+    padded = Runs(slots.cumsum(0) - slots, slots)
+    new_rows = Runs(padded.starts, real.sizes).rows()
+
+    def spread(x: torch.Tensor, fill: int) -> torch.Tensor:
+        result = x.new_full((padded.end(),), fill)
+        result[new_rows.to(x.device)] = x[: real.end()]
+        return torch.cat([result, x[real.end() :]])
+
+    cu_seqlens_padded = torch.cat([slots.new_zeros(1), slots.cumsum(0)]).to(cu_seqlens)
+    return spread(input_ids, padding_token_id), spread(labels, padding_label_id), cu_seqlens_padded
+
+
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, Any],
+    *,
+    cp: ContextParallel,
+    qkv_format: str = "bshd",
+    cu_seqlens_padded: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """This rank's part of a batch: ids, labels, positions and loss mask cut as `cp_ref.shard` cuts q, k and v.
+
+    What happens to an entry is decided by these rules, in this order:
+
+    1. No tensor (None, a number, a string): passed on as it is.
+    2. Its name begins with "cu_seqlens": passed on. Attention takes global lengths.
+    3. A tensor without the format's sequence axis (axis 1 of bshd [b, s, ...]; axis 0 of sbhd [s, ...] and thd
+       [t, ...]): passed on. But a bshd tensor [n] is refused where n is the sequence length: it may be positions
+       without a batch axis or, as well, one value a sequence.
+    4. Every other tensor is cut, along that axis alone. Their sizes there must agree; where they do not (an attention
+       mask [b, 1, s, s], lengths [b] in thd), nobody can tell which are sequences, and the batch is refused. Take such
+       entries out, and put them back yourself.
+
+    Args:
+        batch: the global batch, whole on every rank.
+        cp: the group and its layout.
+        qkv_format: "bshd" for [b, s, ...], "sbhd" for [s, b, ...], "thd" for [t, ...].
+        cu_seqlens_padded: thd only: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1].
+
+    Returns:
+        A new dict with the same keys in the same order.
+
+    Raises:
+        ValueError, TypeError: rules 3 and 4, a length that does not divide, or lengths that do not belong to the format.
+
+    Megatron-LM: `get_batch_on_this_cp_rank`; TransformerEngine has a function of this name for thd.
+
+    >>> from cp_ref import SimGroup
+    >>> batch = {"tokens": torch.tensor([[10, 11, 12, 13]]), "loss_mask": torch.tensor([[1, 1, 1, 0]]), "epoch": 3}
+    >>> for part in SimGroup(2).run(lambda member: get_batch_on_this_cp_rank(batch, cp=ContextParallel(member))):
+    ...     print({name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in part.items()})
+    {'tokens': [[10, 13]], 'loss_mask': [[1, 0]], 'epoch': 3}
+    {'tokens': [[11, 12]], 'loss_mask': [[1, 1]], 'epoch': 3}
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch is a {type(batch).__name__}; it must be a dict of tensors and other values")
+    check_choice("qkv_format", qkv_format, QKV_FORMATS)
+    axis = 1 if qkv_format == "bshd" else 0
+    candidates = {
+        name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and not name.startswith("cu_seqlens")
+    }
+    cut = {name: x for name, x in candidates.items() if x.ndim > axis}
+    _check_agreement(cut, axis, qkv_format)
+    for name, x in candidates.items():
+        if x.ndim == 1 and name not in cut and any(len(x) == y.shape[axis] for y in cut.values()):
+            raise ValueError(
+                f"batch[{name!r}] has shape {list(x.shape)}, and {len(x)} is the sequence length: it may or may not be "
+                f"a sequence. With qkv_format {qkv_format!r} a sequence must be [b, s, ...]"
+            )
+    return {
+        name: shard(cut[name], cp=cp, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded) if name in cut else x
+        for name, x in batch.items()
+    }
+
+
+def _check_agreement(cut: dict[str, torch.Tensor], axis: int, qkv_format: str) -> None:
+    """All have the same size on the sequence axis."""
+    for first, x in list(cut.items())[:1]:
+        for name, y in cut.items():
+            if y.shape[axis] != x.shape[axis]:
+                raise ValueError(
+                    f"batch[{first!r}] has shape {list(x.shape)} and batch[{name!r}] has {list(y.shape)}: with "
+                    f"qkv_format {qkv_format!r} both would be cut along axis {axis}, but their sizes there differ. Take "
+                    "out what is no sequence"
+                )

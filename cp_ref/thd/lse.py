@@ -1,0 +1,63 @@
+"""Log-sum-exps of packed sequences come in two shapes; here the corrections learn to see them as one.
+
+    packed   [h, t]       the LSE of row t of the buffer                      (lse_packed True)
+    padded   [b, h, s]    the LSE of position p of sequence b, p < s          (lse_packed False)
+
+A padded LSE has room for at least the longest sequence. Kernels round that room up, so s may be larger; what lies
+behind a sequence's length is never read and never changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cp_ref.thd.rows import Runs, check_flag, check_tensor
+
+__all__ = ["check_lse", "lse_rows"]
+
+Index = tuple[torch.Tensor, ...]
+
+
+def lse_rows(lse: torch.Tensor, sequences: Runs, part: Runs, lse_packed: bool) -> tuple[torch.Tensor, Index]:
+    """A view of the LSE and an index into it: `view[index]` is [n, h], the LSE of the n rows of `part`, and assigning
+    to it changes `lse`.
+
+    >>> sequences = Runs(torch.tensor([0, 2]), torch.tensor([2, 4]))
+    >>> packed = torch.tensor([[0, 1, 2, 3, 4, 5]])                          # h 1, t 6
+    >>> padded = torch.tensor([[[0, 1, 0, 0]], [[2, 3, 4, 5]]])              # b 2, h 1, s 4: the same numbers
+    >>> view, index = lse_rows(packed, sequences, sequences.half(1), lse_packed=True)
+    >>> view[index].flatten().tolist()
+    [1, 4, 5]
+    >>> view, index = lse_rows(padded, sequences, sequences.half(1), lse_packed=False)
+    >>> view[index].flatten().tolist()
+    [1, 4, 5]
+    """
+    rows = part.rows()
+    if lse_packed:
+        return lse.t(), (rows,)
+    sequence = torch.repeat_interleave(torch.arange(len(part.sizes), device=rows.device), part.sizes)
+    return lse.transpose(1, 2), (sequence, rows - sequences.starts[sequence])
+
+
+def check_lse(name: str, lse: Any, sequences: Runs, tokens: int | None, heads: int | None, lse_packed: bool) -> None:
+    """Raise unless `lse` has one of the two shapes, for these sequences in a buffer of `tokens` rows. None: any number
+    (of rows: enough for the sequences).
+    """
+    check_flag("lse_packed", lse_packed)
+    check_tensor(name, lse)
+    if lse.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} has dtype {lse.dtype}; it must be float32 or float64")
+    shape, b, h = tuple(lse.shape), len(sequences.sizes), "h" if heads is None else heads
+    if not lse_packed:
+        rule = f"[b, h, s] = [{b}, {h}, s], s at least {sequences.longest()}"
+        right = len(shape) == 3 and shape[0] == b and shape[2] >= sequences.longest()
+    elif tokens is None:
+        rule = f"[h, t] = [{h}, t], t at least {sequences.end()}"
+        right = len(shape) == 2 and shape[1] >= sequences.end()
+    else:
+        rule = f"[h, t] = [{h}, {tokens}]"
+        right = len(shape) == 2 and shape[1] == tokens
+    if not right or (heads is not None and shape[-2] != heads):
+        raise ValueError(f"{name} has shape {list(shape)}; with lse_packed={lse_packed} it must be {rule}")

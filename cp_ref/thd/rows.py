@@ -1,0 +1,126 @@
+"""Rows of packed buffers: the one idea that every THD helper is made of.
+
+A packed buffer has its sequences one behind the other, each with its padding, and perhaps a tail of unused rows:
+
+    cu_seqlens_padded = [0, 8, 12], 14 rows
+
+    row         0 1 2 3 4 5 6 7 | 8 9 10 11 | 12 13
+    sequence    0 0 0 0 0 0 0 0 | 1 1  1  1 |  tail
+
+A helper names one run of consecutive rows in every sequence (a chunk, its second half, its valid tokens), and reads or
+changes these rows and no others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cp_ref.spec.arguments import read_lengths
+
+__all__ = ["FLOATS", "Runs", "check_count", "check_divisible", "check_flag", "check_tensor", "read_runs", "token_axis"]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Runs(NamedTuple):
+    """One run of consecutive rows in every sequence: rows starts[s] to starts[s] + sizes[s] - 1 of sequence s."""
+
+    starts: torch.Tensor  # int64 [b]
+    sizes: torch.Tensor  # int64 [b]
+
+    def rows(self) -> torch.Tensor:
+        """The rows of all runs, run after run, int64 [n].
+
+        >>> Runs(torch.tensor([0, 8]), torch.tensor([3, 2])).rows().tolist()
+        [0, 1, 2, 8, 9]
+        """
+        rows_before = self.sizes.cumsum(0) - self.sizes  # of the runs before this one
+        n = int(self.sizes.sum())
+        return torch.repeat_interleave(self.starts - rows_before, self.sizes) + torch.arange(
+            n, device=self.sizes.device
+        )
+
+    def end(self) -> int:
+        """The row behind the last run: where the tail begins."""
+        return int(self.starts[-1] + self.sizes[-1]) if len(self.sizes) else 0
+
+    def longest(self) -> int:
+        """The size of the longest run."""
+        return int(self.sizes.max()) if len(self.sizes) else 0
+
+    def halved(self) -> Runs:
+        """The same sequences in a buffer that has only one half of each."""
+        return Runs(self.starts // 2, self.sizes // 2)
+
+    def half(self, number: int) -> Runs:
+        """The first (0) or second (1) half of every run.
+
+        >>> Runs(torch.tensor([0, 8]), torch.tensor([8, 4])).half(1).rows().tolist()
+        [4, 5, 6, 7, 10, 11]
+        """
+        return Runs(self.starts + number * (self.sizes // 2), self.sizes // 2)
+
+
+def read_runs(name: str, cu_seqlens: Any, device: torch.device) -> Runs:
+    """Cumulative lengths, int32 or int64 [b + 1], as one run a sequence.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and the rule.
+
+    >>> read_runs("cu_seqlens", torch.tensor([0, 8, 8, 12]), torch.device("cpu")).sizes.tolist()
+    [8, 0, 4]
+    """
+    values = read_lengths(name, cu_seqlens)
+    if values is None:
+        raise ValueError(f"{name} is None; it must be an int32 or int64 tensor [b + 1]")
+    cumulative = torch.tensor(values, dtype=torch.int64, device=device)
+    return Runs(cumulative[:-1], cumulative.diff())
+
+
+def check_divisible(name: str, sequences: Runs, divisor: int, why: str) -> None:
+    """Raise unless every sequence's length divides."""
+    for number, length in enumerate(sequences.sizes.tolist()):
+        if length % divisor:
+            raise ValueError(
+                f"{name} gives sequence {number} the length {length}, padding included, but {why} needs a multiple of "
+                f"{divisor}"
+            )
+
+
+def token_axis(name: str, x: Any) -> int:
+    """The token axis: 0 of [t, ...], and 1 of [2, t, h, d], K and V (or their gradients) in one tensor.
+
+    >>> token_axis("x", torch.empty(8, 4, 16)), token_axis("x", torch.empty(2, 8, 4, 16))
+    (0, 1)
+    """
+    check_tensor(name, x)
+    if x.ndim in (1, 2, 3):
+        return 0
+    if x.ndim == 4 and x.shape[0] == 2:
+        return 1
+    raise ValueError(f"{name} has shape {list(x.shape)}; it must be [t], [t, d], [t, h, d] or [2, t, h, d]")
+
+
+def check_tensor(name: str, x: Any, *, floats_only: bool = False) -> None:
+    """Raise unless x is a tensor; of an ordinary floating-point dtype, where it takes part in arithmetic."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
+    if floats_only and x.dtype not in FLOATS:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64")
+
+
+def check_count(name: str, value: Any, at_least: int, below: int | None = None) -> None:
+    """Raise unless `value` is an integer, at_least <= value < below."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if value < at_least or (below is not None and value >= below):
+        rule = f"at least {at_least}" if below is None else f"from {at_least} to {below - 1}"
+        raise ValueError(f"{name} is {value}; it must be {rule}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
