@@ -35,9 +35,7 @@ _WIDE_NOISE = 2.0**-13  # of float32 results of low-precision operands: matrix u
 _MEAN_NOISE = 0.125  # of either, for the mean
 _MEAN_ROUNDING = 0.1  # the mean error of rounding, in units of eps times the mean value
 _LUCK = 1.0  # of the yardstick, over sqrt(rows): a share of its mean error
-_DELTA = (
-    1.2  # the mean error by a rounded delta, over sqrt(rows), in units of eps times the mean of the largest gradient
-)
+_DELTA = 2.0  # the error by a rounded delta, over sqrt(rows), in units of eps times the size of the gradients
 
 
 @dataclass(frozen=True)

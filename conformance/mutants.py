@@ -39,12 +39,12 @@ class Mutant:
 
 
 def _planner(spoil: Callable[[Schedule], Schedule]) -> Callable[[Any], Any]:
-    """Every planner's schedule, spoiled."""
+    """Every schedule spoiled."""
 
-    def wrap(plan: Callable[[Problem], Schedule]) -> Callable[[Problem], Schedule]:
-        return lambda problem: spoil(plan(problem))
+    def wrap(make_schedule: Callable[[Problem], Schedule]) -> Callable[[Problem], Schedule]:
+        return lambda problem: spoil(make_schedule(problem))
 
-    return lambda planners: {name: wrap(plan) for name, plan in planners.items()}
+    return wrap
 
 
 def _edit(programs: tuple[tuple[Step, ...], ...], edit: Callable[[Step], Step | None]) -> tuple[tuple[Step, ...], ...]:
@@ -86,7 +86,7 @@ def _dkv_to_the_wrong_owner(schedule: Schedule) -> Schedule:
         return tuple(m for m in messages if m.what != "dkv")
 
     last = tuple(
-        (*program[:-1], replace(program[-1], sends=without(program[-1].sends), recvs=without(program[-1].recvs)))
+        (*program[:-1], *(replace(s, sends=without(s.sends), recvs=without(s.recvs)) for s in program[-1:]))
         for program in schedule.backward
     )
     return replace(schedule, backward=last)
@@ -175,14 +175,14 @@ MUTANTS: dict[str, Mutant] = {
     "diagonal-off-by-one-in-the-spec": Mutant("cp_ref.spec.problem.Problem.band", _bottom_right_off_by_one, "logic"),
     "lse-in-base-2": Mutant("cp_ref.world.merge", _base_2, "probes"),
     "wrong-half-of-a-block": Mutant("cp_ref.world.World.put_own", _halves_swapped, "logic"),
-    "lost-tile": Mutant("cp_ref.plan.PLANNERS", _planner(_without_a_tile), "plan"),
-    "lost-tile-in-the-result": Mutant("cp_ref.plan.PLANNERS", _planner(_without_a_tile), "probes"),
-    "tile-twice": Mutant("cp_ref.plan.PLANNERS", _planner(_with_a_tile_twice), "plan"),
-    "wrong-tag": Mutant("cp_ref.plan.PLANNERS", _planner(_with_a_wrong_tag), "plan"),
-    "wrong-tag-on-the-wire": Mutant("cp_ref.plan.PLANNERS", _planner(_with_a_wrong_tag), "logic"),
+    "lost-tile": Mutant("cp_ref.plan.make_schedule", _planner(_without_a_tile), "plan"),
+    "lost-tile-in-the-result": Mutant("cp_ref.plan.make_schedule", _planner(_without_a_tile), "probes"),
+    "tile-twice": Mutant("cp_ref.plan.make_schedule", _planner(_with_a_tile_twice), "plan"),
+    "wrong-tag": Mutant("cp_ref.plan.make_schedule", _planner(_with_a_wrong_tag), "plan"),
+    "wrong-tag-on-the-wire": Mutant("cp_ref.plan.make_schedule", _planner(_with_a_wrong_tag), "logic"),
     "dkv-added-twice": Mutant("cp_ref.world.World.unpack", _dkv_twice, "logic"),
-    "dkv-not-home": Mutant("cp_ref.plan.PLANNERS", _planner(_dkv_to_the_wrong_owner), "plan"),
-    "dkv-not-home-in-the-result": Mutant("cp_ref.plan.PLANNERS", _planner(_dkv_to_the_wrong_owner), "probes"),
+    "dkv-not-home": Mutant("cp_ref.plan.make_schedule", _planner(_dkv_to_the_wrong_owner), "plan"),
+    "dkv-not-home-in-the-result": Mutant("cp_ref.plan.make_schedule", _planner(_dkv_to_the_wrong_owner), "probes"),
     "sink-on-every-rank": Mutant("cp_ref.api.add_sink", _sink_on_every_rank, "logic"),
     "sink-gradient-of-one-rank": Mutant("cp_ref.api.all_reduce_sum", lambda _: lambda group, x: x, "logic"),
     "max-logit-of-one-rank": Mutant("cp_ref.api.all_reduce_max", lambda _: lambda group, x: x, "logic"),

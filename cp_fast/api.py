@@ -20,6 +20,7 @@ from cp_ref.spec import (
     Unsupported,
     check_local_tensors,
     check_offset,
+    check_plan_owner,
     check_settled,
     read_sizes,
 )
@@ -96,9 +97,11 @@ def attention(
         "softcap": softcap,
         "softmax_type": softmax_type,
     }
-    if plan is None:
+    if not isinstance(plan, Plan):
 
         def read() -> tuple[Problem, Backend]:
+            if plan is not None:
+                raise TypeError(f"plan is a {type(plan).__name__}; it must be a Plan, from make_plan")
             sizes = read_sizes(q, k, v, qkv_format, cp.size)
             how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
             found = read_call(cp, sizes, q.device.type, **how, **arguments)
@@ -106,13 +109,15 @@ def attention(
             check_offset(found[0], softmax_offset)
             return found
 
-        plan = plan_together(cp, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"), read)
+        made = plan_together(cp, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"), read)
     else:
+        made = plan
+        check_plan_owner(plan.problem, plan.rank, cp)
         check_settled(plan.problem, **arguments)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_offset(plan.problem, softmax_offset)
-        _check_plan(plan, cp, q, deterministic=deterministic, max_logit=return_max_logit)
-    out, lse, max_logit = _Attention.apply(plan, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
+        _check_library(plan, q, deterministic=deterministic, max_logit=return_max_logit)
+    out, lse, max_logit = _Attention.apply(made, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
     results = [out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])]
     return out if len(results) == 1 else tuple(results)
 
@@ -181,14 +186,8 @@ class _Attention(torch.autograd.Function):
         return None, None, None, None, dq, dk, dv, doffset
 
 
-def _check_plan(plan: Plan, cp: ContextParallel, q: torch.Tensor, *, deterministic: bool, max_logit: bool) -> None:
-    """The plan was made by this rank of an equal group, for this device, with a library that has what this call asks
-    for.
-    """
-    mine = (cp.rank, cp.size, cp.cp_comm_type, cp.layout)
-    made = (plan.rank, plan.problem.cp_size, plan.problem.cp_comm_type, plan.problem.layout)
-    if mine != made:
-        raise ValueError(f"plan was made for (rank, size, cp_comm_type, layout) = {made}, but cp is {mine}")
+def _check_library(plan: Plan, q: torch.Tensor, *, deterministic: bool, max_logit: bool) -> None:
+    """The plan was made for this device, with a kernel library that has what this call asks for."""
     if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
         raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")
     asked = {f for f, wanted in ((Feature.DETERMINISTIC, deterministic), (Feature.MAX_LOGIT, max_logit)) if wanted}

@@ -14,7 +14,15 @@ from cp_ref.formats import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.merge import add_sink
 from cp_ref.plan import Plan, plan_together, read_call
 from cp_ref.recorder import recording
-from cp_ref.spec import Problem, check_local_tensors, check_offset, check_settled, q_fragments, read_sizes
+from cp_ref.spec import (
+    Problem,
+    check_local_tensors,
+    check_offset,
+    check_plan_owner,
+    check_settled,
+    q_fragments,
+    read_sizes,
+)
 
 __all__ = ["attention"]
 
@@ -88,20 +96,24 @@ def attention(
         "softcap": softcap,
         "softmax_type": softmax_type,
     }
-    if plan is None:
+    if not isinstance(plan, Plan):
 
         def read() -> Problem:
+            if plan is not None:
+                raise TypeError(f"plan is a {type(plan).__name__}; it must be a Plan, from make_plan")
             problem = read_call(cp, read_sizes(q, k, v, qkv_format, cp.size), **arguments)
             check_local_tensors(problem, cp.rank, q, k, v)
             check_offset(problem, softmax_offset)
             return problem
 
-        plan = plan_together(cp, read, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"))
+        made = plan_together(cp, read, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"))
     else:
+        made = plan
+        check_plan_owner(plan.problem, plan.rank, cp)
         check_settled(plan.problem, **arguments)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_offset(plan.problem, softmax_offset)
-    out, lse, max_logit = _Attention.apply(plan, cp, q, k, v, softmax_offset)
+    out, lse, max_logit = _Attention.apply(made, cp, q, k, v, softmax_offset)
     results = [out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])]
     return out if len(results) == 1 else tuple(results)
 
@@ -124,7 +136,7 @@ class _Attention(torch.autograd.Function):
         packed = [to_packed(x, fmt) for x in (q, k, v)]
         recorder = recording(problem, plan.schedule, cp.rank)
         recorder.own("given", softmax_offset=offset)
-        out, lse, max_logit, kept = run_forward(problem, plan.schedule, cp.comm, *packed, recorder)
+        out, lse, max_logit, kept = run_forward(problem, plan.schedule, cp.comm, *packed, recorder=recorder)
         if (sink := _sink(problem, offset, lse)) is not None:
             real = _real_rows(plan, q.device)
             out[real], lse[real] = add_sink(out[real], lse[real], sink)

@@ -20,7 +20,7 @@ and a head. Padding and tail are not recorded.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -251,10 +251,10 @@ def _pack(item: Item) -> dict[str, Any]:
 def _read(path: str) -> Trace:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        trace = Trace(
-            content["call"], Problem.parse(content["problem"]), Schedule.parse(content["schedule"]), content["calls"]
-        )
-        _extend(trace, content["items"])
+        problem, schedule = Problem.parse(content["problem"]), Schedule.parse(content["schedule"])
+        trace = Trace(content["call"], problem, schedule, content["calls"])
+        for values in content["items"]:
+            trace.add(_unpack(values))
     except OSError:
         raise
     except Exception as error:  # torch and pickle have many ways to say it
@@ -262,7 +262,6 @@ def _read(path: str) -> Trace:
     return trace
 
 
-def _extend(trace: Trace, packed: Iterable[dict[str, Any]]) -> None:
-    for values in packed:
-        piece = values["piece"]
-        trace.add(Item(**(values | {"piece": None if piece is None else Piece(*piece)})))
+def _unpack(values: dict[str, Any]) -> Item:
+    piece = values["piece"]
+    return Item(**{**values, "piece": None if piece is None else Piece(*piece)})

@@ -1,7 +1,7 @@
 """The contract that both implementations share: problems, masks, layouts, schedules as data. Standard library only."""
 
 from cp_ref.spec.arguments import Sizes, check_choice, check_offset, read_problem, read_sizes
-from cp_ref.spec.calls import check_local_tensors, check_settled
+from cp_ref.spec.calls import check_local_tensors, check_plan_owner, check_settled
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.group import Group, Parcel, Pending, agree
 from cp_ref.spec.layout import Fragment, divisor, kv_fragments, local_slots, ownership, q_fragments
@@ -43,6 +43,7 @@ __all__ = [
     "check_choice",
     "check_local_tensors",
     "check_offset",
+    "check_plan_owner",
     "check_settled",
     "describe",
     "divisor",

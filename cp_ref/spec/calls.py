@@ -10,7 +10,7 @@ from cp_ref.spec.arguments import Sizes, read_sizes
 from cp_ref.spec.layout import kv_fragments, local_slots, q_fragments
 from cp_ref.spec.problem import Problem
 
-__all__ = ["check_local_tensors", "check_settled"]
+__all__ = ["check_local_tensors", "check_plan_owner", "check_settled"]
 
 # what `attention` takes its arguments to be when the caller says nothing
 _DEFAULTS: dict[str, Any] = {
@@ -21,6 +21,21 @@ _DEFAULTS: dict[str, Any] = {
     "softcap": 0.0,
     "softmax_type": "vanilla",
 }
+
+
+def check_plan_owner(problem: Problem, plan_rank: int, cp: Any) -> None:
+    """A plan is for the rank, the group size, the schedule and the layout that it was made with.
+
+    Raises:
+        ValueError: `cp` is another.
+    """
+    made = {"rank": plan_rank, "size": problem.cp_size, "cp_comm_type": problem.cp_comm_type, "layout": problem.layout}
+    made["a2a_size"] = problem.a2a_size
+    for name, value in made.items():
+        if getattr(cp, name, value) != value:
+            raise ValueError(
+                f"plan was made for {name} {value!r}, but cp has {name} {getattr(cp, name)!r}; make a new plan"
+            )
 
 
 def check_settled(problem: Problem, **arguments: Any) -> None:

@@ -84,10 +84,11 @@ def get_batch_on_this_cp_rank(
 
     1. No tensor (None, a number, a string): passed on as it is.
     2. Its name begins with "cu_seqlens": passed on. Attention takes global lengths.
-    3. A tensor without the format's sequence axis (axis 1 of bshd [b, s, ...]; axis 0 of sbhd [s, ...] and thd
-       [t, ...]): passed on. But a bshd tensor [n] is refused where n is the sequence length: it may be positions
-       without a batch axis or, as well, one value a sequence.
-    4. Every other tensor is cut, along that axis alone. Their sizes there must agree; where they do not (an attention
+    3. A tensor [n] that may be positions without a batch axis and may as well be one value a sequence is refused: in
+       bshd where n is the sequence length, in sbhd where it is the batch size too.
+    4. A tensor without the format's sequence axis (axis 1 of bshd [b, s, ...]; axis 0 of sbhd [s, ...] and thd
+       [t, ...]): passed on.
+    5. Every other tensor is cut, along that axis alone. Their sizes there must agree; where they do not (an attention
        mask [b, 1, s, s], lengths [b] in thd), nobody can tell which are sequences, and the batch is refused. Take such
        entries out, and put them back yourself.
 
@@ -101,7 +102,7 @@ def get_batch_on_this_cp_rank(
         A new dict with the same keys in the same order.
 
     Raises:
-        ValueError, TypeError: rules 3 and 4, a length that does not divide, or lengths that do not belong to the format.
+        ValueError, TypeError: rules 3 and 5, a length that does not divide, lengths that are not the format's.
 
     Megatron-LM: `get_batch_on_this_cp_rank`; TransformerEngine has a function of this name for thd.
 
@@ -122,11 +123,8 @@ def get_batch_on_this_cp_rank(
     cut = {name: x for name, x in candidates.items() if x.ndim > axis}
     _check_agreement(cut, axis, qkv_format)
     for name, x in candidates.items():
-        if x.ndim == 1 and name not in cut and any(len(x) == y.shape[axis] for y in cut.values()):
-            raise ValueError(
-                f"batch[{name!r}] has shape {list(x.shape)}, and {len(x)} is the sequence length: it may or may not be "
-                f"a sequence. With qkv_format {qkv_format!r} a sequence must be [b, s, ...]"
-            )
+        if x.ndim == 1 and qkv_format != "thd":
+            _check_meaning(name, x, cut, qkv_format)
     return {
         name: shard(cut[name], cp=cp, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded) if name in cut else x
         for name, x in batch.items()
@@ -140,6 +138,16 @@ def _check_agreement(cut: dict[str, torch.Tensor], axis: int, qkv_format: str) -
             if y.shape[axis] != x.shape[axis]:
                 raise ValueError(
                     f"batch[{first!r}] has shape {list(x.shape)} and batch[{name!r}] has {list(y.shape)}: with "
-                    f"qkv_format {qkv_format!r} both would be cut along axis {axis}, but their sizes there differ. Take "
-                    "out what is no sequence"
+                    f"qkv_format {qkv_format!r} both would be cut along axis {axis}, but their sizes there differ. "
+                    "Take out what is no sequence"
                 )
+
+
+def _check_meaning(name: str, x: torch.Tensor, cut: dict[str, torch.Tensor], qkv_format: str) -> None:
+    """A tensor [n] is either a sequence or one value for each, beyond doubt."""
+    for other, y in cut.items():
+        if y.ndim > 1 and len(x) == y.shape[1] and (qkv_format == "bshd" or len(x) == y.shape[0]):
+            raise ValueError(
+                f"batch[{name!r}] has shape {list(x.shape)} beside batch[{other!r}] {list(y.shape)}: with qkv_format "
+                f"{qkv_format!r} it may be a sequence, or one value a sequence. Give it a batch axis, or take it out"
+            )

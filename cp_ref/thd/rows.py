@@ -37,10 +37,8 @@ class Runs(NamedTuple):
         [0, 1, 2, 8, 9]
         """
         rows_before = self.sizes.cumsum(0) - self.sizes  # of the runs before this one
-        n = int(self.sizes.sum())
-        return torch.repeat_interleave(self.starts - rows_before, self.sizes) + torch.arange(
-            n, device=self.sizes.device
-        )
+        shift = torch.repeat_interleave(self.starts - rows_before, self.sizes)
+        return shift + torch.arange(len(shift), device=shift.device)
 
     def end(self) -> int:
         """The row behind the last run: where the tail begins."""

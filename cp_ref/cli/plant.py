@@ -1,0 +1,91 @@
+"""Bugs to practise on, of kinds that real implementations have had: each spoils one spot, on one rank, while planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cp_ref import execute
+from cp_ref.spec import Message, Parcel, Tile, check_choice
+from cp_ref.world import World
+
+__all__ = ["PLANTS", "planted"]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """`spoil(rank, original)` is the wrong variant of attribute `name` of `owner`."""
+
+    owner: Any
+    name: str
+    spoil: Callable[[int, Callable[..., Any]], Callable[..., Any]]
+
+
+@contextmanager
+def planted(bug: str, rank: int) -> Iterator[None]:
+    """The reference is wrong on one rank inside this block."""
+    check_choice("--plant", bug, tuple(PLANTS))
+    plant = PLANTS[bug]
+    with mock.patch.object(plant.owner, plant.name, plant.spoil(rank, getattr(plant.owner, plant.name))):
+        yield
+
+
+def _lost_half(rank: int, unpack: Callable[..., None]) -> Callable[..., None]:
+    """Keys and values are taken in before all of them are there: the second half of each message is still zero."""
+
+    def wrong(world: World, message: Message, boxes: list[Parcel]) -> None:
+        if world.rank == rank and message.what == "kv":
+            for box in boxes:
+                box.tensor[box.tensor.numel() // 2 :] = 0.0
+        unpack(world, message, boxes)
+
+    return wrong
+
+
+def _shifted_keys(rank: int, slices: Callable[..., Any]) -> Callable[..., Any]:
+    """A tile reads its keys from one row too early, as with a wrong cumulative length."""
+
+    def wrong(world: World, tile: Tile) -> Any:
+        rows, columns, heads, kv_heads = slices(world, tile)
+        if world.rank == rank and columns.start > 0:
+            columns = slice(columns.start - 1, columns.stop - 1)
+        return rows, columns, heads, kv_heads
+
+    return wrong
+
+
+def _unscaled_merge(rank: int, add: Callable[..., None]) -> Callable[..., None]:
+    """Partial outputs are added up without the weights that their log-sum-exps give them."""
+
+    def wrong(world: World, what: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
+        if world.rank == rank and what == "out":
+            total = world.tensors["out"][0][rows, heads] + values[0]
+            add(world, what, rows, heads, *values)
+            world.tensors["out"][0][rows, heads] = total
+        else:
+            add(world, what, rows, heads, *values)
+
+    return wrong
+
+
+def _gradient_twice(rank: int, unpack: Callable[..., None]) -> Callable[..., None]:
+    """The gradients of keys and values that come from another rank are added twice."""
+
+    def wrong(world: World, message: Message, boxes: list[Parcel]) -> None:
+        for _ in range(2 if world.rank == rank and message.what == "dkv" else 1):
+            unpack(world, message, boxes)
+
+    return wrong
+
+
+PLANTS = {
+    "lost-half": Plant(World, "unpack", _lost_half),
+    "shifted-keys": Plant(execute, "_slices", _shifted_keys),
+    "unscaled-merge": Plant(World, "add", _unscaled_merge),
+    "gradient-twice": Plant(World, "unpack", _gradient_twice),
+}

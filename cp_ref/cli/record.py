@@ -1,0 +1,41 @@
+"""`record`: run a problem on random tensors over a simulated group, and save the trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from typer import Option
+
+from cp_ref.cli.plant import PLANTS, planted
+from cp_ref.cli.problem import Request, with_problem
+
+__all__ = ["record"]
+
+
+@with_problem
+def record(
+    request: Request,
+    save: Annotated[Path | None, Option(help="Write the trace to this file, for `compare`.")] = None,
+    plant: Annotated[str, Option(help=f"Plant a bug, to practise on: {', '.join(PLANTS)}.")] = "",
+    plant_rank: Annotated[int, Option(help="The rank that has the bug.")] = 1,
+) -> None:
+    """Run a problem forward and backward on random tensors, record every intermediate, and print what was recorded.
+
+    Exit code: 0, or 2 for a problem that is refused.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    if plant and not 0 <= plant_rank < request.cp_size:
+        raise ValueError(f"--plant-rank is {plant_rank}; it must be 0 to {request.cp_size - 1}")
+    with console.status("running all ranks"):
+        if plant:
+            with planted(plant, plant_rank):
+                trace = request.run()
+        else:
+            trace = request.run()
+        if save is not None:
+            trace.save(save)
+    console.print(str(trace), markup=False)
+    if save is not None:
+        console.print(f"\nsaved to {save}", markup=False)
