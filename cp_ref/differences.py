@@ -12,8 +12,7 @@ __all__ = ["Comparison", "Difference"]
 # why it is this item's own making, when everything before it agrees
 _ADVICE = {
     "given": "The runs were given different numbers: look at what calls attention (how it shards, its positions).",
-    "received": "Everything before this agrees, so look at this message: what the sender put into it, and how it "
-    "travelled.",
+    "received": "Everything before this agrees, so look at this message: what was sent, and how it travelled.",
     "tile": "Everything that this tile needs agrees, so look at the tile itself: its mask, its rows, its arithmetic.",
     "merged": "All partial results agree, so look at how they are put together.",
     "final": "The merged result agrees, so look at what is done to it last: the sink, the cast, the reductions over "
@@ -62,7 +61,12 @@ class Difference:
         lines.append(f"  {self.unlike:,} of {self.count:,} elements differ")
         if self.value_a != self.value_a or self.value_b != self.value_b:
             lines.append("  NaN: a row that nobody sent, or an input that is NaN")
-        return "\n".join([*lines, *([f"  {_ADVICE[item.kind]}"] if item.rank >= 0 else [])])
+        return "\n".join([*lines, *([f"  {self._advice()}"] if item.rank >= 0 else [])])
+
+    def _advice(self) -> str:
+        if self.item.kind == "received" and self.item.name in ("out", "dq", "dk", "dv"):
+            return "Everything before this agrees, so look at how the sender added up what it sends here."
+        return _ADVICE[self.item.kind]
 
     def _where(self) -> str:
         item = self.item

@@ -170,7 +170,8 @@ class Trace:
             "calls": self.calls,
             "items": [_pack(item) for item in self.items],
         }
-        torch.save(content, path)
+        with open(path, "wb") as file:
+            torch.save(content, file)
 
     @staticmethod
     def load(*paths: str | PathLike[str]) -> Trace:

@@ -1,8 +1,170 @@
+"""`explain`: one problem, step by step, for somebody who has never seen context parallelism."""
+
 from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+from typer import Option
+
+from cp_ref.cli.common import place, table
 from cp_ref.cli.problem import Request, with_problem
+from cp_ref.cli.values import show_values
+from cp_ref.cli.words import IDEA, about, layout_words, legend, message_words, rows_words, step_words, tile_words
+from cp_ref.spec import Problem, Schedule, Step, verify
+from cp_ref.spec.picture import rank_colour, svg_picture, text_picture
+from cp_ref.spec.svg_elements import ink_on
+from cp_ref.spec.units import real_rows
+
+__all__ = ["explain"]
+
+_FEW_RANKS = 8  # up to here all ranks are shown unasked
 
 
 @with_problem
-def explain(request: Request) -> None:
-    """E."""
-    print(request.plan)
+def explain(
+    request: Request,
+    values: Annotated[bool, Option("--values", help="Run it on random tensors too, and follow one position.")] = False,
+    query: Annotated[
+        str, Option(help="SEQ:POS, the position that --values follows; else the longest one's last.")
+    ] = "",
+    head: Annotated[int, Option(help="The query head that pictures and --values show.")] = 0,
+    rank: Annotated[int | None, Option(help="Show the steps of this rank only.")] = None,
+    svg: Annotated[Path | None, Option(help="Write the whole picture to this file too.")] = None,
+) -> None:
+    """Walk through a problem: who owns what, and step by step what is sent and what is computed where.
+
+    Exit code: 0, or 2 for a problem that is refused.
+    """
+    console = Console(highlight=False)
+    problem, schedule = request.problem, request.plan.schedule
+    position = place("--query", query) if query else None
+    if not 0 <= head < problem.heads_q:
+        raise ValueError(f"--head is {head}; it must be 0 to {problem.heads_q - 1}")
+    if rank is not None and not 0 <= rank < problem.cp_size:
+        raise ValueError(f"--rank is {rank}; it must be 0 to {problem.cp_size - 1}")
+    if position is not None and not values:
+        raise ValueError("--query is for --values, which is not given")
+    if svg is not None:
+        svg.write_text(svg_picture(problem, schedule, head), encoding="utf-8")
+    ranks = [rank] if rank is not None else list(range(problem.cp_size if problem.cp_size <= _FEW_RANKS else 1))
+    _Walk(console, problem, schedule, ranks, head).show(request.padded)
+    if values:
+        console.print()
+        show_values(console, request, position, head)
+    if svg is not None:
+        console.print(f"\npicture written to {svg}", soft_wrap=True, markup=False)
+
+
+class _Walk:
+    """The sections of the walk-through, top to bottom."""
+
+    def __init__(self, console: Console, problem: Problem, schedule: Schedule, ranks: list[int], head: int) -> None:
+        self.console, self.problem, self.schedule, self.ranks, self.head = console, problem, schedule, ranks, head
+
+    def show(self, padded: int) -> None:
+        """All of it."""
+        self._heading("The problem")
+        self._say(IDEA)
+        self._say(f"Here: {self._here()}.")
+        self._heading("Who owns what")
+        self._say(layout_words(self.problem))
+        if padded:
+            self._say(f"{padded} slots of padding were added, so that every length divides.")
+        self._owners()
+        self._heading(f"The schedule: {self.problem.cp_comm_type}")
+        self._say(about(self.problem))
+        picture = text_picture(self.problem, self.schedule, width=self.console.width - 1, head=self.head)
+        self.console.print(_coloured(picture, self._steps("forward"), -1))
+        self.console.print()
+        self._say(legend(self.problem))
+        if len(self.ranks) < self.problem.cp_size:
+            self._say(f"The steps of rank {self.ranks[0]} follow; --rank shows another's.")
+        for direction in ("forward", "backward"):
+            self._pass(direction)
+        self._heading("The sum")
+        costs = verify(self.problem, self.schedule)
+        self._say(
+            f"Verified: each of the {self.problem.pairs} visible pairs of a head is computed exactly once in each "
+            "pass, every row is there when it is used, and every result ends at its owner. Balance (mean rank's work "
+            f"over the busiest's) {costs.balance:.3f}; {costs.sent_bytes:,} bytes are sent."
+        )
+
+    def _here(self) -> str:
+        p = self.problem
+        lengths = [f"{s.len_q}" if s.len_q == s.len_kv else f"{s.len_q} x {s.len_kv}" for s in p.sequences]
+        count = "1 sequence" if len(lengths) == 1 else f"{len(lengths)} sequences"
+        window = f", window {p.window_size}" if p.window_size != (-1, -1) else ""
+        heads = f"{p.heads_q} query heads over {p.heads_kv} key/value heads"
+        what = f"{count} of {', '.join(lengths)} tokens ({p.qkv_format}), {heads}, {p.attn_mask_type}{window}"
+        return f"{what}, {p.cp_size} ranks"
+
+    def _owners(self) -> None:
+        p, many = self.problem, len(self.problem.sequences) > 1
+        alike = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in p.sequences)
+        owners = table(">rank", "tokens") if alike else table(">rank", "queries", "keys and values")
+        for rank in range(p.cp_size):
+            sides = [rows_words(real_rows(p, rank, side), many) or "none" for side in ("q", "kv")]
+            owners.add_row(str(rank), *sides[: 1 if alike else 2])
+        self.console.print(owners)
+
+    def _pass(self, direction: str) -> None:
+        """All steps of one pass: the forward pass with pictures, the backward pass has the same tiles."""
+        for number in range(self._steps(direction)):
+            self._heading(f"{direction.capitalize()}, step {number} ({self._steps(direction)} in all)")
+            steps = {r: self._step(direction, r, number) for r in range(self.problem.cp_size)}
+            self._say(step_words(direction, steps.values()))
+            if direction == "forward" and any(step.tiles for step in steps.values()):
+                self._picture(number)
+            self._table({r: steps[r] for r in self.ranks})
+
+    def _picture(self, number: int) -> None:
+        """The score matrix so far: this step's cells are named, those of earlier steps are marked +."""
+        so_far = tuple(tuple(s if n <= number else Step() for n, s in enumerate(p)) for p in self.schedule.forward)
+        schedule = replace(self.schedule, forward=so_far)
+        picture = text_picture(self.problem, schedule, width=self.console.width - 1, head=self.head).split("\n\n")[1]
+        done = re.sub(r"\d+:(\d+)", lambda m: m[0] if int(m[1]) == number else f"{'+':^{len(m[0])}}", picture)
+        self.console.print(_coloured(done, self._steps("forward"), number))
+        self.console.print("R:S computed now by rank R, + computed before, . not yet or never (masked)", style="dim")
+
+    def _table(self, steps: dict[int, Step]) -> None:
+        p = self.problem
+        columns = table(">rank", "computes", "sends", "receives")
+        for rank, step in steps.items():
+            columns.add_row(
+                str(rank),
+                "\n".join(tile_words(p, tile) for tile in step.tiles) or "-",
+                "\n".join(message_words(p, m, "to") for m in step.sends) or "-",
+                "\n".join(message_words(p, m, "from") for m in step.recvs) or "-",
+            )
+        if any(step != Step() for step in steps.values()):
+            self.console.print(columns)
+
+    def _steps(self, direction: str) -> int:
+        return max(len(p) for p in (self.schedule.forward if direction == "forward" else self.schedule.backward))
+
+    def _step(self, direction: str, rank: int, number: int) -> Step:
+        program = (self.schedule.forward if direction == "forward" else self.schedule.backward)[rank]
+        return program[number] if number < len(program) else Step()
+
+    def _heading(self, words: str) -> None:
+        self.console.print()
+        self.console.print(Rule(Text(words, "bold"), align="left"))
+
+    def _say(self, words: str) -> None:
+        self.console.print(Text(words))
+        self.console.print()
+
+
+def _coloured(picture: str, steps: int, number: int) -> Text:
+    """A text picture with cells on their rank's colour, paler with each step; with a step's number all as in it."""
+    text = Text(picture, no_wrap=True, overflow="crop")
+    for cell in re.finditer(r"(?<=[│ ])(\d+):(\d+)(?!\S)", picture):
+        colour = rank_colour(int(cell[1]), int(cell[2]) if number < 0 else 0, steps)
+        text.stylize(f"{ink_on(colour)} on {colour}", cell.start(), cell.end())
+    return text

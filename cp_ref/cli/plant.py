@@ -1,4 +1,4 @@
-"""Bugs to practise on, of kinds that real implementations have had: each spoils one spot, on one rank, while planted."""
+"""Bugs to practise on, of kinds that real implementations have had: each spoils one spot on one rank."""
 
 from __future__ import annotations
 

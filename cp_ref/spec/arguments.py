@@ -234,7 +234,7 @@ def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, siz
         raise ValueError(f"seqlen_q is None; qkv_format {qkv_format!r} needs the global sequence length")
     for name in ("batch_size", "seqlen_q", "seqlen_kv"):
         if (value := getattr(sizes, name)) is not None:
-            _count(name, value, at_least=0)
+            _count(name, value, at_least=1 if name == "batch_size" else 0)
     slots_q = sizes.seqlen_q
     slots_kv = slots_q if sizes.seqlen_kv is None else sizes.seqlen_kv
     cu_q, cu_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]

@@ -1,0 +1,132 @@
+"""Schedules in words: what each of the four is about, what happens in a step, and short names for rows and tiles.
+
+q 2-3 x k 0-1       queries 2 and 3 against keys 0 and 1            s1 q 2-3 ...    in sequence 1, where there are more
+kv 0-1, 14-15 h2    key and value rows, of head 2 only              (3 of 4)        so many pairs of a tile are visible
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cp_ref.spec import Message, Piece, Problem, Step, Tile
+
+__all__ = ["IDEA", "about", "layout_words", "legend", "message_words", "rows_words", "span", "step_words", "tile_words"]
+
+IDEA = (
+    "A sequence that is too long for one GPU is spread over several ranks. Every token's query, key and value live on "
+    "one rank, its owner; but a query has to meet keys of other ranks too. Who sends what to whom, and who computes "
+    "which part of the score matrix (queries x keys) when, is the schedule."
+)
+
+_ABOUT = {
+    "p2p": "Ring attention: queries stay where they are, keys and values travel round a ring of ranks. Every rank "
+    "computes with the block in hand while the next one is on its way, and merges the partial outputs by their "
+    "log-sum-exp (LSE).",
+    "all_gather": "Queries stay where they are; every rank gathers the keys and values that its queries see from all "
+    "other ranks, computing with its own meanwhile. In the backward pass the gradients of keys and values go home and "
+    "are added up.",
+    "a2a": "Heads are exchanged for sequence (Ulysses): attention treats every head by itself, so each rank gets all "
+    "rows of some heads instead of some rows of all heads, computes these heads alone, and gives the results back.",
+    "a2a+p2p": "Two levels (USP): inside a group the ranks exchange heads for sequence, so that each has all rows of "
+    "the group for some heads; across the groups, keys and values of these heads travel round a ring, and partial "
+    "outputs are merged by their log-sum-exp (LSE). At the end the results are given back.",
+}
+
+_LAYOUT = {
+    "dual_chunk": "each sequence is cut into {chunks} chunks; rank r has chunk r and chunk {last} - r. Under a causal "
+    "mask an early chunk sees little and a late one much, so every rank gets the same work.",
+    "contiguous": "rank r has the r-th of {ranks} equal parts.",
+}
+
+_TRAVELS = {
+    "kv": "key and value rows go to ranks that need them",
+    "do": "the output's gradient goes to the rank that has the head",
+    "out": "output rows go home to their owner, with their LSE",
+    "dq": "gradients of queries go home to their owner",
+    "dkv": "gradients of keys and values go towards their owner, where they are added up",
+}
+
+
+def about(problem: Problem) -> str:
+    """What the problem's schedule does, in a few sentences."""
+    said = _ABOUT[problem.cp_comm_type]
+    bands = [problem.band(s) for s in problem.sequences]
+    if problem.cp_comm_type in ("p2p", "a2a+p2p") and all(b.lo is not None and b.hi is not None for b in bands):
+        said += " As the window hides most keys, nothing goes round: rows that are seen come straight from their owner."
+    return said
+
+
+def layout_words(problem: Problem) -> str:
+    """Who owns what."""
+    size = problem.cp_size
+    return f"{problem.layout}: " + _LAYOUT[problem.layout].format(chunks=2 * size, last=2 * size - 1, ranks=size)
+
+
+def legend(problem: Problem) -> str:
+    """How the tables of steps are to be read."""
+    said = "In the tables, q 2-3 x k 0-1 is a tile: queries 2 and 3 against keys 0 and 1"
+    said += "; s0, s1, ... are the sequences" if len(problem.sequences) > 1 else ""
+    said += "; h0-1 are its heads" if problem.a2a_size > 1 else ""
+    return said + (
+        "; (3 of 4) says how many of its pairs the mask leaves. Rows that travel are named q (queries), kv (keys and "
+        "values), out (partial outputs with their LSE), do (the output's gradient), dq and dkv (gradients)."
+    )
+
+
+def step_words(direction: str, steps: Iterable[Step]) -> str:
+    """What all ranks do in one step."""
+    steps = list(steps)
+    kinds = list(dict.fromkeys(m.what for step in steps for m in step.sends))
+    if "q" in kinds:
+        return (
+            "Heads are exchanged for sequence: query, key and value rows go to the rank that has their head. "
+            "Nothing can be computed yet."
+        )
+    travels = "; ".join(_TRAVELS[what] for what in kinds)
+    if not any(step.tiles for step in steps):
+        return f"Nothing is computed: {travels}." if travels else "Nothing is left to do."
+    what = "partial outputs" if direction == "forward" else "gradients"
+    said = f"Every rank computes {what} from the rows that it has at the start of the step."
+    return f"{said} Meanwhile {travels}." if travels else f"{said} Nothing travels."
+
+
+def rows_words(pieces: Iterable[Piece], many: bool) -> str:
+    """Rows of one or more sequences, inclusive; `many`: say which sequence.
+
+    >>> rows_words([Piece(0, 0, 2), Piece(0, 6, 7), Piece(1, 0, 4, (2, 4))], True)
+    's0 0-1, 6; s1 0-3 h2-3'
+    """
+    by_sequence: dict[tuple[int, tuple[int, int] | None], list[str]] = {}
+    for p in pieces:
+        by_sequence.setdefault((p.seq, p.heads), []).append(span(p.start, p.stop))
+    return "; ".join(
+        (f"s{seq} " if many else "") + ", ".join(spans) + _heads(heads) for (seq, heads), spans in by_sequence.items()
+    )
+
+
+def tile_words(problem: Problem, tile: Tile) -> str:
+    """A tile, and how many of its pairs the mask leaves.
+
+    >>> from cp_ref.spec import Rect, Sequence
+    >>> tile_words(Problem(2, (Sequence(8, 8, 8, 8),)), Tile(0, Rect(2, 4, 2, 4)))
+    'q 2-3 x k 2-3 (3 of 4)'
+    """
+    r = tile.rect
+    seen = problem.band(problem.sequences[tile.seq]).count(r)
+    where = f"s{tile.seq} " if len(problem.sequences) > 1 else ""
+    part = f" ({seen} of {r.area})" if seen < r.area else ""
+    return f"{where}q {span(r.q0, r.q1)} x k {span(r.k0, r.k1)}{_heads(tile.heads)}{part}"
+
+
+def message_words(problem: Problem, message: Message, arrow: str) -> str:
+    """A message; `arrow` points to or from the peer."""
+    return f"{message.what} {rows_words(message.pieces, len(problem.sequences) > 1)} {arrow} {message.peer}"
+
+
+def span(start: int, stop: int) -> str:
+    """A half-open span as people write it: both ends included."""
+    return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+
+
+def _heads(heads: tuple[int, int] | None) -> str:
+    return "" if heads is None else f" h{span(*heads)}"
