@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from cp_fast.autograd import Attention
 from cp_fast.backends import Backend
-from cp_fast.comm import all_reduce
 from cp_fast.context import ContextParallel
-from cp_fast.execute import ring_backward, ring_forward
-from cp_fast.merge import add_sink
 from cp_fast.plan import Plan, plan_together, read_call
-from cp_fast.rows import take
 from cp_ref.spec import (
     Feature,
     Problem,
@@ -117,73 +113,9 @@ def attention(
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_offset(plan.problem, softmax_offset)
         _check_library(plan, q, deterministic=deterministic, max_logit=return_max_logit)
-    out, lse, max_logit = _Attention.apply(made, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
+    out, lse, max_logit = Attention.apply(made, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
     results = [out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])]
     return out if len(results) == 1 else tuple(results)
-
-
-class _Attention(torch.autograd.Function):
-    """The ring in both directions, with packing, the sink and the reductions over ranks around it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        cp: ContextParallel,
-        deterministic: bool,
-        return_max_logit: bool,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        offset: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        packing = plan.packing
-        packed_q, packed_k, packed_v = (packing.pack(x) for x in (q, k, v))
-        wide_out, lse, max_logit = ring_forward(
-            packing.packed_problem, plan.program, plan.backend, cp.comm, packed_q, packed_k, packed_v
-        )
-        if (sink := _sink(plan, offset, lse)) is not None:
-            add_sink(wide_out, lse, sink, plan.program.real_q_rows)
-        out = wide_out.to(q.dtype)
-        ctx.save_for_backward(packed_q, packed_k, packed_v, out, lse, offset)
-        ctx.plan, ctx.cp, ctx.deterministic = plan, cp, deterministic
-        ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
-        reduced = None
-        if return_max_logit and max_logit is not None:
-            reduced = all_reduce(cp.comm, packing.heads_out(max_logit).amax(dim=0), torch.maximum)
-            ctx.mark_non_differentiable(reduced)
-        return packing.unpack(out), packing.unpack_lse(lse), reduced
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        q, k, v, out, lse, offset = ctx.saved_tensors
-        plan, cp = ctx.plan, ctx.cp
-        packing = plan.packing
-        dout = torch.zeros_like(out) if grads[0] is None else packing.pack(grads[0])
-        dlse = None if grads[1] is None else packing.pack_lse(grads[1]).contiguous()
-        if dlse is not None and Feature.LSE_GRADIENT not in plan.backend.features:
-            raise Unsupported("a gradient through lse", {f"backend {plan.backend.name!r}": {Feature.LSE_GRADIENT}})
-        dq, dk, dv = ring_backward(
-            packing.packed_problem,
-            plan.program,
-            plan.backend,
-            cp.comm,
-            q,
-            k,
-            v,
-            dout,
-            out,
-            lse,
-            dlse,
-            deterministic=ctx.deterministic,
-        )
-        doffset = None
-        if offset is not None and ctx.needs_input_grad[7]:
-            mine = _offset_gradient(plan, offset, dout, out, lse, dlse)
-            doffset = all_reduce(cp.comm, mine, torch.add).to(offset.dtype)
-        dq, dk, dv = (packing.unpack(g.to(x.dtype)) for g, x in ((dq, q), (dk, k), (dv, v)))
-        return None, None, None, None, dq, dk, dv, doffset
 
 
 def _check_library(plan: Plan, q: torch.Tensor, *, deterministic: bool, max_logit: bool) -> None:
@@ -193,32 +125,3 @@ def _check_library(plan: Plan, q: torch.Tensor, *, deterministic: bool, max_logi
     asked = {f for f, wanted in ((Feature.DETERMINISTIC, deterministic), (Feature.MAX_LOGIT, max_logit)) if wanted}
     if missing := asked - plan.backend.features:
         raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
-
-
-def _sink(plan: Plan, offset: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor | None:
-    """Each packed head's sink logit; None without a sink."""
-    if plan.problem.softmax_type == "vanilla":
-        return None
-    per_head = lse.new_zeros(plan.problem.heads_q) if offset is None else offset.to(lse.dtype)
-    return plan.packing.heads_in(per_head)
-
-
-def _offset_gradient(
-    plan: Plan,
-    offset: torch.Tensor,
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> torch.Tensor:
-    """This rank's share of d softmax_offset [h_q]: minus the sink's weight times delta = sum(dout * out) - dlse,
-    over real rows.
-    """
-    rows = plan.program.real_q_rows
-    delta = (take(dout, rows).to(lse.dtype) * take(out, rows).to(lse.dtype)).sum(dim=-1).t()  # [h, n]
-    if dlse is not None:
-        delta = delta - take(dlse.t(), rows).t()
-    sink = _sink(plan, offset, lse)
-    assert sink is not None
-    weight = torch.exp(sink[:, None] - take(lse.t(), rows).t()).masked_fill(sink[:, None] == float("-inf"), 0.0)
-    return plan.packing.heads_out(-(weight * delta).sum(dim=1)).sum(dim=0)

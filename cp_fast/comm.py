@@ -4,7 +4,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_ref.spec import Feature, Group, Parcel, Unsupported
+from cp_ref.spec import Group, PairGroup, Parcel
 
 __all__ = ["ProcessMember", "all_reduce", "all_to_all", "as_group"]
 
@@ -53,15 +53,29 @@ class _Works:
         self._works = []
 
 
-def as_group(group: Any) -> Group:
+def as_group(group: Any, cp_comm_type: str) -> Group:
     """What the user passed as `group`, as a `Group`.
 
+    Args:
+        group: for "a2a+p2p" a pair (a2a_group, p2p_group) or a 2-D DeviceMesh [p2p, a2a]; for the others one group: a
+            ProcessGroup, a 1-D DeviceMesh, or anything with the members of `cp_ref.spec.Group`.
+
     Raises:
-        TypeError: it is no ProcessGroup, no 1-D DeviceMesh, and has not the members of `cp_ref.spec.Group`.
-        Unsupported: it is a pair of groups, which only "a2a+p2p" takes.
+        TypeError: it is none of them.
     """
-    if isinstance(group, tuple | list) or (isinstance(group, DeviceMesh) and group.ndim == 2):
-        raise Unsupported("a pair of groups", {"cp_fast": {Feature.A2A_P2P}}, "cp_ref has it")
+    if cp_comm_type == "a2a+p2p":
+        if isinstance(group, DeviceMesh) and group.ndim == 2:
+            group = (group.get_group(1), group.get_group(0))
+        if isinstance(group, tuple | list) and len(group) == 2:
+            return PairGroup(*(_one_group(part) for part in group))
+        raise TypeError(
+            f"group is {group!r}; cp_comm_type 'a2a+p2p' needs a pair (a2a_group, p2p_group) or a 2-D DeviceMesh "
+            "[p2p, a2a]"
+        )
+    return _one_group(group)
+
+
+def _one_group(group: Any) -> Group:
     if isinstance(group, Group):
         return group
     if isinstance(group, DeviceMesh) and group.ndim == 1:
@@ -73,22 +87,27 @@ def as_group(group: Any) -> Group:
     )
 
 
-def all_to_all(group: Group, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Give `parts[r]` to rank r; return what each rank gave, where `like[r]` has the shape and dtype of rank r's
-    part.
-    """
+def all_to_all(group: Group, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Give `parts[r]` to rank r, all of one shape and dtype; return what each rank gave."""
+    if isinstance(group, PairGroup):
+        return _pair_all_to_all(group, parts)
     peers = [r for r in range(group.size) if r != group.rank]
-    boxes = [
-        x if r == group.rank else torch.empty_like(x, memory_format=torch.contiguous_format) for r, x in enumerate(like)
-    ]
+    boxes = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]
     boxes[group.rank] = parts[group.rank]
     sends = [Parcel(r, 0, parts[r].contiguous()) for r in peers]
     group.exchange(sends, [Parcel(r, 0, boxes[r]) for r in peers]).wait()
     return boxes
 
 
-def all_reduce(group: Group, x: torch.Tensor, combine: Any) -> torch.Tensor:
-    """Combine the ranks' tensors (small: h_q values) in rank order, so that the result has the same bits on every
-    rank.
-    """
-    return reduce(combine, all_to_all(group, [x] * group.size, [x] * group.size))
+def _pair_all_to_all(group: PairGroup, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """In two hops: along the row to the column that a part goes to, then along that column."""
+    across, along = group.a2a.size, group.p2p.size
+    to_columns = [torch.stack([parts[p * across + a] for p in range(along)]) for a in range(across)]
+    from_row = all_to_all(group.a2a, to_columns)  # [a]: what rank a of this row has for this column, by its rows
+    to_rows = [torch.stack([from_row[a][p] for a in range(across)]) for p in range(along)]
+    return [part for row in all_to_all(group.p2p, to_rows) for part in row]
+
+
+def all_reduce(group: Group, x: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+    """Combine the ranks' tensors (small: h_q values) in rank order, so that the result has the same bits everywhere."""
+    return reduce(combine, all_to_all(group, [x] * group.size))

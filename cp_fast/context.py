@@ -15,7 +15,8 @@ class ContextParallel:
     """A group of ranks, the schedule they follow and the kernels they compute with.
 
     Args:
-        group: a torch.distributed ProcessGroup, a 1-D DeviceMesh, or one member of a `cp_ref.SimGroup`.
+        group: a torch.distributed ProcessGroup, a 1-D DeviceMesh, or one member of a `SimGroup`; for "a2a+p2p" a pair
+            (a2a_group, p2p_group) of these (`member.split(a2a_size)`), or a 2-D DeviceMesh [p2p, a2a].
         cp_comm_type: "p2p" (ring attention), "all_gather", "a2a" (Ulysses) or "a2a+p2p".
         layout: which rank owns which tokens: "dual_chunk" (balanced under causal masks) or "contiguous".
         backend: "auto" takes the first kernel library that works here and has what the problem needs; a name ("fa4",
@@ -23,6 +24,7 @@ class ContextParallel:
 
     Attributes:
         rank, size: this rank and the number of ranks.
+        a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
         comm: the group as a `cp_ref.spec.Group`.
 
     Raises:
@@ -39,9 +41,10 @@ class ContextParallel:
         self.cp_comm_type = cp_comm_type
         self.layout = layout
         self.backend = backend
-        self.comm = as_group(group)
+        self.comm = as_group(group, cp_comm_type)
         self.rank = self.comm.rank
         self.size = self.comm.size
+        self.a2a_size = {"a2a": self.size, "a2a+p2p": getattr(self.comm, "a2a", self.comm).size}.get(cp_comm_type, 1)
 
     def __repr__(self) -> str:
         return (

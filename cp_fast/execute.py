@@ -1,4 +1,4 @@
-"""Running a compiled ring program: the next block travels while this one is computed; two K/V buffers, whatever the
+"""Running a compiled program: the next block travels while this one is computed; two K/V buffers, whatever the
 ring's size.
 
 At the start of a step everything is posted: the block in hand goes on, the next one comes in, and in the backward pass
@@ -15,11 +15,11 @@ import torch
 
 from cp_fast.backends import Backend
 from cp_fast.merge import add_rows, merge_rows
-from cp_fast.program import Give, RankProgram, RingStep, Take
+from cp_fast.program import Give, KVStep, RankProgram, Take
 from cp_fast.rows import Rows, take
 from cp_ref.spec import Group, Parcel, Problem
 
-__all__ = ["Results", "ring_backward", "ring_forward", "wide_dtype"]
+__all__ = ["Results", "run_backward", "run_forward", "wide_dtype"]
 
 
 class Results(NamedTuple):
@@ -42,7 +42,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def ring_forward(
+def run_forward(
     problem: Problem,
     program: RankProgram,
     backend: Backend,
@@ -58,7 +58,7 @@ def ring_forward(
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide, device=q.device)
     lse = out.new_full((q.shape[1], q.shape[0]), float("-inf"))
     max_logit = lse.new_full((q.shape[1],), float("-inf"))
-    blocks = _Blocks(program, Pair(k, v))
+    blocks = _Blocks(Pair(k, v))
     for step in program.forward:
         pending = comm.exchange(blocks.give(step), blocks.boxes(step))
         for launch in step.launches:
@@ -79,7 +79,7 @@ def ring_forward(
     return Results(out, lse, max_logit)
 
 
-def ring_backward(
+def run_backward(
     problem: Problem,
     program: RankProgram,
     backend: Backend,
@@ -100,11 +100,12 @@ def ring_backward(
     wide = wide_dtype(q.dtype)
     dq = torch.zeros_like(q, dtype=wide)
     own = Pair(torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
-    blocks, grads = _Blocks(program, Pair(k, v)), own
+    blocks, grads = _Blocks(Pair(k, v)), own
     for step in program.backward:
-        boxes = _grad_boxes(step.take_dkv, own)
-        sends = blocks.give(step) + _give(step.give_dkv, grads)
-        pending = comm.exchange(sends, blocks.boxes(step) + _parcels(step.take_dkv, boxes))
+        boxes = [Pair(*(x.new_empty(t.size, *x.shape[1:]) for x in own)) for t in step.take_dkv]
+        sends = blocks.give(step) + [parcel for give in step.give_dkv for parcel in _give(give, grads)]
+        arriving = [parcel for t, box in zip(step.take_dkv, boxes, strict=True) for parcel in _parcels(t, box)]
+        pending = comm.exchange(sends, blocks.boxes(step) + arriving)
         parts: list[tuple[Rows, torch.Tensor, torch.Tensor]] = []
         for launch in step.launches:
             rows = launch.q_rows
@@ -130,48 +131,51 @@ def ring_backward(
 
 
 class _Blocks:
-    """The block in hand and the one on its way, in two buffers that take turns."""
+    """The block in hand and the one on its way, in two buffers that take turns; made when they are first needed."""
 
-    def __init__(self, program: RankProgram, own: Pair) -> None:
+    def __init__(self, own: Pair) -> None:
         self.own = self.now = own
         self._coming: Pair | None = None
-        self._buffers = [Pair(*(x.new_empty(program.max_block, *x.shape[1:]) for x in own)) for _ in range(2)]
+        self._held: Pair | None = None  # the buffer that `now` lies in
+        self._spare: Pair | None = None  # the buffer for what comes next
 
-    def give(self, step: RingStep) -> list[Parcel]:
+    def give(self, step: KVStep) -> list[Parcel]:
         """What the step sends of the block in hand, or of the own one."""
-        return _give(step.give_kv, self.own if step.give_kv is not None and step.give_kv.own else self.now)
+        return [parcel for give in step.give_kv for parcel in _give(give, self.own if give.own else self.now)]
 
-    def boxes(self, step: RingStep) -> list[Parcel]:
-        """Room for the next block. Its buffer held the block before this one, which has been waited for."""
-        if step.take_kv is None:
-            self._coming = None
+    def boxes(self, step: KVStep) -> list[Parcel]:
+        """Room for the next block, in the buffer of the block before this one, which has been waited for."""
+        size = step.block_size
+        if size == 0:
             return []
-        self._buffers.reverse()
-        self._coming = Pair(*(x[: step.take_kv.size] for x in self._buffers[0]))
-        return _parcels(step.take_kv, self._coming)
+        if self._spare is None or self._spare.k.shape[0] < size:
+            self._spare = Pair(*(x.new_empty(size, *x.shape[1:]) for x in self.own))
+        self._coming = Pair(*(x[:size] for x in self._spare))
+        return [parcel for t in step.take_kv for parcel in _parcels(t, Pair(*(x[t.rows] for x in self._coming)))]
 
     def advance(self) -> None:
-        """The next block is the block in hand now."""
+        """The next block is the block in hand now, and the buffer of the old one is free."""
         if self._coming is not None:
-            self.now = self._coming
+            self.now, self._coming = self._coming, None
+            self._held, self._spare = self._spare, self._held
 
 
-def _collect(
-    step: RingStep, boxes: Pair | None, parts: list[tuple[Rows, torch.Tensor, torch.Tensor]], own: Pair
-) -> Pair:
+def _collect(step: KVStep, boxes: list[Pair], parts: list[tuple[Rows, torch.Tensor, torch.Tensor]], own: Pair) -> Pair:
     """The grads of the block in hand: what arrived for it and what this step's launches yielded."""
-    incoming = step.take_dkv
-    if boxes is not None and incoming is not None and incoming.home:
-        _add(own, boxes, incoming.rows)
-        boxes = None
+    here: list[tuple[Take, Pair]] = []
+    for incoming, box in zip(step.take_dkv, boxes, strict=True):
+        if incoming.home:
+            _add(own, box, incoming.rows)
+        else:
+            here.append((incoming, box))
     if step.own:
         grads = own
-    elif boxes is not None and incoming is not None and incoming.size == step.grad_size:
-        grads = boxes  # the usual ring: the same rows all the way, so the launches add to what arrived
+    elif len(here) == 1 and here[0][0].size == step.grad_size:
+        grads = here[0][1]  # the usual ring: the same rows all the way, so the launches add to what arrived
     else:
         grads = Pair(*(x.new_zeros(step.grad_size, *x.shape[1:]) for x in own))
-        if boxes is not None and incoming is not None:
-            _add(grads, boxes, incoming.rows)
+        for incoming, box in here:
+            _add(grads, box, incoming.rows)
     for rows, dk, dv in parts:
         _add(grads, Pair(dk, dv), rows)
     return grads
@@ -182,20 +186,12 @@ def _add(total: Pair, part: Pair, rows: Rows) -> None:
     add_rows(total.v, part.v, rows)
 
 
-def _grad_boxes(incoming: Take | None, like: Pair) -> Pair | None:
-    return None if incoming is None else Pair(*(x.new_empty(incoming.size, *x.shape[1:]) for x in like))
-
-
-def _give(give: Give | None, pair: Pair) -> list[Parcel]:
+def _give(give: Give, pair: Pair) -> list[Parcel]:
     """K and V are two parcels of one exchange: no copy into a common buffer."""
-    if give is None:
-        return []
     return [Parcel(give.peer, 2 * give.tag + n, take(x, give.rows)) for n, x in enumerate(pair)]
 
 
-def _parcels(incoming: Take | None, boxes: Pair | None) -> list[Parcel]:
-    if incoming is None or boxes is None:
-        return []
+def _parcels(incoming: Take, boxes: Pair) -> list[Parcel]:
     return [Parcel(incoming.peer, 2 * incoming.tag + n, x) for n, x in enumerate(boxes)]
 
 

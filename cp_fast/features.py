@@ -11,6 +11,9 @@ __all__ = ["EXECUTOR", "required"]
 EXECUTOR = frozenset(
     {
         Feature.P2P,
+        Feature.ALL_GATHER,
+        Feature.A2A,
+        Feature.A2A_P2P,
         Feature.BSHD,
         Feature.SBHD,
         Feature.THD,

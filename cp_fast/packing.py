@@ -29,12 +29,11 @@ class Packing:
 
     @property
     def folded(self) -> bool:
-        """Whether the batch is folded into the heads."""
-        return (
-            self.problem.qkv_format == "sbhd"
-            and not self.problem.attn_mask_type.startswith("padding")
-            and self.batch > 0
-        )
+        """Whether the batch is folded into the heads. Not where heads are exchanged: they go to ranks by their
+        number.
+        """
+        equal_lengths = not self.problem.attn_mask_type.startswith("padding")
+        return self.problem.qkv_format == "sbhd" and equal_lengths and self.problem.a2a_size == 1
 
     @property
     def batch(self) -> int:

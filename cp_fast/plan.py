@@ -14,7 +14,7 @@ from cp_fast.backends import KERNEL_FEATURES, Backend, choose
 from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
 from cp_fast.packing import Packing
-from cp_fast.program import RankProgram, compile_p2p
+from cp_fast.program import RankProgram, compile_program
 from cp_fast.sharding import numbers
 from cp_ref.spec import (
     Problem,
@@ -154,7 +154,14 @@ def read_call(
     """The problem of one call and the library that computes it; raises ValueError, TypeError or Unsupported. Sends
     nothing.
     """
-    problem = read_problem(cp_size=cp.size, cp_comm_type=cp.cp_comm_type, layout=cp.layout, sizes=sizes, **arguments)
+    problem = read_problem(
+        cp_size=cp.size,
+        cp_comm_type=cp.cp_comm_type,
+        a2a_size=cp.a2a_size,
+        layout=cp.layout,
+        sizes=sizes,
+        **arguments,
+    )
     needs = required(problem, device, deterministic=deterministic, max_logit=return_max_logit)
     if missing := needs - KERNEL_FEATURES - EXECUTOR:
         raise Unsupported("this problem", {"cp_fast": missing}, f"cp_fast has {describe(EXECUTOR)}")
@@ -172,7 +179,7 @@ def plan_together(cp: ContextParallel, device: torch.device, read: Callable[[], 
     assert found is not None
     problem, backend = found
     packing = Packing(problem)
-    return Plan(problem, cp.rank, device, backend, packing, compile_p2p(packing.packed_problem, cp.rank, device))
+    return Plan(problem, cp.rank, device, backend, packing, compile_program(packing.packed_problem, cp.rank, device))
 
 
 def _read_plan_arguments(

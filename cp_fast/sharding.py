@@ -72,7 +72,7 @@ class _Unshard(torch.autograd.Function):
         shape = list(x.shape)
         shape[axis] *= cp.size
         whole = x.new_empty(shape)
-        for of_rank, part in zip(rows, all_to_all(cp.comm, [x] * cp.size, [x] * cp.size), strict=True):
+        for of_rank, part in zip(rows, all_to_all(cp.comm, [x] * cp.size), strict=True):
             whole.index_copy_(axis, of_rank, part)
         return whole
 
@@ -80,7 +80,7 @@ class _Unshard(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         parts = [grads[0].index_select(ctx.axis, rows) for rows in ctx.rows]
-        total, *others = all_to_all(ctx.cp.comm, parts, parts)
+        total, *others = all_to_all(ctx.cp.comm, parts)
         for other in others:
             total = total + other
         return total, None, None, None

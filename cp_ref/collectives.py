@@ -6,8 +6,7 @@ from functools import reduce
 
 import torch
 
-from cp_ref.processes import PairGroup
-from cp_ref.spec import Group, Parcel
+from cp_ref.spec import Group, PairGroup, Parcel
 
 __all__ = ["all_gather", "all_reduce_max", "all_reduce_sum"]
 

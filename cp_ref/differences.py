@@ -79,7 +79,7 @@ class Difference:
         item = self.item
         where = f" {item.piece}" if item.piece else ""
         return {
-            "given": f"its own {item.name}{where}",
+            "given": f"{item.name}{where}, as given",
             "received": f"{item.name}{where}, received by {item.source!r}",
             "tile": f"{item.name}{where} of {item.source!r}",
             "merged": f"{item.name}{where}, all partial results merged",

@@ -1,4 +1,4 @@
-"""Groups of ranks as `cp_ref.spec.Group`: torch.distributed process groups, and a pair of groups as one."""
+"""torch.distributed process groups as `cp_ref.spec.Group`: one process a rank, over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_ref.spec import Group, Parcel, Pending
+from cp_ref.spec import Group, PairGroup, Parcel, Pending
 
-__all__ = ["PairGroup", "ProcessMember", "as_group"]
+__all__ = ["ProcessMember", "as_group"]
 
 
 class ProcessMember:
@@ -25,7 +25,7 @@ class ProcessMember:
         """Post the messages as one batch of isend and irecv."""
         ops = [dist.P2POp(dist.isend, p.tensor, self._global(p.peer), self._group, p.tag) for p in sends]
         ops += [dist.P2POp(dist.irecv, p.tensor, self._global(p.peer), self._group, p.tag) for p in recvs]
-        return _All(dist.batch_isend_irecv(ops) if ops else [])
+        return _Works(dist.batch_isend_irecv(ops) if ops else [])
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
@@ -37,51 +37,13 @@ class ProcessMember:
         return dist.get_global_rank(self._group, rank)
 
 
-class PairGroup:
-    """An a2a group and a p2p group that cross in this rank, as one group: rank = p2p_rank * a2a_size + a2a_rank.
-
-                 a2a_rank 0   1          a rank reaches its row (a2a) and its column (p2p), which is all
-    p2p_rank 0            0   1          that the schedule a2a+p2p needs
-    p2p_rank 1            2   3
-    """
-
-    def __init__(self, a2a: Group, p2p: Group) -> None:
-        self.a2a, self.p2p = a2a, p2p
-        self.rank = p2p.rank * a2a.size + a2a.rank
-        self.size = p2p.size * a2a.size
-
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
-        """Post each message in the group that its peer shares with this rank."""
-        row_sends, column_sends = self._split(sends)
-        row_recvs, column_recvs = self._split(recvs)
-        return _All([self.a2a.exchange(row_sends, row_recvs), self.p2p.exchange(column_sends, column_recvs)])
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank: the rows gather, then the columns gather the rows."""
-        return [v for row in self.p2p.all_gather_object(self.a2a.all_gather_object(value)) for v in row]
-
-    def _split(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[Parcel]]:
-        row: list[Parcel] = []
-        column: list[Parcel] = []
-        for parcel in parcels:
-            p2p_rank, a2a_rank = divmod(parcel.peer, self.a2a.size)
-            assert p2p_rank == self.p2p.rank or a2a_rank == self.a2a.rank, f"rank {parcel.peer} is in neither group"
-            if p2p_rank == self.p2p.rank:
-                row.append(parcel._replace(peer=a2a_rank))
-            else:
-                column.append(parcel._replace(peer=p2p_rank))
-        return row, column
-
-
-class _All:
-    """Wait for all of them."""
-
-    def __init__(self, pending: Sequence[Any]) -> None:
-        self._pending = pending
+class _Works:
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
 
     def wait(self) -> None:
-        for one in self._pending:
-            one.wait()
+        for work in self._works:
+            work.wait()
 
 
 def as_group(group: Any, cp_comm_type: str) -> Group:

@@ -162,5 +162,5 @@ class _Recording(Recorder):
 
     def _add(self, kind: str, source: str, name: str, piece: Piece | None, x: torch.Tensor) -> None:
         if self._trace is _now:
-            clone = x.detach().to("cpu", copy=True)
+            clone = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             self._trace.add(Item(self._direction, self._step, self._rank, kind, source, name, piece, clone))

@@ -242,8 +242,12 @@ def _poison(buffer: torch.Tensor) -> None:
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bitwise, NaN included."""
-    a = a.detach().contiguous()
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """A copy with plain strides: `contiguous` keeps odd ones where a size is 1."""
+    return x.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _event(tensor: torch.Tensor) -> torch.cuda.Event | None:

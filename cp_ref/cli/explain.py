@@ -14,8 +14,18 @@ from typer import Option
 
 from cp_ref.cli.common import place, table
 from cp_ref.cli.problem import Request, with_problem
-from cp_ref.cli.values import show_values
-from cp_ref.cli.words import IDEA, about, layout_words, legend, message_words, rows_words, step_words, tile_words
+from cp_ref.cli.values import checked_position, show_values
+from cp_ref.cli.words import (
+    BACKWARD,
+    IDEA,
+    about,
+    layout_words,
+    legend,
+    message_words,
+    rows_words,
+    step_words,
+    tile_words,
+)
 from cp_ref.spec import Problem, Schedule, Step, verify
 from cp_ref.spec.picture import rank_colour, svg_picture, text_picture
 from cp_ref.spec.svg_elements import ink_on
@@ -50,15 +60,15 @@ def explain(
         raise ValueError(f"--rank is {rank}; it must be 0 to {problem.cp_size - 1}")
     if position is not None and not values:
         raise ValueError("--query is for --values, which is not given")
+    followed = checked_position(problem, position) if values else None
     if svg is not None:
         svg.write_text(svg_picture(problem, schedule, head), encoding="utf-8")
     ranks = [rank] if rank is not None else list(range(problem.cp_size if problem.cp_size <= _FEW_RANKS else 1))
     _Walk(console, problem, schedule, ranks, head).show(request.padded)
-    if values:
-        console.print()
-        show_values(console, request, position, head)
+    if followed is not None:
+        show_values(console, request, followed, head)
     if svg is not None:
-        console.print(f"\npicture written to {svg}", soft_wrap=True, markup=False)
+        console.print(f"picture written to {svg}", soft_wrap=True, markup=False)
 
 
 class _Walk:
@@ -112,9 +122,13 @@ class _Walk:
             sides = [rows_words(real_rows(p, rank, side), many) or "none" for side in ("q", "kv")]
             owners.add_row(str(rank), *sides[: 1 if alike else 2])
         self.console.print(owners)
+        self.console.print()
 
     def _pass(self, direction: str) -> None:
         """All steps of one pass: the forward pass with pictures, the backward pass has the same tiles."""
+        if direction == "backward":
+            self._heading("The way back")
+            self._say(BACKWARD)
         for number in range(self._steps(direction)):
             self._heading(f"{direction.capitalize()}, step {number} ({self._steps(direction)} in all)")
             steps = {r: self._step(direction, r, number) for r in range(self.problem.cp_size)}
@@ -144,6 +158,7 @@ class _Walk:
             )
         if any(step != Step() for step in steps.values()):
             self.console.print(columns)
+            self.console.print()
 
     def _steps(self, direction: str) -> int:
         return max(len(p) for p in (self.schedule.forward if direction == "forward" else self.schedule.backward))
@@ -153,7 +168,6 @@ class _Walk:
         return program[number] if number < len(program) else Step()
 
     def _heading(self, words: str) -> None:
-        self.console.print()
         self.console.print(Rule(Text(words, "bold"), align="left"))
 
     def _say(self, words: str) -> None:

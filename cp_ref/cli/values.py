@@ -16,22 +16,14 @@ from cp_ref.oracle import dense_attention
 from cp_ref.spec import Piece, Problem
 from cp_ref.tracing import Item, Trace
 
-__all__ = ["show_values"]
+__all__ = ["checked_position", "show_values"]
 
 _SHOWN = 2  # elements of an output
 
 
-def show_values(console: Console, request: Request, position: tuple[int, int] | None, head: int) -> None:
-    """Run the problem and follow one position.
-
-    Args:
-        position: (sequence, position in it); None for the last query of the longest sequence.
-
-    Raises:
-        ValueError: there is no such query.
-    """
-    problem = request.problem
-    seq, query = _checked(problem, position)
+def show_values(console: Console, request: Request, position: tuple[int, int], head: int) -> None:
+    """Run the problem and follow one position: (sequence, position in it), as from `checked_position`."""
+    problem, (seq, query) = request.problem, position
     with console.status("running all ranks"):
         trace = request.run()
     partial = _partial_results(trace, seq, query, head)
@@ -51,7 +43,8 @@ def show_values(console: Console, request: Request, position: tuple[int, int] | 
     _results(console, request, (out, lse), final, (seq, query, head))
 
 
-def _checked(problem: Problem, position: tuple[int, int] | None) -> tuple[int, int]:
+def checked_position(problem: Problem, position: tuple[int, int] | None) -> tuple[int, int]:
+    """The position, or for None the last query of the longest sequence. ValueError: there is no such query."""
     lengths = [s.len_q for s in problem.sequences]
     if not any(lengths):
         raise ValueError("--values needs a query, and the problem has none")
@@ -86,7 +79,7 @@ def _merge_table(
     console: Console, problem: Problem, partial: list[tuple[Item, torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tile by tile: its result, and the result so far. Returns (out, lse) of all."""
-    rows = table(">step", ">rank", "keys", ">lse", "out", ">lse so far", "out so far")
+    rows = table(">step", ">rank", "keys", ">lse", "out", ">lse now", "out now")
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
     out, lse = torch.zeros(problem.d_v, dtype=wide), torch.tensor(float("-inf"), dtype=wide)
     for item, part, part_lse in partial:
@@ -95,6 +88,7 @@ def _merge_table(
         numbers = _number(part_lse), _vector(part), _number(lse), _vector(out)
         rows.add_row(str(item.step), str(item.rank), span(int(first), int(last)), *numbers)
     console.print(rows)
+    console.print()
     return out, lse
 
 
@@ -106,7 +100,7 @@ def _spell_out(console: Console, partial: list[tuple[Item, torch.Tensor, torch.T
     x, y, z = (_number(o[0]) for o in (out_a, out_b, out))
     _say(console, "The first merge, written out:")
     console.print(f"  lse    = log(exp({a}) + exp({b})) = {c}")
-    console.print(f"  out[0] = exp({a} - {c}) * {x} + exp({b} - {c}) * {y} = {z}\n")
+    console.print(f"  out[0] = exp({a} - {c}) * {x} + exp({b} - {c}) * {y} = {z}\n", soft_wrap=True)
 
 
 def _results(
@@ -129,6 +123,7 @@ def _results(
         rows.add_row(name, _number(x), _vector(o), f"{_difference(o, x, *oracle):.1e}")
     rows.add_row("the oracle, in float64", _number(oracle[1]), _vector(oracle[0]), "")
     console.print(rows)
+    console.print()
 
 
 def _difference(out: torch.Tensor, lse: torch.Tensor, oracle_out: torch.Tensor, oracle_lse: torch.Tensor) -> float:

@@ -10,7 +10,18 @@ from collections.abc import Iterable
 
 from cp_ref.spec import Message, Piece, Problem, Step, Tile
 
-__all__ = ["IDEA", "about", "layout_words", "legend", "message_words", "rows_words", "span", "step_words", "tile_words"]
+__all__ = [
+    "BACKWARD",
+    "IDEA",
+    "about",
+    "layout_words",
+    "legend",
+    "message_words",
+    "rows_words",
+    "span",
+    "step_words",
+    "tile_words",
+]
 
 IDEA = (
     "A sequence that is too long for one GPU is spread over several ranks. Every token's query, key and value live on "
@@ -32,8 +43,14 @@ _ABOUT = {
     "outputs are merged by their log-sum-exp (LSE). At the end the results are given back.",
 }
 
+BACKWARD = (
+    "The backward pass computes the same tiles again, now with the gradient of the output (do) and the final LSE: so "
+    "each tile's weights are right at once, and gradients are simply added up. A query's gradient is complete where "
+    "its output was; gradients of keys and values arise wherever a tile was, and have to get home."
+)
+
 _LAYOUT = {
-    "dual_chunk": "each sequence is cut into {chunks} chunks; rank r has chunk r and chunk {last} - r. Under a causal "
+    "dual_chunk": "each sequence is cut into {chunks} chunks; rank r has the chunks r and {last}-r. Under a causal "
     "mask an early chunk sees little and a late one much, so every rank gets the same work.",
     "contiguous": "rank r has the r-th of {ranks} equal parts.",
 }

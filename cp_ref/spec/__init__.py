@@ -1,16 +1,19 @@
 """The contract that both implementations share: problems, masks, layouts, schedules as data. Standard library only."""
 
+from cp_ref.spec.a2a import head_ranges
 from cp_ref.spec.arguments import Sizes, check_choice, check_offset, read_problem, read_sizes
 from cp_ref.spec.calls import check_local_tensors, check_plan_owner, check_settled
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.group import Group, Parcel, Pending, agree
 from cp_ref.spec.layout import Fragment, divisor, kv_fragments, local_slots, ownership, q_fragments
 from cp_ref.spec.mask import Band, Rect
+from cp_ref.spec.pair import PairGroup
 from cp_ref.spec.planners import make_program, make_schedule
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
 from cp_ref.spec.schedule import Message, Piece, Program, Schedule, Step, Tile
 from cp_ref.spec.slices import position_spans, slice_axis, slice_spans, spans_of
+from cp_ref.spec.units import Units, common, real_rows
 from cp_ref.spec.verify import InvalidSchedule, verify
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "Group",
     "InvalidSchedule",
     "Message",
+    "PairGroup",
     "Parcel",
     "Pending",
     "Piece",
@@ -38,6 +42,7 @@ __all__ = [
     "Sizes",
     "Step",
     "Tile",
+    "Units",
     "Unsupported",
     "agree",
     "check_choice",
@@ -45,8 +50,10 @@ __all__ = [
     "check_offset",
     "check_plan_owner",
     "check_settled",
+    "common",
     "describe",
     "divisor",
+    "head_ranges",
     "kv_fragments",
     "local_slots",
     "make_program",
@@ -58,6 +65,7 @@ __all__ = [
     "q_fragments",
     "read_problem",
     "read_sizes",
+    "real_rows",
     "report",
     "slice_axis",
     "slice_spans",

@@ -118,8 +118,10 @@ def test_the_sink_against_the_oracle(softmax_type: str) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, H, D, dtype=torch.float64) for n in (T, 6, 6))
     sink = torch.zeros(H) if softmax_type == "off-by-one" else torch.randn(H)
-    offset = {} if softmax_type == "off-by-one" else {"softmax_offset": sink}
-    want, want_lse, _ = dense_attention(q, k, v, attn_mask_type="no_mask", softmax_type=softmax_type, **offset)
+    offset = None if softmax_type == "off-by-one" else sink
+    want, want_lse, _ = dense_attention(
+        q, k, v, attn_mask_type="no_mask", softmax_type=softmax_type, softmax_offset=offset
+    )
     all_keys = Keys(torch.einsum("nhd,mhd->nhm", q[0], k[0]) * D**-0.5, v[0])
     got = add_sink(*merge(*attend(all_keys, [0, 3]), *attend(all_keys, [1, 2, 4, 5])), sink)
     same(got, (want[0], want_lse[0].t()))

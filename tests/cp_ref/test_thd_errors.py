@@ -119,6 +119,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "13 tokens must be an even number",
     ),
     "packed": (lambda: thd.thd_read_second_half_lse(LSE, CU, False, 6), ValueError, r"lse_packed=False.*\[2, h, s\]"),
+    "batch": (
+        lambda: thd.thd_read_second_half_lse(torch.zeros(3, 2, 8), CU, False, 4),
+        ValueError,
+        r"\[3, 2, 8\].*\[2, h, s\]",
+    ),
     "flag": (lambda: thd.thd_read_second_half_lse(LSE, CU, 1, 6), TypeError, "lse_packed is 1"),  # type: ignore[arg-type]
     "room": (
         lambda: thd.thd_read_second_half_lse(LSE, CU, True, 5),

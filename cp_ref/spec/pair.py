@@ -1,0 +1,57 @@
+"""Two groups that cross in a rank, as one group: what the schedule a2a+p2p runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cp_ref.spec.group import Group, Parcel, Pending
+
+__all__ = ["PairGroup"]
+
+
+class PairGroup:
+    """An a2a group and a p2p group that cross in this rank, as one group: rank = p2p_rank * a2a_size + a2a_rank.
+
+                 a2a_rank 0   1          a rank reaches its row (a2a) and its column (p2p), which is all
+    p2p_rank 0            0   1          that the schedule a2a+p2p needs
+    p2p_rank 1            2   3
+    """
+
+    def __init__(self, a2a: Group, p2p: Group) -> None:
+        self.a2a, self.p2p = a2a, p2p
+        self.rank = p2p.rank * a2a.size + a2a.rank
+        self.size = p2p.size * a2a.size
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
+        """Post each message in the group that its peer shares with this rank."""
+        row_sends, column_sends = self._split(sends)
+        row_recvs, column_recvs = self._split(recvs)
+        return _All([self.a2a.exchange(row_sends, row_recvs), self.p2p.exchange(column_sends, column_recvs)])
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank: the rows gather, then the columns gather the rows."""
+        return [v for row in self.p2p.all_gather_object(self.a2a.all_gather_object(value)) for v in row]
+
+    def _split(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[Parcel]]:
+        row: list[Parcel] = []
+        column: list[Parcel] = []
+        for parcel in parcels:
+            p2p_rank, a2a_rank = divmod(parcel.peer, self.a2a.size)
+            assert p2p_rank == self.p2p.rank or a2a_rank == self.a2a.rank, f"rank {parcel.peer} is in neither group"
+            if p2p_rank == self.p2p.rank:
+                row.append(parcel._replace(peer=a2a_rank))
+            else:
+                column.append(parcel._replace(peer=p2p_rank))
+        return row, column
+
+
+class _All:
+    """Wait for all of them."""
+
+    def __init__(self, pending: Sequence[Any]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        for one in self._pending:
+            one.wait()

@@ -1,0 +1,336 @@
+"""Recording every intermediate, and naming the first in which two runs part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cp_ref import ContextParallel, SimGroup, attention, dense_attention
+from cp_ref.cli import app
+from cp_ref.cli.plant import planted
+from cp_ref.cli.problem import Request
+from cp_ref.comparison import compare
+from cp_ref.merge import merge
+from cp_ref.recorder import trace
+from cp_ref.sim import SimMember
+from cp_ref.spec import Schedule
+from cp_ref.tracing import Item, Trace
+
+PACKED: dict[str, Any] = {"seqlens": "13,0,5", "d_v": 6}
+REQUESTS = {
+    "p2p": Request("p2p", 3, heads_q=4, heads_kv=2, dtype="float64", **PACKED),
+    "p2p-window": Request("p2p", 4, window="3,1", mask="no_mask", dtype="float64", qkv_format="sbhd", batch=2),
+    "all_gather": Request("all_gather", 3, heads_q=4, heads_kv=2, layout="contiguous", dtype="float64", **PACKED),
+    "a2a": Request("a2a", 4, heads_q=8, heads_kv=2, dtype="float64", **PACKED),
+    "a2a+p2p": Request("a2a+p2p", 4, dtype="float64", seqlens="9,7", seqlens_kv="12,3", mask="causal_bottom_right"),
+}
+runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Trace]:
+    return {name: request.run() for name, request in REQUESTS.items()}
+
+
+def with_item(t: Trace, item: Item, changed: Item | None) -> Trace:
+    """The same trace with one item exchanged, or left out."""
+    copy = Trace(t.call, t.problem, t.schedule, t.calls)
+    for old in t:
+        if old is not item:
+            copy.add(old)
+        elif changed is not None:
+            copy.add(changed)
+    return copy
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_tile_and_message_is_there_once(name: str, traces: dict[str, Trace]) -> None:
+    t = traces[name]
+    schedule = t.schedule
+    assert schedule is not None
+    for direction, programs, result in (("forward", schedule.forward, "out"), ("backward", schedule.backward, "dk")):
+        planned: Counter[tuple[int, int, str]] = Counter()
+        for rank, program in enumerate(programs):
+            for number, step in enumerate(program):
+                planned.update((rank, number, str(tile)) for tile in step.tiles)
+                planned.update((rank, number, m.text("recv")) for m in step.recvs)
+        first = [i for i in t.select(direction, kind="tile") if i.name == result]
+        seen = Counter((i.rank, i.step, i.source) for i in first)
+        seen.update({(i.rank, i.step, i.source) for i in t.select(direction, kind="received")})
+        assert seen == planned
+    assert [i.order for i in t] == sorted(i.order for i in t)
+    assert all(i.tensor.device.type == "cpu" and not i.tensor.requires_grad for i in t)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_recorded_parts_make_the_recorded_whole(name: str, traces: dict[str, Trace]) -> None:
+    """All partial outputs of all ranks, merged in any order, are the result; all contributions, added up, too."""
+    t = traces[name]
+    made = {n: [torch.zeros_like(x) for x in t.whole(n)] for n in ("out", "dq", "dk", "dv")}
+    lses = [torch.full_like(x, float("-inf")) for x in t.whole("lse")]
+    for item in t.select("backward", kind="tile") + t.select("forward", kind="tile", name="out"):
+        p = item.piece
+        assert p is not None
+        where = slice(p.start, p.stop), slice(*(p.heads or (None,)))
+        if item.direction == "backward":
+            made[item.name][p.seq][where] += item.tensor
+            continue
+        (lse,) = (
+            i.tensor for i in t.select("forward", item.step, item.rank, "tile", "lse") if i.key[3:5] == item.key[3:5]
+        )
+        out, all_lse = made["out"][p.seq], lses[p.seq]
+        out[where], all_lse[where] = merge(out[where], all_lse[where], item.tensor, lse)
+    for n, values in (made | {"lse": lses}).items():
+        for mine, theirs in zip(values, t.whole(n), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_whole_is_the_oracles(traces: dict[str, Trace]) -> None:
+    request, t = REQUESTS["p2p-window"], traces["p2p-window"]
+    x = request.tensors()
+    out, lse, max_logit = dense_attention(x["q"], x["k"], x["v"], **request.arguments)
+    torch.testing.assert_close(torch.stack(t.whole("out"), dim=1), out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.stack(t.whole("lse")).transpose(1, 2), lse, rtol=1e-12, atol=1e-12)
+    assert all(i.tensor.equal(t.select(name="max_logit")[0].tensor) for i in t.select(name="max_logit"))
+    torch.testing.assert_close(t.select(name="max_logit")[0].tensor, max_logit, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="name is 'outt'"):
+        t.whole("outt")
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_are_bitwise_the_same(comm: str, dtype: torch.dtype) -> None:
+    def fn(member: SimMember) -> list[torch.Tensor]:
+        cp = ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
+        generator = torch.Generator().manual_seed(member.rank)
+        q, k, v = (torch.randn(1, 4, 4, 8, generator=generator).to(dtype).requires_grad_() for _ in range(3))
+        offset = torch.linspace(-1, 1, 4).requires_grad_()
+        out, lse, top = attention(
+            q, k, v, cp=cp, softmax_type="learnable", softmax_offset=offset, return_lse=True, return_max_logit=True
+        )
+        (out.float().square().sum() + lse.sum()).backward()
+        assert all(x.grad is not None for x in (q, k, v, offset))
+        return [out, lse, top, *(x.grad for x in (q, k, v, offset) if x.grad is not None)]
+
+    plain = SimGroup(4).run(fn)
+    with trace() as t:
+        traced = SimGroup(4).run(fn)
+    assert all(a.equal(b) for one, other in zip(plain, traced, strict=True) for a, b in zip(one, other, strict=True))
+    assert {i.name for i in t.select(kind="final")} == {"out", "lse", "max_logit", "dq", "dk", "dv", "dsoftmax_offset"}
+    assert {i.tensor.dtype for i in t.select(kind="given", name="q")} == {dtype}
+    assert {i.tensor.dtype for i in t.select(kind="tile")} == {torch.float32}
+
+
+def test_which_call_and_when() -> None:
+    def layers(member: SimMember) -> list[torch.Tensor]:
+        x = torch.ones(1, 4, 1, 2, requires_grad=True)
+        outs = [attention(x * n, x, x, cp=ContextParallel(member)) for n in range(3)]
+        for n in (2, 1):
+            (outs[n].sum() * n).backward(retain_graph=True)
+        return outs
+
+    with trace(call=1) as t:
+        SimGroup(2).run(layers)
+        with pytest.raises(RuntimeError, match="one trace at a time"), trace():
+            pass
+    assert t.calls == {0: 3, 1: 3}
+    assert all((i.tensor == 1).all() for i in t.select(kind="given", name="q") + t.select(kind="given", name="dout"))
+    assert t.ranks("backward") == (0, 1)
+    assert str(t).splitlines()[2].startswith("call 1 of 3, ")
+    before = len(t)
+    SimGroup(2).run(layers)
+    assert len(t) == before
+    with trace(call=5) as empty:
+        SimGroup(2).run(layers)
+    assert str(empty) == "an empty trace: it waits for attention call 5, and 3 were made while it recorded"
+    assert not compare(t, empty)
+    assert str(compare(empty, t)) == "no attention call was recorded in a\nthere is nothing to compare"
+
+
+def test_a_backward_after_the_block_is_not_recorded() -> None:
+    with trace() as t:
+        (outs,) = SimGroup(1).run(
+            lambda member: attention(*[torch.ones(1, 2, 1, 2, requires_grad=True)] * 3, cp=ContextParallel(member))
+        )
+    outs.sum().backward()
+    assert t.ranks() == (0,)
+    assert t.ranks("backward") == ()
+
+
+def test_the_table_of_contents(traces: dict[str, Trace]) -> None:
+    lines = str(traces["a2a+p2p"]).splitlines()
+    assert lines[0] == "trace of a2a+p2p, cp_size 4, thd, dual_chunk, causal_bottom_right"
+    assert "  step 0   given     q k v                    30 items  ranks 0 1 2 3" in lines
+    assert lines[-1].split()[:4] == ["final", "dq", "dk", "dv"]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_changed_number_is_found_where_it_is(name: str, traces: dict[str, Trace]) -> None:
+    t = traces[name]
+    assert compare(t, t)
+    for item in t.items[::17]:
+        tensor = item.tensor.clone()
+        tensor.view(-1)[-1] = tensor.view(-1)[-1].nan_to_num(neginf=0.0) + 1e-3
+        found = compare(t, with_item(t, item, replace(item, tensor=tensor)))
+        assert not found
+        assert found.first is not None
+        assert found.first.item is item
+        assert (found.first.unlike, found.first.count) == (1, tensor.numel())
+        if item.piece is not None:
+            assert found.first.position == item.piece.stop - 1
+            assert found.first.head == (item.piece.heads or (0, tensor.shape[1]))[1] - 1
+        missing = compare(t, with_item(t, item, None)).first
+        assert missing is not None
+        assert missing.b is None
+        assert "only a has it" in str(missing)
+
+
+def test_the_first_of_several(traces: dict[str, Trace]) -> None:
+    t = traces["p2p"]
+    items = t.select("forward", kind="tile")
+    late, early = items[-1], items[2]
+    changed = with_item(t, late, replace(late, tensor=late.tensor + 1))
+    changed = with_item(changed, early, replace(early, tensor=early.tensor * float("nan")))
+    found = compare(t, changed)
+    assert [d.item for d in found.differences] == [early, late]
+    assert "NaN" in str(found)
+    assert compare(changed, changed)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_planted_bug_is_found_at_its_rank(name: str, traces: dict[str, Trace]) -> None:
+    """The message that loses its half is the first receive of keys of rank 1."""
+    with planted("lost-half", 1):
+        bad = REQUESTS[name].run()
+    found = compare(traces[name], bad).first
+    assert found is not None
+    schedule = traces[name].schedule
+    assert schedule is not None
+    steps = [n for n, s in enumerate(schedule.forward[1]) if any(m.what == "kv" for m in s.recvs)]
+    assert (found.item.direction, found.item.step, found.item.rank) == ("forward", steps[0], 1)
+    assert found.item.kind == "received"
+    assert found.item.name in ("k", "v")
+
+
+@pytest.mark.parametrize(
+    ("bug", "direction", "kind"),
+    [("shifted-keys", "forward", "tile"), ("unscaled-merge", "forward", "merged"), ("gradient-twice", "backward", "")],
+)
+def test_other_planted_bugs(bug: str, direction: str, kind: str) -> None:
+    request = Request("p2p", 4)
+    good = request.run()
+    with planted(bug, 1):
+        found = compare(good, request.run()).first
+    assert found is not None
+    assert found.item.direction == direction
+    if kind:
+        assert (found.item.kind, found.item.rank) == (kind, 1)
+    else:  # rank 1 adds twice: the first to see it is the next rank, by rank 1's message
+        assert " from 1 tag" in found.item.source
+
+
+def test_runs_with_different_schedules() -> None:
+    request = Request("p2p", 2, seqlens="13,6", heads_q=4, heads_kv=2)
+    one = request.run()
+    for other in (
+        replace(request, cp_size=1),
+        replace(request, cp_comm_type="a2a+p2p", cp_size=4),
+        replace(request, layout="contiguous"),
+    ):
+        found = compare(one, other.run())
+        assert found, str(found)
+        assert "the steps cannot be compared" in str(found)
+        assert "the plans differ: " in str(found)
+    other = replace(request, cp_size=4, seed=1).run()
+    found = compare(one, other)
+    assert found.first is not None
+    assert str(found.first).startswith("forward, over all ranks: q 0[0:13], as given")
+    assert "cp_size is 2 in a, 4 in b" in str(found)
+    part = Trace(0, other.problem, other.schedule)
+    for item in other.select(rank=1):
+        part.add(item)
+    assert not compare(one, part)
+    assert "left out, as it takes all ranks: the forward pass (b has rank 1 of 4)" in str(compare(one, part))
+    assert "different sizes" in str(compare(one, replace(request, seqlens="13,5").run()))
+
+
+def test_a_plan_that_lost_a_tile_is_named() -> None:
+    request = Request("p2p", 2)
+    good = request.run()
+    schedule = good.schedule
+    assert schedule is not None
+    first, second = schedule.forward[1]
+    programs = (schedule.forward[0], (first, replace(second, tiles=second.tiles[:-1])))
+    lost: Schedule = replace(schedule, forward=programs)
+    bad = Trace(0, good.problem, lost, good.calls)
+    said = str(compare(good, bad))
+    assert "the schedules part, in forward rank 1 step 1, with 'tile 0 q[4:6] kv[0:2]' in a" in said
+
+
+def test_dtypes_and_tolerances() -> None:
+    request = Request("p2p", 2)
+    single, double, half = (replace(request, dtype=d).run() for d in ("float32", "float64", "bfloat16"))
+    assert compare(single, double)
+    assert compare(half, double)
+    assert not compare(half, double, atol=1e-5)
+    assert "rtol 1e-05 for float32, atol 0" in str(compare(single, double, atol=0.0))
+
+
+def test_one_file_a_rank(tmp_path: Path, traces: dict[str, Trace]) -> None:
+    t = traces["a2a"]
+    for rank in range(4):
+        part = Trace(0, t.problem, t.schedule, {rank: 1})
+        for item in t.select(rank=rank):
+            part.add(item)
+        part.save(tmp_path / f"run-{rank}.pt")
+    again = Trace.load(tmp_path / "run-*.pt")
+    assert str(again) == str(t)
+    assert compare(t, again, rtol=0, atol=0)
+    only = Trace.load(tmp_path / "run-3.pt")
+    assert compare(t, only)
+    assert "left out, as only a has it: the backward pass of rank 0 1 2" in str(compare(t, only))
+    with pytest.raises(ValueError, match="two of the traces have rank 3"):
+        Trace.merge(again, only)
+    with pytest.raises(ValueError, match="do not belong together"):
+        Trace.merge(again, traces["p2p"])
+    with pytest.raises(OSError, match="nothing"):
+        Trace.load(tmp_path / "nothing.pt")
+
+
+def test_a_planted_bug_in_three_commands(tmp_path: Path) -> None:
+    """As in the README."""
+    good, bad = str(tmp_path / "good.pt"), str(tmp_path / "bad.pt")
+    assert runner.invoke(app, ["record", "--save", good]).exit_code == 0
+    assert runner.invoke(app, ["record", "--plant", "lost-half", "--save", bad]).exit_code == 0
+    result = runner.invoke(app, ["compare", good, bad])
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    assert lines[:2] == [
+        "the runs part here:",
+        "forward, step 0, rank 1: k 0[0:2], received by 'recv kv 0[0:2] from 0 tag 0'",
+    ]
+    assert runner.invoke(app, ["compare", good, good]).output.startswith("the runs agree in all 414 items")
+    assert runner.invoke(app, ["compare", good, good]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["record", "--plant", "termites"], "--plant is 'termites'; it must be one of 'lost-half'"),
+        (["record", "--plant", "lost-half", "--plant-rank", "4"], "--plant-rank is 4; it must be 0 to 3"),
+        (["record", "--save", "no/such/folder/t.pt"], "no/such/folder/t.pt"),
+        (["compare", "no.pt", "no.pt"], "no.pt"),
+        (["compare", __file__, __file__], "holds no trace"),
+    ],
+)
+def test_refusals_are_one_line_and_exit_2(options: list[str], words: str) -> None:
+    result = runner.invoke(app, options)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
