@@ -73,7 +73,8 @@ class Attention(torch.autograd.Function):
         dout = out.new_zeros(rows_q, all_heads, out.shape[2]) if grads[0] is None else packing.pack(grads[0])
         doffset = None
         if offset is not None and ctx.needs_input_grad[7]:
-            mine = _offset_gradient(plan, offset, dout, *for_offset, dlse)
+            home_out, home_lse = for_offset
+            mine = _offset_gradient(plan, offset, dout, home_out, home_lse, dlse)
             doffset = all_reduce(cp.comm, mine, torch.add).to(offset.dtype)
         if heads is not None:
             dout, *rest = heads.to_group(cp.comm, (heads.q, dout), *([] if dlse is None else [(heads.q, dlse.t())]))

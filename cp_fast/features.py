@@ -4,9 +4,10 @@ runs.
 
 from __future__ import annotations
 
-from cp_ref.spec import Feature, Problem
+from cp_fast.backends import BACKENDS, KERNEL_FEATURES
+from cp_ref.spec import Feature, Problem, describe
 
-__all__ = ["EXECUTOR", "required"]
+__all__ = ["EXECUTOR", "backend_table", "required"]
 
 EXECUTOR = frozenset(
     {
@@ -65,3 +66,16 @@ def required(
         Feature.MAX_LOGIT: max_logit,
     }
     return frozenset(needs | {feature for feature, needed in conditions.items() if needed})
+
+
+def backend_table() -> str:
+    """What each kernel library has and lacks, from its declared features, as the README's Markdown table."""
+    devices = frozenset({Feature.CPU, Feature.CUDA})
+    dtypes = frozenset({Feature.FLOAT16, Feature.BFLOAT16, Feature.FLOAT32, Feature.FLOAT64})
+    lines = ["| backend | where | dtypes | lacks |", "| --- | --- | --- | --- |"]
+    for backend in BACKENDS:
+        has = backend.features
+        where = describe(has & devices).replace("device ", "")
+        lacks = describe(KERNEL_FEATURES - has - devices - dtypes) or "nothing"
+        lines.append(f"| `{backend.name}` | {where} | {describe(has & dtypes)} | {lacks} |")
+    return "\n".join(lines)

@@ -9,11 +9,12 @@ import pytest
 import cp_fast
 import cp_ref
 
-ONLY_REFERENCE = {"SimGroup", "dense_attention"}
+ONLY_REFERENCE = {"SimGroup", "Trace", "compare", "dense_attention", "trace"}
+NOT_YET_FAST = {"thd"}
 
 
 def test_names() -> None:
-    assert set(cp_ref.__all__) - ONLY_REFERENCE == set(cp_fast.__all__)
+    assert set(cp_ref.__all__) - ONLY_REFERENCE - NOT_YET_FAST == set(cp_fast.__all__)
 
 
 @pytest.mark.parametrize("name", ["attention", "make_plan", "supports", "shard", "unshard", "position_ids"])

@@ -192,14 +192,17 @@ def test_cpu_is_deterministic_and_segments_do_not_touch_each_other() -> None:
     q, k, v, dout, _ = tensors(4, both, (2, 2, 8, 8), torch.float32)
     first, again = (CPU.forward(q, k, v, both, scale=0.5, softcap=0.0) for _ in range(2))
     alone = CPU.forward(q[70:], k[90:], v[90:], one, scale=0.5, softcap=0.0)
-    assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
-    assert torch.equal(first.out[70:], alone.out) and torch.equal(first.lse[:, 70:], alone.lse)
+    assert torch.equal(first.out, again.out)
+    assert torch.equal(first.lse, again.lse)
+    assert torch.equal(first.out[70:], alone.out)
+    assert torch.equal(first.lse[:, 70:], alone.lse)
     options: dict[str, Any] = {"scale": 0.5, "softcap": 0.0, "deterministic": True}
     of_both = CPU.backward(dout, q, k, v, first.out, first.lse, None, both, **options)
     args = (dout[70:], q[70:], k[90:], v[90:], alone.out, alone.lse, None)
     of_one = CPU.backward(*args, one, **options)
     assert torch.equal(of_both.dq[70:], of_one.dq)
-    assert torch.equal(of_both.dk[90:], of_one.dk) and torch.equal(of_both.dv[90:], of_one.dv)
+    assert torch.equal(of_both.dk[90:], of_one.dk)
+    assert torch.equal(of_both.dv[90:], of_one.dv)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -230,7 +233,8 @@ def test_cpu_memory_is_linear_in_the_tile() -> None:
 def test_segments_know_their_longest() -> None:
     segments = Segments.pack([3, 7, 1], [2, 2, 9], None, None)
     assert (segments.max_q, segments.max_kv) == (7, 9)
-    assert segments.device_cu_kv.tolist() == [0, 2, 4, 13] and segments.device_cu_q.dtype == torch.int32
+    assert segments.device_cu_kv.tolist() == [0, 2, 4, 13]
+    assert segments.device_cu_q.dtype == torch.int32
 
 
 def test_backends_come_in_order_of_preference() -> None:

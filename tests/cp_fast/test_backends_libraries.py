@@ -32,7 +32,8 @@ def fake_aten(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     def forward(
         q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *_: Any, **o: Any
     ) -> tuple[Any, ...]:
-        assert max_q > 1 and o.get("num_splits", 1) == 1
+        assert max_q > 1
+        assert o.get("num_splits", 1) == 1
         segments = band(cu_q, cu_k, max_k, o["window_size_left"], o["window_size_right"])
         part = CPU.forward(q, k, v, segments, scale=o["scale"], softcap=0.0)
         return part.out.to(q.dtype), part.lse, None, None, None
@@ -72,7 +73,8 @@ def test_fa2_says_every_window_in_atens_words(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(fa2, "_window", naive)
     problem = probe(fa2.Fa2Backend(), "cpu")
-    assert problem is not None and "window (None, 22)" in problem
+    assert problem is not None
+    assert "window (None, 22)" in problem
 
 
 @pytest.mark.parametrize(("left", "right"), [(-1, None), (None, -2), (3, -1)])
@@ -115,9 +117,11 @@ def test_fa2_asks_for_determinism_and_puts_the_flag_back(
 
 def test_fa2_copies_only_what_is_not_aligned() -> None:
     x = torch.zeros(5, 2, 16, dtype=torch.float16)
-    assert fa2._aligned(x) is x and fa2._aligned(x[1:, :, :8]).data_ptr() == x[1:, :, :8].data_ptr()
+    assert fa2._aligned(x) is x
+    assert fa2._aligned(x[1:, :, :8]).data_ptr() == x[1:, :, :8].data_ptr()
     for odd in (x[..., 1:9], x[..., ::2], torch.zeros(5, 2, 12, dtype=torch.float16)[..., :8]):
-        assert fa2._aligned(odd).is_contiguous() and fa2._aligned(odd).data_ptr() % 16 == 0
+        assert fa2._aligned(odd).is_contiguous()
+        assert fa2._aligned(odd).data_ptr() % 16 == 0
 
 
 def fake_interface(dims: list[tuple[int, int]]) -> SimpleNamespace:

@@ -94,4 +94,6 @@ def test_the_probe_passes_the_cpu_backend() -> None:
 )
 def test_the_probe_kills_mutants(mutant: Mutant, word: str) -> None:
     problem = probe(mutant, "cpu")
-    assert problem is not None and word in problem and "mutant" in problem
+    assert problem is not None
+    assert word in problem
+    assert "mutant" in problem

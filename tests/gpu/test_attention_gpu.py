@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from cp_ref.spec import Problem, Sequence
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def implementation(backend: str) -> SimpleNamespace:
+def implementation(backend: str) -> Any:
     """cp_fast with one backend by name."""
     reason = by_name(backend).why_not()
     if reason is not None:
@@ -98,6 +99,35 @@ def test_counts_and_budgets(backend: str, name: str, cp_size: int) -> None:
     impl, case = implementation(backend), cases(cp_size)[name]
     assert budget.check(impl, case, "cuda") == []
     assert probes.check(impl, case, "cuda") == []
+
+
+def schedule_cases() -> dict[str, Case]:
+    """The other schedules, which share the kernels and differ in plan, exchange and merge."""
+    heads = {2: (4, 2), 3: (6, 3), 4: (8, 2), 8: (8, 2)}  # fewer kv heads than ranks at 4 and 8
+    found = {}
+    for cp_size, (h_q, h_kv) in heads.items():
+        sizes = {"qkv_format": "thd", **HEADS, "heads_q": h_q, "heads_kv": h_kv}
+        for comm, a2a_size in (("all_gather", 1), ("a2a", cp_size), ("a2a+p2p", 2)):
+            if cp_size % a2a_size:
+                continue
+            make = partial(Problem, cp_size, packed(cp_size), comm, a2a_size)
+            name = f"{comm}, cp {cp_size}"
+            found[f"{name}, causal, tail"] = Case(make(**sizes), tail_q=cp_size, tail_kv=cp_size, use_plan=True)
+            found[f"{name}, window, sink"] = Case(make(window_size=(90, 0), softmax_type="learnable", **sizes))
+            contiguous = make(layout="contiguous", attn_mask_type="padding", **sizes)
+            found[f"{name}, contiguous, deterministic"] = Case(contiguous, deterministic=True)
+    return found
+
+
+SCHEDULES = schedule_cases()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("backend", ["fa4", "fa2"])
+def test_the_other_schedules(backend: str, name: str) -> None:
+    impl = implementation(backend)
+    assert budget.check(impl, SCHEDULES[name], "cuda") == []
+    assert probes.check(impl, SCHEDULES[name], "cuda") == []
 
 
 FA4_CASES = {

@@ -10,21 +10,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
 
 import cp_fast
 from cp_ref import SimGroup, dense_attention
+from cp_ref.sim import SimMember
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 LENGTHS, SLOTS = [1500, 3, 0, 700], [1536, 24, 0, 720]
-CASES: list[dict[str, Any]] = [
-    {},
-    {"attn_mask_type": "padding"},
-    {"window_size": (200, 0)},
-    {"attn_mask_type": "padding", "window_size": (64, 32)},
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("p2p", {}),
+    ("p2p", {"attn_mask_type": "padding"}),
+    ("p2p", {"window_size": (200, 0)}),
+    ("p2p", {"attn_mask_type": "padding", "window_size": (64, 32)}),
+    ("all_gather", {}),
+    ("all_gather", {"window_size": (200, 0)}),
+    ("a2a", {}),
+    ("a2a+p2p", {}),
+    ("a2a+p2p", {"window_size": (200, 0)}),
 ]
+LAYOUTS = ("dual_chunk", "contiguous")
 
 
 def cumulative(lengths: list[int]) -> torch.Tensor:
@@ -38,9 +46,9 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn(*shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
-def play(group: Any, arguments: dict[str, Any], layout: str) -> dict[str, torch.Tensor]:
+def play(group: Any, comm: str, arguments: dict[str, Any], layout: str) -> dict[str, torch.Tensor]:
     """One rank's share, planned; global results."""
-    cp = cp_fast.ContextParallel(group, layout=layout)
+    cp = cp_fast.ContextParallel(group, comm, layout=layout)
     padded = cumulative(SLOTS)
     split = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": padded}
     local = {name: cp_fast.shard(x.cuda(), **split) for name, x in tensors().items()}
@@ -69,7 +77,9 @@ def worker(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     store = f"file://{Path(folder) / 'store'}"
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=size, device_id=torch.device("cuda", rank))
-    found = [play(dist.group.WORLD, case, layout) for case in CASES for layout in ("dual_chunk", "contiguous")]
+    mesh = init_device_mesh("cuda", (size // 2, 2))
+    groups = {comm: mesh if comm == "a2a+p2p" else dist.group.WORLD for comm, _ in CASES}
+    found = [play(groups[comm], comm, case, layout) for comm, case in CASES for layout in LAYOUTS]
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -78,23 +88,27 @@ def worker(rank: int, size: int, folder: str) -> None:
 def test_nccl_gives_what_the_simulated_group_gives(size: int) -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(size, folder), nprocs=size)
+        spawn(worker, args=(size, folder), nprocs=size)
         by_rank = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size)]
     number = 0
-    for case in CASES:
+    for comm, case in CASES:
         inputs = {name: x.cuda().double() for name, x in tensors().items()}
         q, k, v = (inputs[name].requires_grad_() for name in "qkv")
         lengths = {"cu_seqlens_q": cumulative(LENGTHS), "cu_seqlens_q_padded": cumulative(SLOTS)}
         out, _, _ = dense_attention(q, k, v, qkv_format="thd", **lengths, **case)
         out.backward(inputs["dout"])
         exact = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-        for layout in ("dual_chunk", "contiguous"):
-            simulated = SimGroup(size).run(lambda member, c=case, how=layout: play(member, c, how))
+        for layout in LAYOUTS:
+
+            def one(member: SimMember, comm: str = comm, case: dict[str, Any] = case, layout: str = layout) -> Any:
+                return play(member.split(2) if comm == "a2a+p2p" else member, comm, case, layout)
+
+            simulated = SimGroup(size).run(one)
             for rank in range(size):
                 for name, x in simulated[rank].items():
-                    assert torch.equal(by_rank[rank][number][name], x), (case, layout, rank, name)
+                    assert torch.equal(by_rank[rank][number][name], x), (comm, case, layout, rank, name)
             for name, x in exact.items():
                 assert x is not None
                 error = (simulated[0][name].cuda().double() - x).norm() / x.norm()
-                assert error < 6e-3, (case, layout, name, error.item())
+                assert error < 6e-3, (comm, case, layout, name, error.item())
             number += 1
