@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import pytest
 import torch
 import typer
+from torch.cuda import nccl
 
 
 class Recorder:
@@ -63,7 +64,7 @@ def main(
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
         "flash-attn-4": version("flash-attn-4"),
         "seconds": round(time.time() - start, 1),
         "total": dict(total),
