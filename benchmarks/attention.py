@@ -1,0 +1,232 @@
+"""Context-parallel attention against one GPU alone, in the same run: time, efficiency, peak memory.
+
+    python benchmarks/attention.py --gpus 4 --tokens 65536 --schedules p2p,all_gather,a2a,a2a+p2p --out results.csv
+
+efficiency = (time of the whole problem on one GPU, kernel alone, no context parallelism) / gpus / (time over the gpus). Both are
+measured in turns (A B A B), with CUDA events, the slowest rank counts, the median of the rounds is reported. Before
+that, each schedule's out, dq, dk, dv are compared with the single GPU's; where they differ nothing is reported.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+import cp_fast
+from cp_fast.backends import Backend, Segments, by_name
+
+
+@dataclass(frozen=True)
+class Job:
+    """One problem: sequences packed in thd, causal."""
+
+    gpus: int
+    lengths: tuple[int, ...]
+    heads_q: int
+    heads_kv: int
+    d_qk: int
+    d_v: int
+    window: int  # -1 for none
+    backend: str
+    rounds: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def forward_flops(self) -> float:
+        """4 operations per visible pair, head and (mean) head dim, as the field counts them."""
+        reach = [min(n, self.window + 1) if self.window >= 0 else n for n in self.lengths]
+        pairs = sum(r * (r + 1) / 2 + (n - r) * r for n, r in zip(self.lengths, reach, strict=True))
+        return 2.0 * pairs * self.heads_q * (self.d_qk + self.d_v)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """q, k, v, dout, whole, the same on every rank."""
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        heads = {"q": (self.heads_q, self.d_qk), "k": (self.heads_kv, self.d_qk)}
+        heads |= {"v": (self.heads_kv, self.d_v), "dout": (self.heads_q, self.d_v)}
+        return {
+            name: torch.randn(self.tokens, *hd, generator=generator, device="cuda").bfloat16()
+            for name, hd in heads.items()
+        }
+
+
+def alone(job: Job, backend: Backend, x: dict[str, torch.Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The whole problem on one GPU, kernels only: (forward, forward and backward)."""
+    left = None if job.window < 0 else job.window
+    segments = Segments.pack(job.lengths, job.lengths, left, 0, "cuda")
+    how = {"scale": job.d_qk**-0.5, "softcap": 0.0}
+
+    def forward() -> Any:
+        return backend.forward(x["q"], x["k"], x["v"], segments, **how)
+
+    def both() -> Any:
+        part = forward()
+        out = part.out.to(x["q"].dtype)
+        return out, *backend.backward(
+            x["dout"], x["q"], x["k"], x["v"], out, part.lse, None, segments, **how, deterministic=False
+        )
+
+    return forward, both
+
+
+def parallel(job: Job, schedule: str, group: Any, x: dict[str, torch.Tensor]) -> tuple[Any, Callable, Callable]:
+    """The same over all GPUs: (context, forward, forward and backward); both return this rank's slices."""
+    cp = cp_fast.ContextParallel(group, schedule, backend=job.backend)
+    cu = torch.tensor([sum(job.lengths[:n]) for n in range(len(job.lengths) + 1)], dtype=torch.int32)
+    local = {name: cp_fast.shard(t, cp=cp, qkv_format="thd", cu_seqlens_padded=cu) for name, t in x.items()}
+    q, k, v = (local[name].requires_grad_() for name in "qkv")
+    sizes = {"heads_q": job.heads_q, "heads_kv": job.heads_kv, "d_qk": job.d_qk, "d_v": job.d_v}
+    plan = cp_fast.make_plan(
+        cp=cp,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        window_size=(job.window, 0),
+        cu_seqlens_q=cu,
+        dtype=torch.bfloat16,
+        device=q.device,
+        **sizes,
+    )
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return cp_fast.attention(q, k, v, cp=cp, plan=plan)
+
+    def both() -> Any:
+        out = cp_fast.attention(q, k, v, cp=cp, plan=plan)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
+
+    return (cp, cu), forward, both
+
+
+def seconds(fn: Callable[[], Any], *, everyone: bool) -> float:
+    """One call by CUDA events; the slowest rank's time if `everyone` takes part."""
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    fn()
+    end.record()
+    torch.cuda.synchronize()
+    time = torch.tensor(begin.elapsed_time(end) / 1e3, device="cuda")
+    if everyone:
+        dist.all_reduce(time, dist.ReduceOp.MAX)
+    return float(time)
+
+
+def peak_bytes(fn: Callable[[], Any]) -> int:
+    """Most memory allocated during a call, above what was allocated before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def worst_error(context: Any, whole: Any, slices: Any) -> float:
+    """The largest relative error of this rank's slices, over out, dq, dk, dv and all ranks."""
+    cp, cu = context
+    errors = []
+    for reference, mine in zip(whole, slices, strict=True):
+        expected = cp_fast.shard(reference, cp=cp, qkv_format="thd", cu_seqlens_padded=cu).double()
+        errors.append(((mine.double() - expected).norm() / expected.norm()).item())
+    worst = torch.tensor(max(errors), device="cuda")
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def worker(rank: int, job: Job, schedules: list[str], folder: str) -> None:
+    torch.cuda.set_device(rank)
+    store = f"file://{Path(folder) / 'store'}"
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=job.gpus, device_id=device)
+    mesh = init_device_mesh("cuda", (job.gpus // 2, 2)) if job.gpus % 2 == 0 else None
+    x = job.tensors()
+    one_forward, one_both = alone(job, by_name(job.backend), x)
+    whole = one_both()
+    rows = []
+    for schedule in schedules:
+        group = mesh if schedule == "a2a+p2p" else dist.group.WORLD
+        context, forward, both = parallel(job, schedule, group, x)
+        error = worst_error(context, whole, both())
+        if not error < 1e-2:
+            raise SystemExit(f"{schedule}: relative error {error:.2e} against one GPU; nothing is reported")
+        for fn in (one_forward, one_both, forward, both, forward, both):
+            fn()
+        times: dict[str, list[float]] = {name: [] for name in ("one_forward", "forward", "one_both", "both")}
+        for _ in range(job.rounds):
+            times["one_forward"].append(seconds(one_forward, everyone=False))
+            times["forward"].append(seconds(forward, everyone=True))
+            times["one_both"].append(seconds(one_both, everyone=False))
+            times["both"].append(seconds(both, everyone=True))
+        t = {name: statistics.median(values) for name, values in times.items()}
+        flops = job.forward_flops / job.gpus / 1e12
+        rows.append(
+            {
+                "schedule": schedule,
+                "forward_ms": round(1e3 * t["forward"], 3),
+                "forward_backward_ms": round(1e3 * t["both"], 3),
+                "forward_tflops_per_gpu": round(flops / t["forward"], 1),
+                "forward_backward_tflops_per_gpu": round(3.5 * flops / t["both"], 1),
+                "forward_efficiency": round(t["one_forward"] / job.gpus / t["forward"], 3),
+                "forward_backward_efficiency": round(t["one_both"] / job.gpus / t["both"], 3),
+                "one_gpu_forward_ms": round(1e3 * t["one_forward"], 3),
+                "one_gpu_forward_backward_ms": round(1e3 * t["one_both"], 3),
+                "peak_gib_above_inputs": round(peak_bytes(both) / 2**30, 3),
+                "relative_error": f"{error:.1e}",
+            }
+        )
+    if rank == 0:
+        torch.save(rows, Path(folder) / "rows.pt")
+    dist.destroy_process_group()
+
+
+def main(
+    gpus: Annotated[int, typer.Option(help="Processes, one a GPU.")] = 2,
+    tokens: Annotated[int, typer.Option(help="One sequence of so many tokens.")] = 32768,
+    lengths: Annotated[str, typer.Option(help="Or several: 16384,8192,8192.")] = "",
+    heads: Annotated[str, typer.Option(help="Query heads, kv heads.")] = "32,8",
+    dims: Annotated[str, typer.Option(help="d_qk, d_v.")] = "128,128",
+    window: Annotated[int, typer.Option(help="Left side of a sliding window; -1 for none.")] = -1,
+    schedules: Annotated[str, typer.Option(help="cp_comm_type, several with commas.")] = "p2p,all_gather,a2a",
+    backend: Annotated[str, typer.Option(help="The kernel library.")] = "fa4",
+    rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
+    commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "",
+    out: Annotated[Path | None, typer.Option(help="CSV file to append to.")] = None,
+) -> None:
+    """Measure the schedules on this machine's GPUs."""
+    sizes = tuple(int(n) for n in lengths.split(",")) if lengths else (tokens,)
+    (h_q, h_kv), (d_qk, d_v) = ([int(n) for n in pair.split(",")] for pair in (heads, dims))
+    job = Job(gpus, sizes, h_q, h_kv, d_qk, d_v, window, backend, rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(worker, args=(job, schedules.split(","), folder), nprocs=gpus)
+        rows = torch.load(Path(folder) / "rows.pt", weights_only=False)
+    machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": commit}
+    problem = asdict(job) | {"lengths": " ".join(map(str, sizes))}
+    rows = [machine | problem | row for row in rows]
+    for row in rows:
+        print({name: value for name, value in row.items() if name not in machine and name not in ("rounds", "backend")})
+    if out is not None:
+        fresh = not out.exists()
+        with out.open("a", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            if fresh:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
