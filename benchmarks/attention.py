@@ -2,9 +2,10 @@
 
     python benchmarks/attention.py --gpus 4 --tokens 65536 --schedules p2p,all_gather,a2a,a2a+p2p --out results.csv
 
-efficiency = (time of the whole problem on one GPU, kernel alone, no context parallelism) / gpus / (time over the gpus). Both are
-measured in turns (A B A B), with CUDA events, the slowest rank counts, the median of the rounds is reported. Before
-that, each schedule's out, dq, dk, dv are compared with the single GPU's; where they differ nothing is reported.
+efficiency = (time of the whole problem on one GPU, kernel alone, no context parallelism) / gpus / (time over the gpus).
+A time is that of several calls in a row over their number, as layers follow each other in training. Both are measured
+in turns (A B A B), with CUDA events, the slowest rank counts, the median of the rounds is reported. Before that, each
+schedule's out, dq, dk, dv are compared with the single GPU's; where they differ nothing is reported.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Job:
     window: int  # -1 for none
     backend: str
     rounds: int
+    calls: int
 
     @property
     def tokens(self) -> int:
@@ -88,16 +90,18 @@ def parallel(job: Job, schedule: str, group: Any, x: dict[str, torch.Tensor]) ->
     cu = torch.tensor([sum(job.lengths[:n]) for n in range(len(job.lengths) + 1)], dtype=torch.int32)
     local = {name: cp_fast.shard(t, cp=cp, qkv_format="thd", cu_seqlens_padded=cu) for name, t in x.items()}
     q, k, v = (local[name].requires_grad_() for name in "qkv")
-    sizes = {"heads_q": job.heads_q, "heads_kv": job.heads_kv, "d_qk": job.d_qk, "d_v": job.d_v}
     plan = cp_fast.make_plan(
         cp=cp,
         qkv_format="thd",
         attn_mask_type="padding_causal",
         window_size=(job.window, 0),
         cu_seqlens_q=cu,
+        heads_q=job.heads_q,
+        heads_kv=job.heads_kv,
+        d_qk=job.d_qk,
+        d_v=job.d_v,
         dtype=torch.bfloat16,
         device=q.device,
-        **sizes,
     )
 
     def forward() -> Any:
@@ -111,16 +115,17 @@ def parallel(job: Job, schedule: str, group: Any, x: dict[str, torch.Tensor]) ->
     return (cp, cu), forward, both
 
 
-def seconds(fn: Callable[[], Any], *, everyone: bool) -> float:
-    """One call by CUDA events; the slowest rank's time if `everyone` takes part."""
+def seconds(fn: Callable[[], Any], calls: int, *, everyone: bool) -> float:
+    """One of several calls in a row, by CUDA events; the slowest rank's time if `everyone` takes part."""
     dist.barrier()
     torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    fn()
+    for _ in range(calls):
+        fn()
     end.record()
     torch.cuda.synchronize()
-    time = torch.tensor(begin.elapsed_time(end) / 1e3, device="cuda")
+    time = torch.tensor(begin.elapsed_time(end) / 1e3 / calls, device="cuda")
     if everyone:
         dist.all_reduce(time, dist.ReduceOp.MAX)
     return float(time)
@@ -168,10 +173,10 @@ def worker(rank: int, job: Job, schedules: list[str], folder: str) -> None:
             fn()
         times: dict[str, list[float]] = {name: [] for name in ("one_forward", "forward", "one_both", "both")}
         for _ in range(job.rounds):
-            times["one_forward"].append(seconds(one_forward, everyone=False))
-            times["forward"].append(seconds(forward, everyone=True))
-            times["one_both"].append(seconds(one_both, everyone=False))
-            times["both"].append(seconds(both, everyone=True))
+            times["one_forward"].append(seconds(one_forward, 1, everyone=False))
+            times["forward"].append(seconds(forward, job.calls, everyone=True))
+            times["one_both"].append(seconds(one_both, 1, everyone=False))
+            times["both"].append(seconds(both, job.calls, everyone=True))
         t = {name: statistics.median(values) for name, values in times.items()}
         flops = job.forward_flops / job.gpus / 1e12
         rows.append(
@@ -204,13 +209,14 @@ def main(
     schedules: Annotated[str, typer.Option(help="cp_comm_type, several with commas.")] = "p2p,all_gather,a2a",
     backend: Annotated[str, typer.Option(help="The kernel library.")] = "fa4",
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
+    calls: Annotated[int, typer.Option(help="Calls in a row in a round, over all GPUs.")] = 4,
     commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "",
     out: Annotated[Path | None, typer.Option(help="CSV file to append to.")] = None,
 ) -> None:
     """Measure the schedules on this machine's GPUs."""
     sizes = tuple(int(n) for n in lengths.split(",")) if lengths else (tokens,)
     (h_q, h_kv), (d_qk, d_v) = ([int(n) for n in pair.split(",")] for pair in (heads, dims))
-    job = Job(gpus, sizes, h_q, h_kv, d_qk, d_v, window, backend, rounds)
+    job = Job(gpus, sizes, h_q, h_kv, d_qk, d_v, window, backend, rounds, calls)
     with tempfile.TemporaryDirectory() as folder:
         spawn(worker, args=(job, schedules.split(","), folder), nprocs=gpus)
         rows = torch.load(Path(folder) / "rows.pt", weights_only=False)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends import Backend
-from cp_fast.merge import add_rows, merge_rows
+from cp_fast.merge import Merged, add_rows
 from cp_fast.program import Give, KVStep, RankProgram, Take
 from cp_fast.rows import Rows, take
 from cp_ref.spec import Group, Parcel, Problem
@@ -25,7 +25,7 @@ __all__ = ["Results", "run_backward", "run_forward", "wide_dtype"]
 class Results(NamedTuple):
     """A rank's merged results, without the sink; packed rows."""
 
-    out: torch.Tensor  # [t, h_q, d_v], float32 or float64, 0 where nothing was seen
+    out: torch.Tensor  # [t, h_q, d_v], 0 where nothing was seen; in the kernel's dtype where one launch did it all
     lse: torch.Tensor  # [h_q, t], -inf where nothing was seen
     max_logit: torch.Tensor | None  # [h_q], over this rank's launches; None if the kernel library has none
 
@@ -55,9 +55,8 @@ def run_forward(
     allowed.
     """
     wide = wide_dtype(q.dtype)
-    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide, device=q.device)
-    lse = out.new_full((q.shape[1], q.shape[0]), float("-inf"))
-    max_logit = lse.new_full((q.shape[1],), float("-inf"))
+    merged = Merged((q.shape[0], q.shape[1], v.shape[2]), wide, q.device)
+    max_logit = torch.full((q.shape[1],), float("-inf"), dtype=wide, device=q.device)
     blocks = _Blocks(Pair(k, v))
     for step in program.forward:
         pending = comm.exchange(blocks.give(step), blocks.boxes(step))
@@ -70,13 +69,13 @@ def run_forward(
                 scale=problem.scale,
                 softcap=problem.softcap,
             )
-            merge_rows(out, lse, part.out, part.lse, launch.q_rows)
+            merged.add(part.out, part.lse, launch.q_rows)
             max_logit = (
                 None if max_logit is None or part.max_logit is None else torch.maximum(max_logit, part.max_logit)
             )
         pending.wait()
         blocks.advance()
-    return Results(out, lse, max_logit)
+    return Results(*merged.results(), max_logit)
 
 
 def run_backward(

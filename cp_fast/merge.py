@@ -6,10 +6,42 @@ import torch
 
 from cp_fast.rows import Rows
 
-__all__ = ["add_rows", "add_sink", "merge_rows"]
+__all__ = ["Merged", "add_rows", "add_sink"]
 
 
-def merge_rows(
+class Merged:
+    """The accumulators (out [t, h, d_v], lse [h, t]) of a forward pass.
+
+    The first partial result is just kept where it has every row. So a pass of one launch ends with the kernel's own
+    output, never widened, and a ring pays one merge less.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], wide: torch.dtype, device: torch.device) -> None:
+        self._shape, self._wide, self._device = shape, wide, device
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    def add(self, part_out: torch.Tensor, part_lse: torch.Tensor, rows: Rows) -> None:
+        """Merge the partial result of some rows, [n, h, d_v] in any float dtype and [h, n]; every one saw a key."""
+        if self._out is None and isinstance(rows, slice) and (rows.start, rows.stop) == (0, self._shape[0]):
+            self._out, self._lse = part_out, part_lse
+            return
+        out, lse = self._accumulators()
+        _merge_rows(out, lse, part_out, part_lse, rows)
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse): 0 and -inf in rows that nothing was merged into."""
+        return self._accumulators() if self._out is None or self._lse is None else (self._out, self._lse)
+
+    def _accumulators(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._out is None or self._lse is None:
+            self._out = torch.zeros(self._shape, dtype=self._wide, device=self._device)
+            self._lse = self._out.new_full((self._shape[1], self._shape[0]), float("-inf"))
+        self._out = self._out.to(self._wide)
+        return self._out, self._lse
+
+
+def _merge_rows(
     out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor, rows: Rows
 ) -> None:
     """Merge a partial result into rows of (out, lse).
