@@ -81,8 +81,8 @@ def local_tiles(problem: Problem, tiles: Iterable[Tile], q_frame: Frame, kv_fram
 def join(tiles: Sequence[LocalTile]) -> Sequence[LocalTile]:
     """One tile with exactly the pairs of all of them, or the tiles as they are where there is none.
 
-    The candidate is the bounding rectangle with the band edges that cut any of the tiles. It is right if every tile
-    keeps its pairs and no pair is added, which counting decides.
+    The candidate is the bounding rectangle, with edges that the tiles' bands have. It is right if every tile keeps its
+    pairs and no pair is added, which counting decides.
 
     >>> diagonal = Band(None, 0)
     >>> square = [LocalTile(0, Rect(0, 2, 0, 2), diagonal), LocalTile(0, Rect(2, 4, 0, 2), Band(None, 4)),
@@ -92,17 +92,22 @@ def join(tiles: Sequence[LocalTile]) -> Sequence[LocalTile]:
     """
     if len(tiles) < 2:
         return tiles
-    los = {t.band.lo for t in tiles if t.window[0] is not None}
-    his = {t.band.hi for t in tiles if t.window[1] is not None}
-    if len(los) > 1 or len(his) > 1:
-        return tiles
-    band = Band(next(iter(los), None), next(iter(his), None))
     rects = [t.rect for t in tiles]
     whole = Rect(min(r.q0 for r in rects), max(r.q1 for r in rects), min(r.k0 for r in rects), max(r.k1 for r in rects))
     kept = [t.band.count(t.rect) for t in tiles]
-    if kept != [band.count(r) for r in rects] or band.count(whole) != sum(kept):
-        return tiles
-    return [replace(tiles[0], rect=whole, band=band)]
+    for lo in _edges({t.band.lo for t in tiles if t.window[0] is not None}, {t.band.lo for t in tiles}):
+        for hi in _edges({t.band.hi for t in tiles if t.window[1] is not None}, {t.band.hi for t in tiles}):
+            band = Band(lo, hi)
+            if band.count(whole) == sum(kept) and kept == [band.count(r) for r in rects]:
+                return [replace(tiles[0], rect=whole, band=band)]
+    return tiles
+
+
+def _edges(cutting: set[int | None], all_edges: set[int | None]) -> list[int | None]:
+    """What one edge of a joined band can be: the one that cuts tiles; nothing if two do; anything if no tile is cut."""
+    if cutting:
+        return list(cutting) if len(cutting) == 1 else []
+    return [None, *sorted(edge for edge in all_edges if edge is not None)]
 
 
 def batch(tiles: Iterable[LocalTile], device: torch.device, block: Frame, grads: Frame) -> list[Launch]:

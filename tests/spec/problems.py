@@ -12,7 +12,7 @@ __all__ = ["problems"]
 
 
 @st.composite
-def problems(draw: st.DrawFn, cp_sizes: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> Problem:
+def problems(draw: st.DrawFn, cp_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)) -> Problem:
     """Problems of every schedule, with every factorisation of a2a+p2p."""
     cp_size = draw(st.sampled_from(cp_sizes))
     cp_comm_type = draw(st.sampled_from(CP_COMM_TYPES))
