@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -106,14 +106,14 @@ def attention(
             check_offset(problem, softmax_offset)
             return problem
 
-        made = plan_together(cp, read, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"))
+        made = plan_together(cp, read, _device(q))
     else:
         made = plan
         check_plan_owner(plan.problem, plan.rank, cp)
         check_settled(plan.problem, **arguments)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_offset(plan.problem, softmax_offset)
-    out, lse, max_logit = _Attention.apply(made, cp, q, k, v, softmax_offset)
+    out, lse, max_logit = cast(Any, _Attention).apply(made, cp, q, k, v, softmax_offset)  # torch leaves apply untyped
     results = [out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])]
     return out if len(results) == 1 else tuple(results)
 
@@ -149,8 +149,8 @@ class _Attention(torch.autograd.Function):
         return to_format(narrow, fmt, batch_size), lse_from_packed(lse, fmt, batch_size), max_logit
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    @once_differentiable  # which makes ctx positional-only
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse, offset = ctx.saved_tensors
         plan, cp, problem = ctx.plan, ctx.cp, ctx.plan.problem
         fmt, batch_size = problem.qkv_format, len(problem.sequences)
@@ -169,6 +169,11 @@ class _Attention(torch.autograd.Function):
         ctx.recorder.own("final", dq=dq, dk=dk, dv=dv, dsoftmax_offset=doffset)
         dq, dk, dv = (to_format(g, fmt, batch_size) for g in (dq, dk, dv))
         return None, None, dq, dk, dv, doffset
+
+
+def _device(q: Any) -> torch.device:
+    """Where q is; the CPU if it is no tensor, which is about to be refused."""
+    return q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
 
 
 def _sink(problem: Problem, offset: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor | None:

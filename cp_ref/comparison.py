@@ -58,7 +58,9 @@ def compare(trace_a: Trace, trace_b: Trace, *, rtol: float | None = None, atol: 
     notes: list[str] = []
     same_steps = trace_a.schedule == trace_b.schedule and problem_a.layout == problem_b.layout
     items_a, items_b = (_common_parts if same_steps else _wholes)(trace_a, trace_b, notes)
-    coarse = {getattr(torch, p.dtype) for p in (problem_a, problem_b)} if problem_a.dtype != problem_b.dtype else set()
+    coarse: set[torch.dtype] = (
+        {getattr(torch, p.dtype) for p in (problem_a, problem_b)} if problem_a.dtype != problem_b.dtype else set()
+    )
     found: list[Difference] = []
     used: dict[torch.dtype, float] = {}
     pairs = _pairs(items_a, items_b)

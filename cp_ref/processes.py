@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +30,7 @@ class ProcessMember:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._group)  # pyright: ignore[reportUnknownMemberType]  # untyped
         return values
 
     def _global(self, rank: int) -> int:
@@ -59,8 +59,9 @@ def as_group(group: Any, cp_comm_type: str) -> Group:
     if cp_comm_type == "a2a+p2p":
         if isinstance(group, DeviceMesh) and group.ndim == 2:
             group = (group.get_group(1), group.get_group(0))
-        if isinstance(group, tuple | list) and len(group) == 2:
-            return PairGroup(*(_one_group(part) for part in group))
+        pair = cast(Sequence[Any], group) if isinstance(group, tuple | list) else ()
+        if len(pair) == 2:
+            return PairGroup(*(_one_group(part) for part in pair))
         raise TypeError(
             f"group is {group!r}; cp_comm_type 'a2a+p2p' needs a pair (a2a_group, p2p_group) or a 2-D DeviceMesh "
             "[p2p, a2a]"

@@ -5,7 +5,7 @@ With no trace recording, the hooks are those of `Recorder`, which do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,7 @@ _now: Trace | None = None  # one for the process: the ranks of a SimGroup are th
 
 
 @contextmanager
-def trace(call: int = 0) -> Iterator[Trace]:
+def trace(call: int = 0) -> Generator[Trace]:
     """Record every intermediate of one `cp_ref.attention` call and of its backward pass.
 
     Args:

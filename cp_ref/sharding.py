@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -70,7 +70,7 @@ def unshard(
     size = x.shape[axis] * cp.size
     spans = [slice_spans(cp.layout, cp.size, rank, size, qkv_format, cu_seqlens_padded) for rank in range(cp.size)]
     rows = [numbers(of_rank, x.device) for of_rank in spans]
-    return _Unshard.apply(x, cp, axis, rows)
+    return cast(Any, _Unshard).apply(x, cp, axis, rows)  # torch leaves apply untyped
 
 
 class _Unshard(torch.autograd.Function):
@@ -85,8 +85,8 @@ class _Unshard(torch.autograd.Function):
         return x.new_empty(shape).index_copy_(axis, torch.cat(rows), torch.cat(slices, dim=axis))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    @once_differentiable  # which makes ctx positional-only
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         total = all_reduce_sum(ctx.cp.comm, grads[0])
         return total.index_select(ctx.axis, ctx.rows[ctx.cp.rank]), None, None, None
 

@@ -56,7 +56,7 @@ class SimGroup:
 
     def __init__(self, cp_size: int) -> None:
         """Raises ValueError unless cp_size is a positive integer."""
-        if not isinstance(cp_size, int) or cp_size < 1:
+        if not _is_positive(cp_size):
             raise ValueError(f"cp_size is {cp_size!r}; it must be a positive integer")
         self.cp_size = cp_size
 
@@ -107,7 +107,8 @@ class SimMember:
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> SimPending:
         """Post the messages. Receive buffers are filled with NaN (the lowest value for integers) until `wait`."""
-        posted_sends, posted_recvs = [], []
+        posted_sends: list[tuple[Parcel, _Letter, int]] = []
+        posted_recvs: list[tuple[Parcel, int]] = []
         for parcel in sends:
             self._check_peer(parcel)
             letter = _Letter(parcel.tag, parcel.tensor, parcel.tensor.detach().clone(), _event(parcel.tensor))
@@ -142,7 +143,7 @@ class SimMember:
         Raises:
             ValueError: a2a_size does not divide the group's size.
         """
-        if not isinstance(a2a_size, int) or a2a_size < 1 or self.size % a2a_size:
+        if not _is_positive(a2a_size) or self.size % a2a_size:
             raise ValueError(f"a2a_size is {a2a_size!r}; it must divide the group's size {self.size}")
         first = self.rank - self.rank % a2a_size
         row = tuple(range(first, first + a2a_size))
@@ -250,6 +251,11 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
+def _is_positive(value: Any) -> bool:
+    """Whether a caller's value, which may be anything, is a positive integer."""
+    return isinstance(value, int) and value >= 1
+
+
 def _event(tensor: torch.Tensor) -> torch.cuda.Event | None:
     """Recorded where the content was cloned, for a receiver on another stream."""
     if not tensor.is_cuda:
@@ -268,7 +274,7 @@ class _Switch:
     sent: dict[tuple[int, int], list[_Letter]] = field(default_factory=lambda: defaultdict(list))
     awaited: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     taken: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    errors: dict[int, BaseException] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict[int, BaseException])
 
     def __post_init__(self) -> None:
         self.gathered: dict[tuple[int, ...], dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))

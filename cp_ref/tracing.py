@@ -265,4 +265,5 @@ def _read(path: str) -> Trace:
 
 def _unpack(values: dict[str, Any]) -> Item:
     piece = values["piece"]
-    return Item(**{**values, "piece": None if piece is None else Piece(*piece)})
+    fields: dict[str, Any] = {**values, "piece": None if piece is None else Piece(*piece)}
+    return Item(**fields)

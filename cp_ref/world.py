@@ -71,7 +71,7 @@ class World:
 
     def pack(self, message: Message) -> list[Parcel]:
         """A message's tensors, flat, one parcel each. A result that is sent is no longer here."""
-        parcels = []
+        parcels: list[Parcel] = []
         for number, x in enumerate(self.tensors[message.what]):
             parts = [x[self._where(message.what, piece)] for piece in message.pieces]
             parcels.append(Parcel(message.peer, _tag(message, number), torch.cat([part.reshape(-1) for part in parts])))
@@ -96,7 +96,7 @@ class World:
         offset = [0] * len(parcels)
         for piece in message.pieces:
             rows, heads = self._where(message.what, piece)
-            values = []
+            values: list[torch.Tensor] = []
             for number, (x, parcel) in enumerate(zip(self.tensors[message.what], parcels, strict=True)):
                 target = x[rows, heads]
                 values.append(parcel.tensor[offset[number] : offset[number] + target.numel()].view(target.shape))
@@ -116,7 +116,7 @@ class World:
     def _own_rows(self, what: str) -> list[tuple[slice, slice]]:
         """The rank's real tokens: local rows, global rows."""
         on_kv = what in ("kv", "dkv")
-        found = []
+        found: list[tuple[slice, slice]] = []
         for f in (kv_fragments if on_kv else q_fragments)(self.problem, self.rank):
             sequence = self.problem.sequences[f.seq]
             count = min(f.stop, sequence.len_kv if on_kv else sequence.len_q) - f.start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import typer
@@ -20,7 +20,7 @@ BAD_INPUT = 2
 
 
 @contextmanager
-def readable_errors() -> Iterator[None]:
+def readable_errors() -> Generator[None]:
     """Bad input ends the command with one line on standard error and exit code 2 instead of a traceback."""
     try:
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class Plant:
 
 
 @contextmanager
-def planted(bug: str, rank: int) -> Iterator[None]:
+def planted(bug: str, rank: int) -> Generator[None]:
     """The reference is wrong on one rank inside this block."""
     check_choice("--plant", bug, tuple(PLANTS))
     plant = PLANTS[bug]

@@ -113,8 +113,7 @@ def get_batch_on_this_cp_rank(
     {'tokens': [[10, 13]], 'loss_mask': [[1, 0]], 'epoch': 3}
     {'tokens': [[11, 12]], 'loss_mask': [[1, 1]], 'epoch': 3}
     """
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"batch is a {type(batch).__name__}; it must be a dict of tensors and other values")
+    _check_mapping(batch)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     axis = 1 if qkv_format == "bshd" else 0
     candidates = {
@@ -129,6 +128,12 @@ def get_batch_on_this_cp_rank(
         name: shard(cut[name], cp=cp, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded) if name in cut else x
         for name, x in batch.items()
     }
+
+
+def _check_mapping(batch: Any) -> None:
+    """Raise unless the batch has names and values."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch is a {type(batch).__name__}; it must be a dict of tensors and other values")
 
 
 def _check_agreement(cut: dict[str, torch.Tensor], axis: int, qkv_format: str) -> None:

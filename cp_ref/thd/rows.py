@@ -19,7 +19,17 @@ import torch
 
 from cp_ref.spec.arguments import read_lengths
 
-__all__ = ["FLOATS", "Runs", "check_count", "check_divisible", "check_flag", "check_tensor", "read_runs", "token_axis"]
+__all__ = [
+    "FLOATS",
+    "Runs",
+    "as_list",
+    "check_count",
+    "check_divisible",
+    "check_flag",
+    "check_tensor",
+    "read_runs",
+    "token_axis",
+]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -77,9 +87,18 @@ def read_runs(name: str, cu_seqlens: Any, device: torch.device) -> Runs:
     return Runs(cumulative[:-1], cumulative.diff())
 
 
+def as_list(x: Any) -> list[int]:
+    """An integer tensor [n] as a list; torch leaves the type of `tolist` open.
+
+    >>> as_list(torch.tensor([8, 4]))
+    [8, 4]
+    """
+    return x.tolist()
+
+
 def check_divisible(name: str, sequences: Runs, divisor: int, why: str) -> None:
     """Raise unless every sequence's length divides."""
-    for number, length in enumerate(sequences.sizes.tolist()):
+    for number, length in enumerate(as_list(sequences.sizes)):
         if length % divisor:
             raise ValueError(
                 f"{name} gives sequence {number} the length {length}, padding included, but {why} needs a multiple of "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.thd.rows import FLOATS, Runs, check_count, check_divisible, check_flag, check_tensor, read_runs
+from cp_ref.thd.rows import FLOATS, Runs, as_list, check_count, check_divisible, check_flag, check_tensor, read_runs
 
 __all__ = ["get_cu_seqlens_on_cp_rank", "thd_copy_valid_tokens_from_per_split_to_rank_local"]
 
@@ -130,7 +130,7 @@ def _read_moved_runs(name: str, cu_seqlens: torch.Tensor, device: torch.device) 
     first = int(cu_seqlens[0])
     from_zero = read_runs(name, torch.cat([cu_seqlens.new_zeros(1), cu_seqlens[1:]]), device)
     if first < 0 or (len(cu_seqlens) > 1 and first > int(cu_seqlens[1])):
-        raise ValueError(f"{name} is {cu_seqlens.tolist()}; it must be at least 0 and must not decrease")
+        raise ValueError(f"{name} is {as_list(cu_seqlens)}; it must be at least 0 and must not decrease")
     starts, sizes = from_zero.starts.clone(), from_zero.sizes.clone()
     starts[:1] += first
     sizes[:1] -= first
@@ -143,7 +143,7 @@ def _check_fits(real: torch.Tensor, slots: torch.Tensor) -> None:
         raise ValueError(
             f"cu_seqlens has {len(real) + 1} entries and cu_seqlens_padded has {len(slots) + 1}; they must be equal"
         )
-    for number, (tokens, room) in enumerate(zip(real.tolist(), slots.tolist(), strict=True)):
+    for number, (tokens, room) in enumerate(zip(as_list(real), as_list(slots), strict=True)):
         if tokens > room:
             raise ValueError(
                 f"cu_seqlens_padded gives sequence {number} {room} slots, but it has {tokens} tokens by cu_seqlens; "
