@@ -18,28 +18,18 @@ deterministic.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from cp_ref.sim_mail import Letter, MessageError, deliver, poison, recorded_event, same
+from cp_ref.sim_switch import Deadlock, Switch
 from cp_ref.spec import Parcel
 
 __all__ = ["Deadlock", "MessageError", "SimGroup", "SimMember", "SimSubgroup"]
 
 T = TypeVar("T")
-
-
-class Deadlock(RuntimeError):
-    """No rank can go on. The message names, for every rank, what it waits for."""
-
-
-class MessageError(RuntimeError):
-    """Messages that do not fit: another tag, shape or dtype, a send buffer that changed too early, a message nobody
-    took.
-    """
 
 
 class SimGroup:
@@ -68,7 +58,7 @@ class SimGroup:
         Raises:
             Whatever the first rank (by number) raised; Deadlock and MessageError as described above.
         """
-        switch = _Switch(self.cp_size)
+        switch = Switch(self.cp_size)
         results: list[Any] = [None] * self.cp_size
         grad_enabled = torch.is_grad_enabled()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -100,24 +90,24 @@ class SimGroup:
 class SimMember:
     """One rank of a running `SimGroup`; implements `cp_ref.spec.Group`."""
 
-    def __init__(self, rank: int, size: int, switch: _Switch) -> None:
+    def __init__(self, rank: int, size: int, switch: Switch) -> None:
         self.rank = rank
         self.size = size
         self._switch = switch
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> SimPending:
         """Post the messages. Receive buffers are filled with NaN (the lowest value for integers) until `wait`."""
-        posted_sends: list[tuple[Parcel, _Letter, int]] = []
+        posted_sends: list[tuple[Parcel, Letter, int]] = []
         posted_recvs: list[tuple[Parcel, int]] = []
         for parcel in sends:
             self._check_peer(parcel)
-            letter = _Letter(parcel.tag, parcel.tensor, parcel.tensor.detach().clone(), _event(parcel.tensor))
+            letter = Letter(parcel.tag, parcel.tensor, parcel.tensor.detach().clone(), recorded_event(parcel.tensor))
             channel = self._switch.sent[self.rank, parcel.peer]
             posted_sends.append((parcel, letter, len(channel)))
             channel.append(letter)
         for parcel in recvs:
             self._check_peer(parcel)
-            _poison(parcel.tensor)
+            poison(parcel.tensor)
             channel = self._switch.awaited[parcel.peer, self.rank]
             posted_recvs.append((parcel, len(channel)))
             channel.append(parcel.tag)
@@ -173,24 +163,14 @@ class SimSubgroup:
         return self._member.gather_from(self._ranks, value)
 
 
-@dataclass
-class _Letter:
-    """A message under way: what was sent, as it was when it was posted."""
-
-    tag: int
-    original: torch.Tensor
-    content: torch.Tensor
-    ready: torch.cuda.Event | None
-
-
 class SimPending:
     """The messages of one exchange."""
 
     def __init__(
         self,
         member: SimMember,
-        switch: _Switch,
-        sends: list[tuple[Parcel, _Letter, int]],
+        switch: Switch,
+        sends: list[tuple[Parcel, Letter, int]],
         recvs: list[tuple[Parcel, int]],
     ) -> None:
         self._member, self._switch, self._sends, self._recvs = member, switch, sends, recvs
@@ -203,141 +183,20 @@ class SimPending:
             self._switch.wait(
                 rank, lambda c=channel, p=place: len(c) > p, f"a receive from rank {parcel.peer} with tag {parcel.tag}"
             )
-            _deliver(channel[place], parcel, rank)
+            deliver(channel[place], parcel, rank)
             self._switch.taken[parcel.peer, rank] += 1
         for parcel, letter, place in self._sends:
             posted = self._switch.awaited[rank, parcel.peer]
             self._switch.wait(
                 rank, lambda c=posted, p=place: len(c) > p, f"a send to rank {parcel.peer} with tag {parcel.tag}"
             )
-            if not _same(letter.original, letter.content):
+            if not same(letter.original, letter.content):
                 raise MessageError(
                     f"rank {rank}: the send to rank {parcel.peer} with tag {parcel.tag} changed before its wait"
                 )
         self._sends, self._recvs = [], []
 
 
-def _deliver(letter: _Letter, parcel: Parcel, rank: int) -> None:
-    where = f"rank {rank}: the next message from rank {parcel.peer}"
-    if letter.tag != parcel.tag:
-        raise MessageError(f"{where} has tag {letter.tag}, but tag {parcel.tag} is expected")
-    content, buffer = letter.content, parcel.tensor
-    if (content.shape, content.dtype) != (buffer.shape, buffer.dtype):
-        raise MessageError(
-            f"{where} (tag {letter.tag}) is {content.dtype} {list(content.shape)}, "
-            f"the buffer {buffer.dtype} {list(buffer.shape)}"
-        )
-    if letter.ready is not None:
-        torch.cuda.current_stream(content.device).wait_event(letter.ready)
-    with torch.no_grad():
-        buffer.copy_(content)
-
-
-def _poison(buffer: torch.Tensor) -> None:
-    with torch.no_grad():
-        if buffer.dtype.is_floating_point:
-            buffer.fill_(float("nan"))
-        elif buffer.dtype != torch.bool:
-            buffer.fill_(torch.iinfo(buffer.dtype).min)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bitwise, NaN included."""
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """A copy with plain strides: `contiguous` keeps odd ones where a size is 1."""
-    return x.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
 def _is_positive(value: Any) -> bool:
     """Whether a caller's value, which may be anything, is a positive integer."""
     return isinstance(value, int) and value >= 1
-
-
-def _event(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """Recorded where the content was cloned, for a receiver on another stream."""
-    if not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event
-
-
-@dataclass
-class _Switch:
-    """Hands the turn from rank to rank, and sees when nobody can take it."""
-
-    size: int
-    turn: int = 0
-    sent: dict[tuple[int, int], list[_Letter]] = field(default_factory=lambda: defaultdict(list))
-    awaited: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
-    taken: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    errors: dict[int, BaseException] = field(default_factory=dict[int, BaseException])
-
-    def __post_init__(self) -> None:
-        self.gathered: dict[tuple[int, ...], dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
-        self._changed = threading.Condition()
-        self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}
-        self._finished: set[int] = set()
-        self._dead = ""
-
-    def wait_for_turn(self, rank: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.turn == rank)
-
-    def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Return when `ready()`; meanwhile other ranks run."""
-        if ready():
-            return
-        self._blocked[rank] = (ready, what)
-        self._pass_on(rank)
-        self.wait_for_turn(rank)
-        del self._blocked[rank]
-        if not ready():
-            raise Deadlock(self._dead)
-
-    def finish(self, rank: int) -> None:
-        self._finished.add(rank)
-        self._pass_on(rank)
-
-    def _pass_on(self, rank: int) -> None:
-        """Give the turn to the next rank that can run. If none can, to the next blocked one, which then raises."""
-        others = [(rank + n) % self.size for n in range(1, self.size + 1)]
-        waiting = [r for r in others if r not in self._finished]
-        able = [r for r in waiting if r not in self._blocked or self._blocked[r][0]()]
-        if not able and waiting and not self._dead:
-            self._dead = self._describe()
-        with self._changed:
-            self.turn = (able or waiting or [-1])[0]
-            self._changed.notify_all()
-
-    def _describe(self) -> str:
-        lines = ["deadlock: no rank can go on"]
-        for rank in range(self.size):
-            if rank in self.errors:
-                lines.append(f"  rank {rank} failed: {type(self.errors[rank]).__name__}: {self.errors[rank]}")
-            elif rank in self._finished:
-                lines.append(f"  rank {rank} has finished")
-            else:
-                lines.append(f"  rank {rank} waits for {self._blocked[rank][1]}")
-        return "\n".join(lines)
-
-    def raise_errors(self) -> None:
-        """Raise what went wrong: a rank's own failure before the deadlock that it left behind."""
-        ranks = sorted(self.errors, key=lambda r: (isinstance(self.errors[r], Deadlock), r))
-        if ranks:
-            raise self.errors[ranks[0]]
-        for (src, dst), letters in self.sent.items():
-            if len(letters) > self.taken[src, dst]:
-                letter = letters[self.taken[src, dst]]
-                raise MessageError(
-                    f"rank {src} sent a message with tag {letter.tag} to rank {dst}, which never took it"
-                )
-        for (src, dst), tags in self.awaited.items():
-            if len(tags) > self.taken[src, dst]:
-                tag = tags[self.taken[src, dst]]
-                raise MessageError(
-                    f"rank {dst} posted a receive with tag {tag} from rank {src} and never waited for it"
-                )

@@ -19,11 +19,12 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from cp_ref.spec.coverage import TileUse, coverage_errors
-from cp_ref.spec.layout import Fragment, kv_fragments, q_fragments
+from cp_ref.spec.head_cuts import HeadCuts
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.report import Report, report
 from cp_ref.spec.schedule import RESULTS, Message, Piece, Program, Schedule, Tile
 from cp_ref.spec.spans import Spans
+from cp_ref.spec.units import real_rows
 
 __all__ = ["InvalidSchedule", "verify"]
 
@@ -51,7 +52,7 @@ def verify(problem: Problem, schedule: Schedule) -> Report:
     if schedule.cp_size != problem.cp_size or len(schedule.backward) != problem.cp_size:
         sizes = f"{schedule.cp_size} forward and {len(schedule.backward)} backward"
         raise InvalidSchedule([f"the schedule has programs for {sizes} ranks, but cp_size is {problem.cp_size}"])
-    heads = _HeadCuts(problem, schedule)
+    heads = HeadCuts(problem, schedule)
     forward = _Pass("forward", problem, heads, schedule.forward, ("q", "kv"), "out")
     forward.play([_owned(problem, heads, rank, ("q", "kv")) for rank in range(problem.cp_size)])
     starts = [_owned(problem, heads, rank, ("q", "kv", "do")) for rank in range(problem.cp_size)]
@@ -73,58 +74,19 @@ Store = defaultdict[Key, Spans]
 Record = tuple[int, int, int]  # start, stop, index of the tile in the pass
 
 
-class _HeadCuts:
-    """Heads as few ranges: the schedule's own cuts, so that a schedule that never splits heads has one range for
-    all.
-    """
-
-    def __init__(self, problem: Problem, schedule: Schedule) -> None:
-        self.group_size, self.heads_q = problem.group_size, problem.heads_q
-        cuts = {0, problem.heads_q}
-        for program in schedule.forward + schedule.backward:
-            for step in program:
-                cuts.update(h for tile in step.tiles for h in tile.heads or ())
-                for message in step.sends + step.recvs:
-                    scale = self.group_size if message.what in ("kv", "dkv") else 1
-                    cuts.update(h * scale for piece in message.pieces for h in piece.heads or ())
-        self.cuts = sorted(cuts)
-        # kv heads, counted in query heads: a tile of some of a group's query heads needs the group's whole kv head
-        self.kv_cuts = sorted({c // self.group_size for c in cuts} | {-(-c // self.group_size) for c in cuts})
-
-    def of(self, what: str, heads: tuple[int, int] | None) -> range:
-        """The numbers of the ranges that `heads` (query heads, or kv heads for kv and dkv) consists of."""
-        cuts = self.kv_cuts if what in ("kv", "dkv") else self.cuts
-        first, last = (cuts[0], cuts[-1]) if heads is None else heads
-        return range(cuts.index(first), cuts.index(last))
-
-    def kv_of_tile(self, heads: tuple[int, int] | None) -> range:
-        """The kv ranges that a tile of these query heads reads."""
-        if heads is None:
-            return range(len(self.kv_cuts) - 1)
-        return range(
-            self.kv_cuts.index(heads[0] // self.group_size), self.kv_cuts.index(-(-heads[1] // self.group_size))
-        )
-
-
-def _owned(problem: Problem, heads: _HeadCuts, rank: int, kinds: tuple[str, ...]) -> Store:
+def _owned(problem: Problem, heads: HeadCuts, rank: int, kinds: tuple[str, ...]) -> Store:
     store: Store = defaultdict(Spans)
     for what in kinds:
-        for seq, start, stop in _real(problem, rank, what):
+        for seq, start, stop in _spans(problem, rank, what):
             for cut in heads.of(what, None):
                 store[what, seq, cut].add(start, stop)
     return store
 
 
-def _real(problem: Problem, rank: int, what: str) -> list[tuple[int, int, int]]:
-    """The real tokens (no padding) of `rank` on the side of `what`, as (sequence, start, stop)."""
-    on_kv = what in ("kv", "dkv")
-    fragments: tuple[Fragment, ...] = (kv_fragments if on_kv else q_fragments)(problem, rank)
-    spans: list[tuple[int, int, int]] = []
-    for f in fragments:
-        length = problem.sequences[f.seq].len_kv if on_kv else problem.sequences[f.seq].len_q
-        if f.start < min(f.stop, length):
-            spans.append((f.seq, f.start, min(f.stop, length)))
-    return spans
+def _spans(problem: Problem, rank: int, what: str) -> list[tuple[int, int, int]]:
+    """The real tokens (no padding) that a rank owns on the side of `what`, as (sequence, start, stop)."""
+    side = "kv" if what in ("kv", "dkv") else "q"
+    return [(p.seq, p.start, p.stop) for p in real_rows(problem, rank, side)]
 
 
 @dataclass
@@ -145,7 +107,7 @@ class _Pass:
         self,
         name: str,
         problem: Problem,
-        heads: _HeadCuts,
+        heads: HeadCuts,
         programs: tuple[Program, ...],
         needed: tuple[str, ...],
         result: str,
@@ -301,12 +263,14 @@ class _Pass:
     def _holders(self, seq: int, q: int, k: int) -> str:
         """Who has a pair's query and key at the end, for the message about a pair that nobody computed."""
         owners_q = [
-            r for r in range(len(self.ranks)) if any(s == seq and a <= q < b for s, a, b in _real(self.problem, r, "q"))
+            r
+            for r in range(len(self.ranks))
+            if any(s == seq and a <= q < b for s, a, b in _spans(self.problem, r, "q"))
         ]
         owners_k = [
             r
             for r in range(len(self.ranks))
-            if any(s == seq and a <= k < b for s, a, b in _real(self.problem, r, "kv"))
+            if any(s == seq and a <= k < b for s, a, b in _spans(self.problem, r, "kv"))
         ]
         steps = [
             f"rank {rank} step {step}"
@@ -322,7 +286,7 @@ class _Pass:
         for rank, results in enumerate(self.results):
             for (what, seq, _), records in results.items():
                 owned = Spans()
-                for s, start, stop in _real(self.problem, rank, what):
+                for s, start, stop in _spans(self.problem, rank, what):
                     if s == seq:
                         owned.add(start, stop)
                 for start, stop, number in records:
