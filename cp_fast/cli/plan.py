@@ -9,20 +9,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_fast.cli.common import BAD_INPUT, coloured, complain, lengths, readable_errors, size_text, table, window
+from cp_fast.cli.common import check_head, heads_line, lengths, picture, readable_errors, size_text, table, window
 from cp_fast.cli.problem import Request, plan_of
-from cp_ref.spec import (
-    InvalidSchedule,
-    Message,
-    Problem,
-    Program,
-    Report,
-    Schedule,
-    message_bytes,
-    message_rows,
-    verify,
-)
-from cp_ref.spec.picture import svg_picture, text_picture
+from cp_ref.spec import Message, Problem, Program, Report, Schedule, message_bytes, message_rows, verify
+from cp_ref.spec.picture import svg_picture
 
 __all__ = ["plan"]
 
@@ -46,15 +36,17 @@ def plan(
         str, typer.Option(help="attn_mask_type: causal, no_mask, padding_causal_bottom_right, ...")
     ] = "causal",
     window_size: Annotated[str, typer.Option("--window", help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
-    cp_comm_type: Annotated[
-        str, typer.Option(help="p2p; all_gather, a2a and a2a+p2p are named but not there yet.")
-    ] = "p2p",
+    cp_comm_type: Annotated[str, typer.Option(help="The schedule: p2p, all_gather, a2a or a2a+p2p.")] = "p2p",
+    a2a_size: Annotated[
+        int | None, typer.Option(help="a2a+p2p only: how many ranks exchange heads, 2 unless given.")
+    ] = None,
     heads_q: Annotated[int, typer.Option(help="Query heads.")] = 32,
     heads_kv: Annotated[int, typer.Option(help="Key and value heads.")] = 8,
     d_qk: Annotated[int, typer.Option(help="Head dim of queries and keys.")] = 128,
     d_v: Annotated[int | None, typer.Option(help="Head dim of values; d_qk by default.")] = None,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
     rank: Annotated[int | None, typer.Option(help="Show the steps of this rank only.")] = None,
+    head: Annotated[int, typer.Option(help="The picture's query head, where heads are spread over the ranks.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this file too.")] = None,
     text: Annotated[bool, typer.Option("--text", help="Print the schedule's canonical text and nothing else.")] = False,
 ) -> None:
@@ -76,6 +68,7 @@ def plan(
             attn_mask_type=mask,
             window_size=window(window_size),
             cp_comm_type=cp_comm_type,
+            a2a_size=a2a_size,
             heads_q=heads_q,
             heads_kv=heads_kv,
             d_qk=d_qk,
@@ -85,30 +78,28 @@ def plan(
         if rank is not None and not 0 <= rank < cp_size:
             raise ValueError(f"--rank is {rank}; it must be 0 to {cp_size - 1}")
         problem, schedule = plan_of(request)
+        check_head(head, problem)
         if svg is not None:
-            svg.write_text(svg_picture(problem, schedule), encoding="utf-8")
-    if text:
-        typer.echo(_canonical(schedule, rank), nl=False)
-        return
-    try:
+            svg.write_text(svg_picture(problem, schedule, head), encoding="utf-8")
+        if text:
+            typer.echo(_canonical(schedule, rank), nl=False)
+            return
         costs = verify(problem, schedule)
-    except InvalidSchedule as error:
-        complain(str(error))
-        raise typer.Exit(BAD_INPUT) from error
-    _show(console, problem, schedule, costs, rank)
+        _show(console, problem, schedule, costs, rank, head)
     if svg is not None:
         console.print(f"picture written to {svg}", soft_wrap=True)
 
 
-def _show(console: Console, problem: Problem, schedule: Schedule, costs: Report, rank: int | None) -> None:
+def _show(console: Console, problem: Problem, schedule: Schedule, costs: Report, rank: int | None, head: int) -> None:
     padding = sum(s.slots_q - s.len_q for s in problem.sequences)
     if padding and problem.qkv_format == "thd":
         console.print(
             f"Padded: {padding:,} slots of padding, so that every length is a multiple of "
             f"{2 * problem.cp_size if problem.layout == 'dual_chunk' else problem.cp_size}."
         )
-    steps = max(len(program) for program in schedule.forward)
-    console.print(coloured(text_picture(problem, schedule, width=console.width), steps))
+    console.print(picture(problem, schedule, console.width, head))
+    if heads := heads_line(problem):
+        console.print(heads)
     console.print()
     shown = range(problem.cp_size) if rank is None else [rank]
     if rank is None and problem.cp_size > _FEW_RANKS:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import cp_fast
-from cp_fast.cli.paper import PaperGroup
+from cp_fast.cli.common import exchanging
+from cp_fast.cli.paper import paper_group
 from cp_ref.spec import Problem, Schedule, divisor
 
 __all__ = ["Request", "cumulative", "padded", "plan_of"]
@@ -17,7 +18,9 @@ __all__ = ["Request", "cumulative", "padded", "plan_of"]
 
 @dataclass(frozen=True)
 class Request:
-    """The options; see `cp_fast.make_plan` for most. `lengths_q` and `lengths_kv` are one number a sequence."""
+    """The options; see `cp_fast.make_plan` for most. `lengths_q` and `lengths_kv` are one number a sequence; `a2a_size`
+    is None where it is not given.
+    """
 
     cp_size: int
     lengths_q: list[int] | None
@@ -30,6 +33,7 @@ class Request:
     attn_mask_type: str
     window_size: tuple[int, int]
     cp_comm_type: str
+    a2a_size: int | None
     heads_q: int
     heads_kv: int
     d_qk: int
@@ -41,9 +45,11 @@ def plan_of(request: Request) -> tuple[Problem, Schedule]:
     """The problem and the schedule of all ranks. In thd, lengths that do not divide are padded.
 
     Raises:
-        ValueError, TypeError: naming what is wrong. Unsupported: naming what is not there yet.
+        ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
     """
-    cp = cp_fast.ContextParallel(PaperGroup(request.cp_size), request.cp_comm_type, layout=request.layout)
+    a2a_size = exchanging(request.cp_comm_type, request.a2a_size, request.cp_size)
+    group = paper_group(request.cp_size, request.cp_comm_type, a2a_size)
+    cp = cp_fast.ContextParallel(group, request.cp_comm_type, layout=request.layout)
     plan = cp_fast.make_plan(
         cp=cp,
         qkv_format=request.qkv_format,

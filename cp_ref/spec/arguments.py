@@ -49,7 +49,7 @@ def read_sizes(q: Any, k: Any, v: Any, qkv_format: str, cp_size: int) -> Sizes:
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     dims = "t h d" if qkv_format == "thd" else " ".join(qkv_format)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not all(hasattr(x, a) for a in ("shape", "dtype", "device")):
+        if not str(getattr(x, "dtype", "")).startswith("torch."):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
         if len(x.shape) != len(qkv_format):
             raise ValueError(

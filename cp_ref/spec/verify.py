@@ -262,16 +262,9 @@ class _Pass:
 
     def _holders(self, seq: int, q: int, k: int) -> str:
         """Who has a pair's query and key at the end, for the message about a pair that nobody computed."""
-        owners_q = [
-            r
-            for r in range(len(self.ranks))
-            if any(s == seq and a <= q < b for s, a, b in _spans(self.problem, r, "q"))
-        ]
-        owners_k = [
-            r
-            for r in range(len(self.ranks))
-            if any(s == seq and a <= k < b for s, a, b in _spans(self.problem, r, "kv"))
-        ]
+        ranks = range(len(self.ranks))
+        owners_q = [r for r in ranks if any(s == seq and a <= q < b for s, a, b in _spans(self.problem, r, "q"))]
+        owners_k = [r for r in ranks if any(s == seq and a <= k < b for s, a, b in _spans(self.problem, r, "kv"))]
         steps = [
             f"rank {rank} step {step}"
             for rank in owners_q

@@ -40,6 +40,20 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert ET.parse(svg).getroot().tag.endswith("svg")
 
 
+def test_heads_are_spread_over_the_ranks() -> None:
+    done = demo(*SMALL, "--cp-comm-type", "a2a", "--head", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "this is query head 2." in done.stdout
+    assert "│1:1 1:1 " in done.stdout  # rank 1 has that head and computes all of the document's pairs
+    assert "0:1" not in done.stdout
+    assert "Query heads 0-1: rank 0; 2-3: rank 1. The tiles of a rank are of its heads." in done.stdout
+    documents = int(done.stdout.split(" documents (")[0].split()[-1])
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("│    ")]
+    assert [row[5] for row in rows if len(row) > 5][:2] == [str(documents)] * 2  # one tile for each, of half the heads
+    assert done.stdout.count(" 50.0% ") == 2
+    assert "All results are right." in done.stdout
+
+
 @pytest.fixture(scope="module")
 def results() -> list[Measured]:
     """Filled by the first run, so that the ranks run once for all the tests that only look at their results."""
@@ -94,19 +108,20 @@ def test_a_failing_rank_is_named_and_ends_all() -> None:
 
 
 def test_what_the_ranks_refuse_is_one_line() -> None:
-    done = demo(*SMALL, "--cp-comm-type", "carrier_pigeon")
+    done = demo(*SMALL, "--backend", "carrier_pigeon")
     assert done.returncode == 1
     assert done.stderr.startswith("error: rank ")
-    assert "cp_comm_type is 'carrier_pigeon'" in done.stderr
+    assert "backend is 'carrier_pigeon'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_torchrun() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = demo(*SMALL[:4], "--device", "cpu", launcher=torchrun)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    done = demo(*SMALL[:4], "--device", "cpu", "--cp-comm-type", "a2a+p2p", launcher=torchrun)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("All results are right.") == 1
-    assert "2 processes started by torchrun over gloo on the CPU" in done.stdout
+    assert "4 processes started by torchrun over gloo on the CPU" in done.stdout
+    assert "4 ranks, a2a+p2p (a2a in groups of 2), dual_chunk" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -118,6 +133,13 @@ def test_torchrun() -> None:
         (["--dtype", "int8"], "--dtype is 'int8'"),
         (["--device", "cuda", "--ranks", "4096"], "4096 ranks"),
         (["--window", "wide"], "--window is 'wide'"),
+        (["--window", "-2,0"], "each side must be -1 (unbounded) or at least 0"),
+        (["--cp-comm-type", "carrier_pigeon"], "cp_comm_type is 'carrier_pigeon'"),
+        (["--cp-comm-type", "a2a", "--ranks", "3"], "h_q is 4; cp_comm_type 'a2a' needs a multiple of the a2a size 3"),
+        (["--cp-comm-type", "a2a+p2p", "--ranks", "3"], "--a2a-size is 2 unless it is given; it must divide"),
+        (["--cp-comm-type", "a2a+p2p", "--a2a-size", "3"], "--a2a-size is 3; it must divide the number of ranks, 4"),
+        (["--cp-comm-type", "all_gather", "--a2a-size", "2"], "--a2a-size is 2, but --cp-comm-type is all_gather"),
+        (["--head", "4"], "--head is 4; it must be 0 to 3"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

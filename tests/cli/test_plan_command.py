@@ -8,10 +8,12 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import cp_fast
 from cp_fast.cli import app
-from cp_ref.spec import Schedule, verify
+from cp_ref.spec import CP_COMM_TYPES, Schedule, Unsupported, verify
 from cp_ref.spec.problem import Problem, Sequence
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
@@ -46,6 +48,58 @@ def test_text_is_the_canonical_schedule() -> None:
     assert str(schedule) == said
     slots = (Sequence(30, 30, 30, 30), Sequence(9, 9, 9, 9))
     verify(Problem(cp_size=3, sequences=slots, layout="contiguous", qkv_format="thd", heads_q=32, heads_kv=8), schedule)
+
+
+SMALL = ["--cp-size", "4", "--seqlens", "32,5", "--heads-q", "8", "--heads-kv", "2"]
+
+
+@pytest.mark.parametrize("cp_comm_type", CP_COMM_TYPES)
+def test_every_schedule(cp_comm_type: str, tmp_path: Path) -> None:
+    svg = tmp_path / "plan.svg"
+    said = plan(*SMALL, "--cp-comm-type", cp_comm_type, "--svg", str(svg))
+    assert f"\n{cp_comm_type}, cp_size 4, thd, dual_chunk, causal" in said
+    assert "verified: every visible pair (543 a head)" in said
+    assert "balance 1.000" in said or cp_comm_type != "a2a"
+    assert ET.parse(svg).getroot().tag.endswith("svg")
+    schedule = Schedule.parse(plan(*SMALL, "--cp-comm-type", cp_comm_type, "--text"))
+    a2a_size = {"a2a": 4, "a2a+p2p": 2}.get(cp_comm_type, 1)
+    slots = (Sequence(32, 32, 32, 32), Sequence(5, 5, 8, 8))
+    verify(Problem(4, slots, cp_comm_type, a2a_size, qkv_format="thd", heads_q=8, heads_kv=2), schedule)
+
+
+def test_the_picture_shows_one_head_and_says_who_has_the_others() -> None:
+    said = plan(*SMALL, "--cp-comm-type", "a2a", "--head", "5")
+    assert "this is query head 5." in said
+    assert "Query heads 0-1: rank 0; 2-3: rank 1; 4-5: rank 2; 6-7: rank 3." in said
+    assert "│2:1 2:1 " in said
+    assert "0:1" not in said
+    said = plan(*SMALL, "--cp-comm-type", "a2a+p2p")
+    assert "Query heads 0-3: ranks 0, 2; 4-7: ranks 1, 3. The tiles of a rank are of its heads." in said
+    said = plan("--cp-comm-type", "a2a", "--cp-size", "8", "--seqlen", "64", "--heads-q", "8")
+    assert "Query heads 0: rank 0; 1: rank 1; 2: rank 2; 3: rank 3; and so on." in said
+    assert "Query heads" not in plan(*SMALL, "--cp-comm-type", "p2p")
+
+
+def test_size_of_the_inner_group() -> None:
+    words = ["--text", "--cp-size", "6", "--seqlens", "24", "--heads-q", "6", "--heads-kv", "6"]
+    words += ["--cp-comm-type", "a2a+p2p"]
+    assert plan(*words) == plan(*words, "--a2a-size", "2")
+    assert " q 0[0:2]h2:4 " in plan(*words, "--a2a-size", "3")
+    assert "send q" not in plan(*words, "--a2a-size", "1")
+
+
+@pytest.mark.parametrize("error", [ValueError("two\nlines"), TypeError("two\nlines"), Unsupported("two\nlines", {})])
+def test_what_the_library_raises_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**arguments: object) -> None:
+        assert arguments["dtype"] is torch.bfloat16
+        raise error
+
+    monkeypatch.setattr(cp_fast, "make_plan", refuse)
+    result = runner.invoke(app, ["plan"])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert "two lines" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_one_rank_only() -> None:
@@ -88,7 +142,14 @@ def test_svg(tmp_path: Path) -> None:
         (["--dtype", "int8"], "int8"),
         (["--dtype", "nonsense"], "--dtype is 'nonsense'"),
         (["--cp-comm-type", "carrier_pigeon"], "cp_comm_type is 'carrier_pigeon'"),
-        (["--cp-comm-type", "all_gather"], "all_gather"),
+        (["--cp-comm-type", "a2a", "--cp-size", "4", "--heads-q", "6", "--heads-kv", "2"], "h_q is 6"),
+        (["--cp-comm-type", "a2a", "--cp-size", "4", "--heads-q", "12", "--heads-kv", "3"], "h_kv is 3"),
+        (["--cp-comm-type", "a2a+p2p", "--cp-size", "3"], "--a2a-size is 2 unless it is given; it must divide the"),
+        (["--cp-comm-type", "a2a+p2p", "--a2a-size", "3"], "--a2a-size is 3; it must divide the number of ranks, 4"),
+        (["--cp-comm-type", "a2a+p2p", "--a2a-size", "0"], "--a2a-size is 0; it must divide the number of ranks, 4"),
+        (["--cp-comm-type", "a2a", "--a2a-size", "4"], "--a2a-size is 4, but --cp-comm-type is a2a"),
+        (["--a2a-size", "1"], "--a2a-size is 1, but --cp-comm-type is p2p; only a2a+p2p takes it"),
+        (["--head", "32"], "--head is 32; it must be 0 to 31"),
         (["--rank", "4"], "--rank is 4; it must be 0 to 3"),
         (["--svg", "no/such/folder/plan.svg"], "no/such/folder/plan.svg"),
     ],

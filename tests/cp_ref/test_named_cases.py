@@ -93,8 +93,9 @@ NAMED = {
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS, ids=lambda impl: impl.__name__)
 @pytest.mark.parametrize("name", NAMED)
 def test_named_cases(impl: Any, name: str) -> None:
-    tails = {"tail_q": NAMED[name].cp_size, "tail_kv": NAMED[name].cp_size} if NAMED[name].qkv_format == "thd" else {}
-    check(impl, Case(NAMED[name], return_lse=True, return_max_logit=True, **tails))
+    problem = NAMED[name]
+    tail = problem.cp_size if problem.qkv_format == "thd" else 0
+    check(impl, Case(problem, tail, tail, return_lse=True, return_max_logit=True))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS, ids=lambda impl: impl.__name__)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast.cli.common import CHECK_FAILED, complain, readable_errors, window
+from cp_fast.cli.common import CHECK_FAILED, check_head, complain, exchanging, readable_errors, window
 from cp_fast.cli.demo.check import check_exact, check_results, spoiled
 from cp_fast.cli.demo.documents import read_documents
 from cp_fast.cli.demo.job import Job
@@ -42,10 +42,14 @@ def demo(
     layout: Annotated[str, typer.Option(help="dual_chunk or contiguous.")] = "dual_chunk",
     mask: Annotated[str, typer.Option(help="attn_mask_type, such as padding_causal or padding.")] = "padding_causal",
     window_size: Annotated[str, typer.Option("--window", help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
-    cp_comm_type: Annotated[str, typer.Option(help="The schedule.")] = "p2p",
+    cp_comm_type: Annotated[str, typer.Option(help="The schedule: p2p, all_gather, a2a or a2a+p2p.")] = "p2p",
+    a2a_size: Annotated[
+        int | None, typer.Option(help="a2a+p2p only: how many ranks exchange heads, 2 unless given.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="auto, fa4, fa2, cpu: the attention kernels.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the choice of documents and the weights.")] = 0,
+    head: Annotated[int, typer.Option(help="The picture's query head, where heads are spread over the ranks.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this file too.")] = None,
     spoil: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -79,12 +83,14 @@ def demo(
             head_dim=head_dim,
             layout=layout,
             cp_comm_type=cp_comm_type,
+            a2a_size=exchanging(cp_comm_type, a2a_size, where.ranks),
             attn_mask_type=mask,
             window_size=window(window_size),
             backend=backend,
             seed=seed,
             spoil=spoil,
         )
+        check_head(head, job.problem)
     if not where.speaks:
         console.quiet = True
     show_documents(console, documents, job)
@@ -97,13 +103,13 @@ def demo(
             return
         exact = check_exact(job, measured.tensors)
         rows = check_results(job, spoiled(job, measured.tensors), torch.device(where.device), bars.document)
-    show_picture(console, measured)
+    show_picture(console, measured, head)
     console.print()
     show_ranks(console, job, measured)
     well = show_checks(console, rows, exact)
     if svg is not None:
         with readable_errors():
-            svg.write_text(svg_picture(measured.problem, measured.schedule), encoding="utf-8")
+            svg.write_text(svg_picture(measured.problem, measured.schedule, head), encoding="utf-8")
         console.print(f"picture written to {svg}", soft_wrap=True)
     if not well:
         complain("a check failed: the table above says which")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cp_fast.cli.problem import cumulative, padded
+from cp_ref.spec import Problem, Sizes, read_problem
 
 __all__ = ["Job"]
 
@@ -31,6 +32,7 @@ class Job:
     head_dim: int = 64
     layout: str = "dual_chunk"
     cp_comm_type: str = "p2p"
+    a2a_size: int = 1  # how many ranks exchange heads: all in a2a, the inner group in a2a+p2p
     attn_mask_type: str = "padding_causal"
     window_size: tuple[int, int] = (-1, -1)
     backend: str = "auto"
@@ -45,6 +47,31 @@ class Job:
         lengths = [len(d) for d in self.documents]
         object.__setattr__(self, "lengths", tuple(lengths))
         object.__setattr__(self, "slots", tuple(padded(lengths, 2 * self.ranks)))
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed, read as `make_plan` reads it on the ranks.
+
+        Raises:
+            ValueError, TypeError: an option is wrong. So that is known before any rank starts.
+        """
+        return read_problem(
+            cp_size=self.ranks,
+            cp_comm_type=self.cp_comm_type,
+            a2a_size=self.a2a_size,
+            layout=self.layout,
+            qkv_format="thd",
+            attn_mask_type=self.attn_mask_type,
+            window_size=self.window_size,
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=None,
+            cu_seqlens_q_padded=self.cu_seqlens_padded,
+            cu_seqlens_kv_padded=None,
+            softmax_scale=None,
+            softcap=0.0,
+            softmax_type="vanilla",
+            sizes=Sizes(self.heads_q, self.heads_kv, self.head_dim, self.head_dim, self.dtype),
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:

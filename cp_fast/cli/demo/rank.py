@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import cp_fast
 from cp_fast.cli.demo.job import Job
@@ -35,7 +36,7 @@ class Measured:
 def run_rank(job: Job, device: torch.device, note: Callable[[str], None]) -> Measured:
     """Run this rank of the default process group, which is there already. Collective; every rank gets all results."""
     note("slices")
-    cp = cp_fast.ContextParallel(dist.group.WORLD, job.cp_comm_type, layout=job.layout, backend=job.backend)
+    cp = cp_fast.ContextParallel(_group(job, device), job.cp_comm_type, layout=job.layout, backend=job.backend)
     if job.spoil == f"rank {cp.rank}":
         raise RuntimeError("this rank was told to fail")
     packed: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": job.cu_seqlens_padded}
@@ -83,6 +84,13 @@ def run_rank(job: Job, device: torch.device, note: Callable[[str], None]) -> Mea
     dist.all_gather_object(times, (forward_s, backward_s))
     note("is done")
     return Measured(tensors, [f for f, _ in times], [b for _, b in times], plan.problem, plan.schedule)
+
+
+def _group(job: Job, device: torch.device) -> Any:
+    """All ranks; for "a2a+p2p" as a mesh [p2p, a2a]: neighbours exchange heads, the ring goes around their groups."""
+    if job.cp_comm_type == "a2a+p2p":
+        return init_device_mesh(device.type, (job.ranks // job.a2a_size, job.a2a_size))
+    return dist.group.WORLD
 
 
 def _time(device: torch.device, together: bool = False) -> float:

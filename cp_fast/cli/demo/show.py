@@ -8,13 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast.cli.common import coloured, size_text, table
+from cp_fast.cli.common import heads_line, picture, size_text, table
 from cp_fast.cli.demo.check import Exact
 from cp_fast.cli.demo.documents import Document
 from cp_fast.cli.demo.job import Job
 from cp_fast.cli.demo.rank import Measured
 from cp_ref.spec import verify
-from cp_ref.spec.picture import text_picture
 
 __all__ = ["show_checks", "show_documents", "show_picture", "show_ranks"]
 
@@ -34,7 +33,8 @@ def show_ranks(console: Console, job: Job, measured: Measured) -> None:
     """What each rank had, did, sent and needed. Verifies the schedule on the way."""
     costs = verify(measured.problem, measured.schedule)
     total = sum(r.pairs for r in costs.ranks) or 1
-    title = f"{job.ranks} ranks, {job.cp_comm_type}, {job.layout}, {job.attn_mask_type}"
+    ring = f" (a2a in groups of {job.a2a_size})" if job.cp_comm_type == "a2a+p2p" else ""
+    title = f"{job.ranks} ranks, {job.cp_comm_type}{ring}, {job.layout}, {job.attn_mask_type}"
     columns = (">rank", ">tokens", ">tiles", ">work share", ">sent forward", ">sent backward", ">forward", ">backward")
     made = table(title, *columns)
     for r, cost in enumerate(costs.ranks):
@@ -65,10 +65,11 @@ def show_checks(console: Console, rows: list[Any], exact: list[Exact]) -> bool:
     return all(row.ok for row in rows) and all(item.wrong == 0 for item in exact)
 
 
-def show_picture(console: Console, measured: Measured) -> None:
-    """The longest document's score matrix."""
-    steps = max(len(program) for program in measured.schedule.forward)
-    console.print(coloured(text_picture(measured.problem, measured.schedule, width=console.width), steps))
+def show_picture(console: Console, measured: Measured, head: int) -> None:
+    """The longest document's score matrix, for one query head."""
+    console.print(picture(measured.problem, measured.schedule, console.width, head))
+    if heads := heads_line(measured.problem):
+        console.print(heads)
 
 
 def _verdict(ok: bool) -> str:
