@@ -60,11 +60,14 @@ class SimGroup:
         """
         switch = Switch(self.cp_size)
         results: list[Any] = [None] * self.cp_size
-        grad_enabled = torch.is_grad_enabled()
+        grad_enabled, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def rank_main(rank: int) -> None:
             switch.wait_for_turn(rank)
+            # until its first parallel loop a new thread's matrix products would take the machine's number of threads,
+            # whatever was set, and another number of threads rounds differently
+            torch.set_num_threads(num_threads)
             # one autograd worker serves all ranks of a device: a backward that waits for a peer would block the peer's
             # own
             with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
