@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,13 +25,12 @@ from cp_ref.spec import (
     make_schedule,
     q_fragments,
     read_problem,
+    signature_of,
     spans_of,
+    split_plan_arguments,
 )
 
 __all__ = ["Plan", "make_plan", "plan_together", "read_call", "supports"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -122,18 +120,7 @@ def make_plan(
     return plan_together(cp, torch.device(device), lambda: _read_plan_arguments(**arguments))
 
 
-def _signature_of(other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Let a function of **arguments show the signature of another to readers, editors and `inspect`."""
-
-    def declare(function: Callable[..., R]) -> Callable[P, R]:
-        signature = inspect.signature(other).replace(return_annotation="tuple[bool, str]")
-        function.__signature__ = signature  # type: ignore[attr-defined]
-        return function
-
-    return declare
-
-
-@_signature_of(make_plan)
+@signature_of(make_plan)
 def supports(**arguments: Any) -> tuple[bool, str]:
     """Whether `make_plan` and `attention` take these arguments (those of `make_plan`) here, and if not, why. Sends
     nothing.
@@ -182,28 +169,7 @@ def plan_together(cp: ContextParallel, device: torch.device, read: Callable[[], 
     return Plan(problem, cp.rank, device, backend, packing, compile_program(packing.packed_problem, cp.rank, device))
 
 
-def _read_plan_arguments(
-    *,
-    cp: ContextParallel,
-    batch_size: int | None = None,
-    seqlen_q: int | None = None,
-    seqlen_kv: int | None = None,
-    heads_q: int,
-    heads_kv: int,
-    d_qk: int,
-    d_v: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    return_lse: bool = False,
-    **arguments: Any,
-) -> tuple[Problem, Backend]:
-    del return_lse  # always computed
-    sizes = Sizes(heads_q, heads_kv, d_qk, d_v, str(dtype).removeprefix("torch."), batch_size, seqlen_q, seqlen_kv)
-    return read_call(cp, sizes, torch.device(device).type, **(_PROBLEM_DEFAULTS | arguments))
-
-
-_PROBLEM_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(make_plan).parameters.items()
-    if name in inspect.signature(read_problem).parameters or name in ("deterministic", "return_max_logit")
-}
+def _read_plan_arguments(**arguments: Any) -> tuple[Problem, Backend]:
+    sizes, of_the_problem = split_plan_arguments(make_plan, arguments)
+    how = {name: bool(arguments.get(name, False)) for name in ("deterministic", "return_max_logit")}
+    return read_call(arguments["cp"], sizes, torch.device(arguments["device"]).type, **how, **of_the_problem)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,13 +20,12 @@ from cp_ref.spec import (
     make_schedule,
     q_fragments,
     read_problem,
+    signature_of,
     spans_of,
+    split_plan_arguments,
 )
 
 __all__ = ["Plan", "make_plan", "plan_together", "read_call", "supports"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -107,18 +105,7 @@ def make_plan(
     return plan_together(cp, lambda: _read_plan_arguments(**arguments), torch.device(device))
 
 
-def _signature_of(other: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Let a function of **arguments show the signature of another to readers, editors and `inspect`."""
-
-    def declare(function: Callable[..., R]) -> Callable[P, R]:
-        signature = inspect.signature(other).replace(return_annotation="tuple[bool, str]")
-        function.__signature__ = signature  # type: ignore[attr-defined]
-        return function
-
-    return declare
-
-
-@_signature_of(make_plan)
+@signature_of(make_plan)
 def supports(**arguments: Any) -> tuple[bool, str]:
     """Whether `make_plan` and `attention` take these arguments (those of `make_plan`), and if not, why. Sends nothing.
 
@@ -132,31 +119,10 @@ def supports(**arguments: Any) -> tuple[bool, str]:
     return True, ""
 
 
-def _read_plan_arguments(
-    *,
-    cp: ContextParallel,
-    batch_size: int | None = None,
-    seqlen_q: int | None = None,
-    seqlen_kv: int | None = None,
-    heads_q: int,
-    heads_kv: int,
-    d_qk: int,
-    d_v: int,
-    dtype: torch.dtype,
-    **arguments: Any,
-) -> Problem:
-    sizes = Sizes(heads_q, heads_kv, d_qk, d_v, str(dtype).removeprefix("torch."), batch_size, seqlen_q, seqlen_kv)
-    # how it is computed and what is returned change nothing here: every result is always there and always deterministic
-    for name in ("device", "deterministic", "return_lse", "return_max_logit"):
-        arguments.pop(name, None)
-    return read_call(cp, sizes, **(_PROBLEM_DEFAULTS | arguments))
-
-
-_PROBLEM_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(make_plan).parameters.items()
-    if name in inspect.signature(read_problem).parameters
-}
+def _read_plan_arguments(**arguments: Any) -> Problem:
+    """How it is computed and what is returned matter to nobody here: all results are there, and deterministic."""
+    sizes, of_the_problem = split_plan_arguments(make_plan, arguments)
+    return read_call(arguments["cp"], sizes, **of_the_problem)
 
 
 def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:

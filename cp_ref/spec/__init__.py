@@ -8,6 +8,7 @@ from cp_ref.spec.group import Group, Parcel, Pending, agree
 from cp_ref.spec.layout import Fragment, divisor, kv_fragments, local_slots, ownership, q_fragments
 from cp_ref.spec.mask import Band, Rect
 from cp_ref.spec.pair import PairGroup
+from cp_ref.spec.plan_arguments import signature_of, split_plan_arguments
 from cp_ref.spec.planners import make_program, make_schedule
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
@@ -67,8 +68,10 @@ __all__ = [
     "read_sizes",
     "real_rows",
     "report",
+    "signature_of",
     "slice_axis",
     "slice_spans",
     "spans_of",
+    "split_plan_arguments",
     "verify",
 ]
