@@ -50,8 +50,8 @@ def attention(
 
     Args:
         q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or
-            longer: the rest is tail). float16, bfloat16 (and float32, float64 on a CPU). Query head h uses kv head h //
-                (h_q // h_kv).
+            longer: the rest is tail). float16, bfloat16 (and float32, float64 on a CPU). Query head h uses kv
+            head h // (h_q // h_kv).
         k, v: the same with s_kv, h_kv, and d_v for v.
         cp: the group, the schedule and the layout.
         qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
@@ -74,8 +74,8 @@ def attention(
         out, or (out, lse), (out, max_logit), (out, lse, max_logit):
         out in q's format and dtype with d_v; lse float32 (float64 for float64), [b, h_q, s_q/cp], or [h_q, t_q/cp] for
         thd; max_logit the same dtype, [h_q], over all ranks. Rows of padding and tail, and rows that see nothing: out
-        0, lse -inf (a real row with
-        a sink: the sink's logit). Differentiable in q, k, v and softmax_offset, through out and lse.
+        0, lse -inf (a real row with a sink: the sink's logit). Differentiable in q, k, v and softmax_offset, through
+        out and lse.
 
     Raises:
         ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before

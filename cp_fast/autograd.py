@@ -38,18 +38,18 @@ class Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         packing, heads = plan.packing, plan.program.heads
         inputs = [packing.pack(x) for x in (q, k, v)]
-        local_rows, sink = inputs[0].shape[0], _sink(plan, offset, wide_dtype(q.dtype), q.device)
+        local_rows = (inputs[0].shape[0], inputs[1].shape[0])  # of q, of k and v
+        sink = _sink(plan, offset, wide_dtype(q.dtype), q.device)
         if heads is not None:
             inputs = heads.to_group(cp.comm, *zip((heads.q, heads.kv, heads.kv), inputs, strict=True))
         wide_out, lse, max_logit = run_forward(packing.packed_problem, plan.program, plan.backend, cp.comm, *inputs)
         if sink is not None:
             add_sink(wide_out, lse, _own_heads(plan, sink), slice(None) if heads else plan.program.real_q_rows)
         out = wide_out.to(q.dtype)
-        home_out, home_lse = (out, lse) if heads is None else _home(plan, cp, out, lse, sink, local_rows)
+        home_out, home_lse = (out, lse) if heads is None else _home(plan, cp, out, lse, sink, local_rows[0])
         for_offset = () if offset is None else (home_out, home_lse)
         ctx.save_for_backward(*inputs, out, lse, offset, *for_offset)
-        ctx.plan, ctx.cp, ctx.deterministic = plan, cp, deterministic
-        ctx.local_rows = (local_rows, packing.pack(k).shape[0])
+        ctx.plan, ctx.cp, ctx.deterministic, ctx.local_rows = plan, cp, deterministic, local_rows
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         reduced = None
         if return_max_logit and max_logit is not None:

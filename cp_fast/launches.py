@@ -4,19 +4,16 @@ A tile is a cropped rectangle of one sequence's score matrix. Kernels take batch
 (`cp_fast.backends.Segments`), so three things happen here, on integers:
 
 1. `join`: the tiles of one sequence become one, where that is the same set of pairs. Under dual_chunk a rank has two
-chunks, and in
-   the buffers their rows lie one after the other:
+   chunks, and in the buffers their rows lie one after the other:
 
         queries \\ keys   r      R                    rows in the buffers
               r        tri    .                     tri      .           one causal square of twice the size:
               R        full   tri                   full     tri         no merge of partial results for the rows of R
 
 2. `window`: a tile's band as the bottom-right aligned window of a varlen kernel; None on a side where nothing is cut.
-Tiles are cropped,
-   so both sides come out non-negative.
-3. `batch`: tiles with equal windows share a launch, if no two of them have a query row or a key row in common (a launch
-writes
-   each row of out, dq, dk and dv once).
+   Tiles are cropped, so both sides come out non-negative.
+3. `batch`: tiles with equal windows share a launch, if no two of them have a query row or a key row in common (a
+   launch writes each row of out, dq, dk and dv once).
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ def _merge_rows(
     """Merge a partial result into rows of (out, lse).
 
     out [t, h, d_v] and lse [h, t]: accumulators, 0 and -inf where nothing was merged yet. part_out [n, h, d_v] in any
-    float dtype and part_lse [h, n], finite: every row of a tile sees a key. With w = exp(part_lse - new lse), out + w *
-    (part_out - out) is the
-    weighted mean in one pass over out: the old weight is 1 - w. Where lse was -inf, w is 1.
+    float dtype and part_lse [h, n], finite: every row of a tile sees a key. With w = exp(part_lse - new lse),
+    out + w * (part_out - out) is the weighted mean in one pass over out: the old weight is 1 - w. Where lse was -inf,
+    w is 1.
     """
     old = lse[:, rows]
     new = torch.logaddexp(old, part_lse)

@@ -1,5 +1,4 @@
-"""The a2a schedules: heads are exchanged for sequence before attention, and back after it (Ulysses); with a ring around
-(USP).
+"""The a2a schedules: heads are exchanged for sequence before attention and back after it (Ulysses), in a ring (USP).
 
 Inside a group of `a2a_size` ranks every rank starts with all heads of its own rows and ends up with all rows of the
 group for its own heads. Attention then needs no merging inside the group, whatever the mask.

@@ -1,14 +1,12 @@
-"""Proof by integers that a schedule computes its problem: no tensor, no floating point, no knowledge of how it was
-planned.
+"""Proof by integers that a schedule computes its problem: no tensor, no float, no knowledge of how it was planned.
 
 `verify` plays the schedule on sets of positions. Every rank starts with what it owns; messages are matched in order
 between each pair of ranks and cost a rendezvous, as on a real wire; results carry the name of the tile they come from.
 It finds
 
-    a pair computed twice or never          a receive without a send, a send without a receive, messages that do not
-    agree
-    an operand that is not there            a deadlock
-    a result that does not reach its owner
+    a pair computed twice or never          a receive without a send, a send without a receive
+    an operand that is not there            messages that do not agree
+    a result that does not reach its owner  a deadlock
 
 and names rank and step of each. What is left is a report: work, balance and bytes.
 """
