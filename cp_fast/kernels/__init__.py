@@ -1,0 +1,1 @@
+"""Data-moving kernels: see `base`."""
