@@ -1,8 +1,8 @@
 """The interface of the data-moving kernels: one protocol, implemented natively, in Numba CUDA and by PyTorch operators.
 
-These are the primitives that `cp_fast.thd` and the executor are made of. An implementation trusts its caller: `checks`
-has looked at every shape and dtype, and at the values of lengths that lie on the CPU. Lengths on a GPU cannot be looked
-at without waiting for it, so kernels check them where they run: whatever they hold, nothing outside a tensor is touched,
+These are the primitives that `cp_fast.thd` and the executor are made of. An implementation trusts its caller: shapes
+and dtypes have been checked, and the values of lengths that lie on the CPU. Lengths on a GPU cannot be looked at
+without waiting for it, so kernels check them where they run: whatever they hold, nothing outside a tensor is touched,
 and a broken rule ends in a device-side assertion that names the helper and the rule.
 
 No implementation waits for the device, allocates on the host path of a captured graph, or uses another stream than
@@ -87,8 +87,8 @@ class Kernels(Protocol):
     def pad_sequences(
         self, x: torch.Tensor, real_lengths: torch.Tensor, lengths: torch.Tensor, padded_tokens: int, fill: int
     ) -> torch.Tensor:
-        """x [t] of integers -> [padded_tokens]: sequence s from lengths[s], `fill` behind it up to lengths[s + 1]; behind
-        lengths[b] the tail of x (its rows from real_lengths[b] on), and `fill` where that is shorter.
+        """x [t] of integers -> [padded_tokens]: sequence s from lengths[s], `fill` behind it up to lengths[s + 1];
+        behind lengths[b] the tail of x (its rows from real_lengths[b] on), and `fill` where that is shorter.
         """
         ...
 
@@ -122,10 +122,10 @@ class Kernels(Protocol):
     ) -> None:
         """Merge a partial result into normalised accumulators, both in one pass over out.
 
-        With new = log(exp(lse) + exp(lse_step)): out = out * exp(lse - new) + out_step * exp(lse_step - new); lse = new.
-        out [t, h, d] and lse [h, t] in float32 or float64; out_step [n, h, d] of any float dtype, lse_step [h, n]. A
-        step row with lse -inf changes nothing, whatever its out_step holds; an accumulator row with lse -inf is not
-        read (it may hold NaN), and where both are -inf out becomes 0.
+        With new = log(exp(lse) + exp(lse_step)): out = out * exp(lse - new) + out_step * exp(lse_step - new), and
+        lse = new. out [t, h, d] and lse [h, t] in float32 or float64; out_step [n, h, d] of any float dtype, lse_step
+        [h, n]. A step row with lse -inf changes nothing, whatever its out_step holds; an accumulator row with lse -inf
+        is not read (it may hold NaN), and where both are -inf out becomes 0.
         """
         ...
 
@@ -144,7 +144,7 @@ class Kernels(Protocol):
         ...
 
     def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
-        """out[rows] += x in one launch for all pairs; out [t, ...] of any float dtype, x [n, ...] of any float dtype."""
+        """out[rows] += x in one launch for all pairs; out [t, ...] and x [n, ...] of any float dtypes."""
         ...
 
     def lse_correction_(

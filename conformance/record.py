@@ -1,0 +1,69 @@
+"""What a run leaves behind, as data: one `Played` for every problem that was played, and a `RunRecord` around them.
+
+The report, the ledger and the coverage table read this and nothing else; the tiers and doors write it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["LEVELS", "VERDICTS", "Level", "Played", "RunRecord", "Verdict"]
+
+Level = Literal["helpers", "merge", "kernel", "schedule"]
+LEVELS: tuple[Level, ...] = ("helpers", "merge", "kernel", "schedule")
+
+Verdict = Literal["right", "unsupported", "wrong", "missing", "crashed", "hung", "out of memory", "known"]
+VERDICTS: tuple[Verdict, ...] = (
+    "right",
+    "unsupported",
+    "wrong",
+    "missing",
+    "crashed",
+    "hung",
+    "out of memory",
+    "known",
+)
+"""right: all checks held. unsupported: refused as it should be. wrong: computed, and not what the oracle says, or an
+error that should not be. missing: the implementation does not offer this level or function. crashed: the worker process
+died. hung: the watchdog ended it. known: wrong or crashed, and expected by the ledger.
+"""
+
+
+@dataclass(frozen=True)
+class Played:
+    """One problem, played once."""
+
+    level: Level
+    tier: str
+    text: str  # what --repro takes: "Case(...)", "error ID", "special ID", "known ID", "helper ...", ...
+    verdict: Verdict
+    findings: tuple[str, ...] = ()  # sentences; for unsupported and missing the reason
+    ratios: dict[str, float] = field(
+        default_factory=dict
+    )  # of the budget tier: "out max", "dq mean", ...: error / bound
+    seconds: float = 0.0
+    shrunk: bool = False  # the smallest failing problem that was found, and not one that was drawn
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A whole run. `meta` says what ran where: impl, versions, device, profile, seed, date, commit, command."""
+
+    meta: dict[str, Any]
+    played: tuple[Played, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists; `from_json` reads it back.
+
+        >>> record = RunRecord({"impl": "x"}, (Played("schedule", "logic", "Case(...)", "right"),))
+        >>> RunRecord.from_json(record.to_json()) == record
+        True
+        """
+        return {"meta": self.meta, "played": [vars(p) | {"findings": list(p.findings)} for p in self.played]}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> RunRecord:
+        """The record that `to_json` wrote."""
+        played = (Played(**{**p, "findings": tuple(p["findings"])}) for p in data["played"])
+        return RunRecord(data["meta"], tuple(played))
