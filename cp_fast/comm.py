@@ -14,7 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_ref.spec import Group, PairGroup, Parcel
 
-__all__ = ["ProcessMember", "all_reduce", "all_to_all", "as_group"]
+__all__ = ["PeerError", "ProcessMember", "all_reduce", "all_to_all", "as_group"]
+
+
+class PeerError(RuntimeError):
+    """Messages did not come through: a peer died, or did not answer within the group's time-out. Names the peers."""
 
 
 class ProcessMember:
@@ -34,7 +38,12 @@ class ProcessMember:
         """Post all messages as one batch, so that NCCL runs them in one kernel and no order of ranks can block."""
         ops = [dist.P2POp(dist.isend, p.tensor, self._global[p.peer], self._group, p.tag) for p in sends]
         ops += [dist.P2POp(dist.irecv, p.tensor, self._global[p.peer], self._group, p.tag) for p in recvs]
-        return _Works(dist.batch_isend_irecv(ops) if ops else [])
+        if not ops:
+            return _Works(self.rank, [], (), ())
+        try:
+            return _Works(self.rank, dist.batch_isend_irecv(ops), sends, recvs)
+        except RuntimeError as error:
+            raise PeerError(_complaint(self.rank, _messages(sends, recvs), error)) from error
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Reads from the device on NCCL: for plans, not for the hot path."""
@@ -44,13 +53,28 @@ class ProcessMember:
 
 
 class _Works:
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
+    """What torch.distributed is doing for one exchange: one work for each message (gloo), or one for all (NCCL)."""
+
+    def __init__(self, rank: int, works: list[Any], sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+        self._rank, self._works, self._sends, self._recvs = rank, works, sends, recvs
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
+        works, self._works = self._works, []
+        for number, work in enumerate(works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                messages = _messages(self._sends, self._recvs)
+                late = messages[number : number + 1] if len(works) == len(messages) else messages
+                raise PeerError(_complaint(self._rank, late, error)) from error
+
+
+def _messages(sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> list[str]:
+    return [f"{what} rank {p.peer} (tag {p.tag})" for what, ps in (("to", sends), ("from", recvs)) for p in ps]
+
+
+def _complaint(rank: int, messages: list[str], error: Exception) -> str:
+    return f"rank {rank}: what should go {', '.join(messages)} did not come through: {error}"
 
 
 def as_group(group: Any, cp_comm_type: str) -> Group:

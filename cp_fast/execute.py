@@ -9,11 +9,14 @@ hide the messages. What they yield waits in the input's dtype until the messages
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 from cp_fast.backends import Backend
+from cp_fast.comm import PeerError
 from cp_fast.merge import Merged, add_rows
 from cp_fast.program import Give, KVStep, RankProgram, Take
 from cp_fast.rows import Rows, take
@@ -58,8 +61,9 @@ def run_forward(
     merged = Merged((q.shape[0], q.shape[1], v.shape[2]), wide, q.device)
     max_logit = torch.full((q.shape[1],), float("-inf"), dtype=wide, device=q.device)
     blocks = _Blocks(Pair(k, v))
-    for step in program.forward:
-        pending = comm.exchange(blocks.give(step), blocks.boxes(step))
+    for number, step in enumerate(program.forward):
+        with _named("forward", number, program.forward):
+            pending = comm.exchange(blocks.give(step), blocks.boxes(step))
         for launch in step.launches:
             part = backend.forward(
                 take(q, launch.q_rows),
@@ -73,7 +77,8 @@ def run_forward(
             max_logit = (
                 None if max_logit is None or part.max_logit is None else torch.maximum(max_logit, part.max_logit)
             )
-        pending.wait()
+        with _named("forward", number, program.forward):
+            pending.wait()
         blocks.advance()
     return Results(*merged.results(), max_logit)
 
@@ -100,11 +105,12 @@ def run_backward(
     dq = torch.zeros_like(q, dtype=wide)
     own = Pair(torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
     blocks, grads = _Blocks(Pair(k, v)), own
-    for step in program.backward:
+    for number, step in enumerate(program.backward):
         boxes = [Pair(*(x.new_empty(t.size, *x.shape[1:]) for x in own)) for t in step.take_dkv]
         sends = blocks.give(step) + [parcel for give in step.give_dkv for parcel in _give(give, grads)]
         arriving = [parcel for t, box in zip(step.take_dkv, boxes, strict=True) for parcel in _parcels(t, box)]
-        pending = comm.exchange(sends, blocks.boxes(step) + arriving)
+        with _named("backward", number, program.backward):
+            pending = comm.exchange(sends, blocks.boxes(step) + arriving)
         parts: list[tuple[Rows, torch.Tensor, torch.Tensor]] = []
         for launch in step.launches:
             rows = launch.q_rows
@@ -123,10 +129,20 @@ def run_backward(
             )
             add_rows(dq, part.dq, rows)
             parts.append((launch.grad_rows, part.dk, part.dv))
-        pending.wait()
+        with _named("backward", number, program.backward):
+            pending.wait()
         grads = _collect(step, boxes, parts, own)
         blocks.advance()
     return dq, own.k, own.v
+
+
+@contextmanager
+def _named(direction: str, number: int, steps: Sequence[KVStep]) -> Iterator[None]:
+    """Say in which step a peer did not answer."""
+    try:
+        yield
+    except PeerError as error:
+        raise PeerError(f"{direction}, step {number} of {len(steps)}: {error}") from error
 
 
 class _Blocks:

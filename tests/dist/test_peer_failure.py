@@ -1,0 +1,68 @@
+"""A peer that dies in the middle of a call: the others get an error that names the step and the peer, and end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cp_fast
+from cp_fast.comm import ProcessMember
+
+SIZE = 3
+
+
+class DiesAt:
+    """Rank 1's group: its process ends when it is about to post an exchange."""
+
+    def __init__(self, member: ProcessMember, exchange: int) -> None:
+        self._member, self._left = member, exchange
+        self.rank, self.size = member.rank, member.size
+        self.all_gather_object = member.all_gather_object
+
+    def exchange(self, sends: Any, recvs: Any) -> Any:
+        if self._left == 0:
+            os._exit(0)
+        self._left -= 1
+        return self._member.exchange(sends, recvs)
+
+
+def _main(rank: int, store: str, exchange: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=10)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=limit)
+    group: Any = ProcessMember(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    cp = cp_fast.ContextParallel(DiesAt(group, exchange) if rank == 1 else group)
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    try:
+        cp_fast.attention(q, q, q, cp=cp).sum().backward()
+        results.put((rank, "finished"))
+    except Exception as error:
+        results.put((rank, f"{type(error).__name__}: {error}"))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("exchange", "where"), [(1, "forward, step 1 of 3"), (3, "backward, step 0 of")])
+def test_the_others_are_told_the_step_and_the_peer(exchange: int, where: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (str(Path(folder) / "store"), exchange, results)
+        processes = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(SIZE)]
+        for process in processes:
+            process.start()
+        said = dict(results.get(timeout=90) for _ in range(SIZE - 1))
+        for process in processes:
+            process.join(timeout=60)
+    assert sorted(said) == [0, 2]
+    assert all(text.startswith("PeerError") for text in said.values()), said
+    assert any(where in text and "rank 1" in text for text in said.values()), said
