@@ -1,11 +1,17 @@
-"""The tiers: each one module with `check(impl, case, device) -> list[str]`, the findings in sentences, empty when all
-is well.
+"""The tiers. Two kinds: some judge cases that Hypothesis draws, some play a table of named entries.
 
-plan      integers: the schedule computes the problem; sharding follows the layout
-logic     float64 and float32 against the oracle, closely
-probes    counting inputs: which query saw which key, exactly
-budget    low precision, in units of plain PyTorch's error
-errors    malformed calls: every rank raises, none hangs (its "cases" are the names in a table)
+drawn cases, `check(impl, case, device) -> findings` (sentences; empty when all is well)
+
+    plan          integers: the schedule computes the problem; sharding follows the layout
+    logic         float64 and float32 against the oracle, closely
+    probes        counting inputs: which query saw which key, exactly
+    budget        low precision, in units of plain PyTorch's error
+
+tables, `ids(capabilities)` and `check(impl, entry_id, device) -> findings`; an entry's text is "TIER ID"
+
+    errors        malformed calls: every rank raises, none hangs; their texts begin with "error"
+
+Both raise `UnsupportedCase` where the implementation does not have what is asked, and says so on every rank.
 """
 
 from __future__ import annotations
@@ -13,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from conformance.capabilities import Capabilities
 from conformance.case import Case
 from conformance.implementation import Implementation
-from conformance.tiers import budget, logic, plan, probes
+from conformance.tiers import budget, errors, logic, plan, probes
 
-__all__ = ["CASE_TIERS", "TIER_NAMES", "Tier"]
+__all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "table_entry"]
 
 
 @dataclass(frozen=True)
@@ -29,14 +36,42 @@ class Tier:
     dtypes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class TableTier:
+    """A tier that plays a table. `word` begins its entries' texts: "error lengths-decrease"."""
+
+    name: str
+    word: str
+    ids: Callable[[Capabilities], list[str]]
+    check: Callable[[Implementation, str, str], list[str]]
+
+
+ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
 CASE_TIERS = {
     tier.name: tier
     for tier in (
-        Tier("plan", plan.check, ("float64", "float32", "bfloat16", "float16")),
+        Tier("plan", plan.check, ALL_DTYPES),
         Tier("logic", logic.check, ("float64", "float32")),
-        Tier("probes", probes.check, ("float64", "float32", "bfloat16", "float16")),
+        Tier("probes", probes.check, ALL_DTYPES),
         Tier("budget", budget.check, ("bfloat16", "float16", "float32")),
     )
 }
 
-TIER_NAMES = (*CASE_TIERS, "errors")
+TABLE_TIERS = {tier.name: tier for tier in (TableTier("errors", "error", errors.ids, errors.check),)}
+
+TIER_NAMES = (*CASE_TIERS, *TABLE_TIERS)
+
+
+def table_entry(text: str) -> tuple[TableTier, str] | None:
+    """The table and the entry that a text names; None for other texts, such as a case's.
+
+    >>> tier, entry = table_entry("error lengths-decrease")
+    >>> tier.name, entry
+    ('errors', 'lengths-decrease')
+    """
+    word, _, entry_id = text.strip().partition(" ")
+    for tier in TABLE_TIERS.values():
+        if word == tier.word:
+            return tier, entry_id.strip()
+    return None

@@ -21,14 +21,17 @@ from conformance.tiers import plan as plan_tier
 from conformance.tiers.spoiled import ERRORS, Call, ErrorCase, good_call
 from cp_ref.spec import Problem, Sequence
 
-__all__ = ["check", "error_ids"]
+__all__ = ["check", "error_ids", "ids"]
 
 _LIMIT_S = 20.0
 
 
-def error_ids(capabilities: Capabilities) -> list[str]:
+def ids(capabilities: Capabilities) -> list[str]:
     """What `check` takes: the entries of the table, and every choice that `supports` refuses."""
     return ["well-formed", *ERRORS, *(f"unsupported {choice}" for choice in capabilities.refused)]
+
+
+error_ids = ids
 
 
 def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]:
