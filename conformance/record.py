@@ -44,6 +44,9 @@ class Played:
     )  # of the budget tier: "out max", "dq mean", ...: error / bound
     seconds: float = 0.0
     shrunk: bool = False  # the smallest failing problem that was found, and not one that was drawn
+    case: str | None = None  # the "Case(...)" of a problem whose text is a name, so that the tables can count it
+    pairs: tuple[tuple[int, int], ...] | None = None  # who saw whom: (query row, key row) of the global packed
+    # buffers, padding and tails counted; None where no probe can say it
 
 
 @dataclass(frozen=True)
@@ -65,5 +68,11 @@ class RunRecord:
     @staticmethod
     def from_json(data: dict[str, Any]) -> RunRecord:
         """The record that `to_json` wrote."""
-        played = (Played(**{**p, "findings": tuple(p["findings"])}) for p in data["played"])
-        return RunRecord(data["meta"], tuple(played))
+        return RunRecord(data["meta"], tuple(_played(p) for p in data["played"]))
+
+
+def _played(data: dict[str, Any]) -> Played:
+    """Lists, which is all that JSON has, become tuples again."""
+    pairs = data.get("pairs")
+    pairs = None if pairs is None else tuple((int(q), int(k)) for q, k in pairs)
+    return Played(**{**data, "findings": tuple(data["findings"]), "pairs": pairs})
