@@ -1,0 +1,107 @@
+// What passes between the binding and the kernels: plain structs, the same for every device. No PyTorch in here.
+//
+// The binding has checked shapes, dtypes, devices and strides, has made the results, and has folded axes together where
+// they lie one behind the other, so that kernels see few shapes. Strides and offsets are 64 bits wide everywhere.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#if defined(__CUDACC__)
+#define CP_HD __host__ __device__ __forceinline__
+#else
+#define CP_HD inline
+#endif
+
+namespace cp {
+
+// dtypes of arithmetic; movers know bytes only
+enum class Dtype : int32_t { f16, bf16, f32, f64 };
+
+// Where a kernel runs: cudaStream_t and device number; on the CPU both are unused.
+struct Stream {
+  void* handle = nullptr;
+  int device = -1;
+};
+
+// Cumulative lengths, [sequences + 1], on the kernel's device.
+struct Lengths {
+  const void* data;
+  int64_t sequences;
+  bool wide;  // int64, else int32
+};
+
+// Rows of a tensor of `bound` rows: first, first + 1, ... where index is null, else index[0], index[1], ...: distinct.
+struct RowSet {
+  const void* index;
+  bool wide;  // int64, else int32
+  int64_t first;
+  int64_t count;
+  int64_t bound;
+};
+
+// One tensor that is moved: rows of `heads` pieces of `head_bytes` contiguous bytes each. Where both sides have whole
+// rows contiguous, heads is 1. Strides are in bytes.
+struct Move {
+  const char* from;
+  char* to;
+  int64_t from_row, to_row;
+  int64_t heads;
+  int64_t from_head, to_head;
+  int64_t head_bytes;
+};
+
+// A tensor of arithmetic, [rows, heads, dim], dim contiguous. Strides are in elements.
+struct Values {
+  void* data;
+  Dtype dtype;
+  int64_t rows, heads, dim;
+  int64_t row_stride, head_stride;
+};
+
+struct Pair {
+  Values to, from;
+};
+
+// A log-sum-exp: element (sequence, head, row) at sequence * sequence_stride + head * head_stride + row * row_stride.
+// Packed [h, t]: row counts the rows of the buffer, the sequence is not used (sequence_stride is 0).
+// Padded [b, h, s]: row counts from the start of its sequence.
+struct Lse {
+  void* data;
+  Dtype dtype;  // f32 or f64
+  bool packed;
+  int64_t heads;
+  int64_t rows;  // t, or s
+  int64_t sequence_stride, head_stride, row_stride;
+};
+
+// Heads of [t, h, ...] (`whole`) and parts [p, n, heads, ...] (`parts`): part i holds heads first_heads[i] to
+// first_heads[i] + heads - 1. head_bytes are contiguous on both sides. Strides in bytes. first_heads lies on the host.
+struct HeadMove {
+  char* whole;
+  int64_t whole_row, whole_head;
+  char* parts;
+  int64_t part, part_row, part_head;
+  int64_t head_bytes;
+  int64_t heads;
+  int64_t count;  // p
+  const int64_t* first_heads;
+};
+
+enum class Action : int32_t { none, add, copy };
+
+CP_HD int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+
+// The widest power of two, at most 16, by which a move's addresses, strides and sizes can all be divided.
+CP_HD int access_bytes(const Move& m) {
+  uint64_t all = 16u | reinterpret_cast<uintptr_t>(m.from) | reinterpret_cast<uintptr_t>(m.to) |
+                 static_cast<uint64_t>(m.from_row | m.to_row | m.from_head | m.to_head | m.head_bytes);
+  return static_cast<int>(all & (~all + 1));
+}
+
+// What a wrong caller did: Python sees a ValueError or a TypeError with this text (cp_fast.kernels.native).
+[[noreturn]] inline void value_error(const std::string& text) { throw std::runtime_error("ValueError: " + text); }
+[[noreturn]] inline void type_error(const std::string& text) { throw std::runtime_error("TypeError: " + text); }
+
+}  // namespace cp
