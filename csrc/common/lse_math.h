@@ -9,9 +9,10 @@ namespace cp {
 
 template <typename T>
 struct Weights {
-  T lse;   // the merged one
-  T kept;  // what the accumulator is multiplied by; 0: do not read it
-  T step;  // what the step is multiplied by; 0: do not read it
+  T lse;            // the merged one
+  T kept, step;     // what the accumulator and the step are multiplied by
+  bool reads_out;   // false: the accumulator holds nothing yet, and may be NaN: count it as 0
+  bool reads_step;  // false: the step saw nothing, and may be NaN: count it as 0
 };
 
 template <typename T>
@@ -20,12 +21,13 @@ CP_HD bool is_empty(T lse) { return lse == -static_cast<T>(INFINITY); }
 // new = log(exp(lse) + exp(step)) and the shares exp(lse - new), exp(step - new), with one exp and one log1p.
 template <typename T>
 CP_HD Weights<T> merge_weights(T lse, T step) {
-  if (is_empty(step)) return {lse, is_empty(lse) ? T(0) : T(1), T(0)};
-  if (is_empty(lse)) return {step, T(0), T(1)};
+  if (is_empty(step)) return {lse, T(1), T(0), !is_empty(lse), false};
+  if (is_empty(lse)) return {step, T(0), T(1), false, true};
   bool larger = lse > step;
   T ratio = exp(larger ? step - lse : lse - step);  // of the smaller to the larger, at most 1
   T share = T(1) / (T(1) + ratio);
-  return {(larger ? lse : step) + log1p(ratio), larger ? share : ratio * share, larger ? ratio * share : share};
+  T rest = ratio * share;
+  return {(larger ? lse : step) + log1p(ratio), larger ? share : rest, larger ? rest : share, true, true};
 }
 
 template <typename T>
