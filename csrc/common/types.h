@@ -30,6 +30,11 @@ struct Lengths {
   const void* data;
   int64_t sequences;
   bool wide;  // int64, else int32
+
+  CP_HD int64_t operator[](int64_t s) const {
+    return wide ? static_cast<const int64_t*>(data)[s] : static_cast<int64_t>(static_cast<const int32_t*>(data)[s]);
+  }
+  CP_HD int64_t size(int64_t s) const { return (*this)[s + 1] - (*this)[s]; }
 };
 
 // Rows of a tensor of `bound` rows: first, first + 1, ... where index is null, else index[0], index[1], ...: distinct.
@@ -39,6 +44,11 @@ struct RowSet {
   int64_t first;
   int64_t count;
   int64_t bound;
+
+  CP_HD int64_t operator[](int64_t i) const {
+    if (index == nullptr) return first + i;
+    return wide ? static_cast<const int64_t*>(index)[i] : static_cast<int64_t>(static_cast<const int32_t*>(index)[i]);
+  }
 };
 
 // One tensor that is moved: rows of `heads` pieces of `head_bytes` contiguous bytes each. Where both sides have whole
