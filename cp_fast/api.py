@@ -8,15 +8,14 @@ import torch
 
 from cp_fast.autograd import Attention
 from cp_fast.backends import Backend
+from cp_fast.calls import autocast, check_planned_call
+from cp_fast.compiled import attention_in_graph
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, plan_together, read_call
 from cp_ref.spec import (
-    Feature,
     Problem,
-    Unsupported,
     check_local_tensors,
     check_offset,
-    check_plan_owner,
     check_settled,
     read_sizes,
 )
@@ -51,7 +50,7 @@ def attention(
     Args:
         q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or
             longer: the rest is tail). float16, bfloat16 (and float32, float64 on a CPU). Query head h uses kv
-            head h // (h_q // h_kv).
+            head h // (h_q // h_kv). Under torch.autocast q, k and v are cast to its dtype, as for PyTorch's attention.
         k, v: the same with s_kv, h_kv, and d_v for v.
         cp: the group, the schedule and the layout.
         qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
@@ -81,6 +80,7 @@ def attention(
         ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before
         anything is sent. Unsupported: naming what is missing.
     """
+    q, k, v = (autocast(x) for x in (q, k, v))
     arguments: dict[str, Any] = {
         "qkv_format": qkv_format,
         "attn_mask_type": attn_mask_type,
@@ -93,6 +93,10 @@ def attention(
         "softcap": softcap,
         "softmax_type": softmax_type,
     }
+    if torch.compiler.is_compiling() and isinstance(plan, Plan):
+        check_settled(plan.problem, **arguments)
+        results = attention_in_graph(plan, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
+        return _asked_for(results, return_lse, return_max_logit)
     if not isinstance(plan, Plan):
 
         def read() -> tuple[Problem, Backend]:
@@ -108,20 +112,14 @@ def attention(
         made = plan_together(cp, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"), read)
     else:
         made = plan
-        check_plan_owner(plan.problem, plan.rank, cp)
         check_settled(plan.problem, **arguments)
-        check_local_tensors(plan.problem, cp.rank, q, k, v)
-        check_offset(plan.problem, softmax_offset)
-        _check_library(plan, q, deterministic=deterministic, max_logit=return_max_logit)
-    out, lse, max_logit = Attention.apply(made, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
-    results = [out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])]
-    return out if len(results) == 1 else tuple(results)
+        check_planned_call(plan, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
+    results = Attention.apply(made, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
+    return _asked_for(results, return_lse, return_max_logit)
 
 
-def _check_library(plan: Plan, q: torch.Tensor, *, deterministic: bool, max_logit: bool) -> None:
-    """The plan was made for this device, with a kernel library that has what this call asks for."""
-    if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
-        raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")
-    asked = {f for f, wanted in ((Feature.DETERMINISTIC, deterministic), (Feature.MAX_LOGIT, max_logit)) if wanted}
-    if missing := asked - plan.backend.features:
-        raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
+def _asked_for(results: Any, return_lse: bool, return_max_logit: bool) -> Any:
+    """out, or a tuple of out and what else was asked for."""
+    out, lse, max_logit = results
+    wanted = (out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else []))
+    return out if len(wanted) == 1 else wanted

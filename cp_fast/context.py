@@ -6,6 +6,7 @@ from typing import Any
 
 from cp_fast.backends import BACKENDS
 from cp_fast.comm import as_group
+from cp_fast.handles import handle_for
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
 
 __all__ = ["ContextParallel"]
@@ -44,6 +45,7 @@ class ContextParallel:
         self.comm = as_group(group, cp_comm_type)
         self.rank = self.comm.rank
         self.size = self.comm.size
+        self.handle = handle_for(self)
         self.a2a_size = {"a2a": self.size, "a2a+p2p": getattr(self.comm, "a2a", self.comm).size}.get(cp_comm_type, 1)
 
     def __repr__(self) -> str:

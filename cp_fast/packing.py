@@ -12,6 +12,7 @@ Kernels give the LSE as [h, t]; users get [b, h, s] for bshd and sbhd, [h, t] fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,6 +48,10 @@ class Packing:
         if not self.folded:
             return p
         return replace(p, sequences=p.sequences[:1], heads_q=p.heads_q * self.batch, heads_kv=p.heads_kv * self.batch)
+
+    def rows(self, shape: Sequence[int]) -> int:
+        """How many packed rows a tensor of this shape in the user's format has."""
+        return shape[0] if self.problem.qkv_format == "thd" or self.folded else shape[0] * shape[1]
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """q, k, v, out or a gradient of theirs in the user's format -> [t, h, d], contiguous."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
 from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
+from cp_fast.handles import handle_for
 from cp_fast.packing import Packing
 from cp_fast.program import RankProgram, compile_program
 from cp_fast.sharding import numbers
@@ -52,6 +53,10 @@ class Plan:
     backend: Backend
     packing: Packing
     program: RankProgram
+    handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", handle_for(self))
 
     @cached_property
     def schedule(self) -> Schedule:

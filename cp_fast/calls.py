@@ -1,0 +1,42 @@
+"""What is looked at in a call of `attention` before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cp_fast.context import ContextParallel
+from cp_fast.plan import Plan
+from cp_ref.spec import Feature, Unsupported, check_local_tensors, check_offset, check_plan_owner
+
+__all__ = ["autocast", "check_planned_call"]
+
+
+def autocast(x: Any) -> Any:
+    """x as an operator in autocast's lower-precision list gets it."""
+    if not isinstance(x, torch.Tensor) or x.device.type not in ("cpu", "cuda"):
+        return x
+    if not torch.is_autocast_enabled(x.device.type):
+        return x
+    castable = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if castable else x
+
+
+def check_planned_call(
+    plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any, offset: Any, *, deterministic: bool, max_logit: bool
+) -> None:
+    """The tensors are those that the plan was made for, on its device, and its kernel library has what the call asks
+    for.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
+    """
+    check_plan_owner(plan.problem, plan.rank, cp)
+    check_local_tensors(plan.problem, cp.rank, q, k, v)
+    check_offset(plan.problem, offset)
+    if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
+        raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")
+    asked = {f for f, wanted in ((Feature.DETERMINISTIC, deterministic), (Feature.MAX_LOGIT, max_logit)) if wanted}
+    if missing := asked - plan.backend.features:
+        raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")

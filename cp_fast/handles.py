@@ -1,0 +1,45 @@
+"""Python objects as tensors, so that a compiled graph carries them from call to call without looking inside.
+
+An operator of `torch.library` takes tensors and numbers. A plan and a context go in as a handle: a number in a tensor
+on the CPU. A compiled graph guards numbers, and would be compiled anew for every batch's plan; a tensor's value it does
+not look at.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+__all__ = ["handle_for", "object_of"]
+
+_numbers = count(1)
+_objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def handle_for(thing: Any) -> torch.Tensor:
+    """A new handle, int64 [], of an object that is kept alive by others."""
+    number = next(_numbers)
+    _objects[number] = thing
+    return torch.tensor(number, dtype=torch.int64)
+
+
+def object_of(handle: torch.Tensor) -> Any:
+    """The object of a handle.
+
+    Raises:
+        RuntimeError: it is gone.
+
+    >>> class Thing: pass
+    >>> thing = Thing()
+    >>> object_of(handle_for(thing)) is thing
+    True
+    """
+    found = _objects.get(int(handle))
+    if found is None:
+        raise RuntimeError(
+            f"handle {int(handle)} is of a plan or context that no longer exists; keep it until backward"
+        )
+    return found

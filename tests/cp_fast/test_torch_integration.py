@@ -1,0 +1,175 @@
+"""cp_fast.attention inside PyTorch's machinery: compiled graphs, activation checkpointing, autocast, retained graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import cp_fast
+from cp_fast.handles import handle_for, object_of
+from cp_ref import SimGroup
+from cp_ref.sim import SimMember
+
+COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+FORMATS = {"bshd": (2, 8, 4, 8), "sbhd": (8, 2, 4, 8), "thd": (20, 4, 8)}
+CU, PADDED = torch.tensor([0, 7, 15], dtype=torch.int32), torch.tensor([0, 8, 16], dtype=torch.int32)
+
+
+class Layer(torch.nn.Module):
+    """A projection, attention, a projection."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = torch.nn.Linear(8, 24)
+        self.out = torch.nn.Linear(8, 8)
+        self.offset = torch.nn.Parameter(torch.randn(4))
+        self.how = how
+
+    def forward(self, x: torch.Tensor, cp: cp_fast.ContextParallel, plan: cp_fast.Plan) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        sink = {"softmax_offset": self.offset} if plan.problem.softmax_type == "learnable" else {}
+        results = cp_fast.attention(q, k, v, cp=cp, plan=plan, **sink, **self.how)
+        if isinstance(results, tuple):
+            return self.out(results[0]) * results[1].exp().nan_to_num(0.0, 0.0, 0.0).mean()
+        return self.out(results)
+
+
+def plan_for(cp: cp_fast.ContextParallel, fmt: str, **how: Any) -> cp_fast.Plan:
+    sizes: dict[str, Any] = {"batch_size": 2, "seqlen_q": 8 * cp.size}
+    if fmt == "thd":
+        sizes = {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
+    dims = {"heads_q": 4, "heads_kv": 4, "d_qk": 8, "d_v": 8}
+    return cp_fast.make_plan(cp=cp, qkv_format=fmt, **sizes, **dims, **({"dtype": torch.float32} | how), device="cpu")
+
+
+def play(member: SimMember, comm: str, fmt: str, run: Callable[..., torch.Tensor], **how: Any) -> list[torch.Tensor]:
+    """Output and gradients of one rank."""
+    cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
+    plan_how = {k: v for k, v in how.items() if k != "return_lse"}
+    plan, layer = plan_for(cp, fmt, **plan_how), Layer(**({"return_lse": True} if "return_lse" in how else {}))
+    x = torch.randn(FORMATS[fmt], generator=torch.Generator().manual_seed(member.rank)).requires_grad_()
+    y = run(layer, x, cp, plan)
+    y.square().sum().backward()
+    grads = [p.grad for p in (x, *layer.parameters()) if p.grad is not None]
+    return [y.detach(), *grads]
+
+
+def plainly(layer: Layer, *arguments: Any) -> torch.Tensor:
+    return layer(*arguments)
+
+
+def assert_equal(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        assert len(mine) == len(theirs) > 3
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("comm", COMMS)
+def test_activation_checkpointing_changes_nothing(comm: str, reentrant: bool) -> None:
+    def again(layer: Layer, *arguments: Any) -> torch.Tensor:
+        return checkpoint(layer, *arguments, use_reentrant=reentrant)  # pyright: ignore[reportReturnType]
+
+    size = 4 if comm == "a2a+p2p" else 2
+    runs = [SimGroup(size).run(lambda m, run=run: play(m, comm, "bshd", run)) for run in (plainly, again)]
+    assert_equal(*runs)
+
+
+@pytest.mark.parametrize("comm", COMMS)
+def test_a_graph_may_be_kept_and_used_twice(comm: str) -> None:
+    def twice(layer: Layer, *arguments: Any) -> torch.Tensor:
+        y = layer(*arguments)
+        y.square().sum().backward(retain_graph=True)
+        layer.zero_grad()
+        arguments[0].grad = None
+        return y
+
+    size = 4 if comm == "a2a+p2p" else 2
+    runs = [SimGroup(size).run(lambda m, run=run: play(m, comm, "thd", run)) for run in (plainly, twice)]
+    assert_equal(*runs)
+
+
+@pytest.mark.parametrize("comm", COMMS)
+def test_under_autocast_inputs_are_cast_and_nothing_else_is(comm: str) -> None:
+    def one(member: SimMember) -> tuple[torch.Tensor, ...]:
+        cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
+        generator = torch.Generator().manual_seed(member.rank)
+        q, k, v = (torch.randn(2, 8, 4, 8, generator=generator).requires_grad_() for _ in range(3))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, lse = cp_fast.attention(q, k, v, cp=cp, return_lse=True)
+        (out.float().square().sum() + lse.sum()).backward()
+        low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+        expected, expected_lse = cp_fast.attention(*low, cp=cp, return_lse=True)
+        (expected.float().square().sum() + expected_lse.sum()).backward()
+        assert out.dtype == torch.bfloat16
+        assert lse.dtype == torch.float32
+        for x, y in zip((q, k, v), low, strict=True):
+            assert x.grad is not None
+            assert y.grad is not None
+            assert x.grad.dtype == torch.float32
+            assert torch.equal(x.grad, y.grad.float())
+        return torch.equal(out, expected), torch.equal(lse, expected_lse)
+
+    for same in SimGroup(4 if comm == "a2a+p2p" else 2).run(one):
+        assert same == (True, True)
+
+
+class TestCompiled:
+    """Over one rank: Dynamo is not made for the threads of a simulated group. tests/dist has it over processes."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self) -> None:
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("fmt", FORMATS)
+    @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
+    def test_a_layer_is_one_graph(self, comm: str, fmt: str) -> None:
+        def compiled(layer: Layer, *arguments: Any) -> torch.Tensor:
+            return torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
+
+        for how in ({}, {"softmax_type": "learnable"}, {"return_lse": True}):
+            runs = [SimGroup(1).run(lambda m, r=run, h=how: play(m, comm, fmt, r, **h)) for run in (plainly, compiled)]
+            assert_equal(*runs)
+
+    def test_a_new_plan_is_not_compiled_anew(self) -> None:
+        graphs = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        def one(member: SimMember) -> None:
+            cp, layer = cp_fast.ContextParallel(member), Layer()
+            fast = torch.compile(layer, fullgraph=True, backend=backend)
+            x = torch.randn(1, 8, 8)
+            for window in (-1, 2, 3):
+                plan = plan_for(cp, "bshd", window_size=(window, 0), batch_size=1, seqlen_q=8)
+                torch.testing.assert_close(fast(x, cp, plan), layer(x, cp, plan))
+
+        SimGroup(1).run(one)
+        assert len(graphs) == 1
+
+    def test_a_wrong_tensor_is_refused_when_the_graph_runs(self) -> None:
+        def one(member: SimMember) -> None:
+            cp = cp_fast.ContextParallel(member)
+            plan = plan_for(cp, "thd")
+            layer = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+            with pytest.raises(ValueError, match=r"q has 12 tokens"):
+                layer(torch.randn(12, 4, 8), cp, plan)
+
+        SimGroup(1).run(one)
+
+
+def test_an_object_that_is_gone_is_named() -> None:
+    class Thing:
+        pass
+
+    handle = handle_for(Thing())
+    with pytest.raises(RuntimeError, match="no longer exists"):
+        object_of(handle)
