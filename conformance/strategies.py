@@ -1,8 +1,7 @@
 """Hypothesis strategies: whole cases that an implementation should be able to run, small and quick to shrink.
 
 Everything is drawn in one `@composite`, simplest choice first, so that a failing case shrinks to one short line of
-text. Lengths
-favour what breaks: nothing at all, one token, one more or less than a chunk, padding, sequences of different lengths.
+text. How long sequences are, and how many, is in `draw_lengths`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,17 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from conformance.capabilities import EVERYTHING, Capabilities
 from conformance.case import GRADS, Case
-from cp_ref.spec import Problem, Sequence, divisor
+from conformance.draw_lengths import batched, packed, shapes
+from cp_ref.spec import Problem, Sequence
 
 __all__ = ["CP_SIZES", "cases", "problems"]
 
-CP_SIZES = (1, 2, 3, 4, 8)
-_HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2), (4, 1))  # (h_q, h_kv)
-_DIMS = ((8, 8), (8, 16), (16, 8), (24, 16), (5, 5), (1, 3))  # (d_qk, d_v)
-_MOST_SLOTS = 48  # of one sequence, roughly: a chunk at least
+CP_SIZES = (1, 2, 3, 4, 5, 6, 8)
+_HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2), (4, 1), (8, 4), (6, 3), (12, 2))  # (h_q, h_kv)
+_FEW_HEADS = ((1, 1), (2, 1), (2, 2))
+_DIMS = ((8, 8), (8, 16), (16, 8), (24, 16), (5, 5), (1, 3))  # (d_qk, d_v): cheap, and all that most bugs need
+_REAL_DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (128, 192), (256, 256), (128, 64))  # those of models
+_ODD_DIMS = ((24, 24), (40, 40), (72, 72), (88, 56), (104, 104), (33, 17), (20, 12), (248, 8))  # those of nobody
 
 
 @st.composite
@@ -42,12 +44,14 @@ def problems(
     qkv_format = draw(_choice(capabilities, "qkv_format"))
     mask = draw(_choice(capabilities, "attn_mask_type"))
     a2a_size = draw(_a2a_sizes(comm, cp_size))
+    shape, cross = draw(shapes()), has("lengths", "cross")
     if qkv_format == "thd":
-        sequences = draw(_packed(layout, cp_size, has("lengths", "cross")))
+        sequences = draw(packed(shape, layout, cp_size, cross=cross))
     else:
-        sequences = draw(_batched(layout, cp_size, mask.startswith("padding"), has("lengths", "cross")))
-    heads_q, heads_kv = draw(_heads(a2a_size, has("heads", "grouped")))
-    d_qk, d_v = draw(st.sampled_from([dims for dims in _DIMS if _has_dims(capabilities, *dims)] or [(8, 8)]))
+        sequences = draw(batched(shape, layout, cp_size, padding=mask.startswith("padding"), cross=cross))
+    big = shape in ("huge", "many")
+    heads_q, heads_kv = draw(_heads(a2a_size, has("heads", "grouped"), _FEW_HEADS if big else _HEADS))
+    d_qk, d_v = draw(_dims(capabilities, big))
     return Problem(
         cp_size=cp_size,
         sequences=sequences,
@@ -61,7 +65,7 @@ def problems(
         heads_kv=heads_kv,
         d_qk=d_qk,
         d_v=d_v,
-        softmax_scale=draw(st.sampled_from([None, 1.0, 0.25])),
+        softmax_scale=draw(st.sampled_from([None, 1.0, 0.25])) if d_qk <= 24 else None,
         softcap=draw(st.sampled_from([0.0, 0.0, 2.5, 30.0] if has("softcap", "softcap") else [0.0])),
         softmax_type=draw(_choice(capabilities, "softmax_type")),
         dtype=draw(st.sampled_from([d for d in dtypes if has("dtype", d)] or list(capabilities.choices["dtype"]))),
@@ -90,11 +94,6 @@ def cases(draw: DrawFn, capabilities: Capabilities = EVERYTHING, **narrowed: Any
     )
 
 
-def _rarely() -> SearchStrategy[bool]:
-    """One time in eight; what it guards is left out when a case shrinks."""
-    return st.sampled_from([*[False] * 7, True])
-
-
 def _choice(capabilities: Capabilities, axis: str) -> SearchStrategy[str]:
     return st.sampled_from(capabilities.choices[axis])
 
@@ -108,78 +107,27 @@ def _a2a_sizes(comm: str, cp_size: int) -> SearchStrategy[int]:
 
 
 @st.composite
-def _heads(draw: DrawFn, a2a_size: int, grouped: bool) -> tuple[int, int]:
+def _heads(draw: DrawFn, a2a_size: int, grouped: bool, choices: Seq[tuple[int, int]]) -> tuple[int, int]:
     """(h_q, h_kv); with an a2a, h_q is a multiple of its size, and h_kv a multiple or a divisor."""
-    heads_q, heads_kv = draw(st.sampled_from([h for h in _HEADS if grouped or h[0] == h[1]]))
+    heads_q, heads_kv = draw(st.sampled_from([h for h in choices if grouped or h[0] == h[1]]))
     if heads_kv % a2a_size and a2a_size % heads_kv:
         heads_kv = 1
     heads_q = lcm(heads_q, heads_kv, a2a_size)
     return heads_q, heads_kv if grouped else heads_q
 
 
+@st.composite
+def _dims(draw: DrawFn, capabilities: Capabilities, big: bool) -> tuple[int, int]:
+    """(d_qk, d_v): mostly small; those of models and odd ones where there are few tokens."""
+    kind = "small" if big else draw(st.sampled_from(["small"] * 5 + ["real", "odd"]))
+    choices = {"small": _DIMS[:3] if big else _DIMS, "real": _REAL_DIMS, "odd": _ODD_DIMS}[kind]
+    return draw(st.sampled_from([dims for dims in choices if _has_dims(capabilities, *dims)] or [(8, 8)]))
+
+
 def _has_dims(capabilities: Capabilities, d_qk: int, d_v: int) -> bool:
     needed = {"odd"} if d_qk % 8 or d_v % 8 else set()
     needed |= {"d_v smaller"} if d_v < d_qk else {"d_v larger"} if d_v > d_qk else set()
     return needed <= set(capabilities.choices["dims"])
-
-
-def _lengths(slots: int, chunk: int) -> SearchStrategy[int]:
-    """Real tokens in `slots` slots: full, empty, one, or at the border of a chunk."""
-    borders = {n * chunk + off for n in range(slots // chunk + 1) for off in (-1, 0, 1)} if chunk else set()
-    special = sorted(n for n in borders | {0, 1, slots - 1} if 0 <= n <= slots)
-    return st.one_of(st.just(slots), st.integers(0, slots), st.sampled_from(special))
-
-
-@st.composite
-def _batched(draw: DrawFn, layout: str, cp_size: int, padding: bool, cross: bool) -> tuple[Sequence, ...]:
-    """bshd and sbhd: one number of slots for the whole batch."""
-    unit = divisor(layout, cp_size)
-    batch_size = draw(st.integers(1, 3))
-    most = max(1, _MOST_SLOTS // (unit * batch_size))
-    slots_q = 0 if draw(_rarely()) else unit * draw(st.integers(1, most))
-    slots_kv = slots_q
-    if cross and draw(st.booleans()):
-        slots_kv = 0 if draw(_rarely()) else unit * draw(st.integers(1, most))
-    if not padding:
-        return (Sequence(slots_q, slots_kv, slots_q, slots_kv),) * batch_size
-    sequences = []
-    same = slots_kv == slots_q and (not cross or draw(st.booleans()))
-    for _ in range(batch_size):
-        len_q = draw(_lengths(slots_q, slots_q // (2 * cp_size)))
-        len_kv = len_q if same else draw(_lengths(slots_kv, slots_kv // (2 * cp_size)))
-        sequences.append(Sequence(len_q, len_kv, slots_q, slots_kv))
-    return tuple(sequences)
-
-
-@st.composite
-def _packed(draw: DrawFn, layout: str, cp_size: int, cross: bool) -> tuple[Sequence, ...]:
-    """thd: every sequence has its own number of slots, and its own padding."""
-    count = 0 if draw(_rarely()) else draw(st.integers(1, 4))
-    same = not cross or draw(st.booleans())
-    sides = [draw(_packed_side(layout, cp_size, count)) for _ in range(1 if same else 2)]
-    return tuple(Sequence(q[0], kv[0], q[1], kv[1]) for q, kv in zip(sides[0], sides[-1], strict=True))
-
-
-@st.composite
-def _packed_side(draw: DrawFn, layout: str, cp_size: int, count: int) -> list[tuple[int, int]]:
-    """(length, slots) of every sequence."""
-    padded = draw(st.booleans())
-    found: list[tuple[int, int]] = []
-    for _ in range(count):
-        if layout == "dual_chunk":
-            unit = 2 * cp_size
-            slots = 0 if draw(_rarely()) else unit * draw(st.integers(1, max(1, _MOST_SLOTS // (unit * count))))
-            found.append((draw(_lengths(slots, slots // unit)) if padded else slots, slots))
-        else:  # only the whole buffer has to divide: sequences begin and end anywhere, also in the middle of a rank
-            length = draw(
-                st.one_of(st.integers(0, 2 * _MOST_SLOTS // count), st.sampled_from([0, 1, cp_size, cp_size + 1]))
-            )
-            found.append((length, length + (draw(st.integers(0, 3)) if padded else 0)))
-    if layout == "contiguous" and found:
-        rest = -sum(slots for _, slots in found) % cp_size
-        length, slots = found[-1]
-        found[-1] = (length if padded else length + rest, slots + rest)
-    return found
 
 
 def _chunk(sequences: tuple[Sequence, ...], cp_size: int) -> int:

@@ -6,6 +6,9 @@ drawn cases, `check(impl, case, device) -> findings` (sentences; empty when all 
     logic         float64 and float32 against the oracle, closely
     probes        counting inputs: which query saw which key, exactly
     budget        low precision, in units of plain PyTorch's error
+    metamorphic   problems that must have the same answer: fewer ranks, other orders, other company
+    hygiene       reads and writes out of place: NaN in fresh memory, guard bands, strides, aliases
+    determinism   the same bits from run to run
 
 tables, `ids(capabilities)` and `check(impl, entry_id, device) -> findings`; an entry's text is "TIER ID"
 
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 from conformance.capabilities import Capabilities
 from conformance.case import Case
 from conformance.implementation import Implementation
-from conformance.tiers import budget, errors, logic, plan, probes
+from conformance.tiers import budget, determinism, errors, hygiene, logic, metamorphic, plan, probes
 
 __all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "table_entry"]
 
@@ -55,6 +58,9 @@ CASE_TIERS = {
         Tier("logic", logic.check, ("float64", "float32")),
         Tier("probes", probes.check, ALL_DTYPES),
         Tier("budget", budget.check, ("bfloat16", "float16", "float32")),
+        Tier("metamorphic", metamorphic.check, ("float64", "float32", "bfloat16")),
+        Tier("hygiene", hygiene.check, ("float64", "float32")),
+        Tier("determinism", determinism.check, ALL_DTYPES),
     )
 }
 

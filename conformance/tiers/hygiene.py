@@ -1,0 +1,120 @@
+"""Tier `hygiene`: nothing is read that is not an input, and nothing is written that is not a result.
+
+    poison       fresh memory is full of NaN while the implementation runs, and so are padding and tail of every input:
+                 what nobody wrote, and what nobody may read, shows
+    guard bands  q, k, v and dout lie inside larger buffers; a write beside them shows
+    inputs       every input, lengths included, has the same bytes after both passes
+    aliases      no result lies in the memory of an input, or of another result
+    strides      transposed memory, every second element, a dout of stride 0 (what out.sum().backward() gives)
+    again        the same inputs a second time give the same results
+
+The implementation always runs before the oracle: a fresh allocation may hold the right answer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from conformance.case import Case
+from conformance.implementation import Implementation
+from conformance.reference import exact_results
+from conformance.run import play
+from conformance.tensors import build
+from conformance.tiers import logic
+from conformance.tiers.local import Call, Tensors, close, on_every_rank, same_bits
+
+__all__ = ["check", "poisoned_memory"]
+
+
+def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
+    """Reads and writes out of place, and results that depend on strides or on what lay in memory.
+
+    Raises:
+        UnsupportedCase: the implementation does not have this, and says so on every rank.
+    """
+    case, tensors = replace(case, strided=True), build(case, device)
+    with poisoned_memory():
+        played = play(impl, case, tensors)
+        found = played.findings or on_every_rank(impl, replace(case, strided=False), tensors, _check_rank)
+    if found:
+        return found
+    exact = exact_results(case, tensors)
+    return [f for name, x in played.results.items() for f in logic.compare(case, tensors, name, x, exact[name])]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` gives NaN (the largest value for integers) inside: PyTorch does so in deterministic mode."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that some operator is not deterministic, which is not the question here
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _check_rank(call: Call) -> list[str]:
+    leaves = call.leaves()
+    watched = {**leaves, "dout": call.dout, "dlse": call.dlse} | {
+        name: x for name, x in call.problem_arguments.items() if isinstance(x, torch.Tensor)
+    }
+    before = {name: x.detach().clone() for name, x in watched.items()}
+    results = call.both(leaves)
+    found = same_bits("(an input) after the call", before, {name: x.detach() for name, x in watched.items()})
+    found += _aliases(results, watched)
+    again = call.both(call.leaves())
+    found += (same_bits if call.case.deterministic else _close_to(call))("of a second call", results, again)
+    found += close("with odd strides", call.case, results, _with_odd_strides(call))
+    if "out" in call.case.loss and call.dout.numel():
+        one = torch.ones((), dtype=call.dout.dtype, device=call.dout.device)
+        expanded = call.both(call.leaves(), dout=one.expand(call.dout.shape))
+        plain = call.both(call.leaves(), dout=torch.ones_like(call.dout))
+        found += close("with a dout of stride 0", call.case, plain, expanded)
+    return found
+
+
+def _close_to(call: Call) -> Any:
+    return lambda what, one, other: close(what, call.case, one, other)
+
+
+def _with_odd_strides(call: Call) -> Tensors:
+    """Both passes with other memory behind the same values: q and v transposed, k and dout every second element."""
+    other = {name: x.detach() for name, x in call.inputs.items()}
+    other |= {"q": _transposed(other["q"]), "k": _every_other(other["k"]), "v": _transposed(other["v"])}
+    leaves = {name: x.requires_grad_(name[0] in call.case.wanted) for name, x in other.items()}
+    return call.both(leaves, dout=_every_other(call.dout))
+
+
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    """The same values, its axes in memory in reverse order."""
+    axes = tuple(reversed(range(x.ndim)))
+    return x.permute(axes).contiguous().permute(axes).detach()
+
+
+def _every_other(x: torch.Tensor) -> torch.Tensor:
+    """The same values, each second element of a buffer that is NaN between them."""
+    buffer = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+    buffer[..., ::2] = x
+    return buffer[..., ::2].detach()
+
+
+def _aliases(results: Tensors, inputs: Tensors) -> list[str]:
+    """Results whose memory is an input's, or an earlier result's."""
+    owners = {x.untyped_storage().data_ptr(): name for name, x in inputs.items() if x.numel()}
+    found = []
+    for name, x in results.items():
+        if x.numel() == 0:
+            continue
+        place = x.untyped_storage().data_ptr()
+        if place in owners:
+            found.append(f"{name} lies in the memory of {owners[place]}")
+        owners[place] = name
+    return found

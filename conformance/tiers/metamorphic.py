@@ -1,0 +1,180 @@
+"""Tier `metamorphic`: problems that must have the same answer. No oracle is asked, so this tier shares no formula with
+one, and it holds in every dtype.
+
+    alone       cp_size N gives what cp_size 1 gives
+    permuted    the sequences in another order give the same results in that order
+    without     leaving out the last sequence changes nothing for the others (so adding one does not either)
+    split       the first sequence by itself gives what it gives among the others
+    empty slots a sequence that is all padding, appended, changes nothing
+    scaled      v times 2 gives out times 2, the same lse and dv, and dq, dk and d_offset times 2, to the last bit
+
+Where every sequence is cut by itself (not in contiguous thd) and deterministic=True is accepted, equal means to the last
+bit: who else is in the batch must not matter. An implementation that does not promise this says `batch_invariant =
+False`, and is then held to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from conformance.case import Case
+from conformance.implementation import Implementation
+from conformance.run import play
+from conformance.tensors import GlobalTensors, build, real_tokens
+from conformance.tiers.local import Tensors, close, same_bits
+from cp_ref.spec import Problem, divisor
+from cp_ref.spec import Sequence as OneSequence
+
+__all__ = ["RELATIONS", "check"]
+
+_PER_SEQUENCE = ("out", "lse", "dq", "dk", "dv")
+
+
+def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
+    """Relations that do not hold.
+
+    Raises:
+        UnsupportedCase: the implementation does not have this, and says so on every rank.
+    """
+    tensors = build(case, device)
+    base = play(impl, case, tensors)
+    if base.findings:
+        return base.findings
+    bitwise = case.deterministic and getattr(impl, "batch_invariant", True) and _cut_by_itself(case.problem)
+    found: list[str] = []
+    for name, relation in RELATIONS.items():
+        for other, other_tensors, expect in relation(case, tensors):
+            played = play(impl, other, other_tensors)
+            if played.findings:
+                found += [f"{name}: {finding}" for finding in played.findings]
+                continue
+            want, got, exactly = expect(base.results, played.results)
+            same = exactly if exactly is not None else bitwise
+            findings = same_bits(f"({name})", want, got) if same else close(f"({name})", case, want, got)
+            found += [f"{name}: {finding}" for finding in findings]
+    return found
+
+
+# the base's results and the other problem's -> what has to be equal, and whether to the last bit (None: if promised)
+Expectation = Callable[[Tensors, Tensors], tuple[Tensors, Tensors, bool | None]]
+Related = Iterator[tuple[Case, GlobalTensors, Expectation]]
+
+
+def _alone(case: Case, tensors: GlobalTensors) -> Related:
+    if case.problem.cp_size > 1:
+        yield replace(case, problem=replace(case.problem, cp_size=1, a2a_size=1)), tensors, lambda a, b: (a, b, False)
+
+
+def _scaled(case: Case, tensors: GlobalTensors) -> Related:
+    if case.problem.dtype == "float16":  # its range is too small to be sure
+        return
+    factors = {"out": 2.0, "lse": 1.0, "max_logit": 1.0, "dv": 1.0}
+    if case.loss == "out":
+        factors |= {"dq": 2.0, "dk": 2.0, "d_offset": 2.0}
+
+    def expect(base: Tensors, got: Tensors) -> tuple[Tensors, Tensors, bool]:
+        names = [name for name in base if name in factors]
+        return {n: base[n] * factors[n] for n in names}, {n: got[n] for n in names}, case.deterministic
+
+    yield case, replace(tensors, v=tensors.v * 2.0), expect
+
+
+def _regrouped(order: Callable[[int], Sequence[int]], extra: int = 0) -> Callable[[Case, GlobalTensors], Related]:
+    """Other sequences of the batch, by number, in the order given; then `extra` sequences of nothing but padding."""
+
+    def relation(case: Case, tensors: GlobalTensors) -> Related:
+        count = len(case.problem.sequences)
+        chosen = list(order(count))
+        if count == 0 or not chosen or (chosen == list(range(count)) and not extra):
+            return
+        problem = _with_sequences(case.problem, chosen, extra)
+        if problem is None:
+            return
+        other = replace(case, problem=problem)
+        everyone = sorted(chosen) == list(range(count))
+
+        def expect(base: Tensors, got: Tensors) -> tuple[Tensors, Tensors, None]:
+            want, have = {}, {}
+            for name in _PER_SEQUENCE:
+                for place, n in enumerate(chosen if name in base else []):
+                    label = f"{name} of sequence {n}"
+                    want[label], have[label] = _part(case, name, base[name], n), _part(other, name, got[name], place)
+            if everyone and "max_logit" in base:
+                want["max_logit"], have["max_logit"] = base["max_logit"], got["max_logit"]
+            return want, have, None
+
+        yield other, _take(case, tensors, chosen, other), expect
+
+    return relation
+
+
+RELATIONS: dict[str, Callable[[Case, GlobalTensors], Related]] = {
+    "alone": _alone,
+    "permuted": _regrouped(lambda count: range(count - 1, -1, -1)),
+    "without the last sequence": _regrouped(lambda count: range(count - 1)),
+    "split": _regrouped(lambda count: [0] if count > 2 else []),
+    "empty slots": _regrouped(range, extra=1),
+    "v scaled": _scaled,
+}
+
+
+def _cut_by_itself(problem: Problem) -> bool:
+    """Whether which rank owns which token of a sequence does not depend on the other sequences."""
+    return problem.layout == "dual_chunk" or problem.qkv_format != "thd"
+
+
+def _with_sequences(problem: Problem, chosen: Sequence[int], extra: int) -> Problem | None:
+    """None where the layout cannot cut these."""
+    sequences = [problem.sequences[n] for n in chosen]
+    if extra:
+        if problem.qkv_format == "thd":
+            unit = divisor(problem.layout, problem.cp_size)
+            sequences += [OneSequence(0, 0, unit, unit)] * extra
+        elif problem.attn_mask_type.startswith("padding"):
+            slots_q, slots_kv = problem.sequences[0].slots_q, problem.sequences[0].slots_kv
+            sequences += [OneSequence(0, 0, slots_q, slots_kv)] * extra
+        else:
+            return None
+    if problem.layout == "contiguous" and problem.qkv_format == "thd":
+        totals = (sum(s.slots_q for s in sequences), sum(s.slots_kv for s in sequences))
+        if any(total % problem.cp_size for total in totals):
+            return None
+    return replace(problem, sequences=tuple(sequences))
+
+
+def _part(case: Case, name: str, x: torch.Tensor, n: int) -> torch.Tensor:
+    """Sequence n's slots of a result or an input."""
+    p = case.problem
+    if p.qkv_format == "thd":
+        starts = p.starts_kv if name in ("dk", "dv", "k", "v") else p.starts_q
+        rows = slice(starts[n], starts[n + 1])
+        return x[:, rows] if name in ("lse", "dlse") else x[rows]
+    return x[:, n] if p.qkv_format == "sbhd" and name not in ("lse", "dlse") else x[n]
+
+
+def _take(case: Case, tensors: GlobalTensors, chosen: Sequence[int], other: Case) -> GlobalTensors:
+    """The tensors of the other case: the chosen sequences' own, NaN for what is new, the tail as it was."""
+    p, made = case.problem, {}
+    axis = 0 if p.qkv_format != "sbhd" else 1
+    for name in ("q", "k", "v", "dout", "dlse"):
+        x = getattr(tensors, name)
+        parts = [_part(case, name, x, n) for n in chosen]
+        along = {"thd": 1 if name == "dlse" else 0}.get(p.qkv_format, 0 if name == "dlse" else axis)
+        side = "kv" if name in ("k", "v") else "q"
+        for s in other.problem.sequences[len(chosen) :]:
+            shape = list(parts[0].shape) if parts else []
+            if p.qkv_format == "thd":
+                shape[along] = getattr(s, f"slots_{side}")
+            parts.append(x.new_full(shape, float("nan")))
+        if p.qkv_format == "thd":
+            start = (p.starts_kv if side == "kv" else p.starts_q)[-1]
+            parts.append(x[:, start:] if name == "dlse" else x[start:])
+            made[name] = torch.cat(parts, dim=along)
+        else:
+            made[name] = torch.stack(parts, dim=along)
+    real_q = real_tokens(other.problem, "q", other.tail_q).to(tensors.q.device)
+    real_kv = real_tokens(other.problem, "kv", other.tail_kv).to(tensors.q.device)
+    return GlobalTensors(**made, softmax_offset=tensors.softmax_offset, real_q=real_q, real_kv=real_kv)
