@@ -1,0 +1,143 @@
+"""Which implementation of the kernels is in use: never a guess, and never another one than was asked for.
+
+    native   C++ and CUDA, built on first use         needs a C++ compiler; for a GPU nvcc too
+    numba    Numba CUDA, compiled on first use        needs a GPU and the package numba-cuda
+    torch    PyTorch's operators                      needs nothing
+
+Without a choice, a device takes the first of them whose needs are met. A choice is made by `use("torch")`, or by the
+environment variable CP_FAST_KERNELS; what was chosen and cannot be had raises. So does a native build that fails: a
+compiler that is there is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+from cp_fast.kernels.base import Kernels
+
+__all__ = ["NAMES", "VARIABLE", "chosen", "kernels", "use", "why_not"]
+
+NAMES = ("native", "numba", "torch")
+VARIABLE = "CP_FAST_KERNELS"
+
+_used: list[str] = []  # of `use`, the innermost last; for all threads, as autograd runs backward passes in its own
+
+
+def why_not(name: str, device_type: str) -> str | None:
+    """Why an implementation cannot be had on a device ("cpu", "cuda"); None if its needs are met.
+
+    >>> why_not("torch", "cpu") is None, why_not("numba", "cpu")
+    (True, "numba is for 'cuda', not 'cpu'")
+    """
+    return _REASONS[_checked("name", name)](device_type)
+
+
+def chosen(device_type: str) -> tuple[str, str]:
+    """(name, why) of the implementation that tensors on a device get; `doctor` prints it.
+
+    Raises:
+        ValueError: a name was asked for that does not exist. RuntimeError: one whose needs are not met.
+
+    >>> with use("torch"):
+    ...     chosen("cpu")
+    ('torch', "use('torch')")
+    """
+    asked, by = _asked()
+    if asked is not None:
+        if (reason := why_not(asked, device_type)) is not None:
+            raise RuntimeError(f"{by} asks for the kernels {asked!r}, which cannot be had: {reason}")
+        return asked, by
+    missing = []
+    for name in NAMES:
+        if (reason := why_not(name, device_type)) is None:
+            return name, "; ".join([f"first choice on {device_type!r}" if not missing else "", *missing]).strip("; ")
+        missing.append(f"not {name}: {reason}")
+    raise AssertionError("torch is always there")
+
+
+def kernels(device_type: str, name: str | None = None) -> Kernels:
+    """The implementation for tensors on a device: the one named, or else the `chosen` one.
+
+    Raises:
+        ValueError: a name that does not exist. RuntimeError: one whose needs are not met, or whose build fails.
+
+    >>> kernels("cpu", "torch").name
+    'torch'
+    """
+    if name is None:
+        return _cached(device_type, *_asked())
+    if (reason := why_not(name, device_type)) is not None:
+        raise RuntimeError(f"the kernels {name!r} cannot be had: {reason}")
+    return _loaded(name, device_type)
+
+
+@contextmanager
+def use(name: str) -> Iterator[None]:
+    """Use one implementation, by name, in every thread until the block ends.
+
+    >>> with use("torch"):
+    ...     kernels("cpu").name
+    'torch'
+    """
+    _used.append(_checked("name", name))
+    try:
+        yield
+    finally:
+        _used.pop()
+
+
+def _asked() -> tuple[str | None, str]:
+    """The name that was asked for, and how."""
+    if _used:
+        return _used[-1], f"use({_used[-1]!r})"
+    if name := os.environ.get(VARIABLE):
+        return _checked(VARIABLE, name), f"{VARIABLE}={name}"
+    return None, ""
+
+
+@lru_cache
+def _cached(device_type: str, asked: str | None, by: str) -> Kernels:
+    """`chosen`, looked up once for every way of asking."""
+    return _loaded(chosen(device_type)[0], device_type)
+
+
+@lru_cache
+def _loaded(name: str, device_type: str) -> Kernels:
+    module, load = {
+        "native": ("cp_fast.kernels.native", "load"),
+        "numba": ("cp_fast.kernels.numba_cuda", "load"),
+        "torch": ("cp_fast.kernels.torch_ops", "load"),
+    }[name]
+    return getattr(importlib.import_module(module), load)(device_type)
+
+
+def _checked(what: str, name: str) -> str:
+    if name not in NAMES:
+        raise ValueError(f"{what} is {name!r}; it must be one of {', '.join(map(repr, NAMES))}")
+    return name
+
+
+@lru_cache
+def _why_not_native(device_type: str) -> str | None:
+    if importlib.util.find_spec("cp_fast.build") is None:
+        return "this installation has no sources to build"
+    return importlib.import_module("cp_fast.build").why_not(device_type)
+
+
+@lru_cache
+def _why_not_numba(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return f"numba is for 'cuda', not {device_type!r}"
+    return importlib.import_module("cp_fast.kernels.numba_cuda").why_not()
+
+
+_REASONS: dict[str, Callable[[str], str | None]] = {
+    "native": _why_not_native,
+    "numba": _why_not_numba,
+    "torch": lambda device_type: None,
+}
