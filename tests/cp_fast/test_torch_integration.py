@@ -43,8 +43,8 @@ def plan_for(cp: cp_fast.ContextParallel, fmt: str, **how: Any) -> cp_fast.Plan:
     sizes: dict[str, Any] = {"batch_size": 2, "seqlen_q": 8 * cp.size}
     if fmt == "thd":
         sizes = {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
-    dims = {"heads_q": 4, "heads_kv": 4, "d_qk": 8, "d_v": 8}
-    return cp_fast.make_plan(cp=cp, qkv_format=fmt, **sizes, **dims, **({"dtype": torch.float32} | how), device="cpu")
+    dims = {"heads_q": 4, "heads_kv": 4, "d_qk": 8, "d_v": 8, "dtype": torch.float32}
+    return cp_fast.make_plan(cp=cp, qkv_format=fmt, device="cpu", **(sizes | dims | how))
 
 
 def play(member: SimMember, comm: str, fmt: str, run: Callable[..., torch.Tensor], **how: Any) -> list[torch.Tensor]:
@@ -147,7 +147,7 @@ class TestCompiled:
         def one(member: SimMember) -> None:
             cp, layer = cp_fast.ContextParallel(member), Layer()
             fast = torch.compile(layer, fullgraph=True, backend=backend)
-            x = torch.randn(1, 8, 8)
+            x = torch.randn(1, 8, 4, 8)
             for window in (-1, 2, 3):
                 plan = plan_for(cp, "bshd", window_size=(window, 0), batch_size=1, seqlen_q=8)
                 torch.testing.assert_close(fast(x, cp, plan), layer(x, cp, plan))
