@@ -54,6 +54,13 @@ def attention_in_graph(
     return out, lse, max_logit
 
 
+Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _flat(out: Tensor, lse: Tensor, max_logit: Tensor, kept: Saved) -> Eight:
+    return out, lse, max_logit, kept.q, kept.k, kept.v, kept.out, kept.lse
+
+
 @torch.library.custom_op("cp_attention::attention_forward", mutates_args=())
 def _forward(
     q: Tensor,
@@ -72,8 +79,8 @@ def _forward(
     with no_autocast(q.device.type):
         done = forward_pass(the_plan, context, q, k, v, offset, return_max_logit=return_max_logit)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
-    kept = done.saved if group_rows else tuple(q.new_empty(0) for _ in Saved._fields)
-    return done.out.contiguous(), done.lse.contiguous(), max_logit, *kept
+    kept = done.saved if group_rows else Saved(*(q.new_empty(0) for _ in Saved._fields))
+    return _flat(done.out.contiguous(), done.lse.contiguous(), max_logit, kept)
 
 
 @_forward.register_fake
@@ -88,19 +95,23 @@ def _(
     group_rows: bool,
     deterministic: bool,
     return_max_logit: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Eight:
     wide, (*tokens, heads, _) = wide_dtype(q.dtype), q.shape
     lse_shape = {"bshd": (*tokens[:1], heads, *tokens[1:]), "sbhd": (*tokens[1:], heads, *tokens[:1])}
     out, lse = q.new_empty(*tokens, heads, v.shape[-1]), lse_shape.get(qkv_format, (heads, *tokens))
-    kept = [q.new_empty(0) for _ in Saved._fields]
+    kept = Saved(*(q.new_empty(0) for _ in Saved._fields))
     if group_rows:
         new_size = torch.library.get_ctx().new_dynamic_size
         n, m, own_q, own_kv = (new_size() for _ in range(4))
-        kept = [q.new_empty(n, own_q, q.shape[-1]), k.new_empty(m, own_kv, k.shape[-1])]
-        kept += [v.new_empty(m, own_kv, v.shape[-1]), q.new_empty(n, own_q, v.shape[-1])]
-        kept += [q.new_empty(own_q, n, dtype=wide)]
+        kept = Saved(
+            q.new_empty(n, own_q, q.shape[-1]),
+            k.new_empty(m, own_kv, k.shape[-1]),
+            v.new_empty(m, own_kv, v.shape[-1]),
+            q.new_empty(n, own_q, v.shape[-1]),
+            q.new_empty(own_q, n, dtype=wide),
+        )
     max_logit = q.new_empty(heads if return_max_logit else 0, dtype=wide)
-    return out, q.new_empty(lse, dtype=wide), max_logit, *kept
+    return _flat(out, q.new_empty(lse, dtype=wide), max_logit, kept)
 
 
 @torch.library.custom_op("cp_attention::attention_backward", mutates_args=())

@@ -17,9 +17,10 @@ import torch
 
 from cp_fast.backends import Backend
 from cp_fast.comm import PeerError
-from cp_fast.merge import Merged, add_rows
+from cp_fast.kernels.base import Kernels
+from cp_fast.merge import Merged, Summed
 from cp_fast.program import Give, KVStep, RankProgram, Take
-from cp_fast.rows import Rows, take
+from cp_fast.rows import Rows
 from cp_ref.spec import Group, Parcel, Problem
 
 __all__ = ["Results", "run_backward", "run_forward", "wide_dtype"]
@@ -50,6 +51,7 @@ def run_forward(
     program: RankProgram,
     backend: Backend,
     comm: Group,
+    kernels: Kernels,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -58,17 +60,19 @@ def run_forward(
     allowed.
     """
     wide = wide_dtype(q.dtype)
-    merged = Merged((q.shape[0], q.shape[1], v.shape[2]), wide, q.device)
+    merged = Merged((q.shape[0], q.shape[1], v.shape[2]), wide, q.device, kernels)
     max_logit = torch.full((q.shape[1],), float("-inf"), dtype=wide, device=q.device)
-    blocks = _Blocks(Pair(k, v))
+    blocks = _Blocks(Pair(k, v), kernels)
     for number, step in enumerate(program.forward):
         with _named("forward", number, program.forward):
             pending = comm.exchange(blocks.give(step), blocks.boxes(step))
         for launch in step.launches:
+            (q_rows,) = kernels.take_rows([q], launch.q_rows)
+            k_rows, v_rows = kernels.take_rows(blocks.now, launch.kv_rows)
             part = backend.forward(
-                take(q, launch.q_rows),
-                take(blocks.now.k, launch.kv_rows),
-                take(blocks.now.v, launch.kv_rows),
+                q_rows,
+                k_rows,
+                v_rows,
                 launch.segments,
                 scale=problem.scale,
                 softcap=problem.softcap,
@@ -88,6 +92,7 @@ def run_backward(
     program: RankProgram,
     backend: Backend,
     comm: Group,
+    kernels: Kernels,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -98,28 +103,30 @@ def run_backward(
     *,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in float32 (float64), 0 in padding and tail; out, lse, dout, dlse as `Backend.backward` takes them,
-    all rows.
+    """dq, dk, dv in float32 (float64), 0 in padding and tail; dq in the kernel's dtype where one launch did it all.
+    out, lse, dout, dlse are as `Backend.backward` takes them, all rows.
     """
     wide = wide_dtype(q.dtype)
-    dq = torch.zeros_like(q, dtype=wide)
+    dq = Summed(q.shape, wide, q.device, kernels)
     own = Pair(torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
-    blocks, grads = _Blocks(Pair(k, v)), own
+    blocks, grads = _Blocks(Pair(k, v), kernels), own
     for number, step in enumerate(program.backward):
         boxes = [Pair(*(x.new_empty(t.size, *x.shape[1:]) for x in own)) for t in step.take_dkv]
-        sends = blocks.give(step) + [parcel for give in step.give_dkv for parcel in _give(give, grads)]
+        sends = blocks.give(step) + [parcel for give in step.give_dkv for parcel in _give(give, grads, kernels)]
         arriving = [parcel for t, box in zip(step.take_dkv, boxes, strict=True) for parcel in _parcels(t, box)]
         with _named("backward", number, program.backward):
             pending = comm.exchange(sends, blocks.boxes(step) + arriving)
         parts: list[tuple[Rows, torch.Tensor, torch.Tensor]] = []
         for launch in step.launches:
             rows = launch.q_rows
+            dout_rows, q_rows, out_rows = kernels.take_rows([dout, q, out], rows)
+            k_rows, v_rows = kernels.take_rows(blocks.now, launch.kv_rows)
             part = backend.backward(
-                take(dout, rows),
-                take(q, rows),
-                take(blocks.now.k, launch.kv_rows),
-                take(blocks.now.v, launch.kv_rows),
-                take(out, rows),
+                dout_rows,
+                q_rows,
+                k_rows,
+                v_rows,
+                out_rows,
                 _take_columns(lse, rows),
                 None if dlse is None else _take_columns(dlse, rows),
                 launch.segments,
@@ -127,13 +134,13 @@ def run_backward(
                 softcap=problem.softcap,
                 deterministic=deterministic,
             )
-            add_rows(dq, part.dq, rows)
+            dq.add(part.dq, rows)
             parts.append((launch.grad_rows, part.dk, part.dv))
         with _named("backward", number, program.backward):
             pending.wait()
-        grads = _collect(step, boxes, parts, own)
+        grads = _collect(step, boxes, parts, own, kernels)
         blocks.advance()
-    return dq, own.k, own.v
+    return dq.result(), own.k, own.v
 
 
 @contextmanager
@@ -148,15 +155,17 @@ def _named(direction: str, number: int, steps: Sequence[KVStep]) -> Iterator[Non
 class _Blocks:
     """The block in hand and the one on its way, in two buffers that take turns; made when they are first needed."""
 
-    def __init__(self, own: Pair) -> None:
+    def __init__(self, own: Pair, kernels: Kernels) -> None:
         self.own = self.now = own
+        self._kernels = kernels
         self._coming: Pair | None = None
         self._held: Pair | None = None  # the buffer that `now` lies in
         self._spare: Pair | None = None  # the buffer for what comes next
 
     def give(self, step: KVStep) -> list[Parcel]:
         """What the step sends of the block in hand, or of the own one."""
-        return [parcel for give in step.give_kv for parcel in _give(give, self.own if give.own else self.now)]
+        blocks = [(give, self.own if give.own else self.now) for give in step.give_kv]
+        return [parcel for give, block in blocks for parcel in _give(give, block, self._kernels)]
 
     def boxes(self, step: KVStep) -> list[Parcel]:
         """Room for the next block, in the buffer of the block before this one, which has been waited for."""
@@ -175,12 +184,18 @@ class _Blocks:
             self._held, self._spare = self._spare, self._held
 
 
-def _collect(step: KVStep, boxes: list[Pair], parts: list[tuple[Rows, torch.Tensor, torch.Tensor]], own: Pair) -> Pair:
+def _collect(
+    step: KVStep,
+    boxes: list[Pair],
+    parts: list[tuple[Rows, torch.Tensor, torch.Tensor]],
+    own: Pair,
+    kernels: Kernels,
+) -> Pair:
     """The grads of the block in hand: what arrived for it and what this step's launches yielded."""
     here: list[tuple[Take, Pair]] = []
     for incoming, box in zip(step.take_dkv, boxes, strict=True):
         if incoming.home:
-            _add(own, box, incoming.rows)
+            kernels.add_rows_(own, box, incoming.rows)
         else:
             here.append((incoming, box))
     if step.own:
@@ -190,20 +205,15 @@ def _collect(step: KVStep, boxes: list[Pair], parts: list[tuple[Rows, torch.Tens
     else:
         grads = Pair(*(x.new_zeros(step.grad_size, *x.shape[1:]) for x in own))
         for incoming, box in here:
-            _add(grads, box, incoming.rows)
+            kernels.add_rows_(grads, box, incoming.rows)
     for rows, dk, dv in parts:
-        _add(grads, Pair(dk, dv), rows)
+        kernels.add_rows_(grads, [dk, dv], rows)
     return grads
 
 
-def _add(total: Pair, part: Pair, rows: Rows) -> None:
-    add_rows(total.k, part.k, rows)
-    add_rows(total.v, part.v, rows)
-
-
-def _give(give: Give, pair: Pair) -> list[Parcel]:
+def _give(give: Give, pair: Pair, kernels: Kernels) -> list[Parcel]:
     """K and V are two parcels of one exchange: no copy into a common buffer."""
-    return [Parcel(give.peer, 2 * give.tag + n, take(x, give.rows)) for n, x in enumerate(pair)]
+    return [Parcel(give.peer, 2 * give.tag + n, x) for n, x in enumerate(kernels.take_rows(pair, give.rows))]
 
 
 def _parcels(incoming: Take, boxes: Pair) -> list[Parcel]:

@@ -7,12 +7,12 @@ group    the rows of the a2a group, own heads     what attention runs on; rows i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from cp_fast.rows import Frame, Rows, rows_of, take
+from cp_fast.kernels.base import Kernels
+from cp_fast.rows import Frame, Rows, rows_of
 from cp_ref.spec import Group, Parcel, Units, common, head_ranges, real_rows
 
 __all__ = ["HeadExchange"]
@@ -20,19 +20,29 @@ __all__ = ["HeadExchange"]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Rows and heads of one side, q or kv. `group_rows[p]` and `heads[p]` are those of rank p of the a2a group."""
+    """Rows and heads of one side, q or kv. Every rank of the a2a group has equally many heads."""
 
     home_rows: Rows
     home_count: int
-    group_rows: tuple[Rows, ...]
-    group_counts: tuple[int, ...]
-    heads: tuple[slice, ...]
+    group_rows: Rows  # of the group's tensors: those of rank 0 of the a2a group, then of rank 1, ...
+    group_counts: tuple[int, ...]  # how many of them are each rank's
+    first_heads: tuple[int, ...]  # each rank's heads begin here; ranges of kv heads may overlap
+    heads: int  # of one rank
     all_heads: int
 
     @property
     def group_size(self) -> int:
         """Rows of the group's tensors."""
         return sum(self.group_counts)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether several ranks have the same head, so that its gradients are summed."""
+        return len(self.first_heads) * self.heads > self.all_heads
+
+    def own_heads(self, place: int) -> slice:
+        """The heads of one rank of the a2a group."""
+        return slice(self.first_heads[place], self.first_heads[place] + self.heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,72 +67,69 @@ class HeadExchange:
             active = units.active(rank // problem.a2a_size, side)
             rows = [common(real_rows(problem, peer, side), active) for peer in peers]
             home_spans = [span for piece in rows[rank - first] for span in home[number].spans(piece)]
-            group_spans = [[span for piece in pieces for span in group[number].spans(piece)] for pieces in rows]
+            group_spans = [span for pieces in rows for piece in pieces for span in group[number].spans(piece)]
             counts = tuple(sum(p.stop - p.start for p in pieces) for pieces in rows)
+            ranges = [head_ranges(problem, p)[number] for p in range(len(peers))]
             sides.append(
                 Side(
                     rows_of(home_spans, device),
                     counts[rank - first],
-                    tuple(rows_of(spans, device) for spans in group_spans),
+                    rows_of(group_spans, device),
                     counts,
-                    tuple(slice(*head_ranges(problem, p)[number]) for p in range(len(peers))),
+                    tuple(begin for begin, _ in ranges),
+                    ranges[0][1] - ranges[0][0],
                     (problem.heads_q, problem.heads_kv)[number],
                 )
             )
         return HeadExchange(peers, rank - first, sides[0], sides[1])
 
-    def to_group(self, comm: Group, *tensors: tuple[Side, torch.Tensor]) -> list[torch.Tensor]:
-        """Each x [t, all heads, ...] -> [group rows, own heads, ...], all in one exchange."""
-        sends, recvs, boxes = [], [], []
-        for number, (side, x) in enumerate(tensors):
-            mine = take(x, side.home_rows)
-            own = side.heads[self.place]
-            for p, peer in enumerate(self.peers):
-                box = x.new_empty(side.group_counts[p], own.stop - own.start, *x.shape[2:])
-                boxes.append(box)
-                if p == self.place:
-                    box.copy_(mine[:, own])
-                    continue
-                if side.home_count:
-                    sends.append(Parcel(peer, number, mine[:, side.heads[p]].contiguous()))
-                if side.group_counts[p]:
-                    recvs.append(Parcel(peer, number, box))
-        comm.exchange(sends, recvs).wait()
-        return [
-            _assemble(side, x, boxes[n * len(self.peers) : (n + 1) * len(self.peers)])
-            for n, (side, x) in enumerate(tensors)
-        ]
+    def to_group(self, comm: Group, kernels: Kernels, *tensors: tuple[Side, torch.Tensor]) -> list[torch.Tensor]:
+        """Each x [t, all heads, ...] -> [group rows, own heads, ...], all in one exchange.
 
-    def to_home(self, comm: Group, *tensors: tuple[Side, torch.Tensor, torch.Tensor]) -> None:
+        Packed by one kernel (rows gathered, heads of one peer made contiguous), unpacked by another (into sequence
+        order).
+        """
+        sends, recvs, arrivals = [], [], []
+        for number, (side, x) in enumerate(tensors):
+            packed = kernels.heads_to_front(x, side.home_rows, side.first_heads, side.heads)  # [p, n, heads, ...]
+            arrived = x.new_empty(side.group_size, side.heads, *x.shape[2:])
+            boxes = arrived.split(side.group_counts)
+            boxes[self.place].copy_(packed[self.place])
+            for p, peer in enumerate(self.peers):
+                if p != self.place:
+                    sends += [Parcel(peer, number, packed[p])] if side.home_count else []
+                    recvs += [Parcel(peer, number, boxes[p])] if side.group_counts[p] else []
+            arrivals.append(arrived)
+        comm.exchange(sends, recvs).wait()
+        return [_put(kernels, x, side.group_rows) for (side, _), x in zip(tensors, arrivals, strict=True)]
+
+    def to_home(self, comm: Group, kernels: Kernels, *tensors: tuple[Side, torch.Tensor, torch.Tensor]) -> None:
         """Each (side, y [group rows, own heads, ...], home [t, all heads, ...]): y's rows to their owners' home, in
         place.
 
-        A query head comes from one rank and is written; a kv head may come from several, and is added to home.
+        A head comes from one rank and is written; replicated kv heads come from several, and their sum is added to
+        home.
         """
         sends, recvs, arrivals = [], [], []
-        for number, (side, y, home) in enumerate(tensors):
+        for number, (side, y, _) in enumerate(tensors):
+            (packed,) = kernels.take_rows([y], side.group_rows)
+            boxes = packed.split(side.group_counts)
+            arrived = y.new_empty(len(self.peers), side.home_count, *y.shape[1:])
+            arrived[self.place].copy_(boxes[self.place])
             for p, peer in enumerate(self.peers):
-                heads = side.heads[p]
-                if p == self.place:
-                    arrivals.append((side, home, heads, take(y, side.group_rows[p])))
-                    continue
-                if side.group_counts[p]:
-                    sends.append(Parcel(peer, number, take(y, side.group_rows[p]).contiguous()))
-                if side.home_count:
-                    box = y.new_empty(side.home_count, heads.stop - heads.start, *y.shape[2:])
-                    recvs.append(Parcel(peer, number, box))
-                    arrivals.append((side, home, heads, box))
+                if p != self.place:
+                    sends += [Parcel(peer, number, boxes[p].contiguous())] if side.group_counts[p] else []
+                    recvs += [Parcel(peer, number, arrived[p])] if side.home_count else []
+            arrivals.append(arrived)
         comm.exchange(sends, recvs).wait()
-        for side, home, heads, rows in arrivals:
-            if side is self.q:
-                home[side.home_rows, heads] = rows
-            else:
-                home[side.home_rows, heads] += rows
+        for (side, _, home), arrived in zip(tensors, arrivals, strict=True):
+            kernels.heads_to_back_(home, arrived, side.home_rows, side.first_heads, side.replicated)
 
 
-def _assemble(side: Side, like: torch.Tensor, boxes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The ranks' rows into sequence order."""
-    whole = like.new_empty(side.group_size, *boxes[0].shape[1:])
-    for rows, box in zip(side.group_rows, boxes, strict=True):
-        whole[rows] = box
+def _put(kernels: Kernels, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The rows of x, which are all rows of the result, at their places; x itself where they are in order."""
+    if isinstance(rows, slice):
+        return x
+    whole = torch.empty_like(x)
+    kernels.put_rows_([whole], [x], rows)
     return whole

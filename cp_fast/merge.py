@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from cp_fast.kernels.base import Kernels
 from cp_fast.rows import Rows
 
-__all__ = ["Merged", "add_rows", "add_sink"]
+__all__ = ["Merged", "Summed", "add_sink"]
 
 
 class Merged:
@@ -16,18 +19,18 @@ class Merged:
     output, never widened, and a ring pays one merge less.
     """
 
-    def __init__(self, shape: tuple[int, int, int], wide: torch.dtype, device: torch.device) -> None:
-        self._shape, self._wide, self._device = shape, wide, device
+    def __init__(self, shape: tuple[int, int, int], wide: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+        self._shape, self._wide, self._device, self._kernels = shape, wide, device, kernels
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
 
     def add(self, part_out: torch.Tensor, part_lse: torch.Tensor, rows: Rows) -> None:
-        """Merge the partial result of some rows, [n, h, d_v] in any float dtype and [h, n]; every one saw a key."""
+        """Merge the partial result of some rows, [n, h, d_v] in any float dtype and [h, n]."""
         if self._out is None and isinstance(rows, slice) and (rows.start, rows.stop) == (0, self._shape[0]):
             self._out, self._lse = part_out, part_lse
             return
         out, lse = self._accumulators()
-        _merge_rows(out, lse, part_out, part_lse, rows)
+        self._kernels.merge_(out, lse, part_out, part_lse, rows)
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse): 0 and -inf in rows that nothing was merged into."""
@@ -41,34 +44,28 @@ class Merged:
         return self._out, self._lse
 
 
-def _merge_rows(
-    out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor, rows: Rows
-) -> None:
-    """Merge a partial result into rows of (out, lse).
-
-    out [t, h, d_v] and lse [h, t]: accumulators, 0 and -inf where nothing was merged yet. part_out [n, h, d_v] in any
-    float dtype and part_lse [h, n], finite: every row of a tile sees a key. With w = exp(part_lse - new lse),
-    out + w * (part_out - out) is the weighted mean in one pass over out: the old weight is 1 - w. Where lse was -inf,
-    w is 1.
+class Summed:
+    """The sum of partial gradients [t, ...], 0 in rows that nothing was added to. As in `Merged`, the first part is
+    just kept where it has every row.
     """
-    old = lse[:, rows]
-    new = torch.logaddexp(old, part_lse)
-    weight = torch.exp(part_lse - new).t().unsqueeze(-1)
-    part = part_out.to(out.dtype)
-    if isinstance(rows, slice):
-        out[rows].lerp_(part, weight)
-        old.copy_(new)
-    else:
-        out.index_copy_(0, rows, torch.lerp(out.index_select(0, rows), part, weight))
-        lse.index_copy_(1, rows, new)
 
+    def __init__(self, shape: Sequence[int], wide: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+        self._shape, self._wide, self._device, self._kernels = shape, wide, device, kernels
+        self._total: torch.Tensor | None = None
 
-def add_rows(total: torch.Tensor, part: torch.Tensor, rows: Rows) -> None:
-    """total[rows] += part, in total's dtype; the rows are distinct, so the result has the same bits every time."""
-    if isinstance(rows, slice):
-        total[rows].add_(part)
-    else:
-        total.index_copy_(0, rows, total.index_select(0, rows).add_(part))
+    def add(self, part: torch.Tensor, rows: Rows) -> None:
+        """total[rows] += part; the rows are distinct, so the result has the same bits every time."""
+        if self._total is None and isinstance(rows, slice) and (rows.start, rows.stop) == (0, self._shape[0]):
+            self._total = part
+            return
+        self._total = self.result().to(self._wide)
+        self._kernels.add_rows_([self._total], [part], rows)
+
+    def result(self) -> torch.Tensor:
+        """The sum; in the first part's dtype if there was one part and it had every row."""
+        if self._total is None:
+            self._total = torch.zeros(tuple(self._shape), dtype=self._wide, device=self._device)
+        return self._total
 
 
 def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor, rows: Rows) -> None:

@@ -12,6 +12,8 @@ import torch
 from cp_fast.comm import all_reduce
 from cp_fast.context import ContextParallel
 from cp_fast.execute import run_backward, run_forward, wide_dtype
+from cp_fast.kernels.base import Kernels
+from cp_fast.kernels.select import kernels
 from cp_fast.merge import add_sink
 from cp_fast.plan import Plan
 from cp_fast.rows import take
@@ -50,17 +52,17 @@ def forward_pass(
     return_max_logit: bool,
 ) -> Forward:
     """This rank's slices in the user's format -> its results. Collective."""
-    packing, heads = plan.packing, plan.program.heads
+    packing, heads, movers = plan.packing, plan.program.heads, kernels(q.device.type)
     inputs = [packing.pack(x) for x in (q, k, v)]
     local_rows = inputs[0].shape[0]
     sink = _sink(plan, offset, wide_dtype(q.dtype), q.device)
     if heads is not None:
-        inputs = heads.to_group(cp.comm, *zip((heads.q, heads.kv, heads.kv), inputs, strict=True))
-    wide_out, lse, max_logit = run_forward(packing.packed_problem, plan.program, plan.backend, cp.comm, *inputs)
+        inputs = heads.to_group(cp.comm, movers, *zip((heads.q, heads.kv, heads.kv), inputs, strict=True))
+    wide_out, lse, max_logit = run_forward(packing.packed_problem, plan.program, plan.backend, cp.comm, movers, *inputs)
     if sink is not None:
         add_sink(wide_out, lse, _own_heads(plan, sink), slice(None) if heads else plan.program.real_q_rows)
     out = wide_out.to(q.dtype)
-    home_out, home_lse = (out, lse) if heads is None else _home(plan, cp, out, lse, sink, local_rows)
+    home_out, home_lse = (out, lse) if heads is None else _home(plan, cp, movers, out, lse, sink, local_rows)
     reduced = None
     if return_max_logit and max_logit is not None:
         everywhere = max_logit.new_full((packing.packed_problem.heads_q,), float("-inf"))
@@ -90,7 +92,7 @@ def backward_pass(
     many packed rows q and k have on this rank.
     """
     packing, heads = plan.packing, plan.program.heads
-    dtype = saved.q.dtype
+    dtype, movers = saved.q.dtype, kernels(saved.q.device.type)
     if dlse is not None and Feature.LSE_GRADIENT not in plan.backend.features:
         raise Unsupported("a gradient through lse", {f"backend {plan.backend.name!r}": {Feature.LSE_GRADIENT}})
     dlse = None if dlse is None else packing.pack_lse(dlse).contiguous()
@@ -101,13 +103,14 @@ def backward_pass(
         mine = _offset_gradient(plan, offset, dout, packing.pack(out), packing.pack_lse(lse), dlse)
         doffset = all_reduce(cp.comm, mine, torch.add).to(offset.dtype)
     if heads is not None:
-        dout, *rest = heads.to_group(cp.comm, (heads.q, dout), *([] if dlse is None else [(heads.q, dlse.t())]))
+        dout, *rest = heads.to_group(cp.comm, movers, (heads.q, dout), *([] if dlse is None else [(heads.q, dlse.t())]))
         dlse = rest[0].t().contiguous() if rest else None
     results = run_backward(
         packing.packed_problem,
         plan.program,
         plan.backend,
         cp.comm,
+        movers,
         saved.q,
         saved.k,
         saved.v,
@@ -118,20 +121,24 @@ def backward_pass(
         deterministic=deterministic,
     )
     if heads is not None:
-        dq, dk, dv = results[0].to(dtype), *results[1:]
+        # a head that comes from one rank alone is rounded before it travels: the same result, half the bytes
         sides, counts = (heads.q, heads.kv, heads.kv), (rows[0], rows[1], rows[1])
-        parts = [
-            (side, x, x.new_zeros(n, side.all_heads, x.shape[2]))
-            for side, x, n in zip(sides, (dq, dk, dv), counts, strict=True)
-        ]
-        heads.to_home(cp.comm, *parts)
-        results = (parts[0][2], parts[1][2], parts[2][2])
+        moved = [x if side.replicated else x.to(dtype) for side, x in zip(sides, results, strict=True)]
+        homes = [x.new_zeros(n, side.all_heads, x.shape[2]) for side, x, n in zip(sides, moved, counts, strict=True)]
+        heads.to_home(cp.comm, movers, *zip(sides, moved, homes, strict=True))
+        results = homes
     dq, dk, dv = (packing.unpack(x.to(dtype)) for x in results)
     return dq, dk, dv, doffset
 
 
 def _home(
-    plan: Plan, cp: ContextParallel, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None, local_rows: int
+    plan: Plan,
+    cp: ContextParallel,
+    movers: Kernels,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sink: torch.Tensor | None,
+    local_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The group's out and lse for the own heads -> the own rows for all heads. Rows that saw nothing never left
     home.
@@ -142,14 +149,14 @@ def _home(
     home_lse = lse.new_full((local_rows, heads.q.all_heads), float("-inf"))
     if sink is not None:
         home_lse[plan.program.real_q_rows] = sink
-    heads.to_home(cp.comm, (heads.q, out, home_out), (heads.q, lse.t(), home_lse))
+    heads.to_home(cp.comm, movers, (heads.q, out, home_out), (heads.q, lse.t(), home_lse))
     return home_out, home_lse.t()
 
 
 def _own_heads(plan: Plan, per_head: torch.Tensor) -> torch.Tensor:
     """Of one value a packed head, those of the heads that this rank attends with; a view."""
     heads = plan.program.heads
-    return per_head if heads is None else per_head[heads.q.heads[heads.place]]
+    return per_head if heads is None else per_head[heads.q.own_heads(heads.place)]
 
 
 def _sink(plan: Plan, offset: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

@@ -97,7 +97,7 @@ def test_a_graph_may_be_kept_and_used_twice(comm: str) -> None:
 
 @pytest.mark.parametrize("comm", COMMS)
 def test_under_autocast_inputs_are_cast_and_nothing_else_is(comm: str) -> None:
-    def one(member: SimMember) -> tuple[torch.Tensor, ...]:
+    def one(member: SimMember) -> tuple[bool, bool]:
         cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
         generator = torch.Generator().manual_seed(member.rank)
         q, k, v = (torch.randn(2, 8, 4, 8, generator=generator).requires_grad_() for _ in range(3))
