@@ -2,6 +2,7 @@
 debug.
 """
 
+from cp_fast import thd
 from cp_fast.api import attention
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, make_plan, supports
@@ -17,5 +18,6 @@ __all__ = [
     "position_ids",
     "shard",
     "supports",
+    "thd",
     "unshard",
 ]

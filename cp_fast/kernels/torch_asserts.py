@@ -33,4 +33,5 @@ def assert_real_lengths(helper: str, real_lengths: torch.Tensor, lengths: torch.
         return
     real, slots = real_lengths.long().diff(), lengths.long().diff()
     right = (real_lengths[0] == 0) & (real >= 0).all() & (real <= slots).all()
-    torch.ops.aten._assert_async.msg(right, f"cp_fast {helper}: real lengths must begin at 0, not decrease, and fit into the slots")
+    rule = "real lengths must begin at 0, not decrease, and fit into the slots"
+    torch.ops.aten._assert_async.msg(right, f"cp_fast {helper}: {rule}")

@@ -23,6 +23,7 @@ def pad_thd_sequences_for_cp(
     divisibility_factor: int,
     padding_token_id: int = 0,
     padding_label_id: int = -100,
+    padded_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pad each sequence of a packed batch, at its end, to the next multiple of a factor.
 
@@ -33,15 +34,19 @@ def pad_thd_sequences_for_cp(
             tail, and follow the last padded sequence unchanged.
         divisibility_factor: what every length has to be a multiple of: 2 * cp_size for layout dual_chunk.
         padding_token_id, padding_label_id: what padding holds (-100: no loss there).
+        padded_tokens: the size t' of the results, at least that of all padded sequences. What is left holds the tail,
+            cut where it is longer, and padding where it is shorter. None: as many as there are. With lengths on a GPU
+            it must be given: their sum is unknown until the GPU has been waited for.
 
     Returns:
         (input_ids, labels, cu_seqlens_padded): the ids and labels [t'] of the dtypes given, and the GLOBAL cumulative
         lengths with padding, of cu_seqlens' dtype and device. A sequence of length 0 stays so.
 
     Raises:
-        ValueError, TypeError: another shape, fewer tokens than lengths, a factor below 1.
+        ValueError, TypeError: another shape, fewer tokens than lengths, a factor below 1, padded_tokens too few or
+            missing.
 
-    TransformerEngine: `pad_thd_sequences_for_cp`, for tensors on the CPU.
+    TransformerEngine: `pad_thd_sequences_for_cp`, for tensors on the CPU and without padded_tokens.
 
     >>> ids, labels = torch.tensor([1, 1, 1, 2, 2]), torch.tensor([11, 12, 13, 21, 22])
     >>> ids, labels, cu_seqlens_padded = pad_thd_sequences_for_cp(ids, labels, torch.tensor([0, 3, 5]), 4)
@@ -58,14 +63,21 @@ def pad_thd_sequences_for_cp(
     real = read_runs("cu_seqlens", cu_seqlens, input_ids.device)
     if len(input_ids) < real.end():
         raise ValueError(f"input_ids has {len(input_ids)} tokens, fewer than cu_seqlens[-1] = {real.end()}")
+    if padded_tokens is None and cu_seqlens.device.type != "cpu":
+        raise ValueError(f"padded_tokens is None, and cu_seqlens is on {cu_seqlens.device}; such lengths need it")
+    _check_integers(input_ids=input_ids, labels=labels)
     slots = (real.sizes + divisibility_factor - 1) // divisibility_factor * divisibility_factor
     padded = Runs(slots.cumsum(0) - slots, slots)
     new_rows = Runs(padded.starts, real.sizes).rows()
+    if padded_tokens is None:
+        padded_tokens = padded.end() + len(input_ids) - real.end()
+    check_count("padded_tokens", padded_tokens, padded.end())
 
     def spread(x: torch.Tensor, fill: int) -> torch.Tensor:
-        result = x.new_full((padded.end(),), fill)
-        result[new_rows.to(x.device)] = x[: real.end()]
-        return torch.cat([result, x[real.end() :]])
+        result, tail = x.new_full((padded_tokens,), fill), x[real.end() :][: padded_tokens - padded.end()]
+        result[new_rows] = x[: real.end()]
+        result[padded.end() : padded.end() + len(tail)] = tail
+        return result
 
     cu_seqlens_padded = torch.cat([slots.new_zeros(1), slots.cumsum(0)]).to(cu_seqlens)
     return spread(input_ids, padding_token_id), spread(labels, padding_label_id), cu_seqlens_padded
@@ -128,6 +140,13 @@ def get_batch_on_this_cp_rank(
         name: shard(cut[name], cp=cp, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded) if name in cut else x
         for name, x in batch.items()
     }
+
+
+def _check_integers(**tensors: torch.Tensor) -> None:
+    """Token ids and labels are numbers."""
+    for name, x in tensors.items():
+        if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be an integer dtype")
 
 
 def _check_mapping(batch: Any) -> None:

@@ -20,23 +20,24 @@ from __future__ import annotations
 import torch
 
 from cp_ref.thd.lse import check_lse, lse_rows
-from cp_ref.thd.rows import check_count, check_divisible, read_runs, token_axis
+from cp_ref.thd.rows import Tensors, check_count, check_divisible, each, read_runs, token_axis
 
 __all__ = ["thd_read_half_tensor", "thd_read_second_half_lse"]
 
 
-def thd_read_half_tensor(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, half: int) -> torch.Tensor:
+def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int) -> Tensors:
     """The first or the second half of every sequence.
 
     Args:
-        x: [t], [t, d] or [t, h, d], or [2, t, h, d] (K and V in one tensor); any dtype. t is even.
+        x: [t], [t, d] or [t, h, d], or [2, t, h, d] (K and V in one tensor); any dtype. t is even. Or a
+            tuple of such tensors (K and V) with the same t, which cp_fast reads in one launch.
         cu_seqlens_padded: LOCAL cumulative lengths with padding (of x itself), int32 or int64 [b + 1]; every length is
             even.
         half: 0 for the first half, 1 for the second.
 
     Returns:
-        A new tensor with t / 2 tokens: a half of each sequence, in order, then the same half of the tail. Its
-        cumulative lengths are cu_seqlens_padded // 2. Differentiable.
+        A new tensor (a tuple for a tuple) with t / 2 tokens: a half of each sequence, in order, then the same half of
+        the tail. Its cumulative lengths are cu_seqlens_padded // 2. Differentiable.
 
     Raises:
         ValueError, TypeError: an odd length (naming the sequence), an odd t, another half, fewer tokens than lengths.
@@ -49,6 +50,10 @@ def thd_read_half_tensor(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, half:
     >>> thd_read_half_tensor(x, torch.tensor([0, 4, 6]), half=1).tolist()
     [12, 13, 21]
     """
+    return each(x, lambda one: _read_half(one, cu_seqlens_padded, half), kv_axis=True)
+
+
+def _read_half(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, half: int) -> torch.Tensor:
     axis = token_axis("x", x)
     check_count("half", half, 0, below=2)
     sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, x.device)

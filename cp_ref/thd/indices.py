@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.thd.rows import Runs, check_count, check_divisible, check_tensor, read_runs
+from cp_ref.thd.rows import Runs, Tensors, check_count, check_divisible, check_tensor, each, read_runs
 
 __all__ = ["thd_cp_rank_order_to_sequence_order", "thd_get_partitioned_indices", "thd_sequence_order_to_cp_rank_order"]
 
@@ -60,19 +60,20 @@ def thd_get_partitioned_indices(
     return _slice_rows(sequences, tail, cp_size, cp_rank).to(cu_seqlens_padded.dtype)
 
 
-def thd_sequence_order_to_cp_rank_order(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, cp_size: int) -> torch.Tensor:
+def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
     """From sequence order to the slices of all ranks, one behind the other (what an all-to-all hands out in equal
     parts).
 
     Args:
-        x: [t, ...], any dtype: the global buffer, which may have a tail.
+        x: [t, ...], any dtype: the global buffer, which may have a tail. Or a tuple of such tensors (K and V) with
+            the same t, which cp_fast moves in one launch.
         cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]; see
             `thd_get_partitioned_indices`.
         cp_size: the number of ranks.
 
     Returns:
-        A new tensor of x's shape: `torch.cat` of `cp_ref.shard(x)` over all ranks. So a rank's part of the tail lies
-        behind its own tokens, not at the end of the whole. Differentiable.
+        A new tensor of x's shape (a tuple for a tuple): `torch.cat` of `cp_ref.shard(x)` over all ranks. So a rank's
+        part of the tail lies behind its own tokens, not at the end of the whole. Differentiable.
 
     Raises:
         ValueError, TypeError: as `thd_get_partitioned_indices`.
@@ -83,21 +84,22 @@ def thd_sequence_order_to_cp_rank_order(x: torch.Tensor, cu_seqlens_padded: torc
     >>> thd_sequence_order_to_cp_rank_order(x, torch.tensor([0, 8, 12]), cp_size=2).tolist()
     [10, 11, 16, 17, 20, 23, 12, 13, 14, 15, 21, 22]
     """
-    return x.index_select(0, _rank_order(x, cu_seqlens_padded, cp_size))
+    return each(x, lambda one: one.index_select(0, _rank_order(one, cu_seqlens_padded, cp_size)))
 
 
-def thd_cp_rank_order_to_sequence_order(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, cp_size: int) -> torch.Tensor:
+def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
     """From the slices of all ranks, one behind the other (what an all-gather gives), back to sequence order: the
     inverse of `thd_sequence_order_to_cp_rank_order`.
 
     Args:
-        x: [t, ...], any dtype: the ranks' slices, each with its part of the tail.
+        x: [t, ...], any dtype: the ranks' slices, each with its part of the tail. Or a tuple of such tensors (K and V)
+            with the same t, which cp_fast moves in one launch.
         cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]; see
             `thd_get_partitioned_indices`.
         cp_size: the number of ranks.
 
     Returns:
-        A new tensor of x's shape, the tail at its end. Differentiable.
+        A new tensor of x's shape (a tuple for a tuple), the tail at its end. Differentiable.
 
     Raises:
         ValueError, TypeError: as `thd_get_partitioned_indices`.
@@ -108,7 +110,7 @@ def thd_cp_rank_order_to_sequence_order(x: torch.Tensor, cu_seqlens_padded: torc
     >>> thd_cp_rank_order_to_sequence_order(x, torch.tensor([0, 8, 12]), cp_size=2).tolist()
     [10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23]
     """
-    return x.index_select(0, _rank_order(x, cu_seqlens_padded, cp_size).argsort())
+    return each(x, lambda one: one.index_select(0, _rank_order(one, cu_seqlens_padded, cp_size).argsort()))
 
 
 def _rank_order(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, cp_size: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ changes these rows and no others.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -22,16 +23,20 @@ from cp_ref.spec.arguments import read_lengths
 __all__ = [
     "FLOATS",
     "Runs",
+    "Tensors",
     "as_list",
     "check_count",
     "check_divisible",
     "check_flag",
     "check_tensor",
+    "each",
     "read_runs",
     "token_axis",
 ]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Tensors = TypeVar("Tensors", torch.Tensor, tuple[torch.Tensor, ...])
 
 
 class Runs(NamedTuple):
@@ -118,6 +123,27 @@ def token_axis(name: str, x: Any) -> int:
     if x.ndim == 4 and x.shape[0] == 2:
         return 1
     raise ValueError(f"{name} has shape {list(x.shape)}; it must be [t], [t, d], [t, h, d] or [2, t, h, d]")
+
+
+def each(x: Tensors, move: Callable[[torch.Tensor], torch.Tensor], kv_axis: bool = False) -> Tensors:
+    """A helper's result for a tensor, or for each of a tuple (K and V), which have the same tokens.
+
+    >>> each((torch.tensor([1, 2]), torch.tensor([3, 4])), lambda x: x.flip(0))
+    (tensor([2, 1]), tensor([4, 3]))
+    """
+    if not isinstance(x, tuple):
+        return move(x)
+    for number, one in enumerate(x):
+        check_tensor(f"x[{number}]", one)
+    if any(one.ndim == 0 for one in x) or len({_tokens(one, kv_axis) for one in x}) != 1:
+        shapes = [list(one.shape) for one in x]
+        raise ValueError(f"x has shapes {shapes}; the tensors of a tuple must have the same axis of the same tokens")
+    return cast("Tensors", tuple(move(one) for one in x))
+
+
+def _tokens(x: torch.Tensor, kv_axis: bool) -> tuple[int, int]:
+    axis = 1 if kv_axis and x.ndim == 4 else 0
+    return axis, x.shape[axis]
 
 
 def check_tensor(name: str, x: Any, *, floats_only: bool = False) -> None:

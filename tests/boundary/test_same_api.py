@@ -10,16 +10,22 @@ import cp_fast
 import cp_ref
 
 ONLY_REFERENCE = {"SimGroup", "Trace", "compare", "dense_attention", "trace"}
-NOT_YET_FAST = {"thd"}
 
 
 def test_names() -> None:
-    assert set(cp_ref.__all__) - ONLY_REFERENCE - NOT_YET_FAST == set(cp_fast.__all__)
+    assert set(cp_ref.__all__) - ONLY_REFERENCE == set(cp_fast.__all__)
 
 
 @pytest.mark.parametrize("name", ["attention", "make_plan", "supports", "shard", "unshard", "position_ids"])
 def test_signatures(name: str) -> None:
     one, other = (inspect.signature(getattr(module, name)) for module in (cp_ref, cp_fast))
+    assert str(one).replace("cp_ref", "cp_fast") == str(other)
+
+
+@pytest.mark.parametrize("name", cp_ref.thd.__all__)
+def test_helpers(name: str) -> None:
+    assert cp_ref.thd.__all__ == cp_fast.thd.__all__
+    one, other = (inspect.signature(getattr(module.thd, name)) for module in (cp_ref, cp_fast))
     assert str(one).replace("cp_ref", "cp_fast") == str(other)
 
 

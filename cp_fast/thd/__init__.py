@@ -1,0 +1,54 @@
+"""Helpers for packed sequences (thd): the small steps that context-parallel attention on variable lengths is made of.
+
+    indices       which tokens a rank holds; between sequence order and CP rank order
+    valid         how many of them are real; copying these alone
+    halves        reading the first or second half of every sequence
+    corrections   merging a ring step's LSE, output and gradients, in place
+    batches       padding a batch so that it divides, and cutting it
+    head_dims     padding V, trimming the output
+
+The names, arguments and results of `cp_ref.thd`, at the speed of memory: registered operators (`torch.compile` goes
+through them), with implementations in CUDA, C++, Numba CUDA and PyTorch; `cp_fast.kernels` says which is in use, and
+chooses.
+
+Lengths are called GLOBAL where they are those of the whole packed buffer, and LOCAL where they are those of a rank's
+slice: the global ones divided by cp_size. They lie on the device of the data, or on the CPU. No helper waits:
+
+    lengths on the CPU   their values are checked, and a ValueError names the sequence; they go to a GPU through pinned
+                         memory (but not into the capture of a CUDA graph: a ValueError)
+    lengths on a GPU     shapes and dtypes are checked; the kernels check the values where they run. A broken rule ends
+                         in a device-side assertion, which PyTorch reports at the next call that waits
+
+Any number of sequences, sequences of length 0, a tail behind the last one, int32 and int64 lengths. Data has any
+strides; where the last axis is not dense, operands that are read are copied first, and those that are changed in place
+are refused. The helpers that change something in place are not differentiable, and refuse tensors that require grad;
+the two reorders and `thd_read_half_tensor` are differentiable.
+"""
+
+from cp_fast.thd.batches import get_batch_on_this_cp_rank, pad_thd_sequences_for_cp
+from cp_fast.thd.corrections import thd_grad_correction, thd_out_correction, thd_second_half_lse_correction
+from cp_fast.thd.halves import thd_read_half_tensor, thd_read_second_half_lse
+from cp_fast.thd.head_dims import pad_v, trim_out
+from cp_fast.thd.indices import (
+    thd_cp_rank_order_to_sequence_order,
+    thd_get_partitioned_indices,
+    thd_sequence_order_to_cp_rank_order,
+)
+from cp_fast.thd.valid import get_cu_seqlens_on_cp_rank, thd_copy_valid_tokens_from_per_split_to_rank_local
+
+__all__ = [
+    "get_batch_on_this_cp_rank",
+    "get_cu_seqlens_on_cp_rank",
+    "pad_thd_sequences_for_cp",
+    "pad_v",
+    "thd_copy_valid_tokens_from_per_split_to_rank_local",
+    "thd_cp_rank_order_to_sequence_order",
+    "thd_get_partitioned_indices",
+    "thd_grad_correction",
+    "thd_out_correction",
+    "thd_read_half_tensor",
+    "thd_read_second_half_lse",
+    "thd_second_half_lse_correction",
+    "thd_sequence_order_to_cp_rank_order",
+    "trim_out",
+]

@@ -1,0 +1,80 @@
+"""Cutting the tensors of a batch into this rank's parts, without waiting for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cp_fast.context import ContextParallel
+from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
+from cp_fast.kernels.checks import check_lengths, check_tail, end_of, sizes_of
+from cp_ref.spec import slice_axis, slice_spans
+
+__all__ = ["cut_batched", "cut_packed"]
+
+
+def cut_batched(
+    xs: Sequence[torch.Tensor], cp: ContextParallel, qkv_format: str, cu_seqlens_padded: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """bshd and sbhd: each part is a span or two of the sequence axis."""
+    parts = []
+    for x in xs:
+        axis = slice_axis(x, qkv_format)
+        spans = slice_spans(cp.layout, cp.size, cp.rank, x.shape[axis], qkv_format, cu_seqlens_padded)
+        parts.append(torch.cat([x.narrow(axis, start, stop - start) for start, stop in spans or [(0, 0)]], axis))
+    return parts
+
+
+def cut_packed(
+    xs: Sequence[torch.Tensor], cp: ContextParallel, cu_seqlens_padded: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """thd, all tensors in one launch for layout dual_chunk."""
+    if not xs:
+        return []
+    by_device: dict[torch.device, list[int]] = {}
+    for number, x in enumerate(xs):
+        by_device.setdefault(x.device, []).append(number)
+    parts = list(xs)
+    for device, numbers in by_device.items():
+        check_lengths("cu_seqlens_padded", cu_seqlens_padded, device)
+        assert cu_seqlens_padded is not None
+        here = [xs[number] for number in numbers]
+        if cp.layout == "dual_chunk":
+            cut = torch.ops.cp_attention.partition(here, cu_seqlens_padded, cp.size, cp.rank)
+        else:
+            cut = _cut_contiguous(here, cp, cu_seqlens_padded)
+        for number, part in zip(numbers, cut, strict=True):
+            parts[number] = part
+    return parts
+
+
+def _cut_contiguous(
+    xs: Sequence[torch.Tensor], cp: ContextParallel, cu_seqlens_padded: torch.Tensor
+) -> list[torch.Tensor]:
+    """Layout contiguous: the rank's part of the sequences' tokens, then its part of the tail."""
+    tokens = xs[0].shape[0]
+    sizes_of("cu_seqlens_padded", cu_seqlens_padded)
+    end = end_of(cu_seqlens_padded)
+    check_tail("x.shape[0]", tokens, end, cp.size)
+    if end is None:
+        rows = _contiguous_rows(cu_seqlens_padded[-1].long(), tokens, cp)
+        return [x.index_select(0, rows) for x in xs]
+    if end % cp.size:
+        raise ValueError(
+            f"the packed buffer has length {end}, padding included, but layout 'contiguous' at cp_size {cp.size} needs "
+            f"a multiple of cp_size = {cp.size}"
+        )
+    own, tail = end // cp.size, (tokens - end) // cp.size
+    start = end + cp.rank * tail
+    return [torch.cat([x[cp.rank * own : (cp.rank + 1) * own], x[start : start + tail]]) for x in xs]
+
+
+def _contiguous_rows(end: torch.Tensor, tokens: int, cp: ContextParallel) -> torch.Tensor:
+    """The same as rows, int64 [tokens / cp_size], where the end of the sequences is known to the GPU alone."""
+    right = (end >= 0) & (end <= tokens) & (end % cp.size == 0)
+    rule = f"cu_seqlens_padded must end by {tokens}, at a multiple of cp_size = {cp.size}"
+    torch.ops.aten._assert_async.msg(right, f"cp_fast get_batch_on_this_cp_rank: {rule}")
+    row, own = torch.arange(tokens // cp.size, device=end.device), end // cp.size
+    tail = (tokens - end) // cp.size
+    return torch.where(row < own, cp.rank * own + row, end + cp.rank * tail + row - own)
