@@ -23,6 +23,8 @@ template <typename T>
 CP_HD Weights<T> merge_weights(T lse, T step) {
   if (is_empty(step)) return {lse, T(1), T(0), !is_empty(lse), false};
   if (is_empty(lse)) return {step, T(0), T(1), false, true};
+  using std::exp;
+  using std::log1p;
   bool larger = lse > step;
   T ratio = exp(larger ? step - lse : lse - step);  // of the smaller to the larger, at most 1
   T share = T(1) / (T(1) + ratio);
@@ -34,12 +36,17 @@ template <typename T>
 CP_HD T merge_lse(T lse, T step) {
   if (is_empty(step)) return lse;
   if (is_empty(lse)) return step;
+  using std::exp;
+  using std::log1p;
   bool larger = lse > step;
   return (larger ? lse : step) + log1p(exp(larger ? step - lse : lse - step));
 }
 
 // A step's share of the final denominator.
 template <typename T>
-CP_HD T correction_weight(T lse, T step) { return is_empty(step) ? T(0) : exp(step - lse); }
+CP_HD T correction_weight(T lse, T step) {
+  using std::exp;
+  return is_empty(step) ? T(0) : exp(step - lse);
+}
 
 }  // namespace cp

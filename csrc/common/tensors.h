@@ -38,7 +38,7 @@ struct Operand {
 
   Operand(std::string name_, const Tensor& x) : name(std::move(name_)), tensor(x) {
     data = static_cast<char*>(x.data_ptr());
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
     item = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
     auto shape = x.sizes(), steps = x.strides();
     sizes.assign(shape.begin(), shape.end());
@@ -92,8 +92,8 @@ class Call {
  public:
   Operand operand(std::string name, const Tensor& x) {
     int32_t type, index;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
     Operand made(std::move(name), x);
     if (type != (CP_DEVICE::on_cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda()))
       value_error(made.shape() + " on another kind of device; it must be on " + (CP_DEVICE::on_cpu ? "a CPU" : "a GPU"));
@@ -133,7 +133,7 @@ class Call {
     Stream made;
     made.device = device_;
 #if defined(USE_CUDA)
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &made.handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &made.handle));
 #endif
     return made;
   }
