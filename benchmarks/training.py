@@ -1,0 +1,265 @@
+"""Train a small transformer on packed documents, once on one device with PyTorch's own attention and once with each
+schedule over several ranks: the loss curves have to be the same.
+
+    python benchmarks/training.py --ranks 4 --out benchmarks/results/training_4x_h200      # .csv and .png
+    python benchmarks/training.py --device cpu --ranks 2 --steps 5 --tokens 256
+
+The model (bytes, RoPE, grouped heads, autocast to bfloat16 on a GPU) and the order of the documents are the same in
+every run. A rank holds its share of each document, so that every step moves keys and values between the ranks, forward
+and backward. Exit code 1 if a curve leaves the one of the single device.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional
+
+import cp_fast
+from cp_fast.cli.demo.documents import read_documents
+
+ALONE = "one device, PyTorch's attention"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all runs have in common."""
+
+    ranks: int
+    device: str
+    steps: int
+    tokens: int  # of a step, real ones
+    layers: int = 4
+    heads_q: int = 8
+    heads_kv: int = 2
+    head_dim: int = 64
+
+    @property
+    def width(self) -> int:
+        return self.heads_q * self.head_dim
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Real documents of very uneven lengths: ids [t] (padding -1), and cumulative lengths, real and padded."""
+        documents = read_documents([], self.tokens, self.tokens // 2, seed=step)
+        factor = 2 * 8  # of every run, so that all have the same buffer
+        lengths = [len(d.data) for d in documents]
+        slots = [-(-n // factor) * factor for n in lengths]
+        parts = [
+            functional.pad(torch.tensor(list(d.data)), (0, slot - n), value=-1)
+            for d, n, slot in zip(documents, lengths, slots, strict=True)
+        ]
+        return torch.cat(parts), cumulative(lengths), cumulative(slots)
+
+
+def cumulative(lengths: list[int]) -> torch.Tensor:
+    return functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+class Block(torch.nn.Module):
+    """Attention and a feed-forward layer, normalised before."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(job.width) for _ in range(2))
+        heads = job.heads_q + 2 * job.heads_kv
+        self.qkv = torch.nn.Linear(job.width, heads * job.head_dim, bias=False)
+        self.out = torch.nn.Linear(job.width, job.width, bias=False)
+        self.up = torch.nn.Linear(job.width, 4 * job.width, bias=False)
+        self.down = torch.nn.Linear(4 * job.width, job.width, bias=False)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+        heads = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.job.head_dim))  # [t, h_q + 2 h_kv, d]
+        q, k, v = heads.split([self.job.heads_q, self.job.heads_kv, self.job.heads_kv], dim=1)
+        x = x + self.out(attend(rotated(q, positions), rotated(k, positions), v).flatten(1))
+        return x + self.down(functional.silu(self.up(self.norms[1](x))))
+
+
+class Model(torch.nn.Module):
+    """Bytes to the logits of the next byte."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(256, job.width)
+        self.blocks = torch.nn.ModuleList(Block(job) for _ in range(job.layers))
+        self.head = torch.nn.Linear(job.width, 256, bias=False)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+        x = self.embedding(ids.clamp(min=0))
+        for block in self.blocks:
+            x = block(x, positions, attend)
+        return self.head(x)
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """RoPE."""
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = (positions[:, None] * frequencies)[:, None]  # [t, 1, d / 2]
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def attend_alone(cu: torch.Tensor, cu_padded: torch.Tensor) -> Any:
+    """Document by document, with torch.nn.functional.scaled_dot_product_attention."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        pieces = []
+        for n in range(len(cu) - 1):
+            start, stop, length = int(cu_padded[n]), int(cu_padded[n + 1]), int(cu[n + 1] - cu[n])
+            rows = (x[start : start + length].transpose(0, 1)[None] for x in (q, k, v))
+            out = functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+            pieces.append(functional.pad(out[0].transpose(0, 1), (0, 0, 0, 0, 0, stop - start - length)))
+        return torch.cat(pieces)
+
+    return attend
+
+
+def train(job: Job, cp: cp_fast.ContextParallel | None, device: torch.device) -> list[float]:
+    """The mean loss of every step; over the ranks of `cp`, or on this device alone."""
+    torch.manual_seed(0)
+    model = Model(job).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(job.steps):
+        ids, cu, cu_padded = job.batch(step)
+        ends = torch.zeros(len(ids), dtype=torch.bool)
+        ends[(cu_padded[1:] - 1).long()] = True  # a document's last slot predicts nothing
+        labels = ids.roll(-1).masked_fill(ends | (ids < 0), -1)
+        positions = torch.arange(len(ids)) - torch.repeat_interleave(cu_padded[:-1], cu_padded.diff())
+        attend: Any = attend_alone(cu, cu_padded)
+        batch = [x.to(device) for x in (ids, labels, positions)]
+        if cp is not None:
+            split = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": cu_padded}
+            batch = [cp_fast.shard(x, **split) for x in batch]
+            plan = cp_fast.make_plan(
+                cp=cp,
+                qkv_format="thd",
+                cu_seqlens_q=cu,
+                cu_seqlens_q_padded=cu_padded,
+                heads_q=job.heads_q,
+                heads_kv=job.heads_kv,
+                d_qk=job.head_dim,
+                d_v=job.head_dim,
+                dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+                device=device,
+            )
+
+            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any = plan) -> torch.Tensor:
+                return cp_fast.attention(q, k, v, cp=cp, plan=plan)
+
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(batch[0], batch[2], attend)
+        loss = functional.cross_entropy(logits.float(), batch[1], ignore_index=-1, reduction="sum")
+        loss = loss / int((labels >= 0).sum())
+        optimizer.zero_grad()
+        loss.backward()
+        total = loss.detach()
+        if cp is not None:
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # every rank has the gradient of its own tokens' loss
+            dist.all_reduce(total)
+        optimizer.step()
+        losses.append(float(total))
+    return losses
+
+
+def worker(rank: int, job: Job, schedules: list[str], folder: str) -> None:
+    cuda = job.device == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{Path(folder) / 'store'}",
+        rank=rank,
+        world_size=job.ranks,
+        device_id=device if cuda else None,
+    )
+    mesh = init_device_mesh(job.device, (job.ranks // 2, 2)) if job.ranks % 2 == 0 else None
+    curves = {}
+    for schedule in schedules:
+        cp = cp_fast.ContextParallel(mesh if schedule == "a2a+p2p" else dist.group.WORLD, schedule)
+        curves[schedule] = train(job, cp, device)
+    if rank == 0:
+        torch.save(curves, Path(folder) / "curves.pt")
+    dist.destroy_process_group()
+
+
+def plot(curves: dict[str, list[float]], job: Job, path: Path) -> None:
+    """The curves above, what they differ from the single device's below."""
+    import matplotlib  # an extra: only pictures need it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=[2, 1])
+    for name, losses in curves.items():
+        style = {"color": "black", "linewidth": 3, "alpha": 0.35} if name == ALONE else {"linewidth": 1}
+        above.plot(losses, label=name, **style)
+        if name != ALONE:
+            below.plot([a - b for a, b in zip(losses, curves[ALONE], strict=True)], label=name, linewidth=1)
+    above.set_ylabel("loss (nats per byte)")
+    above.set_title(
+        f"{job.layers} layers, width {job.width}, {job.tokens} tokens a step, {job.ranks} ranks ({job.device})"
+    )
+    above.legend()
+    below.axhline(0, color="black", linewidth=0.5)
+    below.set_ylabel("minus one device")
+    below.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="Processes; one a GPU.")] = 4,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    steps: Annotated[int, typer.Option(help="Steps of training.")] = 200,
+    tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 16384,
+    schedules: Annotated[str, typer.Option(help="cp_comm_type, several with commas.")] = "p2p,all_gather,a2a,a2a+p2p",
+    tolerance: Annotated[float, typer.Option(help="Largest difference of a curve's mean over 10 steps.")] = 0.02,
+    commit: Annotated[str, typer.Option(help="The commit that is run.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write OUT.csv and OUT.png.")] = None,
+) -> None:
+    """Train with every schedule, and compare the loss curves."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    job = Job(ranks, device, steps, tokens)
+    if device == "cpu":
+        job = Job(ranks, device, steps, tokens, layers=2, heads_q=4, heads_kv=2, head_dim=16)
+    curves = {ALONE: train(job, None, torch.device(device, 0) if device == "cuda" else torch.device(device))}
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(worker, args=(job, schedules.split(","), folder), nprocs=ranks)
+        curves |= torch.load(Path(folder) / "curves.pt")
+    worst = 0.0
+    for name, losses in curves.items():
+        differences = torch.tensor(losses, dtype=torch.float64) - torch.tensor(curves[ALONE], dtype=torch.float64)
+        smooth = differences.unfold(0, min(10, steps), 1).mean(dim=1).abs().max().item()
+        worst = max(worst, smooth)
+        largest = differences.abs().max().item()
+        print(f"{name:34} first {losses[0]:.4f}, last {losses[-1]:.4f}; off by {largest:.1e}, means {smooth:.1e}")
+    if out is not None:
+        with out.with_suffix(".csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["step", *curves, f"commit {commit}, torch {torch.__version__}, {device}"])
+            writer.writerows([n, *(f"{curves[name][n]:.6f}" for name in curves)] for n in range(steps))
+        plot(curves, job, out.with_suffix(".png"))
+    if not worst <= tolerance:
+        print(f"a curve is {worst:.2e} away from the single device's, more than {tolerance}")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
