@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
+from cp_ref.casting import autocast, no_autocast
 from cp_ref.collectives import all_reduce_max, all_reduce_sum
 from cp_ref.context import ContextParallel
 from cp_ref.execute import run_backward, run_forward
@@ -84,6 +85,7 @@ def attention(
         ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before
         anything is sent. Unsupported: naming what is missing.
     """
+    q, k, v = (autocast(x) for x in (q, k, v))
     arguments: dict[str, Any] = {
         "qkv_format": qkv_format,
         "attn_mask_type": attn_mask_type,
@@ -113,7 +115,8 @@ def attention(
         check_settled(plan.problem, **arguments)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_offset(plan.problem, softmax_offset)
-    out, lse, max_logit = cast(Any, _Attention).apply(made, cp, q, k, v, softmax_offset)  # torch leaves apply untyped
+    with no_autocast(q.device):
+        out, lse, max_logit = cast(Any, _Attention).apply(made, cp, q, k, v, softmax_offset)  # torch leaves it untyped
     results = [out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])]
     return out if len(results) == 1 else tuple(results)
 
@@ -151,6 +154,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # which makes ctx positional-only
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with no_autocast(grads[0].device):
+            return _Attention.differentiate(ctx, *grads)
+
+    @staticmethod
+    def differentiate(ctx: Any, *grads: torch.Tensor) -> Any:
+        """The backward pass."""
         q, k, v, out, lse, offset = ctx.saved_tensors
         plan, cp, problem = ctx.plan, ctx.cp, ctx.plan.problem
         fmt, batch_size = problem.qkv_format, len(problem.sequences)

@@ -124,7 +124,7 @@ def _checked(what: str, name: str) -> str:
 
 @lru_cache
 def _why_not_native(device_type: str) -> str | None:
-    if importlib.util.find_spec("cp_fast.build") is None:
+    if importlib.util.find_spec("cp_fast.build") is None or importlib.util.find_spec("cp_fast.kernels.native") is None:
         return "this installation has no sources to build"
     return importlib.import_module("cp_fast.build").why_not(device_type)
 

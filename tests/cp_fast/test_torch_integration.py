@@ -1,4 +1,4 @@
-"""cp_fast.attention inside PyTorch's machinery: compiled graphs, activation checkpointing, autocast, retained graphs."""
+"""cp_fast.attention inside PyTorch: compiled graphs, activation checkpointing, autocast, retained graphs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
+import cp_ref
 from cp_fast.handles import handle_for, object_of
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
@@ -95,17 +96,18 @@ def test_a_graph_may_be_kept_and_used_twice(comm: str) -> None:
     assert_equal(*runs)
 
 
+@pytest.mark.parametrize("package", [cp_fast, cp_ref])
 @pytest.mark.parametrize("comm", COMMS)
-def test_under_autocast_inputs_are_cast_and_nothing_else_is(comm: str) -> None:
+def test_under_autocast_inputs_are_cast_and_nothing_else_is(comm: str, package: Any) -> None:
     def one(member: SimMember) -> tuple[bool, bool]:
-        cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
+        cp = package.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
         generator = torch.Generator().manual_seed(member.rank)
         q, k, v = (torch.randn(2, 8, 4, 8, generator=generator).requires_grad_() for _ in range(3))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out, lse = cp_fast.attention(q, k, v, cp=cp, return_lse=True)
+            out, lse = package.attention(q, k, v, cp=cp, return_lse=True)
         (out.float().square().sum() + lse.sum()).backward()
         low = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
-        expected, expected_lse = cp_fast.attention(*low, cp=cp, return_lse=True)
+        expected, expected_lse = package.attention(*low, cp=cp, return_lse=True)
         (expected.float().square().sum() + expected_lse.sum()).backward()
         assert out.dtype == torch.bfloat16
         assert lse.dtype == torch.float32
