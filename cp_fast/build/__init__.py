@@ -1,0 +1,16 @@
+"""Building the native kernels: C++ for the CPU, CUDA for GPUs, by ninja on first use, into a cache of the user.
+
+    tools     the compilers, where they are and which
+    recipe    what is compiled and how, and the key that all of it gives
+    cache     finished builds by key: one builder at a time, nothing half-done is ever seen
+    builder   the three together
+
+The cache is $CP_ATTENTION_CACHE, or else cp-attention in $XDG_CACHE_HOME or ~/.cache. CXX, NVCC (or CUDA_HOME) and
+CP_ATTENTION_CUDA_ARCHS ("90", "80;90", "all") choose the compilers and the GPU architectures.
+"""
+
+from cp_fast.build.builder import Status, build, library, status, why_not
+from cp_fast.build.errors import BuildError, Unavailable
+from cp_fast.build.recipe import DEVICES
+
+__all__ = ["DEVICES", "BuildError", "Status", "Unavailable", "build", "library", "status", "why_not"]

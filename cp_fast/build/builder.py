@@ -1,0 +1,142 @@
+"""From a device to its library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from cp_fast.build import cache, tools
+from cp_fast.build.errors import BuildError, Unavailable
+from cp_fast.build.recipe import Recipe, recipe, sources_folder
+
+__all__ = ["Status", "build", "library", "status", "why_not"]
+
+_SAID_OF = {"cpu": "the CPU", "cuda": "GPUs"}
+
+
+class Status(NamedTuple):
+    """What there is of a device's native kernels on this machine."""
+
+    built: Path | None  # the library in the cache
+    why_not: str | None  # why they cannot be used here
+
+
+def library(device: str) -> Path:
+    """The library of a device's native kernels, built if it has to be.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Returns:
+        The path of the shared library.
+
+    Raises:
+        Unavailable: they cannot be had here, and why. BuildError: the compiler failed, and what it said.
+    """
+    if (reason := why_not(device)) is not None:
+        raise Unavailable(f"the native kernels for {_SAID_OF[device]} cannot be had: {reason}")
+    return build(device)
+
+
+def build(device: str, archs: tuple[int, ...] | None = None, say: Callable[[str], None] | None = None) -> Path:
+    """`library`, for any GPU architectures, and also where the result could not be loaded: compiling takes no GPU.
+
+    Args:
+        device: "cpu" or "cuda".
+        archs: GPU architectures such as (80, 90); None for those of this machine.
+        say: gets a line before something is built; by default to standard error.
+
+    Raises:
+        Unavailable, BuildError: as `library`.
+    """
+    _check_platform()
+    made = recipe(device, archs)
+    program = tools.ninja()
+
+    def build_in(folder: Path) -> None:
+        (say or _say)(f"building the native kernels for {_SAID_OF[device]}, once, into {cache.root()}")
+        _run(program, made, folder)
+
+    return cache.cached(made.key(), made.file_name, build_in)
+
+
+@lru_cache
+def why_not(device: str) -> str | None:
+    """Why the native kernels for a device cannot be had here, or None. Looks for what they need; builds nothing.
+
+    >>> why_not("tpu")
+    Traceback (most recent call last):
+    ...
+    ValueError: device is 'tpu'; it must be 'cpu' or 'cuda'
+    """
+    try:
+        if device == "cuda":
+            _check_gpu()
+        _check_platform()
+        made = recipe(device)
+        tools.ninja()
+        if made.nvcc is not None:
+            _check_nvcc(made.nvcc)
+    except Unavailable as error:
+        return str(error)
+    return None
+
+
+def status(device: str) -> Status:
+    """What there is of a device's native kernels on this machine; builds nothing."""
+    try:
+        made = recipe(device)
+        built = cache.find(made.key(), made.file_name)
+    except Unavailable:
+        built = None
+    return Status(built, why_not(device))
+
+
+def _check_platform() -> None:
+    if sys.platform != "linux":
+        raise Unavailable(f"native kernels are built on Linux only, and this is {sys.platform}")
+    sources_folder()
+
+
+def _check_gpu() -> None:
+    if torch.version.cuda is None:
+        raise Unavailable(f"PyTorch {torch.__version__} is built without CUDA")
+    if not torch.cuda.is_available():
+        raise Unavailable("PyTorch sees no GPU")
+
+
+def _check_nvcc(nvcc: str) -> None:
+    """The library brings the CUDA runtime of nvcc's release, which the driver has to know."""
+    release, of_torch = tools.nvcc_release(nvcc), torch.version.cuda or ""
+    if of_torch and release[0] > int(of_torch.split(".")[0]):
+        raise Unavailable(
+            f"{nvcc} is of CUDA {release[0]}.{release[1]}, newer than the {of_torch} that PyTorch was built for: "
+            "its major release must not be"
+        )
+
+
+def _run(ninja: str, made: Recipe, folder: Path) -> None:
+    """Build in an empty folder."""
+    (folder / "build.ninja").write_text(made.ninja())
+    began = time.perf_counter()
+    done = subprocess.run(
+        [ninja, "-C", str(folder), "--quiet"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    if done.returncode or not (folder / made.file_name).exists():
+        raise BuildError(
+            f"building the native kernels for {_SAID_OF[made.device]} failed after "
+            f"{time.perf_counter() - began:.0f} s. CP_FAST_KERNELS=torch does without them. The command and what the compiler said:\n{done.stdout.strip()}"
+        )
+    for waste in folder.glob("*.o"):
+        waste.unlink()
+
+
+def _say(line: str) -> None:
+    print(f"cp-attention: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,13 @@
+"""What can go wrong with a build."""
+
+from __future__ import annotations
+
+__all__ = ["BuildError", "Unavailable"]
+
+
+class Unavailable(RuntimeError):
+    """Something that a build needs is not on this machine; the message says what was looked for."""
+
+
+class BuildError(RuntimeError):
+    """A build was tried and failed; the message has the command and what the compiler said."""

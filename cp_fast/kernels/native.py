@@ -1,0 +1,193 @@
+"""The native kernels: C++ on the CPU, CUDA on a GPU, built on first use (`cp_fast.build`), called as operators.
+
+The operators check their arguments again, in C++, and know what they name: a RuntimeError of theirs that begins with
+the name of another exception becomes that exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cp_fast import build
+from cp_fast.kernels.base import Kernels
+from cp_fast.rows import Rows
+
+__all__ = ["Native", "load"]
+
+_ACTIONS = {"none": 0, "add": 1, "copy": 2}
+_KINDS: dict[str, type[Exception]] = {"ValueError: ": ValueError, "TypeError: ": TypeError}
+
+
+@lru_cache
+def load(device: str) -> Native:
+    """The native kernels for a device, built if they have to be.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Raises:
+        cp_fast.build.Unavailable: they cannot be had here, and why. cp_fast.build.BuildError: the compiler failed, or
+            what it made cannot be loaded.
+    """
+    path = build.library(device)
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise build.BuildError(f"the native kernels in {path} cannot be loaded: {error}") from error
+    return Native(getattr(torch.ops, f"cp_attention_native_{device}"))
+
+
+class Native(Kernels):
+    """`Kernels` by native operators."""
+
+    name = "native"
+
+    def __init__(self, ops: Any) -> None:
+        """`ops`: the namespace of one device's operators."""
+        self._ops = {name: _named(getattr(ops, name).default) for name in _OPERATORS}
+
+    # ---- lengths and indices
+
+    def partition_indices(self, lengths: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+        return self._ops["partition_indices"](lengths, total_tokens, cp_size, cp_rank)
+
+    def rank_lengths(
+        self,
+        real_lengths: torch.Tensor,
+        lengths: torch.Tensor,
+        cp_size: int,
+        cp_rank: int,
+        first_half: bool,
+        second_half: bool,
+    ) -> torch.Tensor:
+        return self._ops["rank_lengths"](real_lengths, lengths, cp_size, cp_rank, first_half, second_half)
+
+    # ---- movers
+
+    def partition(
+        self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, cp_size: int, cp_rank: int
+    ) -> list[torch.Tensor]:
+        return self._ops["partition"](xs, lengths, cp_size, cp_rank)
+
+    def reorder(
+        self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, cp_size: int, to_rank_order: bool
+    ) -> list[torch.Tensor]:
+        return self._ops["reorder"](xs, lengths, cp_size, to_rank_order)
+
+    def read_half(self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, half: int) -> list[torch.Tensor]:
+        return self._ops["read_half"](xs, lengths, half)
+
+    def read_second_half_lse(
+        self, lse: torch.Tensor, lengths: torch.Tensor, lse_packed: bool, max_seqlen: int
+    ) -> torch.Tensor:
+        return self._ops["read_second_half_lse"](lse, lengths, lse_packed, max_seqlen)
+
+    def copy_valid_(
+        self, out: torch.Tensor, inp: torch.Tensor, lengths: torch.Tensor, real_lengths: torch.Tensor
+    ) -> None:
+        self._ops["copy_valid_"](out, inp, lengths, real_lengths)
+
+    def pad_sequences(
+        self, x: torch.Tensor, real_lengths: torch.Tensor, lengths: torch.Tensor, padded_tokens: int, fill: int
+    ) -> torch.Tensor:
+        return self._ops["pad_sequences"](x, real_lengths, lengths, padded_tokens, fill)
+
+    def take_rows(self, xs: Sequence[torch.Tensor], rows: Rows) -> list[torch.Tensor]:
+        if isinstance(rows, slice):
+            return [x[rows] for x in xs]
+        return self._ops["take_rows"](xs, rows, 0, 0)
+
+    def put_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
+        if outs:
+            self._ops["put_rows_"](outs, xs, *_rows(rows, outs[0]))
+
+    def heads_to_front(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
+        return self._ops["heads_to_front"](x, *_rows(rows, x), first_heads, heads)
+
+    def heads_to_back_(
+        self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
+    ) -> None:
+        self._ops["heads_to_back_"](out, x, *_rows(rows, out), first_heads, add)
+
+    # ---- arithmetic
+
+    def merge_(
+        self, out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, rows: Rows
+    ) -> None:
+        self._ops["merge_"](out, lse, out_step, lse_step, *_rows(rows, out))
+
+    def merge_halves_(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        out_step: torch.Tensor,
+        lse_step: torch.Tensor,
+        lengths: torch.Tensor,
+        lse_packed: bool,
+    ) -> None:
+        self._ops["merge_halves_"](out, lse, out_step, lse_step, lengths, lse_packed)
+
+    def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
+        if outs:
+            self._ops["add_rows_"](outs, xs, *_rows(rows, outs[0]))
+
+    def lse_correction_(
+        self, lse: torch.Tensor, lse_step: torch.Tensor, lengths: torch.Tensor, lse_packed: bool
+    ) -> None:
+        self._ops["lse_correction_"](lse, lse_step, lengths, lse_packed)
+
+    def out_correction_(
+        self,
+        out: torch.Tensor,
+        out_step: torch.Tensor,
+        lse: torch.Tensor,
+        lse_step: torch.Tensor,
+        lengths: torch.Tensor,
+        only_second_half: bool,
+        lse_packed: bool,
+    ) -> None:
+        self._ops["out_correction_"](out, out_step, lse, lse_step, lengths, only_second_half, lse_packed)
+
+    def grad_correction_(
+        self, grad: torch.Tensor, grad_step: torch.Tensor, lengths: torch.Tensor, first_half: str, second_half: str
+    ) -> None:
+        self._ops["grad_correction_"](grad, grad_step, lengths, _action(first_half), _action(second_half))
+
+
+_OPERATORS = [name for name, method in vars(Kernels).items() if callable(method) and not name.startswith("_")]
+
+
+def _named(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, raising what its messages name."""
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return operator(*arguments)
+        except RuntimeError as error:
+            text = str(error)
+            for prefix, kind in _KINDS.items():
+                if text.startswith(prefix):
+                    raise kind(text.removeprefix(prefix)) from None
+            raise
+
+    return call
+
+
+def _rows(rows: Rows, x: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:
+    """(index, first, count) of rows of x: the index is None for a slice."""
+    if not isinstance(rows, slice):
+        return rows, 0, 0
+    first, stop, step = rows.indices(len(x))
+    if step != 1:
+        raise ValueError(f"rows are {rows}; a slice must have step 1")
+    return None, first, max(stop - first, 0)
+
+
+def _action(name: str) -> int:
+    if name not in _ACTIONS:
+        raise ValueError(f"action is {name!r}; it must be 'add', 'copy' or 'none'")
+    return _ACTIONS[name]
