@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cp_fast.backends.base import Backend, Gradients, Partial, Segments
-from cp_fast.backends.cpu import CpuBackend
+from cp_fast.backends.blockwise import BlockSize, BlockwiseBackend
+from cp_fast.backends.cudnn import CudnnBackend
 from cp_fast.backends.fa2 import Fa2Backend
 from cp_fast.backends.fa4 import Fa4Backend
 from cp_fast.backends.probe import probe
@@ -11,7 +12,13 @@ from cp_ref.spec import Feature, Unsupported
 
 __all__ = ["BACKENDS", "KERNEL_FEATURES", "Backend", "Gradients", "Partial", "Segments", "by_name", "choose", "probe"]
 
-BACKENDS: tuple[Backend, ...] = (Fa4Backend(), Fa2Backend(), CpuBackend())
+BACKENDS: tuple[Backend, ...] = (
+    Fa4Backend(),
+    CudnnBackend(),
+    Fa2Backend(),
+    BlockwiseBackend("cpu", Feature.CPU, BlockSize(scores=2**18, columns=256, rows=512)),  # 1 MiB of a core's cache
+    BlockwiseBackend("torch", Feature.CUDA, BlockSize(scores=2**25, columns=2048, rows=4096)),
+)
 
 KERNEL_FEATURES: frozenset[Feature] = frozenset().union(*(b.features for b in BACKENDS))
 """What a kernel library decides; schedules, formats, masks and sinks are the executor's, on every library alike."""

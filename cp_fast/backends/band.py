@@ -5,12 +5,16 @@ With lq rows and lk columns, shift = lk - lq is what the bottom-right alignment 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Columns", "visible_columns"]
+__all__ = ["Columns", "Masks", "make_masks", "visible_columns"]
+
+Masks = Callable[[int, int, int, int | None, int | None], torch.Tensor]
+"""(rows, columns, offset, left, right) -> bool [rows, columns], True where hidden."""
 
 
 class Columns(NamedTuple):
@@ -22,11 +26,11 @@ class Columns(NamedTuple):
 
 
 def visible_columns(
-    first: int, last: int, lq: int, lk: int, left: int | None, right: int | None, width: int
+    first: int, last: int, lq: int, lk: int, left: int | None, right: int | None, width: int, masks: Masks
 ) -> list[Columns]:
     """The blocks of at most `width` columns that rows first:last of a segment see, none where they see nothing.
 
-    >>> [(c.start, c.stop, c.hidden is None) for c in visible_columns(4, 6, 6, 6, 3, 0, 2)]
+    >>> [(c.start, c.stop, c.hidden is None) for c in visible_columns(4, 6, 6, 6, 3, 0, 2, make_masks("cpu"))]
     [(1, 3, False), (3, 5, True), (5, 6, False)]
     """
     shift = lk - lq
@@ -37,16 +41,26 @@ def visible_columns(
         b = min(a + width, stop)
         cut_right = right is not None and b - 1 > first + shift + right
         cut_left = left is not None and a < last - 1 + shift - left
-        hidden = _hidden(last - first, b - a, first + shift - a, left, right) if cut_left or cut_right else None
+        hidden = masks(last - first, b - a, first + shift - a, left, right) if cut_left or cut_right else None
         blocks.append(Columns(a, b, hidden))
     return blocks
 
 
-@lru_cache(maxsize=16)  # blocks along a diagonal share their mask, and so do all heads
-def _hidden(rows: int, columns: int, offset: int, left: int | None, right: int | None) -> torch.Tensor:
-    """Bool [rows, columns], True where column j lies outside [i + offset - left, i + offset + right]."""
-    with torch.inference_mode(False):  # it outlives the call that made it
-        distance = torch.arange(columns, device="cpu")[None, :] - (torch.arange(rows, device="cpu")[:, None] + offset)
+def make_masks(device: torch.device | str) -> Masks:
+    """Masks on a device, the last few of them kept: blocks along a diagonal share theirs, and so do all heads.
+
+    For one launch: on a GPU a mask kept for longer would have to be known to every stream, and to outlive a capture.
+
+    >>> make_masks("cpu")(2, 3, 0, None, 0)
+    tensor([[False,  True,  True],
+            [False, False,  True]])
+    """
+
+    @lru_cache(maxsize=16)
+    def hidden(rows: int, columns: int, offset: int, left: int | None, right: int | None) -> torch.Tensor:
+        distance = torch.arange(columns, device=device)[None, :] - (torch.arange(rows, device=device)[:, None] + offset)
         if left is None:
             return distance > (0 if right is None else right)
         return distance < -left if right is None else (distance < -left) | (distance > right)
+
+    return hidden

@@ -67,6 +67,23 @@ class Segments:
         on_device_q = torch.tensor(cu_q, dtype=torch.int32, device=device)
         return Segments(cu_q, cu_kv, left, right, on_device_q, torch.tensor(cu_kv, dtype=torch.int32, device=device))
 
+    def alone(self, s: int) -> Segments:
+        """Segment s as a launch of its own, its rows and columns counted from 0.
+
+        >>> Segments.pack([2, 3], [4, 3], None, 0).alone(1).device_cu_q
+        tensor([0, 3], dtype=torch.int32)
+        """
+        cu_q, cu_kv = self.cu_q[s : s + 2], self.cu_kv[s : s + 2]
+        on_device_q, on_device_kv = self.device_cu_q[s : s + 2], self.device_cu_kv[s : s + 2]
+        return Segments(
+            (0, cu_q[1] - cu_q[0]),
+            (0, cu_kv[1] - cu_kv[0]),
+            self.left,
+            self.right,
+            on_device_q - on_device_q[:1],
+            on_device_kv - on_device_kv[:1],
+        )
+
 
 class Partial(NamedTuple):
     """What one launch yields for its q rows, contiguous."""

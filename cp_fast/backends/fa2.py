@@ -12,7 +12,10 @@ Facts about `aten::_flash_attention_forward/_backward` (varlen form) that this f
 - The lse is [h_q, n] float32, natural logarithm, and +inf for a row that sees nothing (`Segments` has no such row).
 - `deterministic` is read from the process-wide flag, and warn_only counts as off. It makes dq repeatable, but the order
   of its sums depends on how many segments and heads are in the launch, and it takes about SMs / (segments * heads) + 1
-  float32 copies of dq.
+  float32 copies of dq. So that a segment's gradients do not depend on its neighbours, every segment is a launch of its
+  own then.
+- Head dims are equal and multiples of 8; others are padded with zero columns (`dims`).
+- There is no gradient through lse; a second backward launch adds it (`lse_gradient`).
 - `torch.nn.attention.activate_flash_attention_impl` replaces these very operators by another library for the whole
   process.
 """
@@ -20,13 +23,15 @@ Facts about `aten::_flash_attention_forward/_backward` (varlen form) that this f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from threading import Lock
 
 import torch
 
 from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_fast.backends.dims import aligned, round_up, trim, widen
+from cp_fast.backends.lse_gradient import lse_launch
 from cp_ref.spec import Feature
 
 __all__ = ["Fa2Backend"]
@@ -35,13 +40,17 @@ _flag_lock = Lock()
 
 
 class Fa2Backend:
-    """PyTorch's built-in FlashAttention 2; float16 and bfloat16 on CUDA, d_qk == d_v <= 256, no softcap."""
+    """PyTorch's built-in FlashAttention 2; float16 and bfloat16 on CUDA, head dims up to 256, no softcap."""
 
     name: str = "fa2"
     features: frozenset[Feature] = frozenset(
         {
             Feature.GQA,
+            Feature.ASYMMETRIC_DIMS,
+            Feature.GQA_ASYMMETRIC_DIMS,
             Feature.HEAD_DIM_OVER_128,
+            Feature.HEAD_DIM_ODD,
+            Feature.LSE_GRADIENT,
             Feature.DETERMINISTIC,
             Feature.CUDA,
             Feature.FLOAT16,
@@ -59,11 +68,11 @@ class Fa2Backend:
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
         left, right, max_q, max_k = _window(segments)
-        _check(q, v, softcap)
+        d, d_v = _dim(q, v, softcap), v.shape[2]
         out, lse = torch.ops.aten._flash_attention_forward(
-            _aligned(q),
-            _aligned(k),
-            _aligned(v),
+            aligned(widen(q, d)),
+            aligned(widen(k, d)),
+            aligned(widen(v, d)),
             segments.device_cu_q,
             segments.device_cu_kv,
             max_q,
@@ -81,7 +90,7 @@ class Fa2Backend:
                 f"aten::_flash_attention_forward of PyTorch {torch.__version__} returned an lse {lse.dtype} "
                 f"{list(lse.shape)}, not float32 [{q.shape[1]}, {q.shape[0]}]: backend 'fa2' does not know this layout"
             )
-        return Partial(out, lse, None)
+        return Partial(trim(out, d_v), lse, None)
 
     @torch.no_grad()
     def backward(
@@ -99,34 +108,74 @@ class Fa2Backend:
         softcap: float,
         deterministic: bool,
     ) -> Gradients:
-        """See `Backend.backward`; the gradients have q's dtype."""
-        left, right, max_q, max_k = _window(segments)
-        _check(q, v, softcap)
+        """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
+        d, d_qk, d_v = _dim(q, v, softcap), q.shape[2], v.shape[2]
+        q, k, v, out, dout = (aligned(widen(x, d)) for x in (q, k, v, out, dout))
+        dq, dk, dv = _gradients(dout, q, k, v, out, lse, segments, scale, deterministic)
         if dlse is not None:
-            raise ValueError("backend 'fa2' has no gradient through lse: choose by Feature.LSE_GRADIENT")
-        q, k, v = (_aligned(x) for x in (q, k, v))
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-        with _deterministic() if deterministic else nullcontext():
-            dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                _aligned(dout),
-                q,
-                k,
-                v,
-                _aligned(out),
-                lse.contiguous(),
-                segments.device_cu_q,
-                segments.device_cu_kv,
-                max_q,
-                max_k,
-                0.0,
-                False,
-                rng_state,
-                rng_state.new_empty(0),
-                scale=scale,
-                window_size_left=left,
-                window_size_right=right,
-            )
-        return Gradients(dq.contiguous(), dk.contiguous(), dv.contiguous())
+            ones, products = lse_launch(dlse, q.dtype, d)
+            nothing = torch.zeros_like(v)
+            more_dq, more_dk, _ = _gradients(ones, q, k, nothing, products, lse, segments, scale, deterministic)
+            dq, dk = dq.float() + more_dq, dk.float() + more_dk
+        return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
+
+
+def _gradients(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    deterministic: bool,
+) -> Gradients:
+    """One backward of all segments, or one of each where their number may not matter."""
+    if not deterministic:
+        return _launch_backward(dout, q, k, v, out, lse, segments, scale)
+    parts: list[Gradients] = []
+    with _deterministic():
+        for s in range(len(segments.cu_q) - 1):
+            rows, columns = slice(*segments.cu_q[s : s + 2]), slice(*segments.cu_kv[s : s + 2])
+            own = (dout[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows])
+            parts.append(_launch_backward(*own, segments.alone(s), scale))
+    return Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+
+def _launch_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    scale: float,
+) -> Gradients:
+    """One launch on aligned operands."""
+    left, right, max_q, max_k = _window(segments)
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        segments.device_cu_q,
+        segments.device_cu_kv,
+        max_q,
+        max_k,
+        0.0,
+        False,
+        rng_state,
+        rng_state.new_empty(0),
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return Gradients(dq, dk, dv)
 
 
 @cache
@@ -166,21 +215,13 @@ def _window(segments: Segments) -> tuple[int, int, int, int]:
     )
 
 
-def _check(q: torch.Tensor, v: torch.Tensor, softcap: float) -> None:
-    """Refuse what the features already exclude, rather than compute something else."""
+def _dim(q: torch.Tensor, v: torch.Tensor, softcap: float) -> int:
+    """The head dim to run with. Refuses what the features already exclude, rather than compute something else."""
     if softcap > 0:
         raise ValueError("backend 'fa2' has no softcap: choose by Feature.SOFTCAP")
-    if q.shape[2] != v.shape[2] or q.shape[2] % 8 or q.shape[2] > 256:
-        raise ValueError(
-            f"backend 'fa2' needs d_qk == d_v, a multiple of 8 up to 256, got d_qk={q.shape[2]} and d_v={v.shape[2]}"
-        )
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where its rows do not start on the 16 bytes that the kernel loads at a time."""
-    elements = 16 // x.element_size()
-    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % elements == 0 for s in x.stride()[:-1])
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+    if max(q.shape[2], v.shape[2]) > 256:
+        raise ValueError(f"backend 'fa2' needs head dims up to 256, got d_qk={q.shape[2]} and d_v={v.shape[2]}")
+    return round_up(max(q.shape[2], v.shape[2]), 8)
 
 
 @contextmanager

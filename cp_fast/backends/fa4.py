@@ -11,10 +11,10 @@ Facts about `flash_attn.cute.interface` 4.0.0b36 on Hopper (sm90) that this file
   rows are not 16-byte aligned. The lse is float32 [h_q, n], natural logarithm.
 - The kernels read whole blocks, past a segment's end into its neighbour's rows: what lies there is multiplied by
   zero, so it has to be finite. Rows between segments must not hold NaN.
-- The backward refuses GQA with d_qk != d_v. And for head dims up to 128 that are no multiple of 32 its kernel and its
-  float32 accumulators round differently. Both are padded with zero columns here, which change no score and no
-  product: exact, at the cost of one copy of q, k, v, out and dout and of the wider products (192/128: about a fifth
-  of the speed).
+- Head dims are multiples of 8. The backward refuses GQA with d_qk != d_v. And for head dims up to 128 that are no
+  multiple of 32 its kernel and its float32 accumulators round differently. All three are padded with zero columns
+  (`dims`), at the cost of one copy of q, k, v, out and dout and of the wider products (192/128: about a fifth of the
+  speed).
 - The first call of a shape class compiles, which is not safe in two threads at once: a lock is held while launching.
 """
 
@@ -28,9 +28,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_fast.backends.dims import round_up, trim, widen
 from cp_ref.spec import Feature
 
 __all__ = ["Fa4Backend"]
@@ -40,7 +40,7 @@ _SEVERAL_BLOCKS = 257  # more rows than two blocks of any kernel
 
 
 class Fa4Backend:
-    """FlashAttention 4 on Hopper; float16 and bfloat16, head dims up to 256 that are multiples of 8."""
+    """FlashAttention 4 on Hopper; float16 and bfloat16, head dims up to 256."""
 
     name: str = "fa4"
     features: frozenset[Feature] = frozenset(
@@ -49,6 +49,7 @@ class Fa4Backend:
             Feature.ASYMMETRIC_DIMS,
             Feature.GQA_ASYMMETRIC_DIMS,
             Feature.HEAD_DIM_OVER_128,
+            Feature.HEAD_DIM_ODD,
             Feature.SOFTCAP,
             Feature.LSE_GRADIENT,
             Feature.DETERMINISTIC,
@@ -70,15 +71,15 @@ class Fa4Backend:
         d_qk, d_v = _forward_dims(q.shape[2], v.shape[2])
         with _launch_lock, torch.cuda.device(q.device):
             out, lse, *_ = _interface()._flash_attn_fwd(
-                _widen(q, d_qk),
-                _widen(k, d_qk),
-                _widen(v, d_v),
+                _operand(q, d_qk),
+                _operand(k, d_qk),
+                _operand(v, d_v),
                 **_band(segments),
                 softmax_scale=scale,
                 softcap=softcap if softcap > 0 else None,
                 return_lse=True,
             )
-        return Partial(_trim(out, v.shape[2]), lse, None)
+        return Partial(trim(out, v.shape[2]), lse, None)
 
     @torch.no_grad()
     def backward(
@@ -106,11 +107,11 @@ class Fa4Backend:
             }
         with _launch_lock, torch.cuda.device(q.device):
             dq, dk, dv = _interface()._flash_attn_bwd(
-                _widen(q, d_qk),
-                _widen(k, d_qk),
-                _widen(v, d_v),
-                _widen(out, d_v),
-                _widen(dout, d_v),
+                _operand(q, d_qk),
+                _operand(k, d_qk),
+                _operand(v, d_v),
+                _operand(out, d_v),
+                _operand(dout, d_v),
                 lse.contiguous(),
                 **_band(segments),
                 **longest,
@@ -119,7 +120,7 @@ class Fa4Backend:
                 deterministic=deterministic,
                 dlse=None if dlse is None else dlse.contiguous(),
             )
-        return Gradients(_trim(dq, q.shape[2]), _trim(dk, q.shape[2]), _trim(dv, v.shape[2]))
+        return Gradients(trim(dq, q.shape[2]), trim(dk, q.shape[2]), trim(dv, v.shape[2]))
 
 
 @cache
@@ -165,10 +166,10 @@ def _band(segments: Segments) -> dict[str, Any]:
 def _forward_dims(d_qk: int, d_v: int) -> tuple[int, int]:
     """The head dims to run the forward with: 192/128 has its own kernel, any other pair is padded to be equal.
 
-    >>> _forward_dims(192, 128), _forward_dims(128, 64), _forward_dims(80, 80)
-    ((192, 128), (128, 128), (80, 80))
+    >>> _forward_dims(192, 128), _forward_dims(128, 64), _forward_dims(80, 80), _forward_dims(75, 20)
+    ((192, 128), (128, 128), (80, 80), (80, 80))
     """
-    wide = max(d_qk, d_v)
+    wide = round_up(max(d_qk, d_v), 8)
     return (d_qk, d_v) if (d_qk, d_v) == (192, 128) else (wide, wide)
 
 
@@ -181,16 +182,11 @@ def _backward_dims(d_qk: int, d_v: int, *, gqa: bool) -> tuple[int, int]:
     if (d_qk, d_v) == (192, 128) and not gqa:
         return d_qk, d_v
     wide = max(d_qk, d_v)
-    wide = wide if wide > 128 else -(-wide // 32) * 32
+    wide = round_up(wide, 8 if wide > 128 else 32)
     return wide, wide
 
 
-def _widen(x: torch.Tensor, d: int) -> torch.Tensor:
+def _operand(x: torch.Tensor, d: int) -> torch.Tensor:
     """x [rows, heads, up to d] with zero columns up to d."""
     x = x.contiguous() if 0 in x.stride() else x  # strides of zero would be compiled in, a shape class of their own
-    return x if x.shape[2] == d else pad(x, (0, d - x.shape[2]))
-
-
-def _trim(x: torch.Tensor, d: int) -> torch.Tensor:
-    """x [rows, heads, d or more] without its last columns, contiguous."""
-    return x[..., :d].contiguous()
+    return widen(x, d)

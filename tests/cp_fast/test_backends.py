@@ -1,4 +1,4 @@
-"""The cpu backend against a dense float64 computation, and the registry of backends."""
+"""The blockwise backend against a dense float64 computation, and the registry of backends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast import backends
-from cp_fast.backends import cpu
 from cp_fast.backends.base import Backend, Gradients, Segments
+from cp_fast.backends.blockwise import BlockSize, BlockwiseBackend
 from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature, Unsupported
 
-CPU = cpu.CpuBackend()
+CPU = backends.by_name("cpu")
+TINY = BlockwiseBackend("tiny blocks", Feature.CPU, BlockSize(scores=256, columns=7, rows=10))
 F64 = torch.float64
 
 
@@ -98,27 +99,19 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got.to(F64), expected, rtol=0, atol=tolerance * size)
 
 
-@pytest.fixture(params=["whole", "tiny blocks"])
-def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block sizes as they are, and so small that every case has several blocks of each kind."""
-    if request.param == "tiny blocks":
-        for name, value in (("_SCORES", 256), ("_COLUMNS", 7), ("_ROWS", 10)):
-            monkeypatch.setattr(cpu, name, value)
-
-
-@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("backend", [CPU, TINY], ids=lambda b: b.name)
 @pytest.mark.parametrize("seed", range(60))
-def test_cpu_equals_dense_in_float64(seed: int) -> None:
+def test_blocks_equal_dense_in_float64(seed: int, backend: Backend) -> None:
     segments, heads = random_case(seed)
     softcap, scale = (0.0, 0.7) if seed % 3 else (1.5, 0.3)
     q, k, v, dout, dlse = tensors(seed, segments, heads)
     given = dlse if seed % 2 else None
     out, lse, max_logit, gradients = reference(q, k, v, dout, given, segments, scale, softcap)
-    got = CPU.forward(q, k, v, segments, scale=scale, softcap=softcap)
+    got = backend.forward(q, k, v, segments, scale=scale, softcap=softcap)
     assert got.max_logit is not None
     for a, b in ((got.out, out), (got.lse, lse), (got.max_logit, max_logit)):
         close(a, b, 1e-10)
-    computed = CPU.backward(
+    computed = backend.backward(
         dout, q, k, v, got.out, got.lse, given, segments, scale=scale, softcap=softcap, deterministic=False
     )
     for a, b in zip(computed, gradients, strict=True):
@@ -238,24 +231,55 @@ def test_segments_know_their_longest() -> None:
 
 
 def test_backends_come_in_order_of_preference() -> None:
-    assert [b.name for b in backends.BACKENDS] == ["fa4", "fa2", "cpu"]
-    assert backends.by_name("cpu") is backends.BACKENDS[2]
+    assert [b.name for b in backends.BACKENDS] == ["fa4", "cudnn", "fa2", "cpu", "torch"]
+    assert backends.by_name("cpu") is backends.BACKENDS[3]
     assert {Feature.CUDA, Feature.CPU, Feature.SOFTCAP} <= backends.KERNEL_FEATURES
     assert not {Feature.P2P, Feature.THD, Feature.LEARNABLE} & backends.KERNEL_FEATURES
+
+
+@pytest.mark.parametrize("device", [Feature.CPU, Feature.CUDA])
+def test_auto_leaves_no_cell_empty(device: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a problem needs of a kernel, something has it: on the processor, and on every GPU."""
+    for backend in backends.BACKENDS:
+        monkeypatch.setattr(type(backend), "why_not", lambda self: None)
+    everything = backends.KERNEL_FEATURES - {Feature.CPU, Feature.CUDA} | {device}
+    assert backends.choose(everything, "auto").name == {Feature.CPU: "cpu", Feature.CUDA: "torch"}[device]
+
+
+@pytest.mark.parametrize(
+    ("needs", "name"),
+    [
+        ({Feature.BFLOAT16, Feature.GQA, Feature.DETERMINISTIC}, "fa4"),
+        ({Feature.BFLOAT16, Feature.GQA_ASYMMETRIC_DIMS, Feature.DETERMINISTIC}, "fa4"),
+        ({Feature.FLOAT16, Feature.HEAD_DIM_ODD, Feature.SOFTCAP}, "fa4"),
+        ({Feature.FLOAT16, Feature.LSE_GRADIENT}, "fa4"),
+        ({Feature.BFLOAT16, Feature.MAX_LOGIT}, "torch"),
+        ({Feature.BFLOAT16, Feature.HEAD_DIM_OVER_256}, "torch"),
+        ({Feature.FLOAT32}, "torch"),
+        ({Feature.FLOAT64}, "torch"),
+    ],
+)
+def test_what_auto_takes_where_every_library_works(
+    needs: set[Feature], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for backend in backends.BACKENDS:
+        monkeypatch.setattr(type(backend), "why_not", lambda self: None)
+    assert backends.choose(frozenset(needs | {Feature.CUDA}), "auto").name == name
 
 
 @pytest.mark.parametrize("name", ["", "FA4", "flash", "auto "])
 def test_an_unknown_name_is_told_the_known_ones(name: str) -> None:
     for ask in (backends.by_name, lambda n: backends.choose(frozenset(), n)):
-        with pytest.raises(ValueError, match=r"'auto' or one of 'fa4', 'fa2', 'cpu', got"):
+        with pytest.raises(ValueError, match=r"'auto' or one of 'fa4', 'cudnn', 'fa2', 'cpu', 'torch', got"):
             ask(name)
 
 
-class Stub(cpu.CpuBackend):
+class Stub(BlockwiseBackend):
     """A backend by name, features and reason."""
 
     def __init__(self, name: str, features: set[Feature], reason: str | None = None) -> None:
-        self.name, self.features, self._reason = name, frozenset(features), reason
+        super().__init__(name, Feature.CPU, TINY.size)
+        self.features, self._reason = frozenset(features), reason
 
     def why_not(self) -> str | None:
         return self._reason
@@ -298,11 +322,12 @@ def test_a_name_never_falls_back(stubs: tuple[Backend, ...]) -> None:
 
 
 def test_import_needs_no_kernel_library() -> None:
-    code = "import sys, cp_fast.backends as b; b.BACKENDS[2].why_not(); assert 'flash_attn' not in sys.modules"
+    code = "import sys, cp_fast.backends as b; [x.why_not() for x in b.BACKENDS]; "
+    code += "assert not {'flash_attn', 'cudnn'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_the_gpu_backends_say_so() -> None:
-    for name in ("fa4", "fa2"):
+    for name in ("fa4", "cudnn", "fa2", "torch"):
         assert backends.by_name(name).why_not() == "PyTorch sees no CUDA device"

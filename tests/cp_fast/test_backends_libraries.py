@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.backends import fa2, fa4
+from cp_fast.backends import by_name, dims, fa2, fa4
 from cp_fast.backends.base import Gradients, Segments
-from cp_fast.backends.cpu import CpuBackend
+from cp_fast.backends.lse_gradient import lse_launch
 from cp_fast.backends.probe import probe
 
-CPU = CpuBackend()
+CPU = by_name("cpu")
 
 
 def fake_aten(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -90,11 +90,39 @@ def test_fa2_refuses_what_its_features_exclude() -> None:
     x = torch.zeros(4, 1, 8, dtype=torch.float16)
     with pytest.raises(ValueError, match="softcap"):
         fa2.Fa2Backend().forward(x, x, x, segments, scale=1.0, softcap=2.0)
-    with pytest.raises(ValueError, match="d_qk == d_v"):
-        fa2.Fa2Backend().forward(x, x, x[..., :4], segments, scale=1.0, softcap=0.0)
-    lse = torch.zeros(1, 4)
-    with pytest.raises(ValueError, match="LSE_GRADIENT"):
-        fa2.Fa2Backend().backward(x, x, x, x, x, lse, lse, segments, scale=1.0, softcap=0.0, deterministic=False)
+    wide = torch.zeros(4, 1, 264, dtype=torch.float16)
+    with pytest.raises(ValueError, match="up to 256, got d_qk=264"):
+        fa2.Fa2Backend().forward(wide, wide, x, segments, scale=1.0, softcap=0.0)
+
+
+@pytest.mark.parametrize(("d_qk", "d_v"), [(24, 24), (13, 13), (24, 8), (8, 24)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_fa2_pads_head_dims_and_adds_the_gradient_of_lse(
+    d_qk: int, d_v: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict = fake_aten(monkeypatch)
+    backend, segments = fa2.Fa2Backend(), Segments.pack([11, 3], [15, 3], 6, 0)
+    q, k, v, dout = (
+        torch.randn(rows, heads, d) for rows, heads, d in ((14, 4, d_qk), (18, 1, d_qk), (18, 1, d_v), (14, 4, d_v))
+    )
+    want, got = (b.forward(q, k, v, segments, scale=0.1, softcap=0.0) for b in (CPU, backend))
+    torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
+    args, options = (dout, q, k, v, want.out, want.lse), {"scale": 0.1, "softcap": 0.0, "deterministic": deterministic}
+    for dlse in (None, torch.randn(4, 14)):
+        right, computed = (b.backward(*args, dlse, segments, **options) for b in (CPU, backend))
+        torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
+        assert all(x.is_contiguous() for x in computed)
+    assert strict == ([True] * 6 if deterministic else [False] * 3)  # one launch each, then two with the lse's
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_holds_the_gradient_of_lse(dtype: torch.dtype) -> None:
+    magnitudes = torch.logspace(-9, 7, 400, dtype=torch.float64).float()
+    dlse = torch.stack([magnitudes, -magnitudes * 1.2345678])
+    dout, out = lse_launch(dlse, dtype, 8)
+    held = (dout.double() * out.double()).sum(-1).T
+    assert dout.dtype == out.dtype == dtype
+    assert bool(((held + dlse).abs() <= 2**-20 * dlse.abs() + 2**-34).all())
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
@@ -115,13 +143,13 @@ def test_fa2_asks_for_determinism_and_puts_the_flag_back(
         torch.use_deterministic_algorithms(False)
 
 
-def test_fa2_copies_only_what_is_not_aligned() -> None:
+def test_operands_are_copied_only_where_they_are_not_aligned() -> None:
     x = torch.zeros(5, 2, 16, dtype=torch.float16)
-    assert fa2._aligned(x) is x
-    assert fa2._aligned(x[1:, :, :8]).data_ptr() == x[1:, :, :8].data_ptr()
+    assert dims.aligned(x) is x
+    assert dims.aligned(x[1:, :, :8]).data_ptr() == x[1:, :, :8].data_ptr()
     for odd in (x[..., 1:9], x[..., ::2], torch.zeros(5, 2, 12, dtype=torch.float16)[..., :8]):
-        assert fa2._aligned(odd).is_contiguous()
-        assert fa2._aligned(odd).data_ptr() % 16 == 0
+        assert dims.aligned(odd).is_contiguous()
+        assert dims.aligned(odd).data_ptr() % 16 == 0
 
 
 def fake_interface(dims: list[tuple[int, int]]) -> SimpleNamespace:
@@ -159,6 +187,9 @@ def fake_interface(dims: list[tuple[int, int]]) -> SimpleNamespace:
         (2, 64, 128, (128, 128), (128, 128)),
         (2, 80, 80, (80, 80), (96, 96)),
         (1, 160, 160, (160, 160), (160, 160)),
+        (2, 75, 20, (80, 80), (96, 96)),
+        (2, 190, 126, (192, 192), (192, 192)),
+        (2, 13, 13, (16, 16), (32, 32)),
     ],
 )
 def test_fa4_pads_head_dims_exactly(

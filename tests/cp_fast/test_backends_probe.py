@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from cp_fast.backends import by_name
 from cp_fast.backends.base import Gradients, Partial, Segments
-from cp_fast.backends.cpu import CpuBackend
 from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature
 
-CPU = CpuBackend()
+CPU = by_name("cpu")
 
 
 class Mutant:

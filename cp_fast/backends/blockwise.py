@@ -1,7 +1,10 @@
-"""Backend "cpu": attention by PyTorch's own matrix products, in blocks that stay in the processor's cache.
+"""Backends "cpu" and "torch": attention by PyTorch's own matrix products, in blocks. Every feature, on every device.
 
-No compiler, no full score matrix: a tile takes memory linear in its rows and columns. Half precisions are converted to
-float32 once per launch; everything is computed, accumulated and returned in float32 (float64 for float64 inputs).
+No compiler, no kernel library, no full score matrix: a tile takes memory linear in its rows and columns. Half
+precisions are converted to float32 once per launch; everything is computed, accumulated and returned in float32
+(float64 for float64 inputs). The two backends differ in the device and in the size of their blocks: what stays in a
+processor's cache, and what keeps a GPU busy for longer than a launch takes. On a GPU this is slow, and general: it
+serves what no kernel library has.
 
     legend   n = rows of q, m = rows of k and v, g = h_q / h_kv, R = rows of a block, C = columns of a block,
              H = kv heads of a block. A block's scores are [H, g * R, C]: the query heads that share a kv head are
@@ -16,15 +19,19 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends.band import Columns, visible_columns
+from cp_fast.backends.band import Columns, make_masks, visible_columns
 from cp_fast.backends.base import Gradients, Partial, Segments
 from cp_ref.spec import Feature
 
-__all__ = ["CpuBackend"]
+__all__ = ["BlockSize", "BlockwiseBackend"]
 
-_SCORES = 2**18  # of one block: 1 MiB in float32, a share of a core's cache
-_COLUMNS = 256  # of one block
-_ROWS = 512  # g * R of one block, about: more are faster to multiply and waste more along a diagonal
+
+class BlockSize(NamedTuple):
+    """How large a block of scores [H, g * R, C] may be."""
+
+    scores: int  # H * g * R * C
+    columns: int  # C
+    rows: int  # g * R, about: more are faster to multiply and waste more along a diagonal
 
 
 class _Block(NamedTuple):
@@ -36,33 +43,38 @@ class _Block(NamedTuple):
     heads_kv: slice
 
 
-class CpuBackend:
-    """PyTorch operators on the CPU; every feature, deterministic, float16 to float64."""
+class BlockwiseBackend:
+    """PyTorch operators on one device type; every feature, deterministic, float16 to float64."""
 
-    name: str = "cpu"
-    features: frozenset[Feature] = frozenset(
-        {
-            Feature.GQA,
-            Feature.ASYMMETRIC_DIMS,
-            Feature.GQA_ASYMMETRIC_DIMS,
-            Feature.HEAD_DIM_OVER_128,
-            Feature.HEAD_DIM_OVER_256,
-            Feature.HEAD_DIM_ODD,
-            Feature.SOFTCAP,
-            Feature.LSE_GRADIENT,
-            Feature.MAX_LOGIT,
-            Feature.DETERMINISTIC,
-            Feature.CPU,
-            Feature.FLOAT16,
-            Feature.BFLOAT16,
-            Feature.FLOAT32,
-            Feature.FLOAT64,
-        }
-    )
+    def __init__(self, name: str, device: Feature, size: BlockSize) -> None:
+        """`device` is Feature.CPU or Feature.CUDA."""
+        self.name = name
+        self.size = size
+        self.features: frozenset[Feature] = frozenset(
+            {
+                Feature.GQA,
+                Feature.ASYMMETRIC_DIMS,
+                Feature.GQA_ASYMMETRIC_DIMS,
+                Feature.HEAD_DIM_OVER_128,
+                Feature.HEAD_DIM_OVER_256,
+                Feature.HEAD_DIM_ODD,
+                Feature.SOFTCAP,
+                Feature.LSE_GRADIENT,
+                Feature.MAX_LOGIT,
+                Feature.DETERMINISTIC,
+                device,
+                Feature.FLOAT16,
+                Feature.BFLOAT16,
+                Feature.FLOAT32,
+                Feature.FLOAT64,
+            }
+        )
 
     def why_not(self) -> str | None:
-        """None: it works wherever PyTorch does."""
-        return None
+        """None: it works wherever PyTorch has the device."""
+        return (
+            "PyTorch sees no CUDA device" if Feature.CUDA in self.features and not torch.cuda.is_available() else None
+        )
 
     @torch.no_grad()
     def forward(
@@ -76,7 +88,7 @@ class CpuBackend:
         max_logit = torch.full((h_q,), -torch.inf, dtype=dtype, device=q.device)
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         scratch = _Scratch(q)
-        for block in _blocks(segments, h_q, k.shape[1]):
+        for block in _blocks(segments, h_q, k.shape[1], self.size, q.device):
             queries = _fold(q[block.rows, block.heads_q], _size(block.heads_kv), dtype).mul_(scale)
             top = total = mix = None  # [H, g * R, 1] twice, [H, g * R, d_v]: online softmax over the column blocks
             for columns, seen in block.columns:
@@ -125,7 +137,7 @@ class CpuBackend:
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         scratch = _Scratch(q)
-        for block in _blocks(segments, q.shape[1], k.shape[1]):
+        for block in _blocks(segments, q.shape[1], k.shape[1], self.size, q.device):
             queries = _fold(q[block.rows, block.heads_q], _size(block.heads_kv), dtype).mul_(scale)
             douts = _fold(dout[block.rows, block.heads_q], _size(block.heads_kv), dtype)
             outs = _fold(out[block.rows, block.heads_q], _size(block.heads_kv), dtype)
@@ -178,20 +190,20 @@ def _head_major(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(x.shape[1], x.shape[0], x.shape[2], dtype=dtype, device=x.device).copy_(x.transpose(0, 1))
 
 
-def _blocks(segments: Segments, h_q: int, h_kv: int) -> Iterator[_Block]:
+def _blocks(segments: Segments, h_q: int, h_kv: int, size: BlockSize, device: torch.device) -> Iterator[_Block]:
     """Every block of a launch: segment by segment, some kv heads at a time, rows in order."""
-    g = h_q // h_kv
+    g, masks = h_q // h_kv, make_masks(device)
     for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
         lq, lk = q1 - q0, kv1 - kv0
-        width = max(1, min(lk, _COLUMNS))
-        height = max(1, min(lq, max(32, _ROWS // g), max(1, _SCORES // (g * width))))
-        heads = max(1, min(h_kv, _SCORES // (g * width * height)))
+        width = max(1, min(lk, size.columns))
+        height = max(1, min(lq, max(32, size.rows // g), max(1, size.scores // (g * width))))
+        heads = max(1, min(h_kv, size.scores // (g * width * height)))
         for head in range(0, h_kv, heads):
             heads_kv = slice(head, min(head + heads, h_kv))
             heads_q = slice(heads_kv.start * g, heads_kv.stop * g)
             for row in range(0, lq, height):
                 last = min(row + height, lq)
-                seen = visible_columns(row, last, lq, lk, segments.left, segments.right, width)
+                seen = visible_columns(row, last, lq, lk, segments.left, segments.right, width, masks)
                 columns = [(slice(kv0 + c.start, kv0 + c.stop), c) for c in seen]
                 yield _Block(slice(q0 + row, q0 + last), columns, heads_q, heads_kv)
 

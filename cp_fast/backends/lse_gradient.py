@@ -1,0 +1,35 @@
+"""The gradient through lse for a library that has none: a second backward launch, which is all delta.
+
+Every library computes ds = p * (dout . v - sum(dout * out)). With v = 0 and a dout and out made so that their product
+sums to -dlse, that is p * dlse: the whole share of a gradient through lse in dq and dk (dv gets none).
+
+A row's -dlse is written as the sum of three products whose factors are exact in half precision: the first two terms
+hold its leading bits, the last what they leave. Together they miss less than 2**-20 of it in bfloat16 (8 bits each),
+and less than that in float16.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["lse_launch"]
+
+_FACTORS = (2.0**14, 1.0, 2.0**-10)  # float16 holds no more than 65504 and nothing finer than 2**-24
+
+
+def lse_launch(dlse: torch.Tensor, dtype: torch.dtype, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dout, out) [n, h_q, d] of the dtype with sum(dout * out) = -dlse, for dlse float32 [h_q, n] and d >= 3.
+
+    >>> dout, out = lse_launch(torch.tensor([[1000.001, -3.0]]), torch.bfloat16, 8)
+    >>> (dout.float() * out.float()).sum(-1)
+    tensor([[-1000.0010],
+            [    3.0000]])
+    """
+    rest = -dlse.T
+    dout = torch.zeros(*rest.shape, d, dtype=dtype, device=dlse.device)
+    out = torch.zeros_like(dout)
+    for column, factor in enumerate(_FACTORS):
+        dout[..., column] = factor
+        out[..., column] = rest / factor
+        rest = rest - out[..., column].float() * factor
+    return dout, out
