@@ -1,0 +1,106 @@
+"""With a plan, nothing in `attention` waits for the GPU, so both passes can be captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cp_fast
+from cp_ref import SimGroup
+from cp_ref.sim import SimMember
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CU = torch.tensor([0, 700, 700, 701, 1001], dtype=torch.int32)
+PADDED = torch.tensor([0, 704, 704, 708, 1040], dtype=torch.int32)
+TOKENS = 1056  # with a tail
+COMMS = ("p2p", "all_gather", "a2a")
+MASKS: list[dict[str, Any]] = [{}, {"window_size": (100, 0)}, {"softmax_type": "off-by-one"}]
+
+
+def inputs(seed: int) -> list[torch.Tensor]:
+    """q, k, v, dout."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    heads = (8, 2, 2, 8)
+    return [torch.randn(TOKENS, h, 64, generator=generator, device="cuda").bfloat16() for h in heads]
+
+
+def planned(cp: cp_fast.ContextParallel, **how: Any) -> cp_fast.Plan:
+    dims: dict[str, Any] = {"heads_q": 8, "heads_kv": 2, "d_qk": 64, "d_v": 64, "dtype": torch.bfloat16}
+    lengths = {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
+    return cp_fast.make_plan(
+        cp=cp, qkv_format="thd", attn_mask_type="padding_causal", device="cuda", **dims, **lengths, **how
+    )
+
+
+def both(cp: cp_fast.ContextParallel, plan: cp_fast.Plan, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """out, lse, dq, dk, dv of one layer."""
+    q, k, v, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = cp_fast.attention(leaves[0], leaves[1], leaves[2], cp=cp, plan=plan, return_lse=True)
+    return (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("comm", COMMS)
+def test_both_passes_are_captured_and_replayed(comm: str, mask: dict[str, Any]) -> None:
+    def one(member: SimMember) -> None:
+        cp = cp_fast.ContextParallel(member, comm)
+        plan = planned(cp, **mask)
+        static = inputs(0)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                both(cp, plan, static)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = both(cp, plan, static)
+        for seed in (1, 2):
+            for buffer, x in zip(static, inputs(seed), strict=True):
+                buffer.copy_(x)
+            graph.replay()
+            for got, expected in zip(results, both(cp, plan, inputs(seed)), strict=True):
+                torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)  # dq adds up in any order
+        torch.cuda.synchronize()
+
+    SimGroup(1).run(one)
+
+
+@pytest.mark.parametrize("comm", COMMS)
+def test_nothing_waits_for_the_gpu(comm: str) -> None:
+    def one(member: SimMember) -> None:
+        cp = cp_fast.ContextParallel(member, comm)
+        plan, tensors = planned(cp), inputs(0)
+        both(cp, plan, tensors)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            both(cp, plan, tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    SimGroup(1).run(one)
+
+
+def test_a_busy_gpu_does_not_hold_the_host() -> None:
+    """The host is through with a layer while the GPU is still asleep."""
+
+    def one(member: SimMember) -> float:
+        cp = cp_fast.ContextParallel(member)
+        plan, tensors = planned(cp), inputs(0)
+        both(cp, plan, tensors)
+        torch.cuda.synchronize()
+        asleep, through = (torch.cuda.Event() for _ in range(2))
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        asleep.record()
+        both(cp, plan, tensors)
+        through.record()
+        still_asleep = not asleep.query()
+        torch.cuda.synchronize()
+        return float(still_asleep)
+
+    assert SimGroup(1).run(one) == [1.0]
