@@ -73,6 +73,38 @@ def play(group: Any, comm: str, arguments: dict[str, Any], layout: str) -> dict[
     return {name: cp_fast.unshard(x, **split).cpu() for name, x in results.items() if x is not None}
 
 
+def captured(group: Any, comm: str) -> bool:
+    """Whether both passes, captured in a CUDA graph and replayed with other inputs, give what eager calls give."""
+    cp = cp_fast.ContextParallel(group, comm)
+    split = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": cumulative(SLOTS)}
+    sizes: dict[str, Any] = {"heads_q": 8, "heads_kv": 2, "d_qk": 128, "d_v": 128, "dtype": torch.bfloat16}
+    lengths = {"cu_seqlens_q": cumulative(LENGTHS), "cu_seqlens_q_padded": cumulative(SLOTS)}
+    plan = cp_fast.make_plan(cp=cp, qkv_format="thd", device="cuda", deterministic=True, **sizes, **lengths)
+
+    def both(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+        out = cp_fast.attention(leaves[0], leaves[1], leaves[2], cp=cp, plan=plan, deterministic=True)
+        return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+    local = [cp_fast.shard(x.cuda(), **split) for x in tensors().values()]
+    static = [torch.zeros_like(x) for x in local]
+    with torch.autograd.set_multithreading_enabled(False):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            both(static)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = both(static)
+        for buffer, x in zip(static, local, strict=True):
+            buffer.copy_(x)
+        graph.replay()
+        expected = both(local)
+    torch.cuda.synchronize()
+    return all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+
+
 def worker(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     store = f"file://{Path(folder) / 'store'}"
@@ -81,6 +113,8 @@ def worker(rank: int, size: int, folder: str) -> None:
     groups = {comm: mesh if comm == "a2a+p2p" else dist.group.WORLD for comm, _ in CASES}
     found = [play(groups[comm], comm, case, layout) for comm, case in CASES for layout in LAYOUTS]
     torch.save(found, Path(folder) / f"{rank}.pt")
+    same = {comm: captured(group, comm) for comm, group in groups.items()}
+    torch.save(same, Path(folder) / f"graphs {rank}.pt")
     dist.destroy_process_group()
 
 
@@ -90,6 +124,8 @@ def test_nccl_gives_what_the_simulated_group_gives(size: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         spawn(worker, args=(size, folder), nprocs=size)
         by_rank = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size)]
+        graphs = [torch.load(Path(folder) / f"graphs {rank}.pt") for rank in range(size)]
+    assert all(all(same.values()) for same in graphs), graphs
     number = 0
     for comm, case in CASES:
         inputs = {name: x.cuda().double() for name, x in tensors().items()}
