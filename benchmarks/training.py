@@ -15,6 +15,7 @@ import csv
 import os
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,8 +119,8 @@ def attend_alone(cu: torch.Tensor, cu_padded: torch.Tensor) -> Any:
         pieces = []
         for n in range(len(cu) - 1):
             start, stop, length = int(cu_padded[n]), int(cu_padded[n + 1]), int(cu[n + 1] - cu[n])
-            rows = (x[start : start + length].transpose(0, 1)[None] for x in (q, k, v))
-            out = functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+            q_n, k_n, v_n = (x[start : start + length].transpose(0, 1)[None] for x in (q, k, v))
+            out = functional.scaled_dot_product_attention(q_n, k_n, v_n, is_causal=True, enable_gqa=True)
             pieces.append(functional.pad(out[0].transpose(0, 1), (0, 0, 0, 0, 0, stop - start - length)))
         return torch.cat(pieces)
 
@@ -155,10 +156,7 @@ def train(job: Job, cp: cp_fast.ContextParallel | None, device: torch.device) ->
                 dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
                 device=device,
             )
-
-            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any = plan) -> torch.Tensor:
-                return cp_fast.attention(q, k, v, cp=cp, plan=plan)
-
+            attend = partial(cp_fast.attention, cp=cp, plan=plan)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(batch[0], batch[2], attend)
         loss = functional.cross_entropy(logits.float(), batch[1], ignore_index=-1, reduction="sum")

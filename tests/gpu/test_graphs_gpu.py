@@ -29,10 +29,8 @@ def inputs(seed: int) -> list[torch.Tensor]:
 
 def planned(cp: cp_fast.ContextParallel, **how: Any) -> cp_fast.Plan:
     dims: dict[str, Any] = {"heads_q": 8, "heads_kv": 2, "d_qk": 64, "d_v": 64, "dtype": torch.bfloat16}
-    lengths = {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
-    return cp_fast.make_plan(
-        cp=cp, qkv_format="thd", attn_mask_type="padding_causal", device="cuda", **dims, **lengths, **how
-    )
+    dims |= {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
+    return cp_fast.make_plan(cp=cp, qkv_format="thd", attn_mask_type="padding_causal", device="cuda", **dims, **how)
 
 
 def both(cp: cp_fast.ContextParallel, plan: cp_fast.Plan, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

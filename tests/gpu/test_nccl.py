@@ -78,8 +78,8 @@ def captured(group: Any, comm: str) -> bool:
     cp = cp_fast.ContextParallel(group, comm)
     split = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": cumulative(SLOTS)}
     sizes: dict[str, Any] = {"heads_q": 8, "heads_kv": 2, "d_qk": 128, "d_v": 128, "dtype": torch.bfloat16}
-    lengths = {"cu_seqlens_q": cumulative(LENGTHS), "cu_seqlens_q_padded": cumulative(SLOTS)}
-    plan = cp_fast.make_plan(cp=cp, qkv_format="thd", device="cuda", deterministic=True, **sizes, **lengths)
+    sizes |= {"cu_seqlens_q": cumulative(LENGTHS), "cu_seqlens_q_padded": cumulative(SLOTS)}
+    plan = cp_fast.make_plan(cp=cp, qkv_format="thd", device="cuda", deterministic=True, **sizes)
 
     def both(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         leaves = [x.detach().requires_grad_() for x in tensors[:3]]
