@@ -1,0 +1,66 @@
+"""The report of a run: `report.json` for programs and one self-contained `report.html` for readers.
+
+from conformance.report import write_report
+write_report(record, Path("report"))
+
+`python -m conformance.report RECORD.json -o DIR` renders a record, or a `report.json`, again.
+"""
+
+from __future__ import annotations
+
+import json
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from conformance.record import RunRecord
+from conformance.report.masks import Difference, Pair, visibility_difference
+from conformance.report.page import html, summary
+from conformance.report.seen import seen_pairs
+
+__all__ = ["Difference", "Pair", "read_record", "seen_pairs", "visibility_difference", "write_report"]
+
+
+def write_report(record: RunRecord, folder: Path) -> list[Path]:
+    """Write report.json and report.html into a folder, which is made where it is not there.
+
+    Args:
+        record: what was played. `meta` is shown as it is; of it impl, device and command are put to use, and "notes", a
+            list of sentences, is shown first (entries of the ledger that no longer fail, say).
+
+    Returns:
+        The files. report.json has the record itself and what was counted; `read_record` reads it again.
+    """
+    found = summary(record)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = record.to_json() | {"summary": found.to_json()}
+    files = [folder / "report.json", folder / "report.html"]
+    files[0].write_text(json.dumps(_plain(data), separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
+    files[1].write_text(html(found), encoding="utf-8")
+    return files
+
+
+def read_record(path: Path) -> RunRecord:
+    """The record in a file: what a run wrote, or a report.json.
+
+    Raises:
+        ValueError: it is neither; the message names the file.
+    """
+    try:
+        return RunRecord.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"cannot read a record from {path}: {type(error).__name__}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has: an infinity or a NaN becomes the text that `float` reads back; anything unknown becomes text."""
+    match value:
+        case dict():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case float() if not isfinite(value):
+            return str(value)
+        case str() | int() | float() | None:
+            return value
+    return str(value)

@@ -1,0 +1,150 @@
+"""The failing problems of a run, smallest first, each once whatever tiers saw it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from conformance.case import Case
+from conformance.coverage import choices_of, played_case
+from conformance.record import Played, RunRecord
+from conformance.report.masks import Difference, visibility_difference
+from conformance.report.states import FAILING, State, state_of
+
+__all__ = ["Failure", "Refusal", "failures", "refusals", "replay_command"]
+
+# how a feature is written, and what goes without saying
+_BY_NAME = ("schedule", "format", "mask", "layout", "dtype", "lengths", "heads", "dims")
+_BY_AXIS = {
+    **dict.fromkeys(("window", "softmax", "strides", "loss", "gradients"), True),
+    **dict.fromkeys(("softcap", "plan", "deterministic"), False),
+}
+_PLAIN = ("none", "vanilla", "plain", "out", "q, k, v", "off", "without", "no")
+
+
+def replay_command(meta: Mapping[str, Any], played: Played) -> str:
+    """What plays a problem again, for a POSIX shell.
+
+    >>> replay_command({"impl": "my.attention"}, Played("schedule", "errors", "error lengths-decrease", "wrong"))
+    "python -m conformance --impl my.attention --repro 'error lengths-decrease'"
+    """
+    words = ["python", "-m", "conformance", "--impl", str(meta.get("impl", "IMPL"))]
+    if meta.get("device") not in (None, "cpu"):
+        words += ["--device", str(meta["device"]).split(":")[0].split()[0]]
+    if played.text.startswith("Case("):
+        words += ["--tier", played.tier]
+    return shlex.join([*words, "--repro", played.text])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failing problem: `number` counts from 1 in the page, `played` is every play of it that failed."""
+
+    number: int
+    case: Case | None
+    played: tuple[Played, ...]
+    commands: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """What `--repro` takes."""
+        return self.played[0].text
+
+    @property
+    def state(self) -> State:
+        """The worst that happened."""
+        return state_of({p.verdict: 1 for p in self.played})
+
+    @property
+    def shrunk(self) -> bool:
+        """Whether it is the smallest that was found."""
+        return any(p.shrunk for p in self.played)
+
+    @property
+    def size(self) -> str:
+        """In words: how large the problem is."""
+        if self.case is None:
+            return ""
+        p = self.case.problem
+        queries, keys = sum(s.len_q for s in p.sequences), sum(s.len_kv for s in p.sequences)
+        tokens = f"{queries:,}" if queries == keys else f"{queries:,} x {keys:,}"
+        return f"{tokens} token{'' if tokens == '1' else 's'}, {p.cp_size} rank{'' if p.cp_size == 1 else 's'}"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What is special about the problem, in a few words."""
+        if self.case is None:
+            return ()
+        words = []
+        for axis, name in choices_of(self.case):
+            if axis in _BY_NAME and name not in ("plain", "equal", "MHA", "odd of 8"):
+                words.append(name)
+            elif axis in _BY_AXIS and name not in _PLAIN:
+                words.append(f"{axis} {name}" if _BY_AXIS[axis] else axis)
+        return tuple(words)
+
+    @cached_property
+    def difference(self) -> Difference | None:
+        """Who should have seen whom, and who did where a probe knows; None for problems without a mask to show."""
+        if self.case is None or not self.case.problem.pairs + sum(len(p.pairs or ()) for p in self.played):
+            return None
+        return visibility_difference(self.case, next((p.pairs for p in self.played if p.pairs is not None), None))
+
+
+def failures(record: RunRecord) -> tuple[Failure, ...]:
+    """Every failing problem: those that were shrunk first, then by tokens and ranks; named entries last."""
+    groups: dict[str, list[Played]] = {}
+    for played in record.played:
+        if played.verdict in FAILING:
+            groups.setdefault(played.text, []).append(played)
+    cases = {text: played_case(group[0]) for text, group in groups.items()}
+    order = sorted(
+        groups, key=lambda text: (not any(p.shrunk for p in groups[text]), _size(cases[text]), len(text), text)
+    )
+    return tuple(
+        Failure(n, cases[text], tuple(groups[text]), _commands(record, groups[text])) for n, text in enumerate(order, 1)
+    )
+
+
+def _commands(record: RunRecord, group: list[Played]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(replay_command(record.meta, played) for played in group))
+
+
+def _size(case: Case | None) -> tuple[float, int]:
+    if case is None:
+        return float("inf"), 0
+    return sum(s.len_q + s.len_kv for s in case.problem.sequences), case.problem.cp_size
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Problems that were refused, or are not offered, for one reason; `example` is the shortest."""
+
+    verdict: str
+    reason: str
+    count: int
+    where: tuple[str, ...]
+    example: str
+
+
+def refusals(record: RunRecord) -> tuple[Refusal, ...]:
+    """Every reason, the most frequent first."""
+    groups: dict[tuple[str, str], list[Played]] = {}
+    for played in record.played:
+        if played.verdict in ("unsupported", "missing"):
+            reason = "\n".join(played.findings) or "no reason given"
+            groups.setdefault((played.verdict, reason), []).append(played)
+    found = [
+        Refusal(
+            verdict,
+            reason,
+            len(group),
+            tuple(dict.fromkeys(f"{p.level} {p.tier}" for p in group)),
+            min((p.text for p in group), key=lambda text: (len(text), text)),
+        )
+        for (verdict, reason), group in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda r: (-r.count, r.verdict, r.reason)))
