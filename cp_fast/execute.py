@@ -62,12 +62,12 @@ def run_forward(
     wide = wide_dtype(q.dtype)
     merged = Merged((q.shape[0], q.shape[1], v.shape[2]), wide, q.device, kernels)
     max_logit = torch.full((q.shape[1],), float("-inf"), dtype=wide, device=q.device)
-    blocks = _Blocks(Pair(k, v), kernels)
+    blocks, operands = _Blocks(Pair(k, v), kernels), _Operands([q], [], kernels)
     for number, step in enumerate(program.forward):
         with _named("forward", number, program.forward):
             pending = comm.exchange(blocks.give(step), blocks.boxes(step))
         for launch in step.launches:
-            (q_rows,) = kernels.take_rows([q], launch.q_rows)
+            (q_rows,) = operands.rows(launch.q_rows)
             k_rows, v_rows = kernels.take_rows(blocks.now, launch.kv_rows)
             part = backend.forward(
                 q_rows,
@@ -110,6 +110,7 @@ def run_backward(
     dq = Summed(q.shape, wide, q.device, kernels)
     own = Pair(torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
     blocks, grads = _Blocks(Pair(k, v), kernels), own
+    operands = _Operands([q, dout, out], [lse] if dlse is None else [lse, dlse], kernels)
     for number, step in enumerate(program.backward):
         boxes = [Pair(*(x.new_empty(t.size, *x.shape[1:]) for x in own)) for t in step.take_dkv]
         sends = blocks.give(step) + [parcel for give in step.give_dkv for parcel in _give(give, grads, kernels)]
@@ -119,7 +120,7 @@ def run_backward(
         parts: list[tuple[Rows, torch.Tensor, torch.Tensor]] = []
         for launch in step.launches:
             rows = launch.q_rows
-            dout_rows, q_rows, out_rows = kernels.take_rows([dout, q, out], rows)
+            q_rows, dout_rows, out_rows, lse_rows, *dlse_rows = operands.rows(rows)
             k_rows, v_rows = kernels.take_rows(blocks.now, launch.kv_rows)
             part = backend.backward(
                 dout_rows,
@@ -127,8 +128,8 @@ def run_backward(
                 k_rows,
                 v_rows,
                 out_rows,
-                _take_columns(lse, rows),
-                None if dlse is None else _take_columns(dlse, rows),
+                lse_rows,
+                dlse_rows[0] if dlse_rows else None,
                 launch.segments,
                 scale=problem.scale,
                 softcap=problem.softcap,
@@ -150,6 +151,21 @@ def _named(direction: str, number: int, steps: Sequence[KVStep]) -> Iterator[Non
         yield
     except PeerError as error:
         raise PeerError(f"{direction}, step {number} of {len(steps)}: {error}") from error
+
+
+class _Operands:
+    """The query side's operands, by rows. A ring asks for the same rows step after step: the last ones are kept."""
+
+    def __init__(self, by_row: list[torch.Tensor], by_column: list[torch.Tensor], kernels: Kernels) -> None:
+        self._by_row, self._by_column, self._kernels = by_row, by_column, kernels
+        self._last: tuple[Rows, list[torch.Tensor]] | None = None
+
+    def rows(self, rows: Rows) -> list[torch.Tensor]:
+        """These rows of each, contiguous; of LSEs [h, t] the columns."""
+        if self._last is None or self._last[0] is not rows:
+            taken = self._kernels.take_rows(self._by_row, rows)
+            self._last = rows, taken + [_take_columns(x, rows) for x in self._by_column]
+        return self._last[1]
 
 
 class _Blocks:
