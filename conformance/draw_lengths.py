@@ -40,9 +40,7 @@ def rarely() -> SearchStrategy[bool]:
 
 
 @st.composite
-def batched(
-    draw: DrawFn, shape: str, layout: str, cp_size: int, *, padding: bool, cross: bool
-) -> tuple[Sequence, ...]:
+def batched(draw: DrawFn, shape: str, layout: str, cp_size: int, *, padding: bool, cross: bool) -> tuple[Sequence, ...]:
     """bshd and sbhd: one number of slots for the whole batch."""
     unit = divisor(layout, cp_size)
     batch_size = draw(st.integers(1, 3)) if shape == "few" else 40 if shape == "many" else 1

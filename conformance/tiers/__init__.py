@@ -13,6 +13,8 @@ drawn cases, `check(impl, case, device) -> findings` (sentences; empty when all 
 tables, `ids(capabilities)` and `check(impl, entry_id, device) -> findings`; an entry's text is "TIER ID"
 
     errors        malformed calls: every rank raises, none hangs; their texts begin with "error"
+    special       every edge of what attention means, under every schedule
+    known         bugs that were reported of other systems
 
 Both raise `UnsupportedCase` where the implementation does not have what is asked, and says so on every rank.
 """
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 from conformance.capabilities import Capabilities
 from conformance.case import Case
 from conformance.implementation import Implementation
-from conformance.tiers import budget, determinism, errors, hygiene, logic, metamorphic, plan, probes
+from conformance.tiers import budget, determinism, errors, hygiene, known, logic, metamorphic, plan, probes, special
 
 __all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "table_entry"]
 
@@ -64,7 +66,14 @@ CASE_TIERS = {
     )
 }
 
-TABLE_TIERS = {tier.name: tier for tier in (TableTier("errors", "error", errors.ids, errors.check),)}
+TABLE_TIERS = {
+    tier.name: tier
+    for tier in (
+        TableTier("errors", "error", errors.ids, errors.check),
+        TableTier("special", "special", special.ids, special.check),
+        TableTier("known", "known", known.ids, known.check),
+    )
+}
 
 TIER_NAMES = (*CASE_TIERS, *TABLE_TIERS)
 

@@ -7,6 +7,7 @@ import torch
 from conformance.budgets import compare
 from conformance.case import Case
 from conformance.implementation import Implementation
+from conformance.judged import Judged
 from conformance.reference import exact_results
 from conformance.run import play
 from conformance.tensors import GlobalTensors, build
@@ -15,8 +16,8 @@ from conformance.yardstick import eager_attention
 __all__ = ["check", "eager_results"]
 
 
-def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
-    """The results that exceed their budget.
+def check(impl: Implementation, case: Case, device: str = "cpu") -> Judged:
+    """The results that exceed their budget, and how much of it every result used.
 
     Raises:
         UnsupportedCase: the implementation does not have this, and says so on every rank.
@@ -24,10 +25,12 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     tensors = build(case, device)
     played = play(impl, case, tensors)  # before the oracle: fresh memory may hold the right answer
     if played.findings:
-        return played.findings
+        return Judged(played.findings)
     exact = exact_results(case, tensors)
     rows = compare(played.results, exact, eager_results(case, tensors), getattr(torch, case.problem.dtype))
-    return [str(row) for row in rows if not row.ok]
+    used = {f"{row.name} max": row.max_error / row.max_bound for row in rows if row.max_bound > 0}
+    used |= {f"{row.name} mean": row.mean_error / row.mean_bound for row in rows if row.mean_bound > 0}
+    return Judged([str(row) for row in rows if not row.ok], used)
 
 
 def eager_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:

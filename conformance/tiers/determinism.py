@@ -13,7 +13,7 @@ import torch
 from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.tensors import build
-from conformance.tiers.local import Call, on_every_rank, same_bits
+from conformance.tiers.local import Call, Tensors, on_every_rank, same_bits
 
 __all__ = ["check"]
 
@@ -30,17 +30,18 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
 
 def _check_rank(call: Call) -> list[str]:
     first = call.both(call.leaves())
-    _another_call(call)
+    other = _other_values(call)
     found = same_bits("of a second call", first, call.both(call.leaves()))
     plan = call.plan()
     planned = call.both(call.leaves(), plan)
     found += same_bits("of a call with a plan", first, planned)
-    _another_call(call, plan)
+    found += same_bits("of other values with the same plan", other, _other_values(call, plan))
     return found + same_bits("of a second call with the same plan", planned, call.both(call.leaves(), plan))
 
 
-def _another_call(call: Call, plan: object = None) -> None:
+def _other_values(call: Call, plan: object = None) -> Tensors:
     """The same problem with other values: what it leaves behind in memory is not what the next call needs."""
     leaves = {name: (x.detach() * -0.5 + 1.0).requires_grad_(x.requires_grad) for name, x in call.leaves().items()}
-    call.both(leaves, plan)
+    results = call.both(leaves, plan)
     torch.empty(257, dtype=call.dout.dtype, device=call.dout.device).fill_(float("nan"))
+    return results

@@ -15,7 +15,7 @@ from conformance.reference import exact_results
 from conformance.run import play
 from conformance.tensors import GlobalTensors, batch_axis, build, sequence_axis
 
-__all__ = ["check", "tolerance"]
+__all__ = ["check", "check_tensors", "compare", "tolerance"]
 
 
 def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
@@ -24,14 +24,13 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     Raises:
         UnsupportedCase: the implementation does not have this, and says so on every rank.
     """
-    tensors = build(case, device)
+    return check_tensors(impl, case, build(case, device))
+
+
+def check_tensors(impl: Implementation, case: Case, tensors: GlobalTensors) -> list[str]:
+    """`check` with tensors of one's own."""
     played = play(impl, case, tensors)  # before the oracle: fresh memory may hold the right answer
     found = list(played.findings)
-    if case.deterministic and not found:
-        again = play(impl, case, tensors)
-        for name, x in played.results.items():
-            if name not in again.results or not torch.equal(x, again.results[name]):
-                found.append(f"{name} of a second run differs, although deterministic=True")
     exact = exact_results(case, tensors)
     for name, got in played.results.items():
         found += compare(case, tensors, name, got, exact[name])
@@ -41,11 +40,13 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
 def tolerance(case: Case, exact: torch.Tensor) -> float:
     """The largest error that re-ordered sums may make: relative to the largest exact value, 1 at least.
 
-    Scores grow with the square of the magnitude of q and k, and their rounding errors with them.
+    Scores grow with the square of the magnitude of q and k, and their rounding errors with them. In float16 and bfloat16,
+    which the tier does not draw, it is some roundings: the budget tier is closer there.
     """
     finite = exact[exact.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
-    base = 1e-10 if case.problem.dtype == "float64" else 2e-5
+    eps = torch.finfo(getattr(torch, case.problem.dtype)).eps
+    base = {"float64": 1e-10, "float32": 2e-5}.get(case.problem.dtype, 8 * eps)
     return base * case.magnitude**2 * max(1.0, largest)
 
 

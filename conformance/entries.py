@@ -1,0 +1,109 @@
+"""Entries of a table: named problems that are always played, and how each is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from conformance.case import Case
+from conformance.implementation import Implementation
+from conformance.run import UnsupportedCase
+from conformance.tensors import GlobalTensors, build
+from conformance.tiers import budget, determinism, errors, hygiene, logic, metamorphic, plan, probes
+from cp_ref.spec import Problem, Sequence
+
+__all__ = ["SCHEDULES", "Entry", "dense", "every_schedule", "problem"]
+
+SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+_TIERS = {
+    module.__name__.rsplit(".", 1)[1]: module.check
+    for module in (budget, determinism, hygiene, logic, metamorphic, plan, probes)
+}
+
+Change = Callable[[GlobalTensors], GlobalTensors]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is played and how it is judged: every case by every tier, every malformed call, and then `by_hand`.
+
+    Attributes:
+        text: what is special about it, or what went wrong where it was found.
+        cases: problems that have to be right.
+        tiers: drawn tiers that judge each case, by name.
+        change: other values in the tensors, for the tier logic alone.
+        errors: entries of the tier `errors`: calls that have to raise.
+        by_hand: `by_hand(impl, device) -> findings`, for what is no case.
+    """
+
+    text: str
+    cases: tuple[Case, ...] = ()
+    tiers: tuple[str, ...] = ("logic", "probes")
+    change: Change | None = None
+    errors: tuple[str, ...] = ()
+    by_hand: Callable[[Implementation, str], list[str]] | None = None
+
+    def play(self, impl: Implementation, device: str = "cpu") -> list[str]:
+        """All findings, each with the case it belongs to.
+
+        Raises:
+            UnsupportedCase: nothing of the entry is supported; with the last reason.
+        """
+        found: list[str] = []
+        reason, judged = "", 0
+        for where, attempt in self._attempts(impl, device):
+            try:
+                found += [f"{finding} [{where}]" if where else finding for finding in attempt()]
+                judged += 1
+            except UnsupportedCase as refusal:
+                reason = str(refusal)
+        if not judged:
+            raise UnsupportedCase(reason)
+        return found
+
+    def _attempts(self, impl: Implementation, device: str) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+        for case in self.cases:
+            for name in self.tiers:
+                if self.change is not None and name == "logic":
+                    tensors = self.change(build(case, device))
+                    yield str(case), partial(logic.check_tensors, impl, case, tensors)
+                else:
+                    yield str(case), partial(_TIERS[name], impl, case, device)
+        for entry_id in self.errors:
+            yield f"error {entry_id}", partial(errors.check, impl, entry_id, device)
+        if self.by_hand is not None:
+            yield "", partial(self.by_hand, impl, device)
+
+
+def dense(length: int, kv: int | None = None) -> Sequence:
+    """A sequence without padding."""
+    kv = length if kv is None else kv
+    return Sequence(length, kv, length, kv)
+
+
+def problem(cp_size: int, *sequences: Sequence, **fields: object) -> Problem:
+    """A packed float64 problem with 4 query heads over 2 and a causal mask, but for `fields`."""
+    plain = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "heads_q": 4, "heads_kv": 2, "dtype": "float64"}
+    return Problem(cp_size, sequences, **(plain | fields))  # pyright: ignore[reportArgumentType]
+
+
+def every_schedule(case: Case, only: tuple[str, ...] = SCHEDULES) -> tuple[Case, ...]:
+    """The case under every schedule whose a2a the heads allow; a2a+p2p with the inner group as large as it can be,
+    short of all ranks.
+    """
+    p, found = case.problem, []
+    for comm in only:
+        sizes = [n for n in range(p.cp_size, 0, -1) if p.cp_size % n == 0 and _heads_allow(p, n)]
+        if comm == "a2a":
+            sizes = sizes[:1] if sizes[0] == p.cp_size else []
+        elif comm == "a2a+p2p":
+            sizes = [n for n in sizes if n < p.cp_size][:1]
+        else:
+            sizes = [1]
+        found += [replace(case, problem=replace(p, cp_comm_type=comm, a2a_size=n)) for n in sizes]
+    return tuple(found)
+
+
+def _heads_allow(p: Problem, a2a_size: int) -> bool:
+    return p.heads_q % a2a_size == 0 and (p.heads_kv % a2a_size == 0 or a2a_size % p.heads_kv == 0)

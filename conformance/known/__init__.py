@@ -1,0 +1,8 @@
+"""Known bugs: what went wrong in other systems, as named problems, so that nobody makes it again."""
+
+from conformance.known import frameworks, rings, transformer_engine
+from conformance.known.model import Known
+
+__all__ = ["KNOWN", "Known"]
+
+KNOWN: dict[str, Known] = transformer_engine.REPORTS | rings.REPORTS | frameworks.REPORTS

@@ -1,0 +1,171 @@
+"""Bugs in merging, scaling, softcap, sinks, and in the precision of what is added up."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from conformance.mutants.model import Mutant, wrap
+
+__all__ = ["MUTANTS"]
+
+
+def _base_2(merge: Any, *parts: torch.Tensor) -> Any:
+    with mock.patch("torch.logaddexp", torch.logaddexp2):
+        return merge(*parts)
+
+
+def _without_a_maximum(merge: Any, *parts: torch.Tensor) -> Any:
+    def naive(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a.exp() + b.exp()).log()
+
+    with mock.patch("torch.logaddexp", naive):
+        return merge(*parts)
+
+
+def _without_rescaling(merge: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
+    return out_a + out_b, merge(out_a, lse_a, out_b, lse_b)[1]
+
+
+def _weights_exchanged(merge: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
+    return merge(out_b, lse_a, out_a, lse_b)
+
+
+def _stale_lse(merge: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
+    """The running LSE is updated after the output was rescaled by the old one, where both have something."""
+    out, lse = merge(out_a, lse_a, out_b, lse_b)
+    both = (lse_a > -torch.inf) & (lse_b > -torch.inf)
+    return torch.where(both[..., None], out_a + torch.exp(lse_b - lse)[..., None] * out_b, out), lse
+
+
+def _low(x: torch.Tensor) -> torch.Tensor:
+    """Rounded as bfloat16 rounds. float64 stays: these bugs are of low precision alone."""
+    return x if x.dtype == torch.float64 else x.bfloat16().to(x.dtype)
+
+
+def _bf16_out(merge: Any, *parts: torch.Tensor) -> Any:
+    out, lse = merge(*parts)
+    return _low(out), lse
+
+
+def _bf16_tile(tile_forward: Any, *arguments: Any, **named: Any) -> Any:
+    part = tile_forward(*arguments, **named)
+    return part._replace(out=_low(part.out))
+
+
+def _bf16_added(kind: str) -> Any:
+    def add(original: Any, self: Any, what: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
+        original(self, what, rows, heads, *values)
+        if what == kind:
+            for x in self.tensors[what]:
+                x[rows, heads] = _low(x[rows, heads])
+
+    return wrap(add)
+
+
+def _bf16_lse(lse_from_packed: Any, lse: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return lse_from_packed(_low(lse), *rest)
+
+
+def _bf16_scores(scores: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
+    s, slope = scores(q, k, *rest)
+    return _low(_low(s)), slope
+
+
+def _bf16_dq(run_backward: Any, problem: Any, *arguments: Any) -> Any:
+    dq, dk, dv = run_backward(problem, *arguments)
+    return (_low(dq) if problem.dtype == "float16" else dq), dk, dv
+
+
+def _mask_before_softcap(scores: Any, q: Any, k: Any, visible: Any, scale: float, softcap: float) -> Any:
+    """tanh(-inf) is -1: hidden keys get the score -softcap."""
+    if softcap <= 0:
+        return scores(q, k, visible, scale, softcap)
+    s, slope = scores(q, k, torch.ones_like(visible), scale, softcap)
+    return s.masked_fill(~visible[:, None, :], -softcap), slope
+
+
+def _softcap_without_dividing(scores: Any, q: Any, k: Any, visible: Any, scale: float, softcap: float) -> Any:
+    return (
+        scores(q, k, visible, scale / max(softcap, 1.0), softcap) if softcap > 0 else scores(q, k, visible, scale, 0.0)
+    )
+
+
+def _scale_of_v(tile: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> Any:
+    if named["scale"] == q.shape[-1] ** -0.5:
+        named["scale"] = v.shape[-1] ** -0.5
+    return tile(q, k, v, *rest, **named)
+
+
+def _nan_for_nothing(run_forward: Any, *arguments: Any, **named: Any) -> Any:
+    results = run_forward(*arguments, **named)
+    return results._replace(out=results.out.masked_fill((results.lse == -torch.inf)[..., None], torch.nan))
+
+
+def _sink_again(add_sink: Any, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> Any:
+    return add_sink(*add_sink(out, lse, sink), sink)
+
+
+def _sink_without_rescaling(add_sink: Any, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> Any:
+    return out, add_sink(out, lse, sink)[1]
+
+
+def _sink_everywhere(_: Any) -> Any:
+    """Padding rows get the sink too."""
+    return lambda plan, device: torch.arange(_local_rows(plan), device=device)
+
+
+def _local_rows(plan: Any) -> int:
+    p = plan.problem
+    return p.starts_q[-1] // p.cp_size
+
+
+_MERGE = "cp_ref.world.merge"
+_ADD = "cp_ref.world.World.add"
+
+MUTANTS: dict[str, Mutant] = {
+    "lse-in-base-2": Mutant("LSEs are merged to the base 2", _MERGE, wrap(_base_2), "probes"),
+    "merge-without-a-maximum": Mutant("exp(lse) overflows", _MERGE, wrap(_without_a_maximum), "special"),
+    "empty-rows-are-nan": Mutant(
+        "what sees nothing is NaN", "cp_ref.api.run_forward", wrap(_nan_for_nothing), "probes"
+    ),
+    "merge-without-rescaling": Mutant(
+        "partial outputs are added as they are", _MERGE, wrap(_without_rescaling), "probes"
+    ),
+    "merge-weights-exchanged": Mutant("each output has the other's weight", _MERGE, wrap(_weights_exchanged), "probes"),
+    "merge-by-a-stale-lse": Mutant("the running output is not rescaled", _MERGE, wrap(_stale_lse), "logic"),
+    "partial-outputs-in-bf16": Mutant("the running output is kept in bfloat16", _MERGE, wrap(_bf16_out), "budget"),
+    "tiles-rounded-to-bf16": Mutant(
+        "every partial output is rounded to bfloat16", "cp_ref.execute.tile_forward", wrap(_bf16_tile), "budget"
+    ),
+    "dq-in-bf16": Mutant("dq is added up in bfloat16", _ADD, _bf16_added("dq"), "budget"),
+    "dkv-in-bf16": Mutant("dk and dv are added up in bfloat16", _ADD, _bf16_added("dkv"), "budget"),
+    "lse-in-bfloat16": Mutant("lse is rounded", "cp_ref.api.lse_from_packed", wrap(_bf16_lse), "budget"),
+    "scores-in-bf16": Mutant(
+        "scores are rounded before the softmax", "cp_ref.tile._scores", wrap(_bf16_scores), "budget"
+    ),
+    "dq-always-bf16": Mutant("dq is bfloat16 for float16 inputs", "cp_ref.api.run_backward", wrap(_bf16_dq), "budget"),
+    "mask-before-softcap": Mutant(
+        "hidden keys get the score -softcap", "cp_ref.tile._scores", wrap(_mask_before_softcap), "logic"
+    ),
+    "softcap-divides-twice": Mutant(
+        "scores are divided by the softcap once more", "cp_ref.tile._scores", wrap(_softcap_without_dividing), "logic"
+    ),
+    "scale-of-d-v": Mutant(
+        "the default scale is d_v ** -0.5",
+        "cp_ref.execute.tile_forward cp_ref.execute.tile_backward",
+        wrap(_scale_of_v),
+        "logic",
+    ),
+    "sink-on-every-rank": Mutant("the sink is counted twice", "cp_ref.api.add_sink", wrap(_sink_again), "logic"),
+    "sink-dropped": Mutant("softmax_type is ignored", "cp_ref.api._sink", lambda _: lambda *a: None, "probes"),
+    "sink-in-the-lse-alone": Mutant(
+        "out is not rescaled by the sink", "cp_ref.api.add_sink", wrap(_sink_without_rescaling), "probes"
+    ),
+    "sink-in-padding": Mutant("padding rows see the sink", "cp_ref.api._real_rows", _sink_everywhere, "logic"),
+    "max-logit-of-one-rank": Mutant(
+        "max_logit is not reduced", "cp_ref.api.all_reduce_max", lambda _: lambda group, x: x, "logic"
+    ),
+}
