@@ -1,15 +1,41 @@
-"""The kernels in Numba CUDA, for machines with a GPU and no compiler."""
+"""The kernels in Numba CUDA, for machines with a GPU and no compiler: compiled on first use, some seconds each kind.
+
+    kernels     the interface: addresses, strides, grids         launch      on PyTorch's current stream
+    movers      rows of bytes          moves     their tables    maps        which row goes where
+    values      sums and merges        sums      their tables    lengths     indices, lengths, LSEs
+    memory      memory by address: `memory_gpu`, or `memory_sim` in Numba's simulator (NUMBA_ENABLE_CUDASIM=1)
+
+A call costs some tens of microseconds on the host, more than native code; the GPU's time is nearly the same. The first
+call of every kind compiles, which a CUDA graph cannot capture: call it once before.
+"""
 
 from __future__ import annotations
+
+import importlib.util
 
 __all__ = ["load", "why_not"]
 
 
 def why_not() -> str | None:
     """Why these kernels cannot be had; None if they can."""
-    return "not written yet"
+    if importlib.util.find_spec("numba") is None or importlib.util.find_spec("numba_cuda") is None:
+        return "the package numba-cuda is not installed"
+    try:
+        from numba import cuda
+
+        from cp_fast.kernels.numba_cuda.memory import SIMULATED
+
+        if not SIMULATED and not cuda.is_available():
+            return "Numba finds no GPU, or no CUDA libraries to compile with"
+    except ImportError as error:
+        return f"numba cannot be imported: {error}"
+    return None
 
 
 def load(device: str) -> object:
     """The implementation."""
-    raise NotImplementedError
+    from cp_fast.kernels.numba_cuda.kernels import NumbaKernels
+    from cp_fast.kernels.numba_cuda.launch import quiet
+
+    quiet()
+    return NumbaKernels()

@@ -1,0 +1,336 @@
+"""The kernels that compute: pairs of tensors added or converted, and partial results weighed by their LSE.
+
+Blocks work as in `movers`: rows are looked up once, by one thread each. Numbers are read four at a time where
+addresses allow (`width` 4), widened to `wide`, and rounded once, when they are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+from numba import cuda, float32, float64, int64
+
+from cp_fast.kernels.numba_cuda.maps import (
+    entry,
+    find,
+    half_place,
+    lengths_are_right,
+    real_lengths_are_right,
+    row_map,
+)
+from cp_fast.kernels.numba_cuda.memory import divide, fault, load_values, store_values
+from cp_fast.kernels.numba_cuda.movers import FIELDS, INDEX_RULE, LENGTHS_RULE, THREADS
+
+__all__ = ["PIECES", "SIZES", "add_heads_kernel", "pairs_kernel", "weigh_kernel"]
+
+SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+TYPES = {"f32": float32, "f64": float64}
+PIECES = THREADS  # (row, head) pairs of a block of `weigh`
+
+
+@lru_cache
+def pairs_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: str, width: int) -> Any:
+    """kernel(table, plan, count, divisor, rows): target[row] = or += source, `rows` rows a block.
+
+    kind "span" and "index": row i of the source is added to row plan.map(i). "valid": the valid rows are converted.
+    "halves": row i of the target, with the action of its half, plan[6] or plan[7] (0 nothing, 1 add, 2 copy); the
+    source has half the rows where plan[3] is 1. The table is that of `movers`, target first, `words` in elements.
+    """
+    load, load_step = load_values(dtype, wide, width), load_values(step_dtype, wide, width)
+    store = store_values(dtype, wide, width)
+    size, step_size = SIZES[dtype], SIZES[step_dtype]
+    halves, by_lengths, by_index = kind == "halves", kind in ("valid", "halves"), kind == "index"
+    mapped = row_map("valid" if halves else kind)
+    from_zero = int(halves)
+    default_action = 2 if kind == "valid" else 1
+    fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
+
+    @cuda.jit
+    def kernel(table, plan, count, divisor, rows):  # noqa: ANN
+        targets = cuda.shared.array(THREADS, int64)
+        sources = cuda.shared.array(THREADS, int64)
+        actions = cuda.shared.array(THREADS, int64)
+        thread = cuda.threadIdx.x
+        block = cuda.blockIdx.x
+        if by_lengths and cuda.blockIdx.y == 0:
+            number, threads = block * THREADS + thread, cuda.gridDim.x * THREADS
+            if not lengths_are_right(plan[0], plan[1], plan[2], divisor, 1, plan[5], from_zero, number, threads):
+                fail()
+            if not halves and not real_lengths_are_right(plan[3], plan[4], plan[0], plan[1], plan[2], number, threads):
+                fail()
+        first = block * rows
+        here = min(rows, count - first)
+        if thread < here:
+            i = first + thread
+            if halves:
+                place = half_place(i, plan)
+                action = 0
+                if place >= 0:
+                    action = plan[7] if place & 1 else plan[6]
+                step = place >> 1 if plan[3] else i
+                if step >= (plan[5] >> 1 if plan[3] else plan[5]):
+                    action = 0
+                targets[thread] = i
+                sources[thread] = step
+                actions[thread] = action
+            else:
+                row = mapped(i, plan)
+                if by_index and row < 0:
+                    fail()
+                targets[thread] = row
+                sources[thread] = i
+                actions[thread] = default_action if row >= 0 else 0
+        cuda.syncthreads()
+
+        at = cuda.blockIdx.y * FIELDS
+        target, source, target_row, source_row = table[at], table[at + 1], table[at + 2], table[at + 3]
+        heads, target_head, source_head = table[at + 4], table[at + 5], table[at + 6]
+        dim, log_lanes = table[at + 7], table[at + 8]
+        lanes = 1 << log_lanes
+        pieces = here * heads
+        piece = thread >> log_lanes
+        while piece < pieces:
+            row = piece if heads == 1 else divide(piece, heads)
+            head = piece - row * heads
+            action = actions[row]
+            if action != 0:
+                t = target + targets[row] * target_row + head * target_head
+                s = source + sources[row] * source_row + head * source_head
+                element = (thread & (lanes - 1)) * width
+                while element < dim:
+                    a, b, c, d = load_step(s + element * step_size)
+                    if action == 1:
+                        e, f, g, h = load(t + element * size)
+                        a += e
+                        b += f
+                        c += g
+                        d += h
+                    store(t + element * size, a, b, c, d)
+                    element += lanes * width
+            piece += THREADS >> log_lanes
+
+    return kernel
+
+
+@lru_cache
+def add_heads_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: str, width: int) -> Any:
+    """kernel(firsts, plan, count, rows, heads, part_heads, dim, log_lanes, target, target_row, target_head, source,
+    part, source_row, source_head): to every head the parts that hold it, in order; strides in bytes.
+    """
+    load, load_step = load_values(dtype, wide, width), load_values(step_dtype, wide, width)
+    store = store_values(dtype, wide, width)
+    size, step_size = SIZES[dtype], SIZES[step_dtype]
+    mapped, by_index = row_map(kind), kind == "index"
+    fail = fault(f"cp_fast {helper}: {INDEX_RULE}")
+
+    @cuda.jit
+    def kernel(
+        firsts,
+        plan,
+        count,
+        rows,
+        heads,
+        part_heads,
+        dim,
+        log_lanes,
+        target,
+        target_row,
+        target_head,
+        source,
+        part,
+        source_row,
+        source_head,
+    ):  # noqa: ANN
+        found = cuda.shared.array(THREADS, int64)
+        thread = cuda.threadIdx.x
+        first = cuda.blockIdx.x * rows
+        here = min(rows, count - first)
+        if thread < here:
+            row = mapped(first + thread, plan)
+            if by_index and row < 0:
+                fail()
+            found[thread] = row
+        cuda.syncthreads()
+        lanes = 1 << log_lanes
+        pieces = here * heads
+        piece = thread >> log_lanes
+        while piece < pieces:
+            row = divide(piece, heads)
+            head = piece - row * heads
+            other = found[row]
+            held = False
+            for i in range(len(firsts)):
+                if firsts[i] <= head and head < firsts[i] + part_heads:
+                    held = True
+            if other >= 0 and held:
+                t = target + other * target_row + head * target_head
+                element = (thread & (lanes - 1)) * width
+                while element < dim:
+                    a, b, c, d = load(t + element * size)
+                    for i in range(len(firsts)):
+                        if firsts[i] <= head and head < firsts[i] + part_heads:
+                            s = source + i * part + (first + row) * source_row + (head - firsts[i]) * source_head
+                            e, f, g, h = load_step(s + element * step_size)
+                            a += e
+                            b += f
+                            c += g
+                            d += h
+                    store(t + element * size, a, b, c, d)
+                    element += lanes * width
+            piece += THREADS >> log_lanes
+
+    return kernel
+
+
+@lru_cache
+def weigh_kernel(
+    helper: str, kind: str, correct: bool, dtype: str, step_dtype: str, lse_dtype: str, lse_step_dtype: str, width: int
+) -> Any:
+    """kernel(plan, count, divisor, out, step, lse, lse_step): `count` rows of a step into an accumulator, PIECES pairs
+    of a row and a head a block.
+
+    kind "span" and "index": step row i goes to row plan.map(i). "half": to the second halves. "whole": to row i.
+    "padded", for LSEs alone: row i is position i % plan[6] of the second half of sequence i // plan[6].
+    out, step: (address, row stride, head stride) in bytes; out also (heads, dim, log of lanes), dim 0 for none.
+    lse, lse_step: (address, sequence stride, head stride, row stride) in bytes, and columns for a padded one, else 0.
+    Merges (see `Kernels.merge_`), or with `correct` adds exp(lse_step - lse) * step and leaves lse as it is.
+    """
+    wide = "f64" if "f64" in (dtype, step_dtype, lse_dtype, lse_step_dtype) else "f32"
+    real = TYPES[wide]
+    load, load_step = load_values(dtype, wide, width), load_values(step_dtype, wide, width)
+    store = store_values(dtype, wide, width)
+    load_lse, load_lse_step = load_values(lse_dtype, wide, 1), load_values(lse_step_dtype, wide, 1)
+    store_lse = store_values(lse_dtype, wide, 1)
+    size, step_size = SIZES[dtype], SIZES[step_dtype]
+    by_lengths, by_index = kind in ("half", "whole", "padded"), kind == "index"
+    by_half, by_place = kind == "half", kind == "padded"
+    mapped = row_map("span" if by_lengths else kind)
+    fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
+    zero, one, empty = real(0.0), real(1.0), real(-math.inf)
+
+    @cuda.jit
+    def kernel(plan, count, divisor, out, step, lse, lse_step):  # noqa: ANN
+        targets = cuda.shared.array(PIECES, int64)  # by row of the block
+        sequences = cuda.shared.array(PIECES, int64)
+        starts = cuda.shared.array(PIECES, int64)
+        kept = cuda.shared.array(PIECES, real)  # by piece
+        added = cuda.shared.array(PIECES, real)
+        thread = cuda.threadIdx.x
+        block = cuda.blockIdx.x
+        if by_lengths:
+            number, threads = block * THREADS + thread, cuda.gridDim.x * THREADS
+            if not lengths_are_right(plan[0], plan[1], plan[2], divisor, 1, plan[5], 1, number, threads):
+                fail()
+        heads = out[3]
+        first = block * PIECES
+        here = min(PIECES, count * heads - first)
+        first_row = divide(first, heads)
+        rows = divide(first + here - 1, heads) - first_row + 1
+        if thread < rows:
+            i = first_row + thread
+            target, sequence, start = i, 0, 0
+            if by_place:
+                sequence = divide(i, plan[6])
+                half = divide(entry(plan[0], plan[1], sequence + 1) - entry(plan[0], plan[1], sequence), 2)
+                place = i - sequence * plan[6]
+                target = half + place if place < half else -1
+                if half > plan[6]:
+                    fail()
+            elif by_lengths:
+                sequence = find(plan[0], plan[1], plan[2], 2 * i if by_half else i)
+                target = -1
+                if sequence >= 0 and sequence < plan[2]:
+                    start = entry(plan[0], plan[1], sequence)
+                    target = i
+                    if by_half:
+                        half = divide(entry(plan[0], plan[1], sequence + 1) - start, 2)
+                        target = start + half + i - divide(start, 2)
+                    if target < 0 or target >= plan[5]:
+                        target = -1
+            else:
+                target = mapped(i, plan)
+                if by_index and target < 0:
+                    fail()
+            targets[thread] = target
+            sequences[thread] = sequence
+            starts[thread] = start
+        cuda.syncthreads()
+
+        if thread < here:
+            row = divide(first + thread, heads) - first_row
+            head = first + thread - (first_row + row) * heads
+            target, i = targets[row], first_row + row
+            keep, add = one, zero
+            if target >= 0:
+                column, step_column = target, i
+                if lse[4] > 0:
+                    column = target - starts[row]
+                    step_column = i - divide(starts[row], 2) if by_half else column
+                    if by_place:
+                        step_column = i - sequences[row] * plan[6]
+                inside = (lse[4] == 0 or column < lse[4]) and (lse_step[4] == 0 or step_column < lse_step[4])
+                if inside:
+                    at = lse[0] + sequences[row] * lse[1] + head * lse[2] + column * lse[3]
+                    step_at = lse_step[0] + sequences[row] * lse_step[1] + head * lse_step[2]
+                    step_at += step_column * lse_step[3]
+                    old, _, _, _ = load_lse(at)
+                    new, _, _, _ = load_lse_step(step_at)
+                    if correct:
+                        if new != empty:
+                            add = math.exp(new - old)
+                    elif new != empty:
+                        if old == empty:
+                            keep, add = zero, one
+                            store_lse(at, new, zero, zero, zero)
+                        else:
+                            larger = max(old, new)
+                            ratio = math.exp(min(old, new) - larger)
+                            share = one / (one + ratio)
+                            if old > new:
+                                keep, add = share, ratio * share
+                            else:
+                                keep, add = ratio * share, share
+                            store_lse(at, larger + math.log1p(ratio), zero, zero, zero)
+                    elif old == empty:
+                        keep = zero
+                else:
+                    fail()
+            kept[thread] = keep
+            added[thread] = add
+        dim = out[4]
+        if dim == 0:
+            return
+        cuda.syncthreads()
+
+        lanes = 1 << out[5]
+        piece = thread >> out[5]
+        while piece < here:
+            row = divide(first + piece, heads) - first_row
+            head = first + piece - (first_row + row) * heads
+            target = targets[row]
+            keep, add = kept[piece], added[piece]
+            if target >= 0 and (keep != one or add != zero):
+                t = out[0] + target * out[1] + head * out[2]
+                s = step[0] + (first_row + row) * step[1] + head * step[2]
+                element = (thread & (lanes - 1)) * width
+                while element < dim:
+                    a, b, c, d = zero, zero, zero, zero
+                    if keep != zero:
+                        a, b, c, d = load(t + element * size)
+                        a *= keep
+                        b *= keep
+                        c *= keep
+                        d *= keep
+                    if add != zero:
+                        e, f, g, h = load_step(s + element * step_size)
+                        a += e * add
+                        b += f * add
+                        c += g * add
+                        d += h * add
+                    store(t + element * size, a, b, c, d)
+                    element += lanes * width
+            piece += THREADS >> out[5]
+
+    return kernel
