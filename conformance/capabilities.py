@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from conformance.implementation import Implementation, context
+from conformance.case import Case
+from conformance.implementation import as_implementation, context
 from conformance.reference import describe_error, run_ranks
-from conformance.tensors import plan_arguments
+from conformance.run import UnsupportedCase, play
+from conformance.tensors import build, plan_arguments
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 
-__all__ = ["AXES", "EVERYTHING", "Capabilities", "ask", "probe", "variants"]
+__all__ = ["AXES", "EVERYTHING", "WISHES", "Capabilities", "ask", "narrowed", "probe", "variants"]
 
 _SQUARE = (Sequence(16, 16, 16, 16),)
 
@@ -46,6 +48,14 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+# what a case may ask for beyond the problem, as fields of `Case`
+WISHES: dict[str, dict[str, Any]] = {
+    "return_lse": {"return_lse": True},
+    "lse gradient": {"return_lse": True, "loss": "out+lse"},
+    "return_max_logit": {"return_max_logit": True},
+    "deterministic": {"deterministic": True},
+}
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -58,6 +68,7 @@ class Capabilities:
     choices: dict[str, tuple[str, ...]]
     refused: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
+    wishes: tuple[str, ...] = ("use_plan", *WISHES)
 
     def has(self, axis: str, choice: str) -> bool:
         """Whether the choice is supported."""
@@ -67,12 +78,15 @@ class Capabilities:
 EVERYTHING = Capabilities({axis: tuple(choices) for axis, choices in AXES.items()})
 
 
-def ask(impl: Implementation, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
-    """What `supports` says of a problem: (True, "") or (False, reason).
+def ask(impl: Any, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
+    """What `supports` says of a problem: (True, "") or (False, reason). Without a `supports` the problem is played.
 
     Raises:
         ValueError: `supports` raised something itself, or its ranks disagree.
     """
+    impl = as_implementation(impl)
+    if not impl.offers("supports"):
+        return _try(impl, Case(problem), device)
 
     def one_rank(member: Any) -> tuple[bool, str]:
         try:
@@ -92,6 +106,15 @@ def ask(impl: Implementation, problem: Problem, device: str = "cpu") -> tuple[bo
     return answers[0]
 
 
+def _try(impl: Any, case: Case, device: str) -> tuple[bool, str]:
+    """Whether the case is refused; one that fails otherwise is no refusal, and the tiers will see it."""
+    try:
+        play(impl, case, build(case, device))
+    except UnsupportedCase as refusal:
+        return False, str(refusal)
+    return True, ""
+
+
 def variants(base: Problem) -> Iterator[tuple[str, str, Problem]]:
     """(axis, choice, problem) for every choice of every axis, each the base with that one change."""
     for axis, choices in AXES.items():
@@ -99,12 +122,13 @@ def variants(base: Problem) -> Iterator[tuple[str, str, Problem]]:
             yield axis, choice, replace(base, **change)
 
 
-def probe(impl: Implementation, device: str = "cpu") -> Capabilities:
+def probe(impl: Any, device: str = "cpu") -> Capabilities:
     """Ask for a plain problem that is supported, and from there for every choice.
 
     Raises:
         ValueError: there is no plain problem that the implementation supports; with its reasons.
     """
+    impl = as_implementation(impl)
     reasons: set[str] = set()
     for comm, layout, dtype, fmt in product(CP_COMM_TYPES, LAYOUTS, AXES["dtype"], QKV_FORMATS):
         comm_fields = AXES["cp_comm_type"][comm] if comm != "p2p" else {}
@@ -125,4 +149,14 @@ def probe(impl: Implementation, device: str = "cpu") -> Capabilities:
             choices[axis] += (choice,)
         else:
             refused[f"{axis} {choice}"] = reason
-    return Capabilities(choices, refused, device)
+    wishes = tuple(wish for wish, asked in WISHES.items() if _try(impl, Case(base, **asked), device)[0])
+    return Capabilities(choices, refused, device, (("use_plan",) if impl.offers("make_plan") else ()) + wishes)
+
+
+def narrowed(case: Case, capabilities: Capabilities) -> Case:
+    """The case without the wishes that the implementation refuses of a plain problem."""
+    missing = [wish for wish in ("use_plan", *WISHES) if wish not in capabilities.wishes]
+    changes: dict[str, Any] = {wish: False for wish in missing if wish != "lse gradient"}
+    if "return_lse" in missing or "lse gradient" in missing:
+        changes["loss"] = "out"
+    return replace(case, **changes)

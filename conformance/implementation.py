@@ -1,49 +1,195 @@
-"""The implementation under test: what it has to export, and how it is found by name."""
+"""The implementation under test: what it may offer, and how it is found by name.
+
+An implementation is a module or an object. It offers any of four levels; what it lacks is reported as missing.
+
+helpers    `thd`: a namespace with any of the functions of `cp_ref.thd`, with the same names, arguments and results.
+
+merge      `merge(parts) -> (out, lse)`: the result over all keys of partial results over disjoint sets of keys.
+           parts: list of (out, lse), one or more, in any order; out [t, h, d], lse [h, t], natural logarithm, -inf and
+           out 0 where the part saw nothing. Operands are float64, or float32, or out in bfloat16 or float16 with lse in
+           float32. Returns out [t, h, d] in the parts' dtype or wider, and lse [h, t] in theirs. Inputs stay as they are.
+
+kernel     `tile(q, k, v, *, left, right, scale, softcap) -> (out, lse)`: one band tile.
+           q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v]. Query i sees key j iff
+           i + (m - n) - left <= j <= i + (m - n) + right: aligned to the last query and the last key. `left` and `right`
+           are any integers (-1 is minus one, and moves the band off the diagonal), or None for unbounded. Scores are
+           scale * q.k, then softcap * tanh(score / softcap) if softcap > 0. out [n, h_q, d_v] in q's dtype, lse [h_q, n]
+           in float32 (float64 for float64), natural logarithm; a row that sees nothing has out 0 and lse -inf.
+           `tile_backward(q, k, v, out, lse, dout, *, left, right, scale, softcap) -> (dq, dk, dv)`, or `tile` is
+           differentiable by autograd in q, k and v, or neither.
+
+schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on every rank. Beside it, any of
+           ContextParallel  without it `cp` is a `Context`, below
+           supports         without it a problem is unsupported when `attention` raises Unsupported on every rank
+           Unsupported      without it NotImplementedError
+           shard            without it the suite cuts the tensors itself
+           make_plan, unshard, position_ids        without them what needs them is missing
+           group_kind       "member" (the default): the group is one member of a simulated group, with `rank`, `size`,
+                            `exchange`, `all_gather_object` and `split` (see `cp_ref.SimGroup`); all ranks are threads of
+                            one process. "process": it is a torch.distributed ProcessGroup, a pair (a2a_group, p2p_group)
+                            of these for "a2a+p2p", and every rank is a process (gloo on the CPU, NCCL on GPUs).
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
 
-from cp_ref.spec import Problem
+from conformance.record import Level
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, check_choice
 
-__all__ = ["Implementation", "context", "load"]
+__all__ = ["ENTRY_POINTS", "Context", "Implementation", "LoadError", "Missing", "as_implementation", "context", "load"]
+
+ENTRY_POINTS = "cp_attention.implementations"
+
+_LEVEL_MEMBER: dict[Level, str] = {"helpers": "thd", "merge": "merge", "kernel": "tile", "schedule": "attention"}
+_SCHEDULE_MEMBERS = ("ContextParallel", "supports", "Unsupported", "shard", "make_plan", "unshard", "position_ids")
 
 
-class Implementation(Protocol):
-    """A module, or any object, with these members. Signatures as in DESIGN section 4."""
+class LoadError(ValueError):
+    """There is no such implementation, or it offers nothing, or importing it fails."""
 
-    ContextParallel: Any
-    attention: Any
-    make_plan: Any
-    shard: Any
-    unshard: Any
-    position_ids: Any
-    supports: Any
-    Unsupported: Any
+
+class Missing(Exception):
+    """The implementation does not offer a member that was called."""
+
+
+@dataclass
+class Context:
+    """Who takes part, for implementations without a `ContextParallel` of their own.
+
+    `group` is one member of a simulated group or a ProcessGroup; for "a2a+p2p" a pair (a2a_group, p2p_group).
+    """
+
+    group: Any
+    cp_comm_type: str = "p2p"
+    layout: str = "dual_chunk"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError or TypeError for what no call can mean."""
+        check_choice("cp_comm_type", self.cp_comm_type, CP_COMM_TYPES)
+        check_choice("layout", self.layout, LAYOUTS)
+        check_choice("backend", self.backend, ("auto",))
+        if isinstance(self.group, str):
+            raise TypeError(f"group is {self.group!r}; it must be a group of ranks")
+        pair = self.group if isinstance(self.group, tuple) else (self.group,)
+        ranks, sizes = ([_number(part, name) for part in pair] for name in ("rank", "size"))
+        self.size = sizes[0] * sizes[-1] if len(pair) == 2 else sizes[0]
+        self.rank = ranks[1] * sizes[0] + ranks[0] if len(pair) == 2 else ranks[0]  # p2p_rank * a2a_size + a2a_rank
+        self.a2a_size = {"a2a": self.size, "a2a+p2p": sizes[0]}.get(self.cp_comm_type, 1)
+
+
+def _number(group: Any, name: str) -> int:
+    """`group.rank` or `group.size`, which are methods of a ProcessGroup."""
+    value = getattr(group, name)
+    return value() if callable(value) else value
+
+
+class Implementation:
+    """What is under test, with the members that it lacks filled in where that means something.
+
+    Any attribute is that of the module or object; a member that is offered by nobody raises `Missing` when it is
+    called, and is noted in `missed`.
+    """
+
+    def __init__(self, offered: Any, name: str = "") -> None:
+        self.offered = offered
+        self.name = name or getattr(offered, "__name__", type(offered).__name__)
+        self.missed: list[str] = []
+
+    def offers(self, member: str) -> bool:
+        """Whether the module or object has it. (A package may have a submodule called `merge`; that is no merge.)"""
+        value = getattr(self.offered, member, None)
+        return value is not None if member in ("thd", "group_kind") else callable(value)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels that it offers."""
+        return tuple(level for level, member in _LEVEL_MEMBER.items() if self.offers(member))
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The members of levels and of the schedule level that it does not offer."""
+        members = (*_LEVEL_MEMBER.values(), *_SCHEDULE_MEMBERS)
+        return tuple(member for member in members if not self.offers(member))
+
+    @property
+    def group_kind(self) -> str:
+        """ "member" or "process": what its `attention` takes for a group."""
+        return getattr(self.offered, "group_kind", "member")
+
+    @property
+    def Unsupported(self) -> type[Exception]:
+        """What it raises for what it does not have."""
+        return getattr(self.offered, "Unsupported", NotImplementedError)
+
+    def ContextParallel(self, group: Any, *arguments: Any, **options: Any) -> Any:
+        """Its own, or `Context`; a place among processes becomes its ProcessGroup."""
+        pair = tuple(_process_group(part) for part in group) if isinstance(group, tuple) else _process_group(group)
+        return getattr(self.offered, "ContextParallel", Context)(pair, *arguments, **options)
+
+    def supports(self, **arguments: Any) -> tuple[bool, str]:
+        """Its own, or (True, "")."""
+        return self.offered.supports(**arguments) if self.offers("supports") else (True, "")
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's or object's; a function that raises `Missing` where it has none."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.offered, name) if self.offers(name) else self._absent(name)
+
+    def _absent(self, name: str) -> Callable[..., Any]:
+        def absent(*_: Any, **__: Any) -> Any:
+            self.missed.append(name)
+            raise Missing(f"the implementation does not offer {name}")
+
+        return absent
+
+
+def _process_group(group: Any) -> Any:
+    return getattr(group, "process_group", group)
+
+
+def as_implementation(offered: Any) -> Implementation:
+    """A module or object as an `Implementation`; one stays as it is."""
+    return offered if isinstance(offered, Implementation) else Implementation(offered)
 
 
 def load(name: str) -> Implementation:
-    """The implementation called `pkg.module`, or `pkg.module:object`.
+    """The implementation called `name`.
+
+    Args:
+        name: an entry point of the group "cp_attention.implementations", or pkg.module, or pkg.module:object. A class is
+            instantiated, without arguments.
 
     Raises:
-        ValueError: it cannot be imported, or lacks members; all of them are named.
+        LoadError: it cannot be imported (whatever importing it raises), or it offers none of the levels.
     """
-    module, _, attribute = name.partition(":")
+    found = entry_points(group=ENTRY_POINTS, name=name)
+    module, _, attribute = (next(iter(found)).value if found else name).partition(":")
     try:
-        impl: Any = importlib.import_module(module)
+        offered: Any = importlib.import_module(module)
         for part in attribute.split(".") if attribute else ():
-            impl = getattr(impl, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot load the implementation {name!r}: {error}") from error
-    missing = [member for member in Implementation.__annotations__ if not hasattr(impl, member)]
-    if missing:
-        raise ValueError(f"the implementation {name!r} does not export {', '.join(missing)}")
-    return cast("Implementation", impl)
+            offered = getattr(offered, part)
+        if isinstance(offered, type):
+            offered = offered()
+    except Exception as error:
+        raise LoadError(f"cannot load the implementation {name!r}: {type(error).__name__}: {error}") from error
+    impl = Implementation(offered, name)
+    if not impl.levels:
+        members = ", ".join(f"{member} ({level})" for level, member in _LEVEL_MEMBER.items())
+        raise LoadError(f"the implementation {name!r} offers nothing to test; it needs one of {members}")
+    if impl.group_kind not in ("member", "process"):
+        raise LoadError(f"the implementation {name!r} has group_kind {impl.group_kind!r}; it must be member or process")
+    return impl
 
 
-def context(impl: Implementation, problem: Problem, member: Any) -> Any:
-    """One rank's ContextParallel for the problem; `member` is its place in the simulated group."""
+def context(impl: Any, problem: Problem, member: Any) -> Any:
+    """One rank's ContextParallel for the problem; `member` is its place in the group."""
     split = getattr(member, "split", None) if problem.cp_comm_type == "a2a+p2p" else None
     group = member if split is None else split(problem.a2a_size)
-    return impl.ContextParallel(group, problem.cp_comm_type, layout=problem.layout)
+    return as_implementation(impl).ContextParallel(group, problem.cp_comm_type, layout=problem.layout)

@@ -9,7 +9,7 @@ import torch
 from conformance.case import Case
 from cp_ref.spec import Problem, ownership
 
-__all__ = ["assemble", "global_rows", "positions", "where"]
+__all__ = ["assemble", "global_rows", "positions", "take_slice", "where"]
 
 
 @lru_cache(maxsize=256)
@@ -39,6 +39,13 @@ def positions(problem: Problem, side: str, rank: int) -> list[int]:
         return list(rows)
     starts = problem.starts_q if side == "q" else problem.starts_kv
     return [row - max(start for start in starts if start <= row) for row in rows]
+
+
+def take_slice(problem: Problem, x: torch.Tensor, side: str, tail: int, rank: int) -> torch.Tensor:
+    """A rank's slice of a global tensor, for implementations that have no `shard`."""
+    axis = 1 if problem.qkv_format == "bshd" else 0
+    rows = torch.tensor(global_rows(problem, side, tail, rank), dtype=torch.int64, device=x.device)
+    return x.index_select(axis, rows)
 
 
 def assemble(case: Case, parts: list[torch.Tensor], side: str, axis: int) -> torch.Tensor:

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from conformance.case import Case
+from conformance.implementation import Missing
 from conformance.tensors import GlobalTensors, attention_arguments
-from cp_ref import SimGroup, dense_attention
+from cp_ref import SimGroup, dense_attention, thd
+from cp_ref.spec import Band, Rect
+from cp_ref.tile import tile_backward, tile_forward, visible_pairs
 
-__all__ = ["Hang", "Outcome", "describe_error", "exact_results", "run_ranks"]
+__all__ = [
+    "Hang",
+    "Outcome",
+    "RankRunner",
+    "Watch",
+    "describe_error",
+    "exact_helper",
+    "exact_results",
+    "exact_tile",
+    "is_out_of_memory",
+    "run_ranks",
+    "running_ranks_by",
+    "watching",
+]
 
 
 class Hang(RuntimeError):
@@ -26,29 +45,82 @@ class Outcome(NamedTuple):
     error: Exception | None
 
 
+RankRunner = Callable[[int, Callable[[Any], Any], float], list[Outcome]]
+
+
+@dataclass
+class Watch:
+    """What `run_ranks` saw while a problem was played, beside the outcomes that it returned."""
+
+    limit_s: float = float("inf")
+    hung: list[str] = field(default_factory=list)
+    out_of_memory: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+_watch = Watch()
+
+
+@contextmanager
+def watching(limit_s: float = float("inf")) -> Iterator[Watch]:
+    """Inside, no `run_ranks` takes longer than `limit_s`, and what it sees is noted."""
+    global _watch
+    before, _watch = _watch, Watch(limit_s)
+    try:
+        yield _watch
+    finally:
+        _watch = before
+
+
 def describe_error(error: Exception) -> str:
     """An exception's type and message, and where it was raised: file name and line."""
-    trace = error.__traceback__
+    trace, described = error.__traceback__, getattr(error, "described", None)
+    if described is not None:  # it was raised in another process, which said so
+        return described
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     place = "" if trace is None else f" (at {trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})"
     return f"{type(error).__name__}: {error}{place}"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or on a device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 def run_ranks(cp_size: int, fn: Callable[[Any], Any], limit_s: float = 60.0) -> list[Outcome]:
-    """`fn(member)` on every rank of a simulated group, each rank in its thread.
+    """`fn(member)` on every rank of a group: a simulated one, each rank in its thread, or as `running_ranks_by` says.
 
     Returns:
         One outcome per rank; a rank's exception is an outcome. What the group itself finds (an unmatched message) is
         every rank's.
 
     Raises:
-        Hang: after `limit_s` seconds.
+        Hang: after `limit_s` seconds, or the limit of `watching`.
+        Missing: this kind of group cannot do it.
     """
+    try:
+        outcomes = _runner(cp_size, fn, min(limit_s, _watch.limit_s))
+    except Hang as hang:
+        _watch.hung.append(str(hang))
+        raise
+    except Missing as missing:
+        _watch.missing.append(str(missing))
+        raise
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None and is_out_of_memory(outcome.error):
+            _watch.out_of_memory.append(f"rank {rank} ran out of memory: {describe_error(outcome.error)}")
+    return outcomes
 
+
+def _run_simulated(cp_size: int, fn: Callable[[Any], Any], limit_s: float) -> list[Outcome]:
     outcomes: list[Outcome | None] = [None] * cp_size
+    threads: list[int | None] = [None] * cp_size
 
     def guarded(member: Any) -> None:
+        threads[member.rank] = threading.get_ident()
         try:
             outcomes[member.rank] = Outcome(fn(member), None)
         except Exception as error:  # the caller judges it
@@ -63,10 +135,35 @@ def run_ranks(cp_size: int, fn: Callable[[Any], Any], limit_s: float = 60.0) -> 
 
     watched = threading.Thread(target=play, daemon=True)
     watched.start()
-    watched.join(limit_s)
+    watched.join(min(limit_s, threading.TIMEOUT_MAX))
     if watched.is_alive():
-        raise Hang(f"the ranks did not finish within {limit_s:g} s")
+        unfinished = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+        raise Hang(f"the ranks did not finish within {limit_s:g} s: {_where_they_are(unfinished, threads)}")
     return [o or Outcome(None, RuntimeError("the rank did not run")) for o in outcomes]
+
+
+_runner: RankRunner = _run_simulated
+
+
+def running_ranks_by(runner: RankRunner) -> None:
+    """From now on `run_ranks` uses another kind of group; for a process that is one rank of many."""
+    global _runner
+    _runner = runner
+
+
+def _where_they_are(ranks: list[int], threads: list[int | None]) -> str:
+    """The line that each rank is at; those that wait for their turn or for a message are only named."""
+    frames, running, waiting = sys._current_frames(), [], []
+    for rank in ranks:
+        frame = frames.get(threads[rank] or 0)
+        place = None if frame is None else f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        while frame is not None and not frame.f_code.co_filename.endswith("sim_switch.py"):
+            frame = frame.f_back
+        if place is None or frame is not None:
+            waiting.append(str(rank))
+        else:
+            running.append(f"rank {rank} is at {place}")
+    return ", ".join(running + ([f"ranks {' '.join(waiting)} wait"] if waiting else [])) or "all ranks returned"
 
 
 def exact_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
@@ -96,6 +193,41 @@ def exact_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
             results[name] = torch.zeros_like(leaf) if grad is None else grad
     return {name: x.detach() for name, x in results.items()}
+
+
+def exact_helper(name: str) -> Callable[..., Any]:
+    """The reference's THD helper of this name."""
+    return getattr(thd, name)
+
+
+def exact_tile(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    left: int | None,
+    right: int | None,
+    scale: float,
+    softcap: float,
+) -> dict[str, torch.Tensor]:
+    """The oracle's results of one band tile (see `conformance.implementation`), float64: out, lse, dq, dk, dv."""
+    n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
+    band = Band(None if left is None else m - n - left, None if right is None else m - n + right)
+    visible = visible_pairs(band, Rect(0, n, 0, m), q.device)
+    q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    if m == 0:  # no key: a row of scores has no largest one
+        zeros = {"out": dout.new_zeros(dout.shape), "lse": q.new_full((q.shape[1], n), -torch.inf)}
+        return zeros | {"dq": torch.zeros_like(q), "dk": k[:, ::group], "dv": v[:, ::group]}
+    if n == 0:
+        empty = {"out": dout.new_zeros(dout.shape), "lse": q.new_zeros(q.shape[1], 0), "dq": torch.zeros_like(q)}
+        return empty | {"dk": torch.zeros_like(k[:, ::group]), "dv": torch.zeros_like(v[:, ::group])}
+    out, lse, _ = tile_forward(q, k, v, visible, scale=scale, softcap=softcap)
+    delta = (dout * out).sum(-1)
+    dq, dk, dv = tile_backward(q, k, v, dout, lse, delta, visible, scale=scale, softcap=softcap)
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    return {"out": out, "lse": lse.t(), "dq": dq, "dk": dk, "dv": dv}
 
 
 def _clean(x: torch.Tensor) -> torch.Tensor:

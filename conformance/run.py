@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from conformance.case import Case
-from conformance.implementation import Implementation, context
-from conformance.placement import assemble, global_rows
+from conformance.implementation import Implementation, as_implementation, context
+from conformance.placement import assemble, global_rows, take_slice
 from conformance.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
 
-__all__ = ["Played", "UnsupportedCase", "play"]
+__all__ = ["Gathered", "UnsupportedCase", "play"]
 
 
 class UnsupportedCase(Exception):
@@ -21,8 +21,8 @@ class UnsupportedCase(Exception):
 
 
 @dataclass
-class Played:
-    """What came out of one call.
+class Gathered:
+    """What came out of one call, gathered from all ranks.
 
     `results` holds the names of `case.results`, in global order: out, dq, dk, dv like the case's tensors, lse [b, h_q,
     s_q] or [h_q, t_q], max_logit and d_offset [h_q]. `findings` says, in sentences, what is wrong before any value is
@@ -33,25 +33,30 @@ class Played:
     findings: list[str] = field(default_factory=list)
 
 
-def play(impl: Implementation, case: Case, tensors: GlobalTensors, limit_s: float = 20.0) -> Played:
-    """Run forward and backward on all ranks of a simulated group.
+def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float = 20.0) -> Gathered:
+    """Run forward and backward on all ranks of a group.
+
+    Args:
+        impl: an `Implementation`, or what may become one.
 
     Raises:
         UnsupportedCase: `supports` is false and `attention` raised `Unsupported`, on every rank. (A gradient through
-            lse, which `supports` is not told of, may be refused by the backward pass alone.)
+            lse, which `supports` is not told of, may be refused by the backward pass alone; and without a `supports`
+            raising `Unsupported` on every rank is enough.)
     """
+    impl = as_implementation(impl)
     try:
         outcomes = run_ranks(case.problem.cp_size, lambda member: _one_rank(impl, case, tensors, member), limit_s)
     except Hang as hang:
-        return Played(findings=[str(hang)])
+        return Gathered(findings=[str(hang)])
     _raise_if_unsupported(impl, case, outcomes)
-    played = Played()
+    gathered = Gathered()
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None:
-            played.findings.append(f"rank {rank} raised {describe_error(outcome.error)}")
-    if not played.findings:
-        _collect(case, tensors, [o.value for o in outcomes], played)
-    return played
+            gathered.findings.append(f"rank {rank} raised {describe_error(outcome.error)}")
+    if not gathered.findings:
+        _collect(case, tensors, [o.value for o in outcomes], gathered)
+    return gathered
 
 
 class _Refused(Exception):
@@ -62,7 +67,8 @@ def _raise_if_unsupported(impl: Implementation, case: Case, outcomes: list[Outco
     errors = [o.error for o in outcomes]
     if all(isinstance(e, _Refused) for e in errors):
         raise UnsupportedCase(str(errors[0]))
-    if "lse" in case.loss and all(isinstance(e, impl.Unsupported) for e in errors):
+    may_refuse = "lse" in case.loss or not impl.offers("supports")
+    if may_refuse and all(isinstance(e, impl.Unsupported) for e in errors):
         raise UnsupportedCase(str(errors[0]))
 
 
@@ -73,7 +79,7 @@ def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: 
     except impl.Unsupported as refusal:
         raise _Refused(str(refusal)) from refusal
     supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **_wishes(case))
-    inputs = _Inputs(impl, case, tensors, cp)
+    inputs = _Inputs(impl, case, tensors, cp, member.rank)
     try:
         results = _attend(impl, case, tensors, cp, inputs)
     except impl.Unsupported as refusal:
@@ -95,7 +101,7 @@ def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: 
 class _Inputs:
     """One rank's q, k, v, dout and offset; with `case.strided`, views with odd strides into buffers of NaN."""
 
-    def __init__(self, impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any) -> None:
+    def __init__(self, impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, rank: int) -> None:
         p = case.problem
         self.guarded: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self.leaves: dict[str, torch.Tensor] = {}
@@ -104,9 +110,12 @@ class _Inputs:
             padded = None
             if p.qkv_format == "thd":
                 padded = torch.tensor(starts, dtype=torch.int32, device=tensors.q.device)
-            local = impl.shard(
-                getattr(tensors, name), cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded
-            ).detach()
+            whole = getattr(tensors, name)
+            if impl.offers("shard"):
+                local = impl.shard(whole, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded).detach()
+            else:
+                side, tail = ("q", case.tail_q) if name in ("q", "dout") else ("kv", case.tail_kv)
+                local = take_slice(p, whole, side, tail, rank)
             if case.strided:
                 local = self._embed(name, local)
             if name == "dout":
@@ -166,14 +175,16 @@ def _backward(
         torch.autograd.backward([x for x, _ in upstream], [grad for _, grad in upstream])
 
 
-def _collect(case: Case, tensors: GlobalTensors, ranks: list[dict[str, torch.Tensor | None]], played: Played) -> None:
-    """Fill `played` from the ranks' results: shapes and dtypes first, then the global order."""
+def _collect(
+    case: Case, tensors: GlobalTensors, ranks: list[dict[str, torch.Tensor | None]], gathered: Gathered
+) -> None:
+    """Fill `gathered` from the ranks' results: shapes and dtypes first, then the global order."""
     p = case.problem
     axis = sequence_axis(p.qkv_format)
     like = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v, "out": tensors.dout, "lse": tensors.dlse}
     for name in case.results:
         if name in ("max_logit", "d_offset"):
-            _collect_same(case, name, [values[name] for values in ranks], tensors, played)
+            _collect_same(case, name, [values[name] for values in ranks], tensors, gathered)
             continue
         side, tail = ("kv", case.tail_kv) if name in ("dk", "dv") else ("q", case.tail_q)
         model, token_axis = like[name], -1 if name == "lse" else axis
@@ -185,28 +196,28 @@ def _collect(case: Case, tensors: GlobalTensors, ranks: list[dict[str, torch.Ten
             if part is None:  # autograd found no way from the loss to this input
                 part = model.new_zeros(shape)
             if list(part.shape) != shape:
-                played.findings.append(f"{name} of rank {rank} has shape {list(part.shape)}, but should have {shape}")
+                gathered.findings.append(f"{name} of rank {rank} has shape {list(part.shape)}, but should have {shape}")
             if part.dtype != model.dtype:
-                played.findings.append(f"{name} of rank {rank} has dtype {part.dtype}, but should have {model.dtype}")
+                gathered.findings.append(f"{name} of rank {rank} has dtype {part.dtype}, but should have {model.dtype}")
             parts.append(part)
-        if not played.findings:
-            played.results[name] = assemble(case, parts, side, token_axis)
+        if not gathered.findings:
+            gathered.results[name] = assemble(case, parts, side, token_axis)
 
 
 def _collect_same(
-    case: Case, name: str, values: list[torch.Tensor | None], tensors: GlobalTensors, played: Played
+    case: Case, name: str, values: list[torch.Tensor | None], tensors: GlobalTensors, gathered: Gathered
 ) -> None:
     """max_logit and d_offset: [h_q], the same on every rank."""
     first = values[0] if values[0] is not None else tensors.dlse.new_zeros(case.problem.heads_q)
     for rank, value in enumerate(values):
         value = first.new_zeros(first.shape) if value is None else value
         if list(value.shape) != [case.problem.heads_q]:
-            played.findings.append(
+            gathered.findings.append(
                 f"{name} of rank {rank} has shape {list(value.shape)}, but should be [{case.problem.heads_q}]"
             )
         elif not torch.equal(value, first):
-            played.findings.append(
+            gathered.findings.append(
                 f"{name} differs between ranks: {first.tolist()} on rank 0, {value.tolist()} on rank {rank}"
             )
-    if not played.findings:
-        played.results[name] = first
+    if not gathered.findings:
+        gathered.results[name] = first

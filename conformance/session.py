@@ -1,33 +1,55 @@
-"""Running a tier: draws cases with Hypothesis, counts, and keeps the smallest failing one."""
+"""Running tiers: draws problems with Hypothesis, plays them, and looks for the smallest that fails.
+
+Hypothesis runs here; where a problem is played is the player's affair (`conformance.player`, `conformance.workers`).
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis.strategies import SearchStrategy
 
-from conformance.capabilities import Capabilities
-from conformance.case import Case
-from conformance.implementation import Implementation
-from conformance.reference import describe_error
-from conformance.run import UnsupportedCase
+from conformance.blame import blame
+from conformance.capabilities import Capabilities, narrowed
+from conformance.levels import LEVEL_TIERS
+from conformance.player import FAILING, InProcess, Player, Task, task_of
+from conformance.record import Level, Played
 from conformance.strategies import CP_SIZES, cases
-from conformance.tiers import CASE_TIERS, errors
+from conformance.tiers import CASE_TIERS, TABLE_TIERS
 
-__all__ = ["PROFILES", "Failure", "Profile", "TierResult", "replay", "run_errors", "run_tier"]
+__all__ = [
+    "PROFILES",
+    "Failure",
+    "Profile",
+    "TierResult",
+    "drawn_problems",
+    "replay",
+    "run_errors",
+    "run_level_tier",
+    "run_table",
+    "run_tier",
+]
 
 _SHRINK_S = 30.0
-_ERROR_PREFIX = "error "
 
 
 @dataclass(frozen=True)
 class Profile:
-    """How many problems each tier draws, and whether they are the same ones every time."""
+    """How many problems each tier draws, and whether they are the same ones every time.
+
+    `most_failures` is how many different failures a tier looks for. `seed` fixes what is drawn when `derandomize` does
+    not.
+    """
 
     max_examples: int
     derandomize: bool
+    most_failures: int = 1
+    seed: int | None = None
 
 
 PROFILES = {"quick": Profile(60, True), "ci": Profile(500, True), "nightly": Profile(5000, False)}
@@ -35,7 +57,7 @@ PROFILES = {"quick": Profile(60, True), "ci": Profile(500, True), "nightly": Pro
 
 @dataclass(frozen=True)
 class Failure:
-    """A failing case as text that `--repro` takes, and what is wrong with it."""
+    """A failing problem as text that `--repro` takes, and what is wrong with it."""
 
     text: str
     findings: tuple[str, ...]
@@ -43,141 +65,249 @@ class Failure:
 
 @dataclass
 class TierResult:
-    """A tier's counts. A drawn tier stops counting at its first failure, so its `failures` has at most one."""
+    """What a tier played: every problem that was drawn or is in its table, and the smallest failing ones."""
 
     tier: str
-    run: int = 0
-    passed: int = 0
-    unsupported: int = 0
+    played: list[Played] = field(default_factory=list)
     seconds: float = 0.0
-    failures: list[Failure] = field(default_factory=list)
     note: str = ""
+
+    @property
+    def drawn(self) -> list[Played]:
+        """Without those that shrinking found."""
+        return [p for p in self.played if not p.shrunk]
+
+    @property
+    def run(self) -> int:
+        """How many problems were played, shrinking left out."""
+        return len(self.drawn)
+
+    def count(self, *verdicts: str) -> int:
+        """How many of them got one of these verdicts."""
+        return sum(p.verdict in verdicts for p in self.drawn)
+
+    @property
+    def passed(self) -> int:
+        """How many are right."""
+        return self.count("right")
+
+    @property
+    def unsupported(self) -> int:
+        """How many are refused as they should be."""
+        return self.count("unsupported")
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The failing problems: of a drawn tier the smallest of each kind, of a table all of them."""
+        shrunk = [p for p in self.played if p.shrunk]
+        failing = [p for p in self.played if p.verdict in FAILING]
+        return [Failure(p.text, p.findings) for p in shrunk or failing]
+
+
+Judge = Callable[[Played], Played]
+OnProblem = Callable[[], None]
+
+
+def _as_it_is(played: Played) -> Played:
+    return played
 
 
 class _Failed(AssertionError):
-    """What the drawn test raises; the findings are kept beside it."""
+    """What the drawn test raises; what was played is kept beside it."""
 
 
 def run_tier(
-    impl: Implementation,
+    impl: Any,
     tier_name: str,
     capabilities: Capabilities,
     profile: Profile,
     *,
     cp_sizes: Sequence[int] = CP_SIZES,
     shrink: bool = True,
-    on_problem: Callable[[], None] = lambda: None,
+    on_problem: OnProblem = lambda: None,
+    judge: Judge = _as_it_is,
 ) -> TierResult:
     """Draw cases until `profile.max_examples` have passed or one fails; then look for the smallest that fails.
 
     Args:
+        impl: a `Player`, or an implementation, which is played in this process.
         tier_name: one of `CASE_TIERS`.
         shrink: whether to look for a smaller failing case, or to keep the first.
         on_problem: called after every problem, shrinking left out.
+        judge: has the last word on what was played, such as `Ledger.judge`.
     """
-    tier, result, began = CASE_TIERS[tier_name], TierResult(tier_name), time.monotonic()
+    tier = CASE_TIERS[tier_name]
     if not any(capabilities.has("dtype", dtype) for dtype in tier.dtypes):
-        result.note = f"none of {', '.join(tier.dtypes)} is supported"
-        return result
-    failing: dict[str, tuple[str, ...]] = {}
-    give_up_at = [float("inf")]
-
-    @settings(
-        max_examples=profile.max_examples,
-        derandomize=profile.derandomize,
-        deadline=None,
-        database=None,
-        print_blob=True,
-        report_multiple_bugs=False,
-        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-        verbosity=Verbosity.quiet,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        return TierResult(tier_name, note=f"none of {', '.join(tier.dtypes)} is supported")
+    strategy = cases(capabilities, cp_sizes=cp_sizes, dtypes=tier.dtypes).map(lambda c: narrowed(c, capabilities))
+    player = _player(impl, capabilities.device)
+    return drawn_problems(
+        player, "schedule", tier_name, strategy, profile, shrink=shrink, on_problem=on_problem, judge=judge
     )
-    @given(cases(capabilities, cp_sizes=cp_sizes, dtypes=tier.dtypes))
-    def one_problem(case: Case) -> None:
-        text = str(case)
-        if text not in failing:
-            if time.monotonic() > give_up_at[0]:  # enough shrinking: only what is known to fail still does
-                return
-            try:
-                findings, refused = _findings(impl, tier_name, case, capabilities.device), False
-            except UnsupportedCase:
-                findings, refused = [], True
-            if not failing:
-                result.run += 1
-                result.unsupported += refused
-                result.passed += not findings and not refused
-                on_problem()
-            if not findings:
-                return
-            failing[text] = tuple(findings)
-            give_up_at[0] = min(give_up_at[0], time.monotonic() + _SHRINK_S)
-        result.failures = [Failure(text, failing[text])]
-        raise _Failed
 
-    try:
-        one_problem()
-    except Exception as error:
-        if not result.failures:
-            raise
-        if not isinstance(error, _Failed):
-            result.note = f"{type(error).__name__}: {error}"  # Hypothesis found it flaky, say
+
+def run_level_tier(
+    impl: Any,
+    tier_name: str,
+    profile: Profile,
+    device: str = "cpu",
+    *,
+    shrink: bool = True,
+    on_problem: OnProblem = lambda: None,
+    judge: Judge = _as_it_is,
+) -> TierResult:
+    """A tier of a lower level, `LEVEL_TIERS`: `profile.max_examples` problems of each of its functions."""
+    tier, total = LEVEL_TIERS[tier_name], TierResult(tier_name)
+    for strategy in tier.parts.values():
+        part = drawn_problems(
+            _player(impl, device), tier.level, tier_name, strategy, profile, shrink=shrink, on_problem=on_problem,
+            judge=judge,
+        )  # fmt: skip
+        total.played += part.played
+        total.seconds += part.seconds
+        total.note = "; ".join(filter(None, (total.note, part.note)))
+    return total
+
+
+def drawn_problems(
+    player: Player,
+    level: Level,
+    tier_name: str,
+    strategy: SearchStrategy[Any],
+    profile: Profile,
+    *,
+    shrink: bool = True,
+    on_problem: OnProblem = lambda: None,
+    judge: Judge = _as_it_is,
+) -> TierResult:
+    """Draw problems of one strategy and play them. A failure is shrunk; then drawing goes on without the problems that
+    have all the features of the smallest one, until `profile.most_failures` are found. A missing function is played once.
+    """
+    result, began, blamed = TierResult(tier_name), time.monotonic(), []
+    while len(blamed) < profile.most_failures:
+        left = profile.max_examples - result.run
+        if left <= 0 or any(p.verdict == "missing" for p in result.drawn):
+            break
+        round_ = _Round(player, level, tier_name, judge, on_problem)
+        round_.draw(strategy, replace(profile, max_examples=left), shrink, [*blamed])
+        result.played += round_.drawn
+        result.note = result.note or round_.note
+        if round_.smallest is None:
+            break
+        result.played.append(replace(round_.smallest, shrunk=True))
+        features = blame(round_.smallest_problem)
+        if not features:  # the plainest problem fails: so will all
+            break
+        blamed.append(features)
     result.seconds = time.monotonic() - began
     return result
 
 
-def run_errors(
-    impl: Implementation, capabilities: Capabilities, *, on_problem: Callable[[], None] = lambda: None
+class _Round:
+    """One test of Hypothesis: until its first failure, and that one's shrinking."""
+
+    def __init__(self, player: Player, level: Level, tier: str, judge: Judge, on_problem: OnProblem) -> None:
+        self._player, self._level, self._tier, self._judge, self._on_problem = player, level, tier, judge, on_problem
+        self._failing: dict[str, Played] = {}
+        self._give_up_at = float("inf")
+        self.drawn: list[Played] = []
+        self.smallest: Played | None = None
+        self.smallest_problem: Any = None
+        self.note = ""
+
+    def draw(self, strategy: SearchStrategy[Any], profile: Profile, shrink: bool, blamed: list[frozenset[str]]) -> None:
+        @settings(
+            max_examples=profile.max_examples,
+            derandomize=profile.derandomize and profile.seed is None,
+            deadline=None,
+            database=None,
+            print_blob=True,
+            report_multiple_bugs=False,
+            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+            verbosity=Verbosity.quiet,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        )
+        @given(strategy)
+        def one_problem(problem: Any) -> None:
+            if any(features <= blame(problem) for features in blamed):
+                return
+            self._one(problem)
+
+        try:
+            (one_problem if profile.seed is None else hypothesis.seed(profile.seed)(one_problem))()
+        except Exception as error:
+            if self.smallest is None:
+                raise
+            if not isinstance(error, _Failed):
+                self.note = f"{type(error).__name__}: {error}"  # Hypothesis found it flaky, say
+
+    def _one(self, problem: Any) -> None:
+        text = str(problem)
+        if text not in self._failing:
+            if time.monotonic() > self._give_up_at:  # enough shrinking: only what is known to fail still does
+                return
+            if any(p.verdict == "missing" for p in self.drawn):
+                return
+            played = self._judge(self._player.play(Task(self._level, self._tier, text)))
+            if not self._failing:
+                self.drawn.append(played)
+                self._on_problem()
+            if played.verdict not in FAILING:
+                return
+            self._failing[text] = played
+            self._give_up_at = min(self._give_up_at, time.monotonic() + _SHRINK_S)
+        self.smallest, self.smallest_problem = self._failing[text], problem
+        raise _Failed
+
+
+def run_table(
+    impl: Any,
+    tier_name: str,
+    capabilities: Capabilities,
+    *,
+    on_problem: OnProblem = lambda: None,
+    judge: Judge = _as_it_is,
 ) -> TierResult:
-    """The whole table of the tier `errors`; every failing entry is reported."""
-    result, began = TierResult("errors"), time.monotonic()
-    for entry_id in errors.error_ids(capabilities):
-        findings = errors.check(impl, entry_id, capabilities.device)
-        result.run += 1
-        result.passed += not findings
-        if findings:
-            result.failures.append(Failure(_ERROR_PREFIX + entry_id, tuple(findings)))
+    """The whole table of a tier of `TABLE_TIERS`; every failing entry is reported."""
+    tier, result, began = TABLE_TIERS[tier_name], TierResult(tier_name), time.monotonic()
+    player = _player(impl, capabilities.device)
+    for entry_id in tier.ids(capabilities):
+        result.played.append(judge(player.play(Task("schedule", tier_name, f"{tier.word} {entry_id}"))))
         on_problem()
     result.seconds = time.monotonic() - began
     return result
 
 
-def replay(impl: Implementation, text: str, tier_names: Sequence[str], device: str = "cpu") -> list[TierResult]:
-    """Play one case again: `text` is what a failure printed, a `Case(...)` or "error ID".
+def run_errors(impl: Any, capabilities: Capabilities, *, on_problem: OnProblem = lambda: None) -> TierResult:
+    """The whole table of the tier `errors`."""
+    return run_table(impl, "errors", capabilities, on_problem=on_problem)
+
+
+def replay(
+    impl: Any, text: str, tier_names: Sequence[str] = (), device: str = "cpu", *, judge: Judge = _as_it_is
+) -> list[TierResult]:
+    """Play one problem again: `text` is what a failure printed.
+
+    Args:
+        impl: a `Player`, or an implementation, which is played in this process.
+        tier_names: for a `Case(...)`, the tiers that play it; all without any. Other texts name their tier.
 
     Returns:
-        One result for each of the tiers (for an error case, the tier `errors` alone).
+        One result for each of the tiers.
 
     Raises:
-        ValueError: the text is neither.
+        ValueError: the text cannot be read, or names nothing.
     """
-    if text.startswith(_ERROR_PREFIX):
-        result = TierResult("errors", run=1)
-        if findings := errors.check(impl, text.removeprefix(_ERROR_PREFIX).strip(), device):
-            result.failures.append(Failure(text, tuple(findings)))
-        result.passed = 1 - len(result.failures)
-        return [result]
-    case, results = Case.parse(text), []
-    for name in tier_names:
-        if name not in CASE_TIERS:
+    results = []
+    for task in task_of(text):
+        if task.tier in CASE_TIERS and tier_names and task.tier not in tier_names:
             continue
-        began, result = time.monotonic(), TierResult(name, run=1)
-        try:
-            findings = _findings(impl, name, case, device)
-            result.passed = int(not findings)
-            if findings:
-                result.failures.append(Failure(str(case), tuple(findings)))
-        except UnsupportedCase as refusal:
-            result.unsupported, result.note = 1, str(refusal)
-        result.seconds = time.monotonic() - began
-        results.append(result)
+        played = judge(_player(impl, device).play(task))
+        note = "; ".join(played.findings) if played.verdict in ("unsupported", "missing", "known") else ""
+        results.append(TierResult(task.tier, [played], played.seconds, note))
     return results
 
 
-def _findings(impl: Implementation, tier_name: str, case: Case, device: str) -> list[str]:
-    try:
-        return CASE_TIERS[tier_name].check(impl, case, device)
-    except UnsupportedCase:
-        raise
-    except Exception as error:  # the oracle refused what the strategies drew, or the suite itself is wrong
-        return [f"the suite could not judge this case: {describe_error(error)}"]
+def _player(impl: Any, device: str) -> Player:
+    """The player, or one that plays the implementation here."""
+    return impl if hasattr(type(impl), "play") else InProcess(impl, device)

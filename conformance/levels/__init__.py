@@ -1,0 +1,76 @@
+"""The levels below the whole attention: THD helpers, merging, one band tile.
+
+Each tier here plays problems of its own kind, with a text of its own: Helper(...), Merge(...), Tile(...). They are called
+on one process, without a group (but for `get_batch_on_this_cp_rank`), against `cp_ref` or the definition in float64.
+
+helpers             every function of `thd`, well-formed calls
+helpers-malformed   calls that have no right answer: they must raise
+merge               partial results, put together
+kernel              one tile, forward
+kernel-backward     one tile's gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis.strategies import SearchStrategy
+
+from conformance.implementation import Implementation
+from conformance.levels import helpers, kernel, merge
+from conformance.levels.calls import Raised
+from conformance.levels.helpers import HELPER_NAMES
+from conformance.record import Level
+
+__all__ = ["HELPER_NAMES", "LEVEL_TIERS", "LevelTier", "Raised"]
+
+
+@dataclass(frozen=True)
+class LevelTier:
+    """A tier of a lower level. It has one `strategy` for each of its `parts` (functions), played one after the other."""
+
+    name: str
+    level: Level
+    word: str  # how its texts begin
+    needs: tuple[str, ...]
+    parts: dict[str, SearchStrategy[Any]]
+    parse: Callable[[str], Any]
+    check: Callable[[Implementation, Any, str], list[str]]
+
+
+LEVEL_TIERS = {
+    tier.name: tier
+    for tier in (
+        LevelTier(
+            "helpers",
+            "helpers",
+            "Helper",
+            ("thd",),
+            {name: helpers.strategy(name) for name in HELPER_NAMES},
+            helpers.Helper.parse,
+            helpers.check,
+        ),
+        LevelTier(
+            "helpers-malformed",
+            "helpers",
+            "Malformed",
+            ("thd",),
+            {name: helpers.malformed(name) for name in helpers.MAY_BE_MALFORMED},
+            helpers.Malformed.parse,
+            helpers.check_malformed,
+        ),
+        LevelTier("merge", "merge", "Merge", ("merge",), {"merge": merge.strategy}, merge.Merge.parse, merge.check),
+        LevelTier("kernel", "kernel", "Tile", ("tile",), {"tile": kernel.strategy}, kernel.Tile.parse, kernel.check),
+        LevelTier(
+            "kernel-backward",
+            "kernel",
+            "TileGradients",
+            ("tile",),
+            {"tile": kernel.gradients_strategy},
+            kernel.TileGradients.parse,
+            kernel.check,
+        ),
+    )
+}

@@ -1,0 +1,280 @@
+"""Level `helpers`: every THD helper against `cp_ref.thd`, on buffers that show what a helper must not touch.
+
+A target that is changed in place lies inside a larger buffer, whose margins must stay; rows outside the sequences (the
+tail, a half that is not meant) keep their bits; what must not be read holds NaN. Helpers that move data have to give the
+same bits, helpers that compute have to be right to float32 (float64 for float64), with one rounding when they store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from conformance.implementation import Implementation, context
+from conformance.levels.calls import Raised, call, same_bytes, shape_findings, worst
+from conformance.levels.helper_arguments import HELPERS, MOVED_DTYPES, Built
+from conformance.levels.text import LevelCase
+from conformance.reference import Hang, describe_error, exact_helper, run_ranks
+from conformance.run import UnsupportedCase
+from cp_ref.spec import Problem
+
+__all__ = [
+    "HELPER_NAMES",
+    "MAY_BE_MALFORMED",
+    "Helper",
+    "Malformed",
+    "check",
+    "check_malformed",
+    "malformed",
+    "strategy",
+]
+
+HELPER_NAMES = tuple(HELPERS)
+MAY_BE_MALFORMED = tuple(name for name, helper in HELPERS.items() if helper.lengths)
+_SPOILS = ("one too long", "decreasing", "beyond the buffer", "not from 0", "float", "2-d", "empty")
+_MARGIN = 3  # rows of a guard band
+
+
+@dataclass(frozen=True)
+class Helper(LevelCase):
+    """One call of a helper. Which fields it depends on is in `helper_arguments`.
+
+    `slots` are the padded lengths in units that the helper can divide, `real` the share of them, in eighths, that are
+    valid tokens; both are repeated `repeat` times.
+    """
+
+    word: ClassVar[str] = "Helper"
+    name: str = ""
+    slots: tuple[int, ...] = ()
+    real: tuple[int, ...] = ()
+    repeat: int = 1
+    tail: int = 0  # in units too
+    cp_size: int = 1
+    rank: int = 0
+    index_dtype: str = "int32"
+    dtype: str = "float32"
+    wide: bool = False  # accumulate into float32 what has another dtype
+    dims: tuple[int, ...] = ()  # of a row
+    packed: bool = True  # LSEs are [h, t], and not [b, h, s]
+    choices: tuple[int, ...] = (0, 0)  # which half, which action, which format: see the helper
+    spare: int = 0  # room beyond what is needed
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a mistyped text."""
+        if self.name not in HELPERS:
+            raise ValueError(f"there is no helper {self.name!r}; there are: {', '.join(HELPERS)}")
+        if len(self.real) != len(self.slots):
+            raise ValueError(f"slots has {len(self.slots)} lengths and real has {len(self.real)}")
+
+
+@dataclass(frozen=True)
+class Malformed(Helper):
+    """A call that was well-formed until `spoil`."""
+
+    word: ClassVar[str] = "Malformed"
+    spoil: str = _SPOILS[0]
+
+
+@st.composite
+def _cases(draw: DrawFn, name: str) -> Helper:
+    count = draw(st.integers(0, 6))
+    cp_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    dtypes = MOVED_DTYPES if HELPERS[name].moves else ("float32", "float64", "bfloat16", "float16")
+    return Helper(
+        name=name,
+        slots=tuple(draw(st.lists(st.one_of(st.integers(0, 4), st.just(17)), min_size=count, max_size=count))),
+        real=tuple(draw(st.lists(st.integers(0, 8), min_size=count, max_size=count))),
+        repeat=draw(st.sampled_from([1] * 15 + [2500])),  # beyond 12,287 sequences
+        tail=draw(st.integers(0, 3)),
+        cp_size=cp_size,
+        rank=draw(st.integers(0, cp_size - 1)),
+        index_dtype=draw(st.sampled_from(["int32", "int64"])),
+        dtype=draw(st.sampled_from(dtypes)),
+        wide=draw(st.booleans()),
+        dims=draw(st.sampled_from([(), (3,), (2, 4), (1, 64), (8, 16), (5, 7)])),
+        packed=draw(st.booleans()),
+        choices=(draw(st.integers(0, 2)), draw(st.integers(0, 2))),
+        spare=draw(st.integers(0, 2)),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def strategy(name: str) -> SearchStrategy[Helper]:
+    """Well-formed calls of one helper."""
+    return _cases(name)
+
+
+def malformed(name: str) -> SearchStrategy[Malformed]:
+    """Calls of one helper that have no right answer."""
+
+    def spoil(case: Helper, how: str) -> Malformed:
+        fields = {key: value for key, value in vars(case).items() if key != "repeat"}
+        return Malformed(**{**fields, "slots": (*case.slots, 2), "real": (*case.real, 4)}, spoil=how)
+
+    return st.builds(spoil, _cases(name), st.sampled_from(_SPOILS))
+
+
+def check(impl: Implementation, case: Helper, device: str = "cpu") -> list[str]:
+    """The helper's result against the reference's."""
+    if case.name == "get_batch_on_this_cp_rank":
+        return _check_batch(impl, case, device)
+    built = HELPERS[case.name].build(case, device)
+    kept = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in built.arguments.items()}
+    buffer = _guard(built) if built.target else None
+    before = None if buffer is None else buffer.clone()
+    result = call(impl, getattr(impl.thd, case.name), **built.arguments)
+    found = [
+        f"{name} was changed"
+        for name, x in built.arguments.items()
+        if name != built.target and isinstance(x, torch.Tensor) and not same_bytes(x, kept[name])
+    ]
+    if buffer is not None and before is not None:
+        got = built.arguments[built.target]
+        before[_MARGIN : len(before) - _MARGIN] = got
+        if not same_bytes(buffer, before):
+            found.append(f"memory around {built.target} was written to")
+        return found + _judge(case, built, kept, {built.target: got})
+    outputs = result if isinstance(result, tuple) else (result,)
+    names = [case.name] if len(outputs) == 1 else [f"{case.name}[{n}]" for n in range(len(outputs))]
+    return found + _judge(case, built, kept, dict(zip(names, outputs, strict=True)))
+
+
+def _guard(built: Built) -> torch.Tensor:
+    """Put the target into a larger buffer, contiguous as before; the margins hold what nobody would write."""
+    x = built.arguments[built.target]
+    buffer = torch.full((len(x) + 2 * _MARGIN, *x.shape[1:]), 77, dtype=x.dtype, device=x.device)
+    inside = buffer[_MARGIN : len(buffer) - _MARGIN]
+    inside.copy_(x)
+    built.arguments[built.target] = inside
+    return buffer
+
+
+def _judge(case: Helper, built: Built, kept: dict[str, Any], got: dict[str, Any]) -> list[str]:
+    helper, moves = exact_helper(case.name), HELPERS[case.name].moves
+    arguments = {
+        name: x.double() if not moves and isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in kept.items()
+    }
+    target = arguments.get(built.target)
+    arguments = arguments | ({built.target: target.clone()} if target is not None else {})
+    result = helper(**arguments)
+    result = arguments[built.target] if built.target else result
+    exact = dict(zip(got, result if isinstance(result, tuple) else (result,), strict=False))
+    found = []
+    if len(exact) != len(got):
+        return [f"{case.name} returned {len(got)} results"]
+    for name, x in got.items():
+        model = kept[built.target] if built.target else exact[name]
+        wrong = shape_findings(name, x, model.shape, (model.dtype,))
+        if wrong:
+            found += wrong
+        elif moves:
+            found += _same(name, x, exact[name])
+        else:
+            found += _same(f"{name} outside the sequences", x[~built.touched], kept[name][~built.touched])
+            found += worst(name, x[built.touched], exact[name][built.touched], _bound(built, x, exact[name]))
+    return found
+
+
+def _bound(built: Built, got: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """One rounding of the result to its own dtype, and float32 arithmetic (float64 with a float64 operand)."""
+    floats = [x for x in built.arguments.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    wide = torch.float64 if all(x.dtype == torch.float64 for x in floats) else torch.float32
+    largest = max((x[x.isfinite()].abs().max().item() for x in floats if x.isfinite().any()), default=1.0)
+    rounding = torch.finfo(got.dtype).eps / 2 * exact[built.touched].abs().nan_to_num(0.0, 0.0, 0.0)
+    return 1.01 * rounding + 16 * torch.finfo(wide).eps * (1.0 + largest) ** 2
+
+
+def _same(name: str, got: torch.Tensor, exact: torch.Tensor) -> list[str]:
+    """The same bits."""
+    got = got.detach()
+    if same_bytes(got, exact):
+        return []
+    a, b = (x.contiguous().view(torch.uint8) if x.dim() and x.numel() else x for x in (got, exact))
+    wrong = (a != b).reshape(len(got), -1).any(1) if got.dim() else (a != b).reshape(1)
+    rows = wrong.nonzero().flatten().tolist()
+    return [
+        f"{name} is wrong in {len(rows)} of {len(wrong)} rows, first in row {rows[0]}: "
+        f"{_values(got[rows[0]])}, but should be {_values(exact[rows[0]])}"
+    ]
+
+
+def _values(x: torch.Tensor) -> str:
+    values = (x.double() if x.is_floating_point() else x).flatten().tolist()
+    return f"{values[:8]}{' ...' if len(values) > 8 else ''}"
+
+
+def _check_batch(impl: Implementation, case: Helper, device: str) -> list[str]:
+    """`get_batch_on_this_cp_rank` of every rank, with the implementation's own ContextParallel."""
+    built = HELPERS[case.name].build(case, device)
+    helper, problem = getattr(impl.thd, case.name), Problem(case.cp_size, (), layout="dual_chunk")
+
+    def one_rank(member: Any) -> Any:
+        mine = call(impl, helper, cp=context(impl, problem, member), **built.arguments)
+        return mine, exact_helper(case.name)(cp=context(_REFERENCE, problem, member), **built.arguments)
+
+    try:
+        outcomes = run_ranks(case.cp_size, one_rank)
+    except Hang as hang:
+        return [str(hang)]
+    found = []
+    for rank, (value, error) in enumerate(outcomes):
+        if isinstance(error, UnsupportedCase):
+            raise error
+        if error is not None:
+            found.append(str(error) if isinstance(error, Raised) else f"rank {rank} raised {describe_error(error)}")
+            continue
+        got, exact = value
+        if list(got) != list(exact):
+            found.append(f"rank {rank} has the entries {list(got)}, but should have {list(exact)}")
+            continue
+        for name, x in exact.items():
+            if not isinstance(x, torch.Tensor):
+                found += [] if got[name] == x else [f"rank {rank}: {name} is {got[name]!r}, but should be {x!r}"]
+            else:
+                wrong = shape_findings(f"rank {rank}: {name}", got[name], x.shape, (x.dtype,))
+                found += wrong or _same(f"rank {rank}: {name}", got[name], x)
+    return found
+
+
+_REFERENCE = Implementation(object(), "reference")  # whose ContextParallel is the plain `Context`
+
+
+def check_malformed(impl: Implementation, case: Malformed, device: str = "cpu") -> list[str]:
+    """A call without a right answer has to raise ValueError or TypeError, and leave its target as it is."""
+    built = HELPERS[case.name].build(replace(case), device)
+    name, arguments = built.lengths, built.arguments
+    arguments[name] = _spoiled(arguments[name], case.spoil)
+    kept = arguments[built.target].clone() if built.target else None
+    try:
+        exact_helper(case.name)(**{k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in arguments.items()})
+        return []  # it has a right answer after all
+    except (ValueError, TypeError) as refusal:
+        why = refusal
+    try:
+        getattr(impl.thd, case.name)(**arguments)
+    except (ValueError, TypeError, NotImplementedError, impl.Unsupported):
+        changed = kept is not None and not same_bytes(kept, arguments[built.target])
+        return [f"{built.target} was changed by a call that was refused"] if changed else []
+    except Exception as error:
+        return [f"{case.name} raised {describe_error(error)}, but should have raised a ValueError or TypeError: {why}"]
+    return [f"{case.name} returned, but should have raised a ValueError or TypeError: {why}"]
+
+
+def _spoiled(lengths: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "one too long":
+        return torch.cat([lengths[:-1], lengths[-1:] + 1])
+    if how == "decreasing":
+        return torch.cat([lengths, lengths[-1:] - 1])
+    if how == "beyond the buffer":
+        return torch.cat([lengths[:-1], lengths[-1:] + 4096])
+    if how == "not from 0":
+        return torch.cat([lengths[:1] + 2, lengths[1:] + 2])
+    if how == "float":
+        return lengths.double()
+    return lengths[None].repeat(2, 1) if how == "2-d" else lengths[:0]

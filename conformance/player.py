@@ -1,0 +1,147 @@
+"""Playing one problem: from its text to a verdict. Texts travel, so a worker process needs nothing but them.
+
+Task("schedule", "logic", "Case(...)")    ->    Played(..., verdict="right")
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from conformance.case import Case
+from conformance.implementation import Implementation, Missing, as_implementation
+from conformance.judged import Judged
+from conformance.levels import LEVEL_TIERS, Raised
+from conformance.record import Level, Played, Verdict
+from conformance.reference import Watch, describe_error, is_out_of_memory, watching
+from conformance.run import UnsupportedCase
+from conformance.tiers import CASE_TIERS, TABLE_TIERS, table_entry
+
+__all__ = ["FAILING", "InProcess", "Player", "Task", "play_task", "task_of"]
+
+FAILING: tuple[Verdict, ...] = ("wrong", "crashed", "hung", "out of memory")
+
+# what a tier cannot do without, of the schedule level
+_NEEDED = {"plan": ("make_plan", "supports", "shard", "unshard", "position_ids")}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem, and what is to judge it. The text is what `--repro` takes."""
+
+    level: Level
+    tier: str
+    text: str
+
+
+class Player(Protocol):
+    """Plays problems, here or elsewhere."""
+
+    def play(self, task: Task) -> Played:
+        """Play a problem. Never raises for what the implementation does."""
+        ...
+
+
+class InProcess:
+    """Plays in this process. A crash takes it along; a hanging problem leaves its threads behind."""
+
+    def __init__(self, impl: Any, device: str = "cpu", limit_s: float = float("inf")) -> None:
+        self._impl, self._device, self._limit_s = as_implementation(impl), device, limit_s
+
+    def play(self, task: Task) -> Played:
+        """Play a problem."""
+        return play_task(self._impl, task, self._device, self._limit_s)
+
+
+def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: float = float("inf")) -> Played:
+    """Play a problem and say how it went.
+
+    Args:
+        limit_s: when ranks that do not finish are given up, in seconds.
+
+    Raises:
+        ValueError: there is no such tier or entry, or the text cannot be read.
+    """
+    check = _check_of(task)
+    began = time.monotonic()
+    if absent := _absent(impl, task):
+        return Played(task.level, task.tier, task.text, "missing", (f"the implementation does not offer {absent}",))
+    impl.missed.clear()
+    ratios: dict[str, float] = {}
+    with watching(limit_s) as watch:
+        try:
+            judged = check(impl, device)
+            ratios = judged.ratios if isinstance(judged, Judged) else {}
+            verdict, findings = _verdict(judged, watch, impl)
+        except UnsupportedCase as refusal:
+            verdict, findings = "unsupported", [str(refusal)]
+        except Missing as missing:
+            verdict, findings = "missing", [str(missing)]
+        except Raised as raised:
+            verdict, findings = "wrong", [str(raised)]
+        except Exception as error:  # the oracle refused what the strategies drew, or the suite itself is wrong
+            verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
+            if is_out_of_memory(error):
+                verdict, findings = "out of memory", [describe_error(error)]
+    return Played(
+        task.level, task.tier, task.text, verdict, tuple(findings), ratios, round(time.monotonic() - began, 4)
+    )
+
+
+def _verdict(judged: list[str], watch: Watch, impl: Implementation) -> tuple[Verdict, list[str]]:
+    """A tier sees that ranks raised; whether it was for want of memory, time or a member, the watch and the log know."""
+    if not judged:
+        return "right", []
+    if watch.out_of_memory:
+        return "out of memory", watch.out_of_memory + [f for f in judged if "out of memory" not in f.lower()]
+    if watch.hung:
+        return "hung", list(judged)
+    if impl.missed or watch.missing:
+        lacks = [f"the implementation does not offer {name}" for name in sorted(set(impl.missed))]
+        return "missing", lacks + [f"the suite cannot make {what}" for what in sorted(set(watch.missing))]
+    return "wrong", list(judged)
+
+
+def _check_of(task: Task) -> Any:
+    """The function (impl, device) -> findings that judges the task. Raises ValueError if there is none."""
+    if task.level != "schedule":
+        level_tier = LEVEL_TIERS[task.tier]
+        level_case = level_tier.parse(task.text)
+        return lambda impl, device: level_tier.check(impl, level_case, device)
+    if (entry := table_entry(task.text)) is not None:
+        table, entry_id = entry
+        return lambda impl, device: table.check(impl, entry_id, device)
+    if task.tier not in CASE_TIERS:
+        raise ValueError(f"the tier {task.tier!r} does not play {task.text!r}")
+    case = Case.parse(task.text)
+    return lambda impl, device: CASE_TIERS[task.tier].check(impl, case, device)
+
+
+def _absent(impl: Implementation, task: Task) -> str:
+    """What the task needs and the implementation does not offer; empty when nothing is."""
+    needed = _NEEDED.get(task.tier, ("attention",)) if task.level == "schedule" else LEVEL_TIERS[task.tier].needs
+    absent = [member for member in needed if not impl.offers(member)]
+    if not absent and task.level == "helpers":
+        name = LEVEL_TIERS[task.tier].parse(task.text).name
+        absent = [] if hasattr(impl.thd, name) else [f"thd.{name}"]
+    return ", ".join(absent)
+
+
+def task_of(text: str, tier: str | None = None) -> list[Task]:
+    """What `--repro` means: the tasks that a text names, one for each tier that plays it, or for `tier` alone.
+
+    Raises:
+        ValueError: the text cannot be read, or the tier does not play it.
+    """
+    text = text.strip()
+    for name, level_tier in LEVEL_TIERS.items():
+        if text.startswith(level_tier.word + "(") and tier in (None, name):
+            level_tier.parse(text)
+            return [Task(level_tier.level, name, text)]
+    if (entry := table_entry(text)) is not None:
+        return [Task("schedule", entry[0].name, text)]
+    Case.parse(text)
+    if tier in TABLE_TIERS:
+        raise ValueError(f"the tier {tier!r} does not play {text!r}")
+    return [Task("schedule", name, text) for name in ([tier] if tier else CASE_TIERS)]

@@ -1,0 +1,23 @@
+"""Playing problems in other processes, so that a crash or a hang ends one problem and not the run.
+
+    driver (this process)                     worker (python -m conformance.workers)
+    Hypothesis draws  -- Task as text -->     loads the implementation once, plays one problem after the other
+    verdict           <-- Played --------     all ranks are threads of a simulated group
+
+An implementation with `group_kind = "process"` gets a pool of workers instead, one for each rank, with a
+torch.distributed group between them:
+
+    driver            -- Task to all --->     rank 0, rank 1, ...: each plays its own rank, judges the same
+                      <-- outcome -------     at every `run_ranks` each rank says what it got ...
+                      -- all outcomes -->     ... and learns what the others got
+
+Every word between ranks about the problem goes through the driver, so it knows at any time which rank it is waiting for.
+
+pool        the players: `IsolatedPlayer`, `ProcessPlayer`
+worker      the driver's end of one worker process
+ranks       the worker's end of a group of processes
+"""
+
+from conformance.workers.pool import IsolatedPlayer, ProcessPlayer, RemotePlayer, start_player
+
+__all__ = ["IsolatedPlayer", "ProcessPlayer", "RemotePlayer", "start_player"]

@@ -1,0 +1,284 @@
+"""Players whose problems run in worker processes, with a watchdog."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from conformance.capabilities import Capabilities
+from conformance.implementation import LoadError
+from conformance.player import FAILING, Task
+from conformance.record import Played, Verdict
+from conformance.workers.worker import Worker, WorkerDied
+
+__all__ = ["IsolatedPlayer", "ProcessPlayer", "RemotePlayer", "start_player"]
+
+_START_S = 300.0  # for importing and, on a GPU, compiling what the import compiles
+_GRACE_S = 5.0  # for the other ranks, when one has raised
+
+
+class RemotePlayer(ABC):
+    """A `Player` for an implementation that other processes load. Close it, or use it as a context manager."""
+
+    def __init__(self, name: str, device: str, limit_s: float) -> None:
+        self._name, self._device, self._limit_s = name, device, limit_s
+        self.restarts = 0
+
+    @property
+    @abstractmethod
+    def info(self) -> dict[str, Any]:
+        """What the implementation offers: levels, missing, group_kind, name. Raises LoadError."""
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """`conformance.capabilities.probe`, over there. Raises LoadError when that crashes, and ValueError."""
+
+    @abstractmethod
+    def play(self, task: Task) -> Played:
+        """Play a problem. Raises ValueError for a task that means nothing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the processes."""
+
+    def __enter__(self) -> RemotePlayer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ended(self, task: Task, verdict: Verdict, findings: list[str], began: float) -> Played:
+        """A problem that took its workers along."""
+        self.close()
+        self.restarts += 1
+        seconds = round(time.monotonic() - began, 4)
+        return Played(task.level, task.tier, task.text, verdict, tuple(findings), {}, seconds)
+
+
+def start_player(name: str, device: str, limit_s: float, cp_sizes: tuple[int, ...]) -> RemotePlayer:
+    """The player that the implementation needs, by its `group_kind`; it is loaded already.
+
+    Raises:
+        LoadError: there is no such implementation, or loading it crashes or takes too long.
+    """
+    isolated = IsolatedPlayer(name, device, limit_s)
+    if isolated.info["group_kind"] == "member":
+        return isolated
+    isolated.close()
+    return ProcessPlayer(name, device, limit_s, max(cp_sizes))
+
+
+def _first_word(worker: Worker, who: str) -> dict[str, Any]:
+    """What a worker says when it has loaded the implementation."""
+    try:
+        word, info = worker.receive(_START_S)
+    except TimeoutError:
+        worker.stop()
+        raise LoadError(f"{who} did not load the implementation within {_START_S:g} s") from None
+    except WorkerDied as death:
+        worker.stop()
+        raise LoadError(f"{who} died while it loaded the implementation: {death}") from None
+    if word != "ready":
+        worker.stop()
+        raise LoadError(info)
+    return info
+
+
+class IsolatedPlayer(RemotePlayer):
+    """One worker process, in which all ranks of a problem are threads. It is started again when it is needed."""
+
+    def __init__(self, name: str, device: str, limit_s: float) -> None:
+        super().__init__(name, device, limit_s)
+        self._worker: Worker | None = None
+        self._info: dict[str, Any] = {}
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the implementation offers."""
+        self._start()
+        return self._info
+
+    def capabilities(self) -> Capabilities:
+        """The choices that the implementation supports."""
+        worker = self._start()
+        worker.send(("probe",))
+        try:
+            word, answer = worker.receive(_START_S)
+        except (TimeoutError, WorkerDied) as death:
+            self.close()
+            raise LoadError(f"asking what the implementation supports ended its process: {death}") from None
+        if word == "refused":
+            raise ValueError(answer)
+        return answer
+
+    def play(self, task: Task) -> Played:
+        """Play a problem."""
+        worker, began = self._start(), time.monotonic()
+        try:
+            worker.send(("play", task))
+            word, answer = worker.receive(self._limit_s)
+        except TimeoutError:
+            places = "; ".join(worker.where()) or "nobody can say where"
+            return self._ended(
+                task, "hung", [f"the problem did not finish within {self._limit_s:g} s: {places}"], began
+            )
+        except WorkerDied as death:
+            verdict = "out of memory" if death.by_memory else "crashed"
+            return self._ended(task, verdict, [f"the worker process died: {death}"], began)
+        if word == "refused":
+            raise ValueError(answer)
+        if answer.verdict in ("hung", "out of memory"):  # threads are left behind, or memory
+            self.close()
+            self.restarts += 1
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+    def _start(self) -> Worker:
+        if self._worker is None:
+            worker = Worker(self._name, self._device, str(self._limit_s))
+            self._info = _first_word(worker, "the worker process")
+            self._worker = worker
+        return self._worker
+
+
+class ProcessPlayer(RemotePlayer):
+    """A pool of processes, one for each rank, for implementations that take a torch.distributed group."""
+
+    def __init__(self, name: str, device: str, limit_s: float, size: int) -> None:
+        super().__init__(name, device, limit_s)
+        self._size = size
+        self._workers: list[Worker] = []
+        self._info: dict[str, Any] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the implementation offers."""
+        self._start()
+        return self._info
+
+    def capabilities(self) -> Capabilities:
+        """The choices that the implementation supports."""
+        task = Task("schedule", "probe", "what the implementation supports")
+        answer = self._together(("probe",), task, _START_S)
+        if isinstance(answer, Played):
+            raise LoadError(f"asking what the implementation supports failed: {'; '.join(answer.findings)}")
+        return answer
+
+    def play(self, task: Task) -> Played:
+        """Play a problem on all ranks."""
+        played = self._together(("play", task), task, self._limit_s)
+        if played.verdict in FAILING:  # messages may be left on the wire
+            self.close()
+        return played
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.stop()
+        self._workers = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="conformance-")
+        store = str(Path(self._folder.name) / "store")
+        arguments = (self._name, self._device, str(self._limit_s))
+        self._workers = [Worker(*arguments, str(rank), str(self._size), store) for rank in range(self._size)]
+        try:
+            self._info = [_first_word(worker, f"rank {rank}") for rank, worker in enumerate(self._workers)][0]
+        except LoadError:
+            self.close()
+            raise
+
+    def _together(self, message: Any, task: Task, limit_s: float) -> Any:
+        """Let all ranks do the same, and pass their outcomes around, until all are done.
+
+        Returns:
+            What rank 0 answers; or a `Played` for ranks that died or did not finish.
+        """
+        self._start()
+        began = time.monotonic()
+        try:
+            for worker in self._workers:
+                worker.send(message)
+        except WorkerDied as death:
+            return self._ended(task, "crashed", [f"a rank died before the problem began: {death}"], began)
+        turn = _Turn(self._workers)
+        deadline = began + limit_s
+        while not turn.over:
+            for rank in turn.ready(deadline - time.monotonic()):
+                try:
+                    turn.take(rank)
+                except WorkerDied as death:
+                    verdict = "out of memory" if death.by_memory else "crashed"
+                    return self._ended(task, verdict, [f"rank {rank} died: {death}", *turn.errors()], began)
+            if turn.failed and not turn.over:
+                deadline = min(deadline, turn.failed + min(_GRACE_S, limit_s))
+            if time.monotonic() > deadline:
+                return self._ended(task, "hung", [*turn.errors(), *turn.waiting(time.monotonic() - began)], began)
+        word, answer = turn.answers[0]
+        if word == "refused":
+            raise ValueError(answer)
+        return answer
+
+
+class _Turn:
+    """One problem on all ranks: who has said what."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self._workers = workers
+        self.answers: dict[int, tuple[str, Any]] = {}
+        self._outcomes: dict[int, tuple[bool, str, bytes | None]] = {}
+        self.failed = 0.0  # when the first rank of this round raised
+
+    @property
+    def over(self) -> bool:
+        """Whether every rank has answered."""
+        return len(self.answers) == len(self._workers)
+
+    def ready(self, timeout_s: float) -> list[int]:
+        """The ranks that have something to say."""
+        connections = [worker.connection for worker in self._workers]
+        found = wait(connections, max(0.0, min(timeout_s, _GRACE_S / 10)))
+        return [rank for rank, connection in enumerate(connections) if connection in found]
+
+    def take(self, rank: int) -> None:
+        """Take in what a rank says; when all have said what they got, tell all. Raises WorkerDied."""
+        word, *rest = self._workers[rank].receive(1.0)
+        if word != "outcome":
+            self.answers[rank] = (word, rest[0])
+            return
+        self._outcomes[rank] = (rest[0], rest[1], rest[2])
+        if rest[0] and not self.failed:
+            self.failed = time.monotonic()
+        if len(self._outcomes) == len(self._workers):
+            everyone = [self._outcomes[n][2] for n in range(len(self._workers))]
+            self._outcomes, self.failed = {}, 0.0
+            for worker in self._workers:
+                worker.send(("outcomes", everyone))
+
+    def errors(self) -> list[str]:
+        """What ranks raised in this round."""
+        return [f"rank {rank} raised {said}" for rank, (failed, said, _) in sorted(self._outcomes.items()) if failed]
+
+    def waiting(self, seconds: float) -> list[str]:
+        """The ranks that have not come back, and where they are."""
+        found = []
+        for rank, worker in enumerate(self._workers):
+            if rank not in self._outcomes and rank not in self.answers:
+                places = "; ".join(worker.where()[:2]) or "nobody can say where"
+                found.append(f"rank {rank} did not finish within {seconds:.3g} s: {places}")
+        return found

@@ -1,0 +1,120 @@
+"""The worker's end of a group of processes: `run_ranks` over torch.distributed, with the driver in the middle."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.implementation import Missing
+from conformance.reference import Hang, Outcome, describe_error
+from conformance.run import UnsupportedCase
+
+__all__ = ["Place", "ProcessRanks"]
+
+_KINDS: tuple[type[Exception], ...] = (
+    Missing,
+    UnsupportedCase,
+    MemoryError,
+    NotImplementedError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place in a group; `Implementation.ContextParallel` takes its `process_group`."""
+
+    rank: int
+    size: int
+    process_group: Any
+    first: int = 0
+    ranks: tuple[int, ...] = ()
+
+    def split(self, a2a_size: int) -> tuple[Place, Place]:
+        """Its places in its a2a group and in its p2p group: rank = p2p_rank * a2a_size + a2a_rank."""
+        if a2a_size < 1 or self.size % a2a_size:
+            raise ValueError(f"a2a_size is {a2a_size}; it must divide the group's size {self.size}")
+        first = self.rank - self.rank % a2a_size
+        inner = tuple(range(first, first + a2a_size))
+        outer = tuple(range(self.rank % a2a_size, self.size, a2a_size))
+        return _place(inner, self.rank), _place(outer, self.rank)
+
+
+_groups: dict[tuple[int, ...], Any] = {}
+
+
+def _place(ranks: tuple[int, ...], rank: int) -> Place:
+    """A group of these ranks, made once; only its members take part in making it."""
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return Place(ranks.index(rank), len(ranks), _groups[ranks])
+
+
+class ProcessRanks:
+    """A `RankRunner`: the first `cp_size` processes of the pool are the ranks; the others listen to what comes out."""
+
+    def __init__(self, connection: Any, rank: int, size: int, device: str) -> None:
+        self._connection, self._rank, self._size, self._device = connection, rank, size, device
+        self._inside = False
+
+    def __call__(self, cp_size: int, fn: Callable[[Any], Any], limit_s: float) -> list[Outcome]:
+        """As `conformance.reference.run_ranks`; the driver watches the time."""
+        if self._inside:
+            raise Missing("a group of processes inside another one")
+        if cp_size > self._size:
+            raise Missing(f"a group of {cp_size} processes (the pool has {self._size})")
+        outcome = None
+        if self._rank < cp_size:
+            self._inside = True
+            try:
+                outcome = Outcome(fn(_place(tuple(range(cp_size)), self._rank)), None)
+            except Exception as error:
+                outcome = Outcome(None, error)
+            finally:
+                self._inside = False
+        failed = outcome is not None and outcome.error is not None
+        said = describe_error(outcome.error) if outcome is not None and outcome.error is not None else ""
+        self._connection.send(("outcome", failed, said, None if outcome is None else _pack(outcome)))
+        word, answer = self._connection.recv()
+        if word != "outcomes":
+            raise Hang(answer)
+        return [_unpack(packed, self._device) for packed in answer[:cp_size]]
+
+
+def _pack(outcome: Outcome) -> bytes:
+    """What can travel of an outcome: an exception that cannot becomes one of its kind, a value its type's name."""
+    value, error = outcome
+    if error is not None:
+        error = _portable(error)
+    buffer = io.BytesIO()
+    try:
+        torch.save((value, error), buffer)
+    except Exception:  # a plan with streams in it, say; nobody looks at it here
+        buffer = io.BytesIO()
+        torch.save((f"<{type(value).__name__}>", error), buffer)
+    return buffer.getvalue()
+
+
+def _unpack(packed: bytes, device: str) -> Outcome:
+    return Outcome(*torch.load(io.BytesIO(packed), map_location=device, weights_only=False))
+
+
+def _portable(error: Exception) -> Exception:
+    described = describe_error(error)
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        if str(copy) != str(error):
+            raise ValueError("it is another after travelling")
+    except Exception:
+        kind = next((kind for kind in _KINDS if isinstance(error, kind)), Exception)
+        copy = kind(str(error))
+    copy.described = described  # type: ignore[attr-defined]  # the traceback stays behind
+    return copy
