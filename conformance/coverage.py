@@ -221,7 +221,10 @@ def choices_of(case: Case) -> tuple[Choice, ...]:
 def played_case(played: Played) -> Case | None:
     """The case of what was played; None where it is not about one (helpers, malformed calls)."""
     text = played.case or played.text
-    return Case.parse(text) if text.startswith("Case(") else None
+    return _parsed(text) if text.startswith("Case(") else None
+
+
+_parsed = lru_cache(maxsize=1 << 14)(Case.parse)  # coverage, matrix and list of failures all ask
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class RunRecord:
 
 
 def _played(data: dict[str, Any]) -> Played:
-    """Lists, which is all that JSON has, become tuples again."""
+    """Lists, which is all that JSON has, become tuples again, and "inf" and "nan" numbers."""
+    ratios = {name: float(ratio) for name, ratio in data.get("ratios", {}).items()}
     pairs = data.get("pairs")
     pairs = None if pairs is None else tuple((int(q), int(k)) for q, k in pairs)
-    return Played(**{**data, "findings": tuple(data["findings"]), "pairs": pairs})
+    return Played(**{**data, "findings": tuple(data["findings"]), "ratios": ratios, "pairs": pairs})

@@ -33,11 +33,19 @@ def write_report(record: RunRecord, folder: Path) -> list[Path]:
     """
     found = summary(record)
     folder.mkdir(parents=True, exist_ok=True)
-    data = record.to_json() | {"summary": found.to_json()}
+    data = {**_brief(record), "summary": found.to_json()}
     files = [folder / "report.json", folder / "report.html"]
     files[0].write_text(json.dumps(_plain(data), separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
     files[1].write_text(html(found), encoding="utf-8")
     return files
+
+
+def _brief(record: RunRecord) -> dict[str, Any]:
+    """The record without what is empty in most problems, and would be most of the file."""
+    data = record.to_json()
+    empty = {"ratios": {}, "shrunk": False, "case": None, "pairs": None}
+    played = [{k: v for k, v in p.items() if k not in empty or v != empty[k]} for p in data["played"]]
+    return data | {"played": played}
 
 
 def read_record(path: Path) -> RunRecord:

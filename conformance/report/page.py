@@ -103,7 +103,7 @@ def html(found: Summary) -> str:
     shown = [panel for panel in found.panels[1:] if panel.cells]
     return environment.get_template("report.html").render(
         found=found,
-        meta=found.record.meta,
+        meta={"impl": "", "command": "", "notes": ()} | found.record.meta,
         groups={
             name: panels for name, axes in GROUPS.items() if (panels := [p for p in shown if p.choice.axis in axes])
         },

@@ -49,7 +49,7 @@ def state_of(counts: Mapping[str, int]) -> State:
 def counted(counts: Mapping[str, int]) -> str:
     """The counts in words, most telling first.
 
-    >>> counted(Counter(right=2, wrong=1)), counted({})
+    >>> counted({"right": 2, "wrong": 1}), counted({})
     ('1 wrong, 2 right', 'not exercised')
     """
     order = [v for state in STATES.values() for v in state.verdicts]

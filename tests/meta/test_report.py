@@ -1,0 +1,260 @@
+"""The report's numbers, and its page as text: what it says, what it escapes, how large it is."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from conformance.case import Case
+from conformance.record import VERDICTS, Played, RunRecord
+from conformance.report import read_record, write_report
+from conformance.report.__main__ import app
+from conformance.report.failures import failures, refusals, replay_command
+from conformance.report.matrix import matrix
+from conformance.report.page import summary
+from conformance.report.ratios import BINS, ratios
+from conformance.report.states import FAILING, STATES, state_of
+from cp_ref.spec import CP_COMM_TYPES, MASKS, QKV_FORMATS, Problem, Sequence
+from tests.meta.report_records import META, made_up
+
+SQUARE = (Sequence(8, 8, 8, 8),)
+
+
+def _played(verdict: str, tokens: int = 8, tier: str = "logic", cp_size: int = 2, **more: object) -> Played:
+    case = Case(Problem(cp_size, (Sequence(tokens, tokens, tokens, tokens),)))
+    return Played("schedule", tier, str(case), verdict, **more)  # type: ignore[arg-type]
+
+
+class _Tags(HTMLParser):
+    """Every tag with its attributes, and the text of each element with a class or an id that was asked for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def record() -> RunRecord:
+    return made_up(400)
+
+
+@pytest.fixture(scope="module")
+def files(record: RunRecord, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return write_report(record, tmp_path_factory.mktemp("made") / "a" / "report")
+
+
+def test_every_verdict_has_one_state_and_failing_ones_outweigh_the_others() -> None:
+    assert sorted(v for state in STATES.values() for v in state.verdicts) == sorted(VERDICTS)
+    assert len({state.symbol for state in STATES.values()}) == len(STATES)
+    for verdict in FAILING:
+        assert verdict in state_of(dict.fromkeys(("right", "unsupported", "missing", "known", verdict), 1)).verdicts
+    assert state_of({"right": 0}).name == "none"
+
+
+def test_failures_are_grouped_and_sorted_by_size() -> None:
+    record = RunRecord(
+        {"impl": "x"},
+        (
+            Played("schedule", "errors", "error a", "wrong"),
+            _played("wrong", 9, tier="budget"),
+            _played("right", 1),
+            _played("crashed", 7),
+            _played("wrong", 7, tier="probes"),
+            _played("wrong", 7, cp_size=1),
+            _played("wrong", 64, shrunk=True),
+            _played("known", 2),
+            _played("unsupported", 2),
+        ),
+    )
+    found = failures(record)
+    assert [f.number for f in found] == [1, 2, 3, 4, 5]
+    sizes = ["64 tokens, 2 ranks", "7 tokens, 1 rank", "7 tokens, 2 ranks", "9 tokens, 2 ranks", ""]
+    assert [f.size for f in found] == sizes
+    assert [p.tier for p in found[2].played] == ["logic", "probes"]
+    assert found[2].state.name == "wrong"
+    assert len(found[2].commands) == 2
+    assert found[4].text == "error a"
+    assert found[4].difference is None
+
+
+def test_commands_play_the_problem_again() -> None:
+    case = Case(Problem(2, SQUARE, softmax_type="learnable"), grads="o")
+    played = Played("schedule", "probes", str(case), "wrong")
+    words = shlex.split(replay_command({"impl": "a.b:c", "device": "cuda (a large one)"}, played))
+    assert words[:3] == ["python", "-m", "conformance"]
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    assert options == {"--impl": "a.b:c", "--device": "cuda", "--tier": "probes", "--repro": str(case)}
+    assert Case.parse(options["--repro"]) == case
+    assert "--device" not in replay_command({"impl": "x", "device": "cpu"}, played)
+
+
+def test_the_matrix_by_hand() -> None:
+    played = (
+        _played("right"),
+        _played("wrong", 9),
+        _played("unsupported", 10),
+        replace(_played("right"), text=str(Case(Problem(2, SQUARE, qkv_format="thd", window_size=(3, -1))))),
+        replace(_played("unsupported"), text=str(Case(Problem(2, SQUARE, qkv_format="thd", window_size=(4, -1))))),
+        Played("schedule", "special", "special x", "missing", case=str(Case(Problem(2, SQUARE, qkv_format="sbhd")))),
+        Played("helpers", "helpers", "helper x", "wrong"),
+    )
+    everything, *panels = matrix(RunRecord({}, played), {played[1].text: 7})
+    cells = everything.cells
+    assert set(cells) == {("p2p", fmt, "causal") for fmt in QKV_FORMATS}
+    bshd, thd = cells["p2p", "bshd", "causal"], cells["p2p", "thd", "causal"]
+    assert (bshd.state.name, bshd.words, bshd.failing) == ("wrong", "1 wrong, 1 right, 1 unsupported", [7])
+    assert (thd.state.name, thd.partly, thd.failing) == ("right", True, [])
+    assert cells["p2p", "sbhd", "causal"].state.name == "missing"
+    (left,) = [panel for panel in panels if str(panel.choice) == "window: left"]
+    assert left.cells == {("p2p", "thd", "causal"): thd}
+    (right,) = [panel for panel in panels if str(panel.choice) == "window: right"]
+    rows = dict(right.rows)
+    assert "right side" in rows["causal"][0][2].impossible
+    assert not rows["no_mask"][0][2].impossible
+    assert [len(row) for row in rows.values()] == [len(CP_COMM_TYPES) * len(QKV_FORMATS)] * len(MASKS)
+
+
+def test_ratios_by_hand() -> None:
+    values = (0.5, 1.0, 1.01, float("inf"), 0.02)
+    played = [_played("right", n + 1, ratios={"dq max": value}) for n, value in enumerate(values)]
+    played.append(_played("right", 60, ratios={"out mean": 0.25}))
+    out, dq = ratios(RunRecord({}, tuple(played)))
+    assert (out.result, out.measure, out.beyond) == ("out", "mean", 0)
+    assert dq.values == (0.02, 0.5, 1.0, 1.01, float("inf"))
+    assert dq.worst is played[3]
+    assert dq.beyond == 2
+    assert dq.quantile(0.5) == 1.0
+    assert dq.histogram == [int(n in (0, 9, 19, 20, BINS - 1)) for n in range(BINS)]
+    (nan,) = ratios(RunRecord({}, (_played("wrong", ratios={"dk max": float("nan")}), *(played[:0]))))
+    assert (nan.beyond, nan.histogram[-1]) == (1, 1)
+
+
+def test_refusals_are_grouped_by_reason() -> None:
+    refused = [_played("unsupported", n, findings=("no",)) for n in (20, 3, 9)]
+    record = RunRecord({}, (*refused, _played("missing", findings=("never",))))
+    often, once = refusals(record)
+    assert (often.reason, often.count, often.example) == ("no", 3, _played("right", 3).text)
+    assert (once.verdict, once.reason, once.where) == ("missing", "never", ("schedule logic",))
+
+
+def test_the_json_reads_back_and_says_what_the_record_says(files: list[Path], record: RunRecord) -> None:
+    assert read_record(files[0]) == record
+    data = json.loads(files[0].read_text())["summary"]
+    assert sum(data["counts"].values()) == len(record.played)
+    assert sum(sum(c.values()) for c in data["levels"].values()) == len(record.played)
+    assert sum(v for c in data["tiers"].values() for k, v in c.items() if k != "seconds") == len(record.played)
+    assert {f["text"] for f in data["failures"]} == {p.text for p in record.played if p.verdict in FAILING}
+    cells = data["matrix"][0]["cells"]
+    assert sum(sum(c.values()) for c in cells.values()) == sum(p.text.startswith("Case(") for p in record.played)
+
+
+def test_what_is_no_number_survives(tmp_path: Path) -> None:
+    played = _played("wrong", ratios={"dq max": float("inf"), "dq mean": float("nan")})
+    file, page = write_report(RunRecord({"impl": "x", "path": Path("a")}, (played,)), tmp_path)
+    (again,) = read_record(file).played
+    assert again.ratios["dq max"] == float("inf")
+    assert again.ratios["dq mean"] != again.ratios["dq mean"]
+    assert "\u221e" in page.read_text(encoding="utf-8")
+
+
+def test_the_page_asks_nobody_for_anything(files: list[Path]) -> None:
+    text = files[1].read_text(encoding="utf-8")
+    assert [f.name for f in files] == ["report.json", "report.html"]
+    tags = _Tags(text).tags
+    assert not {tag for tag, _ in tags} & {"link", "img", "iframe", "object", "embed", "base", "form", "video"}
+    for _, attributes in tags:
+        assert "src" not in attributes
+        assert (attributes.get("href") or "#").startswith("#")
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "default-src 'none'" in text
+
+
+def test_links_lead_somewhere(files: list[Path]) -> None:
+    tags = _Tags(files[1].read_text(encoding="utf-8")).tags
+    ids = [attributes["id"] for _, attributes in tags if attributes.get("id")]
+    assert len(ids) == len(set(ids))
+    links = {str(a["href"]) for tag, a in tags if tag == "a"}
+    assert links
+    assert {link.removeprefix("#") for link in links} <= set(ids)
+
+
+def test_the_page_has_every_failure_and_its_command(files: list[Path], record: RunRecord) -> None:
+    text = files[1].read_text(encoding="utf-8")
+    found = summary(record)
+    tags = _Tags(text).tags
+    assert [a["data-number"] for _, a in tags if "data-number" in a] == [str(f.number) for f in found.failures]
+    assert f'data-failed="{found.failed}"' in text
+    assert text.count('class="command"') == 1 + sum(len(f.commands) for f in found.failures[:24])
+
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'><svg onload=alert(3)>{{ 7 * 7 }}</style></title>"
+
+
+def test_nothing_that_was_recorded_becomes_markup(tmp_path: Path) -> None:
+    case = str(Case(Problem(2, SQUARE)))
+    played = [
+        Played("helpers", EVIL, "helper " + EVIL, verdict, (EVIL, EVIL), {f"{EVIL} max": 0.5})  # type: ignore[arg-type]
+        for verdict in VERDICTS
+    ]
+    played += [Played("schedule", EVIL, case, verdict, (EVIL,), {f"{EVIL} max": 2.0}) for verdict in VERDICTS]
+    meta = dict.fromkeys(("impl", "command", "device", "seed", EVIL), EVIL)
+    meta |= {"notes": [EVIL], "versions": {EVIL: EVIL}}
+    text = write_report(RunRecord(meta, tuple(played)), tmp_path)[1].read_text(encoding="utf-8")
+    tags = _Tags(text).tags
+    assert [a.get("type") for tag, a in tags if tag == "script"] == ["application/json", None]
+    assert not [tag for tag, a in tags if tag == "img" or any(name.startswith("on") for name in a)]
+    assert "<script>alert" not in text
+    assert text.count("{{ 7 * 7 }}") > 10
+
+
+def test_an_empty_run_is_a_page_too(tmp_path: Path) -> None:
+    file, page = write_report(RunRecord({}, ()), tmp_path)
+    assert read_record(file) == RunRecord({}, ())
+    assert "Nothing was played." in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "says"),
+    [("right", "No failure in 1 plays"), ("unsupported", "nothing was checked"), ("wrong", "of 1 plays failed")],
+)
+def test_the_first_sentence(verdict: str, says: str, tmp_path: Path) -> None:
+    page = write_report(RunRecord({"impl": "x"}, (_played(verdict),)), tmp_path)[1]
+    assert says in page.read_text(encoding="utf-8")
+
+
+def test_ten_thousand_problems_fit_in_two_megabytes(tmp_path: Path) -> None:
+    record = made_up(10_000)
+    assert sum(p.verdict in FAILING for p in record.played) > 300
+    page = write_report(record, tmp_path)[1]
+    assert page.stat().st_size < 2_000_000
+
+
+def test_thousands_of_long_failures_fit_too(tmp_path: Path) -> None:
+    long = "an error that goes on and on " * 50
+    played = [_played("wrong", 1 + n % 300, cp_size=n, findings=(long,) * 7) for n in range(1, 5_000)]
+    page = write_report(RunRecord(META, tuple(played)), tmp_path)[1]
+    assert page.stat().st_size < 2_000_000
+    assert "more are in report.json" in page.read_text(encoding="utf-8")
+
+
+def test_the_command_line_renders_again(files: list[Path], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [str(files[0]), "-o", str(tmp_path / "again")])
+    assert done.exit_code == 0, done.output
+    for file in files:
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("broken.json", "nowhere.json"):
+        done = CliRunner().invoke(app, [str(tmp_path / name), "-o", str(tmp_path)])
+        assert done.exit_code == 2
+        assert "cannot read a record" in done.output

@@ -1,0 +1,144 @@
+"""Pictures of masks: the pairs that should be seen, those that were, and a real implementation with a real bug."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance.case import Case
+from conformance.implementation import load
+from conformance.mutants import MUTANTS
+from conformance.record import Played, RunRecord
+from conformance.report import seen_pairs, visibility_difference, write_report
+from conformance.report.masks import MOST, visible
+from conformance.report.pictures import mask_picture, masks_differ
+from conformance.tiers.probes import visible_pairs
+from cp_ref.spec import Problem, Sequence
+from tests.meta.report_records import drawn_cases
+
+THD = Case(Problem(2, (Sequence(3, 4, 4, 4), Sequence(4, 4, 4, 4)), qkv_format="thd", window_size=(1, -1)), tail_q=2)
+
+
+def _small(count: int) -> Iterator[Case]:
+    """Drawn cases whose score matrix is small and not empty."""
+    kept = 0
+    for case in drawn_cases(400):
+        sizes = case.problem.starts_q[-1] + case.tail_q, case.problem.starts_kv[-1] + case.tail_kv
+        if max(sizes) <= 24 and case.problem.pairs and case.problem.d_v >= 5 and kept < count:
+            kept += 1
+            yield case
+    assert kept == count
+
+
+def test_visible_is_what_the_probes_count() -> None:
+    for case in drawn_cases(200):
+        if case.problem.starts_q[-1] * case.problem.starts_kv[-1] <= 200**2:
+            assert visible(case) == {(q, k) for q, k in visible_pairs(case).nonzero().tolist()}
+
+
+def _squares(picture: str, name: str) -> set[tuple[int, int]]:
+    """The pairs that a path of runs covers, as (row, column) of the picture."""
+    found = set()
+    for path in re.findall(rf'<path class="{name}" d="([^"]*)"', picture):
+        for x, y, width in re.findall(r"M(\d+) (\d+)h(\d+)v1", path):
+            found |= {(int(y), int(x) + n) for n in range(int(width))}
+    return found
+
+
+def test_the_pictures_have_the_pairs() -> None:
+    expected = visible(THD)
+    got = (expected - {(0, 0), (5, 4)}) | {(0, 3), (8, 7), (4, 0)}
+    found = visibility_difference(THD, got)
+    assert (found.missing, found.extra) == ({(0, 0), (5, 4)}, {(0, 3), (8, 7), (4, 0)})
+    assert found.wrong == (2, 3)
+    assert found.whole
+    assert found.got == got
+    left, right = str(mask_picture(found, "expected")), str(mask_picture(found, "got"))
+    assert _squares(left, "visible") == expected
+    assert _squares(right, "visible") == got
+    assert _squares(right, "extra") == found.extra
+    assert _squares(right, "lost") == found.missing
+    assert not _squares(left, "extra")
+    real = [0, 1, 2, 4, 5, 6, 7]  # slot 3 of the queries is padding, 8 and 9 are tail; all 8 keys are real
+    assert _squares(left, "padding") == {(q, k) for q in range(10) for k in range(8) if q not in real}
+    assert masks_differ(found) == "3 pairs are seen that should be hidden, 2 pairs are not seen that should be visible."
+
+
+def test_sentences() -> None:
+    assert "not known" in masks_differ(visibility_difference(THD, None))
+    assert "not the mask" in masks_differ(visibility_difference(THD, visible(THD)))
+    one = visibility_difference(THD, visible(THD) - {(0, 0)})
+    assert masks_differ(one) == "1 pair is not seen that should be visible."
+
+
+def test_a_large_mask_is_cut_around_the_first_wrong_pair() -> None:
+    case = Case(Problem(2, (Sequence(400, 200, 400, 200),), attn_mask_type="no_mask"))
+    found = visibility_difference(case, visible(case) - {(300, 190), (310, 191), (390, 0)})
+    assert (300 in found.rows, 190 in found.columns) == (True, True)
+    assert (len(found.rows), len(found.columns)) == (MOST, MOST)
+    assert found.columns.stop == 200
+    assert found.missing == {(300, 190), (310, 191)}
+    assert found.wrong == (3, 0)
+    assert not found.whole
+    assert len(str(mask_picture(found, "got"))) < 20_000
+
+
+def test_pairs_outside_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"the pair \(10, 0\) is outside"):
+        visibility_difference(THD, [(10, 0)])
+
+
+def test_seen_pairs_of_the_reference_are_the_visible_ones() -> None:
+    torch.set_num_threads(1)
+    reference = load("cp_ref")
+    for case in _small(12):
+        assert seen_pairs(reference, case) == tuple(sorted(visible(case))), case
+
+
+def test_a_planted_bug_is_drawn(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    reference = load("cp_ref")
+    problem = Problem(2, (Sequence(8, 8, 8, 8),), qkv_format="thd", window_size=(2, -1))
+    case = Case(problem, seed=3)
+    with MUTANTS["window-off-by-one"].planted():
+        pairs = seen_pairs(reference, case)
+    assert pairs is not None
+    extra = set(pairs) - visible(case)
+    assert extra
+    assert extra <= {(q, q - 3) for q in range(3, 8)}  # one key too many on the left, where the tiles reach so far
+    assert visible(case) <= set(pairs)
+    played = Played("schedule", "probes", str(case), "wrong", ("query 3 counts 4 keys",), shrunk=True, pairs=pairs)
+    page = write_report(RunRecord({"impl": "cp_ref"}, (played,)), tmp_path)[1].read_text(encoding="utf-8")
+    assert f"{len(extra)} pairs are seen that should be hidden." in page
+    assert _squares(page, "extra") == extra
+
+
+def test_what_is_too_large_or_does_not_answer_has_no_pairs() -> None:
+    reference = load("cp_ref")
+    assert seen_pairs(reference, Case(Problem(1, (Sequence(65, 65, 65, 65),)))) is None
+    with MUTANTS["wrong-tag-on-the-wire"].planted():
+        assert seen_pairs(reference, Case(Problem(2, (Sequence(8, 8, 8, 8),)))) is None
+
+
+def test_a_nan_counts_as_seen() -> None:
+    """Padding is NaN: an implementation that reads it sees it."""
+    torch.set_num_threads(1)
+
+    class Leaky:
+        def __getattr__(self, name: str) -> object:
+            return getattr(load("cp_ref"), name)
+
+        @staticmethod
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: object) -> object:
+            return load("cp_ref").attention(q, k, v, **rest) + 0 * v.sum()
+
+    case = replace(THD, tail_q=0)
+    case = replace(case, problem=replace(case.problem, sequences=(Sequence(4, 3, 4, 4),)))
+    pairs = seen_pairs(Leaky(), case)  # type: ignore[arg-type]
+    assert pairs is not None
+    assert set(pairs) > visible(case)
