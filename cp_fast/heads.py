@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from cp_fast.kernels.base import Kernels
-from cp_fast.rows import Frame, Rows, rows_of
-from cp_ref.spec import Group, Parcel, Units, common, head_ranges, real_rows
+from cp_fast.rows import Rows
+from cp_ref.spec import Group, Parcel
 
 __all__ = ["HeadExchange"]
 
@@ -53,35 +53,6 @@ class HeadExchange:
     place: int
     q: Side
     kv: Side
-
-    @staticmethod
-    def compile(
-        units: Units, rank: int, home: tuple[Frame, Frame], group: tuple[Frame, Frame], device: torch.device
-    ) -> HeadExchange:
-        """Look the rows up. `home` and `group` are the frames (of q, of kv) of the local and the group's tensors."""
-        problem = units.problem
-        first = rank - rank % problem.a2a_size
-        peers = tuple(range(first, first + problem.a2a_size))
-        sides = []
-        for number, side in enumerate(("q", "kv")):
-            active = units.active(rank // problem.a2a_size, side)
-            rows = [common(real_rows(problem, peer, side), active) for peer in peers]
-            home_spans = [span for piece in rows[rank - first] for span in home[number].spans(piece)]
-            group_spans = [span for pieces in rows for piece in pieces for span in group[number].spans(piece)]
-            counts = tuple(sum(p.stop - p.start for p in pieces) for pieces in rows)
-            ranges = [head_ranges(problem, p)[number] for p in range(len(peers))]
-            sides.append(
-                Side(
-                    rows_of(home_spans, device),
-                    counts[rank - first],
-                    rows_of(group_spans, device),
-                    counts,
-                    tuple(begin for begin, _ in ranges),
-                    ranges[0][1] - ranges[0][0],
-                    (problem.heads_q, problem.heads_kv)[number],
-                )
-            )
-        return HeadExchange(peers, rank - first, sides[0], sides[1])
 
     def to_group(self, comm: Group, kernels: Kernels, *tensors: tuple[Side, torch.Tensor]) -> list[torch.Tensor]:
         """Each x [t, all heads, ...] -> [group rows, own heads, ...], all in one exchange.

@@ -14,7 +14,8 @@ from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import handle_for
 from cp_fast.packing import Packing
-from cp_fast.program import RankProgram, compile_program
+from cp_fast.planning.compile import compile_program
+from cp_fast.program import RankProgram
 from cp_fast.sharding import numbers
 from cp_ref.spec import (
     Problem,

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
 
+from cp_fast.backends.lengths import longest
 from cp_ref.spec import Feature
 
 __all__ = ["Backend", "Gradients", "Partial", "Segments"]
@@ -36,8 +37,8 @@ class Segments:
     not belong to the problem.
     """
 
-    cu_q: tuple[int, ...]
-    cu_kv: tuple[int, ...]
+    cu_q: Sequence[int]  # a tuple, or as lazy as one can be: `Cumulative`
+    cu_kv: Sequence[int]
     left: int | None
     right: int | None
     device_cu_q: torch.Tensor  # int32 [segments + 1], on the tiles' device
@@ -47,8 +48,8 @@ class Segments:
 
     def __post_init__(self) -> None:
         """Find the longest segments once: every layer's launches ask for them."""
-        object.__setattr__(self, "max_q", max((b - a for a, b in pairwise(self.cu_q)), default=0))
-        object.__setattr__(self, "max_kv", max((b - a for a, b in pairwise(self.cu_kv)), default=0))
+        object.__setattr__(self, "max_q", longest(self.cu_q))
+        object.__setattr__(self, "max_kv", longest(self.cu_kv))
 
     @staticmethod
     def pack(
@@ -90,7 +91,7 @@ class Partial(NamedTuple):
 
     out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns; any float dtype
     lse: torch.Tensor  # [h_q, n], natural logarithm; float32, or float64 for float64 inputs
-    max_logit: torch.Tensor | None  # [h_q], largest visible score after softcap; None where the library has none
+    max_logit: torch.Tensor | None  # [h_q], largest visible score after softcap; None without Feature.MAX_LOGIT
 
 
 class Gradients(NamedTuple):

@@ -10,7 +10,7 @@ from cp_ref.spec.mask import Band, Rect
 from cp_ref.spec.pair import PairGroup
 from cp_ref.spec.plan_arguments import signature_of, split_plan_arguments
 from cp_ref.spec.planners import make_program, make_schedule
-from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
+from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
 from cp_ref.spec.schedule import Message, Piece, Program, Schedule, Step, Tile
 from cp_ref.spec.slices import position_spans, slice_axis, slice_spans, spans_of
@@ -40,6 +40,7 @@ __all__ = [
     "Report",
     "Schedule",
     "Sequence",
+    "Sequences",
     "Sizes",
     "Step",
     "Tile",

@@ -7,32 +7,22 @@ make equal schedules. It has one canonical text, so that a failing case can be p
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from functools import cached_property
+from hashlib import blake2b
+from itertools import accumulate
 
 from cp_ref.spec.mask import Band, Rect
+from cp_ref.spec.sequences import Sequence, Sequences
 
-__all__ = ["CP_COMM_TYPES", "LAYOUTS", "MASKS", "QKV_FORMATS", "SOFTMAX_TYPES", "Problem", "Sequence"]
+__all__ = ["CP_COMM_TYPES", "LAYOUTS", "MASKS", "QKV_FORMATS", "SOFTMAX_TYPES", "Problem", "Sequence", "Sequences"]
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 LAYOUTS = ("dual_chunk", "contiguous")
 QKV_FORMATS = ("bshd", "sbhd", "thd")
 MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """One sequence: real tokens, and the slots it occupies (real tokens first, then its padding).
-
-    In bshd and sbhd the slots are the tensor's sequence length; in thd they are the differences of
-    `cu_seqlens_*_padded`.
-    """
-
-    len_q: int
-    len_kv: int
-    slots_q: int
-    slots_kv: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,7 @@ class Problem:
     """
 
     cp_size: int
-    sequences: tuple[Sequence, ...]
+    sequences: Seq[Sequence]
     cp_comm_type: str = "p2p"
     a2a_size: int = 1
     layout: str = "dual_chunk"
@@ -87,16 +77,29 @@ class Problem:
         return self.heads_q // self.heads_kv
 
     @cached_property
+    def lengths(self) -> Sequences:
+        """The sequences as columns of integers."""
+        return Sequences.of(self.sequences)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """32 bytes that are equal for equal problems, and for no others; made from the columns in a millisecond."""
+        digest = blake2b(repr([getattr(self, f.name) for f in fields(self) if f.name != "sequences"]).encode())
+        for column in self.lengths.columns:
+            digest.update(column.tobytes())
+        return digest.digest()[:32]
+
+    @cached_property
     def starts_q(self) -> tuple[int, ...]:
         """Where each sequence's query slots begin in the packed global buffer, and their total:
         `cu_seqlens_q_padded`.
         """
-        return _cumulative([s.slots_q for s in self.sequences])
+        return tuple(accumulate(self.lengths.slots_q, initial=0))
 
     @cached_property
     def starts_kv(self) -> tuple[int, ...]:
         """The same for keys: `cu_seqlens_kv_padded`."""
-        return _cumulative([s.slots_kv for s in self.sequences])
+        return tuple(accumulate(self.lengths.slots_kv, initial=0))
 
     def band(self, sequence: Sequence) -> Band:
         """The visible pairs of one sequence (its real tokens), by DESIGN section 3."""
@@ -135,11 +138,3 @@ class Problem:
             return Problem(**values)
         except (SyntaxError, TypeError, KeyError, ValueError) as error:
             raise ValueError(f"cannot read a problem from {text!r}: {error}") from error
-
-
-def _cumulative(lengths: list[int]) -> tuple[int, ...]:
-    total, starts = 0, [0]
-    for length in lengths:
-        total += length
-        starts.append(total)
-    return tuple(starts)

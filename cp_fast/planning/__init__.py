@@ -1,0 +1,14 @@
+"""One rank's plan of a batch, worked out for all sequences at once.
+
+The specification plans with one object a tile and a message piece; here each step is a few operations on arrays with
+one number a sequence, so that ten thousand sequences take milliseconds. What is sent and computed is the same, message
+by message and step by step, and the tests compare the two.
+
+    batch       who owns what: lengths, bands, and the real tokens of a unit as one axis a sequence
+    tiles       what a unit sees of another: rectangles cut into shapes that share few windows
+    blocks      where tokens lie in a buffer, and which of them travel
+    ring        the steps of p2p, and of the rings of a2a+p2p and a2a (a ring of one)
+    gather      the steps of all_gather
+    exchange    the rows that the a2a schedules exchange for heads
+    tables      rows and lengths of a whole plan in one upload
+"""

@@ -1,0 +1,166 @@
+"""A problem as arrays with one number a sequence, and what each unit owns of it.
+
+A unit is a rank, or a group of `a2a_size` ranks (see `cp_ref.spec.units`). Its real tokens of a sequence form one axis,
+the *token axis*: 0 is its first real token, whatever gap lies between its two chunks.
+
+    dual_chunk, 2 units, 8 slots, 7 real tokens      position    0 1 2 3 4 5 6 .
+    unit 0 has two pieces, [0, 2) and [6, 7)         token axis  0 1         2
+
+A window is a range of positions, so on the token axis it is a range again, whichever pieces it touches; and real tokens
+of one unit lie side by side in its buffer, because a chunk is only padded where no later chunk has a token.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_ref.spec import Problem
+
+__all__ = ["FAR", "Array", "Batch", "Edge", "Owned"]
+
+Array = np.ndarray
+Edge = int | Array | None  # one side of the sequences' bands: the same for all, one each, or unbounded
+
+FAR = 2**30  # beyond every position (or 2**60, where positions need 64 bits)
+
+
+class Owned(NamedTuple):
+    """The real tokens of one unit on one side, in one or two pieces a sequence.
+
+    `first[p]` is the position where piece p begins, `count[p]` its length (0 if there is none), `total` the length of
+    the token axis. Of two pieces the second is empty wherever the first is not full. `chunks[p]` are the numbers of
+    the first chunk of piece p and of the one behind it, where all sequences are cut alike, else None.
+    """
+
+    first: tuple[Array, ...]
+    count: tuple[Array, ...]
+    total: Array
+    chunks: tuple[tuple[int, int], ...] | None
+
+    def below(self, position: Array | int) -> Array:
+        """How many of the tokens lie before a position: where it falls on the token axis."""
+        found = np.minimum(np.maximum(position - self.first[0], 0), self.count[0])
+        for first, count in zip(self.first[1:], self.count[1:], strict=True):
+            found += np.minimum(np.maximum(position - first, 0), count)
+        return found
+
+    @property
+    def offset(self) -> tuple[Array | int, ...]:
+        """Where each piece begins on the token axis."""
+        return (0, self.count[0])[: len(self.first)]
+
+
+class Batch:
+    """The arrays of one problem. Positions are int32 where that is enough, which halves the time."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.unit_size = problem.a2a_size
+        self.count = problem.cp_size // problem.a2a_size
+        self.dual = problem.layout == "dual_chunk"
+        columns = [np.frombuffer(c, dtype=np.int64) if len(c) else _NONE for c in problem.lengths.columns]
+        largest = max((int(c.sum()) for c in columns), default=0)
+        self.dtype = np.dtype(np.int32 if largest < FAR // 4 else np.int64)
+        self.far = FAR if self.dtype == np.int32 else FAR**2
+        self.len_q, self.len_kv, self.slots_q, self.slots_kv = (c.astype(self.dtype) for c in columns)
+        self.size = len(self.len_q)
+        if problem.lengths.len_kv is problem.lengths.len_q:
+            self.len_kv = self.len_q
+        if problem.lengths.slots_kv is problem.lengths.slots_q:
+            self.slots_kv = self.slots_q
+        left, right = (min(side, self.far // 4) for side in problem.window_size)
+        if problem.causal:
+            right = 0
+        self.window = (None if left < 0 else left, None if right < 0 else right)
+        self.shift: int | Array = self.len_kv - self.len_q if problem.bottom_right and not self.alike else 0
+        self.lo: Edge = None if left < 0 else self.shift - left
+        self.hi: Edge = None if right < 0 else self.shift + right
+        self.windowed = bool(self.size) and left >= 0 and right >= 0
+        self._owned: dict[tuple[str, int], Owned] = {}
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether queries and keys of every sequence have the same lengths and slots."""
+        return self._same(self.len_q, self.len_kv) and self._same(self.slots_q, self.slots_kv)
+
+    @cached_property
+    def chunk_sizes(self) -> tuple[int, int]:
+        """The smallest and the largest chunk of a unit's queries; sequences without slots do not count."""
+        parts = 1 if self.count == 1 else 2 * self.count if self.dual else self.count
+        slots = self.slots_q[self.slots_q > 0]
+        return (int(slots.min()) // parts, int(slots.max()) // parts) if len(slots) else (1, 1)
+
+    @staticmethod
+    def _same(a: Array, b: Array) -> bool:
+        return a is b or bool((a == b).all())
+
+    def owned(self, side: str, unit: int) -> Owned:
+        """The real tokens of a unit, "q" or "kv"; unit numbers count on and on, modulo the number of units."""
+        unit %= self.count
+        if side == "kv" and self.alike:
+            side = "q"
+        if (side, unit) not in self._owned:
+            self._owned[side, unit] = self._find(side, unit)
+        return self._owned[side, unit]
+
+    def slots(self, side: str) -> Array:
+        """Every sequence's slots."""
+        return self.slots_q if side == "q" else self.slots_kv
+
+    def lengths(self, side: str) -> Array:
+        """Every sequence's real tokens."""
+        return self.len_q if side == "q" else self.len_kv
+
+    def _find(self, side: str, unit: int) -> Owned:
+        lengths = self.lengths(side)
+        if self.count == 1:
+            return Owned((np.zeros_like(lengths),), (lengths,), lengths, ((0, 1),))
+        first, count, chunks = [], [], []
+        for start, stop, numbers in self.spans(side, self.count, unit):
+            first.append(start)
+            count.append(np.maximum(np.minimum(stop, lengths) - start, 0))
+            chunks.append(numbers)
+        cut_alike = self.dual or self.problem.qkv_format != "thd"
+        total = count[0] if len(count) == 1 else count[0] + count[1]
+        return Owned(tuple(first), tuple(count), total, tuple(chunks) if cut_alike else None)
+
+    def spans(self, side: str, parts: int, part: int) -> list[tuple[Array, Array, tuple[int, int]]]:
+        """The slots [start, stop) of every sequence that one of `parts` equal shares has, and their chunk numbers.
+
+        The two chunks of the last share touch: they are given as one, and the second as nothing.
+        """
+        slots = self.slots(side)
+        if self.dual:
+            chunk, late = slots // (2 * parts), 2 * parts - 1 - part
+            if late == part + 1:
+                end = chunk * (late + 1)
+                return [(chunk * part, end, (part, late + 1)), (end, end, (late + 1, late + 1))]
+            numbers = ((part, part + 1), (late, late + 1))
+            return [(chunk * a, chunk * b, (a, b)) for a, b in numbers]
+        if self.problem.qkv_format != "thd":
+            share = slots // parts
+            return [(share * part, share * (part + 1), (part, part + 1))]
+        ends = np.cumsum(slots, dtype=self.dtype)
+        share = int(ends[-1]) // parts if self.size else 0
+        starts = ends - slots
+        start = np.minimum(np.maximum(part * share - starts, 0), slots)
+        return [(start, np.maximum(np.minimum((part + 1) * share - starts, slots), start), (0, 0))]
+
+    def home_rows(self, side: str, rank: int) -> Array:
+        """The row of a rank's buffer where its slots of each sequence begin."""
+        sizes = sum(stop - start for start, stop, _ in self.spans(side, self.problem.cp_size, rank))
+        assert isinstance(sizes, np.ndarray)
+        return np.cumsum(sizes, dtype=self.dtype) - sizes
+
+    def real_rows(self, side: str, rank: int) -> Array:
+        """How many real tokens of each sequence a rank has; they lie side by side."""
+        lengths = self.lengths(side)
+        spans = self.spans(side, self.problem.cp_size, rank)
+        counts = [np.maximum(np.minimum(stop, lengths) - start, 0) for start, stop, _ in spans]
+        return counts[0] if len(counts) == 1 else counts[0] + counts[1]
+
+
+_NONE = np.empty(0, dtype=np.int64)

@@ -1,0 +1,129 @@
+"""From a problem to one rank's program: first everything on the host, then one upload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cp_fast.backends import Segments
+from cp_fast.backends.lengths import Cumulative
+from cp_fast.heads import HeadExchange, Side
+from cp_fast.planning.batch import Batch
+from cp_fast.planning.blocks import Block, Range
+from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake
+from cp_fast.planning.exchange import DraftSide, draft_side, group_block
+from cp_fast.planning.gather import draft_gather
+from cp_fast.planning.ring import Place, draft_ring
+from cp_fast.planning.tables import RowKey, Tables, Uploaded
+from cp_fast.program import Give, KVStep, Launch, RankProgram, Take
+from cp_ref.spec import Problem, head_ranges
+
+__all__ = ["DraftProgram", "compile_program", "draft_program", "upload_program"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftProgram:
+    """See `RankProgram`; its tables are on the host."""
+
+    problem: Problem
+    rank: int
+    tables: Tables
+    forward: list[DraftStep]
+    backward: list[DraftStep]
+    real_q_rows: RowKey
+    sides: tuple[DraftSide, DraftSide] | None  # q, kv
+
+
+def compile_program(problem: Problem, rank: int, device: torch.device) -> RankProgram:
+    """The program of one rank, with its tables on the device."""
+    return upload_program(draft_program(problem, rank), device)
+
+
+def draft_program(problem: Problem, rank: int) -> DraftProgram:
+    """One rank's program, on the host."""
+    batch, tables = Batch(problem), Tables()
+    sides = None
+    if problem.cp_comm_type in ("a2a", "a2a+p2p"):
+        unit, place = divmod(rank, problem.a2a_size)
+        q, kv = group_block(batch, unit, "q"), group_block(batch, unit, "kv")
+        sides = (draft_side(batch, rank, "q", q, tables), draft_side(batch, rank, "kv", kv, tables))
+        ring = Place(unit, lambda other: other * problem.a2a_size + place, 1, q.anchors[0], kv)
+        forward, backward = draft_ring(batch, ring, tables)
+    else:
+        keys = batch.owned("kv", rank)
+        own = Block(
+            (Range(np.zeros_like(keys.total), keys.total),),
+            (batch.home_rows("kv", rank),),
+            sum(problem.lengths.slots_kv) // problem.cp_size,
+        )
+        q_anchor = batch.home_rows("q", rank)
+        if problem.cp_comm_type == "p2p":
+            forward, backward = draft_ring(batch, Place(rank, lambda unit: unit, 0, q_anchor, own), tables)
+        else:
+            forward, backward = draft_gather(batch, rank, q_anchor, own, tables)
+    real_q_rows = tables.rows(batch.home_rows("q", rank), batch.real_rows("q", rank))
+    return DraftProgram(problem, rank, tables, forward, backward, real_q_rows, sides)
+
+
+def upload_program(draft: DraftProgram, device: torch.device) -> RankProgram:
+    """The program with its tables on the device, by one copy."""
+    tables = draft.tables.upload(device)
+    made: dict[int, Launch] = {}  # both passes have the same launches
+    real = tables.rows(draft.real_q_rows)
+    return RankProgram(
+        tuple(_step(step, tables, made) for step in draft.forward),
+        tuple(_step(step, tables, made) for step in draft.backward),
+        real if isinstance(real, slice) else real.long(),  # for PyTorch's own operators
+        None if draft.sides is None else _heads(draft.problem, draft.rank, draft.sides, tables),
+    )
+
+
+def _step(step: DraftStep, tables: Uploaded, made: dict[int, Launch]) -> KVStep:
+    return KVStep(
+        give_kv=tuple(_give(g, tables) for g in step.give_kv),
+        take_kv=tuple(_take(t, tables) for t in step.take_kv),
+        give_dkv=tuple(_give(g, tables) for g in step.give_dkv),
+        take_dkv=tuple(_take(t, tables) for t in step.take_dkv),
+        launches=tuple(_launch(launch, tables, made) for launch in step.launches),
+        own=step.own,
+        grad_size=step.grad_size,
+    )
+
+
+def _give(give: DraftGive, tables: Uploaded) -> Give:
+    return Give(give.peer, give.tag, tables.rows(give.rows), give.own)
+
+
+def _take(take: DraftTake, tables: Uploaded) -> Take:
+    return Take(take.peer, take.tag, take.size, tables.rows(take.rows), take.home)
+
+
+def _launch(launch: DraftLaunch, tables: Uploaded, made: dict[int, Launch]) -> Launch:
+    if id(launch) not in made:
+        q, kv = tables.lengths(launch.cu_q), tables.lengths(launch.cu_kv)
+        segments = Segments(Cumulative(q.host), Cumulative(kv.host), launch.left, launch.right, q.device, kv.device)
+        made[id(launch)] = Launch(
+            tables.rows(launch.q_rows), tables.rows(launch.kv_rows), tables.rows(launch.grad_rows), segments
+        )
+    return made[id(launch)]
+
+
+def _heads(problem: Problem, rank: int, sides: tuple[DraftSide, DraftSide], tables: Uploaded) -> HeadExchange:
+    peers = range(rank - rank % problem.a2a_size, rank - rank % problem.a2a_size + problem.a2a_size)
+    found: list[Side] = []
+    for number, (side, all_heads) in enumerate(zip(sides, (problem.heads_q, problem.heads_kv), strict=True)):
+        ranges = [head_ranges(problem, p)[number] for p in range(problem.a2a_size)]
+        found.append(
+            Side(
+                home_rows=tables.rows(side.home_rows),
+                home_count=side.home_count,
+                group_rows=tables.rows(side.group_rows),
+                group_counts=side.group_counts,
+                first_heads=tuple(begin for begin, _ in ranges),
+                heads=ranges[0][1] - ranges[0][0],
+                all_heads=all_heads,
+            )
+        )
+    return HeadExchange(tuple(peers), rank % problem.a2a_size, found[0], found[1])

@@ -1,0 +1,177 @@
+"""The steps of all_gather, as `cp_ref.spec.all_gather` has them.
+
+The gathered block has one message behind the other, so the keys of a sequence lie scattered over it, one piece from
+each peer. A launch gathers its keys anyway, and where nothing is hidden they can come in any order: so each piece of
+queries has one tile with all remote keys that it sees in full, and few with those that the band crosses, which come in
+the order of their positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_fast.planning.batch import Array, Batch
+from cp_fast.planning.blocks import Block, packed, rows_in, seen
+from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake, draft_launch
+from cp_fast.planning.ring import place_launches
+from cp_fast.planning.tables import Tables
+from cp_fast.planning.tiles import Cut, Slot, cut, join, launches, see
+from cp_ref.spec.schedule import tag
+
+__all__ = ["draft_gather"]
+
+
+class _Arrived(NamedTuple):
+    """Pieces of keys in the gathered block: sequence, first position, length, first row; by sequence."""
+
+    seq: Array
+    first: Array
+    count: Array
+    row: Array
+
+
+def draft_gather(
+    batch: Batch, rank: int, q_anchor: Array, own: Block, tables: Tables
+) -> tuple[list[DraftStep], list[DraftStep]]:
+    """The forward and the backward steps of one rank."""
+    peers = [(rank + n) % batch.count for n in range(1, batch.count)]
+    gather, scatter = tag(0, "kv"), tag(2, "dkv")
+    first, second, third = DraftStep(own=True, grad_size=own.size), DraftStep(), DraftStep()
+    blocks: list[Block] = []
+    for peer in peers:
+        ranges = seen(batch, peer, rank)
+        rows = tables.rows(*rows_in(own.anchors[0], ranges))
+        if rows != slice(0, 0):
+            size = sum(int(r.count.sum()) for r in ranges)
+            first.give_kv.append(DraftGive(peer, gather, rows, True))
+            third.take_dkv.append(DraftTake(peer, scatter, size, rows, True))
+    start = 0
+    for peer in peers:
+        block = packed(seen(batch, rank, peer))
+        blocks.append(block)
+        if block.size:
+            rows = slice(start, start + block.size)
+            first.take_kv.append(DraftTake(peer, gather, block.size, rows, False))
+            third.give_dkv.append(DraftGive(peer, scatter, rows, False))
+        start += block.size
+    second.grad_size = start
+    first.launches = place_launches(batch, tables, see(batch, rank, rank), q_anchor, own.anchors, own.anchors)
+    second.launches = _remote(batch, rank, peers, blocks, q_anchor, tables) if start else []
+    return [first, second], [first, second, third]
+
+
+def _remote(
+    batch: Batch, rank: int, peers: list[int], blocks: list[Block], q_anchor: Array, tables: Tables
+) -> list[DraftLaunch]:
+    """The launches over the gathered keys. Tiles keep the keys' positions: the keys belong to many token axes."""
+    queries, gaps = batch.owned("q", rank), _gaps(batch, rank)
+    cuts: list[Cut] = []
+    full: list[Slot] = []
+    wide: dict[tuple[int, int], Slot] = {}
+    for piece, (first, count) in enumerate(zip(queries.first, queries.count, strict=True)):
+        offset = (queries.offset[piece] - first, 0)
+        here = [cut(batch, first, first + count, *gap, offset, piece) for gap in gaps]
+        wide[piece, 0], left_over = _over_gaps([c.full for c in here])
+        full += left_over
+        cuts += here
+    placed = launches(
+        batch,
+        [c.natural for c in cuts],
+        [c.right for c in cuts],
+        [*join(wide), *full],
+        [c.left for c in cuts],
+        [c.own for c in cuts],
+    )
+    arrived = _arrived(batch, peers, blocks)
+    in_order: _Arrived | None = None
+    found: list[DraftLaunch] = []
+    for window, slots in placed:
+        if window == (None, None):  # in the block's own order, which may be a slice of it
+            pieces = arrived
+        else:
+            in_order = in_order or _by_position(arrived)
+            pieces = in_order
+        found.append(_launch(batch, window, slots, pieces, q_anchor, tables))
+    return found
+
+
+def _launch(
+    batch: Batch,
+    window: tuple[int | None, int | None],
+    slots: list[Slot],
+    pieces: _Arrived,
+    q_anchor: Array,
+    tables: Tables,
+) -> DraftLaunch:
+    q, rows, begin, columns = (
+        np.stack(x, axis=1).ravel()
+        for x in zip(*((s.q + q_anchor, s.rows, s.k, s.columns) for s in slots), strict=True)
+    )
+    there = rows > 0
+    seqs = np.repeat(np.arange(batch.size), len(slots))[there]
+    q, rows, begin, end = q[there], rows[there], begin[there], (begin + columns)[there]
+    bounds = np.searchsorted(pieces.seq, np.arange(batch.size + 1))
+    number = (bounds[1:] - bounds[:-1])[seqs]  # pieces of each segment's sequence
+    behind = np.cumsum(number)
+    piece = np.repeat(bounds[seqs] - behind + number, number) + np.arange(behind[-1])
+    first, count = pieces.first[piece], pieces.count[piece]
+    start = np.maximum(first, np.repeat(begin, number))
+    length = np.maximum(np.minimum(first + count, np.repeat(end, number)) - start, 0)
+    total = np.cumsum(length, dtype=batch.dtype)[behind - 1]
+    spans = (pieces.row[piece] + (start - first), length)
+    return draft_launch(tables, window, (q, rows), spans, None, np.diff(total, prepend=0))
+
+
+def _gaps(batch: Batch, rank: int) -> list[tuple[Array, Array]]:
+    """The positions of every sequence's keys that are not the rank's own: before its first piece, between its pieces,
+    behind its last.
+    """
+    begin, gaps = np.zeros_like(batch.len_kv), []
+    for start, stop, _ in batch.spans("kv", batch.count, rank):
+        gaps.append((begin, np.minimum(np.maximum(start, begin), batch.len_kv)))
+        begin = np.minimum(np.maximum(stop, begin), batch.len_kv)
+    return [*gaps, (begin, batch.len_kv)]
+
+
+def _over_gaps(slots: list[Slot]) -> tuple[Slot, list[Slot]]:
+    """Unmasked tiles of one piece of queries: those with the same rows as the first become one, whose range of
+    positions goes on over the own keys (nothing is hidden from these rows in between); and what is left over.
+    """
+    whole, left_over = slots[0], []
+    for slot in slots[1:]:
+        empty = whole.rows == 0
+        same = (slot.rows > 0) & (empty | ((slot.q == whole.q) & (slot.rows == whole.rows)))
+        begin = np.where(empty, slot.k, whole.k)
+        whole = Slot(
+            np.where(same, slot.q, whole.q),
+            np.where(same, slot.rows, whole.rows),
+            np.where(same, begin, whole.k),
+            np.where(same, slot.k + slot.columns - begin, whole.columns),
+            whole.piece,
+        )
+        left_over.append(slot.only(~same))
+    return whole, left_over
+
+
+def _arrived(batch: Batch, peers: list[int], blocks: list[Block]) -> _Arrived:
+    """Every piece of the gathered block, sequence by sequence, in the order of its rows."""
+    base, found = 0, []
+    for peer, block in zip(peers, blocks, strict=True):
+        keys = batch.owned("kv", peer)
+        for (start, count), anchor in zip(block.ranges, block.anchors, strict=True):
+            for offset, first, length in zip(keys.offset, keys.first, keys.count, strict=True):
+                begin = np.maximum(start, offset)
+                size = np.minimum(start + count, offset + length) - begin
+                seq = np.flatnonzero(size > 0)
+                found.append((seq, (first + begin - offset)[seq], size[seq], (anchor + begin + base)[seq]))
+        base += block.size
+    seq, first, count, row = (np.concatenate(x) for x in zip(*found, strict=True))
+    order = np.argsort(seq.astype(np.uint16) if batch.size < 2**16 else seq, kind="stable")
+    return _Arrived(seq[order], first[order], count[order], row[order])
+
+
+def _by_position(pieces: _Arrived) -> _Arrived:
+    order = np.lexsort((pieces.first, pieces.seq))
+    return _Arrived(*(x[order] for x in pieces))
