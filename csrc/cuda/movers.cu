@@ -1,0 +1,168 @@
+// The movers of entry_points.h: each is a plan of rows and a list of tensors; one launch moves up to four of them.
+#include "bulk.cuh"
+#include "entry_points.h"
+#include "words.cuh"
+
+#include <type_traits>
+
+namespace cp {
+namespace cuda {
+namespace {
+
+template <typename kHeads>
+void launch_words(const MoveJob& job, const kHeads& heads, int64_t blocks, int access, Stream stream, const char* name) {
+  void (*kernel)(MoveJob, kHeads) = nullptr;
+  switch (access) {
+    case 16: kernel = word_kernel<16, kHeads>; break;
+    case 8: kernel = word_kernel<8, kHeads>; break;
+    case 4: kernel = word_kernel<4, kHeads>; break;
+    case 2: kernel = word_kernel<2, kHeads>; break;
+    default: kernel = word_kernel<1, kHeads>;
+  }
+  kernel<<<grid_of(blocks, name), kWordWarps * kWarp, 0, stream_of(stream)>>>(job, heads);
+}
+
+using BulkKernel = void (*)(MoveJob, NoHeads);
+
+BulkKernel bulk_of_lengths(MapKind kind) {
+  switch (kind) {
+    case MapKind::partition: return bulk_kernel<MapKind::partition, NoHeads>;
+    case MapKind::to_rank_order: return bulk_kernel<MapKind::to_rank_order, NoHeads>;
+    case MapKind::to_sequence_order: return bulk_kernel<MapKind::to_sequence_order, NoHeads>;
+    case MapKind::half: return bulk_kernel<MapKind::half, NoHeads>;
+    case MapKind::valid: return bulk_kernel<MapKind::valid, NoHeads>;
+    default: return bulk_kernel<MapKind::any, NoHeads>;
+  }
+}
+
+template <typename kHeads>
+void launch_bulk(const MoveJob& job, const kHeads& heads, int64_t blocks, Stream stream, const char* name) {
+  void (*kernel)(MoveJob, kHeads) = bulk_kernel<MapKind::any, kHeads>;
+  bool narrow = job.plan.kind == MapKind::span || job.plan.kind == MapKind::index || job.plan.narrow;
+  for (int p = 0; p < job.parts; ++p) narrow = narrow && job.part[p].copies < INT_MAX - kWarp;
+  if (narrow) {
+    switch (job.plan.kind) {
+      case MapKind::span: kernel = bulk_kernel<MapKind::span, kHeads>; break;
+      case MapKind::index: kernel = bulk_kernel<MapKind::index, kHeads>; break;
+      default: if constexpr (std::is_same_v<kHeads, NoHeads>) kernel = bulk_of_lengths(job.plan.kind);
+    }
+  }
+  kernel<<<grid_of(blocks, name), kWarp, 0, stream_of(stream)>>>(job, heads);
+}
+
+// The parts' pointers, strides and head_bytes are set; `shape` is rows, groups and heads of each.
+struct Shape {
+  int64_t rows, groups, heads;
+};
+
+template <typename kHeads>
+void launch(MoveJob& job, const Shape* shapes, int access, const kHeads& heads, Stream stream, const char* name) {
+  int64_t shortest = INT64_MAX;
+  for (int p = 0; p < job.parts; ++p) shortest = std::min(shortest, job.part[p].head_bytes);
+  bool bulk = access == 16 && shortest >= kBulkLeast &&
+              device_attribute<cudaDevAttrComputeCapabilityMajor>(stream.device) >= 9;
+  int64_t blocks = 0;
+  for (int p = 0; p < job.parts; ++p) {
+    Part& part = job.part[p];
+    cut(part, shapes[p].rows, shapes[p].groups, shapes[p].heads, bulk ? kBulkTile : kWordTile);
+    part.first_block = blocks;
+    blocks += bulk ? part.tiles : divide_up(part.tiles, kWordWarps);
+  }
+  if (blocks == 0) return;
+  if (bulk) launch_bulk(job, heads, blocks, stream, name);
+  else launch_words(job, heads, blocks, access, stream, name);
+  check_launch(name);
+}
+
+void move(const Move* moves, int64_t count, const RowPlan& plan, Stream stream, const char* name) {
+  for (int64_t done = 0; done < count; done += kTensors) {
+    MoveJob job{};
+    Shape shapes[kTensors];
+    job.plan = plan;
+    job.parts = static_cast<int32_t>(std::min<int64_t>(kTensors, count - done));
+    int access = 16;
+    for (int p = 0; p < job.parts; ++p) {
+      const Move& m = moves[done + p];
+      job.part[p] = Part{};
+      job.part[p].from = m.from, job.part[p].to = m.to;
+      job.part[p].from_row = m.from_row, job.part[p].to_row = m.to_row;
+      job.part[p].from_head = m.from_head, job.part[p].to_head = m.to_head;
+      job.part[p].head_bytes = m.head_bytes;
+      shapes[p] = {plan.count, 1, m.heads};
+      access = std::min(access, access_bytes(m));
+    }
+    launch(job, shapes, access, NoHeads{}, stream, name);
+  }
+}
+
+void move_heads(HeadMove m, RowSet rows, bool to_front, Stream stream, const char* name) {
+  if (m.count == 0 || rows.count == 0 || m.heads == 0 || m.head_bytes == 0) return;
+  int64_t whole_head = m.whole_head;  // the head ranges begin at multiples of it
+  if (m.whole_head == m.head_bytes && m.part_head == m.head_bytes) m.head_bytes *= m.heads, m.heads = 1;
+  Move sides{m.whole, m.parts, m.whole_row, m.part_row, 1, m.whole_head, m.part_head, m.head_bytes};
+  int access = access_bytes(sides);
+  while (m.part % access != 0 || whole_head % access != 0) access /= 2;
+  for (int64_t done = 0; done < m.count; done += kGroups) {
+    MoveJob job{};
+    Heads heads{};
+    int64_t groups = std::min<int64_t>(kGroups, m.count - done);
+    for (int64_t g = 0; g < groups; ++g) heads.first[g] = static_cast<int32_t>(m.first_heads[done + g]);
+    job.plan = plan_rows(to_front ? Helper::heads_to_front : Helper::heads_to_back, rows, !to_front);
+    job.parts = 1;
+    Part& part = job.part[0];
+    char* parts = m.parts + done * m.part;
+    part.from = to_front ? m.whole : parts;
+    part.to = to_front ? parts : m.whole;
+    part.from_row = to_front ? m.whole_row : m.part_row;
+    part.to_row = to_front ? m.part_row : m.whole_row;
+    part.from_group = to_front ? 0 : m.part;
+    part.to_group = to_front ? m.part : 0;
+    part.from_head = to_front ? m.whole_head : m.part_head;
+    part.to_head = to_front ? m.part_head : m.whole_head;
+    part.head_bytes = m.head_bytes;
+    Shape shape{rows.count, groups, m.heads};
+    launch(job, &shape, access, heads, stream, name);
+  }
+}
+
+}  // namespace
+
+void partition(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t cp_size, int64_t cp_rank,
+               Stream stream) {
+  move(moves, count,
+       plan_lengths(Helper::partition, MapKind::partition, lengths, tokens / cp_size, tokens, cp_size, cp_rank), stream,
+       "partition");
+}
+
+void reorder(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t cp_size, bool to_rank_order,
+             Stream stream) {
+  MapKind kind = to_rank_order ? MapKind::to_rank_order : MapKind::to_sequence_order;
+  move(moves, count, plan_lengths(Helper::reorder, kind, lengths, tokens, tokens, cp_size), stream, "reorder");
+}
+
+void read_half(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t half, Stream stream) {
+  RowPlan plan = plan_lengths(Helper::read_half, MapKind::half, lengths, tokens / 2, tokens);
+  plan.half = static_cast<int32_t>(half);
+  move(moves, count, plan, stream, "read_half");
+}
+
+void take_rows(const Move* moves, int64_t count, RowSet rows, Stream stream) {
+  move(moves, count, plan_rows(Helper::take_rows, rows, false), stream, "take_rows");
+}
+
+void put_rows(const Move* moves, int64_t count, RowSet rows, Stream stream) {
+  move(moves, count, plan_rows(Helper::put_rows, rows, true), stream, "put_rows");
+}
+
+void copy_valid(const Move* moves, int64_t count, Lengths lengths, Lengths real, int64_t tokens, Stream stream) {
+  RowPlan plan = plan_lengths(Helper::copy_valid, MapKind::valid, lengths, tokens, tokens);
+  plan.real = real;
+  move(moves, count, plan, stream, "copy_valid");
+}
+
+void heads_to_front(HeadMove m, RowSet rows, Stream stream) { move_heads(m, rows, true, stream, "heads_to_front"); }
+
+void heads_to_back(HeadMove m, RowSet rows, Stream stream) { move_heads(m, rows, false, stream, "heads_to_back"); }
+
+}  // namespace cuda
+}  // namespace cp

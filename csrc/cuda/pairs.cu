@@ -1,0 +1,243 @@
+// add_rows, grad_correction, convert_valid: rows of one tensor added to, or put into, rows of another of any float dtype;
+// add_heads, the sum over what an all-to-all brought.
+#include "entry_points.h"
+#include "row_plan.cuh"
+#include "typed.cuh"
+
+namespace cp {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;
+constexpr int kVectors = kThreads * kUnroll * 2;  // of a block, about
+constexpr int kPairs = 4;                         // of one launch
+constexpr int kGroups = 256;                      // parts of one launch of add_heads
+
+struct PairPart {
+  Values to, from;
+  Divider by_row, by_head;  // vectors
+  int32_t tile_rows;        // rows of a block,
+  int64_t columns;          // or blocks of a long row
+  int64_t first_block;
+};
+
+struct PairJob {
+  RowPlan plan;
+  // What happens to a row, by the half of its sequence that it is in. `step_is_half`: the map leads from the step's rows
+  // into the half that is not none; else rows are the accumulator's, and the step has as many.
+  Action first_half, second_half;
+  int32_t parts;
+  PairPart part[kPairs];
+};
+
+struct RowPair {
+  int64_t to, from;
+  Action action;
+};
+
+__device__ __forceinline__ RowPair row_pair(const PairJob& job, int64_t row, int lane) {
+  const Target target = look_up<false>(job.plan, row, lane);
+  RowPair pair{target.row, row, job.first_half};
+  if (job.plan.kind == MapKind::half || job.plan.kind == MapKind::valid) {
+    const int32_t s = target.sequence;
+    if (target.row < 0 || s >= sequences_of(job.plan.lengths)) return {-1, row, Action::none};
+    if (job.plan.kind == MapKind::half) {
+      if (job.plan.half == 1) pair.action = job.second_half;
+    } else if (job.first_half != job.second_half) {
+      const int64_t size = length_at<int64_t>(job.plan.lengths, s + 1) - target.begin;
+      if (row - target.begin >= size / 2) pair.action = job.second_half;
+    }
+  }
+  return pair;
+}
+
+template <typename E>
+__global__ void __launch_bounds__(kThreads) pair_kernel(const __grid_constant__ PairJob job) {
+  using Wide = typename E::Wide;
+  __shared__ RowPair rows[kWarp];
+  int which = 0;
+  while (which + 1 < job.parts && blockIdx.x >= job.part[which + 1].first_block) ++which;
+  const PairPart& part = job.part[which];
+  const int64_t block = blockIdx.x - part.first_block, tile = block / part.columns;
+  const int64_t first = tile * part.tile_rows;
+  const int count = static_cast<int>(min(static_cast<int64_t>(part.tile_rows), job.plan.count - first));
+  if (threadIdx.x < kWarp) {
+    rows[threadIdx.x] = row_pair(job, first + min(static_cast<int>(threadIdx.x), count - 1), threadIdx.x);
+  }
+  __syncthreads();
+
+  constexpr int kVector = E::kVector;
+  const int row_vectors = static_cast<int>(part.by_row.divisor), head_vectors = static_cast<int>(part.by_head.divisor);
+  const int begin = static_cast<int>(block - tile * part.columns) * (part.columns > 1 ? kVectors : 0);
+  const int end = part.columns > 1 ? min(begin + kVectors, row_vectors) : count * row_vectors;
+  for (int base = begin + threadIdx.x; base < end; base += kThreads * kUnroll) {
+    decltype(E::load_to(part.to, 0)) sum[kUnroll], step[kUnroll];
+    int64_t at[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int vector = base + u * kThreads;
+      at[u] = -1;
+      if (vector < end) {
+        const int i = part.by_row.of(vector), inside = vector - i * row_vectors, head = part.by_head.of(inside);
+        const int offset = (inside - head * head_vectors) * kVector;
+        const RowPair pair = rows[i];
+        if (pair.to >= 0 && pair.action != Action::none) {
+          at[u] = pair.to * part.to.row_stride + head * part.to.head_stride + offset;
+          step[u] = E::load_from(part.from, pair.from * part.from.row_stride + head * part.from.head_stride + offset);
+#pragma unroll
+          for (int k = 0; k < kVector; ++k) sum[u].x[k] = -Wide(0);  // x + -0 is x, for every x
+          if (pair.action == Action::add) sum[u] = E::load_to(part.to, at[u]);
+        }
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (at[u] >= 0) {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) sum[u].x[k] += step[u].x[k];
+        E::store_to(part.to, at[u], sum[u]);
+      }
+    }
+  }
+  check_plan(job.plan);
+}
+
+// Launches of up to four pairs that are compiled alike.
+void launch(const Pair* pairs, int64_t count, PairJob job, Stream stream, const char* name) {
+  if (job.plan.count == 0) return;
+  auto same = [](const Pair& a, const Pair& b) {
+    return a.to.dtype == b.to.dtype && a.from.dtype == b.from.dtype && (in_fours(a.to) && in_fours(a.from)) == (in_fours(b.to) && in_fours(b.from));
+  };
+  for (int64_t done = 0; done < count;) {
+    int64_t next = done + 1;
+    while (next < count && next - done < kPairs && same(pairs[done], pairs[next])) ++next;
+    visit_elements(pairs[done].to, pairs[done].from, false, [&](auto elements) {
+      using E = decltype(elements);
+      int64_t blocks = 0;
+      job.parts = 0;
+      for (int64_t p = done; p < next; ++p) {
+        int64_t head_vectors = pairs[p].to.dim / E::kVector, row_vectors = head_vectors * pairs[p].to.heads;
+        if (row_vectors == 0) continue;
+        if (row_vectors > INT_MAX / 2) throw std::runtime_error(std::string("ValueError: ") + name + ": a row has too many elements");
+        PairPart& part = job.part[job.parts++];
+        part.to = pairs[p].to, part.from = pairs[p].from;
+        part.by_row = Divider::by(row_vectors), part.by_head = Divider::by(head_vectors);
+        part.tile_rows = static_cast<int32_t>(std::clamp<int64_t>(kVectors / row_vectors, 1, kWarp));
+        part.columns = divide_up(row_vectors, kVectors);
+        part.first_block = blocks;
+        blocks += divide_up(job.plan.count, part.tile_rows) * part.columns;
+      }
+      if (blocks > 0) pair_kernel<E><<<grid_of(blocks, name), kThreads, 0, stream_of(stream)>>>(job);
+    });
+    check_launch(name);
+    done = next;
+  }
+}
+
+struct HeadsJob {
+  RowPlan plan;
+  Values out, parts;
+  int64_t part_stride;
+  Divider by_row, by_head;  // vectors
+  int32_t groups, heads;
+  int32_t first[kGroups];
+};
+
+// A thread's vector of out: read once, all parts that hold its head added in their order, written once.
+template <typename E>
+__global__ void __launch_bounds__(kThreads) add_heads_kernel(const __grid_constant__ HeadsJob job) {
+  __shared__ int64_t rows[kWarp];
+  constexpr int kVector = E::kVector;
+  const int row_vectors = static_cast<int>(job.by_row.divisor), head_vectors = static_cast<int>(job.by_head.divisor);
+  const int tile_rows = min(max(kVectors / row_vectors, 1), kWarp);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * tile_rows;
+  const int count = static_cast<int>(min(static_cast<int64_t>(tile_rows), job.plan.count - first));
+  if (threadIdx.x < kWarp) {
+    rows[threadIdx.x] = look_up<false>(job.plan, first + min(static_cast<int>(threadIdx.x), count - 1), threadIdx.x).row;
+  }
+  __syncthreads();
+  for (int vector = threadIdx.x; vector < count * row_vectors; vector += kThreads) {
+    const int i = job.by_row.of(vector), inside = vector - i * row_vectors, head = job.by_head.of(inside);
+    const int offset = (inside - head * head_vectors) * kVector;
+    if (rows[i] < 0) continue;
+    const int64_t at = rows[i] * job.out.row_stride + head * job.out.head_stride + offset;
+    const int64_t part = (first + i) * job.parts.row_stride + offset;
+    decltype(E::load_to(job.out, 0)) sum;
+    bool held = false;
+    for (int g = 0; g < job.groups; ++g) {
+      const int inner = head - job.first[g];
+      if (inner < 0 || inner >= job.heads) continue;
+      const auto x = E::load_from(job.parts, part + g * job.part_stride + inner * job.parts.head_stride);
+      if (!held) sum = E::load_to(job.out, at);
+      held = true;
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) sum.x[k] += x.x[k];
+    }
+    if (held) E::store_to(job.out, at, sum);
+  }
+}
+
+}  // namespace
+
+void add_rows(const Pair* pairs, int64_t count, RowSet rows, Stream stream) {
+  PairJob job{};
+  job.plan = plan_rows(Helper::add_rows, rows, true);
+  job.first_half = job.second_half = Action::add;
+  launch(pairs, count, job, stream, "add_rows");
+}
+
+void grad_correction(const Pair* pairs, int64_t count, Lengths lengths, Action first_half, Action second_half,
+                     bool step_is_half, Stream stream) {
+  if (count == 0 || (first_half == Action::none && second_half == Action::none)) return;
+  PairJob job{};
+  const Pair& pair = pairs[0];
+  job.plan = plan_lengths(Helper::grad_correction, step_is_half ? MapKind::half : MapKind::valid, lengths, pair.from.rows,
+                          pair.to.rows);
+  job.plan.half = first_half == Action::none ? 1 : 0;
+  job.plan.real = lengths;  // every row of a sequence
+  job.plan.from_zero = true;
+  job.plan.divisor = 2;
+  job.first_half = first_half;
+  job.second_half = second_half;
+  launch(pairs, count, job, stream, "grad_correction");
+}
+
+void convert_valid(const Pair* pairs, int64_t count, Lengths lengths, Lengths real, int64_t tokens, Stream stream) {
+  PairJob job{};
+  job.plan = plan_lengths(Helper::copy_valid, MapKind::valid, lengths, tokens, tokens);
+  job.plan.real = real;
+  job.first_half = job.second_half = Action::copy;
+  launch(pairs, count, job, stream, "copy_valid");
+}
+
+void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowSet rows,
+               Stream stream) {
+  if (rows.count == 0 || out.heads == 0 || out.dim == 0 || parts.heads == 0) return;
+  bool parts_in_fours = (part_stride * size_of(parts.dtype)) % (4 * size_of(parts.dtype)) == 0;
+  Values checked = parts;
+  if (!parts_in_fours) checked.row_stride |= 1;  // then elements go one by one
+  for (int64_t done = 0; done < count; done += kGroups) {
+    visit_elements(out, checked, false, [&](auto elements) {
+      using E = decltype(elements);
+      HeadsJob job{};
+      job.plan = plan_rows(Helper::heads_to_back, rows, true);
+      job.out = out, job.parts = parts;
+      job.parts.data = static_cast<char*>(parts.data) + done * part_stride * size_of(parts.dtype);
+      job.part_stride = part_stride;
+      int64_t head_vectors = out.dim / E::kVector, row_vectors = head_vectors * out.heads;
+      if (row_vectors > INT_MAX / 2) throw std::runtime_error("ValueError: heads_to_back: a row has too many elements");
+      job.by_row = Divider::by(row_vectors), job.by_head = Divider::by(head_vectors);
+      job.groups = static_cast<int32_t>(std::min<int64_t>(kGroups, count - done));
+      job.heads = static_cast<int32_t>(parts.heads);
+      for (int g = 0; g < job.groups; ++g) job.first[g] = static_cast<int32_t>(first_heads[done + g]);
+      int64_t tile_rows = std::clamp<int64_t>(kVectors / row_vectors, 1, kWarp);
+      int64_t blocks = divide_up(rows.count, tile_rows);
+      add_heads_kernel<E><<<grid_of(blocks, "heads_to_back"), kThreads, 0, stream_of(stream)>>>(job);
+    });
+    check_launch("heads_to_back");
+  }
+}
+
+}  // namespace cuda
+}  // namespace cp
