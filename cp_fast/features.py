@@ -4,7 +4,7 @@ runs.
 
 from __future__ import annotations
 
-from cp_fast.backends import BACKENDS, KERNEL_FEATURES
+from cp_fast.backends import BACKENDS, KERNEL_FEATURES, features_of
 from cp_ref.spec import Feature, Problem, describe
 
 __all__ = ["EXECUTOR", "backend_table", "required"]
@@ -69,12 +69,12 @@ def required(
 
 
 def backend_table() -> str:
-    """What each kernel library has and lacks, from its declared features, as the README's Markdown table."""
+    """What each kernel library has and lacks, from what it can be chosen for, as the README's Markdown table."""
     devices = frozenset({Feature.CPU, Feature.CUDA})
     dtypes = frozenset({Feature.FLOAT16, Feature.BFLOAT16, Feature.FLOAT32, Feature.FLOAT64})
     lines = ["| backend | where | dtypes | lacks |", "| --- | --- | --- | --- |"]
     for backend in BACKENDS:
-        has = backend.features
+        has = features_of(backend)
         where = describe(has & devices).replace("device ", "")
         lacks = describe(KERNEL_FEATURES - has - devices - dtypes) or "nothing"
         lines.append(f"| `{backend.name}` | {where} | {describe(has & dtypes)} | {lacks} |")

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from cp_fast.backends.base import Backend, Gradients, Partial, Segments
-from cp_fast.backends.blockwise import BlockSize, BlockwiseBackend
+from cp_fast.backends.blocks import BlockSize
+from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.cudnn import CudnnBackend
 from cp_fast.backends.fa2 import Fa2Backend
 from cp_fast.backends.fa4 import Fa4Backend
+from cp_fast.backends.largest import LargestLogit
 from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature, Unsupported
 
-__all__ = ["BACKENDS", "KERNEL_FEATURES", "Backend", "Gradients", "Partial", "Segments", "by_name", "choose", "probe"]
+__all__ = [
+    "BACKENDS",
+    "KERNEL_FEATURES",
+    "Backend",
+    "Gradients",
+    "Partial",
+    "Segments",
+    "by_name",
+    "choose",
+    "features_of",
+    "probe",
+]
 
 BACKENDS: tuple[Backend, ...] = (
     Fa4Backend(),
@@ -48,9 +63,22 @@ def choose(required: frozenset[Feature], backend: str) -> Backend:
     reasons: list[str] = []
     for candidate in candidates:
         reason = candidate.why_not()
-        if reason is None and wanted <= candidate.features:
-            return candidate
         if reason is not None:
             reasons.append(f"{candidate.name} does not work here: {reason}")
-    missing = {c.name: wanted - c.features for c in candidates if not wanted <= c.features}
+        elif wanted <= candidate.features:
+            return candidate
+        elif wanted <= features_of(candidate):
+            return _with_largest_logit(candidate)
+    missing = {c.name: wanted - features_of(c) for c in candidates if not wanted <= features_of(c)}
     raise Unsupported(f"attention with backend {backend!r}", missing, hint="\n  ".join(reasons))
+
+
+def features_of(backend: Backend) -> frozenset[Feature]:
+    """What a backend can be chosen for: its own features, and max_logit, which a pass of its own adds to any."""
+    return _with_largest_logit(backend).features
+
+
+@cache
+def _with_largest_logit(backend: Backend) -> Backend:
+    """One for each backend, so that plans of equal problems have the same."""
+    return LargestLogit(backend)

@@ -13,34 +13,15 @@ serves what no kernel library has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from cp_fast.backends.band import Columns, make_masks, visible_columns
 from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_fast.backends.blocks import BlockSize, cut, fold, mask, size_of, unfold
 from cp_ref.spec import Feature
 
-__all__ = ["BlockSize", "BlockwiseBackend"]
-
-
-class BlockSize(NamedTuple):
-    """How large a block of scores [H, g * R, C] may be."""
-
-    scores: int  # H * g * R * C
-    columns: int  # C
-    rows: int  # g * R, about: more are faster to multiply and waste more along a diagonal
-
-
-class _Block(NamedTuple):
-    """Rows of one segment, for some kv heads, with the columns that they see."""
-
-    rows: slice  # of q
-    columns: list[tuple[slice, Columns]]  # of k and v
-    heads_q: slice
-    heads_kv: slice
+__all__ = ["BlockwiseBackend"]
 
 
 class BlockwiseBackend:
@@ -88,12 +69,12 @@ class BlockwiseBackend:
         max_logit = torch.full((h_q,), -torch.inf, dtype=dtype, device=q.device)
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         scratch = _Scratch(q)
-        for block in _blocks(segments, h_q, k.shape[1], self.size, q.device):
-            queries = _fold(q[block.rows, block.heads_q], _size(block.heads_kv), dtype).mul_(scale)
+        for block in cut(segments, h_q, k.shape[1], self.size, q.device):
+            queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scale)
             top = total = mix = None  # [H, g * R, 1] twice, [H, g * R, d_v]: online softmax over the column blocks
             for columns, seen in block.columns:
                 s = _scores(queries, keys[block.heads_kv, columns], softcap, scratch)
-                _mask(s, seen, -torch.inf)
+                mask(s, seen, -torch.inf)
                 here = s.amax(-1, keepdim=True)
                 new = here if top is None else torch.maximum(top, here)
                 # a row that sees nothing yet has new = -inf; with a finite base its exp(-inf - base) is 0, not NaN
@@ -109,10 +90,10 @@ class BlockwiseBackend:
             if top is None or total is None or mix is None:
                 continue
             mix.div_(total.masked_fill(total == 0, 1))
-            out[block.rows, block.heads_q] = _unfold(mix, block)
-            lse[block.heads_q, block.rows] = (top + total.log_()).view(-1, _size(block.rows))
+            out[block.rows, block.heads_q] = unfold(mix, block)
+            lse[block.heads_q, block.rows] = (top + total.log_()).view(-1, size_of(block.rows))
             largest = max_logit[block.heads_q]
-            torch.maximum(largest, top.view(-1, _size(block.rows)).amax(-1), out=largest)
+            torch.maximum(largest, top.view(-1, size_of(block.rows)).amax(-1), out=largest)
         return Partial(out, lse, max_logit)
 
     @torch.no_grad()
@@ -137,10 +118,10 @@ class BlockwiseBackend:
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         scratch = _Scratch(q)
-        for block in _blocks(segments, q.shape[1], k.shape[1], self.size, q.device):
-            queries = _fold(q[block.rows, block.heads_q], _size(block.heads_kv), dtype).mul_(scale)
-            douts = _fold(dout[block.rows, block.heads_q], _size(block.heads_kv), dtype)
-            outs = _fold(out[block.rows, block.heads_q], _size(block.heads_kv), dtype)
+        for block in cut(segments, q.shape[1], k.shape[1], self.size, q.device):
+            queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scale)
+            douts = fold(dout[block.rows, block.heads_q], size_of(block.heads_kv), dtype)
+            outs = fold(out[block.rows, block.heads_q], size_of(block.heads_kv), dtype)
             delta = outs.mul_(douts).sum(-1, keepdim=True)
             if dlse is not None:
                 delta.sub_(dlse[block.heads_q, block.rows].reshape(delta.shape))
@@ -156,7 +137,7 @@ class BlockwiseBackend:
                     else None
                 )
                 p = s.sub_(norm).exp_()
-                _mask(p, seen, 0)
+                mask(p, seen, 0)
                 dvalues[block.heads_kv, columns].baddbmm_(p.mT, douts)
                 ds = torch.bmm(douts, value.mT, out=scratch.buffer(1, s.shape)).sub_(delta).mul_(p)
                 if slope is not None:
@@ -164,7 +145,7 @@ class BlockwiseBackend:
                 dkeys[block.heads_kv, columns].baddbmm_(ds.mT, queries)
                 dqueries = torch.bmm(ds, key) if dqueries is None else dqueries.baddbmm_(ds, key)
             if dqueries is not None:
-                dq[block.rows, block.heads_q] = _unfold(dqueries.mul_(scale), block)
+                dq[block.rows, block.heads_q] = unfold(dqueries.mul_(scale), block)
         return Gradients(dq, dkeys.transpose(0, 1).contiguous(), dvalues.transpose(0, 1).contiguous())
 
 
@@ -190,48 +171,7 @@ def _head_major(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(x.shape[1], x.shape[0], x.shape[2], dtype=dtype, device=x.device).copy_(x.transpose(0, 1))
 
 
-def _blocks(segments: Segments, h_q: int, h_kv: int, size: BlockSize, device: torch.device) -> Iterator[_Block]:
-    """Every block of a launch: segment by segment, some kv heads at a time, rows in order."""
-    g, masks = h_q // h_kv, make_masks(device)
-    for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
-        lq, lk = q1 - q0, kv1 - kv0
-        width = max(1, min(lk, size.columns))
-        height = max(1, min(lq, max(32, size.rows // g), max(1, size.scores // (g * width))))
-        heads = max(1, min(h_kv, size.scores // (g * width * height)))
-        for head in range(0, h_kv, heads):
-            heads_kv = slice(head, min(head + heads, h_kv))
-            heads_q = slice(heads_kv.start * g, heads_kv.stop * g)
-            for row in range(0, lq, height):
-                last = min(row + height, lq)
-                seen = visible_columns(row, last, lq, lk, segments.left, segments.right, width, masks)
-                columns = [(slice(kv0 + c.start, kv0 + c.stop), c) for c in seen]
-                yield _Block(slice(q0 + row, q0 + last), columns, heads_q, heads_kv)
-
-
-def _size(span: slice) -> int:
-    """How many indices a slice with both ends holds."""
-    return span.stop - span.start
-
-
-def _fold(x: torch.Tensor, heads_kv: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [R, H * g, d] as a fresh [H, g * R, d] of the compute dtype."""
-    rows, heads_q, d = x.shape
-    folded = torch.empty(heads_q, rows, d, dtype=dtype, device=x.device)
-    return folded.copy_(x.transpose(0, 1)).view(heads_kv, -1, d)
-
-
-def _unfold(x: torch.Tensor, block: _Block) -> torch.Tensor:
-    """[H, g * R, d] as [R, H * g, d], a view."""
-    return x.view(-1, _size(block.rows), x.shape[2]).transpose(0, 1)
-
-
 def _scores(queries: torch.Tensor, key: torch.Tensor, softcap: float, scratch: _Scratch) -> torch.Tensor:
     """The scores [H, g * R, C] of scaled queries [H, g * R, d] and keys [H, C, d], in buffer 0."""
     s = torch.bmm(queries, key.mT, out=scratch.buffer(0, (*queries.shape[:2], key.shape[1])))
     return s.div_(softcap).tanh_().mul_(softcap) if softcap > 0 else s
-
-
-def _mask(s: torch.Tensor, seen: Columns, value: float) -> None:
-    """Write `value` over what the rows of a block [H, g * R, C] do not see."""
-    if seen.hidden is not None:
-        s.view(-1, *seen.hidden.shape).masked_fill_(seen.hidden, value)

@@ -11,7 +11,8 @@ Facts about cuDNN 9.19 with front end 1.32 on Hopper that this file rests on:
   right alignment and a padding mask both count from each segment's own corner. Unbounded is None; no bound may be
   negative: tiles must be cropped.
 - With bottom-right alignment the backward computes every block of the rectangle, hidden or not (a causal square takes
-  twice the time). So a band is said from the top-left corner where that says the same in all segments.
+  twice the time). So a band is said from the top-left corner where that says the same in all segments. The host's
+  lengths decide this.
 - The lse ("stats") is natural and float32, written and read here as [n, h_q]; head by head it would have the number of
   rows in its strides, and so in the graph.
 - The backward forms delta from dout and out itself, and has no gradient through lse: a second launch adds it
@@ -28,15 +29,16 @@ import importlib
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache, lru_cache
-from itertools import pairwise
 from threading import Lock, local
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cp_fast.backends.base import Gradients, Partial, Segments
 from cp_fast.backends.dims import aligned, round_up, trim, widen
+from cp_fast.backends.lengths import Cumulative
 from cp_fast.backends.lse_gradient import lse_launch
 from cp_ref.spec import Feature
 
@@ -233,7 +235,7 @@ def _class_of(n: int, least: int) -> int:
     >>> [_class_of(n, 128) for n in (1, 129, 1000, 1025, 65536, 65537)]
     [128, 256, 1024, 1280, 65536, 81920]
     """
-    return round_up(n, max(least, 2 ** max(n.bit_length() - 3, 0)))
+    return round_up(n, max(least, 1 << max(n.bit_length() - 3, 0)))
 
 
 def _shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float) -> _Shape:
@@ -265,14 +267,20 @@ def _band(segments: Segments) -> _Band:
     left, right = segments.left, segments.right
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"backend 'cudnn' takes window sides of None or >= 0, got ({left}, {right}): crop the tile")
-    lengths = zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True)
-    shifts = {(k1 - k0) - (q1 - q0) for (q0, q1), (k0, k1) in lengths}
-    if len(shifts) != 1:
+    if left is None and right is None:
+        return _Band(True, None, None)
+    shifts = np.diff(_array(segments.cu_kv)) - np.diff(_array(segments.cu_q))
+    shift = int(shifts[0])
+    if (shifts != shift).any():
         return _Band(False, left, right)
-    (shift,) = shifts
     from_top = _Band(True, None if left is None else left - shift, None if right is None else right + shift)
     fits = all(side is None or side >= 0 for side in from_top[1:])
     return from_top if fits else _Band(False, left, right)
+
+
+def _array(cu: Sequence[int]) -> np.ndarray:
+    """Cumulative lengths as the array that some are."""
+    return cu.values if isinstance(cu, Cumulative) else np.array(cu)
 
 
 def _run(graph_of: Any, shape: _Shape, tensors: dict[_Id, torch.Tensor], segments: Segments) -> None:

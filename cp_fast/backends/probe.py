@@ -33,6 +33,8 @@ _CASES: tuple[tuple[tuple[int, ...], tuple[int, ...], int | None, int | None], .
     ((30, 4), (10, 2), None, 22),  # a side longer than any segment's columns, that hides something nevertheless
     ((30, 4), (10, 2), 3, 22),
     ((30, 90, 3), (10, 70, 3), 6, None),
+    ((3, 1, 4, 1, 5, 9, 2, 6, 5), (3, 1, 4, 1, 5, 9, 2, 6, 5), None, 0),  # one shift for all segments, many segments
+    ((70, 33), (100, 63), 40, 5),
 )
 
 

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast import backends
 from cp_fast.backends.base import Backend, Gradients, Segments
-from cp_fast.backends.blockwise import BlockSize, BlockwiseBackend
+from cp_fast.backends.blocks import BlockSize
+from cp_fast.backends.blockwise import BlockwiseBackend
+from cp_fast.backends.largest import LargestLogit, largest_logit
 from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature, Unsupported
 
@@ -157,6 +159,25 @@ def test_a_launch_over_part_of_the_columns_adds_up() -> None:
     close(torch.cat([p.dv for p in parts]), gradients.dv, 1e-10)
 
 
+@pytest.mark.parametrize("size", [BlockSize(2**18, 256, 512), TINY.size], ids=["one block", "tiny blocks"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_library_without_max_logit_is_given_it(seed: int, size: BlockSize) -> None:
+    segments, heads = random_case(seed)
+    scale, softcap = (0.7, -0.7)[seed % 2], (0.0, 1.5)[seed // 2 % 2]
+    q, k, v, dout, _ = tensors(seed, segments, heads, torch.float32)
+    want = CPU.forward(q, k, v, segments, scale=scale, softcap=softcap)
+    found = largest_logit(q, k, segments, scale=scale, softcap=softcap, size=size)
+    torch.testing.assert_close(found, want.max_logit)
+    library = Stub("library", set(CPU.features - {Feature.MAX_LOGIT}))
+    backend = LargestLogit(library)
+    assert (backend.name, backend.features, backend.why_not()) == ("library", CPU.features, None)
+    got = backend.forward(q, k, v, segments, scale=scale, softcap=softcap)
+    torch.testing.assert_close(got, want)
+    args: tuple[Any, ...] = (dout, q, k, v, got.out, got.lse, None, segments)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": True}
+    torch.testing.assert_close(backend.backward(*args, **options), library.backward(*args, **options))
+
+
 def test_cpu_takes_strides_and_inputs_that_require_grad() -> None:
     segments = Segments.pack([9, 4], [9, 6], None, 0)
     q, k, v, *_ = tensors(3, segments, (4, 2, 8, 8))
@@ -253,7 +274,7 @@ def test_auto_leaves_no_cell_empty(device: Feature, monkeypatch: pytest.MonkeyPa
         ({Feature.BFLOAT16, Feature.GQA_ASYMMETRIC_DIMS, Feature.DETERMINISTIC}, "fa4"),
         ({Feature.FLOAT16, Feature.HEAD_DIM_ODD, Feature.SOFTCAP}, "fa4"),
         ({Feature.FLOAT16, Feature.LSE_GRADIENT}, "fa4"),
-        ({Feature.BFLOAT16, Feature.MAX_LOGIT}, "torch"),
+        ({Feature.BFLOAT16, Feature.MAX_LOGIT}, "fa4"),
         ({Feature.BFLOAT16, Feature.HEAD_DIM_OVER_256}, "torch"),
         ({Feature.FLOAT32}, "torch"),
         ({Feature.FLOAT64}, "torch"),
@@ -300,6 +321,13 @@ def test_auto_takes_the_first_that_works_and_has_the_features(stubs: tuple[Backe
     assert backends.choose(frozenset({Feature.CUDA, Feature.GQA, Feature.A2A}), "auto") is stubs[1]
     assert backends.choose(frozenset({Feature.CPU}), "auto") is stubs[2]
     assert backends.choose(frozenset({Feature.CPU}), "three") is stubs[2]
+
+
+def test_max_logit_is_no_reason_to_pass_a_library_over(stubs: tuple[Backend, ...]) -> None:
+    chosen = backends.choose(frozenset({Feature.CUDA, Feature.GQA, Feature.MAX_LOGIT}), "auto")
+    assert chosen.name == "two"
+    assert Feature.MAX_LOGIT in chosen.features
+    assert chosen is backends.choose(frozenset({Feature.CUDA, Feature.MAX_LOGIT}), "two")
 
 
 def test_a_refusal_names_every_candidate(stubs: tuple[Backend, ...]) -> None:

@@ -143,8 +143,9 @@ def autograd(
 def check(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], eager: dict[str, torch.Tensor]) -> None:
     """Largest error at most twice eager's plus a rounding, mean error at most 1.2 times eager's plus 1/100 of one.
 
-    A tenth of one in float32, where the lse that the backward is given is rounded as coarsely as everything else.
+    1.3 times in float32, where the lse that the backward is given is rounded as coarsely as everything else.
     """
+    factor = 1.3 if eager["out"].dtype == torch.float32 else 1.2
     for name, want in exact.items():
         want = want.detach()
         assert got[name].shape == want.shape, name
@@ -154,8 +155,7 @@ def check(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], eager: d
         assert bool(error.isfinite().all()), f"{name} is not finite"
         largest, limit = float(error.max()), 2 * float(allowed.max()) + eps * float(size.max())
         assert largest <= limit, f"{name}: largest error {largest:.3g} > {limit:.3g}"
-        share = 0.1 if eager["out"].dtype == torch.float32 else 0.01
-        mean, limit = float(error.mean()), 1.2 * float(allowed.mean()) + share * eps * float(size.mean())
+        mean, limit = float(error.mean()), factor * float(allowed.mean()) + 0.01 * eps * float(size.mean())
         assert mean <= limit, f"{name}: mean error {mean:.3g} > {limit:.3g}"
 
 
@@ -216,6 +216,18 @@ def test_a_side_longer_than_the_columns_still_hides(name: str, right: int, lengt
     for left in (None, 3):
         heads = (4, 2, 64, 64)
         assert probe_segments(get(name), lengths[:1], lengths[1:], left, right, "cuda", BF16, heads) is None
+
+
+@pytest.mark.parametrize(("name", "case"), pairs([CAUSAL, LOCAL, MLA_GQA]))
+def test_one_shift_for_all_segments(name: str, case: Case) -> None:
+    """cuDNN is then told the band from the other corner."""
+    backend, lengths = get(name), (64, 129, 255, 1)
+    longer = [n + 30 for n in lengths]
+    assert probe_segments(backend, lengths, longer, case.left, case.right, "cuda", case.dtype, case.heads) is None
+    segments = Segments.pack(lengths, longer, case.left, case.right, "cuda")
+    inputs = tensors(case, segments)
+    exact, eager = (autograd(t, *inputs, None, segments, case.d_qk**-0.5, 0.0) for t in (torch.float64, case.dtype))
+    check(run(backend, case, segments, *inputs), exact, eager)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -357,16 +369,22 @@ def test_torch_in_float64_is_exact() -> None:
         torch.testing.assert_close(x, exact[name].detach(), rtol=1e-10, atol=1e-10)
 
 
-def test_torch_finds_the_largest_logit() -> None:
-    segments = CAUSAL.segments()
-    q, k, v, _ = tensors(CAUSAL, segments)
-    found = get("torch").forward(q, k, v, segments, scale=1.0, softcap=0.0).max_logit
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("scale", "dtype"), [(1.0, BF16), (-0.5, F16)])
+def test_the_largest_logit(name: str, scale: float, dtype: torch.dtype) -> None:
+    get(name)
+    backend = backends.choose(frozenset({Feature.MAX_LOGIT, Feature.CUDA}), name)
+    case = CAUSAL._replace(dtype=dtype)
+    segments = case.segments()
+    q, k, v, _ = tensors(case, segments)
+    found = backend.forward(q, k, v, segments, scale=scale, softcap=0.0).max_logit
     largest = torch.full((8,), -torch.inf, dtype=torch.float64, device="cuda")
     for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
-        s = torch.einsum("ihd,jhd->hij", q[q0:q1].double(), k[kv0:kv1].double().repeat_interleave(4, 1))
+        s = torch.einsum("ihd,jhd->hij", q[q0:q1].double(), k[kv0:kv1].double().repeat_interleave(4, 1)) * scale
         hidden = torch.ones(s.shape[1:], dtype=torch.bool, device="cuda").triu(s.shape[2] - s.shape[1] + 1)
         largest = torch.maximum(largest, s.masked_fill(hidden, -torch.inf).amax((1, 2)))
     assert found is not None
+    assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), largest, rtol=1e-5, atol=1e-5)
 
 
@@ -374,7 +392,7 @@ def test_cudnn_builds_a_shape_class_once() -> None:
     """Other lengths of about the same size run the graph that is there, with as many segments or a few less."""
     backend = get("cudnn")
     first = Segments.pack([1000] * 10, [1000] * 10, None, 0, "cuda")
-    second = Segments.pack([990, 980, *[1000] * 7], [995, 981, *[1000] * 7], None, 0, "cuda")
+    second = Segments.pack([990, 980, *[1000] * 7], [990, 980, *[1000] * 7], None, 0, "cuda")
     run(backend, CAUSAL, first, *tensors(CAUSAL, first))
     built = cudnn._forward_graph.cache_info().misses, cudnn._backward_graph.cache_info().misses
     run(backend, CAUSAL, second, *tensors(CAUSAL, second))
