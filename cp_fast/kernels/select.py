@@ -131,9 +131,7 @@ def _why_not_native(device_type: str) -> str | None:
 
 @lru_cache
 def _why_not_numba(device_type: str) -> str | None:
-    if device_type != "cuda":
-        return f"numba is for 'cuda', not {device_type!r}"
-    return importlib.import_module("cp_fast.kernels.numba_cuda").why_not()
+    return importlib.import_module("cp_fast.kernels.numba_cuda").why_not(device_type)
 
 
 _REASONS: dict[str, Callable[[str], str | None]] = {

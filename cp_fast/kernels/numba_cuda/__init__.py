@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import importlib.util
 
+from cp_fast.kernels.base import Kernels
+from cp_fast.kernels.numba_cuda.simulated import SIMULATED
+
 __all__ = ["load", "why_not"]
 
 
-def why_not() -> str | None:
-    """Why these kernels cannot be had; None if they can."""
+def why_not(device_type: str) -> str | None:
+    """Why these kernels cannot be had on a device; None if they can. The simulator has them on the CPU."""
+    if device_type != ("cpu" if SIMULATED else "cuda"):
+        return f"numba is for 'cuda', not {device_type!r}" + (": it simulates one, on 'cpu'" if SIMULATED else "")
     if importlib.util.find_spec("numba") is None or importlib.util.find_spec("numba_cuda") is None:
         return "the package numba-cuda is not installed"
     try:
         from numba import cuda
-
-        from cp_fast.kernels.numba_cuda.memory import SIMULATED
 
         if not SIMULATED and not cuda.is_available():
             return "Numba finds no GPU, or no CUDA libraries to compile with"
@@ -32,7 +35,7 @@ def why_not() -> str | None:
     return None
 
 
-def load(device: str) -> object:
+def load(device: str) -> Kernels:
     """The implementation."""
     from cp_fast.kernels.numba_cuda.kernels import NumbaKernels
     from cp_fast.kernels.numba_cuda.launch import quiet

@@ -1,3 +1,6 @@
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
+# (kernels are compiled by Numba: their types are not Python's)
 """The kernels that make lengths, indices and LSEs: one thread a row."""
 
 from __future__ import annotations

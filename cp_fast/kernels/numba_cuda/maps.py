@@ -1,3 +1,6 @@
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
+# (kernels are compiled by Numba: their types are not Python's)
 """Which row goes where, on the device: the arithmetic of csrc/common/maps.h in Numba.
 
 A plan is 8 integers, the same for every kind of map, so that kernels have one signature:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+from cp_fast.kernels.numba_cuda.simulated import SIMULATED
 
 if SIMULATED:
     from cp_fast.kernels.numba_cuda.memory_sim import (

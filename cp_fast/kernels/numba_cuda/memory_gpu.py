@@ -7,7 +7,6 @@ the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -175,7 +174,7 @@ def store_values(dtype: str, wide: str, width: int) -> Any:
 
 
 @lru_cache
-def fault(text: str) -> Callable[[], None]:
+def fault(text: str) -> Any:
     """fail(): a device-side assertion with this text, like C's assert; PyTorch's next call that waits raises."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,3 +1,6 @@
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
+# (kernels are compiled by Numba: their types are not Python's)
 """The kernel that moves rows: every reorder, gather, scatter and transposition is this one with another map.
 
 A block takes some rows. Its threads first look their rows up, one search each, and leave the answers in shared memory;
@@ -38,7 +41,7 @@ def move_kernel(helper: str, kind: str, scatter: bool, size: int) -> Any:
     fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
 
     @cuda.jit
-    def kernel(table, plan, count, divisor, tail_divisor, rows):  # noqa: ANN
+    def kernel(table, plan, count, divisor, tail_divisor, rows):
         found = cuda.shared.array(THREADS, int64)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x

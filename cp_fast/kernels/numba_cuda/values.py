@@ -1,3 +1,6 @@
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
+# (kernels are compiled by Numba: their types are not Python's)
 """The kernels that compute: pairs of tensors added or converted, and partial results weighed by their LSE.
 
 Blocks work as in `movers`: rows are looked up once, by one thread each. Numbers are read four at a time where
@@ -48,7 +51,7 @@ def pairs_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: str,
     fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
 
     @cuda.jit
-    def kernel(table, plan, count, divisor, rows):  # noqa: ANN
+    def kernel(table, plan, count, divisor, rows):
         targets = cuda.shared.array(THREADS, int64)
         sources = cuda.shared.array(THREADS, int64)
         actions = cuda.shared.array(THREADS, int64)
@@ -142,7 +145,7 @@ def add_heads_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: 
         part,
         source_row,
         source_head,
-    ):  # noqa: ANN
+    ):
         found = cuda.shared.array(THREADS, int64)
         thread = cuda.threadIdx.x
         first = cuda.blockIdx.x * rows
@@ -211,7 +214,7 @@ def weigh_kernel(
     zero, one, empty = real(0.0), real(1.0), real(-math.inf)
 
     @cuda.jit
-    def kernel(plan, count, divisor, out, step, lse, lse_step):  # noqa: ANN
+    def kernel(plan, count, divisor, out, step, lse, lse_step):
         targets = cuda.shared.array(PIECES, int64)  # by row of the block
         sequences = cuda.shared.array(PIECES, int64)
         starts = cuda.shared.array(PIECES, int64)

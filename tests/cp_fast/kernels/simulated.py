@@ -1,0 +1,57 @@
+"""The suite for Numba's kernels in its simulator, on the CPU: run by `test_numba.py` in a process of its own, since the
+simulator is chosen when Numba is imported. Every CUDA thread is a Python thread there, so cases are small and few.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from cp_fast.kernels import why_not
+from cp_fast.kernels.numba_cuda.simulated import SIMULATED
+from tests.cp_fast.kernels.suite import CHECKS, Case, Where, cases, row_sizes
+
+pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs NUMBA_ENABLE_CUDASIM=1")
+WHERE = Where("numba", "cpu")
+
+
+@pytest.mark.parametrize("check", list(CHECKS))
+def test_properties(check: str) -> None:
+    assert why_not("numba", "cpu") is None
+
+    @settings(max_examples=6)
+    @given(cases(most_chunks=2, most_sequences=3, most_heads=2))
+    def run(case: Case) -> None:
+        CHECKS[check](WHERE, case)
+
+    run()
+
+
+@pytest.mark.parametrize("size", [1, 6, 34, 64, 2048])
+def test_row_sizes(size: int) -> None:
+    row_sizes(WHERE, size)
+
+
+BROKEN = {
+    "not from 0": [4, 8, 12],
+    "decreasing": [0, 12, 8],
+    "not divisible": [0, 6, 12],
+    "past the end": [0, 8, 16],
+    "far past the end": [0, 8, 2**40],
+    "negative": [0, -8, 12],
+    "tail": [0, 8, 8],
+}
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_broken_lengths_fail_by_name(name: str) -> None:
+    """The operators look at lengths on the CPU first; these are the kernels' own assertions."""
+    x = torch.zeros(12 if name != "tail" else 11, 3)
+    with pytest.raises(AssertionError, match="cp_fast reorder: lengths must begin at 0"):
+        WHERE.kernels.reorder([x], torch.tensor(BROKEN[name]), 2, True)
+
+
+def test_broken_indices_fail_by_name() -> None:
+    with pytest.raises(AssertionError, match="cp_fast take_rows: row indices must lie inside the tensor"):
+        WHERE.kernels.take_rows([torch.zeros(4, 3)], torch.tensor([0, 4]))
