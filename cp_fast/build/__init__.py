@@ -9,8 +9,8 @@ The cache is $CP_ATTENTION_CACHE, or else cp-attention in $XDG_CACHE_HOME or ~/.
 CP_ATTENTION_CUDA_ARCHS ("90", "80;90", "all") choose the compilers and the GPU architectures.
 """
 
-from cp_fast.build.builder import Status, build, library, status, why_not
+from cp_fast.build.builder import Status, build, find, library, status, why_not
 from cp_fast.build.errors import BuildError, Unavailable
 from cp_fast.build.recipe import DEVICES
 
-__all__ = ["DEVICES", "BuildError", "Status", "Unavailable", "build", "library", "status", "why_not"]
+__all__ = ["DEVICES", "BuildError", "Status", "Unavailable", "build", "find", "library", "status", "why_not"]

@@ -16,7 +16,7 @@ from cp_fast.build import cache, tools
 from cp_fast.build.errors import BuildError, Unavailable
 from cp_fast.build.recipe import Recipe, recipe, sources_folder
 
-__all__ = ["Status", "build", "library", "status", "why_not"]
+__all__ = ["Status", "build", "find", "library", "status", "why_not"]
 
 _SAID_OF = {"cpu": "the CPU", "cuda": "GPUs"}
 
@@ -67,6 +67,15 @@ def build(device: str, archs: tuple[int, ...] | None = None, say: Callable[[str]
     return cache.cached(made.key(), made.file_name, build_in)
 
 
+def find(device: str, archs: tuple[int, ...] | None = None) -> Path | None:
+    """The library that `build` would give, if it has been built already."""
+    try:
+        made = recipe(device, archs)
+        return cache.find(made.key(), made.file_name)
+    except Unavailable:
+        return None
+
+
 @lru_cache
 def why_not(device: str) -> str | None:
     """Why the native kernels for a device cannot be had here, or None. Looks for what they need; builds nothing.
@@ -91,12 +100,7 @@ def why_not(device: str) -> str | None:
 
 def status(device: str) -> Status:
     """What there is of a device's native kernels on this machine; builds nothing."""
-    try:
-        made = recipe(device)
-        built = cache.find(made.key(), made.file_name)
-    except Unavailable:
-        built = None
-    return Status(built, why_not(device))
+    return Status(find(device), why_not(device))
 
 
 def _check_platform() -> None:
@@ -130,9 +134,10 @@ def _run(ninja: str, made: Recipe, folder: Path) -> None:
         [ninja, "-C", str(folder), "--quiet"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
     )
     if done.returncode or not (folder / made.file_name).exists():
+        seconds = f"{time.perf_counter() - began:.0f} s"
         raise BuildError(
-            f"building the native kernels for {_SAID_OF[made.device]} failed after "
-            f"{time.perf_counter() - began:.0f} s. CP_FAST_KERNELS=torch does without them. The command and what the compiler said:\n{done.stdout.strip()}"
+            f"building the native kernels for {_SAID_OF[made.device]} failed after {seconds}. CP_FAST_KERNELS=torch "
+            f"does without them. The command and what the compiler said:\n{done.stdout.strip()}"
         )
     for waste in folder.glob("*.o"):
         waste.unlink()

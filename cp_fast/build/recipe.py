@@ -127,13 +127,13 @@ def recipe(device: str, archs: tuple[int, ...] | None = None) -> Recipe:
             nvcc=None,
             cxx_flags=(*cxx_flags, "-O3", "-Wall", "-Wextra", *_NATIVE.get(platform.machine(), ())),
             nvcc_flags=(),
-            link_flags=("-shared", "-fPIC", *libraries),
+            link_flags=("-shared", "-fPIC", "-Wl,--no-undefined", *libraries),
             depends_on=(*depends_on, tools.cpu_identity()),
         )
     nvcc = tools.nvcc()
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs or machine_archs()]
     # without PyTorch's CUDA library the result can be made, not loaded: enough to see that sources compile
-    on_gpu = ("-ltorch_cuda",) if (torch_folder / "lib" / "libtorch_cuda.so").exists() else ()
+    on_gpu = ("-ltorch_cuda", "-Xlinker=--no-undefined") if (torch_folder / "lib" / "libtorch_cuda.so").exists() else ()
     return Recipe(
         device=device,
         folder=folder,

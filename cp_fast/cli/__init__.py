@@ -1,9 +1,10 @@
-"""The command line: `demo`, `doctor` and `plan`, each in its own module."""
+"""The command line: `build`, `demo`, `doctor` and `plan`, each in its own module."""
 
 from __future__ import annotations
 
 import typer
 
+from cp_fast.cli.build import build
 from cp_fast.cli.demo import demo
 from cp_fast.cli.doctor import doctor
 from cp_fast.cli.plan import plan
@@ -17,5 +18,5 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, doctor, plan):
+for command in (demo, doctor, plan, build):
     app.command()(command)

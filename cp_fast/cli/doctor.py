@@ -15,18 +15,20 @@ from rich.markup import escape
 from rich.table import Table
 from torch.cuda import nccl
 
+from cp_fast import build
 from cp_fast.backends import BACKENDS, Backend, probe
 from cp_fast.cli.common import CHECK_FAILED, table
+from cp_fast.kernels.select import chosen
 from cp_ref.spec import Feature
 
 __all__ = ["doctor"]
 
 _PACKAGES = {
     "numpy": "",
-    "numba": "",
+    "numba-cuda": "kernels for GPUs without nvcc",
     "flash-attn-4": "backend fa4; this package's extra 'fa4' has it",
     "nvidia-cudnn-frontend": "cuDNN's attention: no backend of this release uses it yet",
-    "ninja": "builds native kernels: this release has none yet",
+    "ninja": "builds the native kernels",
 }
 
 
@@ -106,9 +108,21 @@ def _try(backend: Backend, device: str) -> str | None:
 
 
 def _kernels() -> Table:
-    made = table("native kernel builds", "kernels", "works", "remark")
-    remark = "this release has none yet: merges, additions and reorderings run on PyTorch's operators"
-    made.add_row("C++ (CPU), CUDA, Numba", "-", remark)
+    """For every device, which kernels move and merge there and why, and what there is of the native ones."""
+    made = table("kernels that move and merge", "device", "in use", "native build", "remark")
+    for device in build.DEVICES:
+        built, why_not = build.status(device)
+        if device == "cuda" and not torch.cuda.is_available():
+            in_use, why = "-", "PyTorch sees no GPU"
+        else:
+            try:
+                in_use, why = chosen(device)
+            except (RuntimeError, ValueError) as error:
+                in_use, why = "[red]none[/]", str(error)
+        state = "no" if why_not else "yes" if built else "on first use"
+        made.add_row(
+            device, in_use, state, escape(why if why_not in (None, why) or why_not in why else f"{why}; {why_not}")
+        )
     return made
 
 
@@ -132,7 +146,7 @@ def _tool(*names: str) -> tuple[str, str]:
             lines = [line for line in said.splitlines() if line.strip()]
             release = [line for line in lines if "release" in line]
             return (release or lines or ["?"])[0].strip(), path
-    return "-", "not found; nothing in this release needs it"
+    return "-", "not found; builds native kernels"
 
 
 def _nccl_version() -> str:

@@ -71,15 +71,15 @@ class Native(Kernels):
     def partition(
         self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, cp_size: int, cp_rank: int
     ) -> list[torch.Tensor]:
-        return self._ops["partition"](xs, lengths, cp_size, cp_rank)
+        return self._ops["partition"](xs, lengths, cp_size, cp_rank) if xs else []
 
     def reorder(
         self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, cp_size: int, to_rank_order: bool
     ) -> list[torch.Tensor]:
-        return self._ops["reorder"](xs, lengths, cp_size, to_rank_order)
+        return self._ops["reorder"](xs, lengths, cp_size, to_rank_order) if xs else []
 
     def read_half(self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, half: int) -> list[torch.Tensor]:
-        return self._ops["read_half"](xs, lengths, half)
+        return self._ops["read_half"](xs, lengths, half) if xs else []
 
     def read_second_half_lse(
         self, lse: torch.Tensor, lengths: torch.Tensor, lse_packed: bool, max_seqlen: int
@@ -99,7 +99,7 @@ class Native(Kernels):
     def take_rows(self, xs: Sequence[torch.Tensor], rows: Rows) -> list[torch.Tensor]:
         if isinstance(rows, slice):
             return [x[rows] for x in xs]
-        return self._ops["take_rows"](xs, rows, 0, 0)
+        return self._ops["take_rows"](xs, rows, 0, 0) if xs else []
 
     def put_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
         if outs:

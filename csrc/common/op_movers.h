@@ -151,21 +151,22 @@ inline Tensor pad_sequences(Tensor x_, Tensor real_lengths, Tensor lengths_, int
 
 // Heads of `whole` [t, h, ...] and parts [p, n, heads, ...]; what is behind the heads is contiguous on both sides.
 inline HeadMove head_move(const Operand& whole, const Operand& parts, const Ints& first_heads) {
-  int64_t head = whole.item, heads = parts.sizes[2];
+  int64_t dim = 1, heads = parts.sizes[2];
   for (int64_t i = whole.ndim() - 1; i >= 2; --i) {
     for (auto* x : {&whole, &parts}) {
       size_t axis = i + (x == &parts);
-      if (x->sizes[axis] > 1 && x->strides[axis] * x->item != head)
+      if (x->sizes[axis] > 1 && x->strides[axis] != dim)
         value_error(x->shape() + " and strides " + text(x->strides) + "; the axes behind the heads must be contiguous");
     }
-    head *= whole.sizes[i];
+    dim *= whole.sizes[i];
   }
   for (int64_t first : first_heads)
     if (first < 0 || first > whole.sizes[1] - heads)
       value_error("first_heads are " + text(first_heads) + "; each plus " + std::to_string(heads) +
                   " heads must be at most the " + std::to_string(whole.sizes[1]) + " heads of " + whole.name);
   return HeadMove{whole.data, whole.strides[0] * whole.item, whole.strides[1] * whole.item, parts.data,
-                  parts.strides[0] * whole.item, parts.strides[1] * whole.item, parts.strides[2] * whole.item, head, heads,
+                  parts.strides[0] * parts.item, parts.strides[1] * parts.item, parts.strides[2] * parts.item,
+                  dim * whole.item, heads,
                   static_cast<int64_t>(first_heads.size()), first_heads.data()};
 }
 

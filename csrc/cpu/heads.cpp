@@ -1,5 +1,5 @@
 // Heads of [t, h, ...] and parts [p, n, heads, ...]: what an all-to-all sends and gets.
-#include <algorithm>
+#include <type_traits>
 
 #include "convert.h"
 #include "copy.h"
@@ -10,70 +10,92 @@ namespace cp {
 namespace cpu {
 namespace {
 
-// f(address in whole, address in parts, bytes) for every contiguous piece. A few rows at a time, part by part: whole rows
-// stay in the cache while they are cut up, and each part is read or written in stretches.
-template <typename F>
-void each_piece(const HeadMove& m, const RowSet& rows, F f) {
-  constexpr int64_t together = 16;
-  bool joined = m.whole_head == m.head_bytes && m.part_head == m.head_bytes;
-  int64_t pieces = joined ? 1 : m.heads, bytes = joined ? m.heads * m.head_bytes : m.head_bytes;
-  parallel(rows.count, m.count * m.heads * m.head_bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += together)
-      for (int64_t i = 0; i < m.count; ++i) {
-        char* whole = m.whole + m.first_heads[i] * m.whole_head;
-        char* part = m.parts + i * m.part;
-        for (int64_t j = at; j < std::min(at + together, end); ++j)
-          for (int64_t h = 0; h < pieces; ++h)
-            f(whole + rows[j] * m.whole_row + h * m.whole_head, part + j * m.part_row + h * m.part_head, bytes);
-      }
-  });
-}
+// The pieces of one row of one part.
+struct Pieces {
+  const HeadMove& m;
+  bool joined;  // heads are contiguous on both sides: one piece
 
-// One row and head: out + x[i] + ... in order of i, over the parts that hold the head.
-template <typename Out, typename Part>
-void add_head(Out* out, const Part* part, const Values& parts, int64_t part_stride, const int64_t* first_heads, int64_t count,
-              int64_t head) {
-  using W = Wide<Out, Part>;
-  constexpr int64_t block = 256;
-  W sum[block];
-  for (int64_t k = 0; k < parts.dim; k += block) {
-    int64_t n = std::min(block, parts.dim - k);
-    for (int64_t j = 0; j < n; ++j) sum[j] = load<W>(out[k + j]);
-    for (int64_t i = 0; i < count; ++i) {
-      int64_t local = head - first_heads[i];
-      if (local < 0 || local >= parts.heads) continue;
-      const Part* x = part + i * part_stride + local * parts.head_stride + k;
-      for (int64_t j = 0; j < n; ++j) sum[j] += load<W>(x[j]);
-    }
-    for (int64_t j = 0; j < n; ++j) store(out[k + j], sum[j]);
+  explicit Pieces(const HeadMove& move) : m(move), joined(m.whole_head == m.head_bytes && m.part_head == m.head_bytes) {}
+
+  // f(address in whole, address in the part, bytes) for every piece
+  template <typename F>
+  void each(int64_t part, int64_t row, int64_t i, F f) const {
+    char* whole = m.whole + row * m.whole_row + m.first_heads[part] * m.whole_head;
+    char* own = m.parts + part * m.part + i * m.part_row;
+    if (joined) return f(whole, own, m.heads * m.head_bytes);
+    for (int64_t h = 0; h < m.heads; ++h) f(whole + h * m.whole_head, own + h * m.part_head, m.head_bytes);
   }
-}
+};
+
+// out + x[i] + ... in order of i, over the parts that hold a head.
+template <typename Out, typename Part>
+struct Addition {
+  Values out, parts;
+  int64_t part_stride;
+  const int64_t* first_heads;
+  int64_t count;
+
+  const Part* part_at(int64_t part, int64_t i, int64_t head) const {
+    return static_cast<const Part*>(parts.data) + part * part_stride + i * parts.row_stride + head * parts.head_stride;
+  }
+
+  // One row. Where sums have out's own type, they are formed in place.
+  void add(Out* row, int64_t i) const {
+    for (int64_t p = 0; p < count; ++p)
+      for (int64_t h = 0; h < parts.heads; ++h) {
+        Out* to = row + (first_heads[p] + h) * out.head_stride;
+        const Part* x = part_at(p, i, h);
+        for (int64_t k = 0; k < out.dim; ++k) to[k] += load<Out>(x[k]);
+      }
+  }
+
+  // One row, float64 into float32: rounded once, at the end.
+  void add_wide(Out* row, int64_t i) const {
+    for (int64_t h = 0; h < out.heads; ++h)
+      for (int64_t k = 0; k < out.dim; ++k) {
+        double sum = row[h * out.head_stride + k];
+        for (int64_t p = 0; p < count; ++p) {
+          int64_t local = h - first_heads[p];
+          if (local >= 0 && local < parts.heads) sum += load<double>(part_at(p, i, local)[k]);
+        }
+        row[h * out.head_stride + k] = static_cast<Out>(sum);
+      }
+  }
+};
 
 }  // namespace
 
+// In the order of what is written, so that it is written in one stream.
 void heads_to_front(HeadMove move, RowSet rows, Stream) {
-  each_piece(move, rows, [](char* whole, char* part, int64_t bytes) { copy_piece(part, whole, bytes); });
+  Pieces pieces(move);
+  parallel(move.count * rows.count, move.heads * move.head_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      int64_t part = at / rows.count, i = at - part * rows.count;
+      pieces.each(part, rows[i], i, [](char* whole, char* own, int64_t bytes) { copy_piece(own, whole, bytes); });
+    }
+  });
 }
 
 void heads_to_back(HeadMove move, RowSet rows, Stream) {
-  each_piece(move, rows, [](char* whole, char* part, int64_t bytes) { copy_piece(whole, part, bytes); });
+  Pieces pieces(move);
+  parallel(rows.count, move.count * move.heads * move.head_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      for (int64_t part = 0; part < move.count; ++part)
+        pieces.each(part, rows[i], i, [](char* whole, char* own, int64_t bytes) { copy_piece(whole, own, bytes); });
+  });
 }
 
 void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowSet rows, Stream) {
-  auto held = [&](int64_t head) {
-    return std::any_of(first_heads, first_heads + count,
-                       [&](int64_t first) { return first <= head && head < first + parts.heads; });
-  };
   visit_accumulator(out.dtype, [&](auto* out_type) {
     visit(parts.dtype, [&](auto* part_type) {
-      auto* to = static_cast<decltype(out_type)>(out.data);
-      auto* from = static_cast<decltype(part_type)>(parts.data);
-      parallel(rows.count, out.heads * out.dim * 8, [&](int64_t begin, int64_t end) {
-        for (int64_t h = 0; h < out.heads; ++h) {
-          if (!held(h)) continue;
-          for (int64_t j = begin; j < end; ++j)
-            add_head(to + rows[j] * out.row_stride + h * out.head_stride, from + j * parts.row_stride, parts, part_stride,
-                     first_heads, count, h);
+      using Out = std::remove_pointer_t<decltype(out_type)>;
+      using Part = std::remove_pointer_t<decltype(part_type)>;
+      Addition<Out, Part> addition{out, parts, part_stride, first_heads, count};
+      parallel(rows.count, out.heads * out.dim * size_of(out.dtype), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          Out* row = static_cast<Out*>(out.data) + rows[i] * out.row_stride;
+          if constexpr (std::is_same_v<Out, Wide<Out, Part>>) addition.add(row, i);
+          else addition.add_wide(row, i);
         }
       });
     });

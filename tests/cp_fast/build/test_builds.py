@@ -1,0 +1,232 @@
+"""Native builds: what their key depends on, what goes wrong and what is said then, and the GPU's sources."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cp_fast import build
+from cp_fast.build import cache, recipe, tools
+from cp_fast.build.archs import ALL_ARCHS, VARIABLE, machine_archs, read_archs
+from cp_fast.build.recipe import Recipe
+
+needs_cxx = pytest.mark.skipif(build.why_not("cpu") is not None, reason=f"native kernels: {build.why_not('cpu')}")
+
+
+def nvcc_missing() -> bool:
+    try:
+        tools.nvcc()
+    except build.Unavailable:
+        return True
+    return False
+
+
+needs_nvcc = pytest.mark.skipif(nvcc_missing(), reason="needs nvcc")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources, to spoil."""
+    folder = tmp_path / "csrc"
+    shutil.copytree(recipe.sources_folder(), folder)
+    monkeypatch.setattr(recipe, "sources_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def fresh_reasons() -> None:
+    build.why_not.cache_clear()
+
+
+CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
+    "the compiler's flags": lambda r: dataclasses.replace(r, cxx_flags=(*r.cxx_flags, "-g")),
+    "the linker's flags": lambda r: dataclasses.replace(r, link_flags=(*r.link_flags, "-s")),
+    "the CPU": lambda r: dataclasses.replace(r, depends_on=(*r.depends_on[:-1], "another CPU")),
+    "PyTorch": lambda r: dataclasses.replace(r, depends_on=(r.depends_on[0], "torch 9", *r.depends_on[2:])),
+    "the device": lambda r: dataclasses.replace(r, device="cuda"),
+    "the compiler": lambda r: dataclasses.replace(r, cxx=sys.executable),
+    "a file less": lambda r: dataclasses.replace(r, headers=r.headers[1:]),
+}
+
+
+@needs_cxx
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_key_changes_with(change: str) -> None:
+    made = recipe.recipe("cpu")
+    assert made.key() == recipe.recipe("cpu").key()
+    assert CHANGES[change](made).key() != made.key()
+
+
+@needs_cxx
+@pytest.mark.parametrize("file", ["common/maps.h", "cpu/copy.h", "cpu/heads.cpp", "common/bindings.cpp"])
+def test_the_key_changes_with_content(sources: Path, file: str) -> None:
+    before = recipe.recipe("cpu").key()
+    (sources / file).write_text((sources / file).read_text() + "\n// more\n")
+    assert recipe.recipe("cpu").key() != before
+
+
+@needs_cxx
+def test_the_key_is_not_of_a_place(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = recipe.recipe("cpu").key()
+    moved = sources.rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(recipe, "sources_folder", lambda: moved)
+    assert recipe.recipe("cpu").key() == before
+
+
+@needs_cxx
+def test_a_new_source_is_compiled(sources: Path) -> None:
+    (sources / "cpu" / "more.cpp").write_text("int more() { return 1; }\n")
+    assert "cpu_more_cpp.o" in recipe.recipe("cpu").ninja()
+
+
+@needs_cxx
+def test_a_first_build_says_one_line(own_cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = build.library("cpu")
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err == f"cp-attention: building the native kernels for the CPU, once, into {own_cache}\n"
+    assert build.library("cpu") == path == build.find("cpu")
+    assert capfd.readouterr().err == ""
+    assert sorted(x.name for x in path.parent.iterdir() if x.suffix == ".o") == []
+
+
+@needs_cxx
+def test_a_compiler_that_fails(own_cache: Path, sources: Path) -> None:
+    (sources / "cpu" / "heads.cpp").write_text("int broken(;\n")
+    with pytest.raises(build.BuildError) as caught:
+        build.build("cpu", say=lambda line: None)
+    said = str(caught.value)
+    assert "building the native kernels for the CPU failed after" in said
+    assert "CP_FAST_KERNELS=torch does without them" in said
+    assert f"{tools.cxx()} -std=c++17" in said  # the command
+    assert "heads.cpp:1" in said  # the compiler
+    assert build.find("cpu") is None
+
+
+LOAD = """
+import torch
+from cp_fast.kernels.native import load
+print(load("cpu").partition_indices(torch.tensor([0, 8, 12]), 14, 2, 0).tolist())
+"""
+
+
+@needs_cxx
+def test_of_eight_ranks_one_compiles_and_all_load(own_cache: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(8)
+    ]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [out.strip() for out, _ in outputs] == ["[0, 1, 6, 7, 8, 11, 12]"] * 8, outputs
+    assert sum(err.count("building the native kernels") for _, err in outputs) == 1
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    rule = r"a C\+\+ compiler was not found: looked for c\+\+, g\+\+, clang\+\+ \(\$CXX is not set\)"
+    reason = build.why_not("cpu")
+    assert reason is not None
+    with pytest.raises(build.Unavailable, match=f"the native kernels for the CPU cannot be had: {rule}"):
+        build.library("cpu")
+    with pytest.raises(build.Unavailable, match=rule):
+        build.build("cpu")
+    assert build.status("cpu") == (None, reason)
+
+
+def test_the_compiler_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    reason = build.why_not("cpu")
+    assert reason == "a C++ compiler was not found: looked for no-such-compiler ($CXX)"
+    program = tmp_path / "my-c++"
+    program.write_text('#!/bin/sh\nexec c++ "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    assert tools.cxx() == str(program)
+
+
+def test_cudas_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NVCC", "/no/nvcc")
+    with pytest.raises(build.Unavailable, match=r"CUDA's compiler was not found: looked for /no/nvcc \(\$NVCC\)"):
+        tools.nvcc()
+    monkeypatch.delenv("NVCC")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(build.Unavailable, match=rf"looked for {tmp_path}/bin/nvcc \(\$CUDA_HOME\)"):
+        tools.nvcc()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a PyTorch without CUDA")
+def test_without_cuda_the_gpu_kernels_say_so() -> None:
+    reason = f"PyTorch {torch.__version__} is built without CUDA"
+    assert build.why_not("cuda") == reason
+    with pytest.raises(build.Unavailable, match=r"the native kernels for GPUs cannot be had: PyTorch .* without CUDA"):
+        build.library("cuda")
+
+
+def test_a_cuda_that_the_driver_may_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cp_fast.build import builder
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(tools, "identity", lambda program: "Cuda compilation tools, release 13.0, V13.0.88")
+    with pytest.raises(
+        build.Unavailable, match=r"nvcc is of CUDA 13.0, newer than the 12.8 that PyTorch was built for"
+    ):
+        builder._check_nvcc("nvcc")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    builder._check_nvcc("nvcc")
+
+
+@pytest.mark.parametrize("text", ["", "ninety", "90,", "5.0", "-90"])
+def test_architectures_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ValueError, match=f"{VARIABLE} is '{text}'; it must be 'all' or architectures such as"):
+        read_archs(text)
+
+
+def test_architectures_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "9.0;80")
+    assert machine_archs() == (80, 90)
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(9, 0), (12, 0), (9, 0)].__getitem__)
+    assert machine_archs() == (90, 120)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(build.Unavailable, match=f"no GPU here to choose an architecture for: set {VARIABLE}"):
+        machine_archs()
+
+
+@needs_cxx
+def test_sources_give_no_warning(tmp_path: Path) -> None:
+    made = recipe.recipe("cpu")
+    for source in made.sources:
+        command = [made.cxx, *made.cxx_flags, "-Werror", "-fsyntax-only", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+@needs_cxx
+@needs_nvcc
+def test_the_gpu_sources_compile_for_all_architectures(own_cache: Path) -> None:
+    path = build.build("cuda", ALL_ARCHS, say=lambda line: None)
+    content = path.read_bytes()
+    for arch in ALL_ARCHS:
+        assert f"sm_{arch}".encode() in content
+    needed = subprocess.run(["readelf", "-d", str(path)], capture_output=True, text=True, check=False).stdout
+    assert "libcudart" not in needed  # it brings its own

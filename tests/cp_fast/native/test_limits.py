@@ -1,0 +1,115 @@
+"""Native CPU kernels at their limits: many threads, many sequences, buffers past 2^31 elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cp_ref.thd import thd_cp_rank_order_to_sequence_order, thd_get_partitioned_indices, thd_read_half_tensor
+from tests.cp_fast.native.buffers import cumulative, equal_bits, native, needs_native
+
+pytestmark = needs_native
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [8 * int(n) for n in torch.randint(0, 60, (40,), generator=generator)]
+    tokens, heads, dim = sum(sizes) + 16, 4, 32
+    lengths = cumulative(sizes)
+    x = torch.randn(tokens, heads, dim, generator=generator)
+    index = torch.randperm(tokens, generator=generator)
+    lse, step_lse = torch.randn(2, heads, tokens, generator=generator)
+
+    def everything() -> list[torch.Tensor]:
+        kernels = native()
+        out, merged_lse, halves, halves_lse = x.clone(), lse.clone(), x.clone(), lse.clone()
+        kernels.merge_(out, merged_lse, x.bfloat16(), step_lse, index)
+        kernels.merge_halves_(halves, halves_lse, x[: tokens // 2], step_lse[:, : tokens // 2], lengths, True)
+        sums, grads, corrected = x.clone(), x.clone(), x.clone()
+        kernels.add_rows_([sums], [x.half()], index)
+        kernels.grad_correction_(grads, x.double(), lengths, "copy", "add")
+        kernels.out_correction_(corrected, x, lse, step_lse, lengths, False, True)
+        front = kernels.heads_to_front(x, index, [0, 1, 2, 3], 1)
+        back = torch.zeros_like(x)
+        kernels.heads_to_back_(back, front, index, [0, 1, 2, 3], False)
+        more = torch.zeros_like(x)
+        kernels.heads_to_back_(more, front, index, [0, 0, 2, 2], True)
+        return [
+            out, merged_lse, halves, halves_lse, sums, grads, corrected, front, back, more,
+            kernels.partition_indices(lengths, tokens, 4, 1),
+            kernels.read_second_half_lse(lse, lengths, True, tokens),
+            kernels.pad_sequences(index, lengths, lengths, tokens, -1),
+            *kernels.reorder([x, x.half()], lengths, 4, True),
+            *kernels.reorder([x], lengths, 4, False),
+            *kernels.take_rows([x], index),
+        ]  # fmt: skip
+
+    torch.set_num_threads(1)
+    expected = everything()
+    for count in (2, 3, 5):
+        torch.set_num_threads(count)
+        for got, wanted in zip(everything(), expected, strict=True):
+            assert equal_bits(got, wanted)
+
+
+def test_a_hundred_thousand_sequences() -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (4 * torch.randint(0, 4, (100_000,), generator=generator)).tolist()
+    lengths, tokens = cumulative(sizes), sum(sizes) + 6
+    x = torch.randn(tokens, 2, generator=generator)
+    indices = native().partition_indices(lengths, tokens, 2, 1)
+    assert torch.equal(indices, thd_get_partitioned_indices(lengths, tokens, 2, 1))
+    assert torch.equal(native().partition([x], lengths, 2, 1)[0], x[indices.long()])
+    (there,) = native().reorder([x], lengths, 2, True)
+    assert torch.equal(thd_cp_rank_order_to_sequence_order(there, lengths, 2), x)
+    assert torch.equal(native().reorder([there], lengths, 2, False)[0], x)
+    assert torch.equal(native().read_half([x], lengths, 1)[0], thd_read_half_tensor(x, lengths, 1))
+
+
+ROW = 2**20
+ROWS = 2**11 + 6  # past 2^31 elements; of this memory only the rows that are used exist
+
+
+def test_movers_past_two_to_the_31() -> None:
+    huge = torch.empty(ROWS, ROW, dtype=torch.uint8)
+    last = torch.randint(0, 256, (2, ROW), dtype=torch.uint8)
+    index = torch.tensor([ROWS - 1, ROWS - 3])
+    native().put_rows_([huge], [last], index)
+    assert torch.equal(huge[ROWS - 1], last[0])
+    assert torch.equal(native().take_rows([huge], index)[0], last)
+    out = torch.empty(ROWS, ROW, dtype=torch.uint8)
+    lengths, real = torch.tensor([ROWS - 4, ROWS - 2, ROWS]), torch.tensor([0, 2, 4])
+    huge[ROWS - 4 :: 2] = 7
+    native().copy_valid_(out, huge, lengths, real)
+    assert torch.equal(out[ROWS - 4 :], huge[ROWS - 4 :])
+
+
+def test_arithmetic_past_two_to_the_31() -> None:
+    huge = torch.empty(2**31 + 64, dtype=torch.bfloat16)
+    step = huge.as_strided((2, 1, 8), (2**31, 8, 1))  # two rows, far from each other
+    step.copy_(torch.arange(16).view(2, 1, 8))
+    out, lse = torch.zeros(2, 1, 8), torch.full((1, 2), -float("inf"))
+    native().merge_(out, lse, step, torch.zeros(1, 2), slice(0, 2))
+    assert torch.equal(out, step.float())
+    native().add_rows_([out], [step], slice(0, 2))
+    assert torch.equal(out, 2 * step.float())
+    front = native().heads_to_front(step, slice(0, 2), [0], 1)
+    assert torch.equal(front[0], step)
+
+
+def test_lengths_past_two_to_the_31() -> None:
+    """Row numbers of a buffer too large to exist, at its end."""
+    lengths = torch.tensor([0, 2**33, 2**33 + 8])
+    real = torch.tensor([0, 2**33, 2**33 + 5])
+    got = native().rank_lengths(real, lengths, 2, 0, True, True)
+    assert got.tolist() == [0, 2**32, 2**32 + 2]
