@@ -65,6 +65,7 @@ __device__ __forceinline__ Token token_of(const MergeJob& job, int64_t row, cons
 template <typename E>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeJob job) {
   using Wide = typename E::Wide;
+  constexpr Wide kUnread = -1;  // for a weight: count the value as 0, and do not look at it, it may be NaN
   __shared__ Token tokens[kTokens];
   __shared__ Wide kept[kThreads], weight[kThreads];
   const int64_t tile = blockIdx.x / job.head_blocks;
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (pair < heads * kTokens) {
     const Token token = tokens[pair % kTokens];
     const int64_t head = first_head + pair / kTokens;
-    Wide keep = 1, take = 0;  // nothing happens
+    Wide keep = 1, take = kUnread;  // nothing happens
     if (token.out >= 0) {
       const int64_t at = token.lse + head * job.lse.head_stride;
       const Wide lse = load_lse<Wide>(job.lse, at);
@@ -93,9 +94,9 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
       if (job.mode == Mode::merge) {
         const Weights<Wide> w = merge_weights<Wide>(lse, step);
         store_lse<Wide>(job.lse, at, w.lse);
-        keep = w.kept;
-        take = w.step;
-      } else {
+        keep = w.reads_out ? w.kept : kUnread;
+        if (w.reads_step) take = w.step;
+      } else if (!is_empty(step)) {
         take = correction_weight<Wide>(lse, step);
       }
     }
@@ -121,11 +122,11 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
         const int offset = (vector - number * per_head) * kVector;
         keep[u] = kept[head * kTokens + i];
         take[u] = weight[head * kTokens + i];
-        if (!(keep[u] == Wide(1) && take[u] == Wide(0))) {
+        if (!(keep[u] == Wide(1) && take[u] == kUnread)) {
           const Token token = tokens[i];
           at[u] = token.out + (first_head + head) * job.out.head_stride + offset;
-          if (keep[u] != Wide(0)) sum[u] = E::load_to(job.out, at[u]);
-          if (take[u] != Wide(0)) {
+          if (keep[u] != kUnread) sum[u] = E::load_to(job.out, at[u]);
+          if (take[u] != kUnread) {
             part[u] = E::load_from(job.step, token.step + (first_head + head) * job.step.head_stride + offset);
           }
         }
@@ -136,8 +137,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
       if (at[u] >= 0) {
 #pragma unroll
         for (int k = 0; k < kVector; ++k) {
-          Wide x = keep[u] != Wide(0) ? keep[u] * sum[u].x[k] : Wide(0);
-          if (take[u] != Wide(0)) x += take[u] * part[u].x[k];
+          Wide x = keep[u] != kUnread ? keep[u] * sum[u].x[k] : Wide(0);
+          if (take[u] != kUnread) x += take[u] * part[u].x[k];
           sum[u].x[k] = x;
         }
         E::store_to(job.out, at[u], sum[u]);
