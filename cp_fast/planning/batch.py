@@ -42,15 +42,21 @@ class Owned(NamedTuple):
 
     def below(self, position: Array | int) -> Array:
         """How many of the tokens lie before a position: where it falls on the token axis."""
-        found = np.minimum(np.maximum(position - self.first[0], 0), self.count[0])
+        found = _clipped(position - self.first[0], self.count[0])
         for first, count in zip(self.first[1:], self.count[1:], strict=True):
-            found += np.minimum(np.maximum(position - first, 0), count)
+            found += _clipped(position - first, count)
         return found
 
     @property
     def offset(self) -> tuple[Array | int, ...]:
         """Where each piece begins on the token axis."""
         return (0, self.count[0])[: len(self.first)]
+
+
+def _clipped(x: Array, most: Array) -> Array:
+    """x between 0 and `most`, in place."""
+    np.maximum(x, 0, out=x)
+    return np.minimum(x, most, out=x)
 
 
 class Batch:
@@ -79,7 +85,9 @@ class Batch:
         self.lo: Edge = None if left < 0 else self.shift - left
         self.hi: Edge = None if right < 0 else self.shift + right
         self.windowed = bool(self.size) and left >= 0 and right >= 0
+        self.nothing = np.zeros(self.size, dtype=self.dtype)  # not to be written to
         self._owned: dict[tuple[str, int], Owned] = {}
+        self._shares: dict[tuple[str, int], Array] = {}
 
     @cached_property
     def alike(self) -> bool:
@@ -105,6 +113,28 @@ class Batch:
         if (side, unit) not in self._owned:
             self._owned[side, unit] = self._find(side, unit)
         return self._owned[side, unit]
+
+    def relation(self, queries: Owned, piece: int, keys: Owned, other: int) -> str:
+        """What a piece of queries and one of keys are to each other in all sequences: "plain" (every pair is visible),
+        "hidden" (none is), or "crossed" (they may differ). Told from chunk numbers, where every sequence is cut alike.
+        """
+        if queries.chunks is None or keys.chunks is None or not self.alike:
+            return "crossed"
+        lo, hi = self.lo, self.hi
+        assert not isinstance(lo, np.ndarray)
+        assert not isinstance(hi, np.ndarray)
+        (a0, a1), (b0, b1) = queries.chunks[piece], keys.chunks[other]
+        if a0 == a1 or b0 == b1:
+            return "hidden"
+        # key - query lies between these; both are linear in the size of a chunk
+        small, large = self.chunk_sizes
+        lowest, lowest_large = (b0 - a1) * small + 1, (b0 - a1) * large + 1
+        highest, highest_large = (b1 - a0) * small - 1, (b1 - a0) * large - 1
+        if (hi is not None and min(lowest, lowest_large) > hi) or (lo is not None and max(highest, highest_large) < lo):
+            return "hidden"
+        if (hi is None or max(highest, highest_large) <= hi) and (lo is None or min(lowest, lowest_large) >= lo):
+            return "plain"
+        return "crossed"
 
     def slots(self, side: str) -> Array:
         """Every sequence's slots."""
@@ -134,20 +164,26 @@ class Batch:
         """
         slots = self.slots(side)
         if self.dual:
-            chunk, late = slots // (2 * parts), 2 * parts - 1 - part
+            chunk, late = self._share(side, 2 * parts), 2 * parts - 1 - part
             if late == part + 1:
                 end = chunk * (late + 1)
                 return [(chunk * part, end, (part, late + 1)), (end, end, (late + 1, late + 1))]
             numbers = ((part, part + 1), (late, late + 1))
             return [(chunk * a, chunk * b, (a, b)) for a, b in numbers]
         if self.problem.qkv_format != "thd":
-            share = slots // parts
+            share = self._share(side, parts)
             return [(share * part, share * (part + 1), (part, part + 1))]
         ends = np.cumsum(slots, dtype=self.dtype)
         share = int(ends[-1]) // parts if self.size else 0
         starts = ends - slots
         start = np.minimum(np.maximum(part * share - starts, 0), slots)
         return [(start, np.maximum(np.minimum((part + 1) * share - starts, slots), start), (0, 0))]
+
+    def _share(self, side: str, parts: int) -> Array:
+        """One of `parts` equal parts of every sequence's slots."""
+        if (side, parts) not in self._shares:
+            self._shares[side, parts] = self.slots(side) // parts
+        return self._shares[side, parts]
 
     def home_rows(self, side: str, rank: int) -> Array:
         """The row of a rank's buffer where its slots of each sequence begin."""

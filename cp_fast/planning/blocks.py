@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.planning.batch import Array, Batch, Owned
+from cp_fast.planning.tables import RowKey, Tables
 
-__all__ = ["Block", "Range", "Reach", "packed", "rows_in", "seen", "seen_within"]
+__all__ = ["Block", "Range", "farther", "message_rows", "packed", "reach", "rows_in", "seen", "seen_within"]
 
 
 class Range(NamedTuple):
@@ -23,30 +24,32 @@ class Range(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A buffer: `anchors[n]` belongs to `ranges[n]`. Neighbouring ranges of a sequence that touch have one anchor."""
+    """A buffer: `anchors[n]` belongs to `ranges[n]`. Neighbouring ranges of a sequence that touch have one anchor.
+    `dense`: it holds the ranges and nothing else.
+    """
 
     ranges: tuple[Range, ...]
     anchors: tuple[Array, ...]
     size: int
+    dense: bool = False
 
 
-class Reach(NamedTuple):
-    """The first and the last query (exclusive) of some units, by sequence; beyond each other where there is none."""
+def reach(batch: Batch, unit: int) -> Array:
+    """How far a unit's queries reach: where the last of them ends, or where only the left side is bounded, where the
+    first begins; out of reach of all keys where there is none. `farther` combines units.
+    """
+    owned = batch.owned("q", unit)
+    if batch.hi is None and batch.lo is not None:
+        return np.where(owned.total > 0, owned.first[0], batch.far)
+    last = owned.first[0] + owned.count[0]
+    for start, count in zip(owned.first[1:], owned.count[1:], strict=True):
+        last = np.where(count > 0, start + count, last)
+    return np.where(owned.total > 0, last, -batch.far)  # the second piece is empty where the first one is
 
-    first: Array
-    last: Array
 
-    @staticmethod
-    def of(owned: Owned, far: int) -> Reach:
-        """Of one unit."""
-        first, last = owned.first[0], owned.first[0] + owned.count[0]
-        for start, count in zip(owned.first[1:], owned.count[1:], strict=True):
-            last = np.where(count > 0, start + count, last)
-        there = owned.total > 0  # the second piece is empty where the first one is
-        return Reach(np.where(there, first, far), np.where(there, last, -far))
-
-    def __or__(self, other: Reach) -> Reach:
-        return Reach(np.minimum(self.first, other.first), np.maximum(self.last, other.last))
+def farther(batch: Batch, one: Array, other: Array) -> Array:
+    """The reach of two sets of units together."""
+    return np.minimum(one, other) if batch.hi is None and batch.lo is not None else np.maximum(one, other)
 
 
 def packed(ranges: tuple[Range, ...]) -> Block:
@@ -64,7 +67,7 @@ def packed(ranges: tuple[Range, ...]) -> Block:
     for r in ranges:
         anchors.append(row - r.start)
         row = row + r.count
-    return Block(ranges, tuple(anchors), int(ends[-1]) if len(ends) else 0)
+    return Block(ranges, tuple(anchors), int(ends[-1]) if len(ends) else 0, dense=True)
 
 
 def seen(batch: Batch, reader: int, owner: int) -> tuple[Range, ...]:
@@ -73,25 +76,52 @@ def seen(batch: Batch, reader: int, owner: int) -> tuple[Range, ...]:
     """
     queries, keys = batch.owned("q", reader), batch.owned("kv", owner)
     if not batch.windowed:
-        return (seen_within(batch, Reach.of(queries, batch.far), keys),)
+        return (seen_within(batch, reach(batch, reader), keys),)
     ranges: list[Range] = []
-    for first, count in zip(queries.first, queries.count, strict=True):
-        there = count > 0
-        start, stop = keys.below(first + batch.lo), keys.below(first + count + batch.hi)
-        start, stop = np.where(there, start, 0), np.where(there, stop, 0)
-        if ranges:
-            start = np.maximum(start, ranges[0].start + ranges[0].count)
-        ranges.append(Range(start, np.maximum(stop - start, 0)))
+    for piece, (first, count) in enumerate(zip(queries.first, queries.count, strict=True)):
+        found = _whole_pieces(batch, queries, piece, keys)
+        if found is None:
+            start, stop = keys.below(first + batch.lo), keys.below(first + count + batch.hi)
+            there = count > 0
+            start, stop = np.where(there, start, 0), np.where(there, stop, 0)
+            found = Range(start, stop - start)
+        if ranges and found.count is not batch.nothing and ranges[0].count is not batch.nothing:
+            start = np.maximum(found.start, ranges[0].start + ranges[0].count)
+            found = Range(start, np.maximum(found.start + found.count - start, 0))
+        ranges.append(found)
     return tuple(ranges)
 
 
-def seen_within(batch: Batch, reach: Reach, keys: Owned) -> Range:
+def _whole_pieces(batch: Batch, queries: Owned, piece: int, keys: Owned) -> Range | None:
+    """What a piece of queries sees where no piece of keys is cut in any sequence; None where one may be."""
+    relations = [batch.relation(queries, piece, keys, other) for other in range(len(keys.first))]
+    if "crossed" in relations:
+        return None
+    plain = [other for other, how in enumerate(relations) if how == "plain"]
+    if not plain:
+        return Range(batch.nothing, batch.nothing)
+    count = keys.total if len(plain) == len(keys.first) else keys.count[plain[0]]
+    start = keys.offset[plain[0]] + batch.nothing
+    there = queries.count[piece] > 0
+    return Range(np.where(there, start, 0), np.where(there, count, 0))
+
+
+def seen_within(batch: Batch, reached: Array, keys: Owned) -> Range:
     """The keys that any of the units of a reach sees, in bands that are open on one side at least."""
-    stop = np.where(reach.last > 0, keys.total, 0) if batch.hi is None else keys.below(reach.last + batch.hi)
+    if batch.hi is not None:
+        return Range(batch.nothing, keys.below(reached + batch.hi))
     if batch.lo is None:
-        return Range(np.zeros_like(stop), stop)
-    start = np.minimum(keys.below(reach.first + batch.lo), stop)
-    return Range(start, stop - start)
+        return Range(batch.nothing, np.where(reached > 0, keys.total, 0))
+    start = keys.below(reached + batch.lo)
+    return Range(start, keys.total - start)
+
+
+def message_rows(tables: Tables, block: Block, ranges: tuple[Range, ...]) -> tuple[RowKey, int]:
+    """The rows of a message in a buffer with one anchor, and their number."""
+    size = sum(int(r.count.sum()) for r in ranges)
+    if size == 0 or (block.dense and size == block.size):
+        return slice(0, size), size
+    return tables.rows(*rows_in(block.anchors[0], ranges)), size
 
 
 def rows_in(anchor: Array, ranges: tuple[Range, ...]) -> tuple[Array, Array]:

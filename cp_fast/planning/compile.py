@@ -48,7 +48,9 @@ def draft_program(problem: Problem, rank: int) -> DraftProgram:
     if problem.cp_comm_type in ("a2a", "a2a+p2p"):
         unit, place = divmod(rank, problem.a2a_size)
         q, kv = group_block(batch, unit, "q"), group_block(batch, unit, "kv")
-        sides = (draft_side(batch, rank, "q", q, tables), draft_side(batch, rank, "kv", kv, tables))
+        q_side = draft_side(batch, rank, "q", q, tables)
+        same = batch.alike and all(np.array_equal(a, b) for a, b in zip(q.ranges[0], kv.ranges[0], strict=True))
+        sides = (q_side, q_side if same else draft_side(batch, rank, "kv", kv, tables))
         ring = Place(unit, lambda other: other * problem.a2a_size + place, 1, q.anchors[0], kv)
         forward, backward = draft_ring(batch, ring, tables)
     else:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.planning.batch import Array, Batch
-from cp_fast.planning.blocks import Block, packed, rows_in, seen
+from cp_fast.planning.blocks import Block, message_rows, packed, seen
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake, draft_launch
 from cp_fast.planning.ring import place_launches
 from cp_fast.planning.tables import Tables
@@ -42,9 +42,8 @@ def draft_gather(
     blocks: list[Block] = []
     for peer in peers:
         ranges = seen(batch, peer, rank)
-        rows = tables.rows(*rows_in(own.anchors[0], ranges))
-        if rows != slice(0, 0):
-            size = sum(int(r.count.sum()) for r in ranges)
+        rows, size = message_rows(tables, own, ranges)
+        if size:
             first.give_kv.append(DraftGive(peer, gather, rows, True))
             third.take_dkv.append(DraftTake(peer, scatter, size, rows, True))
     start = 0
@@ -57,9 +56,51 @@ def draft_gather(
             third.give_dkv.append(DraftGive(peer, scatter, rows, False))
         start += block.size
     second.grad_size = start
-    first.launches = place_launches(batch, tables, see(batch, rank, rank), q_anchor, own.anchors, own.anchors)
-    second.launches = _remote(batch, rank, peers, blocks, q_anchor, tables) if start else []
+    first.launches = place_launches(batch, tables, see(batch, rank, rank), q_anchor, own, own)
+    if start:
+        launched = _remote_plain(batch, rank, peers, blocks, q_anchor, tables)
+        second.launches = _remote(batch, rank, peers, blocks, q_anchor, tables) if launched is None else launched
     return [first, second], [first, second, third]
+
+
+def _remote_plain(
+    batch: Batch, rank: int, peers: list[int], blocks: list[Block], q_anchor: Array, tables: Tables
+) -> list[DraftLaunch] | None:
+    """The launches over the gathered keys, where no piece of them is cut in any sequence; else None."""
+    queries = batch.owned("q", rank)
+    visible: list[list[tuple[int, int]]] = []  # (number of the peer, piece of keys) by piece of queries
+    for piece in range(len(queries.first)):
+        visible.append([])
+        for n, peer in enumerate(peers):
+            keys = batch.owned("kv", peer)
+            for other in range(len(keys.first)):
+                how = batch.relation(queries, piece, keys, other)
+                if how == "crossed":
+                    return None
+                if how == "plain":
+                    visible[-1].append((n, other))
+    together = len(visible) == 2 and visible[0] == visible[1]
+    base = np.cumsum([0, *(block.size for block in blocks)])
+    found: list[DraftLaunch] = []
+    for piece, pairs in enumerate(visible[:1] if together else visible):
+        keys = [(batch.owned("kv", peers[n]), other) for n, other in pairs]
+        counts = np.array([owned.count[other] for owned, other in keys]).reshape(-1, batch.size)
+        rows = queries.total if together else queries.count[piece]
+        columns = counts.sum(axis=0, dtype=batch.dtype)
+        there = (rows > 0) & (columns > 0)
+        if not there.any():
+            continue
+        starts = np.empty_like(counts)
+        for row, (n, other), (owned, _) in zip(starts, pairs, keys, strict=True):
+            anchors = blocks[n].anchors
+            np.add(anchors[min(piece, len(anchors) - 1)], owned.offset[other], out=row)
+            row += base[n]
+        if not there.all():
+            starts, counts = starts[:, there], counts[:, there]
+        q = q_anchor + (0 if together else queries.offset[piece])
+        spans = (starts.T.ravel(), counts.T.ravel())  # sequence after sequence
+        found.append(draft_launch(tables, (None, None), (q[there], rows[there]), spans, None, columns[there]))
+    return found
 
 
 def _remote(

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.planning.batch import Array, Batch
-from cp_fast.planning.blocks import Block, Range, Reach, packed, rows_in, seen, seen_within
+from cp_fast.planning.blocks import Block, Range, farther, message_rows, packed, reach, seen, seen_within
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake, draft_launch
 from cp_fast.planning.tables import Tables
-from cp_fast.planning.tiles import Placed, see
+from cp_fast.planning.tiles import Placed, Slot, see
 from cp_ref.spec.schedule import tag
 
 __all__ = ["Place", "draft_ring", "place_launches"]
@@ -51,12 +51,15 @@ def draft_ring(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftSt
     route = (_halo if batch.windowed else _ring)(batch, unit)
     blocks = [place.own, *(packed(ranges) for ranges in route.takes)]
     # the gradients of the block in hand, as they leave in the step after
-    grads = [place.own, *(packed(ranges) for ranges in route.gives_grads[2:])]
+    if batch.windowed:  # what came at step n - 1 goes straight home at step n + 1
+        grads = blocks
+    else:
+        grads = [place.own, *(packed(ranges) for ranges in route.gives_grads[2:])]
     forward: list[DraftStep] = []
     backward: list[DraftStep] = []
     for s in range(count):
         placed = see(batch, unit, unit - s)
-        launches = place_launches(batch, tables, placed, place.q_anchor, blocks[s].anchors, grads[s].anchors)
+        launches = place_launches(batch, tables, placed, place.q_anchor, blocks[s], grads[s])
         gives: list[DraftGive] = []
         takes: list[DraftTake] = []
         if s < last:
@@ -64,8 +67,8 @@ def draft_ring(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftSt
             to = place.rank_of((unit + (s + 1 if batch.windowed else 1)) % count)
             by = place.rank_of((unit - (s + 1 if batch.windowed else 1)) % count)
             number = tag(place.first_step + s, "kv")
-            rows = tables.rows(*rows_in(source.anchors[0], route.gives[s]))
-            gives = [DraftGive(to, number, rows, own)] if rows != _NO_ROWS else []
+            rows, size = message_rows(tables, source, route.gives[s])
+            gives = [DraftGive(to, number, rows, own)] if size else []
             size = blocks[s + 1].size
             takes = [DraftTake(by, number, size, slice(0, size), False)] if size else []
         forward.append(DraftStep(gives, takes, [], [], launches, s == 0, blocks[s].size))
@@ -79,36 +82,32 @@ def draft_ring(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftSt
 
 
 def place_launches(
-    batch: Batch,
-    tables: Tables,
-    placed: Sequence[Placed],
-    q_anchor: Array,
-    kv_anchors: tuple[Array, ...],
-    grad_anchors: tuple[Array, ...],
+    batch: Batch, tables: Tables, placed: Sequence[Placed], q_anchor: Array, block: Block, grads: Block
 ) -> list[DraftLaunch]:
-    """Tiles on token axes to launches on rows."""
+    """Tiles on token axes to launches on rows: key rows of the block in hand, and of the buffer of its gradients."""
     found: list[DraftLaunch] = []
     for window, slots in placed:
-        q, rows, k, columns, g = [], [], [], [], []
-        for slot in slots:
-            there = slot.rows > 0
-            everywhere = bool(there.all())
-            q.append(slot.q + q_anchor)
-            k.append(slot.k + kv_anchors[min(slot.piece, len(kv_anchors) - 1)])
-            g.append(slot.k + grad_anchors[min(slot.piece, len(grad_anchors) - 1)])
-            rows.append(slot.rows)
-            columns.append(slot.columns)
-            if len(slots) == 1 and not everywhere:
-                q, rows, k, columns, g = ([x[0][there]] for x in (q, rows, k, columns, g))
-        if len(slots) > 1:  # sequence after sequence, so that a sequence's rows lie side by side
-            q, rows, k, columns, g = ([np.stack(x, axis=1).ravel()] for x in (q, rows, k, columns, g))
-            there = rows[0] > 0
-            q, rows, k, columns, g = ([x[0][there]] for x in (q, rows, k, columns, g))
-        found.append(draft_launch(tables, window, (q[0], rows[0]), (k[0], columns[0]), (g[0], columns[0]), columns[0]))
+        q = _flat([s.q + q_anchor for s in slots])
+        rows = _flat([s.rows for s in slots])
+        columns = _flat([s.columns for s in slots])
+        k, grad = _key_rows(slots, block), None if grads is block else _key_rows(slots, grads)
+        if not rows.all():
+            there = rows > 0
+            q, rows, columns, k = q[there], rows[there], columns[there], k[there]
+            grad = grad if grad is None else grad[there]
+        found.append(
+            draft_launch(tables, window, (q, rows), (k, columns), None if grad is None else (grad, columns), columns)
+        )
     return found
 
 
-_NO_ROWS = slice(0, 0)
+def _key_rows(slots: list[Slot], block: Block) -> Array:
+    return _flat([s.k + block.anchors[min(s.piece, len(block.anchors) - 1)] for s in slots])
+
+
+def _flat(columns: list[Array]) -> Array:
+    """Sequence after sequence, so that a sequence's rows lie side by side."""
+    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1).ravel()
 
 
 def _add_grads(
@@ -121,23 +120,23 @@ def _add_grads(
     if size := grads[hop].size:
         step.give_dkv = [DraftGive(place.rank_of((unit + ahead) % count), number, slice(0, size), False)]
     home = batch.windowed or s == count
-    anchor = place.own.anchors[0] if home else grads[s].anchors[0]
-    rows = tables.rows(*rows_in(anchor, route.takes_grads[s]))
-    if rows != _NO_ROWS:
-        size = sum(int(r.count.sum()) for r in route.takes_grads[s])
+    rows, size = message_rows(tables, place.own if home else grads[s], route.takes_grads[s])
+    if size:
         step.take_dkv = [DraftTake(place.rank_of((unit - ahead) % count), number, size, rows, home)]
 
 
 def _ring(batch: Batch, unit: int) -> _Route:
     count, last = batch.count, batch.count - 1
-    reach = [Reach.of(batch.owned("q", unit + n), batch.far) for n in range(count)]  # of the unit n ahead
+    reached = [reach(batch, unit + n) for n in range(count)]  # by the unit n ahead
     keys = [batch.owned("kv", unit - s) for s in range(count + 1)]  # of the unit s behind
-    ahead = _running(reach[1:])  # [t]: the t + 1 units ahead
-    behind = _running([reach[-n % count] for n in range(count)])  # [t]: this unit and t behind it
-    behind_it = _running([reach[-n % count] for n in range(1, count)])
+    ahead = _running(batch, reached[1:])  # [t]: by the t + 1 units ahead
+    behind = _running(batch, [reached[-n % count] for n in range(count)])  # [t]: by this unit and t behind it
+    behind_it = _running(batch, [reached[-n % count] for n in range(1, count)])
     gives = [(seen_within(batch, ahead[last - s - 1], keys[s]),) for s in range(last)]
-    takes = [(seen_within(batch, reach[0] | ahead[last - s - 2], keys[s + 1]),) for s in range(last - 1)]
-    takes += [(seen_within(batch, reach[0], keys[last]),)] if last else []
+    takes = [
+        (seen_within(batch, farther(batch, reached[0], ahead[last - s - 2]), keys[s + 1]),) for s in range(last - 1)
+    ]
+    takes += [(seen_within(batch, reached[0], keys[last]),)] if last else []
     gives_grads: list[Ranges] = [(), ()]
     takes_grads: list[Ranges] = [(), ()]
     for s in range(2, count + 1):
@@ -155,9 +154,9 @@ def _halo(batch: Batch, unit: int) -> _Route:
     return _Route(gives, takes, [(), (), *takes], [(), (), *gives])
 
 
-def _running(reach: list[Reach]) -> list[Reach]:
-    """[t]: of the first t + 1 units together."""
-    found = reach[:1]
-    for one in reach[1:]:
-        found.append(found[-1] | one)
+def _running(batch: Batch, reached: list[Array]) -> list[Array]:
+    """[t]: the reach of the first t + 1 units together."""
+    found = reached[:1]
+    for one in reached[1:]:
+        found.append(farther(batch, found[-1], one))
     return found

@@ -18,7 +18,7 @@ import torch
 from cp_fast.planning.batch import Array
 from cp_fast.rows import Rows
 
-__all__ = ["Key", "Lengths", "Tables", "Uploaded"]
+__all__ = ["Key", "Lengths", "RowKey", "Tables", "Uploaded"]
 
 
 class Key(int):
@@ -46,9 +46,10 @@ class Tables:
     """
 
     def __init__(self) -> None:
-        self._spans: list[tuple[Array, Array]] = []
+        self._spans: list[tuple[Array, Array, int]] = []  # first rows, numbers of rows, their sum
         self._lengths: list[Array] = []
-        self._known: dict[tuple[str, int, int, int], list[tuple[Key, Array, Array]]] = {}
+        self._known: dict[tuple[int, ...], list[tuple[Key, Array, Array]]] = {}  # by what is quickly compared
+        self._known_lengths: dict[tuple[int, int], list[tuple[Key, Array]]] = {}
 
     def rows(self, start: Array, count: Array) -> RowKey:
         """Rows [start, start + count), span after span; empty spans are allowed."""
@@ -61,34 +62,35 @@ class Tables:
         begin = int(start[0])
         if int(start[-1]) + int(count[-1]) - begin == total and bool((start[1:] == start[:-1] + count[:-1]).all()):
             return slice(begin, begin + total)
-        return self._key("rows", start, count, total)
-
-    def lengths(self, count: Array) -> Key:
-        """The cumulative sum of these, from 0."""
-        return self._key("lengths", count, count, int(count.sum()))
-
-    def _key(self, kind: str, start: Array, count: Array, total: int) -> Key:
-        same = self._known.setdefault((kind, len(count), total, int(start.sum())), [])
+        same = self._known.setdefault((len(count), total, begin, int(start[-1])), [])
         for key, known_start, known_count in same:
             if np.array_equal(start, known_start) and np.array_equal(count, known_count):
                 return key
-        if kind == "rows":
-            key = Key(len(self._spans))
-            self._spans.append((start, count))
-        else:
-            key = Key(len(self._lengths))
-            cumulative = np.zeros(len(count) + 1, dtype=np.int32)
-            np.cumsum(count, out=cumulative[1:])
-            self._lengths.append(cumulative)
+        key = Key(len(self._spans))
+        self._spans.append((start, count, total))
         same.append((key, start, count))
+        return key
+
+    def lengths(self, count: Array) -> Key:
+        """The cumulative sum of these, from 0."""
+        cumulative = np.empty(len(count) + 1, dtype=np.int32)
+        cumulative[0] = 0
+        np.cumsum(count, out=cumulative[1:])
+        same = self._known_lengths.setdefault((len(count), int(cumulative[-1])), [])
+        for key, known in same:
+            if np.array_equal(cumulative, known):
+                return key
+        key = Key(len(self._lengths))
+        self._lengths.append(cumulative)
+        same.append((key, cumulative))
         return key
 
     def upload(self, device: torch.device) -> Uploaded:
         """All tables on the device."""
-        counts = [count for _, count in self._spans]
-        sizes = [int(count.sum()) for count in counts]
+        counts = [count for _, count, _ in self._spans]
+        sizes = [total for _, _, total in self._spans]
         total = sum(sizes)
-        dtype = np.int32 if max(total, max((int(s.max()) for s, _ in self._spans), default=0)) < 2**31 else np.int64
+        dtype = np.int32 if max(total, max((int(s.max()) for s, _, _ in self._spans), default=0)) < 2**31 else np.int64
         spans = sum(map(len, counts))
         host = _host_buffer(2 * spans, dtype, device)
         view = host.numpy()
@@ -96,7 +98,7 @@ class Tables:
             np.concatenate(counts, out=view[:spans], casting="same_kind")
             ends = np.cumsum(view[:spans], dtype=dtype)
             starts = view[spans:]
-            np.concatenate([start for start, _ in self._spans], out=starts, casting="same_kind")
+            np.concatenate([start for start, _, _ in self._spans], out=starts, casting="same_kind")
             starts -= ends
             starts += view[:spans]  # first row, less the place of the span in the table
         cumulative = _host_buffer(sum(map(len, self._lengths)), np.int32, device)

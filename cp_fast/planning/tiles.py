@@ -86,8 +86,8 @@ def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
     plain, crossed = [], []
     for piece in range(len(queries.first)):
         for other in range(len(keys.first)):
-            how = _relation(batch, queries, piece, keys, other)
-            if how is not None:
+            how = batch.relation(queries, piece, keys, other)
+            if how != "hidden":
                 (crossed if how == "crossed" else plain).append((piece, other))
     if not crossed:
         return launches(batch, [], [], _plain(queries, keys, plain), [], [])
@@ -113,7 +113,7 @@ def cut(
     nothing = np.zeros_like(there)
     cut_right = nothing if hi is None else there & (end - 1 - row0 > hi)
     cut_left = nothing if lo is None else there & (begin - (row1 - 1) < lo)
-    natural = (cut_right | cut_left) & (end - row1 == batch.shift)
+    natural = nothing if lo is None and hi is None else there & (end - row1 == batch.shift)
     rest = there & ~natural
 
     split = row0 if hi is None else np.where(cut_right, end - hi, row0)  # rows from here on see every key on the right
@@ -129,6 +129,8 @@ def cut(
     right = none if hi is None else np.where(cut_right, hi + row1 - end, -1)
 
     def slot(where: Array, a: Array, b: Array, c: Array, d: Array) -> Slot:
+        if not where.any():
+            return Slot(batch.nothing, batch.nothing, batch.nothing, batch.nothing, piece)
         return Slot(a + offset[0], b - a, c + offset[1], d - c, piece).only(where)
 
     return Cut(
@@ -210,37 +212,14 @@ def _squares(batch: Batch, queries: Owned, keys: Owned) -> Array | None:
     return same if batch.lo is None else same & (np.asarray(batch.lo) <= 1 - batch.len_q)
 
 
-def _relation(batch: Batch, queries: Owned, piece: int, keys: Owned, other: int) -> str | None:
-    """What all sequences' pieces are to each other: "plain" (all is visible), None (nothing is), or "crossed" (they
-    may differ). Told from chunk numbers, where every sequence is cut alike.
-    """
-    if queries.chunks is None or keys.chunks is None or not batch.alike:
-        return "crossed"
-    lo, hi = batch.lo, batch.hi
-    assert not isinstance(lo, np.ndarray)
-    assert not isinstance(hi, np.ndarray)
-    (a0, a1), (b0, b1) = queries.chunks[piece], keys.chunks[other]
-    if a0 == a1 or b0 == b1:
-        return None
-    # over all chunk sizes, key - query lies between these; both are linear in the size
-    lowest = [(b0 - a1) * size + 1 for size in batch.chunk_sizes]
-    highest = [(b1 - a0) * size - 1 for size in batch.chunk_sizes]
-    if (hi is not None and min(lowest) > hi) or (lo is not None and max(highest) < lo):
-        return None
-    if (hi is None or max(highest) <= hi) and (lo is None or min(lowest) >= lo):
-        return "plain"
-    return "crossed"
-
-
 def _plain(queries: Owned, keys: Owned, pairs: list[tuple[int, int]]) -> list[Slot]:
     """Tiles with nothing hidden, of all sequences alike."""
     pieces, others = sorted({p for p, _ in pairs}), sorted({o for _, o in pairs})
-    if len(pairs) == len(pieces) * len(others) and pairs:  # a full grid is one rectangle
+    if len(pairs) == len(pieces) * len(others) and pairs:  # a full grid is one rectangle, and alone
         q, rows = _along(queries, pieces)
         k, columns = _along(keys, others)
-        both = (rows > 0) & (columns > 0)
-        slot = Slot(q, rows, k, columns, pieces[0])
-        return [slot if both.all() else slot.only(both)]
+        rows = np.where(columns > 0, rows, 0)
+        return [Slot(q, rows, k, np.where(rows > 0, columns, 0), pieces[0])]
     return join(
         {
             (p, o): Slot(
