@@ -40,43 +40,47 @@ def _stale_lse(merge: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> An
     return torch.where(both[..., None], out_a + torch.exp(lse_b - lse)[..., None] * out_b, out), lse
 
 
-def _low(x: torch.Tensor) -> torch.Tensor:
-    """Rounded as bfloat16 rounds. float64 stays: these bugs are of low precision alone."""
-    return x if x.dtype == torch.float64 else x.bfloat16().to(x.dtype)
+def _low(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Rounded as the problem's inputs are; float32 and float64 problems have no low precision to go wrong in."""
+    return x.to(getattr(torch, dtype)).to(x.dtype) if dtype in ("bfloat16", "float16") else x
 
 
-def _bf16_out(merge: Any, *parts: torch.Tensor) -> Any:
-    out, lse = merge(*parts)
-    return _low(out), lse
+def _rounded_result(kind: str, number: int | None = None) -> Any:
+    """What is added up is rounded to the inputs' dtype after every addition: all of it, or one of its tensors."""
 
-
-def _bf16_tile(tile_forward: Any, *arguments: Any, **named: Any) -> Any:
-    part = tile_forward(*arguments, **named)
-    return part._replace(out=_low(part.out))
-
-
-def _bf16_added(kind: str) -> Any:
     def add(original: Any, self: Any, what: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
         original(self, what, rows, heads, *values)
         if what == kind:
-            for x in self.tensors[what]:
-                x[rows, heads] = _low(x[rows, heads])
+            for n, x in enumerate(self.tensors[what]):
+                if number in (None, n):
+                    x[rows, heads] = _low(x[rows, heads], self.problem.dtype)
 
     return wrap(add)
 
 
+def _rounded_tiles(original: Any, self: Any, what: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
+    """Every partial output is rounded before it is merged."""
+    if what == "out":
+        values = (_low(values[0], self.problem.dtype), *values[1:])
+    original(self, what, rows, heads, *values)
+
+
 def _bf16_lse(lse_from_packed: Any, lse: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return lse_from_packed(_low(lse), *rest)
+    return lse_from_packed(lse if lse.dtype == torch.float64 else lse.bfloat16().to(lse.dtype), *rest)
 
 
-def _bf16_scores(scores: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
+def _rounded_scores(scores: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
+    """As plain PyTorch rounds them: lse, a float32 result, is then not one."""
     s, slope = scores(q, k, *rest)
-    return _low(_low(s)), slope
+    for dtype in (torch.bfloat16, torch.float16):
+        if q.dtype == torch.float32 and q.numel() and torch.equal(q.to(dtype).float(), q):
+            return s.to(dtype).float(), slope
+    return s, slope
 
 
 def _bf16_dq(run_backward: Any, problem: Any, *arguments: Any) -> Any:
     dq, dk, dv = run_backward(problem, *arguments)
-    return (_low(dq) if problem.dtype == "float16" else dq), dk, dv
+    return (dq.bfloat16().to(dq.dtype) if problem.dtype == "float16" else dq), dk, dv
 
 
 def _mask_before_softcap(scores: Any, q: Any, k: Any, visible: Any, scale: float, softcap: float) -> Any:
@@ -136,15 +140,17 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "merge-weights-exchanged": Mutant("each output has the other's weight", _MERGE, wrap(_weights_exchanged), "probes"),
     "merge-by-a-stale-lse": Mutant("the running output is not rescaled", _MERGE, wrap(_stale_lse), "logic"),
-    "partial-outputs-in-bf16": Mutant("the running output is kept in bfloat16", _MERGE, wrap(_bf16_out), "budget"),
-    "tiles-rounded-to-bf16": Mutant(
-        "every partial output is rounded to bfloat16", "cp_ref.execute.tile_forward", wrap(_bf16_tile), "budget"
+    "partial-outputs-in-bf16": Mutant(
+        "partial outputs are merged in the inputs' dtype", _ADD, _rounded_result("out", 0), "budget"
     ),
-    "dq-in-bf16": Mutant("dq is added up in bfloat16", _ADD, _bf16_added("dq"), "budget"),
-    "dkv-in-bf16": Mutant("dk and dv are added up in bfloat16", _ADD, _bf16_added("dkv"), "budget"),
+    "tiles-rounded-to-bf16": Mutant(
+        "every partial output is rounded before the merge", _ADD, wrap(_rounded_tiles), "budget"
+    ),
+    "dq-in-bf16": Mutant("dq is added up in the inputs' dtype", _ADD, _rounded_result("dq"), "budget"),
+    "dkv-in-bf16": Mutant("dk and dv are added up in the inputs' dtype", _ADD, _rounded_result("dkv"), "budget"),
     "lse-in-bfloat16": Mutant("lse is rounded", "cp_ref.api.lse_from_packed", wrap(_bf16_lse), "budget"),
     "scores-in-bf16": Mutant(
-        "scores are rounded before the softmax", "cp_ref.tile._scores", wrap(_bf16_scores), "budget"
+        "scores are rounded before the softmax", "cp_ref.tile._scores", wrap(_rounded_scores), "budget"
     ),
     "dq-always-bf16": Mutant("dq is bfloat16 for float16 inputs", "cp_ref.api.run_backward", wrap(_bf16_dq), "budget"),
     "mask-before-softcap": Mutant(

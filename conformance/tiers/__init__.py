@@ -15,6 +15,7 @@ tables, `ids(capabilities)` and `check(impl, entry_id, device) -> findings`; an 
     errors        malformed calls: every rank raises, none hangs; their texts begin with "error"
     special       every edge of what attention means, under every schedule
     known         bugs that were reported of other systems
+    torch         gradcheck, autocast, checkpointing, compiled graphs, operators
 
 Both raise `UnsupportedCase` where the implementation does not have what is asked, and says so on every rank.
 """
@@ -27,7 +28,19 @@ from dataclasses import dataclass
 from conformance.capabilities import Capabilities
 from conformance.case import Case
 from conformance.implementation import Implementation
-from conformance.tiers import budget, determinism, errors, hygiene, known, logic, metamorphic, plan, probes, special
+from conformance.tiers import (
+    budget,
+    determinism,
+    errors,
+    hygiene,
+    known,
+    logic,
+    metamorphic,
+    plan,
+    probes,
+    special,
+    torch_integration,
+)
 
 __all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "table_entry"]
 
@@ -72,6 +85,7 @@ TABLE_TIERS = {
         TableTier("errors", "error", errors.ids, errors.check),
         TableTier("special", "special", special.ids, special.check),
         TableTier("known", "known", known.ids, known.check),
+        TableTier("torch", "torch", torch_integration.ids, torch_integration.check),
     )
 }
 

@@ -1,10 +1,12 @@
-"""Tier `budget`: float32, bfloat16 and float16 against the oracle, in units of the error that plain PyTorch makes."""
+"""Tier `budget`: float32, bfloat16 and float16 against the oracle, in units of the error that plain PyTorch makes (or, where
+it is larger, a careful reference that is float32 inside)."""
 
 from __future__ import annotations
 
 import torch
 
 from conformance.budgets import compare
+from conformance.careful import careful_results
 from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.judged import Judged
@@ -27,7 +29,8 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> Judged:
     if played.findings:
         return Judged(played.findings)
     exact = exact_results(case, tensors)
-    rows = compare(played.results, exact, eager_results(case, tensors), getattr(torch, case.problem.dtype))
+    eager, careful = eager_results(case, tensors), careful_results(case, tensors)
+    rows = compare(played.results, exact, eager, getattr(torch, case.problem.dtype), careful)
     used = {f"{row.name} max": row.max_error / row.max_bound for row in rows if row.max_bound > 0}
     used |= {f"{row.name} mean": row.mean_error / row.mean_bound for row in rows if row.mean_bound > 0}
     return Judged([str(row) for row in rows if not row.ok], used)

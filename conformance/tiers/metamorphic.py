@@ -43,7 +43,11 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     base = play(impl, case, tensors)
     if base.findings:
         return base.findings
-    bitwise = case.deterministic and getattr(impl, "batch_invariant", False) and _cut_by_itself(case.problem)
+    bitwise = (
+        case.deterministic
+        and getattr(getattr(impl, "offered", impl), "batch_invariant", False) is True
+        and _cut_by_itself(case.problem)
+    )
     found: list[str] = []
     for name, relation in RELATIONS.items():
         for other, other_tensors, expect in relation(case, tensors):

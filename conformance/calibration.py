@@ -1,0 +1,81 @@
+"""How the budgets' allowances were found: python -m conformance.calibration [PROBLEMS]
+
+Drawn problems are computed by `careful_results`. For each allowance of `conformance.budgets` this prints the smallest
+value with which every result is within its budget, the others being what they are. The allowances are twice that, or
+more where a comment says why. No implementation under test takes part.
+"""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from conformance import budgets
+from conformance.careful import careful_results
+from conformance.case import Case
+from conformance.reference import exact_results
+from conformance.strategies import cases
+from conformance.tensors import build
+from conformance.tiers.budget import eager_results
+
+__all__ = ["ALLOWANCES", "needed"]
+
+ALLOWANCES = ("_NOISE", "_WIDE_NOISE", "_MEAN_NOISE", "_MEAN_ROUNDING", "_LUCK", "_DELTA")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+Results = dict[str, torch.Tensor]
+Measured = tuple[Results, Results, Results, torch.dtype]  # careful, exact, eager
+
+
+def measured(count: int) -> list[Measured]:
+    """The careful, the exact and the eager results of drawn problems."""
+    found: list[Measured] = []
+
+    @settings(
+        max_examples=count,
+        phases=[Phase.generate],
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases(dtypes=_DTYPES))
+    def collect(case: Case) -> None:
+        tensors = build(case)
+        got = careful_results(case, tensors)
+        mine = {name: got[name] for name in case.results}
+        exact, eager = exact_results(case, tensors), eager_results(case, tensors)
+        found.append((mine, exact, eager, getattr(torch, case.problem.dtype)))
+
+    collect()
+    return found
+
+
+def needed(name: str, problems: list[Measured]) -> float:
+    """The smallest value of one allowance with which every problem is within its budgets, to a tenth."""
+    critical = [p for p in problems if not _within(name, 0.0, [p])]
+    if not critical:
+        return 0.0
+    low, high = 0.0, getattr(budgets, name)
+    while not _within(name, high, critical):
+        high *= 2
+    while high - low > 0.1 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _within(name, middle, critical) else (middle, high)
+    return high
+
+
+def _within(name: str, value: float, problems: list[Measured]) -> bool:
+    with mock.patch.object(budgets, name, value):
+        return all(row.ok for problem in problems for row in budgets.compare(*problem))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    drawn = measured(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
+    print(f"{len(drawn)} problems")
+    for allowance in ALLOWANCES:
+        print(f"{allowance:16} is {getattr(budgets, allowance):<12.4g} needed {needed(allowance, drawn):.3g}")
