@@ -16,6 +16,7 @@ Facts about `aten::_flash_attention_forward/_backward` (varlen form) that this f
   own then.
 - Head dims are equal and multiples of 8; others are padded with zero columns (`dims`).
 - There is no gradient through lse; a second backward launch adds it (`lse_gradient`).
+- The package flash-attn has the same kernels, and softcap in the bargain. It is not used: none could be checked here.
 - `torch.nn.attention.activate_flash_attention_impl` replaces these very operators by another library for the whole
   process.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.backends import by_name, cudnn
+from cp_fast.backends import by_name, cudnn, cudnn_graphs
 from cp_fast.backends.base import Segments
 from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature
@@ -140,13 +141,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         diagonal_alignment=SimpleNamespace(TOP_LEFT="top left", BOTTOM_RIGHT="bottom right"),
         heur_mode=SimpleNamespace(A="A", FALLBACK="FALLBACK"),
     )
-    monkeypatch.setattr(cudnn, "_library", lambda: fake)
-    monkeypatch.setattr(cudnn, "_handle", lambda: None)
+    monkeypatch.setattr(cudnn_graphs, "library", lambda: fake)
+    monkeypatch.setattr(cudnn_graphs, "_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    for graphs in (cudnn._forward_graph, cudnn._backward_graph):
+    for graphs in (cudnn_graphs.forward_graph, cudnn_graphs.backward_graph):
         graphs.cache_clear()
     yield
-    for graphs in (cudnn._forward_graph, cudnn._backward_graph):
+    for graphs in (cudnn_graphs.forward_graph, cudnn_graphs.backward_graph):
         graphs.cache_clear()
 
 
@@ -207,6 +208,36 @@ def test_a_graph_serves_a_shape_class() -> None:
     assert launch(causal(128, 70, 90, 100)) == 0
     assert launch(causal(129, 70, 90, 100)) == 1  # a longer class
     assert launch(Segments.pack([100, 120, 90, 80], [100, 120, 90, 80], None, None)) == 1  # another band
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "reason"),
+    [
+        ((9, 0), 91900, None),
+        ((9, 0), 92600, None),
+        ((9, 0), 91801, "it is checked with cuDNN 9.19 and later, and this is 9.18"),
+        (
+            (10, 0),
+            91900,
+            "it is checked on Hopper (compute capability 9.0) only, and this GPU has 10.0",
+        ),
+    ],
+)
+def test_where_it_works(
+    capability: tuple[int, int], version: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(cudnn, "library", lambda: SimpleNamespace(backend_version=lambda: version))
+    assert cudnn._why_not.__wrapped__() == reason
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    cudnn_graphs.library.cache_clear()
+    assert "pip install nvidia-cudnn-frontend" in str(cudnn._why_not.__wrapped__())
 
 
 @pytest.mark.usefixtures("library")

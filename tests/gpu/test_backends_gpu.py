@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cp_fast import backends
-from cp_fast.backends import cudnn
 from cp_fast.backends.base import Backend, Gradients, Segments
+from cp_fast.backends.cudnn_graphs import backward_graph, forward_graph
 from cp_fast.backends.probe import probe, probe_segments
 from cp_ref.spec import Feature
 
@@ -394,9 +394,9 @@ def test_cudnn_builds_a_shape_class_once() -> None:
     first = Segments.pack([1000] * 10, [1000] * 10, None, 0, "cuda")
     second = Segments.pack([990, 980, *[1000] * 7], [990, 980, *[1000] * 7], None, 0, "cuda")
     run(backend, CAUSAL, first, *tensors(CAUSAL, first))
-    built = cudnn._forward_graph.cache_info().misses, cudnn._backward_graph.cache_info().misses
+    built = forward_graph.cache_info().misses, backward_graph.cache_info().misses
     run(backend, CAUSAL, second, *tensors(CAUSAL, second))
-    assert built == (cudnn._forward_graph.cache_info().misses, cudnn._backward_graph.cache_info().misses)
+    assert built == (forward_graph.cache_info().misses, backward_graph.cache_info().misses)
 
 
 @pytest.mark.parametrize("name", NAMES)
