@@ -4,9 +4,30 @@ Hypothesis.
 python -m conformance --impl cp_fast --profile quick
 """
 
-from conformance.budgets import Row, compare
-from conformance.case import Case
-from conformance.implementation import Implementation, load
-from conformance.yardstick import eager_attention
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conformance.budgets import Row, compare
+    from conformance.case import Case
+    from conformance.implementation import Implementation, load
+    from conformance.yardstick import eager_attention
 
 __all__ = ["Case", "Implementation", "Row", "compare", "eager_attention", "load"]
+
+_WHERE = {
+    "Case": "case",
+    "Implementation": "implementation",
+    "Row": "budgets",
+    "compare": "budgets",
+    "eager_attention": "yardstick",
+    "load": "implementation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """On first use: the pytest plugin is part of this package, and must not import torch into everybody's tests."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -1,120 +1,205 @@
-"""`python -m conformance`: play an implementation against the oracle, print what failed, and how to play it again."""
+"""`python -m conformance`: play an implementation against the oracle, print what failed, and how to play it again.
+
+Exit codes, for scripts:
+
+    0   everything that was computed is right, or a known failure of the ledger
+    1   something is wrong, crashed, hangs or runs out of memory; or an entry of the ledger no longer fails
+    2   the command line makes no sense; the option is named
+    3   the implementation cannot be loaded
+    4   nothing was computed: all of it is unsupported or missing
+"""
 
 from __future__ import annotations
 
 import os
-import shlex
+import random
+from contextlib import closing
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from conformance.capabilities import Capabilities, probe
-from conformance.implementation import Implementation, load
-from conformance.session import PROFILES, Profile, TierResult, replay, run_errors, run_tier
+from conformance.conduct import ALL_TIERS, NO_LEDGER, Conduct, Known, describe_run, level_of, nothing_tested
+from conformance.implementation import LoadError, load
+from conformance.ledger import Ledger, LedgerError
+from conformance.player import FAILING, InProcess, Player
+from conformance.record import LEVELS, Played, RunRecord
+from conformance.session import PROFILES, TierResult
 from conformance.strategies import CP_SIZES
-from conformance.tiers import TIER_NAMES, errors
+from conformance.workers import start_player
 
-__all__ = ["app"]
+__all__ = ["app", "cp_sizes_of"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _MOST_FINDINGS = 8
+_MOST_FAILURES = 4  # of different kinds, in each tier
+_MOST_OF_A_TABLE = 10
 
 
-@app.command()
+@app.command(epilog="Exit codes: 0 right or known, 1 wrong, 2 usage, 3 cannot be loaded, 4 nothing was computed.")
 def main(
-    impl: Annotated[str, typer.Option(help="The implementation: pkg.module, or pkg.module:object.")] = "cp_fast",
+    impl: Annotated[
+        str, typer.Option(help="The implementation: pkg.module, pkg.module:object, or an entry point's name.")
+    ] = "cp_fast",
     profile: Annotated[str, typer.Option(help=f"How much: {', '.join(PROFILES)}.")] = "quick",
+    level: Annotated[
+        list[str] | None, typer.Option(help=f"Only this level; may be repeated. {', '.join(LEVELS)}.")
+    ] = None,
     tier: Annotated[
-        list[str] | None, typer.Option(help=f"Only this tier; may be repeated. {', '.join(TIER_NAMES)}.")
+        list[str] | None, typer.Option(help=f"Only this tier; may be repeated. {', '.join(ALL_TIERS)}.")
     ] = None,
     max_examples: Annotated[
         int | None, typer.Option(min=1, help="Problems per tier, instead of the profile's.")
     ] = None,
-    repro: Annotated[str | None, typer.Option(help="Play just this case: the text that a failure printed.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draw other problems; nightly draws its own seed.")] = None,
+    repro: Annotated[str | None, typer.Option(help="Play just this problem: the text that a failure printed.")] = None,
     cp_size: Annotated[str | None, typer.Option(help="Only these group sizes, such as 2,3.")] = None,
     device: Annotated[str, typer.Option(help="Where the tensors lie: cpu, or cuda (all ranks on one GPU).")] = "cpu",
+    isolate: Annotated[
+        bool, typer.Option("--isolate/--in-process", help="Play in worker processes, which may crash, or in this one.")
+    ] = True,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds until a problem is taken for hanging.")] = 60.0,
+    ledger: Annotated[Path | None, typer.Option(help="Known failures, a TOML file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
 ) -> None:
-    """Play an implementation of context-parallel attention against the oracle. Exits with 1 when something is wrong."""
-    tier_names = _choices("--tier", tier or list(TIER_NAMES), TIER_NAMES)
+    """Play an implementation of context-parallel attention against the oracle."""
+    tiers = _tiers(level, tier)
     (profile,) = _choices("--profile", [profile], tuple(PROFILES))
-    cp_sizes = _cp_sizes(cp_size)
+    drawn = replace(PROFILES[profile], most_failures=_MOST_FAILURES, seed=seed)
+    if seed is None and not drawn.derandomize:
+        drawn = replace(drawn, seed=random.SystemRandom().randrange(2**32))
+    drawn = replace(drawn, max_examples=max_examples or drawn.max_examples)
+    known = _ledger(ledger)
     torch.set_num_threads(1)  # the tensors are tiny
     console = Console(soft_wrap=True)
+    player = _player(impl, device, isolate, time_limit, cp_size)
+    sizes = cp_sizes_of(cp_size, player.info.group_kind, device)
+    conduct = Conduct(player, drawn, tiers, sizes, device, known)
     try:
-        implementation = load(impl)
-        if repro is not None:
-            results = replay(implementation, repro, tier_names, device)
-        else:
-            chosen = replace(PROFILES[profile], max_examples=max_examples or PROFILES[profile].max_examples)
-            results = _run(implementation, tier_names, chosen, cp_sizes, probe(implementation, device), console)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    for result in results:
-        _print_failures(console, result, impl, device)
-    _print_table(console, results, impl)
-    failed = any(result.failures for result in results)
-    hung = any("did not finish" in finding for r in results for f in r.failures for finding in f.findings)
-    if hung:  # threads of a hanging implementation would keep the process alive
-        console.file.flush()
-        os._exit(1)
-    raise typer.Exit(1 if failed else 0)
-
-
-def _run(
-    impl: Implementation,
-    tier_names: list[str],
-    profile: Profile,
-    cp_sizes: tuple[int, ...],
-    capabilities: Capabilities,
-    console: Console,
-) -> list[TierResult]:
-    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    results = []
-    with Progress(*columns, console=console, transient=True) as progress:
-        for name in tier_names:
-            total = len(errors.error_ids(capabilities)) if name == "errors" else profile.max_examples
-            task = progress.add_task(name, total=total)
-
-            def advance(task=task) -> None:
-                progress.advance(task)
-
-            if name == "errors":
-                results.append(run_errors(impl, capabilities, on_problem=advance))
+        with closing(player):
+            if repro is not None:
+                results = conduct.replay(repro, tier or ())
             else:
-                results.append(run_tier(impl, name, capabilities, profile, cp_sizes=cp_sizes, on_problem=advance))
-    return results
+                results = _run(conduct, console)
+                results += conduct.strict(results)
+            meta = describe_run(impl, profile, conduct)
+    except LoadError as error:  # it does not come back after a crash
+        _not_loaded(error)
+    except LedgerError as error:
+        raise typer.BadParameter(str(error), param_hint="--ledger") from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--repro" if repro else "--impl") from error
+    for result in results:
+        _print_failures(console, result, impl, device, isolate)
+    _print_table(console, results, impl)
+    if report is not None:
+        _write(report, RunRecord(meta, tuple(p for result in results for p in result.played)), console)
+    code = 1 if any(result.failures for result in results) else 4 if nothing_tested(results) else 0
+    if code == 4:
+        console.print("nothing was computed: all of it is unsupported or missing", highlight=False)
+    if not isolate and any(p.verdict == "hung" for r in results for p in r.played):
+        console.file.flush()
+        os._exit(code)  # threads of a hanging implementation would keep the process alive
+    raise typer.Exit(code)
 
 
-def _print_failures(console: Console, result: TierResult, impl: str, device: str) -> None:
-    for failure in result.failures:
-        console.print(f"\n[bold red]{result.tier} failed[/]", highlight=False)
-        for finding in failure.findings[:_MOST_FINDINGS]:
+def _run(conduct: Conduct, console: Console) -> list[TierResult]:
+    columns = (TextColumn("{task.description:17}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bars: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, transient=True) as progress:
+
+        def advance(tier: str) -> None:
+            if tier not in bars:
+                bars[tier] = progress.add_task(tier, total=conduct.expected(tier))
+            progress.advance(bars[tier])
+
+        return list(conduct.results(advance))
+
+
+def _player(impl: str, device: str, isolate: bool, time_limit: float, cp_size: str | None) -> Player:
+    """The player; exits with 3 when there is no such implementation."""
+    try:
+        if not isolate:
+            return InProcess(load(impl), device, time_limit)
+        return start_player(impl, device, time_limit, lambda kind: cp_sizes_of(cp_size, kind, device))
+    except LoadError as error:
+        _not_loaded(error)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--in-process") from error
+
+
+def _not_loaded(error: LoadError) -> NoReturn:
+    typer.echo(str(error), err=True)
+    raise typer.Exit(3) from error
+
+
+def _print_failures(console: Console, result: TierResult, impl: str, device: str, isolate: bool) -> None:
+    shown = result.smallest
+    for played in shown[:_MOST_OF_A_TABLE]:
+        console.print(f"\n[bold red]{result.tier}: {played.verdict}[/]", highlight=False)
+        for finding in played.findings[:_MOST_FINDINGS]:
             console.print(f"  - {finding}", markup=False, highlight=False)
-        if len(failure.findings) > _MOST_FINDINGS:
-            console.print(f"  - ... and {len(failure.findings) - _MOST_FINDINGS} more findings", highlight=False)
-        where = "" if device == "cpu" else f" --device {device}"
-        command = f"python -m conformance --impl {impl}{where} --tier {result.tier} --repro {shlex.quote(failure.text)}"
+        if len(played.findings) > _MOST_FINDINGS:
+            console.print(f"  - ... and {len(played.findings) - _MOST_FINDINGS} more findings", highlight=False)
+        if result.tier == "ledger":
+            continue
+        command = _replay_command(played, impl, device) + ("" if isolate else " --in-process")
         console.print("  play it again:", highlight=False)
         console.print(f"    {command}", markup=False, highlight=False)
+    if len(shown) > _MOST_OF_A_TABLE:
+        console.print(f"\n... and {len(shown) - _MOST_OF_A_TABLE} more problems of {result.tier}", highlight=False)
+
+
+def _replay_command(played: Played, impl: str, device: str) -> str:
+    from conformance.report.failures import replay_command  # with its templates, which a run that is right never needs
+
+    return replay_command({"impl": impl, "device": device}, played)
 
 
 def _print_table(console: Console, results: list[TierResult], impl: str) -> None:
     table = Table(title=f"conformance of {impl}")
-    table.add_column("tier")
-    for name in ("problems", "passed", "failed", "unsupported", "seconds"):
-        table.add_column(name, justify="right")
-    table.add_column("note")
+    table.add_column("tier", no_wrap=True)
+    for name in ("played", "right", "failed", "known", "unsup.", "missing", "s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for r in results:
-        failed = f"[bold red]{len(r.failures)}[/]" if r.failures else "0"
-        table.add_row(r.tier, str(r.run), str(r.passed), failed, str(r.unsupported), f"{r.seconds:.1f}", escape(r.note))
+        failed = r.count(*FAILING)
+        cells = [str(r.run), str(r.passed), f"[bold red]{failed}[/]" if failed else "0"]
+        cells += [str(r.count("known")), str(r.unsupported), str(r.count("missing"))]
+        table.add_row(r.tier, *cells, f"{r.seconds:.1f}")
     console.print()
     console.print(table)
+    for r in results:
+        if r.note:
+            console.print(f"{r.tier}: {r.note}", markup=False, highlight=False)
+
+
+def _write(folder: Path, record: RunRecord, console: Console) -> None:
+    from conformance.report import write_report
+
+    for path in write_report(record, folder):
+        console.print(f"wrote {path}", highlight=False)
+
+
+def _ledger(path: Path | None) -> Known:
+    try:
+        return NO_LEDGER if path is None else Ledger.load(path)
+    except LedgerError as error:
+        raise typer.BadParameter(str(error), param_hint="--ledger") from error
+
+
+def _tiers(levels: list[str] | None, tiers: list[str] | None) -> list[str]:
+    """The tiers that were asked for: those named, or those of the levels named, or all."""
+    chosen = _choices("--tier", tiers or list(ALL_TIERS), ALL_TIERS)
+    wanted = _choices("--level", levels or list(LEVELS), LEVELS)
+    found = [name for name in ALL_TIERS if name in chosen and level_of(name) in wanted]
+    if not found:
+        raise typer.BadParameter(f"the tiers {', '.join(chosen)} are none of {', '.join(wanted)}", param_hint="--level")
+    return found
 
 
 def _choices(option: str, given: list[str], choices: tuple[str, ...]) -> list[str]:
@@ -124,13 +209,17 @@ def _choices(option: str, given: list[str], choices: tuple[str, ...]) -> list[st
     return given
 
 
-def _cp_sizes(text: str | None) -> tuple[int, ...]:
+def cp_sizes_of(text: str | None, group_kind: str, device: str) -> tuple[int, ...]:
+    """The group sizes; without --cp-size those of the suite, or fewer where every rank is a process or a GPU."""
+    most = torch.cuda.device_count() if group_kind == "process" and device.startswith("cuda") else 1 << 30
     if text is None:
-        return CP_SIZES
+        return CP_SIZES if group_kind == "member" else tuple(n for n in (1, 2, 4) if n <= most)
     try:
         sizes = tuple(int(word) for word in text.split(","))
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
         raise typer.BadParameter(f"{text!r} is no list of group sizes such as 2,3", param_hint="--cp-size")
+    if max(sizes) > most:
+        raise typer.BadParameter(f"{text!r} needs {max(sizes)} GPUs, and there are {most}", param_hint="--cp-size")
     return sizes

@@ -5,16 +5,18 @@ An implementation is a module or an object. It offers any of four levels; what i
 helpers    `thd`: a namespace with any of the functions of `cp_ref.thd`, with the same names, arguments and results.
 
 merge      `merge(parts) -> (out, lse)`: the result over all keys of partial results over disjoint sets of keys.
-           parts: list of (out, lse), one or more, in any order; out [t, h, d], lse [h, t], natural logarithm, -inf and
-           out 0 where the part saw nothing. Operands are float64, or float32, or out in bfloat16 or float16 with lse in
-           float32. Returns out [t, h, d] in the parts' dtype or wider, and lse [h, t] in theirs. Inputs stay as they are.
+           parts: list of (out, lse), one or more, in any order; out [t, h, d], lse [h, t], natural logarithm, -inf
+           and out 0 where the part saw nothing. Operands are float64, or float32, or out in bfloat16 or float16 with
+           lse in float32. Returns out [t, h, d] in the parts' dtype or wider, and lse [h, t] in theirs. Inputs stay
+           as they are.
 
 kernel     `tile(q, k, v, *, left, right, scale, softcap) -> (out, lse)`: one band tile.
            q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v]. Query i sees key j iff
-           i + (m - n) - left <= j <= i + (m - n) + right: aligned to the last query and the last key. `left` and `right`
-           are any integers (-1 is minus one, and moves the band off the diagonal), or None for unbounded. Scores are
-           scale * q.k, then softcap * tanh(score / softcap) if softcap > 0. out [n, h_q, d_v] in q's dtype, lse [h_q, n]
-           in float32 (float64 for float64), natural logarithm; a row that sees nothing has out 0 and lse -inf.
+           i + (m - n) - left <= j <= i + (m - n) + right: aligned to the last query and the last key. `left` and
+           `right` are any integers (-1 is minus one, and moves the band off the diagonal), or None for unbounded.
+           Scores are scale * q.k, then softcap * tanh(score / softcap) if softcap > 0. out [n, h_q, d_v] in q's
+           dtype, lse [h_q, n] in float32 (float64 for float64), natural logarithm; a row that sees nothing has out 0
+           and lse -inf.
            `tile_backward(q, k, v, out, lse, dout, *, left, right, scale, softcap) -> (dq, dk, dv)`, or `tile` is
            differentiable by autograd in q, k and v, or neither.
 
@@ -25,9 +27,10 @@ schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on
            shard            without it the suite cuts the tensors itself
            make_plan, unshard, position_ids        without them what needs them is missing
            group_kind       "member" (the default): the group is one member of a simulated group, with `rank`, `size`,
-                            `exchange`, `all_gather_object` and `split` (see `cp_ref.SimGroup`); all ranks are threads of
-                            one process. "process": it is a torch.distributed ProcessGroup, a pair (a2a_group, p2p_group)
-                            of these for "a2a+p2p", and every rank is a process (gloo on the CPU, NCCL on GPUs).
+                            `exchange`, `all_gather_object` and `split` (see `cp_ref.SimGroup`); all ranks are
+                            threads of one process. "process": it is a torch.distributed ProcessGroup, a pair
+                            (a2a_group, p2p_group) of these for "a2a+p2p", and every rank is a process (gloo on the
+                            CPU, NCCL on GPUs).
 """
 
 from __future__ import annotations
@@ -92,14 +95,12 @@ def _number(group: Any, name: str) -> int:
 class Implementation:
     """What is under test, with the members that it lacks filled in where that means something.
 
-    Any attribute is that of the module or object; a member that is offered by nobody raises `Missing` when it is
-    called, and is noted in `missed`.
+    Any attribute is that of the module or object; a member that it does not offer raises `Missing` when it is called.
     """
 
     def __init__(self, offered: Any, name: str = "") -> None:
         self.offered = offered
         self.name = name or getattr(offered, "__name__", type(offered).__name__)
-        self.missed: list[str] = []
 
     def offers(self, member: str) -> bool:
         """Whether the module or object has it. (A package may have a submodule called `merge`; that is no merge.)"""
@@ -144,7 +145,6 @@ class Implementation:
 
     def _absent(self, name: str) -> Callable[..., Any]:
         def absent(*_: Any, **__: Any) -> Any:
-            self.missed.append(name)
             raise Missing(f"the implementation does not offer {name}")
 
         return absent
@@ -163,8 +163,8 @@ def load(name: str) -> Implementation:
     """The implementation called `name`.
 
     Args:
-        name: an entry point of the group "cp_attention.implementations", or pkg.module, or pkg.module:object. A class is
-            instantiated, without arguments.
+        name: an entry point of the group "cp_attention.implementations", or pkg.module, or pkg.module:object. A class
+            is instantiated, without arguments.
 
     Raises:
         LoadError: it cannot be imported (whatever importing it raises), or it offers none of the levels.

@@ -9,17 +9,20 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from conformance.capabilities import Capabilities, probe
 from conformance.case import Case
 from conformance.implementation import Implementation, Missing, as_implementation
 from conformance.judged import Judged
 from conformance.levels import LEVEL_TIERS, Raised
 from conformance.record import Level, Played, Verdict
-from conformance.reference import Watch, describe_error, is_out_of_memory, watching
+from conformance.reference import Hang, Watch, describe_error, is_out_of_memory, run_ranks, watching
 from conformance.run import UnsupportedCase
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, table_entry
+from conformance.tiers.spoiled import ERRORS, good_call
 
-__all__ = ["FAILING", "InProcess", "Player", "Task", "play_task", "task_of"]
+__all__ = ["FAILING", "InProcess", "Offer", "Pairs", "Player", "Task", "pairs_of", "play_task", "task_of"]
 
+Pairs = tuple[tuple[int, int], ...]
 FAILING: tuple[Verdict, ...] = ("wrong", "crashed", "hung", "out of memory")
 
 # what a tier cannot do without, of the schedule level
@@ -38,9 +41,40 @@ class Task:
 class Player(Protocol):
     """Plays problems, here or elsewhere."""
 
-    def play(self, task: Task) -> Played:
-        """Play a problem. Never raises for what the implementation does."""
+    @property
+    def info(self) -> Offer:
+        """What the implementation offers."""
         ...
+
+    def capabilities(self) -> Capabilities:
+        """What its `attention` supports. Raises ValueError when it supports no plain problem."""
+        ...
+
+    def play(self, task: Task) -> Played:
+        """Play a problem. Never raises for what the implementation does; ValueError for a task that means nothing."""
+        ...
+
+    def pairs(self, case: str) -> Pairs | None:
+        """Who saw whom in a small case (see `conformance.report.seen`); None where nobody can say."""
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What an implementation offers, as data; see `conformance.implementation`."""
+
+    levels: tuple[Level, ...]
+    missing: tuple[str, ...]
+    group_kind: str
+
+    @staticmethod
+    def of(impl: Implementation) -> Offer:
+        """What this one offers."""
+        return Offer(impl.levels, impl.missing, impl.group_kind)
 
 
 class InProcess:
@@ -48,10 +82,39 @@ class InProcess:
 
     def __init__(self, impl: Any, device: str = "cpu", limit_s: float = float("inf")) -> None:
         self._impl, self._device, self._limit_s = as_implementation(impl), device, limit_s
+        if self._impl.group_kind == "process":
+            raise ValueError(f"{self._impl.name} has group_kind 'process': every rank needs a process of its own")
+
+    @property
+    def info(self) -> Offer:
+        """What the implementation offers."""
+        return Offer.of(self._impl)
+
+    def capabilities(self) -> Capabilities:
+        """What its `attention` supports."""
+        return probe(self._impl, self._device)
 
     def play(self, task: Task) -> Played:
         """Play a problem."""
         return play_task(self._impl, task, self._device, self._limit_s)
+
+    def pairs(self, case: str) -> Pairs | None:
+        """Who saw whom."""
+        return pairs_of(self._impl, case, self._device, self._limit_s)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def pairs_of(impl: Implementation, case: str, device: str, limit_s: float = float("inf")) -> Pairs | None:
+    """Who saw whom in a small case; None where nobody can say."""
+    from conformance.report import seen_pairs  # which draws pages, and is not needed to play
+
+    try:
+        with watching(limit_s):
+            return seen_pairs(impl, Case.parse(case), device)
+    except Exception:  # a picture is an extra: what fails here has failed before, and been reported
+        return None
 
 
 def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: float = float("inf")) -> Played:
@@ -67,13 +130,14 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
     began = time.monotonic()
     if absent := _absent(impl, task):
         return Played(task.level, task.tier, task.text, "missing", (f"the implementation does not offer {absent}",))
-    impl.missed.clear()
     ratios: dict[str, float] = {}
     with watching(limit_s) as watch:
         try:
             judged = check(impl, device)
             ratios = judged.ratios if isinstance(judged, Judged) else {}
-            verdict, findings = _verdict(judged, watch, impl)
+            verdict, findings = _verdict(judged, watch)
+            if verdict == "wrong" and task.tier == "errors" and (reason := _refused_anyway(impl, task, device)):
+                verdict, findings = "unsupported", [reason]
         except UnsupportedCase as refusal:
             verdict, findings = "unsupported", [str(refusal)]
         except Missing as missing:
@@ -89,18 +153,31 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
     )
 
 
-def _verdict(judged: list[str], watch: Watch, impl: Implementation) -> tuple[Verdict, list[str]]:
-    """A tier sees that ranks raised; whether it was for want of memory, time or a member, the watch and the log know."""
+def _verdict(judged: list[str], watch: Watch) -> tuple[Verdict, list[str]]:
+    """A tier sees that ranks raised; whether it was for want of memory, time or a member, the watch knows."""
     if not judged:
         return "right", []
     if watch.out_of_memory:
         return "out of memory", watch.out_of_memory + [f for f in judged if "out of memory" not in f.lower()]
     if watch.hung:
         return "hung", list(judged)
-    if impl.missed or watch.missing:
-        lacks = [f"the implementation does not offer {name}" for name in sorted(set(impl.missed))]
-        return "missing", lacks + [f"the suite cannot make {what}" for what in sorted(set(watch.missing))]
+    if watch.missing:
+        return "missing", sorted(set(watch.missing))
     return "wrong", list(judged)
+
+
+def _refused_anyway(impl: Implementation, task: Task, device: str) -> str:
+    """Why the well-formed call that an error entry spoils is itself unsupported; empty when it is not."""
+    entry = ERRORS.get(task.text.partition(" ")[2].strip())
+    for base in ("bshd", "thd") if entry is None else (entry.base,):
+        call = good_call(base, device)
+        try:
+            errors = [o.error for o in run_ranks(2, lambda member, call=call: call.run(impl, member))]
+        except Hang:
+            return ""
+        if all(isinstance(error, impl.Unsupported | NotImplementedError) for error in errors):
+            return f"the well-formed call ({base}, p2p, dual_chunk) is unsupported: {errors[0]}"
+    return ""
 
 
 def _check_of(task: Task) -> Any:

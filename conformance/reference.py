@@ -110,6 +110,8 @@ def run_ranks(cp_size: int, fn: Callable[[Any], Any], limit_s: float = 60.0) -> 
         _watch.missing.append(str(missing))
         raise
     for rank, outcome in enumerate(outcomes):
+        if isinstance(outcome.error, Missing):
+            _watch.missing.append(str(outcome.error))
         if outcome.error is not None and is_out_of_memory(outcome.error):
             _watch.out_of_memory.append(f"rank {rank} ran out of memory: {describe_error(outcome.error)}")
     return outcomes

@@ -97,11 +97,15 @@ class TierResult:
         return self.count("unsupported")
 
     @property
-    def failures(self) -> list[Failure]:
+    def smallest(self) -> list[Played]:
         """The failing problems: of a drawn tier the smallest of each kind, of a table all of them."""
         shrunk = [p for p in self.played if p.shrunk]
-        failing = [p for p in self.played if p.verdict in FAILING]
-        return [Failure(p.text, p.findings) for p in shrunk or failing]
+        return shrunk or [p for p in self.played if p.verdict in FAILING]
+
+    @property
+    def failures(self) -> list[Failure]:
+        """`smallest`, as text and findings."""
+        return [Failure(p.text, p.findings) for p in self.smallest]
 
 
 Judge = Callable[[Played], Played]
@@ -181,7 +185,8 @@ def drawn_problems(
     judge: Judge = _as_it_is,
 ) -> TierResult:
     """Draw problems of one strategy and play them. A failure is shrunk; then drawing goes on without the problems that
-    have all the features of the smallest one, until `profile.most_failures` are found. A missing function is played once.
+    have all the features of the smallest one, until `profile.most_failures` are found. A missing function is played
+    once.
     """
     result, began, blamed = TierResult(tier_name), time.monotonic(), []
     while len(blamed) < profile.most_failures:

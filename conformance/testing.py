@@ -3,46 +3,44 @@
 @pytest.mark.parametrize("tier", TIER_NAMES)
 def test_my_attention(tier):
     check_tier("my.package", tier)
+
+`conformance.suite` has the same as ready-made tests.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+from functools import lru_cache
 
 import torch
 
-from conformance.capabilities import probe
-from conformance.implementation import load
-from conformance.session import Profile, run_errors, run_tier
-from conformance.tiers import TIER_NAMES
+from conformance.capabilities import Capabilities, probe
+from conformance.implementation import Implementation, load
+from conformance.levels import LEVEL_TIERS
+from conformance.session import Profile, TierResult, run_level_tier, run_table, run_tier
+from conformance.tiers import TABLE_TIERS, TIER_NAMES
 
-__all__ = ["TIER_NAMES", "check_tier"]
+__all__ = ["LEVEL_TIERS", "TIER_NAMES", "check_tier"]
 
 _DEFAULT_EXAMPLES = 150
 
 
 def check_tier(impl_name: str, tier: str, *, device: str = "cpu") -> None:
-    """Draw problems for one tier, the same ones every time (or play the table of `errors`).
+    """Draw problems for one tier, the same ones every time (or play its table), in this process.
 
     The environment variable CONFORMANCE_EXAMPLES says how many, 150 without it.
 
     Args:
-        impl_name: pkg.module, or pkg.module:object.
-        tier: one of `TIER_NAMES`.
+        impl_name: pkg.module, or pkg.module:object, or an entry point's name.
+        tier: one of `TIER_NAMES` or `LEVEL_TIERS`.
 
     Raises:
-        AssertionError: with the findings, and the command that plays the failing case again; also when most of what was
-            drawn is unsupported, so that nothing was tested.
+        AssertionError: with the findings, and the command that plays the failing problem again; also when most of what
+            was drawn is unsupported, so that nothing was tested.
     """
     torch.set_num_threads(1)  # the tensors are tiny
-    impl = load(impl_name)
-    capabilities = probe(impl, device)
-    if tier == "errors":
-        result = run_errors(impl, capabilities)
-    else:
-        examples = int(os.environ.get("CONFORMANCE_EXAMPLES", str(_DEFAULT_EXAMPLES)))
-        result = run_tier(impl, tier, capabilities, Profile(examples, derandomize=True))
+    result = _play(impl_name, tier, device)
     lines = []
     for failure in result.failures:
         command = f"python -m conformance --impl {impl_name} --tier {tier} --repro {shlex.quote(failure.text)}"
@@ -51,3 +49,19 @@ def check_tier(impl_name: str, tier: str, *, device: str = "cpu") -> None:
         raise AssertionError("\n".join(lines))
     if result.unsupported > result.run / 2:
         raise AssertionError(f"{result.unsupported} of {result.run} problems are unsupported: too little was tested")
+
+
+def _play(impl_name: str, tier: str, device: str) -> TierResult:
+    profile = Profile(int(os.environ.get("CONFORMANCE_EXAMPLES", str(_DEFAULT_EXAMPLES))), derandomize=True)
+    if tier in LEVEL_TIERS:
+        return run_level_tier(load(impl_name), tier, profile, device)
+    impl, capabilities = _probed(impl_name, device)
+    if tier in TABLE_TIERS:
+        return run_table(impl, tier, capabilities)
+    return run_tier(impl, tier, capabilities, profile)
+
+
+@lru_cache(maxsize=8)
+def _probed(impl_name: str, device: str) -> tuple[Implementation, Capabilities]:
+    impl = load(impl_name)
+    return impl, probe(impl, device)

@@ -1,7 +1,8 @@
 """The levels below the whole attention: THD helpers, merging, one band tile.
 
-Each tier here plays problems of its own kind, with a text of its own: Helper(...), Merge(...), Tile(...). They are called
-on one process, without a group (but for `get_batch_on_this_cp_rank`), against `cp_ref` or the definition in float64.
+Each tier here plays problems of its own kind, with a text of its own: Helper(...), Merge(...), Tile(...). They are
+called in one process, without a group (but for `get_batch_on_this_cp_rank`), against `cp_ref` or the definition in
+float64.
 
 helpers             every function of `thd`, well-formed calls
 helpers-malformed   calls that have no right answer: they must raise
@@ -29,7 +30,7 @@ __all__ = ["HELPER_NAMES", "LEVEL_TIERS", "LevelTier", "Raised"]
 
 @dataclass(frozen=True)
 class LevelTier:
-    """A tier of a lower level. It has one `strategy` for each of its `parts` (functions), played one after the other."""
+    """A tier of a lower level. `parts` has a strategy for each of its functions, played one after the other."""
 
     name: str
     level: Level

@@ -71,5 +71,6 @@ def worst(name: str, got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor
     allowed = bound[at].item() if isinstance(bound, torch.Tensor) else bound
     return [
         f"{name}{list(at)} is {got[at].item():.9g}, but should be {exact[at].item():.9g} "
-        f"(error {error[at].item():.2g}, allowed {allowed:.2g}; {int((over > 0).sum())} of {over.numel()} values are wrong)"
+        f"(error {error[at].item():.2g}, allowed {allowed:.2g}; {int((over > 0).sum())} of {over.numel()} values are "
+        "wrong)"
     ]

@@ -1,8 +1,9 @@
 """Level `helpers`: every THD helper against `cp_ref.thd`, on buffers that show what a helper must not touch.
 
 A target that is changed in place lies inside a larger buffer, whose margins must stay; rows outside the sequences (the
-tail, a half that is not meant) keep their bits; what must not be read holds NaN. Helpers that move data have to give the
-same bits, helpers that compute have to be right to float32 (float64 for float64), with one rounding when they store.
+tail, a half that is not meant) keep their bits; what must not be read holds NaN. Helpers that move data have to give
+the same bits, helpers that compute have to be right to float32 (float64 for float64), with one rounding when they
+store.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ torch.distributed group between them:
                       <-- outcome -------     at every `run_ranks` each rank says what it got ...
                       -- all outcomes -->     ... and learns what the others got
 
-Every word between ranks about the problem goes through the driver, so it knows at any time which rank it is waiting for.
+Every word between ranks about the problem goes through the driver, so it knows at any time which rank it waits for.
 
 pool        the players: `IsolatedPlayer`, `ProcessPlayer`
 worker      the driver's end of one worker process

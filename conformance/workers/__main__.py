@@ -1,6 +1,7 @@
 """`python -m conformance.workers FD NAME DEVICE LIMIT_S [RANK SIZE STORE]`: a worker; started by the driver alone.
 
-It says ("ready", info) or ("load error", why), and then answers ("probe",) and ("play", task).
+It says ("ready", offer) or ("load error", why), and then answers ("probe",), ("play", task), ("pairs", case) and
+("renew",) with ("done", answer), or ("refused", why) for what means nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import faulthandler
 import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,26 +32,29 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
         _join(connection, device, *place)
     from conformance.capabilities import probe
     from conformance.implementation import LoadError, load
-    from conformance.player import play_task
+    from conformance.player import Offer, pairs_of, play_task
+    from conformance.workers.ranks import renew_groups
 
     try:
         impl = load(name)
     except LoadError as error:
         connection.send(("load error", str(error)))
         return
-    info = {"levels": impl.levels, "missing": impl.missing, "group_kind": impl.group_kind, "name": impl.name}
-    connection.send(("ready", info))
+    connection.send(("ready", Offer.of(impl)))
     inner_limit_s = float("inf") if place else 0.8 * float(limit_s)  # the ranks' own watchdog says more
+    answers: dict[str, Callable[..., Any]] = {
+        "probe": lambda: probe(impl, device),
+        "play": lambda task: play_task(impl, task, device, inner_limit_s),
+        "pairs": lambda case: pairs_of(impl, case, device, inner_limit_s),
+        "renew": renew_groups,
+    }
     while True:
         try:
             message: Any = connection.recv()
         except EOFError:
             return
         try:
-            if message[0] == "probe":
-                answer = probe(impl, device)
-            else:
-                answer = play_task(impl, message[1], device, inner_limit_s)
+            answer = answers[message[0]](*message[1:])
         except ValueError as error:
             connection.send(("refused", str(error)))
         else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from conformance.capabilities import Capabilities
 from conformance.implementation import LoadError
-from conformance.player import FAILING, Task
+from conformance.player import FAILING, Offer, Pairs, Task
 from conformance.record import Played, Verdict
 from conformance.workers.worker import Worker, WorkerDied
 
@@ -30,8 +31,8 @@ class RemotePlayer(ABC):
 
     @property
     @abstractmethod
-    def info(self) -> dict[str, Any]:
-        """What the implementation offers: levels, missing, group_kind, name. Raises LoadError."""
+    def info(self) -> Offer:
+        """What the implementation offers. Raises LoadError."""
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
@@ -40,6 +41,10 @@ class RemotePlayer(ABC):
     @abstractmethod
     def play(self, task: Task) -> Played:
         """Play a problem. Raises ValueError for a task that means nothing."""
+
+    @abstractmethod
+    def pairs(self, case: str) -> Pairs | None:
+        """Who saw whom in a small case; None where nobody can say."""
 
     @abstractmethod
     def close(self) -> None:
@@ -59,20 +64,26 @@ class RemotePlayer(ABC):
         return Played(task.level, task.tier, task.text, verdict, tuple(findings), {}, seconds)
 
 
-def start_player(name: str, device: str, limit_s: float, cp_sizes: tuple[int, ...]) -> RemotePlayer:
+def start_player(name: str, device: str, limit_s: float, cp_sizes: Callable[[str], tuple[int, ...]]) -> RemotePlayer:
     """The player that the implementation needs, by its `group_kind`; it is loaded already.
+
+    Args:
+        limit_s: when a problem is taken for hanging, in seconds.
+        cp_sizes: the group sizes that will be played, for a `group_kind`; the largest is how many processes a pool has.
 
     Raises:
         LoadError: there is no such implementation, or loading it crashes or takes too long.
     """
     isolated = IsolatedPlayer(name, device, limit_s)
-    if isolated.info["group_kind"] == "member":
+    kind = isolated.info.group_kind
+    sizes = cp_sizes(kind)
+    if kind == "member":
         return isolated
     isolated.close()
-    return ProcessPlayer(name, device, limit_s, max(cp_sizes))
+    return ProcessPlayer(name, device, limit_s, max(2, *sizes))
 
 
-def _first_word(worker: Worker, who: str) -> dict[str, Any]:
+def _first_word(worker: Worker, who: str) -> Offer:
     """What a worker says when it has loaded the implementation."""
     try:
         word, info = worker.receive(_START_S)
@@ -94,12 +105,13 @@ class IsolatedPlayer(RemotePlayer):
     def __init__(self, name: str, device: str, limit_s: float) -> None:
         super().__init__(name, device, limit_s)
         self._worker: Worker | None = None
-        self._info: dict[str, Any] = {}
+        self._info: Offer | None = None
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> Offer:
         """What the implementation offers."""
         self._start()
+        assert self._info is not None
         return self._info
 
     def capabilities(self) -> Capabilities:
@@ -136,6 +148,16 @@ class IsolatedPlayer(RemotePlayer):
             self.restarts += 1
         return answer
 
+    def pairs(self, case: str) -> Pairs | None:
+        """Who saw whom in a small case."""
+        worker = self._start()
+        try:
+            worker.send(("pairs", case))
+            return worker.receive(self._limit_s)[1]
+        except (TimeoutError, WorkerDied):
+            self.close()
+            return None
+
     def close(self) -> None:
         """End the process."""
         if self._worker is not None:
@@ -157,13 +179,14 @@ class ProcessPlayer(RemotePlayer):
         super().__init__(name, device, limit_s)
         self._size = size
         self._workers: list[Worker] = []
-        self._info: dict[str, Any] = {}
+        self._info: Offer | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> Offer:
         """What the implementation offers."""
         self._start()
+        assert self._info is not None
         return self._info
 
     def capabilities(self) -> Capabilities:
@@ -177,9 +200,25 @@ class ProcessPlayer(RemotePlayer):
     def play(self, task: Task) -> Played:
         """Play a problem on all ranks."""
         played = self._together(("play", task), task, self._limit_s)
-        if played.verdict in FAILING:  # messages may be left on the wire
-            self.close()
+        if played.verdict in FAILING and self._workers:  # messages may be left on the wire
+            self._renew(task)
         return played
+
+    def pairs(self, case: str) -> Pairs | None:
+        """Who saw whom in a small case."""
+        task = Task("schedule", "pairs", case)
+        found = self._together(("pairs", case), task, self._limit_s)
+        if isinstance(found, Played):
+            return None
+        self._renew(task)
+        return found
+
+    def _renew(self, task: Task) -> None:
+        """New groups over gloo; over NCCL, where destroying one may hang, new processes."""
+        if self._device == "cpu":
+            self._together(("renew",), task, self._limit_s)
+        else:
+            self.close()
 
     def close(self) -> None:
         """End the processes."""
@@ -198,7 +237,8 @@ class ProcessPlayer(RemotePlayer):
         arguments = (self._name, self._device, str(self._limit_s))
         self._workers = [Worker(*arguments, str(rank), str(self._size), store) for rank in range(self._size)]
         try:
-            self._info = [_first_word(worker, f"rank {rank}") for rank, worker in enumerate(self._workers)][0]
+            offers = [_first_word(worker, f"rank {rank}") for rank, worker in enumerate(self._workers)]
+            self._info = offers[0]
         except LoadError:
             self.close()
             raise

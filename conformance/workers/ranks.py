@@ -15,7 +15,7 @@ from conformance.implementation import Missing
 from conformance.reference import Hang, Outcome, describe_error
 from conformance.run import UnsupportedCase
 
-__all__ = ["Place", "ProcessRanks"]
+__all__ = ["Place", "ProcessRanks", "renew_groups"]
 
 _KINDS: tuple[type[Exception], ...] = (
     Missing,
@@ -35,8 +35,6 @@ class Place:
     rank: int
     size: int
     process_group: Any
-    first: int = 0
-    ranks: tuple[int, ...] = ()
 
     def split(self, a2a_size: int) -> tuple[Place, Place]:
         """Its places in its a2a group and in its p2p group: rank = p2p_rank * a2a_size + a2a_rank."""
@@ -58,6 +56,13 @@ def _place(ranks: tuple[int, ...], rank: int) -> Place:
     return Place(ranks.index(rank), len(ranks), _groups[ranks])
 
 
+def renew_groups() -> None:
+    """Let go of the groups: a problem that failed may have left messages in them."""
+    for group in _groups.values():
+        dist.destroy_process_group(group)
+    _groups.clear()
+
+
 class ProcessRanks:
     """A `RankRunner`: the first `cp_size` processes of the pool are the ranks; the others listen to what comes out."""
 
@@ -68,9 +73,9 @@ class ProcessRanks:
     def __call__(self, cp_size: int, fn: Callable[[Any], Any], limit_s: float) -> list[Outcome]:
         """As `conformance.reference.run_ranks`; the driver watches the time."""
         if self._inside:
-            raise Missing("a group of processes inside another one")
+            raise Missing("the suite cannot make a group of processes inside another one")
         if cp_size > self._size:
-            raise Missing(f"a group of {cp_size} processes (the pool has {self._size})")
+            raise Missing(f"a group of {cp_size} processes is more than the pool's {self._size}")
         outcome = None
         if self._rank < cp_size:
             self._inside = True

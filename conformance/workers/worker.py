@@ -35,7 +35,7 @@ class Worker:
 
     def __init__(self, *arguments: str) -> None:
         self.connection, theirs = Pipe()
-        self._said = tempfile.TemporaryFile()  # stdout and stderr
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # stdout and stderr, until `stop`
         path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         command = [sys.executable, "-m", "conformance.workers", str(theirs.fileno()), *arguments]
@@ -82,7 +82,7 @@ class Worker:
         return WorkerDied("; ".join([how, *self._last_words()]), False)
 
     def where(self) -> list[str]:
-        """Where its threads are, by faulthandler: file, line and function of the innermost frames outside of libraries."""
+        """Where its threads are, by faulthandler: file, line and function of their innermost frames."""
         begin = self._said.seek(0, os.SEEK_END)
         try:
             self._process.send_signal(signal.SIGUSR1)
@@ -118,7 +118,7 @@ class Worker:
 def _places(dump: str) -> list[str]:
     """The innermost frame of every thread of a faulthandler dump; threads that wait for others are left out.
 
-    >>> _places('Thread 0x1 (most recent call first):\\n  File "/a/user.py", line 3 in f\\n  File "/a/b.py", line 9 in g')
+    >>> _places('Thread 0x1 (most recent call first):\\n  File "/a/user.py", line 3 in f\\n  File "/b.py", line 9 in g')
     ['at user.py:3 in f']
     """
     found = []

@@ -1,4 +1,4 @@
-"""Small implementations for the tests of the suite itself: right ones, wrong ones, and ones that take a process down."""
+"""Small implementations for the tests of the suite itself: right ones, wrong ones, and ones that end their process."""
 
 from __future__ import annotations
 
@@ -71,11 +71,7 @@ class EatsHostMemory(Sick):
 
 class Wrong(Sick):
     def happen(self, cp: Any, result: Any) -> Any:
-        return result[0] * 1.01 if isinstance(result, tuple) and len(result) == 1 else _scaled(result)
-
-
-def _scaled(result: Any) -> Any:
-    return (result[0] * 1.01, *result[1:]) if isinstance(result, tuple) else result * 1.01
+        return (result[0] * 1.01, *result[1:]) if isinstance(result, tuple) else result * 1.01
 
 
 class OverProcesses:
@@ -118,7 +114,7 @@ class AllGather:
         if attn_mask_type not in ("causal", "no_mask") or any(rest[name] != plain.get(name) for name in rest):
             raise NotImplementedError(f"{attn_mask_type}, {rest}")
         group, rank = cp.group, dist.get_rank(cp.group)
-        k, v = (torch.cat(collectives.all_gather(x.contiguous(), group=group), dim=1) for x in (k, v))
+        k, v = (self._gather(x.transpose(0, 1), group).transpose(0, 1) for x in (k, v))
         rows = torch.arange(q.shape[1]) + rank * q.shape[1]
         hidden = torch.arange(k.shape[1])[None] > rows[:, None] + (1 if self.bug else 0)
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
@@ -130,6 +126,10 @@ class AllGather:
         else:
             weights = scores.softmax(-1)
         return torch.einsum("bhnm,bmhd->bnhd", weights, v)
+
+    def _gather(self, x: torch.Tensor, group: Any) -> torch.Tensor:
+        """Along the first axis: the backward of torch's all_gather takes gradients for contiguous, whatever they are."""
+        return torch.cat(collectives.all_gather(x.contiguous(), group=group), dim=0)
 
 
 class AllGatherWithABug(AllGather):

@@ -1,0 +1,76 @@
+"""The suite in parts that are one test each: a drawn tier, one function of a lower level, one entry of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conformance.capabilities import EVERYTHING
+from conformance.conduct import ALL_TIERS, Conduct, level_of
+from conformance.levels import LEVEL_TIERS
+from conformance.player import Task
+from conformance.session import TierResult, drawn_problems, run_tier
+from conformance.tiers import TABLE_TIERS
+
+__all__ = ["Part", "parts", "play_part"]
+
+_REFUSALS = "everything that is refused"  # which choices these are, only the implementation knows
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tier, or an item of it."""
+
+    tier: str
+    item: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.tier}-{self.item}" if self.item else self.tier
+
+
+def parts(tiers: Sequence[str] | None = None) -> list[Part]:
+    """All parts, or those of some tiers.
+
+    Raises:
+        ValueError: there is no such tier.
+    """
+    if unknown := [tier for tier in tiers or () if tier not in ALL_TIERS]:
+        raise ValueError(f"there is no tier {', '.join(unknown)}; there are: {', '.join(ALL_TIERS)}")
+    found: list[Part] = []
+    for tier in tiers or ALL_TIERS:
+        if tier in LEVEL_TIERS:
+            found += [Part(tier, item) for item in LEVEL_TIERS[tier].parts]
+        elif tier in TABLE_TIERS:
+            found += [Part(tier, item) for item in TABLE_TIERS[tier].ids(EVERYTHING)]
+            found += [Part(tier, _REFUSALS)] if tier == "errors" else []
+        else:
+            found.append(Part(tier))
+    return found
+
+
+def play_part(conduct: Conduct, part: Part) -> TierResult:
+    """Play a part.
+
+    Raises:
+        ValueError: the implementation supports no plain problem at all.
+    """
+    level = level_of(part.tier)
+    if level not in conduct.player.info.levels:
+        return conduct.lacking(level, part.tier)
+    judge, player = conduct.ledger.judge, conduct.careful
+    if part.tier in LEVEL_TIERS:
+        strategy = LEVEL_TIERS[part.tier].parts[part.item]
+        return drawn_problems(player, level, part.tier, strategy, conduct.profile, judge=judge)
+    if part.tier not in TABLE_TIERS:
+        result = run_tier(
+            player, part.tier, conduct.capabilities, conduct.profile, cp_sizes=conduct.cp_sizes, judge=judge
+        )
+        return conduct.with_pairs(result)
+    table = TABLE_TIERS[part.tier]
+    ids = [part.item]
+    if part.item == _REFUSALS:
+        known = set(table.ids(EVERYTHING))
+        ids = [entry for entry in table.ids(conduct.capabilities) if entry not in known]
+    tasks = [Task("schedule", part.tier, f"{table.word} {entry}") for entry in ids]
+    played = [judge(player.play(task)) for task in tasks]
+    return TierResult(part.tier, played, sum(p.seconds for p in played))

@@ -1,0 +1,88 @@
+"""The pytest plugin: options, and one test for every part of the suite.
+
+    pytest --pyargs conformance --impl my.package          in anyone's CI, without a file of one's own
+    from conformance.suite import *                         in a test file, whose fixture `impl` says what is tested
+
+An installed package loads it by itself (entry point pytest11); otherwise `-p conformance.plugin`. It imports nothing
+of the suite until a test needs it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conformance.record import Played
+
+__all__ = ["PARTS_FIXTURE", "Settings", "settings_of"]
+
+PARTS_FIXTURE = "conformance_part"
+_PROFILES = ("quick", "ci", "nightly")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options. Values are checked when a conformance test runs."""
+    group = parser.getgroup("conformance", "context-parallel attention against the oracle")
+    group.addoption("--impl", default=None, help="pkg.module, pkg.module:object, or an entry point's name")
+    group.addoption("--conformance-profile", default="quick", choices=_PROFILES, help="how many problems are drawn")
+    group.addoption("--conformance-examples", default=None, type=int, help="problems per tier, not the profile's")
+    group.addoption("--conformance-device", default="cpu", help="cpu, or cuda")
+    group.addoption("--conformance-cp-size", default=None, help="only these group sizes, such as 2,3")
+    group.addoption("--conformance-tier", action="append", default=None, help="only this tier; may be repeated")
+    group.addoption("--conformance-in-process", action="store_true", help="no worker processes: a crash ends pytest")
+    group.addoption("--conformance-time-limit", default=60.0, type=float, help="seconds until a problem hangs")
+    group.addoption("--conformance-ledger", default=None, type=Path, help="known failures, a TOML file")
+    group.addoption("--conformance-report", default=None, type=Path, help="a folder for report.html and report.json")
+
+
+class Settings:
+    """What the options say, and what the tests of this run have played."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        option = config.getoption
+        self.impl: str | None = option("--impl")
+        self.profile: str = option("--conformance-profile")
+        self.examples: int | None = option("--conformance-examples")
+        self.device: str = option("--conformance-device")
+        self.cp_size: str | None = option("--conformance-cp-size")
+        self.tiers: list[str] | None = option("--conformance-tier")
+        self.isolate: bool = not option("--conformance-in-process")
+        self.time_limit: float = option("--conformance-time-limit")
+        self.ledger: Path | None = option("--conformance-ledger")
+        self.report: Path | None = option("--conformance-report")
+        self.played: list[Played] = []
+        self.meta: dict[str, Any] = {}
+
+
+_KEY = pytest.StashKey[Settings]()
+
+
+def settings_of(config: pytest.Config) -> Settings:
+    """This run's settings."""
+    if _KEY not in config.stash:
+        config.stash[_KEY] = Settings(config)
+    return config.stash[_KEY]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for `conformance_part` is made once for every part."""
+    if PARTS_FIXTURE not in metafunc.fixturenames:
+        return
+    from conformance.parts import parts
+
+    found = parts(settings_of(metafunc.config).tiers)
+    metafunc.parametrize(PARTS_FIXTURE, found, ids=[str(part) for part in found])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the report, if one is wanted and something was played."""
+    settings = settings_of(session.config)
+    if settings.report is None or not settings.played:
+        return
+    from conformance.record import RunRecord
+    from conformance.report import write_report
+
+    write_report(RunRecord(settings.meta, tuple(settings.played)), settings.report)

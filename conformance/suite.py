@@ -1,0 +1,97 @@
+"""The suite as pytest tests, for a test file of one's own:
+
+    from conformance.suite import *
+
+    @pytest.fixture(scope="session")
+    def impl():
+        return "my.package:attention"
+
+`impl` is a name (see `conformance.implementation.load`), which is played in worker processes, or an object, which is
+played in pytest's own. Without the fixture it is what `--impl` says. Everything else is an option of pytest, see
+`pytest --help`.
+
+A problem that is not supported and a function that is missing skip their test, with the reason; a known failure of the
+ledger is an expected failure.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.cli import cp_sizes_of
+from conformance.conduct import NO_LEDGER, Conduct, describe_run
+from conformance.implementation import load
+from conformance.ledger import Ledger
+from conformance.parts import Part, play_part
+from conformance.player import InProcess
+from conformance.plugin import Settings, settings_of
+from conformance.session import PROFILES, TierResult
+from conformance.workers import start_player
+
+__all__ = ["conformance_conduct", "conformance_settings", "impl", "test_conformance"]
+
+
+@pytest.fixture(scope="session")
+def impl(request: pytest.FixtureRequest) -> Any:
+    """What is tested: the option --impl."""
+    name = settings_of(request.config).impl
+    if name is None:
+        pytest.skip("no implementation: give --impl pkg.module, or define a fixture `impl`")
+    return name
+
+
+@pytest.fixture(scope="session")
+def conformance_settings(request: pytest.FixtureRequest) -> Settings:
+    """The options of this run."""
+    return settings_of(request.config)
+
+
+@pytest.fixture(scope="session")
+def conformance_conduct(impl: Any, conformance_settings: Settings) -> Iterator[Conduct]:
+    """The implementation, ready to play."""
+    options = conformance_settings
+    torch.set_num_threads(1)  # the tensors are tiny
+    profile = PROFILES[options.profile]
+    profile = replace(profile, max_examples=options.examples or profile.max_examples)
+    if isinstance(impl, str) and options.isolate:
+        player = start_player(
+            impl, options.device, options.time_limit, lambda kind: cp_sizes_of(options.cp_size, kind, options.device)
+        )
+    else:
+        player = InProcess(load(impl) if isinstance(impl, str) else impl, options.device, options.time_limit)
+    sizes = cp_sizes_of(options.cp_size, player.info.group_kind, options.device)
+    ledger = NO_LEDGER if options.ledger is None else Ledger.load(options.ledger)
+    conduct = Conduct(player, profile, cp_sizes=sizes, device=options.device, ledger=ledger)
+    options.meta = describe_run(impl if isinstance(impl, str) else repr(impl), options.profile, conduct)
+    yield conduct
+    player.close()
+
+
+def test_conformance(conformance_part: Part, conformance_conduct: Conduct, conformance_settings: Settings) -> None:
+    """One part of the suite."""
+    result = play_part(conformance_conduct, conformance_part)
+    conformance_settings.played += result.played
+    if result.failures:
+        pytest.fail(_message(result, conformance_settings), pytrace=False)
+    verdicts = {p.verdict for p in result.drawn}
+    reasons = "; ".join(dict.fromkeys(finding for p in result.drawn for finding in p.findings[:1])) or result.note
+    if "right" not in verdicts:
+        if "known" in verdicts:
+            pytest.xfail(reasons)
+        pytest.skip(reasons or "the implementation refuses nothing")
+
+
+def _message(result: TierResult, settings: Settings) -> str:
+    lines: list[str] = []
+    for played in result.smallest:
+        command = ["python", "-m", "conformance", "--impl", settings.meta["impl"], "--device", settings.device]
+        command += ["--tier", played.tier] if played.text.startswith("Case(") else []
+        lines += [f"{played.verdict}:", *(f"  - {finding}" for finding in played.findings)]
+        lines += ["play it again:", f"  {shlex.join([*command, '--repro', played.text])}", ""]
+    return "\n".join(lines)

@@ -1,0 +1,3 @@
+"""What `pytest --pyargs conformance --impl pkg.module` collects."""
+
+from conformance.suite import *  # noqa: F403
