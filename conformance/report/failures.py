@@ -96,10 +96,11 @@ class Failure:
 
 def failures(record: RunRecord) -> tuple[Failure, ...]:
     """Every failing problem: those that were shrunk first, then by tokens and ranks; named entries last."""
-    groups: dict[str, list[Played]] = {}
+    found: dict[str, dict[str, Played]] = {}
     for played in record.played:
-        if played.verdict in FAILING:
-            groups.setdefault(played.text, []).append(played)
+        if played.verdict in FAILING:  # the smallest was drawn too: what is said of it later says more
+            found.setdefault(played.text, {})[played.tier] = played
+    groups = {text: list(by_tier.values()) for text, by_tier in found.items()}
     cases = {text: played_case(group[0]) for text, group in groups.items()}
     order = sorted(
         groups, key=lambda text: (not any(p.shrunk for p in groups[text]), _size(cases[text]), len(text), text)
@@ -110,7 +111,8 @@ def failures(record: RunRecord) -> tuple[Failure, ...]:
 
 
 def _commands(record: RunRecord, group: list[Played]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(replay_command(record.meta, played) for played in group))
+    """None for what was not played: the ledger's own complaint."""
+    return tuple(dict.fromkeys(replay_command(record.meta, played) for played in group if played.tier != "ledger"))
 
 
 def _size(case: Case | None) -> tuple[float, int]:

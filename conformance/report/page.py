@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from conformance.coverage import CHOICES, Coverage, coverage
-from conformance.record import LEVELS, VERDICTS, RunRecord
+from conformance.record import LEVELS, VERDICTS, Played, RunRecord
 from conformance.report.failures import Failure, Refusal, failures, refusals
 from conformance.report.matrix import COLUMNS, GROUPS, Panel, matrix
 from conformance.report.pictures import LEVELS as SHADES
@@ -30,12 +30,21 @@ class Summary:
     """Everything that the page shows, computed once."""
 
     record: RunRecord
-    counts: Counter[str]
     panels: tuple[Panel, ...]
     failures: tuple[Failure, ...]
     refusals: tuple[Refusal, ...]
     ratios: tuple[Ratios, ...]
     coverage: Coverage
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Over all levels and tiers."""
+        return Counter(p.verdict for p in self.drawn)
+
+    @property
+    def drawn(self) -> tuple[Played, ...]:
+        """What is counted: all that was played but for what shrinking found."""
+        return tuple(p for p in self.record.played if not p.shrunk) or self.record.played
 
     @property
     def failed(self) -> int:
@@ -45,13 +54,13 @@ class Summary:
     @property
     def by_level(self) -> dict[str, Counter[str]]:
         """The verdicts of each level."""
-        return {level: Counter(p.verdict for p in self.record.played if p.level == level) for level in LEVELS}
+        return {level: Counter(p.verdict for p in self.drawn if p.level == level) for level in LEVELS}
 
     @property
     def by_tier(self) -> dict[str, tuple[Counter[str], float]]:
         """The verdicts of each tier, and its seconds; in the order of the run."""
         found: dict[str, tuple[Counter[str], float]] = {}
-        for p in self.record.played:
+        for p in self.drawn:
             counts, seconds = found.get(p.tier, (Counter(), 0.0))
             counts[p.verdict] += 1
             found[p.tier] = counts, seconds + p.seconds
@@ -78,7 +87,6 @@ def summary(record: RunRecord) -> Summary:
     failing = failures(record)
     return Summary(
         record=record,
-        counts=Counter(p.verdict for p in record.played),
         panels=matrix(record, {f.text: f.number for f in failing}),
         failures=failing,
         refusals=refusals(record),

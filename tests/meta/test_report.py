@@ -87,6 +87,27 @@ def test_failures_are_grouped_and_sorted_by_size() -> None:
     assert found[4].difference is None
 
 
+def test_what_was_drawn_and_shrunk_to_is_one_problem_and_counted_once() -> None:
+    drawn = _played("wrong", 9, findings=("a",))
+    record = RunRecord({}, (drawn, replace(drawn, shrunk=True, pairs=((0, 0),)), _played("right", 3)))
+    found = summary(record)
+    assert found.failed == 1
+    assert dict(found.counts) == {"wrong": 1, "right": 1}
+    (failure,) = found.failures
+    assert failure.shrunk
+    assert failure.difference is not None
+    assert failure.difference.wrong == (44, 0)
+    assert len(failure.played) == 1
+
+
+def test_the_ledger_s_complaint_is_nothing_to_play_again() -> None:
+    complaint = Played(
+        "schedule", "ledger", "entry 1 no longer fails: remove it", "wrong", ("entry 1 no longer fails",)
+    )
+    (failure,) = failures(RunRecord({}, (complaint,)))
+    assert failure.commands == ()
+
+
 def test_commands_play_the_problem_again() -> None:
     case = Case(Problem(2, SQUARE, softmax_type="learnable"), grads="o")
     played = Played("schedule", "probes", str(case), "wrong")
@@ -226,7 +247,11 @@ def test_an_empty_run_is_a_page_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("verdict", "says"),
-    [("right", "No failure in 1 plays"), ("unsupported", "nothing was checked"), ("wrong", "of 1 plays failed")],
+    [
+        ("right", "is right, in 1 problem."),
+        ("unsupported", "nothing was checked"),
+        ("wrong", "of 1 problem failed"),
+    ],
 )
 def test_the_first_sentence(verdict: str, says: str, tmp_path: Path) -> None:
     page = write_report(RunRecord({"impl": "x"}, (_played(verdict),)), tmp_path)[1]
