@@ -35,15 +35,17 @@ class Block(NamedTuple):
 
 
 def reach(batch: Batch, unit: int) -> Array:
-    """How far a unit's queries reach: where the last of them ends, or where only the left side is bounded, where the
-    first begins; out of reach of all keys where there is none. `farther` combines units.
+    """How far a unit sees: the position behind the last key, or where only the left side is bounded, that of the first
+    one; beyond all keys where it has no query. `farther` combines units.
     """
     owned = batch.owned("q", unit)
     if batch.hi is None and batch.lo is not None:
-        return np.where(owned.total > 0, owned.first[0], batch.far)
+        return np.where(owned.total > 0, owned.first[0] + batch.lo, batch.far)
     last = owned.first[0] + owned.count[0]
     for start, count in zip(owned.first[1:], owned.count[1:], strict=True):
         last = np.where(count > 0, start + count, last)
+    if isinstance(batch.hi, np.ndarray) or batch.hi:
+        last = last + batch.hi
     return np.where(owned.total > 0, last, -batch.far)  # the second piece is empty where the first one is
 
 
@@ -109,10 +111,10 @@ def _whole_pieces(batch: Batch, queries: Owned, piece: int, keys: Owned) -> Rang
 def seen_within(batch: Batch, reached: Array, keys: Owned) -> Range:
     """The keys that any of the units of a reach sees, in bands that are open on one side at least."""
     if batch.hi is not None:
-        return Range(batch.nothing, keys.below(reached + batch.hi))
+        return Range(batch.nothing, keys.below(reached))
     if batch.lo is None:
-        return Range(batch.nothing, np.where(reached > 0, keys.total, 0))
-    start = keys.below(reached + batch.lo)
+        return Range(batch.nothing, np.where(reached >= 0, keys.total, 0))
+    start = keys.below(reached)
     return Range(start, keys.total - start)
 
 

@@ -56,7 +56,7 @@ def draft_gather(
             third.give_dkv.append(DraftGive(peer, scatter, rows, False))
         start += block.size
     second.grad_size = start
-    first.launches = place_launches(batch, tables, see(batch, rank, rank), q_anchor, own, own)
+    first.launches = place_launches(tables, see(batch, rank, rank), q_anchor, own, own)
     if start:
         launched = _remote_plain(batch, rank, peers, blocks, q_anchor, tables)
         second.launches = _remote(batch, rank, peers, blocks, q_anchor, tables) if launched is None else launched

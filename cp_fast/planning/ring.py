@@ -8,7 +8,8 @@ answers it for every step. Under a window on both sides each unit gets what it s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,53 +37,65 @@ class Place(NamedTuple):
     own: Block
 
 
-class _Route(NamedTuple):
+class _Route(Protocol):
     """What a unit sends and gets at step s, as ranges of the owner's token axis."""
 
-    gives: list[Ranges]  # of the block in hand (ring) or of the own one (halo)
-    takes: list[Ranges]
-    gives_grads: list[Ranges]  # from step 2 on; [0] and [1] are empty
-    takes_grads: list[Ranges]
+    def gives(self, s: int) -> Ranges:
+        """Of the block in hand (ring), or of the own one (halo)."""
+        ...
+
+    def takes(self, s: int) -> Ranges:
+        """The next block."""
+        ...
+
+    def gives_grads(self, s: int) -> Ranges:
+        """Gradients of the block of the step before; from step 2 on."""
+        ...
+
+    def takes_grads(self, s: int) -> Ranges:
+        """Gradients of the block in hand (ring), or of the own one (halo, and at the end); from step 2 on."""
+        ...
 
 
 def draft_ring(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftStep], list[DraftStep]]:
     """The forward and the backward steps of one rank."""
     count, unit, last = batch.count, place.unit, batch.count - 1
-    route = (_halo if batch.windowed else _ring)(batch, unit)
-    blocks = [place.own, *(packed(ranges) for ranges in route.takes)]
-    # the gradients of the block in hand, as they leave in the step after
-    if batch.windowed:  # what came at step n - 1 goes straight home at step n + 1
-        grads = blocks
-    else:
-        grads = [place.own, *(packed(ranges) for ranges in route.gives_grads[2:])]
+    route: _Route = (_Halo if batch.windowed else _Ring)(batch, unit)
+    hops = (lambda s: s + 1) if batch.windowed else (lambda s: 1)
+    block = grads = place.own  # in hand, and as its gradients leave in the step after
     forward: list[DraftStep] = []
     backward: list[DraftStep] = []
     for s in range(count):
-        placed = see(batch, unit, unit - s)
-        launches = place_launches(batch, tables, placed, place.q_anchor, blocks[s], grads[s])
-        gives: list[DraftGive] = []
-        takes: list[DraftTake] = []
+        before = grads
+        if s > 0:
+            grads = block if batch.windowed else packed(route.gives_grads(s + 1))
+        launches = place_launches(tables, see(batch, unit, unit - s), place.q_anchor, block, grads)
+        step = DraftStep([], [], [], [], launches, s == 0, grads.size)
+        coming = None
         if s < last:
-            source, own = (place.own, True) if batch.windowed else (blocks[s], s == 0)
-            to = place.rank_of((unit + (s + 1 if batch.windowed else 1)) % count)
-            by = place.rank_of((unit - (s + 1 if batch.windowed else 1)) % count)
             number = tag(place.first_step + s, "kv")
-            rows, size = message_rows(tables, source, route.gives[s])
-            gives = [DraftGive(to, number, rows, own)] if size else []
-            size = blocks[s + 1].size
-            takes = [DraftTake(by, number, size, slice(0, size), False)] if size else []
-        forward.append(DraftStep(gives, takes, [], [], launches, s == 0, blocks[s].size))
-        size = place.own.size if s == 0 else grads[s].size
-        backward.append(DraftStep(gives, takes, [], [], launches, s == 0, size))
+            source, own = (place.own, True) if batch.windowed else (block, s == 0)
+            rows, size = message_rows(tables, source, route.gives(s))
+            if size:
+                step.give_kv = [DraftGive(place.rank_of((unit + hops(s)) % count), number, rows, own)]
+            coming = packed(route.takes(s))
+            if size := coming.size:
+                by = place.rank_of((unit - hops(s)) % count)
+                step.take_kv = [DraftTake(by, number, size, slice(0, size), False)]
+        forward.append(step)
+        backward.append(replace(step))
+        if s >= 2:
+            _add_grads(batch, place, tables, route, backward[s], s, before.size, place.own if batch.windowed else grads)
+        block = coming or block
     if last > 0:
         backward.append(DraftStep())
-    for s in range(2, count + 1):
-        _add_grads(batch, place, tables, route, grads, backward[s], s)
+    if count >= 2:
+        _add_grads(batch, place, tables, route, backward[count], count, grads.size, place.own)
     return forward, backward
 
 
 def place_launches(
-    batch: Batch, tables: Tables, placed: Sequence[Placed], q_anchor: Array, block: Block, grads: Block
+    tables: Tables, placed: Sequence[Placed], q_anchor: Array, block: Block, grads: Block
 ) -> list[DraftLaunch]:
     """Tiles on token axes to launches on rows: key rows of the block in hand, and of the buffer of its gradients."""
     found: list[DraftLaunch] = []
@@ -90,7 +103,7 @@ def place_launches(
         q = _flat([s.q + q_anchor for s in slots])
         rows = _flat([s.rows for s in slots])
         columns = _flat([s.columns for s in slots])
-        k, grad = _key_rows(slots, block), None if grads is block else _key_rows(slots, grads)
+        k, grad = _key_rows(slots, block), None if _same_rows(block, grads) else _key_rows(slots, grads)
         if not rows.all():
             there = rows > 0
             q, rows, columns, k = q[there], rows[there], columns[there], k[there]
@@ -99,6 +112,13 @@ def place_launches(
             draft_launch(tables, window, (q, rows), (k, columns), None if grad is None else (grad, columns), columns)
         )
     return found
+
+
+def _same_rows(block: Block, grads: Block) -> bool:
+    """Whether both have every token in the same row."""
+    if block is grads:
+        return True
+    return block.size == grads.size and all(map(np.array_equal, block.anchors, grads.anchors))
 
 
 def _key_rows(slots: list[Slot], block: Block) -> Array:
@@ -111,47 +131,68 @@ def _flat(columns: list[Array]) -> Array:
 
 
 def _add_grads(
-    batch: Batch, place: Place, tables: Tables, route: _Route, grads: list[Block], step: DraftStep, s: int
+    batch: Batch, place: Place, tables: Tables, route: _Route, step: DraftStep, s: int, size: int, into: Block
 ) -> None:
-    """What was added at step s - 1: on to the next unit with the ring's sum so far, or straight home."""
-    count, unit, hop = batch.count, place.unit, s - 1
-    ahead = -hop if batch.windowed else 1
+    """What was added at step s - 1 (`size` rows): on to the next unit with the ring's sum so far, or straight home."""
+    ahead = 1 - s if batch.windowed else 1
     number = tag(place.first_step + s, "dkv")
-    if size := grads[hop].size:
-        step.give_dkv = [DraftGive(place.rank_of((unit + ahead) % count), number, slice(0, size), False)]
-    home = batch.windowed or s == count
-    rows, size = message_rows(tables, place.own if home else grads[s], route.takes_grads[s])
     if size:
-        step.take_dkv = [DraftTake(place.rank_of((unit - ahead) % count), number, size, rows, home)]
+        to = place.rank_of((place.unit + ahead) % batch.count)
+        step.give_dkv = [DraftGive(to, number, slice(0, size), False)]
+    rows, size = message_rows(tables, into, route.takes_grads(s))
+    if size:
+        by = place.rank_of((place.unit - ahead) % batch.count)
+        step.take_dkv = [DraftTake(by, number, size, rows, into is place.own)]
 
 
-def _ring(batch: Batch, unit: int) -> _Route:
-    count, last = batch.count, batch.count - 1
-    reached = [reach(batch, unit + n) for n in range(count)]  # by the unit n ahead
-    keys = [batch.owned("kv", unit - s) for s in range(count + 1)]  # of the unit s behind
-    ahead = _running(batch, reached[1:])  # [t]: by the t + 1 units ahead
-    behind = _running(batch, [reached[-n % count] for n in range(count)])  # [t]: by this unit and t behind it
-    behind_it = _running(batch, [reached[-n % count] for n in range(1, count)])
-    gives = [(seen_within(batch, ahead[last - s - 1], keys[s]),) for s in range(last)]
-    takes = [
-        (seen_within(batch, farther(batch, reached[0], ahead[last - s - 2]), keys[s + 1]),) for s in range(last - 1)
-    ]
-    takes += [(seen_within(batch, reached[0], keys[last]),)] if last else []
-    gives_grads: list[Ranges] = [(), ()]
-    takes_grads: list[Ranges] = [(), ()]
-    for s in range(2, count + 1):
-        hop = s - 1
-        gives_grads.append((seen_within(batch, behind[hop - 1], keys[hop]),))
-        takes_grads.append((seen_within(batch, behind_it[hop - 1], keys[hop + 1]),))
-    return _Route(gives, takes, gives_grads, takes_grads)
+class _Ring:
+    """Blocks go from unit to unit, with the rows that a unit behind still needs."""
+
+    def __init__(self, batch: Batch, unit: int) -> None:
+        count = batch.count
+        self._batch, self._unit = batch, unit
+        reached = [reach(batch, unit + n) for n in range(count)]  # by the unit n ahead
+        self._ahead = _running(batch, reached[1:])  # [t]: by the t + 1 units ahead
+        self._coming = [reached[0], *(farther(batch, reached[0], one) for one in self._ahead)]  # and by this unit
+        self._behind_it = _running(batch, [reached[-n % count] for n in range(1, count)])
+        self._behind = [reached[0], *(farther(batch, reached[0], one) for one in self._behind_it)]
+
+    def gives(self, s: int) -> Ranges:
+        return self._seen(self._ahead[self._batch.count - 2 - s], s)
+
+    def takes(self, s: int) -> Ranges:
+        return self._seen(self._coming[self._batch.count - 2 - s], s + 1)
+
+    def gives_grads(self, s: int) -> Ranges:
+        return self._seen(self._behind[s - 2], s - 1)
+
+    def takes_grads(self, s: int) -> Ranges:
+        return self._seen(self._behind_it[s - 2], s)
+
+    def _seen(self, reached: Array, hops: int) -> Ranges:
+        """Of the block of the unit that is `hops` behind."""
+        return (seen_within(self._batch, reached, self._batch.owned("kv", self._unit - hops)),)
 
 
-def _halo(batch: Batch, unit: int) -> _Route:
-    count = batch.count
-    gives = [seen(batch, unit + s + 1, unit) for s in range(count - 1)]
-    takes = [seen(batch, unit, unit - s - 1) for s in range(count - 1)]
-    # the gradients of what came at step n - 1 leave at step n + 1
-    return _Route(gives, takes, [(), (), *takes], [(), (), *gives])
+class _Halo:
+    """Every unit gets what it sees straight from the owner, and gives its gradients straight back."""
+
+    def __init__(self, batch: Batch, unit: int) -> None:
+        self._batch, self._unit = batch, unit
+        self._given: list[Ranges] = []
+
+    def gives(self, s: int) -> Ranges:
+        self._given.append(seen(self._batch, self._unit + s + 1, self._unit))
+        return self._given[s]
+
+    def takes(self, s: int) -> Ranges:
+        return seen(self._batch, self._unit, self._unit - s - 1)
+
+    def gives_grads(self, s: int) -> Ranges:
+        return self.takes(s - 2)  # what came at step s - 2 was in hand at step s - 1
+
+    def takes_grads(self, s: int) -> Ranges:
+        return self._given[s - 2]
 
 
 def _running(batch: Batch, reached: list[Array]) -> list[Array]:
