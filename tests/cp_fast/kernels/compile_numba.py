@@ -22,7 +22,8 @@ def tuple_of(count: int) -> Any:
 
 
 def compiled(kernel: Any, *arguments: Any) -> str:
-    return cuda.compile_ptx(kernel.py_func, types.void(*arguments), cc=SM_90)[0]
+    compile_ptx: Any = vars(cuda)["compile_ptx"]
+    return compile_ptx(kernel.py_func, types.void(*arguments), cc=SM_90)[0]
 
 
 def main() -> None:

@@ -307,7 +307,8 @@ def out_corrections(where: Where, case: Case) -> None:
         lse[lse == INF] = 5.0
         boxes = [case.boxed(where, x) for x in (out, step, lse, step_lse)]
         with where.use():
-            cp_fast.thd.thd_out_correction(*[box.view for box in boxes], cu, half, packed)
+            views = [box.view for box in boxes]
+            cp_fast.thd.thd_out_correction(views[0], views[1], views[2], views[3], cu, half, packed)
         want = out.double()
         cp_ref.thd.thd_out_correction(want, step, lse, step_lse, case.cu, half, packed)
         boxes[0].assert_holds(want.to(dtype), NEAR[dtype])
@@ -370,7 +371,8 @@ def merges(where: Where, case: Case) -> None:
         step, step_lse = case.random(len(index), heads, dim, dtype=step_dtype), case.lse(heads, len(index))
         step[step_lse.t() == -INF] = NAN
         boxes = [case.boxed(where, x) for x in (out, lse, step, step_lse)]
-        where.kernels.merge_(*[box.view for box in boxes], rows)
+        views = [box.view for box in boxes]
+        where.kernels.merge_(views[0], views[1], views[2], views[3], rows)
         want_out, want_lse = out.clone(), lse.clone()
         new_out, new_lse = merged(out[index], lse.t()[index], step, step_lse.t())
         want_out[index], want_lse.t()[index] = new_out.to(dtype), new_lse.to(dtype)
@@ -386,7 +388,8 @@ def merges_of_halves(where: Where, case: Case) -> None:
     for packed in (True, False):
         lse, step_lse = case.lse(*lse_shape(case, packed, heads=heads)), case.lse(*lse_shape(case, packed, True, heads))
         boxes = [case.boxed(where, x) for x in (out, lse, step, step_lse)]
-        where.kernels.merge_halves_(*[box.view for box in boxes], cu, packed)
+        views = [box.view for box in boxes]
+        where.kernels.merge_halves_(views[0], views[1], views[2], views[3], cu, packed)
         want_out, want_lse = out.clone(), lse.clone()
         for s, (start, length) in enumerate(zip(case.cu.tolist(), case.slots, strict=False)):
             half = length // 2

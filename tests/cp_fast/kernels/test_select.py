@@ -1,0 +1,85 @@
+"""Which implementation is in use: by default, by name, by the environment; never another one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import cp_fast.build
+from cp_fast import kernels as package
+from cp_fast.kernels import chosen, kernels, select, use, why_not
+from cp_fast.kernels.torch_ops import TorchKernels
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test asks anew, with nothing in the environment."""
+    monkeypatch.delenv(select.VARIABLE, raising=False)
+    for cached in (select._cached, select._loaded, select._why_not_native, select._why_not_numba):
+        cached.cache_clear()
+    yield
+    for cached in (select._cached, select._loaded, select._why_not_native, select._why_not_numba):
+        cached.cache_clear()
+
+
+def test_without_a_compiler_pytorch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: "no C++ compiler")
+    assert chosen("cpu") == ("torch", "not native: no C++ compiler; not numba: numba is for 'cuda', not 'cpu'")
+    assert isinstance(kernels("cpu"), TorchKernels)
+    with pytest.raises(RuntimeError, match=r"'native' cannot be had: no C\+\+ compiler"):
+        kernels("cpu", "native")
+    with use("native"), pytest.raises(RuntimeError, match=r"use\('native'\) asks for .* no C\+\+ compiler"):
+        kernels("cpu")
+
+
+def test_a_build_that_fails_is_no_reason_to_take_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(device: str) -> None:
+        raise RuntimeError("the build failed: error on line 3")
+
+    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: None)
+    monkeypatch.setattr("cp_fast.kernels.native.load", load)
+    with pytest.raises(RuntimeError, match="the build failed"):
+        kernels("cpu")
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(select.VARIABLE, "torch")
+    assert chosen("cpu") == ("torch", "CP_FAST_KERNELS=torch")
+    monkeypatch.setenv(select.VARIABLE, "numba")
+    with pytest.raises(RuntimeError, match=r"CP_FAST_KERNELS=numba asks for .* numba is for 'cuda'"):
+        kernels("cpu")
+    with use("torch"):
+        assert kernels("cpu").name == "torch"
+    monkeypatch.setenv(select.VARIABLE, "cutlass")
+    with pytest.raises(ValueError, match="CP_FAST_KERNELS is 'cutlass'; it must be one of 'native', 'numba', 'torch'"):
+        kernels("cpu")
+
+
+def test_names() -> None:
+    with pytest.raises(ValueError, match="name is 'cutlass'"), use("cutlass"):
+        pass
+    with pytest.raises(ValueError, match="name is 'cutlass'"):
+        kernels("cpu", "cutlass")
+    assert why_not("torch", "meta") is None
+    assert set(package.NAMES) == {"native", "numba", "torch"}
+
+
+def test_the_helpers_use_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(TorchKernels, "reorder", lambda self, xs, *rest: seen.append(len(xs)) or list(xs))
+    x = torch.arange(8)
+    with use("torch"):
+        cp_fast.thd.thd_sequence_order_to_cp_rank_order((x, x), torch.tensor([0, 8]), 2)
+    assert seen == [2]
+
+
+def test_importing_takes_no_numba_and_builds_nothing() -> None:
+    code = (
+        "import sys, cp_fast, cp_fast.kernels.ops; "
+        "assert not {'numba', 'cp_fast.kernels.native', 'cp_fast.build'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
