@@ -21,7 +21,7 @@ class ContextParallel:
         cp_comm_type: "p2p" (ring attention), "all_gather", "a2a" (Ulysses) or "a2a+p2p".
         layout: which rank owns which tokens: "dual_chunk" (balanced under causal masks) or "contiguous".
         backend: "auto" takes the first kernel library that works here and has what the problem needs; a name ("fa4",
-            "fa2", "cpu") takes that one and never another.
+            "cudnn", "fa2", "cpu", "torch") takes that one and never another.
 
     Attributes:
         rank, size: this rank and the number of ranks.

@@ -5,6 +5,7 @@ Lengths lie around the kernels' block sizes; head dims are few, since each costs
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def implementation(backend: str) -> Any:
     """cp_fast with one backend by name."""
-    reason = by_name(backend).why_not()
+    reason = None if backend == "auto" else by_name(backend).why_not()
     if reason is not None:
         pytest.skip(f"needs backend {backend}: {reason}")
     members = {name: getattr(cp_fast, name) for name in cp_fast.__all__}
@@ -89,15 +90,19 @@ def cases(cp_size: int) -> dict[str, Case]:
     }
 
 
-NAMES = list(cases(2))
+BACKENDS = ("fa4", "cudnn", "fa2", "torch")
+
+
+def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(backend, name of a case): all but what the library lacks and `test_what_is_lacking_is_named` looks at."""
+    return [(b, name) for name in names for b in BACKENDS if not (b == "cudnn" and "deterministic" in name)]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backend", ["fa4", "fa2"])
+@pytest.mark.parametrize(("backend", "name"), pairs(cases(2)))
 def test_counts_and_budgets(backend: str, name: str, cp_size: int) -> None:
     impl, case = implementation(backend), cases(cp_size)[name]
-    assert budget.check(impl, case, "cuda") == []
+    assert not budget.check(impl, case, "cuda").findings
     assert probes.check(impl, case, "cuda") == []
 
 
@@ -122,33 +127,46 @@ def schedule_cases() -> dict[str, Case]:
 SCHEDULES = schedule_cases()
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("backend", ["fa4", "fa2"])
+@pytest.mark.parametrize(("backend", "name"), pairs(SCHEDULES))
 def test_the_other_schedules(backend: str, name: str) -> None:
     impl = implementation(backend)
-    assert budget.check(impl, SCHEDULES[name], "cuda") == []
+    assert not budget.check(impl, SCHEDULES[name], "cuda").findings
     assert probes.check(impl, SCHEDULES[name], "cuda") == []
 
 
-FA4_CASES = {
+MORE = {
     "MLA 192/128": ({"heads_q": 4, "heads_kv": 4, "d_qk": 192, "d_v": 128, "dtype": "bfloat16"}, {}),
     "GQA with MLA dims": ({"heads_q": 8, "heads_kv": 2, "d_qk": 192, "d_v": 128, "dtype": "bfloat16"}, {}),
+    "odd head dims": ({"heads_q": 4, "heads_kv": 2, "d_qk": 60, "d_v": 60, "dtype": "bfloat16"}, {}),
     "gradient through lse": (HEADS, {"return_lse": True, "loss": "out+lse"}),
+    "max_logit": (HEADS, {"return_max_logit": True}),
 }
 
 
-@pytest.mark.parametrize("name", FA4_CASES)
-def test_what_only_fa4_has(name: str) -> None:
-    heads, call = FA4_CASES[name]
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_head_dims_and_more_results(backend: str, name: str) -> None:
+    heads, call = MORE[name]
     case = Case(Problem(3, packed(3), qkv_format="thd", **heads), **call)
-    assert budget.check(implementation("fa4"), case, "cuda") == []
+    assert not budget.check(implementation(backend), case, "cuda").findings
 
 
-def test_what_fa2_lacks_is_named() -> None:
-    impl = implementation("fa2")
-    heads, call = FA4_CASES["gradient through lse"]
-    with pytest.raises(UnsupportedCase, match="backend 'fa2' lacks gradient through lse"):
-        budget.check(impl, Case(Problem(2, dense(2, 8), **heads), **call), "cuda")
-    heads, _ = FA4_CASES["MLA 192/128"]
-    with pytest.raises(UnsupportedCase, match="fa2 lacks d_qk != d_v"):
-        budget.check(impl, Case(Problem(2, dense(2, 8), **heads)), "cuda")
+def test_auto_has_what_no_library_has() -> None:
+    """Head dims over 256, float32 and float64 on a GPU; auto takes PyTorch's products there, and nowhere else."""
+    for heads in ({"d_qk": 288, "d_v": 288, "dtype": "bfloat16"}, {"d_qk": 64, "d_v": 64, "dtype": "float32"}):
+        case = Case(Problem(2, packed(2), qkv_format="thd", heads_q=4, heads_kv=2, **heads))
+        assert not budget.check(implementation("auto"), case, "cuda").findings
+
+
+@pytest.mark.parametrize(
+    ("backend", "problem", "call", "what"),
+    [
+        ("cudnn", {}, {"deterministic": True}, "deterministic"),
+        ("cudnn", {"softcap": 30.0}, {}, "softcap"),
+        ("fa2", {"softcap": 30.0}, {}, "softcap"),
+        ("fa4", {"d_qk": 288, "d_v": 288}, {}, "head dim > 256"),
+    ],
+)
+def test_what_is_lacking_is_named(backend: str, problem: dict[str, Any], call: dict[str, Any], what: str) -> None:
+    with pytest.raises(UnsupportedCase, match=f"{backend}'? lacks .*{what}"):
+        budget.check(implementation(backend), Case(Problem(2, dense(2, 8), **(HEADS | problem)), **call), "cuda")
