@@ -139,7 +139,9 @@ def html(found: Summary) -> str:
 
 def _ratio(value: float) -> str:
     """Three digits; what is no number is said so."""
-    return "NaN" if value != value else "\u221e" if value == float("inf") else f"{value:.3g}"
+    if value != value:
+        return "NaN"
+    return "\u221e" if value == float("inf") else f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
 
 
 def _pair_counts(coverage: Coverage) -> str:

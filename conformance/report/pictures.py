@@ -144,7 +144,12 @@ def histogram(ratios: Ratios) -> Markup:
     at = wide / MOST
     ticks = Markup("").join(
         Markup('<text x="{:.4g}" y="{}" text-anchor="{}">{}</text>').format(x * at, high + 12, anchor, word)
-        for x, anchor, word in ((0, "start", "0"), (0.5, "middle", "0.5"), (1, "middle", "bound"), (1.5, "end", "1.5"))
+        for x, anchor, word in (
+            (0, "start", "0"),
+            (0.5, "middle", "0.5"),
+            (1, "middle", "bound"),
+            (1.5, "end", "1.5 and more"),
+        )
     )
     return Markup(
         '<svg class="spread" role="img" aria-label="{}" viewBox="0 0 {} {}">{}<path class="floor" d="M0 {}h{}"/>'
