@@ -1,0 +1,130 @@
+"""Batches, head dims and tuples of the fast helpers, against the reference."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cp_fast
+import cp_ref
+from cp_fast.thd.slices import _contiguous_rows
+from cp_ref import SimGroup
+from tests.cp_ref import test_thd_batches as reference
+
+
+def cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+@pytest.fixture
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's tests of batches, with the fast function."""
+    for name in ("get_batch_on_this_cp_rank", "thd_get_partitioned_indices", "pad_v", "trim_out"):
+        monkeypatch.setattr(reference, name, getattr(cp_fast.thd, name))
+    monkeypatch.setattr(reference, "ContextParallel", cp_fast.ContextParallel)
+    monkeypatch.setattr(reference, "unshard", cp_fast.unshard)
+
+
+@pytest.mark.usefixtures("_fast")
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "thd"])
+def test_every_tensor_is_cut_and_comes_back(qkv_format: str, layout: str) -> None:
+    reference.test_every_tensor_is_cut_and_comes_back(qkv_format, layout)
+
+
+@pytest.mark.usefixtures("_fast")
+def test_what_else_the_reference_shows() -> None:
+    reference.test_thd_is_cut_as_the_indices_say()
+    reference.test_one_value_a_sequence_stays()
+    reference.test_positions_without_a_batch_axis_in_sbhd()
+    reference.test_padding_v_changes_nothing()
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
+@given(st.lists(st.integers(0, 4), max_size=5), st.integers(0, 3), st.integers(1, 4))
+def test_packed_batches(layout: str, chunks: list[int], tail: int, cp_size: int) -> None:
+    """Tails, empty sequences; the parts and their gradients are the reference's."""
+    cu = cumulative([2 * cp_size * n for n in chunks])
+    tokens = int(cu[-1]) + cp_size * tail
+    hidden, ids = torch.randn(tokens, 3, dtype=torch.float64), torch.arange(tokens)
+    weight = torch.randn(tokens // cp_size, 3, dtype=torch.float64)
+
+    def part(package: Any, member: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        leaf = hidden.clone().requires_grad_()
+        cp = package.ContextParallel(member, layout=layout)
+        batch = {"hidden": leaf, "ids": ids, "epoch": 1}
+        got = package.thd.get_batch_on_this_cp_rank(batch, cp=cp, qkv_format="thd", cu_seqlens_padded=cu)
+        assert list(got) == ["hidden", "ids", "epoch"]
+        (got["hidden"] * weight).sum().backward()
+        assert leaf.grad is not None
+        return got["hidden"].detach(), got["ids"], leaf.grad
+
+    for one, other in zip(
+        SimGroup(cp_size).run(lambda member: part(cp_fast, member)),
+        SimGroup(cp_size).run(lambda member: part(cp_ref, member)),
+        strict=True,
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+@given(st.integers(0, 5), st.integers(0, 3), st.integers(1, 4))
+def test_contiguous_rows_of_lengths_on_a_gpu(own: int, tail: int, cp_size: int) -> None:
+    """The arithmetic that runs there, here."""
+    for rank, member in enumerate(SimGroup(cp_size).run(lambda member: member)):
+        cp = cp_fast.ContextParallel(member, layout="contiguous")
+        rows = _contiguous_rows(torch.tensor(own * cp_size), (own + tail) * cp_size, cp)
+        end = own * cp_size
+        assert rows.tolist() == [
+            *range(rank * own, (rank + 1) * own),
+            *range(end + rank * tail, end + (rank + 1) * tail),
+        ]
+
+
+def test_batches_that_are_refused() -> None:
+    def cut(batch: dict[str, Any], cu: Any, layout: str = "dual_chunk") -> Any:
+        return SimGroup(2).run(
+            lambda member: cp_fast.thd.get_batch_on_this_cp_rank(
+                batch, cp=cp_fast.ContextParallel(member, layout=layout), qkv_format="thd", cu_seqlens_padded=cu
+            )
+        )
+
+    ids = torch.arange(12)
+    with pytest.raises(ValueError, match="cu_seqlens_padded is None"):
+        cut({"ids": ids}, None)
+    with pytest.raises(ValueError, match=r"sequence 1 the length 6, .*cp_size 2 needs a multiple of 4"):
+        cut({"ids": ids}, cumulative([4, 6]))
+    with pytest.raises(ValueError, match=r"x.shape\[0\] is 12 and cu_seqlens_padded ends at 16"):
+        cut({"ids": ids}, cumulative([16]), "contiguous")
+    with pytest.raises(ValueError, match="the packed buffer has length 9"):
+        cut({"ids": ids[:11]}, cumulative([9]), "contiguous")
+    with pytest.raises(TypeError, match="batch is a list"):
+        cut([ids], cumulative([12]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("package", [cp_fast, cp_ref])
+def test_tuples_are_their_elements(package: Any) -> None:
+    cu, x, y = cumulative([8, 4]), torch.randn(14, 2, 3), torch.arange(14)
+    for move, options in (
+        (package.thd.thd_sequence_order_to_cp_rank_order, {"cp_size": 2}),
+        (package.thd.thd_cp_rank_order_to_sequence_order, {"cp_size": 2}),
+        (package.thd.thd_read_half_tensor, {"half": 1}),
+    ):
+        both = move((x, y), cu, **options)
+        assert isinstance(both, tuple)
+        assert torch.equal(both[0], move(x, cu, **options))
+        assert torch.equal(both[1], move(y, cu, **options))
+
+
+@pytest.mark.parametrize("package", [cp_fast, cp_ref])
+def test_padded_tokens(package: Any) -> None:
+    """What is left behind the sequences holds the tail, cut or filled up."""
+    ids = torch.tensor([1, 1, 1, 2, 2, 8, 9])
+    cut = {n: package.thd.pad_thd_sequences_for_cp(ids, ids, cumulative([3, 2]), 4, 0, -1, n) for n in (8, 9, 12)}
+    assert cut[8][0].tolist() == [1, 1, 1, 0, 2, 2, 0, 0]
+    assert cut[9][0].tolist() == [1, 1, 1, 0, 2, 2, 0, 0, 8]
+    assert cut[12][1].tolist() == [1, 1, 1, -1, 2, 2, -1, -1, 8, 9, -1, -1]
