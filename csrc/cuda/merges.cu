@@ -1,6 +1,6 @@
 // merge, merge_halves, out_correction: out = out * kept + step * weight, with weights from two log-sum-exps.
 //
-// A block takes 8 tokens and up to 32 heads. An LSE is [h, t], so its threads first read it with the tokens side by side
+// A block takes 8 tokens and up to 8 heads: blocks are many, so that the last wave of them is short. An LSE is [h, t], so its threads first read it with the tokens side by side
 // (8 floats are a sector of memory), leave the weights in shared memory, and then stream out and step with the elements
 // side by side. One thread alone reads an LSE and writes the merged one, in between nobody looks.
 #include "entry_points.h"
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kTokens = 8;
-constexpr int kHeads = kThreads / kTokens;
+constexpr int kHeads = 8;
 constexpr int kUnroll = 4;
 
 enum class Mode : int32_t { merge, correct };
@@ -63,11 +63,11 @@ __device__ __forceinline__ Token token_of(const MergeJob& job, int64_t row, cons
 }
 
 template <typename E>
-__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeJob job) {
+__global__ void __launch_bounds__(kThreads, 4) merge_kernel(const __grid_constant__ MergeJob job) {
   using Wide = typename E::Wide;
   constexpr Wide kUnread = -1;  // for a weight: count the value as 0, and do not look at it, it may be NaN
   __shared__ Token tokens[kTokens];
-  __shared__ Wide kept[kThreads], weight[kThreads];
+  __shared__ Wide kept[kTokens * kHeads], weight[kTokens * kHeads];
   const int64_t tile = blockIdx.x / job.head_blocks;
   const int first_head = static_cast<int>(blockIdx.x - tile * job.head_blocks) * job.heads;
   const int heads = min(job.heads, static_cast<int>(job.out.heads) - first_head);
