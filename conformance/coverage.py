@@ -1,221 +1,27 @@
 """Which features the problems of a run exercised, one by one and in pairs.
 
 Bugs of context parallelism live in the seams between features, so a run is measured by the pairs that occurred in one
-problem. A feature is a choice on an axis, read off the case alone: `CHOICES` lists them all, `IMPOSSIBLE` has the pairs
-that no case can have, with the reason. Everything else that never occurred is a hole in the run.
+problem. What can occur and never did is a hole in the run. Features are those of `conformance.features`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from conformance.case import LOSSES, Case
+from conformance.case import Case
+from conformance.features import AXES, CHOICES, Choice, choices_of, why_impossible
 from conformance.record import Played
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 
-__all__ = [
-    "AXES",
-    "CHOICES",
-    "IMPOSSIBLE",
-    "STATES",
-    "Choice",
-    "Coverage",
-    "Impossible",
-    "choices_of",
-    "coverage",
-    "played_case",
-]
+__all__ = ["STATES", "Coverage", "coverage", "played_case"]
 
 STATES: tuple[str, ...] = ("played", "refused", "never", "impossible")
-MANY, TINY, HUGE = 32, 16, 256  # "many tiny": 32 sequences of at most 16 tokens; "one huge": at least 256 tokens
-
-
-class Choice(NamedTuple):
-    """A feature: one choice on one axis, such as ("window", "left")."""
-
-    axis: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.axis}: {self.name}"
-
-
-def _lengths(case: Case) -> Iterator[str]:
-    p = case.problem
-    lengths = [n for s in p.sequences for n in (s.len_q, s.len_kv)]
-    cut = p.cp_size * (2 if p.layout == "dual_chunk" else 1)
-    kinds = {
-        "no sequences": not p.sequences,
-        "0 tokens": 0 in lengths,
-        "1 token": 1 in lengths,
-        "chunk edge": any(_at_an_edge(s, cut) for s in p.sequences),
-        "many tiny": len(p.sequences) >= MANY and sorted(lengths)[2 * MANY - 1] <= TINY,
-        "one huge": max(lengths, default=0) >= HUGE,
-        "cross": any(s.len_q != s.len_kv for s in p.sequences),
-        "different": len(set(p.sequences)) > 1,
-        "padding": any(s.len_q < s.slots_q or s.len_kv < s.slots_kv for s in p.sequences),
-        "tail": bool(case.tail_q or case.tail_kv),
-    }
-    yield from (name for name, there in kinds.items() if there)
-    if not any(kinds.values()):
-        yield "plain"
-
-
-def _at_an_edge(s: Sequence, cut: int) -> bool:
-    """Whether a length is a chunk's border, or one token less or more; chunks of at least 3 tokens count."""
-    sides = ((s.len_q, s.slots_q // cut), (s.len_kv, s.slots_kv // cut))
-    return any(chunk >= 3 and n > 1 and (n + 1) % chunk <= 2 and n != chunk * cut for n, chunk in sides)
-
-
-def _heads(p: Problem) -> Iterator[str]:
-    yield "MHA" if p.heads_q == p.heads_kv else "MQA" if p.heads_kv == 1 else "GQA"
-    if p.heads_kv < p.a2a_size:
-        yield "kv < a2a size"
-
-
-def _dims(p: Problem) -> Iterator[str]:
-    yield "equal" if p.d_qk == p.d_v else "d_v smaller" if p.d_v < p.d_qk else "d_v larger"
-    if (name := f"{p.d_qk}/{p.d_v}") in _OF_MODELS:
-        yield name
-    if p.d_qk % 8 or p.d_v % 8:
-        yield "not of 8"
-    elif p.d_qk % 16 or p.d_v % 16:
-        yield "odd of 8"
-    if max(p.d_qk, p.d_v) > 128:
-        yield "over 128"
-
-
-def _window(p: Problem) -> str:
-    left, right = p.window_size[0] >= 0, p.window_size[1] >= 0 and not p.causal
-    return "both" if left and right else "left" if left else "right" if right else "none"
-
-
-def _split(p: Problem) -> str:
-    if p.cp_comm_type != "a2a+p2p":
-        return "not split"
-    return "all ring" if p.a2a_size == 1 else "all a2a" if p.a2a_size == p.cp_size else "both"
-
-
-def _grads(case: Case) -> tuple[str, ...]:
-    letters = case.wanted.replace("o", "")
-    alone = "offset alone" if "o" in case.wanted else "none"
-    names = {"qkv": "q, k, v", "q": "q alone", "k": "k alone", "v": "v alone", "kv": "k, v", "": alone}
-    return (names[letters],) if letters in names else ()
-
-
-def _results(case: Case) -> Iterator[str]:
-    yield from ("lse",) * case.return_lse + ("max_logit",) * case.return_max_logit
-    if not (case.return_lse or case.return_max_logit):
-        yield "out alone"
-
-
-_SIZES = ("1", "2", "3", "4", "5", "6", "8")
-_OF_MODELS = ("64/64", "96/96", "128/128", "256/256", "192/128", "128/192")  # d_qk/d_v
-_LENGTHS = (
-    *("plain", "no sequences", "0 tokens", "1 token", "chunk edge", "many tiny", "one huge"),
-    *("cross", "different", "padding", "tail"),
-)
-
-# axis -> its choices, and which of them a case has: one, several, or none (a group size of 16, say)
-AXES: dict[str, tuple[tuple[str, ...], Callable[[Case], str | Iterable[str]]]] = {
-    "schedule": (CP_COMM_TYPES, lambda c: c.problem.cp_comm_type),
-    "format": (QKV_FORMATS, lambda c: c.problem.qkv_format),
-    "mask": (MASKS, lambda c: c.problem.attn_mask_type),
-    "window": (("none", "left", "right", "both"), lambda c: _window(c.problem)),
-    "lengths": (_LENGTHS, _lengths),
-    "layout": (LAYOUTS, lambda c: c.problem.layout),
-    "cp_size": (_SIZES, lambda c: {str(c.problem.cp_size)} & set(_SIZES)),
-    "a2a split": (("not split", "all ring", "both", "all a2a"), lambda c: _split(c.problem)),
-    "heads": (("MHA", "GQA", "MQA", "kv < a2a size"), lambda c: _heads(c.problem)),
-    "dims": (
-        ("equal", "d_v smaller", "d_v larger", "odd of 8", "not of 8", "over 128", *_OF_MODELS),
-        lambda c: _dims(c.problem),
-    ),
-    "softmax": (SOFTMAX_TYPES, lambda c: c.problem.softmax_type),
-    "softcap": (("off", "on"), lambda c: "on" if c.problem.softcap > 0 else "off"),
-    "dtype": (("float64", "float32", "bfloat16", "float16"), lambda c: c.problem.dtype),
-    "strides": (("plain", "odd"), lambda c: "odd" if c.strided else "plain"),
-    "results": (("out alone", "lse", "max_logit"), _results),
-    "loss": (LOSSES, lambda c: c.loss),
-    "gradients": (
-        ("q, k, v", "q alone", "k alone", "v alone", "k, v", "offset alone", "none"),
-        _grads,
-    ),
-    "plan": (("without", "with"), lambda c: "with" if c.use_plan else "without"),
-    "deterministic": (("no", "yes"), lambda c: "yes" if c.deterministic else "no"),
-}
-
-CHOICES: tuple[Choice, ...] = tuple(Choice(axis, name) for axis, (names, _) in AXES.items() for name in names)
 _INDEX = {choice: n for n, choice in enumerate(CHOICES)}
-
-
-class Impossible(NamedTuple):
-    """No case has one of `choices` together with one of `other_choices`, because of `reason`."""
-
-    axis: str
-    choices: tuple[str, ...]
-    other: str
-    other_choices: tuple[str, ...]
-    reason: str
-
-
-_CAUSAL = tuple(mask for mask in MASKS if "causal" in mask)
-_KV_FEWER = ("kv < a2a size",)
-
-IMPOSSIBLE: tuple[Impossible, ...] = (
-    Impossible("mask", _CAUSAL, "window", ("right", "both"), "a causal mask sets the window's right side to 0"),
-    Impossible("format", ("bshd", "sbhd"), "lengths", ("tail",), "only a thd buffer is longer than its sequences"),
-    Impossible(
-        "format", ("bshd", "sbhd"), "lengths", ("no sequences",), "a batch has its length from its first sequence"
-    ),
-    Impossible(
-        "schedule",
-        ("p2p", "all_gather", "a2a"),
-        "a2a split",
-        ("all ring", "both", "all a2a"),
-        "only a2a+p2p splits the group",
-    ),
-    Impossible("schedule", ("a2a+p2p",), "a2a split", ("not split",), "a2a+p2p splits the group"),
-    Impossible("cp_size", ("1", "2", "3", "5"), "a2a split", ("both",), "the group size has no divisor to split by"),
-    Impossible("cp_size", ("1",), "a2a split", ("all a2a",), "one rank alone counts as all ring"),
-    Impossible("cp_size", ("1",), "heads", _KV_FEWER, "there is no a2a"),
-    Impossible("schedule", ("p2p", "all_gather"), "heads", _KV_FEWER, "there is no a2a"),
-    Impossible("a2a split", ("all ring",), "heads", _KV_FEWER, "there is no a2a"),
-    Impossible(
-        "softmax", ("vanilla", "off-by-one"), "gradients", ("offset alone",), "only learnable has an offset to learn"
-    ),
-    Impossible("loss", ("lse", "out+lse"), "results", ("out alone",), "a loss of lse needs lse returned"),
-)
-
-
-@lru_cache(maxsize=1)
-def _impossible() -> dict[frozenset[Choice], str]:
-    return {
-        frozenset((Choice(rule.axis, name), Choice(rule.other, other))): rule.reason
-        for rule in IMPOSSIBLE
-        for name in rule.choices
-        for other in rule.other_choices
-    }
-
-
-def choices_of(case: Case) -> tuple[Choice, ...]:
-    """The features that a case exercises, in the order of `CHOICES`.
-
-    >>> case = Case(Problem(2, (Sequence(4, 8, 4, 8),), window_size=(2, -1)))
-    >>> [c.name for c in choices_of(case) if c.axis in ("schedule", "window", "lengths")]
-    ['p2p', 'left', 'cross']
-    """
-    found = []
-    for axis, (_, read) in AXES.items():
-        names = read(case)
-        found += [Choice(axis, name) for name in ((names,) if isinstance(names, str) else names)]
-    return tuple(found)
 
 
 def played_case(played: Played) -> Case | None:
@@ -249,12 +55,7 @@ class Coverage:
             return "played"
         if self.refused[_INDEX[a], _INDEX[b]]:
             return "refused"
-        return "impossible" if self.reason(a, b) else "never"
-
-    @staticmethod
-    def reason(a: Choice, b: Choice) -> str:
-        """Why no case can have both, or ""."""
-        return _impossible().get(frozenset((a, b)), "")
+        return "impossible" if why_impossible(a, b) else "never"
 
     @staticmethod
     def pairs() -> Iterator[tuple[Choice, Choice]]:
@@ -285,7 +86,7 @@ class Coverage:
             "pairs": self.totals(),
             "choices": {str(c): self.count(c, c) for c in CHOICES},
             "pairs that did not run": [
-                [str(a), str(b), state, *([self.reason(a, b)] if state == "impossible" else [])]
+                [str(a), str(b), state, *([why_impossible(a, b)] if state == "impossible" else [])]
                 for a, b, state in others
             ],
         }

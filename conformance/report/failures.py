@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from conformance.case import Case
-from conformance.coverage import choices_of, played_case
+from conformance.coverage import played_case
+from conformance.features import choices_of
 from conformance.record import Played, RunRecord
 from conformance.report.masks import Difference, visibility_difference
 from conformance.report.states import FAILING, State, state_of

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformance.coverage import AXES, Choice, Coverage, choices_of, played_case
+from conformance.coverage import played_case
+from conformance.features import AXES, Choice, choices_of, why_impossible
 from conformance.record import RunRecord
 from conformance.report.states import State, counted, state_of
 from cp_ref.spec import CP_COMM_TYPES, MASKS, QKV_FORMATS
@@ -81,7 +82,7 @@ class Panel:
         if (found := self.cells.get((comm, fmt, mask))) is not None:
             return found
         places = (Choice("schedule", comm), Choice("format", fmt), Choice("mask", mask))
-        return Cell(impossible=next(filter(None, (Coverage.reason(self.choice, place) for place in places)), ""))
+        return Cell(impossible=next(filter(None, (why_impossible(self.choice, place) for place in places)), ""))
 
     @property
     def counts(self) -> Counter[str]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from conformance.coverage import CHOICES, Coverage, coverage
+from conformance.coverage import Coverage, coverage
+from conformance.features import CHOICES
 from conformance.record import LEVELS, VERDICTS, Played, RunRecord
 from conformance.report.failures import Failure, Refusal, failures, refusals
 from conformance.report.matrix import COLUMNS, GROUPS, Panel, matrix

@@ -7,7 +7,8 @@ from itertools import groupby
 
 from markupsafe import Markup
 
-from conformance.coverage import CHOICES, Choice, Coverage
+from conformance.coverage import Coverage
+from conformance.features import CHOICES, Choice
 from conformance.report.masks import Difference, Pair
 from conformance.report.ratios import BINS, MOST, Ratios
 

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from conformance.case import Case
-from conformance.coverage import AXES, CHOICES, IMPOSSIBLE, STATES, Choice, choices_of, coverage
+from conformance.coverage import STATES, coverage
+from conformance.features import AXES, CHOICES, IMPOSSIBLE, Choice, choices_of, why_impossible
 from conformance.record import Played
 from conformance.strategies import CP_SIZES
 from cp_ref.spec import Problem, Sequence
@@ -93,7 +94,7 @@ def test_pairs_are_counted_by_hand() -> None:
     assert found.state(window, thd) == found.state(thd, window) == "refused"
     assert found.state(thd, Choice("mask", "padding")) == "never"
     assert found.state(causal, Choice("window", "right")) == "impossible"
-    assert "right side" in found.reason(Choice("window", "right"), causal)
+    assert "right side" in why_impossible(Choice("window", "right"), causal)
     assert ("thd", "tail") in found.never()["format", "lengths"]
     assert ("bshd", "tail") not in found.never()["format", "lengths"]
 
@@ -103,7 +104,7 @@ def test_all_that_is_drawn_is_counted_and_nothing_impossible_is_drawn() -> None:
     found = coverage([_played(case) for case in cases])
     assert found.problems == len(cases)
     for a, b in found.pairs():
-        assert not (found.count(a, b) and found.reason(a, b)), (a, b)
+        assert not (found.count(a, b) and why_impossible(a, b)), (a, b)
     for axis in AXES:
         assert sum(found.count(c, c) for c in CHOICES if c.axis == axis) >= 0.9 * len(cases), axis
     assert sum(found.totals().values()) == len(list(found.pairs()))

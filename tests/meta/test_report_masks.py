@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from conformance.case import Case
-from conformance.implementation import load
+from conformance.implementation import Implementation, load
 from conformance.mutants import MUTANTS
 from conformance.record import Played, RunRecord
-from conformance.report import seen_pairs, visibility_difference, write_report
+from conformance.report import read_record, seen_pairs, visibility_difference, write_report
 from conformance.report.masks import MOST, visible
+from conformance.report.page import summary
 from conformance.report.pictures import mask_picture, masks_differ
+from conformance.tiers import probes
 from conformance.tiers.probes import visible_pairs
 from cp_ref.spec import Problem, Sequence
 from tests.meta.report_records import drawn_cases
@@ -142,3 +144,31 @@ def test_a_nan_counts_as_seen() -> None:
     pairs = seen_pairs(Leaky(), case)  # type: ignore[arg-type]
     assert pairs is not None
     assert set(pairs) > visible(case)
+
+
+def test_a_real_run_of_a_broken_implementation(tmp_path: Path) -> None:
+    """Drawn problems, a planted bug, the tier that sees it, the report."""
+    torch.set_num_threads(1)
+    reference = load("cp_ref")
+    with MUTANTS["window-off-by-one"].planted():
+        played = [_play(reference, case) for case in _small(25)]
+    wrong = [p for p in played if p.verdict == "wrong"]
+    assert 0 < len(wrong) < len(played)
+    files = write_report(RunRecord({"impl": "cp_ref", "device": "cpu"}, tuple(played)), tmp_path)
+    found = summary(read_record(files[0]))
+    assert [f.state.name for f in found.failures] == ["wrong"] * len({p.text for p in wrong})
+    differing = [f for f in found.failures if f.difference and f.difference.extra]
+    assert differing
+    for failure in differing:
+        assert failure.case is not None
+        assert failure.case.problem.window_size[0] >= 0
+        assert not failure.difference or not failure.difference.missing
+    windows = [panel for panel in found.panels if str(panel.choice) in ("window: left", "window: both")]
+    assert sum(panel.counts["wrong"] for panel in windows) == len(wrong)
+    assert "wrong" in files[1].read_text(encoding="utf-8")
+
+
+def _play(impl: Implementation, case: Case) -> Played:
+    findings = tuple(probes.check(impl, case))
+    pairs = seen_pairs(impl, case) if findings else None
+    return Played("schedule", "probes", str(case), "wrong" if findings else "right", findings, pairs=pairs)
