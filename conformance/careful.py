@@ -1,9 +1,11 @@
-"""A second reference in low precision: careful where the yardstick is ordinary. It says what good code cannot do better.
+"""A second reference in low precision: careful where the yardstick is ordinary. It says what good code cannot do
+better.
 
-It does what every production kernel does, and no more: scores, softmax and sums in float32, block by block with a running
-maximum; weights and score gradients rounded to the input dtype before they are multiplied (matrix units take nothing
-else); delta from the output as it was rounded; everything else rounded once, at the end. The budgets' allowances are
-derived from its errors (`python -m conformance.careful`), and from nothing else: not from the code that they judge.
+It does what every production kernel does, and no more: scores, softmax and sums in float32, block by block with a
+running maximum; weights and score gradients rounded to the input dtype before they are multiplied (matrix units take
+nothing else); delta from the output as it was rounded; everything else rounded once, at the end. The budgets'
+allowances are derived from its errors (`python -m conformance.careful`), and from nothing else: not from the code
+that they judge.
 """
 
 from __future__ import annotations

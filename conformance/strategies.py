@@ -45,7 +45,8 @@ def problems(
     qkv_format = draw(_choice(capabilities, "qkv_format"))
     mask = draw(_choice(capabilities, "attn_mask_type"))
     a2a_size = draw(_a2a_sizes(comm, cp_size))
-    shape, cross = draw(shapes()), has("lengths", "cross")
+    dtype = draw(st.sampled_from([d for d in dtypes if has("dtype", d)] or list(capabilities.choices["dtype"])))
+    shape, cross = draw(shapes(long=dtype in ("bfloat16", "float16"))), has("lengths", "cross")
     if qkv_format == "thd":
         sequences = draw(packed(shape, layout, cp_size, cross=cross))
     else:
@@ -69,7 +70,7 @@ def problems(
         softmax_scale=draw(st.sampled_from([None, 1.0, 0.25])) if d_qk <= 24 else None,
         softcap=draw(st.sampled_from([0.0, 0.0, 2.5, 30.0] if has("softcap", "softcap") else [0.0])),
         softmax_type=draw(_choice(capabilities, "softmax_type")),
-        dtype=draw(st.sampled_from([d for d in dtypes if has("dtype", d)] or list(capabilities.choices["dtype"]))),
+        dtype=dtype,
     )
 
 

@@ -38,7 +38,8 @@ def _check_packed_rank(call: Call) -> list[str]:
 
 
 def flat_group_for_two_levels(impl: Implementation, device: str = "cpu") -> list[str]:
-    """ "a2a+p2p" with one group and no sizes: a TypeError or ValueError, or all ranks take part; never a group of one."""
+    """ "a2a+p2p" with one group and no sizes: a TypeError or ValueError, or all ranks take part; never a group of
+    one."""
 
     def one_rank(member: Any) -> int:
         return impl.ContextParallel(member, "a2a+p2p").size

@@ -15,8 +15,8 @@ __all__ = ["Known", "case", "reported"]
 class Known:
     """`where` is the project and the number of its issue or pull request: "NVIDIA/TransformerEngine#3331".
 
-    `entry.text` says in one sentence what went wrong. `mutant` names the mutant that makes the same mistake in `cp_ref`,
-    where there is one: the entry has to see it.
+    `entry.text` says in one sentence what went wrong. `mutant` names the mutant that makes the same mistake in
+    `cp_ref`, where there is one: the entry has to see it.
     """
 
     where: str

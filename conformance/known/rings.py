@@ -1,5 +1,5 @@
-"""Reports about ring attention and hybrids of it: ring-flash-attention, yunchang (USP), MagiAttention, and what is built
-on them.
+"""Reports about ring attention and hybrids of it: ring-flash-attention, yunchang (USP), MagiAttention, and what is
+built on them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ REPORTS: dict[str, Known] = {
         "Every block's output was rounded to bfloat16 before the merge in float32.",
         case(8, dense(256), attn_mask_type="no_mask", **_LONG),
         tiers=("budget",),
-        mutant="tiles-rounded-to-bf16",
+        mutant="partial-outputs-in-bf16",
     ),
     "rfa-87": reported(
         _RFA + "87",
         "dq came back in bfloat16 for float16 inputs.",
-        case(2, dense(8), dtype="float16"),
-        tiers=("logic",),
+        case(2, dense(64), dtype="float16", d_qk=32, d_v=32),
+        tiers=("logic", "budget"),
         mutant="dq-always-bf16",
     ),
     "rfa-46": reported(
@@ -47,7 +47,8 @@ REPORTS: dict[str, Known] = {
     ),
     "rfa-39": reported(
         _RFA + "39",
-        "A length that does not divide (32,769) left some ranks with other messages than their peers, and an obscure error.",
+        "A length that does not divide (32,769) left some ranks with other messages than their "
+        "peers, and an obscure error.",
         errors=("not-divisible-bshd", "plan-not-divisible"),
     ),
     "easycontext-47": reported(

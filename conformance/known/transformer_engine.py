@@ -14,7 +14,8 @@ _ALL = ("p2p", "all_gather", "a2a", "a2a+p2p")
 REPORTS: dict[str, Known] = {
     "te-3331": reported(
         _TE + "3331",
-        "p2p on packed sequences whose real length does not divide by 2 * cp_size mislabelled rows: lengths were divided, "
+        "p2p on packed sequences whose real length does not divide by 2 * cp_size mislabelled rows: "
+        "lengths were divided, "
         "not counted; rows and gradients were wrong and differed from run to run.",
         case(4, Sequence(13, 13, 16, 16), Sequence(30, 30, 32, 32), Sequence(7, 7, 8, 8), call="deterministic"),
         tiers=("logic", "probes", "determinism"),
@@ -47,7 +48,8 @@ REPORTS: dict[str, Known] = {
     ),
     "te-2629": reported(
         _TE + "2629",
-        "Packed sequences with d_v < d_qk need V padded for the kernel and the output trimmed; without, no kernel fits.",
+        "Packed sequences with d_v < d_qk need V padded for the kernel and the output trimmed; "
+        "without, no kernel fits.",
         case(2, dense(8), Sequence(3, 3, 4, 4), heads_q=4, heads_kv=4, d_qk=192, d_v=128),
         schedules=_ALL,
     ),

@@ -1,4 +1,5 @@
-"""Tier `determinism`: with deterministic=True the same call gives the same bits, however often and whatever ran between.
+"""Tier `determinism`: with deterministic=True the same call gives the same bits, however often and whatever ran
+between.
 
 Each rank plays the case three times: plainly, again after another call has shuffled the memory, and with a plan; and
 once more with that plan, which a second layer would use too. A plan holds no state of a call.

@@ -1,4 +1,5 @@
-"""Tier `known`: bugs that were reported of other systems, `conformance.known.KNOWN`, each under the schedules that had it."""
+"""Tier `known`: bugs that were reported of other systems, `conformance.known.KNOWN`, each under the schedules that
+had it."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ one, and it holds in every dtype.
     empty slots a sequence that is all padding, appended, changes nothing
     scaled      v times 2 gives out times 2, the same lse and dv, and dq, dk and d_offset times 2, to the last bit
 
-Equal means up to rounding. An implementation that promises more, by an attribute `batch_invariant = True`, is held to it
-under deterministic=True wherever every sequence is cut by itself (not in contiguous thd): to the last bit, whoever else
-is in the batch.
+Equal means up to rounding. An implementation that promises more, by an attribute `batch_invariant = True`, is held to
+it under deterministic=True wherever every sequence is cut by itself (not in contiguous thd): to the last bit, whoever
+else is in the batch.
 """
 
 from __future__ import annotations

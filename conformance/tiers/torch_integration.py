@@ -1,4 +1,5 @@
-"""Tier `torch`: attention as a citizen of PyTorch. A table of what training loops do with a layer, under every schedule.
+"""Tier `torch`: attention as a citizen of PyTorch. A table of what training loops do with a layer, under every
+schedule.
 
     gradcheck       float64, numerically, through the ranks of the whole group, out and lse and every input
     autocast        inside torch.autocast nothing changes, or the inputs are cast first, as for PyTorch's own attention
