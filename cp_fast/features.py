@@ -52,7 +52,7 @@ def required(
         Feature.BOTTOM_RIGHT: problem.bottom_right,
         Feature.PADDING: problem.attn_mask_type.startswith("padding"),
         Feature.WINDOW: max(problem.window_size) >= 0,
-        Feature.CROSS_ATTENTION: any(s.len_q != s.len_kv for s in problem.sequences),
+        Feature.CROSS_ATTENTION: problem.lengths.len_q != problem.lengths.len_kv,
         Feature.GQA: problem.group_size > 1,
         Feature.ASYMMETRIC_DIMS: problem.d_qk != problem.d_v,
         Feature.GQA_ASYMMETRIC_DIMS: problem.group_size > 1 and problem.d_qk != problem.d_v,

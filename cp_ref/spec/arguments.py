@@ -12,10 +12,11 @@ import operator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import gt, sub
 from typing import Any
 
-from cp_ref.spec.layout import ownership
-from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
+from cp_ref.spec.layout import check_divides
+from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 
 __all__ = ["DTYPES", "Sizes", "check_choice", "check_offset", "read_lengths", "read_problem", "read_sizes"]
 
@@ -111,8 +112,9 @@ def read_problem(
         "cu_seqlens_kv_padded": read_lengths("cu_seqlens_kv_padded", cu_seqlens_kv_padded),
     }
     sequences = _packed(given, sizes) if qkv_format == "thd" else _batched(given, qkv_format, attn_mask_type, sizes)
-    for slots in ([s.slots_q for s in sequences], [s.slots_kv for s in sequences]):
-        ownership(slots, layout, qkv_format != "thd", cp_size, 0)  # raises where a length does not divide
+    lengths = Sequences.of(sequences)
+    for slots in (lengths.slots_q, *(() if lengths.slots_kv is lengths.slots_q else (lengths.slots_kv,))):
+        check_divides(slots, layout, qkv_format != "thd", cp_size)
     return Problem(
         cp_size=cp_size,
         sequences=sequences,
@@ -180,19 +182,20 @@ def read_lengths(name: str, cu_seqlens: Any) -> list[int] | None:
     values: list[int] = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"{name}[0] is {values[0]}; it must be 0")
-    for n, (a, b) in enumerate(pairwise(values)):
-        if b < a:
-            raise ValueError(
-                f"{name}[{n + 1}] is {b}, less than {name}[{n}] = {a}; cumulative lengths must not decrease"
-            )
+    if min(_differences(values), default=0) < 0:
+        n = next(n for n, (a, b) in enumerate(pairwise(values)) if b < a)
+        raise ValueError(
+            f"{name}[{n + 1}] is {values[n + 1]}, less than {name}[{n}] = {values[n]}; cumulative lengths must not "
+            "decrease"
+        )
     return values
 
 
 def _differences(cumulative: list[int]) -> list[int]:
-    return [b - a for a, b in pairwise(cumulative)]
+    return list(map(sub, cumulative[1:], cumulative))
 
 
-def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> tuple[Sequence, ...]:
+def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> Seq[Sequence]:
     """thd: lengths and slots from the cumulative lengths; kv defaults to q, slots to lengths."""
     for name in ("batch_size", "seqlen_q", "seqlen_kv"):
         if getattr(sizes, name) is not None:
@@ -212,18 +215,19 @@ def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> tuple[Sequence,
     ):
         if len(values) != len(cu_q):
             raise ValueError(f"{name} has {len(values)} entries and cu_seqlens_q has {len(cu_q)}; they must be equal")
-    lens = [_differences(values) for values in (cu_q, cu_kv, slots_q, slots_kv)]
-    for side, real, padded in (("q", lens[0], lens[2]), ("kv", lens[1], lens[3])):
-        for n, (length, slots) in enumerate(zip(real, padded, strict=True)):
-            if length > slots:
-                raise ValueError(
-                    f"cu_seqlens_{side}_padded gives sequence {n} {slots} slots, but it has {length} tokens by "
-                    f"cu_seqlens_{side}; padding must not be negative"
-                )
-    return tuple(Sequence(*lengths) for lengths in zip(*lens, strict=True))
+    lengths: dict[int, list[int]] = {id(cu): _differences(cu) for cu in (cu_q, cu_kv, slots_q, slots_kv)}
+    len_q, len_kv, room_q, room_kv = (lengths[id(cu)] for cu in (cu_q, cu_kv, slots_q, slots_kv))
+    for side, real, padded in (("q", len_q, room_q), ("kv", len_kv, room_kv)):
+        if any(map(gt, real, padded)):
+            n = next(n for n, (length, slots) in enumerate(zip(real, padded, strict=True)) if length > slots)
+            raise ValueError(
+                f"cu_seqlens_{side}_padded gives sequence {n} {padded[n]} slots, but it has {real[n]} tokens by "
+                f"cu_seqlens_{side}; padding must not be negative"
+            )
+    return Sequences(len_q, len_kv, room_q, room_kv)
 
 
-def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, sizes: Sizes) -> tuple[Sequence, ...]:
+def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, sizes: Sizes) -> Seq[Sequence]:
     """bshd and sbhd: the slots are the tensor's, the lengths too unless the mask is a padding mask."""
     for side in ("q", "kv"):
         if given[f"cu_seqlens_{side}_padded"] is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 from cp_ref.spec.arguments import Sizes, read_sizes
-from cp_ref.spec.layout import kv_fragments, local_slots, q_fragments
 from cp_ref.spec.problem import Problem
 
 __all__ = ["check_local_tensors", "check_plan_owner", "check_settled"]
@@ -71,8 +70,8 @@ def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> 
             raise ValueError(
                 f"{name} of q, k, v is {getattr(got, name)}, but the plan was made for {getattr(wanted, name)}"
             )
-    for name, tensor, fragments in (("q", q, q_fragments(problem, rank)), ("k", k, kv_fragments(problem, rank))):
-        rows = local_slots(fragments)
+    for name, tensor, slots in (("q", q, problem.starts_q[-1]), ("k", k, problem.starts_kv[-1])):
+        rows = slots // problem.cp_size  # every rank holds as many
         shape = list(tensor.shape)
         if problem.qkv_format == "thd":
             if shape[0] < rows:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from cp_ref.spec.problem import Problem
+
 __all__ = ["Group", "Parcel", "Pending", "agree"]
 
 
@@ -56,7 +58,7 @@ class Group(Protocol):
         ...
 
 
-def agree(group: Group, problem: object | None, error: Exception | None) -> None:
+def agree(group: Group, problem: Problem | None, error: Exception | None) -> None:
     """Let all ranks find out together whether all of them have the same, well-formed problem; called before anything is
     sent.
 
@@ -68,16 +70,19 @@ def agree(group: Group, problem: object | None, error: Exception | None) -> None
         The rank's own `error`, if any. ValueError where another rank refused its arguments or has another problem; it
         names the rank and quotes what it said. All ranks raise or none does, so none is left waiting.
     """
-    mine = (None if problem is None else str(problem), None if error is None else f"{type(error).__name__}: {error}")
-    everyone = group.all_gather_object(mine)
+    complaint = None if error is None else f"{type(error).__name__}: {error}"
+    everyone = group.all_gather_object((None if problem is None else problem.fingerprint, complaint))
     if error is not None:
         raise error
-    for rank, (_, complaint) in enumerate(everyone):
-        if complaint is not None:
-            raise ValueError(f"rank {rank} refused its arguments, so rank {group.rank} does not start: {complaint}")
-    for rank, (text, _) in enumerate(everyone):
-        if text != mine[0]:
-            here, there = _difference(str(mine[0]), str(text))
+    for rank, (_, refused) in enumerate(everyone):
+        if refused is not None:
+            raise ValueError(f"rank {rank} refused its arguments, so rank {group.rank} does not start: {refused}")
+    if all(fingerprint == everyone[0][0] for fingerprint, _ in everyone):
+        return
+    texts = group.all_gather_object(str(problem))  # all ranks see the same fingerprints, so all come here
+    for rank, text in enumerate(texts):
+        if text != texts[group.rank]:
+            here, there = _difference(texts[group.rank], text)
             raise ValueError(
                 f"the ranks have different problems: rank {group.rank} has {here} where rank {rank} has {there}"
             )

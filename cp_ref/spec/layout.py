@@ -17,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
+from operator import mod
 
 from cp_ref.spec.problem import Problem
 
-__all__ = ["Fragment", "divisor", "kv_fragments", "local_slots", "ownership", "q_fragments"]
+__all__ = ["Fragment", "check_divides", "divisor", "kv_fragments", "local_slots", "ownership", "q_fragments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,11 @@ def ownership(slots: Seq[int], layout: str, per_sequence: bool, cp_size: int, ra
     >>> ownership([8, 4], "contiguous", False, 2, 1)
     (Fragment(seq=0, start=6, stop=8, row=0), Fragment(seq=1, start=0, stop=4, row=2))
     """
+    check_divides(slots, layout, per_sequence, cp_size)
     if layout == "dual_chunk":
         spans = _dual_chunk_spans(slots, cp_size, rank)
     elif per_sequence:
-        spans = [(s, *_part(n, cp_size, rank, f"sequence {s}")) for s, n in enumerate(slots)]
+        spans = [(s, *_part(n, cp_size, rank)) for s, n in enumerate(slots)]
     else:
         spans = _packed_part(slots, cp_size, rank)
     fragments: list[Fragment] = []
@@ -70,22 +73,37 @@ def ownership(slots: Seq[int], layout: str, per_sequence: bool, cp_size: int, ra
     return tuple(fragments)
 
 
-def _dual_chunk_spans(slots: Seq[int], cp_size: int, rank: int) -> list[tuple[int, int, int]]:
-    spans: list[tuple[int, int, int]] = []
-    for seq, length in enumerate(slots):
-        chunk, rest = divmod(length, 2 * cp_size)
-        if rest:
+def check_divides(slots: Seq[int], layout: str, per_sequence: bool, cp_size: int) -> None:
+    """Raise ValueError where a length cannot be cut evenly; the arguments are those of `ownership`."""
+    unit = divisor(layout, cp_size)
+    if layout == "dual_chunk":
+        if any(map(mod, slots, repeat(unit))):
+            seq, length = next((n, length) for n, length in enumerate(slots) if length % unit)
             raise ValueError(
                 f"sequence {seq} has length {length}, padding included, but layout 'dual_chunk' at cp_size {cp_size} "
-                f"needs a multiple of 2 * cp_size = {2 * cp_size}"
+                f"needs a multiple of 2 * cp_size = {unit}"
             )
-        late = 2 * cp_size - 1 - rank
+        return
+    parts = [(f"sequence {n}", length) for n, length in enumerate(slots)] if per_sequence else []
+    for what, length in parts or [("the packed buffer", sum(slots))]:
+        if length % unit:
+            raise ValueError(
+                f"{what} has length {length}, padding included, but layout 'contiguous' at cp_size {cp_size} "
+                f"needs a multiple of cp_size = {unit}"
+            )
+
+
+def _dual_chunk_spans(slots: Seq[int], cp_size: int, rank: int) -> list[tuple[int, int, int]]:
+    spans: list[tuple[int, int, int]] = []
+    late = 2 * cp_size - 1 - rank
+    for seq, length in enumerate(slots):
+        chunk = length // (2 * cp_size)
         spans += [(seq, rank * chunk, (rank + 1) * chunk), (seq, late * chunk, (late + 1) * chunk)]
     return spans
 
 
 def _packed_part(slots: Seq[int], cp_size: int, rank: int) -> list[tuple[int, int, int]]:
-    begin, end = _part(sum(slots), cp_size, rank, "the packed buffer")
+    begin, end = _part(sum(slots), cp_size, rank)
     spans: list[tuple[int, int, int]] = []
     offset = 0
     for seq, length in enumerate(slots):
@@ -94,28 +112,21 @@ def _packed_part(slots: Seq[int], cp_size: int, rank: int) -> list[tuple[int, in
     return spans
 
 
-def _part(length: int, cp_size: int, rank: int, what: str) -> tuple[int, int]:
-    part, rest = divmod(length, cp_size)
-    if rest:
-        raise ValueError(
-            f"{what} has length {length}, padding included, but layout 'contiguous' at cp_size {cp_size} "
-            f"needs a multiple of cp_size = {cp_size}"
-        )
+def _part(length: int, cp_size: int, rank: int) -> tuple[int, int]:
+    part = length // cp_size
     return rank * part, (rank + 1) * part
 
 
 @lru_cache(maxsize=512)
 def q_fragments(problem: Problem, rank: int) -> tuple[Fragment, ...]:
     """The query positions that `rank` owns, padding slots included."""
-    slots = [s.slots_q for s in problem.sequences]
-    return ownership(slots, problem.layout, problem.qkv_format != "thd", problem.cp_size, rank)
+    return ownership(problem.lengths.slots_q, problem.layout, problem.qkv_format != "thd", problem.cp_size, rank)
 
 
 @lru_cache(maxsize=512)
 def kv_fragments(problem: Problem, rank: int) -> tuple[Fragment, ...]:
     """The key positions that `rank` owns, padding slots included."""
-    slots = [s.slots_kv for s in problem.sequences]
-    return ownership(slots, problem.layout, problem.qkv_format != "thd", problem.cp_size, rank)
+    return ownership(problem.lengths.slots_kv, problem.layout, problem.qkv_format != "thd", problem.cp_size, rank)
 
 
 def local_slots(fragments: Seq[Fragment]) -> int:
