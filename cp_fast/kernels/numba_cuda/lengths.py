@@ -38,7 +38,7 @@ def indices_kernel(size: int) -> Any:
         if not lengths_are_right(plan[0], plan[1], plan[2], divisor, tail_divisor, plan[5], 1, i, threads):
             fail()
         if i < count:
-            store(out + size * i, mapped(i, plan))
+            store(out + size * i, mapped(i, plan, -1))
 
     return kernel
 

@@ -24,7 +24,7 @@ from numba import cuda
 
 from cp_fast.kernels.numba_cuda.memory import divide, load_int
 
-__all__ = ["MAPS", "entry", "find", "half_place", "lengths_are_right", "real_lengths_are_right", "row_map"]
+__all__ = ["MAPS", "entry", "find", "half_place", "lengths_are_right", "real_lengths_are_right", "row_key", "row_map"]
 
 _load32, _load64 = load_int(4), load_int(8)
 
@@ -41,6 +41,26 @@ def entry(data, wide, s):
 def find(data, wide, sequences, row):
     """The last s with lengths[s] <= row: never an empty sequence; `sequences` in the tail, -1 in front of all."""
     low, high = 0, sequences + 1
+    while low < high:
+        middle = (low + high) >> 1
+        if entry(data, wide, middle) <= row:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@cuda.jit(device=True)
+def find_near(data, wide, sequences, row, hint):
+    """The same, quickly where the answer is at `hint` or soon behind it; hint -1 for anywhere."""
+    if hint < 0 or entry(data, wide, hint) > row:
+        return find(data, wide, sequences, row)
+    low, step = hint, 1
+    while low + step <= sequences and entry(data, wide, low + step) <= row:
+        low += step
+        step += step
+    high = min(low + step, sequences + 1)
+    low += 1
     while low < high:
         middle = (low + high) >> 1
         if entry(data, wide, middle) <= row:
@@ -91,18 +111,18 @@ def _inside(row, tokens):
 
 
 @cuda.jit(device=True)
-def _span(i, plan):
+def _span(i, plan, hint):
     return plan[6] + i
 
 
 @cuda.jit(device=True)
-def _index(i, plan):
+def _index(i, plan, hint):
     return _inside(entry(plan[0], plan[1], i), plan[5])
 
 
 @cuda.jit(device=True)
-def _slice_row(i, data, wide, sequences, tokens, cp_size, cp_rank):
-    s = find(data, wide, sequences, i * cp_size)
+def _slice_row(i, data, wide, sequences, tokens, cp_size, cp_rank, hint):
+    s = find_near(data, wide, sequences, i * cp_size, hint)
     if s < 0:
         return -1
     start = entry(data, wide, s)
@@ -116,21 +136,21 @@ def _slice_row(i, data, wide, sequences, tokens, cp_size, cp_rank):
 
 
 @cuda.jit(device=True)
-def _partition(i, plan):
-    return _slice_row(i, plan[0], plan[1], plan[2], plan[5], plan[6], plan[7])
+def _partition(i, plan, hint):
+    return _slice_row(i, plan[0], plan[1], plan[2], plan[5], plan[6], plan[7], hint)
 
 
 @cuda.jit(device=True)
-def _to_rank_order(i, plan):
+def _to_rank_order(i, plan, hint):
     share = divide(plan[5], plan[6])
     rank = divide(i, share)
-    return _slice_row(i - rank * share, plan[0], plan[1], plan[2], plan[5], plan[6], rank)
+    return _slice_row(i - rank * share, plan[0], plan[1], plan[2], plan[5], plan[6], rank, hint)
 
 
 @cuda.jit(device=True)
-def _to_sequence_order(i, plan):
+def _to_sequence_order(i, plan, hint):
     data, wide, tokens, cp_size = plan[0], plan[1], plan[5], plan[6]
-    s = find(data, wide, plan[2], i)
+    s = find_near(data, wide, plan[2], i, hint)
     if s < 0:
         return -1
     start, share = entry(data, wide, s), divide(tokens, cp_size)
@@ -152,8 +172,8 @@ def _to_sequence_order(i, plan):
 
 
 @cuda.jit(device=True)
-def _half(i, plan):
-    s = find(plan[0], plan[1], plan[2], 2 * i)
+def _half(i, plan, hint):
+    s = find_near(plan[0], plan[1], plan[2], 2 * i, hint)
     if s < 0:
         return -1
     start = entry(plan[0], plan[1], s)
@@ -162,8 +182,8 @@ def _half(i, plan):
 
 
 @cuda.jit(device=True)
-def _valid(i, plan):
-    s = find(plan[0], plan[1], plan[2], i)
+def _valid(i, plan, hint):
+    s = find_near(plan[0], plan[1], plan[2], i, hint)
     if s < 0 or s == plan[2]:
         return -1
     size = entry(plan[3], plan[4], s + 1) - entry(plan[3], plan[4], s)
@@ -184,12 +204,43 @@ def half_place(i, plan):
     return 2 * (divide(start, 2) + offset - half) + 1 if offset < 2 * half else -1
 
 
+@cuda.jit(device=True)
+def _key_of_row(i, plan):
+    return i
+
+
+@cuda.jit(device=True)
+def _key_of_slice_row(i, plan):
+    return i * plan[6]
+
+
+@cuda.jit(device=True)
+def _key_in_rank_order(i, plan):
+    share = divide(plan[5], plan[6])
+    return (i - divide(i, share) * share) * plan[6]
+
+
+@cuda.jit(device=True)
+def _key_of_half_row(i, plan):
+    return 2 * i
+
+
 MAPS = ("span", "index", "partition", "to_rank_order", "to_sequence_order", "half", "valid")
 
 
 @lru_cache
 def row_map(kind: str) -> Callable[..., Any]:
-    """map(i, plan), a device function."""
+    """map(i, plan, hint), a device function; the hint is a sequence at or before that of row i, or -1."""
     return dict(zip(MAPS, (_span, _index, _partition, _to_rank_order, _to_sequence_order, _half, _valid), strict=True))[
         kind
     ]
+
+
+@lru_cache
+def row_key(kind: str) -> Callable[..., Any]:
+    """key(i, plan), a device function: what row i searches the lengths for. It rises with i, but where a slice ends."""
+    return {
+        "partition": _key_of_slice_row,
+        "to_rank_order": _key_in_rank_order,
+        "half": _key_of_half_row,
+    }.get(kind, _key_of_row)

@@ -3,8 +3,9 @@
 # (kernels are compiled by Numba: their types are not Python's)
 """The kernel that moves rows: every reorder, gather, scatter and transposition is this one with another map.
 
-A block takes some rows. Its threads first look their rows up, one search each, and leave the answers in shared memory;
-then groups of `lanes` threads copy pieces of rows, in words of up to 16 bytes, four under way at once.
+A block takes some rows. Its threads find the sequence of the first together, then each the one of its own row, from
+there on, and leave the answers in shared memory. Then groups of `lanes` threads copy pieces of rows, in words of up to
+16 bytes, four under way at once.
 
 A move is 10 integers of a table: the addresses it reads from and writes to, the strides of rows on both sides, the
 number of pieces in a row ("heads") and their strides on both sides, all in bytes; words in a piece, the binary
@@ -18,13 +19,14 @@ from typing import Any
 
 from numba import cuda, int64
 
-from cp_fast.kernels.numba_cuda.maps import lengths_are_right, real_lengths_are_right, row_map
+from cp_fast.kernels.numba_cuda.maps import entry, lengths_are_right, real_lengths_are_right, row_key, row_map
 from cp_fast.kernels.numba_cuda.memory import SIMULATED, copies, divide, fault
 
 __all__ = ["FIELDS", "INDEX_RULE", "LENGTHS_RULE", "THREADS", "move_kernel"]
 
 THREADS = 8 if SIMULATED else 256
 FIELDS = 10
+NEAR = 2 if SIMULATED else 8  # so few sequences, one thread searches alone
 LENGTHS_RULE = "lengths must begin at 0, not decrease, divide, and end inside the tensor"
 INDEX_RULE = "row indices must lie inside the tensor"
 
@@ -36,7 +38,7 @@ def move_kernel(helper: str, kind: str, scatter: bool, size: int) -> Any:
     The map gives the row of the target where `scatter`, else of the source.
     """
     copy, copy4 = copies(size)
-    mapped = row_map(kind)
+    mapped, key = row_map(kind), row_key(kind)
     by_lengths, by_index, from_zero = kind not in ("span", "index"), kind == "index", int(kind != "valid")
     fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
 
@@ -57,8 +59,18 @@ def move_kernel(helper: str, kind: str, scatter: bool, size: int) -> Any:
                 fail()
         first = block * rows
         here = min(rows, count - first)
+        hint = -1
+        if by_lengths:  # all threads look for the first row's sequence together: two reads, where one has many
+            hint, left, wanted = 0, plan[2] + 1, key(first, plan)
+            while left > NEAR:
+                step = divide(left + THREADS - 1, THREADS)
+                probe = thread * step
+                passed = cuda.syncthreads_count(probe < left and entry(plan[0], plan[1], hint + probe) <= wanted)
+                ahead = (passed - 1) * step if passed > 0 else 0
+                hint += ahead
+                left = min(step, left - ahead)
         if thread < here:
-            row = mapped(first + thread, plan)
+            row = mapped(first + thread, plan, hint)
             if by_index and row < 0:
                 fail()
             found[thread] = row

@@ -79,7 +79,7 @@ def pairs_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: str,
                 sources[thread] = step
                 actions[thread] = action
             else:
-                row = mapped(i, plan)
+                row = mapped(i, plan, -1)
                 if by_index and row < 0:
                     fail()
                 targets[thread] = row
@@ -151,7 +151,7 @@ def add_heads_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: 
         first = cuda.blockIdx.x * rows
         here = min(rows, count - first)
         if thread < here:
-            row = mapped(first + thread, plan)
+            row = mapped(first + thread, plan, -1)
             if by_index and row < 0:
                 fail()
             found[thread] = row
@@ -253,7 +253,7 @@ def weigh_kernel(
                     if target < 0 or target >= plan[5]:
                         target = -1
             else:
-                target = mapped(i, plan)
+                target = mapped(i, plan, -1)
                 if by_index and target < 0:
                     fail()
             targets[thread] = target

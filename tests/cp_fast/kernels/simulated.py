@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from cp_fast.kernels import why_not
 from cp_fast.kernels.numba_cuda.simulated import SIMULATED
-from tests.cp_fast.kernels.suite import CHECKS, Case, Where, cases, row_sizes
+from tests.cp_fast.kernels.suite import CHECKS, Case, Where, cases, many_sequences, row_sizes
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs NUMBA_ENABLE_CUDASIM=1")
 WHERE = Where("numba", "cpu")
@@ -21,7 +21,7 @@ def test_properties(check: str) -> None:
     assert why_not("numba", "cpu") is None
 
     @settings(max_examples=6)
-    @given(cases(most_chunks=2, most_sequences=3, most_heads=2))
+    @given(cases(most_chunks=2, most_sequences=5, most_heads=2))
     def run(case: Case) -> None:
         CHECKS[check](WHERE, case)
 
@@ -31,6 +31,11 @@ def test_properties(check: str) -> None:
 @pytest.mark.parametrize("size", [1, 6, 34, 64, 2048])
 def test_row_sizes(size: int) -> None:
     row_sizes(WHERE, size)
+
+
+def test_many_sequences() -> None:
+    """Enough for two rounds of a block's search."""
+    many_sequences(WHERE, 40)
 
 
 BROKEN = {
