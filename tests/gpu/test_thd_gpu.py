@@ -19,7 +19,7 @@ import cp_fast
 import cp_ref
 from cp_fast.kernels import why_not
 from tests.cp_fast.kernels.memory import assert_same_bits
-from tests.cp_fast.kernels.operators import HELPERS, flat, operator_calls, other_values, tensors
+from tests.cp_fast.kernels.operators import HELPERS, KERNELS, flat, operator_calls, other_values, tensors
 from tests.cp_fast.kernels.suite import CHECKS, ROW_SIZES, Case, Where, cases, many_sequences, row_sizes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -74,9 +74,9 @@ def test_helpers_agree_with_the_cpu(where: Where, helper: str) -> None:
         assert torch.equal(other.cpu(), one.cpu())
 
 
-@pytest.mark.parametrize("helper", list(HELPERS))
+@pytest.mark.parametrize("helper", list(HELPERS | KERNELS))
 def test_captured_and_replayed_with_other_values(where: Where, helper: str) -> None:
-    t, call = tensors("cuda"), HELPERS[helper]
+    t, call = tensors("cuda"), (HELPERS | KERNELS)[helper]
     with where.use():
         call(t)  # compiles
         torch.cuda.synchronize()
@@ -106,15 +106,16 @@ def test_nothing_waits_on_any_stream(where: Where) -> None:
     """Every helper is called while its stream sleeps, and has returned before it wakes; the inputs are written on that
     stream, behind the sleep, so that work on another stream would read what was there before.
     """
-    old, new, stream = tensors("cuda"), tensors("cuda"), torch.cuda.Stream()
+    calls = HELPERS | KERNELS | {"half, lengths on the CPU": lambda t: HELPERS["half"](t | {"cu": lengths})}
+    old, new, stream, lengths = tensors("cuda"), tensors("cuda"), torch.cuda.Stream(), tensors("cpu")["cu"]
     other_values(new)
     with where.use():
-        want = {name: [x.clone() for x in flat(call(new))] for name, call in HELPERS.items()}
-        for call in HELPERS.values():
+        want = {name: [x.clone() for x in flat(call(new))] for name, call in calls.items()}
+        for call in calls.values():
             call(old)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            for call in HELPERS.values():
+            for call in calls.values():
                 call(old)  # memory of this stream's pool, so that nothing has to be allocated below
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
@@ -122,7 +123,7 @@ def test_nothing_waits_on_any_stream(where: Where) -> None:
                 torch.cuda._sleep(4_000_000_000)  # two seconds
                 for name, x in old.items():
                     x.copy_(new[name])
-                got = {name: flat(call(old)) for name, call in HELPERS.items()}
+                got = {name: flat(call(old)) for name, call in calls.items()}
                 asleep = not stream.query()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -180,6 +181,17 @@ def test_buffers_past_two_to_the_31(where: Where) -> None:
         grad = torch.zeros(tokens, 1200, device="cuda")  # 5 GB too
         cp_fast.thd.thd_grad_correction(grad, total, cu.cuda(), "copy", "add")
         assert torch.equal(grad, total)
+
+
+def test_lengths_on_a_gpu_that_cannot_be_used(where: Where) -> None:
+    t = tensors("cuda")
+    with where.use():
+        with pytest.raises(ValueError, match=r"cu_seqlens_padded is on cuda:0 and the data on cpu"):
+            cp_fast.thd.thd_read_half_tensor(tensors("cpu")["x"], t["cu"], 0)
+        with pytest.raises(ValueError, match="padded_tokens is None, and cu_seqlens is on cuda:0"):
+            cp_fast.thd.pad_thd_sequences_for_cp(t["ids"], t["ids"], t["real"], 4)
+        with pytest.raises(ValueError, match=r"grad is on cuda:0 and grad_step on cpu"):
+            cp_fast.thd.thd_grad_correction(t["out"], tensors("cpu")["step"], t["local"], "add", "add")
 
 
 BROKEN = {

@@ -198,6 +198,8 @@ def _plan(
     lengths: torch.Tensor, tokens: int, a: int = 0, b: int = 0, other: torch.Tensor | None = None
 ) -> tuple[int, ...]:
     """See `maps`."""
+    assert lengths.is_contiguous(), "lengths are dense"
+    assert other is None or other.is_contiguous(), "real lengths are dense"
     beside = (0, 0) if other is None else (other.data_ptr(), int(other.dtype == torch.int64))
     return lengths.data_ptr(), int(lengths.dtype == torch.int64), len(lengths) - 1, *beside, tokens, a, b
 

@@ -65,7 +65,8 @@ def move_kernel(helper: str, kind: str, scatter: bool, size: int) -> Any:
             while left > NEAR:
                 step = divide(left + THREADS - 1, THREADS)
                 probe = thread * step
-                passed = cuda.syncthreads_count(probe < left and entry(plan[0], plan[1], hint + probe) <= wanted)
+                before = 1 if probe < left and entry(plan[0], plan[1], hint + probe) <= wanted else 0
+                passed = cuda.syncthreads_count(before)
                 ahead = (passed - 1) * step if passed > 0 else 0
                 hint += ahead
                 left = min(step, left - ahead)

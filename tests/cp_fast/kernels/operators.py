@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cp_fast import thd
+from cp_fast.kernels import kernels
 
 CU = [0, 8, 8, 12]
 REAL = [0, 5, 5, 9]
@@ -38,6 +39,7 @@ def tensors(device: str, requires_grad: bool = False) -> dict[str, torch.Tensor]
         "padded_lse": random(3, 2, 5),
         "padded_half_lse": random(3, 2, 2),
         "ids": torch.arange(9, device=device),
+        "rows": torch.tensor([6, 0, 3, 2], device=device),
     }
 
 
@@ -65,13 +67,15 @@ def operator_calls(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def other_values(t: dict[str, torch.Tensor]) -> None:
-    """Other numbers and other lengths into the same memory."""
-    for name, values in {
+    """Other numbers, lengths and rows into the same memory."""
+    integers = {
         "cu": [0, 4, 8, 16],
         "real": [0, 3, 7, 9],
         "local": [0, 2, 4, 8],
         "held": [0, 1, 3, 5],
-    }.items():
+        "rows": [1, 7, 5, 0],
+    }
+    for name, values in integers.items():
         t[name].copy_(torch.tensor(values))
     for x in t.values():
         if x.is_floating_point():
@@ -125,6 +129,50 @@ HELPERS: dict[str, Helper] = {
         "out", lambda t: thd.thd_grad_correction(t["out"], t["half_step"], t["local"], "none", "add")
     ),
     "pad": lambda t: thd.pad_thd_sequences_for_cp(t["ids"], t["ids"], t["real"], 4, padded_tokens=20),
+}
+
+
+def _merge(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    out, lse = t["out"].clone(), t["lse"].clone()
+    kernels(out.device.type).merge_(out, lse, t["half_step"], t["half_lse"], t["rows"])
+    return out, lse
+
+
+def _merge_halves(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    out, lse = t["out"].clone(), t["lse"].clone()
+    kernels(out.device.type).merge_halves_(out, lse, t["half_step"], t["half_lse"], t["local"], True)
+    return out, lse
+
+
+def _put(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = t["out"].clone()
+    kernels(out.device.type).put_rows_([out], [t["half_step"].float()], t["rows"])
+    return out
+
+
+def _add(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = t["out"].clone()
+    kernels(out.device.type).add_rows_([out], [t["half_step"]], t["rows"])
+    return out
+
+
+def _back(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = t["out"].clone()
+    use = kernels(out.device.type)
+    use.heads_to_back_(out, t["half_step"][None], t["rows"], [0], True)
+    use.heads_to_back_(out, t["half_step"].float()[None, :, :1], slice(0, 4), [1], False)
+    return out
+
+
+KERNELS: dict[str, Helper] = {  # what no helper is made of
+    "take": lambda t: tuple(kernels(t["x"].device.type).take_rows([t["x"], t["y"]], t["rows"])),
+    "partition": lambda t: tuple(kernels(t["x"].device.type).partition([t["x"], t["y"]], t["cu"], 2, 1)),
+    "heads to front": lambda t: kernels(t["x"].device.type).heads_to_front(t["out"], t["rows"], [0, 1, 1], 1),
+    "heads to back": _back,
+    "put": _put,
+    "add": _add,
+    "merge": _merge,
+    "merge halves": _merge_halves,
 }
 
 

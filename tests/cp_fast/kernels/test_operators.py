@@ -7,7 +7,7 @@ import torch
 
 from cp_fast import thd
 from cp_fast.kernels import use, why_not
-from tests.cp_fast.kernels.operators import HELPERS, flat, operator_calls, tensors
+from tests.cp_fast.kernels.operators import HELPERS, KERNELS, flat, operator_calls, other_values, tensors
 
 CALLS = list(operator_calls("cpu"))
 NAMES = ["torch", "native"]
@@ -70,3 +70,18 @@ def test_changes_in_place_are_known_to_autograd() -> None:
     before = t["out"]._version
     thd.thd_grad_correction(t["out"], t["step"], t["local"], "add", "copy")
     assert t["out"]._version > before
+
+
+@pytest.mark.parametrize("call", list(HELPERS | KERNELS))
+def test_native_and_pytorch_agree(call: str) -> None:
+    """On the operands that captured graphs are replayed with, before and after they change."""
+    needs("native")
+    t = tensors("cpu")
+    for _ in range(2):
+        results: list[list[torch.Tensor]] = []
+        for name in NAMES:
+            with use(name):
+                results.append(flat((HELPERS | KERNELS)[call](t)))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        other_values(t)
