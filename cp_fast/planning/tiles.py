@@ -27,11 +27,11 @@ import numpy as np
 
 from cp_fast.planning.batch import Array, Batch, Owned
 
-__all__ = ["Cut", "Placed", "Slot", "cut", "join", "launches", "see"]
+__all__ = ["LARGE", "Cut", "Placed", "Slot", "cut", "join", "launches", "see"]
 
 Window = tuple[int | None, int | None]
 
-_LARGE = 2048  # query rows from which a tile has its own window
+LARGE = 2048  # query rows from which a tile has its own window
 
 
 class Slot(NamedTuple):
@@ -123,7 +123,7 @@ def cut(
     has_right, has_left, has_full = rest & cut_right, below & (start < edge), below & (edge < end)
     several = has_right.astype(np.int8) + has_left + has_full > 1
     if batch.problem.qkv_format == "thd":
-        several &= row1 - row0 >= _LARGE
+        several &= row1 - row0 >= LARGE
     none = np.full_like(row0, -1)
     left = none if lo is None else np.where(cut_left, end - row1 - lo, -1)
     right = none if hi is None else np.where(cut_right, hi + row1 - end, -1)

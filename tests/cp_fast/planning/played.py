@@ -8,6 +8,8 @@ sends and computes can be compared with the specification's schedule, token by t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,14 +29,24 @@ from cp_ref.spec import (
     real_rows,
 )
 
-__all__ = ["check_programs"]
+__all__ = ["PlayedTile", "check_programs"]
 
 Pairs = set[tuple[int, int]]
 Mail = dict[tuple[int, int, int], np.ndarray]  # by sender, receiver and tag
 
 
-def check_programs(problem: Problem, programs: list[RankProgram], schedule: Schedule) -> None:
-    """Assert that the programs do what the schedule says."""
+class PlayedTile(NamedTuple):
+    """One segment of a launch of the forward pass, with the tokens of its rows and columns."""
+
+    step: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    left: int | None
+    right: int | None
+
+
+def check_programs(problem: Problem, programs: list[RankProgram], schedule: Schedule) -> list[list[PlayedTile]]:
+    """Assert that the programs do what the schedule says; return the tiles of every rank's forward pass, in order."""
     worlds = [_Rank(problem, rank, program) for rank, program in enumerate(programs)]
     for world in worlds:
         world.check_home()
@@ -43,6 +55,7 @@ def check_programs(problem: Problem, programs: list[RankProgram], schedule: Sche
         wanted = [(schedule.backward if backward else schedule.forward)[w.rank] for w in worlds]
         wanted = [w[1:-1] for w in wanted] if exchanged else wanted
         _play(worlds, wanted, backward=backward)
+    return [w.tiles for w in worlds]
 
 
 def _play(worlds: list[_Rank], wanted: list[Program], *, backward: bool) -> None:
@@ -67,6 +80,7 @@ class _Rank:
     own: np.ndarray = field(init=False)
     block: np.ndarray = field(init=False)
     grads: np.ndarray | None = field(init=False)
+    tiles: list[PlayedTile] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         p, heads = self.problem, self.program.heads
@@ -122,6 +136,8 @@ class _Rank:
         """Compute step `number` and take in what arrives."""
         step = steps[number]
         pairs = [pair for launch in step.launches for pair in _pairs(launch, self.queries, self.block)]
+        if not backward:
+            self.tiles += [t for launch in step.launches for t in _tiles(number, launch, self.queries, self.block)]
         assert len(pairs) == len(set(pairs)), "a pair is computed twice"
         assert set(pairs) == _wanted_pairs(self.problem, wanted[number])
         grads = self._grads(step, wanted[number + 1] if number + 1 < len(wanted) else None) if backward else None
@@ -155,6 +171,14 @@ class _Rank:
         for launch in step.launches:
             assert grads[_index(launch.grad_rows)].tolist() == self.block[_index(launch.kv_rows)].tolist()
         return grads
+
+
+def _tiles(step: int, launch: Launch, queries: np.ndarray, block: np.ndarray) -> list[PlayedTile]:
+    s, q, k = launch.segments, queries[_index(launch.q_rows)].tolist(), block[_index(launch.kv_rows)].tolist()
+    return [
+        PlayedTile(step, tuple(q[a:b]), tuple(k[c:d]), s.left, s.right)
+        for (a, b), (c, d) in zip(pairwise(s.cu_q), pairwise(s.cu_kv), strict=True)
+    ]
 
 
 def _pairs(launch: Launch, queries: np.ndarray, block: np.ndarray) -> list[tuple[int, int]]:
