@@ -144,6 +144,10 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
             verdict, findings = "missing", [str(missing)]
         except Raised as raised:
             verdict, findings = "wrong", [str(raised)]
+        except ValueError as error:
+            if table_entry(task.text) and str(error).startswith("there is no "):
+                raise
+            verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
         except Exception as error:  # the oracle refused what the strategies drew, or the suite itself is wrong
             verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
             if is_out_of_memory(error):

@@ -11,7 +11,6 @@ import faulthandler
 import signal
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,12 +27,10 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if place:
-        _join(connection, device, *place)
+    renew = _become_a_rank(connection, device, *place) if place else lambda: None
     from conformance.capabilities import probe
     from conformance.implementation import LoadError, load
     from conformance.player import Offer, pairs_of, play_task
-    from conformance.workers.ranks import renew_groups
 
     try:
         impl = load(name)
@@ -46,7 +43,7 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
         "probe": lambda: probe(impl, device),
         "play": lambda task: play_task(impl, task, device, inner_limit_s),
         "pairs": lambda case: pairs_of(impl, case, device, inner_limit_s),
-        "renew": renew_groups,
+        "renew": renew,
     }
     while True:
         try:
@@ -61,24 +58,20 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
             connection.send(("done", answer))
 
 
-def _join(connection: Connection, device: str, rank: str, size: str, store: str) -> None:
-    """Become one rank of the pool."""
+def _become_a_rank(connection: Connection, device: str, rank: str, size: str, store: str) -> Callable[[], None]:
+    """Join the pool; returns what joins it anew."""
     import torch
-    import torch.distributed as dist
 
     from conformance.reference import running_ranks_by
-    from conformance.workers.ranks import ProcessRanks
+    from conformance.workers.ranks import ProcessRanks, join, rejoin
 
-    if device.startswith("cuda"):
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
         torch.cuda.set_device(int(rank))
-    dist.init_process_group(
-        "nccl" if device.startswith("cuda") else "gloo",
-        init_method=f"file://{store}",
-        rank=int(rank),
-        world_size=int(size),
-        timeout=timedelta(hours=1),  # the driver is the watchdog
-    )
+    place = ("nccl" if on_gpu else "gloo", store, int(rank), int(size))
+    join(*place)
     running_ranks_by(ProcessRanks(connection, int(rank), int(size), device))
+    return lambda: rejoin(*place)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,11 @@ class IsolatedPlayer(RemotePlayer):
         assert self._info is not None
         return self._info
 
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._start().pid
+
     def capabilities(self) -> Capabilities:
         """The choices that the implementation supports."""
         worker = self._start()

@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from conformance.implementation import Missing
 from conformance.reference import Hang, Outcome, describe_error
 from conformance.run import UnsupportedCase
 
-__all__ = ["Place", "ProcessRanks", "renew_groups"]
+__all__ = ["Place", "ProcessRanks", "join", "rejoin"]
 
 _KINDS: tuple[type[Exception], ...] = (
     Missing,
@@ -47,20 +48,42 @@ class Place:
 
 
 _groups: dict[tuple[int, ...], Any] = {}
+_joined = 0  # how often this process has joined; every time has a store of its own
+
+
+def join(backend: str, store: str, rank: int, size: int) -> None:
+    """Become one rank of a pool, and make every group that a problem may need.
+
+    They are made at once and by all, because a group that some ranks make on the way is not safe to make twice.
+    """
+    global _joined
+    _joined += 1
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}.{_joined}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(hours=1),  # the driver is the watchdog
+    )
+    wanted = []
+    for cp_size in range(1, size + 1):
+        wanted.append(tuple(range(cp_size)))
+        for inner in (n for n in range(1, cp_size + 1) if cp_size % n == 0):
+            wanted += [tuple(range(first, first + inner)) for first in range(0, cp_size, inner)]
+            wanted += [tuple(range(first, cp_size, inner)) for first in range(inner)]
+    for ranks in dict.fromkeys(wanted):
+        _groups[ranks] = dist.new_group(list(ranks))
+
+
+def rejoin(backend: str, store: str, rank: int, size: int) -> None:
+    """The same with new groups: a problem that failed may have left messages in the old ones."""
+    _groups.clear()
+    dist.destroy_process_group()
+    join(backend, store, rank, size)
 
 
 def _place(ranks: tuple[int, ...], rank: int) -> Place:
-    """A group of these ranks, made once; only its members take part in making it."""
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return Place(ranks.index(rank), len(ranks), _groups[ranks])
-
-
-def renew_groups() -> None:
-    """Let go of the groups: a problem that failed may have left messages in them."""
-    for group in _groups.values():
-        dist.destroy_process_group(group)
-    _groups.clear()
 
 
 class ProcessRanks:

@@ -49,6 +49,7 @@ class Worker:
             start_new_session=True,
         )
         theirs.close()
+        self.pid = self._process.pid
 
     def send(self, message: Any) -> None:
         """Raises WorkerDied."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -36,6 +37,11 @@ class Sick:
 class Exits(Sick):
     def happen(self, cp: Any, result: Any) -> Any:
         os._exit(3)
+
+
+class Killed(Sick):
+    def happen(self, cp: Any, result: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Segfaults(Sick):
@@ -97,6 +103,13 @@ class OneRankHangs(OverProcesses):
         return cp_ref.attention(*tensors, cp=cp, **rest)
 
 
+class OneRankRaises(OverProcesses):
+    def attention(self, *tensors: torch.Tensor, cp: Any, **rest: Any) -> Any:
+        if cp.rank == 1:
+            raise RuntimeError("not today")
+        return cp_ref.attention(*tensors, cp=cp, **rest)
+
+
 class AllGather:
     """What an engineer might bring: K and V gathered over the process group, bshd, causal or not, in 25 lines."""
 
@@ -128,7 +141,7 @@ class AllGather:
         return torch.einsum("bhnm,bmhd->bnhd", weights, v)
 
     def _gather(self, x: torch.Tensor, group: Any) -> torch.Tensor:
-        """Along the first axis: the backward of torch's all_gather takes gradients for contiguous, whatever they are."""
+        """Along the first axis: the backward of torch's all_gather is wrong for gradients that are not contiguous."""
         return torch.cat(collectives.all_gather(x.contiguous(), group=group), dim=0)
 
 

@@ -1,0 +1,319 @@
+"""The lower levels: the reference passes, what is missing is called missing, and every planted bug is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.levels import HELPER_NAMES, LEVEL_TIERS
+from conformance.player import Task, play_task
+from conformance.implementation import Implementation
+from conformance.session import Profile, TierResult, run_level_tier
+from cp_ref import thd
+from tests.meta.samples import Lower
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+FEW = Profile(60, derandomize=True)
+EVERY_TIER = st.sampled_from([(tier, part) for tier in LEVEL_TIERS.values() for part in tier.parts.values()])
+
+
+def run(impl: Any, tier: str, shrink: bool = False) -> TierResult:
+    return run_level_tier(impl, tier, FEW, shrink=shrink)
+
+
+@pytest.mark.parametrize("tier", LEVEL_TIERS)
+def test_the_reference_is_right(tier: str) -> None:
+    result = run(Lower(), tier)
+    assert not result.failures
+    assert result.passed >= 60
+
+
+@given(st.data())
+def test_texts_read_back(data: st.DataObject) -> None:
+    tier, strategy = data.draw(EVERY_TIER)
+    case = data.draw(strategy)
+    assert tier.parse(str(case)) == case
+    assert "'" not in str(case)
+
+
+@pytest.mark.parametrize(
+    "text", ["Helper()", "Helper(name='no_such')", "Helper(1)", "Merge(parts=0)", "Tile(rows=-1)", "Tile"]
+)
+def test_a_mistyped_text_is_refused(text: str) -> None:
+    tier = next(tier for tier in LEVEL_TIERS.values() if text.startswith(tier.word))
+    with pytest.raises(ValueError, match=r"cannot read|there is no helper|no meaning"):
+        tier.parse(text)
+
+
+def test_what_is_not_offered_is_missing()
+
+
+
+
+
+
+
+ - -> None:
+   
+   
+    some = SimpleNamespace(pad_v=thd.pad_v, trim_out=thd.trim_out) result = run(SimpleNamespace(thd=some),
+    "helpers") assert result.count("missing") == len(HELPER_NAMES) -
+    2 assert result.count("right") == 120
+    assert not result.failures forward =
+    SimpleNamespace(tile=Lower().tile) assert run(forward, "kernel").passed == 60
+    without_autograd = SimpleNamespace(tile=lambda *a, **k: tuple(x.detach() for x in Lower().tile(*a, **k)))
+    result = run(without_autograd, "kernel-backward")
+    assert [p.verdict for p in result.played] == ["missing"]
+
+
+def test_a_tile_may_be_differentiated_by_autograd() -> None:
+    def tile(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return Tiled.apply(q, k, v, options)
+
+    class Tiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
+            out, lse = Lower().tile(q, k, v, **options)
+            ctx.saved, ctx.options = (q, k, v, out, lse), options
+            return out, lse
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+            return (*Lower().tile_backward(*ctx.saved, dout, **ctx.options), None)
+
+    result = run(SimpleNamespace(tile=tile), "kernel-backward")
+    assert result.passed == 60
+
+
+def test_what_a_kernel_refuses_is_unsupported() -> None:
+    def tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        if q.shape[1] != k.shape[1]:
+            raise NotImplementedError("grouped heads")
+        return Lower().tile(q, k, v, **options)
+
+    result = run(SimpleNamespace(tile=tile), "kernel")
+    assert result.unsupported
+    assert result.passed + result.unsupported == 60
+
+
+# ---- planted bugs: helpers
+
+Spoil = Callable[..., Any]
+
+
+def spoiled_helper(name: str, spoil: Spoil) -> SimpleNamespace:
+    """One wrong helper, beside a right one."""
+    functions = {"trim_out": thd.trim_out, name: lambda *a, **k: spoil(getattr(thd, name), *a, **k)}
+    return SimpleNamespace(thd=SimpleNamespace(**functions))
+
+
+def first_rows_swapped(helper: Any, **arguments: Any) -> Any:
+    result = helper(**arguments)
+    return torch.cat([result[1:2], result[:1], result[2:]])
+
+
+def wrong_dtype(helper: Any, **arguments: Any) -> Any:
+    return helper(**arguments).to(torch.int64)
+
+
+def tail_touched(helper: Any, out: Any, **rest: Any) -> None:
+    helper(out=out, **rest)
+    out[-1:] = 0
+
+
+def beyond_the_buffer(helper: Any, out: Any, **rest: Any) -> None:
+    helper(out=out, **rest)
+    if len(out):
+        torch.as_strided(out, out[:1].shape, out.stride(), out.storage_offset() + out.numel()).zero_()
+
+
+def input_changed(helper: Any, x: Any, **rest: Any) -> Any:
+    result = helper(x=x, **rest)
+    x.zero_()
+    return result
+
+
+def nan_for_two_empties(helper: Any, lse: Any, lse_step: Any, **rest: Any) -> None:
+    before = lse.clone()
+    helper(lse=lse, lse_step=lse_step, **rest)
+    lse[(lse == -torch.inf) & (before == -torch.inf)] = torch.nan
+
+
+def low_precision(helper: Any, out: Any, out_step: Any, **rest: Any) -> None:
+    helper(out=out, out_step=out_step.bfloat16(), **rest)
+
+
+def adds_instead(helper: Any, first_half: str, second_half: str, **rest: Any) -> None:
+    helper(first_half="add" if first_half == "copy" else first_half, second_half=second_half, **rest)
+
+
+def labels_as_ids(helper: Any, padding_label_id: int, **rest: Any) -> Any:
+    return helper(padding_label_id=rest["padding_token_id"], **rest)
+
+
+def whole_batch(helper: Any, batch: Any, **rest: Any) -> Any:
+    return helper(batch=batch, **rest) | {"labels": batch["labels"]}
+
+
+def other_half(helper: Any, first_half: bool, second_half: bool, **rest: Any) -> Any:
+    return helper(first_half=second_half, second_half=first_half, **rest)
+
+
+HELPER_BUGS: dict[str, Spoil] = {
+    "thd_get_partitioned_indices": wrong_dtype,
+    "thd_sequence_order_to_cp_rank_order": first_rows_swapped,
+    "thd_cp_rank_order_to_sequence_order": input_changed,
+    "thd_copy_valid_tokens_from_per_split_to_rank_local": beyond_the_buffer,
+    "thd_read_half_tensor": first_rows_swapped,
+    "thd_read_second_half_lse": lambda helper, **rest: helper(**rest) + 1e-3,
+    "thd_second_half_lse_correction": nan_for_two_empties,
+    "thd_out_correction": low_precision,
+    "thd_grad_correction": adds_instead,
+    "pad_thd_sequences_for_cp": labels_as_ids,
+    "get_batch_on_this_cp_rank": whole_batch,
+    "get_cu_seqlens_on_cp_rank": other_half,
+    "pad_v": lambda helper, **rest: helper(**rest).contiguous().fill_(0),
+    "trim_out": lambda helper, **rest: helper(**rest)[..., :-1],
+}
+
+
+@pytest.mark.parametrize("name", HELPER_NAMES)
+def test_a_wrong_helper_is_seen(name: str) -> None:
+    result = run(spoiled_helper(name, HELPER_BUGS[name]), "helpers")
+    assert result.failures
+    assert {LEVEL_TIERS["helpers"].parse(f.text).name for f in result.failures} == {name}
+    assert {p.verdict for p in result.played} <= {"right", "wrong", "missing"}
+
+
+def test_a_touched_tail_is_seen() -> None:
+    name = "thd_out_correction"
+    assert run(spoiled_helper(name, tail_touched), "helpers").failures
+
+
+def test_a_call_without_an_answer_must_raise() -> None:
+    def anything(helper: Any, **arguments: Any) -> Any:
+        try:
+            return helper(**arguments)
+        except ValueError:
+            return arguments["x"]
+
+    result = run(spoiled_helper("thd_sequence_order_to_cp_rank_order", anything), "helpers-malformed", shrink=True)
+    (failure,) = result.failures
+    assert "should have raised a ValueError" in failure.findings[0]
+    task = Task("helpers", "helpers-malformed", failure.text)
+    assert play_task(Implementation(Lower()), task).verdict == "right"
+
+
+# ---- planted bugs: merge
+
+
+def base_two(parts: Any) -> Any:
+    out, lse = Lower().merge(parts)
+    return out, lse * 1.4427
+
+
+def without_shift(parts: Any) -> Any:
+    weights = torch.stack([lse.exp() for _, lse in parts])
+    total = weights.sum(0)
+    outs = torch.stack([out.to(weights.dtype) for out, _ in parts])
+    return (outs * (weights / total).transpose(1, 2)[..., None]).sum(0), total.log()
+
+
+def first_is_zero(parts: Any) -> Any:
+    return Lower().merge([(out.float() * 1.001 if n else out, lse) for n, (out, lse) in enumerate(parts)])
+
+
+def running_in_low_precision(parts: Any) -> Any:
+    out, lse = parts[0]
+    for part in parts[1:]:
+        out, lse = Lower().merge([(out, lse), part])
+        out = out.to(part[0].dtype)
+    return out, lse
+
+
+def in_place(parts: Any) -> Any:
+    out, lse = Lower().merge(parts)
+    parts[0][1].copy_(lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("merge", [base_two, without_shift, first_is_zero, running_in_low_precision, in_place])
+def test_a_wrong_merge_is_seen(merge: Any) -> None:
+    assert run(SimpleNamespace(merge=merge), "merge").failures
+
+
+# ---- planted bugs: one tile
+
+
+def with_sides(change: Callable[..., dict[str, Any]]) -> Any:
+    return lambda q, k, v, **options: Lower().tile(q, k, v, **(options | change(q, k, **options)))
+
+
+def minus_one_is_unbounded(q: Any, k: Any, **options: Any) -> dict[str, Any]:
+    return {side: None if options[side] == -1 else options[side] for side in ("left", "right")}
+
+
+def aligned_to_the_first_key(q: Any, k: Any, **options: Any) -> dict[str, Any]:
+    shift, (left, right) = len(k) - len(q), (options["left"], options["right"])
+    return {"left": None if left is None else left + shift, "right": None if right is None else right - shift}
+
+
+def one_more(q: Any, k: Any, **options: Any) -> dict[str, Any]:
+    return {"left": None if options["left"] is None else options["left"] + 1}
+
+
+def beyond_the_keys_is_unbounded(q: Any, k: Any, **options: Any) -> dict[str, Any]:
+    return {"right": None if (options["right"] or 0) >= len(k) else options["right"]}
+
+
+def lse_transposed(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    out, lse = Lower().tile(q, k, v, **options)
+    return out, lse.t().contiguous()
+
+
+def mean_for_empty_rows(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    out, lse = Lower().tile(q, k, v, **options)
+    empty = (lse == -torch.inf).t()[..., None]
+    return torch.where(empty, torch.ones_like(out), out), lse
+
+
+def lse_in_low_precision(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    out, lse = Lower().tile(q, k, v, **options)
+    return out, lse.to(torch.bfloat16).to(lse.dtype)
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        with_sides(minus_one_is_unbounded),
+        with_sides(aligned_to_the_first_key),
+        with_sides(one_more),
+        with_sides(beyond_the_keys_is_unbounded),
+        lse_transposed,
+        mean_for_empty_rows,
+        lse_in_low_precision,
+    ],
+    ids=["-1", "aligned", "one-more", "beyond", "transposed", "empty-rows", "low-lse"],
+)
+def test_a_wrong_tile_is_seen(tile: Any) -> None:
+    assert run(SimpleNamespace(tile=tile), "kernel").failures
+
+
+def test_a_wrong_gradient_is_seen() -> None:
+    def backward(*arguments: Any, **options: Any) -> Any:
+        dq, dk, dv = Lower().tile_backward(*arguments, **options)
+        return dq, dk * 1.02, dv
+
+    result = run(SimpleNamespace(tile=Lower().tile, tile_backward=backward), "kernel-backward")
+    assert any("dk" in finding for failure in result.failures for finding in failure.findings)
