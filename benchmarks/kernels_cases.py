@@ -143,7 +143,9 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def merge(tokens: int, heads: int, dim: int, halves: bool, target: Target) -> Case:
-    rows = tokens // 2 if halves else tokens
+    """`tokens` rows are merged; with `halves`, into the second halves of a buffer of twice as many."""
+    rows = tokens
+    tokens *= 2 if halves else 1
     moved = rows * heads * (dim * (4 + 4 + 2) + 3 * 4)
 
     def make(device: str) -> Work:
@@ -173,7 +175,7 @@ def merge(tokens: int, heads: int, dim: int, halves: bool, target: Target) -> Ca
         return Work(run, copy, select, check)
 
     kernel = "merge_halves_" if halves else "merge_"
-    return Case(kernel, f"{tokens} x {heads} x {dim}, bfloat16 into float32", moved, make, target)
+    return Case(kernel, f"{rows} x {heads} x {dim}, bfloat16 into float32", moved, make, target)
 
 
 def exchange(tokens: int, heads: int, dim: int, cp_size: int, to_front: bool, target: Target) -> Case:
