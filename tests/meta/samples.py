@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as collectives
 
 import cp_ref
 from cp_ref import thd
@@ -110,8 +109,27 @@ class OneRankRaises(OverProcesses):
         return cp_ref.attention(*tensors, cp=cp, **rest)
 
 
+class _Gathered(torch.autograd.Function):
+    """[b, s / n, h, d] of every rank -> [b, s, h, d]. (torch.distributed.nn's own is wrong for gradients that are not
+    contiguous, as the suite found.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group), dim=1)[dist.get_rank(ctx.group)], None
+
+
 class AllGather:
-    """What an engineer might bring: K and V gathered over the process group, bshd, causal or not, in 25 lines."""
+    """What an engineer might bring: K and V gathered over the process group, bshd, causal or not."""
 
     group_kind = "process"
     bug = False
@@ -127,7 +145,7 @@ class AllGather:
         if attn_mask_type not in ("causal", "no_mask") or any(rest[name] != plain.get(name) for name in rest):
             raise NotImplementedError(f"{attn_mask_type}, {rest}")
         group, rank = cp.group, dist.get_rank(cp.group)
-        k, v = (self._gather(x.transpose(0, 1), group).transpose(0, 1) for x in (k, v))
+        k, v = (_Gathered.apply(x, group) for x in (k, v))
         rows = torch.arange(q.shape[1]) + rank * q.shape[1]
         hidden = torch.arange(k.shape[1])[None] > rows[:, None] + (1 if self.bug else 0)
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
@@ -139,10 +157,6 @@ class AllGather:
         else:
             weights = scores.softmax(-1)
         return torch.einsum("bhnm,bmhd->bnhd", weights, v)
-
-    def _gather(self, x: torch.Tensor, group: Any) -> torch.Tensor:
-        """Along the first axis: the backward of torch's all_gather is wrong for gradients that are not contiguous."""
-        return torch.cat(collectives.all_gather(x.contiguous(), group=group), dim=0)
 
 
 class AllGatherWithABug(AllGather):

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.implementation import Implementation
 from conformance.levels import HELPER_NAMES, LEVEL_TIERS
 from conformance.player import Task, play_task
-from conformance.implementation import Implementation
 from conformance.session import Profile, TierResult, run_level_tier
 from cp_ref import thd
 from tests.meta.samples import Lower
@@ -56,22 +56,14 @@ def test_a_mistyped_text_is_refused(text: str) -> None:
         tier.parse(text)
 
 
-def test_what_is_not_offered_is_missing()
-
-
-
-
-
-
-
- - -> None:
-   
-   
-    some = SimpleNamespace(pad_v=thd.pad_v, trim_out=thd.trim_out) result = run(SimpleNamespace(thd=some),
-    "helpers") assert result.count("missing") == len(HELPER_NAMES) -
-    2 assert result.count("right") == 120
-    assert not result.failures forward =
-    SimpleNamespace(tile=Lower().tile) assert run(forward, "kernel").passed == 60
+def test_what_is_not_offered_is_missing() -> None:
+    some = SimpleNamespace(pad_v=thd.pad_v, trim_out=thd.trim_out)
+    result = run(SimpleNamespace(thd=some), "helpers")
+    assert result.count("missing") == len(HELPER_NAMES) - 2
+    assert result.count("right") == 120
+    assert not result.failures
+    forward = SimpleNamespace(tile=Lower().tile)
+    assert run(forward, "kernel").passed == 60
     without_autograd = SimpleNamespace(tile=lambda *a, **k: tuple(x.detach() for x in Lower().tile(*a, **k)))
     result = run(without_autograd, "kernel-backward")
     assert [p.verdict for p in result.played] == ["missing"]
