@@ -14,9 +14,9 @@ from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import handle_for
 from cp_fast.packing import Packing
+from cp_fast.planning.batch import position_spans, spread
 from cp_fast.planning.compile import compile_program
 from cp_fast.program import RankProgram
-from cp_fast.sharding import numbers
 from cp_ref.spec import (
     Problem,
     Schedule,
@@ -25,10 +25,8 @@ from cp_ref.spec import (
     agree,
     describe,
     make_schedule,
-    q_fragments,
     read_problem,
     signature_of,
-    spans_of,
     split_plan_arguments,
 )
 
@@ -71,10 +69,7 @@ class Plan:
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
         sbhd.
         """
-        fragments = q_fragments(self.problem, self.rank)
-        if self.problem.qkv_format != "thd":
-            fragments = tuple(f for f in fragments if f.seq == 0)
-        return numbers(spans_of(fragments), self.device)
+        return torch.from_numpy(spread(*position_spans(self.problem, self.rank))).to(self.device)
 
     def __str__(self) -> str:
         return f"{self.problem}\n{self.schedule}"

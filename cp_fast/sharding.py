@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from cp_fast.comm import all_to_all
 from cp_fast.context import ContextParallel
+from cp_fast.planning.batch import spread
 from cp_ref.spec import position_spans, slice_axis, slice_spans
 
 __all__ = ["numbers", "position_ids", "shard", "unshard"]
@@ -116,5 +117,5 @@ def numbers(spans: Iterable[tuple[int, int]], device: torch.device) -> torch.Ten
     >>> numbers([(0, 2), (6, 8)], torch.device("cpu")).tolist()
     [0, 1, 6, 7]
     """
-    parts = [np.arange(start, stop) for start, stop in spans]
-    return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *parts])).to(device)
+    edges = np.array(list(spans), dtype=np.int64).reshape(-1, 2)
+    return torch.from_numpy(spread(edges[:, 0], edges[:, 1] - edges[:, 0])).to(device)

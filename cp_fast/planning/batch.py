@@ -19,12 +19,32 @@ import numpy as np
 
 from cp_ref.spec import Problem
 
-__all__ = ["FAR", "Array", "Batch", "Edge", "Owned"]
+__all__ = ["FAR", "Array", "Batch", "Edge", "Owned", "position_spans", "spread"]
 
 Array = np.ndarray
 Edge = int | Array | None  # one side of the sequences' bands: the same for all, one each, or unbounded
 
 FAR = 2**30  # beyond every position (or 2**60, where positions need 64 bits)
+
+
+def spread(start: Array, count: Array) -> Array:
+    """The numbers of spans, one span behind the other.
+
+    >>> spread(np.array([4, 9]), np.array([2, 3])).tolist()
+    [4, 5, 9, 10, 11]
+    """
+    total, ends = int(count.sum()), np.cumsum(count, dtype=count.dtype)
+    return np.repeat(start - ends + count, count) + np.arange(total, dtype=start.dtype)
+
+
+def position_spans(problem: Problem, rank: int) -> tuple[Array, Array]:
+    """(first, number) of the positions of a rank's query slots, span by span in the order of its rows; those of one
+    sequence in bshd and sbhd, where all have the same.
+    """
+    spans = Batch(problem).spans("q", problem.cp_size, rank)
+    first, count = (np.stack(x, axis=1) for x in zip(*((a, b - a) for a, b, _ in spans), strict=True))
+    chosen = slice(None) if problem.qkv_format == "thd" else slice(1)
+    return first[chosen].ravel().astype(np.int64), count[chosen].ravel().astype(np.int64)
 
 
 class Owned(NamedTuple):

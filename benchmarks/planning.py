@@ -1,0 +1,192 @@
+"""How long a plan takes on the host, stage by stage, whatever the number of sequences.
+
+    python benchmarks/planning.py --out benchmarks/results/planning.csv
+
+A plan is made as `make_plan` makes it, for one rank of a group that is only pretended (every other rank says the same):
+
+    read      arguments to a checked problem, from cu_seqlens tensors on the host
+    agree     the fingerprint that the ranks compare; without the network
+    compile   all steps of one rank: messages, tiles, launches
+    upload    tables to the device; with --device cpu the row numbers are spread out on the host, which else a GPU does
+
+Sequences are packed (thd), causal, of random lengths around --mean tokens, padded to a multiple of 2 * cp_size; with
+`lengths full` they need no padding. The medians of several plans are reported: wall time and, where other work shares
+the processor, the time that this thread had it (`cpu_ms`), which is nearer to what an idle machine takes.
+"""
+
+from __future__ import annotations
+
+import csv
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from cp_fast.features import required
+from cp_fast.packing import Packing
+from cp_fast.planning.compile import draft_program, upload_program
+from cp_ref.spec import Parcel, Pending, Problem, Sizes, agree, read_problem
+
+SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+STAGES = ("read", "agree", "compile", "upload")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: times in milliseconds."""
+
+    sequences: int
+    cp_size: int
+    cp_comm_type: str
+    window: int  # -1 for none
+    lengths: str  # "full", "padded"
+    read_ms: float
+    agree_ms: float
+    compile_ms: float
+    upload_ms: float
+    total_ms: float
+    cpu_ms: float
+    launches: int  # of the forward pass
+    device: str
+    processor: str
+    load: float  # of the machine, one minute's average, while this was measured
+
+
+class _Echo:
+    """A rank of a group whose other ranks say what this one says."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
+        raise AssertionError("planning sends nothing")
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="A CSV file for the table.")] = None,
+    sequences: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,100,1000,10000",
+    cp_sizes: Annotated[str, typer.Option(help="Group sizes.")] = "8,64",
+    schedules: Annotated[str, typer.Option(help="Schedules.")] = ",".join(SCHEDULES),
+    windows: Annotated[str, typer.Option(help="Left windows; -1 for none.")] = "-1,4096",
+    mean: Annotated[int, typer.Option(help="Tokens of a sequence, on average.")] = 1024,
+    rounds: Annotated[int, typer.Option(help="Plans per line.")] = 9,
+    device: Annotated[str, typer.Option(help="Where the tables go.")] = "cpu",
+) -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for count in _numbers(sequences):
+        for cp_size in _numbers(cp_sizes):
+            for comm in schedules.split(","):
+                for window in _numbers(windows):
+                    for lengths in ("full", "padded"):
+                        rows.append(_measure(count, cp_size, comm, window, lengths, mean, rounds, torch.device(device)))
+                        print(_line(rows[-1]), flush=True)
+    if out is not None:
+        with out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+
+
+def _measure(
+    count: int, cp_size: int, comm: str, window: int, lengths: str, mean: int, rounds: int, device: torch.device
+) -> Row:
+    read = _reader(count, cp_size, comm, window, lengths, mean)
+    rank = cp_size // 3
+    group = _Echo(rank, cp_size)
+    times: list[dict[str, float]] = []
+    launches = 0
+    for _ in range(rounds + 1):
+        began, marks = time.thread_time(), [time.perf_counter()]
+        problem = read()
+        required(problem, device.type)
+        marks.append(time.perf_counter())
+        agree(group, problem, None)
+        marks.append(time.perf_counter())
+        draft = draft_program(Packing(problem).packed_problem, rank)
+        marks.append(time.perf_counter())
+        program = upload_program(draft, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+        spent = {stage: 1e3 * (b - a) for stage, a, b in zip(STAGES, marks, marks[1:], strict=False)}
+        times.append({**spent, "total": 1e3 * (marks[-1] - marks[0]), "cpu": 1e3 * (time.thread_time() - began)})
+        launches = sum(len(step.launches) for step in program.forward)
+    medians = {f"{name}_ms": round(statistics.median(t[name] for t in times[1:]), 3) for name in times[0]}
+    return Row(
+        count, cp_size, comm, window, lengths, **medians, launches=launches,
+        device=str(device), processor=_processor(), load=round(_load(), 1),
+    )  # fmt: skip
+
+
+def _reader(count: int, cp_size: int, comm: str, window: int, lengths: str, mean: int) -> Callable[[], Problem]:
+    """The call of `read_problem` that `make_plan` would make."""
+    random, unit = np.random.default_rng(count), 2 * cp_size
+    real = random.integers(1, 2 * mean, count)
+    slots = -(-real // unit) * unit
+    if lengths == "full":
+        real = slots
+    cu, cu_padded = (torch.from_numpy(np.concatenate([[0], np.cumsum(x)]).astype(np.int32)) for x in (real, slots))
+    sizes = Sizes(64, 8, 128, 128, "bfloat16")
+    a2a_size = {"a2a": cp_size, "a2a+p2p": min(8, cp_size // 2)}.get(comm, 1)
+    arguments: dict[str, Any] = {
+        "cp_size": cp_size,
+        "cp_comm_type": comm,
+        "layout": "dual_chunk",
+        "qkv_format": "thd",
+        "attn_mask_type": "padding_causal",
+        "window_size": (window, -1),
+        "cu_seqlens_q": cu,
+        "cu_seqlens_kv": None,
+        "cu_seqlens_q_padded": cu_padded if lengths == "padded" else None,
+        "cu_seqlens_kv_padded": None,
+        "softmax_scale": None,
+        "softcap": 0.0,
+        "softmax_type": "vanilla",
+        "sizes": sizes,
+        "a2a_size": a2a_size,
+    }
+    return lambda: read_problem(**arguments)
+
+
+def _line(row: Row) -> str:
+    stages = "  ".join(f"{stage} {getattr(row, f'{stage}_ms'):6.2f}" for stage in STAGES)
+    return (
+        f"{row.sequences:6} sequences  cp {row.cp_size:2}  {row.cp_comm_type:10}  window {row.window:5}  "
+        f"{row.lengths:6}  {stages}  total {row.total_ms:7.2f} ms  cpu {row.cpu_ms:7.2f} ms  launches {row.launches}"
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _processor() -> str:
+    """The processor's model, as Linux names it."""
+    info = Path("/proc/cpuinfo")
+    names = (
+        [x.split(":", 1)[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    return names[0] if names else platform.processor()
+
+
+def _load() -> float:
+    load = Path("/proc/loadavg")
+    return float(load.read_text().split()[0]) if load.exists() else float("nan")
+
+
+if __name__ == "__main__":
+    typer.run(main)
