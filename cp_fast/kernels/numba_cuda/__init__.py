@@ -2,7 +2,8 @@
 
     kernels     the interface: addresses, strides, grids         launch      on PyTorch's current stream
     movers      rows of bytes          moves     their tables    maps        which row goes where
-    values      sums and merges        sums      their tables    lengths     indices, lengths, LSEs
+    values      sums                   sums      their tables    lengths     indices, lengths, LSEs
+    weigh       merges
     memory      memory by address: `memory_gpu`, or `memory_sim` in Numba's simulator (NUMBA_ENABLE_CUDASIM=1)
 
 A call costs some tens of microseconds on the host, more than native code; the GPU's time is nearly the same. The first

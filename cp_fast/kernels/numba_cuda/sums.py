@@ -1,4 +1,4 @@
-"""From tensors to what `values` takes."""
+"""From tensors to what `values` and `weigh` take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from cp_fast.kernels.numba_cuda.launch import launch
 from cp_fast.kernels.numba_cuda.movers import FIELDS, THREADS
 from cp_fast.kernels.numba_cuda.moves import fold
-from cp_fast.kernels.numba_cuda.values import PIECES, add_heads_kernel, pairs_kernel, weigh_kernel
+from cp_fast.kernels.numba_cuda.values import add_heads_kernel, pairs_kernel
+from cp_fast.kernels.numba_cuda.weigh import PIECES, weigh_kernel
 
 __all__ = ["add_heads_", "pairs_", "weigh_"]
 
@@ -98,7 +99,7 @@ def weigh_(
     count: int,
     plan: tuple[int, ...],
 ) -> None:
-    """`values.weigh_kernel`; out and step [t, h, d], or None for LSEs alone."""
+    """`weigh.weigh_kernel`; out and step [t, h, d], or None for LSEs alone."""
     heads = lse.shape[-2]
     if not count or not heads or not lse.numel():
         return
