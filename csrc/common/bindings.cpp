@@ -1,5 +1,6 @@
 // The operators as PyTorch sees them: torch.ops.cp_attention_native_cpu and torch.ops.cp_attention_native_cuda, one for
-// each method of `Kernels` (cp_fast/kernels/base.py). Rows are (index, first, count): an index, or a span where it is None.
+// each method of `Kernels` (cp_fast/kernels/base.py). Rows are (index, first, count): an index, or a span where it is
+// None.
 #include <torch/csrc/stable/library.h>
 
 #include "op_merges.h"
@@ -13,8 +14,9 @@
 
 CP_LIBRARY(CP_NAME, m) {
   m.def("partition_indices(Tensor lengths, int total_tokens, int cp_size, int cp_rank) -> Tensor");
-  m.def("rank_lengths(Tensor real_lengths, Tensor lengths, int cp_size, int cp_rank, bool first_half, bool second_half) "
-        "-> Tensor");
+  m.def(
+      "rank_lengths(Tensor real_lengths, Tensor lengths, int cp_size, int cp_rank, bool first_half, bool second_half) "
+      "-> Tensor");
   m.def("partition(Tensor[] xs, Tensor lengths, int cp_size, int cp_rank) -> Tensor[]");
   m.def("reorder(Tensor[] xs, Tensor lengths, int cp_size, bool to_rank_order) -> Tensor[]");
   m.def("read_half(Tensor[] xs, Tensor lengths, int half) -> Tensor[]");
@@ -26,12 +28,15 @@ CP_LIBRARY(CP_NAME, m) {
   m.def("heads_to_front(Tensor x, " ROWS ", int[] first_heads, int heads) -> Tensor");
   m.def("heads_to_back_(Tensor(a!) out, Tensor x, " ROWS ", int[] first_heads, bool add) -> ()");
   m.def("merge_(Tensor(a!) out, Tensor(b!) lse, Tensor out_step, Tensor lse_step, " ROWS ") -> ()");
-  m.def("merge_halves_(Tensor(a!) out, Tensor(b!) lse, Tensor out_step, Tensor lse_step, Tensor lengths, bool lse_packed) "
-        "-> ()");
+  m.def(
+      "merge_halves_(Tensor(a!) out, Tensor(b!) lse, Tensor out_step, Tensor lse_step, Tensor lengths, bool "
+      "lse_packed) "
+      "-> ()");
   m.def("add_rows_(Tensor(a!)[] outs, Tensor[] xs, " ROWS ") -> ()");
   m.def("lse_correction_(Tensor(a!) lse, Tensor lse_step, Tensor lengths, bool lse_packed) -> ()");
-  m.def("out_correction_(Tensor(a!) out, Tensor out_step, Tensor lse, Tensor lse_step, Tensor lengths, "
-        "bool only_second_half, bool lse_packed) -> ()");
+  m.def(
+      "out_correction_(Tensor(a!) out, Tensor out_step, Tensor lse, Tensor lse_step, Tensor lengths, "
+      "bool only_second_half, bool lse_packed) -> ()");
   m.def("grad_correction_(Tensor(a!) grad, Tensor grad_step, Tensor lengths, int first_half, int second_half) -> ()");
 }
 

@@ -1,8 +1,8 @@
 // The kernels, one function each, the same list for every device: csrc/cpu defines them in namespace cp::cpu, csrc/cuda
 // in cp::cuda, and the binding calls those of the device it is compiled for (-DCP_DEVICE=cpu or cuda).
 //
-// What each computes is written at the method of the same name in cp_fast/kernels/base.py; here is only how it comes in.
-// Nothing here allocates, waits, or uses another stream. Sizes may all be 0: then a function does nothing.
+// What each computes is written at the method of the same name in cp_fast/kernels/base.py; here is only how it comes
+// in. Nothing here allocates, waits, or uses another stream. Sizes may all be 0: then a function does nothing.
 #pragma once
 
 #include "types.h"
@@ -51,10 +51,10 @@ void copy_valid(const Move* moves, int64_t count, Lengths lengths, Lengths real,
 // the same for two different dtypes
 void convert_valid(const Pair* pairs, int64_t count, Lengths lengths, Lengths real, int64_t tokens, Stream);
 
-// out [padded_tokens] contiguous, x [tokens] with a stride in elements, both of `item` bytes (1, 2, 4 or 8); `fill` is cut
-// to its lowest `item` bytes
-void pad_sequences(void* out, const void* x, int64_t item, int64_t stride, int64_t tokens, Lengths real, Lengths lengths,
-                   int64_t padded_tokens, int64_t fill, Stream);
+// out [padded_tokens] contiguous, x [tokens] with a stride in elements, both of `item` bytes (1, 2, 4 or 8); `fill` is
+// cut to its lowest `item` bytes
+void pad_sequences(void* out, const void* x, int64_t item, int64_t stride, int64_t tokens, Lengths real,
+                   Lengths lengths, int64_t padded_tokens, int64_t fill, Stream);
 
 // parts[i][j] = whole[rows[j]], heads first_heads[i] to first_heads[i] + heads - 1
 void heads_to_front(HeadMove move, RowSet rows, Stream);
@@ -62,8 +62,8 @@ void heads_to_front(HeadMove move, RowSet rows, Stream);
 // the inverse
 void heads_to_back(HeadMove move, RowSet rows, Stream);
 
-// out [t, h, d] (f32 or f64); parts[i], i < count, are [n, heads, d] at parts.data + i * part_stride elements. For every
-// head, out + x[i] + x[i'] + ... in order of i, in `wide`, rounded once.
+// out [t, h, d] (f32 or f64); parts[i], i < count, are [n, heads, d] at parts.data + i * part_stride elements. For
+// every head, out + x[i] + x[i'] + ... in order of i, in `wide`, rounded once.
 void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowSet rows,
                Stream);
 

@@ -9,28 +9,33 @@ namespace cp {
 
 constexpr size_t most_blocks = 64;
 
-// A tensor's rows on two sides, `a` and `b`: the same axes with other strides, in elements. One block for every index of
-// the axes in front that could not be folded.
+// A tensor's rows on two sides, `a` and `b`: the same axes with other strides, in elements. One block for every index
+// of the axes in front that could not be folded.
 struct Folded {
   int64_t heads = 1, head_a = 0, head_b = 0;
-  int64_t dim = 1;  // contiguous on both sides
+  int64_t dim = 1;                                  // contiguous on both sides
   std::vector<std::pair<int64_t, int64_t>> blocks;  // offsets on both sides
 };
 
 // Fold all axes but `token_axis`. Empty tensors have no blocks.
 inline Folded fold(const Operand& a, const Operand& b, int64_t token_axis) {
-  struct Axis { int64_t size, a, b; };
+  struct Axis {
+    int64_t size, a, b;
+  };
   std::vector<Axis> axes;  // the inner ones first
   Folded made;
   if (a.empty() || b.empty()) return made;
   for (int64_t i = a.ndim() - 1; i >= 0; --i) {
     if (i == token_axis || a.sizes[i] == 1) continue;
     Axis next{a.sizes[i], a.strides[i], b.strides[i]};
-    if (axes.empty() && made.dim == 1 && next.a == 1 && next.b == 1) made.dim = next.size;
-    else if (axes.empty() && made.dim > 1 && next.a == made.dim && next.b == made.dim) made.dim *= next.size;
+    if (axes.empty() && made.dim == 1 && next.a == 1 && next.b == 1)
+      made.dim = next.size;
+    else if (axes.empty() && made.dim > 1 && next.a == made.dim && next.b == made.dim)
+      made.dim *= next.size;
     else if (!axes.empty() && next.a == axes.back().size * axes.back().a && next.b == axes.back().size * axes.back().b)
       axes.back().size *= next.size;
-    else axes.push_back(next);
+    else
+      axes.push_back(next);
   }
   if (!axes.empty()) {
     made.heads = axes[0].size;
@@ -96,7 +101,13 @@ inline Lse log_sum_exp(const Operand& x, bool packed) {
   if (x.ndim() != (packed ? 2 : 3)) x.refuse(packed ? "[h, t]" : "[b, h, s]");
   Dtype dtype = x.accumulator();
   size_t head = packed ? 0 : 1;
-  return Lse{x.data, dtype, packed, x.sizes[head], x.sizes[head + 1], packed ? 0 : x.strides[0], x.strides[head],
+  return Lse{x.data,
+             dtype,
+             packed,
+             x.sizes[head],
+             x.sizes[head + 1],
+             packed ? 0 : x.strides[0],
+             x.strides[head],
              x.strides[head + 1]};
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "folding.h"
+#include "maps.h"
 
 namespace cp {
 
@@ -30,7 +31,7 @@ inline void check_values(const Operand& x, const Lengths& l, const LengthsRule& 
     if (size < 0)
       value_error(x.name + "[" + std::to_string(s + 1) + "] is " + std::to_string(next) + " after " +
                   std::to_string(last) + "; cumulative lengths must not decrease");
-    if (rule.divisor > 1 && size % rule.divisor)
+    if (rule.divisor > 1 && quotient(size, rule.divisor) * rule.divisor != size)
       value_error(x.name + " gives sequence " + std::to_string(s) + " the length " + std::to_string(size) +
                   "; it must be a multiple of " + std::to_string(rule.divisor));
     last = next;
@@ -75,8 +76,8 @@ inline RowSet row_set(Call& call, const std::optional<Tensor>& index, int64_t fi
   if (CP_DEVICE::on_cpu)
     for (int64_t i = 0; i < made.count; ++i)
       if (made[i] < 0 || made[i] >= bound)
-        value_error("rows[" + std::to_string(i) + "] is " + std::to_string(made[i]) + "; it must be a row of a tensor of " +
-                    std::to_string(bound));
+        value_error("rows[" + std::to_string(i) + "] is " + std::to_string(made[i]) +
+                    "; it must be a row of a tensor of " + std::to_string(bound));
   if (made.count == 0) made.index = nullptr;
   return made;
 }

@@ -26,7 +26,9 @@ CP_HD float log_of_one_and(float x) {
 }
 
 template <typename T>
-CP_HD bool is_empty(T lse) { return lse == -static_cast<T>(INFINITY); }
+CP_HD bool is_empty(T lse) {
+  return lse == -static_cast<T>(INFINITY);
+}
 
 // new = log(exp(lse) + exp(step)) and the shares exp(lse - new), exp(step - new), with one exp and one log1p.
 template <typename T>

@@ -3,11 +3,11 @@
 // A map is two pure steps around one search, so that threads can share the search:
 //
 //     place = locate(lengths, map.key(i), map.tokens)     the sequence that holds row i of the destination
-//     run   = map.run(i, place)                           its source row, and how many rows go on from there on both sides
+//     run   = map.run(i, place)                           its source row, and how many rows go on from there
 //
-// The tail behind the last sequence is one more sequence, number `sequences`. Maps trust that lengths do not decrease and
-// that they divide. On a GPU nobody has looked: compare `run.row` with the tensor's rows before it is used. Searches stay
-// inside `lengths` whatever it holds.
+// The tail behind the last sequence is one more sequence, number `sequences`. Maps trust that lengths do not decrease
+// and that they divide. On a GPU nobody has looked: compare `run.row` with the tensor's rows before it is used.
+// Searches stay inside `lengths` whatever it holds.
 #pragma once
 
 #include "types.h"
@@ -26,12 +26,23 @@ struct Run {
   int64_t count;  // rows that go on from there, this one included; at least 1
 };
 
+// a / b, neither negative. CPUs divide 32 bits several times as fast as 64.
+CP_HD int64_t quotient(int64_t a, int64_t b) {
+#if !defined(__CUDA_ARCH__)
+  if ((static_cast<uint64_t>(a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+#endif
+  return a / b;
+}
+
 // The last s with lengths[s] <= row: never an empty sequence. -1 for a row in front of the first one.
 CP_HD int64_t find(const Lengths& lengths, int64_t row) {
   int64_t low = 0, high = lengths.sequences + 1;
   while (low < high) {
     int64_t middle = (low + high) / 2;
-    if (lengths[middle] <= row) low = middle + 1; else high = middle;
+    if (lengths[middle] <= row)
+      low = middle + 1;
+    else
+      high = middle;
   }
   return low - 1;
 }
@@ -66,12 +77,12 @@ struct PartitionMap {
   CP_HD int64_t key(int64_t i) const { return i * cp_size; }
 
   CP_HD Run run(int64_t i, const Place& in) const {
-    int64_t offset = i - in.start / cp_size;
+    int64_t offset = i - quotient(in.start, cp_size);
     if (in.tail) {
-      int64_t part = (in.stop - in.start) / cp_size;
+      int64_t part = quotient(in.stop - in.start, cp_size);
       return {in.start + cp_rank * part + offset, part - offset};
     }
-    int64_t chunk = (in.stop - in.start) / (2 * cp_size);
+    int64_t chunk = quotient(in.stop - in.start, 2 * cp_size);
     if (offset < chunk) return {in.start + cp_rank * chunk + offset, chunk - offset};
     return {in.start + (2 * cp_size - 1 - cp_rank) * chunk + (offset - chunk), 2 * chunk - offset};
   }
@@ -83,11 +94,12 @@ struct ToRankOrderMap {
   int64_t cp_size;
 
   CP_HD int64_t rows() const { return tokens; }
-  CP_HD int64_t slice() const { return tokens / cp_size; }
-  CP_HD int64_t key(int64_t i) const { return i % slice() * cp_size; }
+  CP_HD int64_t slice() const { return quotient(tokens, cp_size); }
+  CP_HD int64_t key(int64_t i) const { return (i - quotient(i, slice()) * slice()) * cp_size; }
 
   CP_HD Run run(int64_t i, const Place& in) const {
-    return PartitionMap{tokens, cp_size, i / slice()}.run(i % slice(), in);
+    int64_t rank = quotient(i, slice());
+    return PartitionMap{tokens, cp_size, rank}.run(i - rank * slice(), in);
   }
 };
 
@@ -100,12 +112,13 @@ struct ToSequenceOrderMap {
   CP_HD int64_t key(int64_t i) const { return i; }
 
   CP_HD Run run(int64_t i, const Place& in) const {
-    int64_t offset = i - in.start, slice = tokens / cp_size, own = in.start / cp_size;
+    int64_t offset = i - in.start, slice = quotient(tokens, cp_size), own = quotient(in.start, cp_size);
     if (in.tail) {
-      int64_t part = (in.stop - in.start) / cp_size, rank = offset / part, rest = offset - rank * part;
+      int64_t part = quotient(in.stop - in.start, cp_size), rank = quotient(offset, part), rest = offset - rank * part;
       return {rank * slice + own + rest, part - rest};
     }
-    int64_t chunk = (in.stop - in.start) / (2 * cp_size), number = offset / chunk, rest = offset - number * chunk;
+    int64_t chunk = quotient(in.stop - in.start, 2 * cp_size);
+    int64_t number = quotient(offset, chunk), rest = offset - number * chunk;
     int64_t late = number < cp_size ? 0 : 1, rank = late ? 2 * cp_size - 1 - number : number;
     return {rank * slice + own + late * chunk + rest, chunk - rest};
   }

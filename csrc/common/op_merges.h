@@ -9,10 +9,13 @@ inline void check_shape(const Operand& x, const Sizes& rule) {
   if (x.sizes != rule) x.refuse(text(rule));
 }
 
-// An LSE of a buffer of `rows` rows: [h, rows] if packed, else [b, h, s] with s at least the longest sequence / divisor.
-inline Lse checked_lse(const Operand& x, bool packed, int64_t heads, int64_t rows, const Lengths& l, int64_t divisor = 1) {
+// An LSE of a buffer of `rows` rows: [h, rows] if packed, else [b, h, s] with s at least the longest sequence /
+// divisor.
+inline Lse checked_lse(const Operand& x, bool packed, int64_t heads, int64_t rows, const Lengths& l,
+                       int64_t divisor = 1) {
   Lse made = log_sum_exp(x, packed);
-  if (packed) check_shape(x, {heads, rows});
+  if (packed)
+    check_shape(x, {heads, rows});
   else if (x.sizes[0] != l.sequences || x.sizes[1] != heads)
     x.refuse("[b, h, s] with b = " + std::to_string(l.sequences) + " and h = " + std::to_string(heads));
   if (!packed && CP_DEVICE::on_cpu)
@@ -75,7 +78,8 @@ inline void add_rows_(Tensors outs, Tensors xs, std::optional<Tensor> index, int
   Call call;
   auto targets = call.operands("outs", outs, true), given = call.operands("xs", xs);
   if (targets.size() != given.size())
-    value_error(std::to_string(targets.size()) + " outs and " + std::to_string(given.size()) + " xs; they must be pairs");
+    value_error(std::to_string(targets.size()) + " outs and " + std::to_string(given.size()) +
+                " xs; they must be pairs");
   RowSet rows = row_set(call, index, first, count, common_tokens(targets));
   std::vector<Pair> pairs;
   for (size_t i = 0; i < given.size(); ++i) {
@@ -110,7 +114,8 @@ inline void out_correction_(Tensor out, Tensor out_step, Tensor lse, Tensor lse_
 }
 
 inline Action action(const char* name, int64_t number) {
-  if (number < 0 || number > 2) value_error(std::string(name) + " is " + std::to_string(number) + "; it must be 0, 1 or 2");
+  if (number < 0 || number > 2)
+    value_error(std::string(name) + " is " + std::to_string(number) + "; it must be 0, 1 or 2");
   return static_cast<Action>(number);
 }
 
@@ -119,7 +124,8 @@ inline void grad_correction_(Tensor grad, Tensor grad_step, Tensor lengths_, int
   Operand to = call.written("grad", grad), from = call.operand("grad_step", grad_step);
   Action first = action("first_half", first_half), second = action("second_half", second_half);
   int64_t axis = to.ndim() == 4 ? 1 : 0;
-  if (to.ndim() < 1 || to.ndim() > 4 || (axis == 1 && to.sizes[0] != 2)) to.refuse("[t], [t, d], [t, h, d] or [2, t, h, d]");
+  if (to.ndim() < 1 || to.ndim() > 4 || (axis == 1 && to.sizes[0] != 2))
+    to.refuse("[t], [t, d], [t, h, d] or [2, t, h, d]");
   if (from.ndim() != to.ndim()) value_error(from.shape() + ", " + to.shape() + "; they must have as many axes");
   int64_t tokens = to.sizes[axis], idle = (first == Action::none) + (second == Action::none);
   Lengths l = checked_lengths(call.operand("lengths", lengths_), {tokens, 2});
@@ -128,7 +134,9 @@ inline void grad_correction_(Tensor grad, Tensor grad_step, Tensor lengths_, int
     from.refuse("of " + std::to_string(idle == 1 ? tokens / 2 : tokens) + " tokens on axis " + std::to_string(axis));
   std::vector<Pair> pairs;
   add_pairs(pairs, to, from, axis);
-  if (idle < 2) device::grad_correction(pairs.data(), static_cast<int64_t>(pairs.size()), l, first, second, idle == 1, call.stream());
+  if (idle < 2)
+    device::grad_correction(pairs.data(), static_cast<int64_t>(pairs.size()), l, first, second, idle == 1,
+                            call.stream());
 }
 
 }  // namespace cp

@@ -105,7 +105,8 @@ inline void put_rows_(Tensors outs, Tensors xs, std::optional<Tensor> index, int
   Call call;
   auto targets = call.operands("outs", outs, true), given = call.operands("xs", xs);
   if (targets.size() != given.size())
-    value_error(std::to_string(targets.size()) + " outs and " + std::to_string(given.size()) + " xs; they must be pairs");
+    value_error(std::to_string(targets.size()) + " outs and " + std::to_string(given.size()) +
+                " xs; they must be pairs");
   RowSet rows = row_set(call, index, first, count, common_tokens(targets));
   std::vector<Move> moves;
   for (size_t i = 0; i < given.size(); ++i) {
@@ -119,7 +120,8 @@ inline void copy_valid_(Tensor out, Tensor inp, Tensor lengths_, Tensor real_len
   Call call;
   Operand to = call.written("out", out), from = call.operand("inp", inp);
   Operand padded = call.operand("lengths", lengths_), real = call.operand("real_lengths", real_lengths);
-  if (to.ndim() < 1 || to.sizes != from.sizes) value_error(to.shape() + ", " + from.shape() + "; both must be [t, ...]");
+  if (to.ndim() < 1 || to.sizes != from.sizes)
+    value_error(to.shape() + ", " + from.shape() + "; both must be [t, ...]");
   int64_t tokens = to.sizes[0];
   LengthsRule rule{tokens};
   rule.from_zero = false;
@@ -164,10 +166,17 @@ inline HeadMove head_move(const Operand& whole, const Operand& parts, const Ints
     if (first < 0 || first > whole.sizes[1] - heads)
       value_error("first_heads are " + text(first_heads) + "; each plus " + std::to_string(heads) +
                   " heads must be at most the " + std::to_string(whole.sizes[1]) + " heads of " + whole.name);
-  return HeadMove{whole.data, whole.strides[0] * whole.item, whole.strides[1] * whole.item, parts.data,
-                  parts.strides[0] * parts.item, parts.strides[1] * parts.item, parts.strides[2] * parts.item,
-                  dim * whole.item, heads,
-                  static_cast<int64_t>(first_heads.size()), first_heads.data()};
+  return HeadMove{whole.data,
+                  whole.strides[0] * whole.item,
+                  whole.strides[1] * whole.item,
+                  parts.data,
+                  parts.strides[0] * parts.item,
+                  parts.strides[1] * parts.item,
+                  parts.strides[2] * parts.item,
+                  dim * whole.item,
+                  heads,
+                  static_cast<int64_t>(first_heads.size()),
+                  first_heads.data()};
 }
 
 inline Tensor heads_to_front(Tensor x_, std::optional<Tensor> index, int64_t first, int64_t count, Ints first_heads,
@@ -193,7 +202,8 @@ inline void heads_to_back_(Tensor out_, Tensor x_, std::optional<Tensor> index, 
   RowSet rows = row_set(call, index, first, count, out.sizes[0]);
   Sizes rule{static_cast<int64_t>(first_heads.size()), rows.count, x.ndim() > 2 ? x.sizes[2] : 0};
   rule.insert(rule.end(), out.sizes.begin() + 2, out.sizes.end());
-  if (x.sizes != rule) value_error(x.shape() + "; with " + out.shape() + " it must be " + text(rule) + ", [p, n, heads, ...]");
+  if (x.sizes != rule)
+    value_error(x.shape() + "; with " + out.shape() + " it must be " + text(rule) + ", [p, n, heads, ...]");
   if (add) {
     out.accumulator();
     x.floating();

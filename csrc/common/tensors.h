@@ -18,8 +18,12 @@ namespace cp {
 using torch::stable::Tensor;
 using Sizes = std::vector<int64_t>;
 
-namespace cpu { constexpr bool on_cpu = true; }
-namespace cuda { constexpr bool on_cpu = false; }
+namespace cpu {
+constexpr bool on_cpu = true;
+}
+namespace cuda {
+constexpr bool on_cpu = false;
+}
 
 inline std::string text(const Sizes& sizes) {
   std::string out = "[";
@@ -47,7 +51,8 @@ struct Operand {
 
   int64_t ndim() const { return static_cast<int64_t>(sizes.size()); }
   bool empty() const {
-    for (int64_t n : sizes) if (n == 0) return true;
+    for (int64_t n : sizes)
+      if (n == 0) return true;
     return false;
   }
   std::string shape() const { return name + " has shape " + text(sizes); }
@@ -64,8 +69,7 @@ struct Operand {
 
   Dtype accumulator() const {
     Dtype found = floating();
-    if (found != Dtype::f32 && found != Dtype::f64)
-      type_error(shape() + " in 16 bits; it must be float32 or float64");
+    if (found != Dtype::f32 && found != Dtype::f64) type_error(shape() + " in 16 bits; it must be float32 or float64");
     return found;
   }
 
@@ -96,7 +100,8 @@ class Call {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
     Operand made(std::move(name), x);
     if (type != (CP_DEVICE::on_cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda()))
-      value_error(made.shape() + " on another kind of device; it must be on " + (CP_DEVICE::on_cpu ? "a CPU" : "a GPU"));
+      value_error(made.shape() + " on another kind of device; it must be on " +
+                  (CP_DEVICE::on_cpu ? "a CPU" : "a GPU"));
     if (!CP_DEVICE::on_cpu) {
       if (device_ < 0) {
         device_ = index;

@@ -50,36 +50,79 @@ struct Brain {
 };
 
 // T is a type of elements, W float or double; 16 bits are reached by way of float, as PyTorch does.
-template <typename W> inline W load(const float& x) { return W(x); }
-template <typename W> inline W load(const double& x) { return W(x); }
-template <typename W> inline W load(const Half& x) { return W(x.get()); }
-template <typename W> inline W load(const Brain& x) { return W(x.get()); }
-template <typename W> inline void store(float& x, W value) { x = float(value); }
-template <typename W> inline void store(double& x, W value) { x = double(value); }
-template <typename W> inline void store(Half& x, W value) { x.set(float(value)); }
-template <typename W> inline void store(Brain& x, W value) { x.set(float(value)); }
+template <typename W>
+inline W load(const float& x) {
+  return W(x);
+}
+template <typename W>
+inline W load(const double& x) {
+  return W(x);
+}
+template <typename W>
+inline W load(const Half& x) {
+  return W(x.get());
+}
+template <typename W>
+inline W load(const Brain& x) {
+  return W(x.get());
+}
+template <typename W>
+inline void store(float& x, W value) {
+  x = float(value);
+}
+template <typename W>
+inline void store(double& x, W value) {
+  x = double(value);
+}
+template <typename W>
+inline void store(Half& x, W value) {
+  x.set(float(value));
+}
+template <typename W>
+inline void store(Brain& x, W value) {
+  x.set(float(value));
+}
 
-template <typename A, typename B> struct WideOf { using type = float; };
-template <typename A> struct WideOf<A, double> { using type = double; };
-template <typename B> struct WideOf<double, B> { using type = double; };
-template <> struct WideOf<double, double> { using type = double; };
-template <typename A, typename B> using Wide = typename WideOf<A, B>::type;
+template <typename A, typename B>
+struct WideOf {
+  using type = float;
+};
+template <typename A>
+struct WideOf<A, double> {
+  using type = double;
+};
+template <typename B>
+struct WideOf<double, B> {
+  using type = double;
+};
+template <>
+struct WideOf<double, double> {
+  using type = double;
+};
+template <typename A, typename B>
+using Wide = typename WideOf<A, B>::type;
 
 // Call f(a null pointer of the element type).
 template <typename F>
 void visit(Dtype dtype, F f) {
   switch (dtype) {
-    case Dtype::f16: return f(static_cast<Half*>(nullptr));
-    case Dtype::bf16: return f(static_cast<Brain*>(nullptr));
-    case Dtype::f32: return f(static_cast<float*>(nullptr));
-    case Dtype::f64: return f(static_cast<double*>(nullptr));
+    case Dtype::f16:
+      return f(static_cast<Half*>(nullptr));
+    case Dtype::bf16:
+      return f(static_cast<Brain*>(nullptr));
+    case Dtype::f32:
+      return f(static_cast<float*>(nullptr));
+    case Dtype::f64:
+      return f(static_cast<double*>(nullptr));
   }
 }
 
 template <typename F>
 void visit_accumulator(Dtype dtype, F f) {
-  if (dtype == Dtype::f64) f(static_cast<double*>(nullptr));
-  else f(static_cast<float*>(nullptr));
+  if (dtype == Dtype::f64)
+    f(static_cast<double*>(nullptr));
+  else
+    f(static_cast<float*>(nullptr));
 }
 
 // Element access to an LSE of either dtype.
@@ -91,11 +134,14 @@ struct LseRows {
     return sequence * lse.sequence_stride + head * lse.head_stride + row * lse.row_stride;
   }
   W get(int64_t i) const {
-    return lse.dtype == Dtype::f64 ? W(static_cast<const double*>(lse.data)[i]) : W(static_cast<const float*>(lse.data)[i]);
+    return lse.dtype == Dtype::f64 ? W(static_cast<const double*>(lse.data)[i])
+                                   : W(static_cast<const float*>(lse.data)[i]);
   }
   void set(int64_t i, W value) const {
-    if (lse.dtype == Dtype::f64) static_cast<double*>(lse.data)[i] = double(value);
-    else static_cast<float*>(lse.data)[i] = float(value);
+    if (lse.dtype == Dtype::f64)
+      static_cast<double*>(lse.data)[i] = double(value);
+    else
+      static_cast<float*>(lse.data)[i] = float(value);
   }
 };
 

@@ -15,7 +15,8 @@ struct Pieces {
   const HeadMove& m;
   bool joined;  // heads are contiguous on both sides: one piece
 
-  explicit Pieces(const HeadMove& move) : m(move), joined(m.whole_head == m.head_bytes && m.part_head == m.head_bytes) {}
+  explicit Pieces(const HeadMove& move)
+      : m(move), joined(m.whole_head == m.head_bytes && m.part_head == m.head_bytes) {}
 
   // f(address in whole, address in the part, bytes) for every piece
   template <typename F>
@@ -65,7 +66,7 @@ struct Addition {
 
 }  // namespace
 
-// In the order of what is written, so that it is written in one stream.
+// Part by part, both ways: one stream on one side, pieces of whole rows on the other.
 void heads_to_front(HeadMove move, RowSet rows, Stream) {
   Pieces pieces(move);
   parallel(move.count * rows.count, move.heads * move.head_bytes, [&](int64_t begin, int64_t end) {
@@ -78,14 +79,16 @@ void heads_to_front(HeadMove move, RowSet rows, Stream) {
 
 void heads_to_back(HeadMove move, RowSet rows, Stream) {
   Pieces pieces(move);
-  parallel(rows.count, move.count * move.heads * move.head_bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      for (int64_t part = 0; part < move.count; ++part)
-        pieces.each(part, rows[i], i, [](char* whole, char* own, int64_t bytes) { copy_piece(whole, own, bytes); });
+  parallel(move.count * rows.count, move.heads * move.head_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      int64_t part = at / rows.count, i = at - part * rows.count;
+      pieces.each(part, rows[i], i, [](char* whole, char* own, int64_t bytes) { copy_piece(whole, own, bytes); });
+    }
   });
 }
 
-void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowSet rows, Stream) {
+void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowSet rows,
+               Stream) {
   visit_accumulator(out.dtype, [&](auto* out_type) {
     visit(parts.dtype, [&](auto* part_type) {
       using Out = std::remove_pointer_t<decltype(out_type)>;
@@ -94,8 +97,10 @@ void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* fir
       parallel(rows.count, out.heads * out.dim * size_of(out.dtype), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           Out* row = static_cast<Out*>(out.data) + rows[i] * out.row_stride;
-          if constexpr (std::is_same_v<Out, Wide<Out, Part>>) addition.add(row, i);
-          else addition.add_wide(row, i);
+          if constexpr (std::is_same_v<Out, Wide<Out, Part>>)
+            addition.add(row, i);
+          else
+            addition.add_wide(row, i);
         }
       });
     });

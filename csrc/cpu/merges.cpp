@@ -123,8 +123,10 @@ void lse_correction(Lse lse, Lse step_lse, Lengths lengths, Stream) {
       }
     });
   };
-  if (lse.dtype == Dtype::f64 || step_lse.dtype == Dtype::f64) run(double{});
-  else run(float{});
+  if (lse.dtype == Dtype::f64 || step_lse.dtype == Dtype::f64)
+    run(double{});
+  else
+    run(float{});
 }
 
 void out_correction(Values out, Values step, Lse lse, Lse step_lse, Lengths lengths, bool only_second_half, Stream) {
@@ -132,8 +134,10 @@ void out_correction(Values out, Values step, Lse lse, Lse step_lse, Lengths leng
   visit(out.dtype, [&](auto* type) {
     with_sides_of<std::remove_pointer_t<decltype(type)>>(out, lse, step, step_lse, [&](auto sides) {
       auto correct = [&](const Meeting& m) { sides.correct(m); };
-      if (only_second_half) each_meeting(HalfMap{tokens, 1}, lengths, lse, row_bytes(out), correct);
-      else each_meeting(WholeMap{tokens}, lengths, lse, row_bytes(out), correct);
+      if (only_second_half)
+        each_meeting(HalfMap{tokens, 1}, lengths, lse, row_bytes(out), correct);
+      else
+        each_meeting(WholeMap{tokens}, lengths, lse, row_bytes(out), correct);
     });
   });
 }

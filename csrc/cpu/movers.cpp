@@ -13,21 +13,24 @@ template <typename Map>
 void move_by(const Map& map, const Move* moves, int64_t count, const Lengths& lengths) {
   parallel(map.rows(), row_bytes(moves, count), [&](int64_t begin, int64_t end) {
     for (int64_t m = 0; m < count; ++m)
-      each_run(map, lengths, begin, end, [&](int64_t to, int64_t from, int64_t rows, const Place&) {
-        copy_rows(moves[m], to, from, rows);
-      });
+      each_run(map, lengths, begin, end,
+               [&](int64_t to, int64_t from, int64_t rows, const Place&) { copy_rows(moves[m], to, from, rows); });
   });
 }
 
 }  // namespace
 
-void partition(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t cp_size, int64_t cp_rank, Stream) {
+void partition(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t cp_size, int64_t cp_rank,
+               Stream) {
   move_by(PartitionMap{tokens, cp_size, cp_rank}, moves, count, lengths);
 }
 
-void reorder(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t cp_size, bool to_rank_order, Stream) {
-  if (to_rank_order) move_by(ToRankOrderMap{tokens, cp_size}, moves, count, lengths);
-  else move_by(ToSequenceOrderMap{tokens, cp_size}, moves, count, lengths);
+void reorder(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t cp_size, bool to_rank_order,
+             Stream) {
+  if (to_rank_order)
+    move_by(ToRankOrderMap{tokens, cp_size}, moves, count, lengths);
+  else
+    move_by(ToSequenceOrderMap{tokens, cp_size}, moves, count, lengths);
 }
 
 void read_half(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t half, Stream) {
@@ -37,7 +40,11 @@ void read_half(const Move* moves, int64_t count, Lengths lengths, int64_t tokens
 void take_rows(const Move* moves, int64_t count, RowSet rows, Stream) {
   parallel(rows.count, row_bytes(moves, count), [&](int64_t begin, int64_t end) {
     for (int64_t m = 0; m < count; ++m)
-      for (int64_t i = begin, n; i < end; i += n) copy_rows(moves[m], i, rows[i], n = run_length(rows, i, end));
+      for (int64_t i = begin, n; i < end; i += n) {
+        n = run_length(rows, i, end);
+        if (i + n < end) __builtin_prefetch(moves[m].from + rows[i + n] * moves[m].from_row);
+        copy_rows(moves[m], i, rows[i], n);
+      }
   });
 }
 

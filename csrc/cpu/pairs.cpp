@@ -13,8 +13,10 @@ namespace {
 struct Copy {
   template <typename To, typename From>
   static void apply(To& to, const From& from) {
-    if constexpr (std::is_same_v<To, From>) to = from;  // every bit, of a NaN too
-    else store(to, load<Wide<To, From>>(from));
+    if constexpr (std::is_same_v<To, From>)
+      to = from;  // every bit, of a NaN too
+    else
+      store(to, load<Wide<To, From>>(from));
   }
 };
 
@@ -47,8 +49,8 @@ template <typename Op>
 void apply_rows(const Pair& pair, int64_t to_row, int64_t from_row, int64_t count) {
   visit(pair.to.dtype, [&](auto* to) {
     visit(pair.from.dtype, [&](auto* from) {
-      apply_rows<Op, std::remove_pointer_t<decltype(to)>, std::remove_pointer_t<decltype(from)>>(pair.to, pair.from, to_row,
-                                                                                                 from_row, count);
+      apply_rows<Op, std::remove_pointer_t<decltype(to)>, std::remove_pointer_t<decltype(from)>>(
+          pair.to, pair.from, to_row, from_row, count);
     });
   });
 }
@@ -87,8 +89,10 @@ void grad_correction(const Pair* pairs, int64_t count, Lengths lengths, Action f
       each_run(map, lengths, begin, end, [&](int64_t i, int64_t row, int64_t rows, const Place&) {
         int64_t source = step_is_half ? i : row;
         for (int64_t p = 0; p < count; ++p) {
-          if (action == Action::add) apply_rows<Add>(pairs[p], row, source, rows);
-          else apply_rows<Copy>(pairs[p], row, source, rows);
+          if (action == Action::add)
+            apply_rows<Add>(pairs[p], row, source, rows);
+          else
+            apply_rows<Copy>(pairs[p], row, source, rows);
         }
       });
     });

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <stdexcept>
 
-extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
-                                      void (*body)(int64_t, int64_t, void*), void* context);
+extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
+                                      void* context);
 
 namespace cp {
 namespace cpu {

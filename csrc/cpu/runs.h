@@ -1,4 +1,5 @@
-// Walking through a map: f(destination row, source row, how many rows continue), in order, for the rows begin to end - 1.
+// Walking through a map: f(destination row, source row, how many rows continue), in order, for the rows begin to end
+// - 1.
 #pragma once
 
 #include <algorithm>
