@@ -1,26 +1,29 @@
-"""The command line: what it prints, its exit codes, and that the printed command plays the failing case again."""
+"""The command line: what it prints, its exit codes, and that the printed command plays the failing problem again."""
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from conformance.cli import app
-from conformance.implementation import load
+from conformance.implementation import LoadError, load
 from conformance.mutants import MUTANTS
 
 _RUN = CliRunner()
+HERE = ("--impl", "cp_ref", "--in-process")  # so that mutants can be planted
 
 
 def _play(*arguments: str) -> tuple[int, str]:
-    result = _RUN.invoke(app, ["--impl", "cp_ref", *arguments], env={"COLUMNS": "200"})
+    result = _RUN.invoke(app, list(arguments), env={"COLUMNS": "200"})
     return result.exit_code, result.output
 
 
 def test_a_right_implementation() -> None:
-    code, output = _play("--tier", "plan", "--tier", "probes", "--max-examples", "5", "--cp-size", "2,3")
+    code, output = _play(*HERE, "--tier", "plan", "--tier", "probes", "--max-examples", "5", "--cp-size", "2,3")
     assert code == 0, output
     assert "plan" in output
     assert "probes" in output
@@ -29,20 +32,66 @@ def test_a_right_implementation() -> None:
 
 def test_a_wrong_one_and_its_replay() -> None:
     with MUTANTS["lse-in-base-2"].planted():
-        code, output = _play("--tier", "logic", "--max-examples", "20")
+        code, output = _play(*HERE, "--tier", "logic", "--max-examples", "20")
         assert code == 1, output
-        (command,) = [line for line in output.splitlines() if "--repro" in line]
+        command = next(line for line in output.splitlines() if "--repro" in line)
         words = shlex.split(command)
         assert words[:5] == ["python", "-m", "conformance", "--impl", "cp_ref"]
-        code, again = _play(*words[5:])
+        code, again = _play(*words[3:])
         assert code == 1, again
-        assert words[-1] in again
-    code, healed = _play(*words[5:])
+        assert words[words.index("--repro") + 1] in again
+    code, healed = _play(*words[3:])
     assert code == 0, healed
 
 
+def test_a_crash_in_a_worker_is_reported_with_its_problem(tmp_path: Path) -> None:
+    """From the door to the record: it crashes, the run goes on, and the report has it."""
+    arguments = ("--impl", "tests.meta.samples:Exits", "--cp-size", "2", "--max-examples", "12", "--tier", "plan")
+    code, output = _play(*arguments, "--tier", "probes", "--tier", "merge", "--report", str(tmp_path))
+    assert code == 1, output
+    assert "probes: crashed" in output
+    assert "exit code 3" in output
+    record = json.loads((tmp_path / "report.json").read_text())
+    verdicts = {(p["tier"], p["verdict"]) for p in record["played"]}
+    assert {("plan", "right"), ("probes", "crashed"), ("merge", "missing")} <= verdicts
+    assert any(p.get("shrunk") and p["verdict"] == "crashed" for p in record["played"])
+    assert record["meta"]["impl"] == "tests.meta.samples:Exits"
+    assert record["meta"]["versions"]["torch"]
+
+
+def test_levels() -> None:
+    code, output = _play("--impl", "tests.meta.samples:Lower", "--level", "kernel", "--max-examples", "5")
+    assert code == 0, output
+    assert "kernel-backward" in output
+    assert "merge" not in output
+    code, output = _play("--impl", "tests.meta.samples:Lower", "--repro", "Tile(rows=2, columns=3, left=-1)")
+    assert code == 0, output
+
+
+def test_nothing_to_test_is_no_success() -> None:
+    code, output = _play("--impl", "tests.meta.samples:Lower", "--level", "schedule")
+    assert code == 4
+    assert "does not offer the level schedule" in output
+    assert "nothing was computed" in output
+
+
+def test_known_failures(tmp_path: Path) -> None:
+    """A known failure is no failure; one that no longer fails is."""
+    ledger = tmp_path / "ledger.toml"
+    ledger.write_text('[[entry]]\npredicate = "softcap > 0"\nreason = "one percent too much"\nissue = "#1"\n')
+    options = ("--ledger", str(ledger), "--in-process", "--tier", "logic", "--max-examples", "25", "--cp-size", "2")
+    code, output = _play("--impl", "tests.meta.samples:Wrong", *options)
+    assert code == 0, output
+    code, output = _play("--impl", "cp_ref", *options)
+    assert code == 1, output
+    assert "no longer fails" in output
+    code, output = _play("--impl", "cp_ref", "--ledger", str(tmp_path / "nowhere.toml"))
+    assert code == 2
+    assert "--ledger" in output
+
+
 def test_an_error_case_replays() -> None:
-    code, output = _play("--repro", "error lengths-decrease")
+    code, output = _play(*HERE, "--repro", "error lengths-decrease")
     assert code == 0, output
 
 
@@ -50,22 +99,38 @@ def test_an_error_case_replays() -> None:
     "arguments",
     [
         ("--tier", "spell-check"),
+        ("--level", "basement"),
         ("--profile", "eternal"),
         ("--cp-size", "two"),
         ("--repro", "Case(1)"),
         ("--repro", "error no-such-thing"),
-        ("--impl", "no_such_module"),
-        ("--impl", "math"),
     ],
 )
 def test_wrong_options_are_named(arguments: tuple[str, str]) -> None:
-    code, output = _play(*arguments)
+    code, output = _play(*HERE, *arguments)
     assert code == 2
-    assert arguments[0].lstrip("-") in output or arguments[1].split()[-1] in output
+    assert arguments[0] in output
+    assert arguments[1].split()[-1] in output
+
+
+def test_processes_need_processes() -> None:
+    code, output = _play("--impl", "tests.meta.samples:AllGather", "--in-process")
+    assert code == 2
+    assert "--in-process" in output
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "math", "cp_ref:nothing", "cp_ref.no_such_module"])
+@pytest.mark.parametrize("where", ["--isolate", "--in-process"])
+def test_what_cannot_be_loaded(name: str, where: str) -> None:
+    code, output = _play("--impl", name, where)
+    assert code == 3
+    assert name in output
 
 
 def test_an_implementation_may_be_an_object_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cp_ref.spec.mine", load("cp_ref"), raising=False)
-    assert load("cp_ref.spec:mine") is load("cp_ref")
-    with pytest.raises(ValueError, match="does not export ContextParallel"):
+    monkeypatch.setattr("cp_ref.spec.mine", load("cp_ref").offered, raising=False)
+    assert load("cp_ref.spec:mine").offered is load("cp_ref").offered
+    with pytest.raises(LoadError, match=r"needs one of thd \(helpers\)"):
         load("cp_ref:spec")
+    assert load("tests.meta.samples:Lower").levels == ("helpers", "merge", "kernel")
+    assert load("cp_ref").levels == ("helpers", "schedule")
