@@ -1,0 +1,139 @@
+"""What sums and merges have to do: bits where a sum is rounded once, else within the rounding of the stored dtype."""
+
+from __future__ import annotations
+
+import torch
+
+import cp_fast
+import cp_ref
+from tests.cp_fast.kernels.case import FLOATS, INF, NAN, NEAR, Case, Where, lse_shape, rows_of
+
+
+def lse_corrections(where: Where, case: Case) -> None:
+    cu = where.lengths(case.cu, case.length_dtype)
+    for packed in (True, False):
+        for dtype, step_dtype in ((torch.float32,) * 2, (torch.float64, torch.float32)):
+            lse = case.lse(*lse_shape(case, packed), dtype=dtype)
+            step = case.lse(*lse_shape(case, packed, half=True), dtype=step_dtype)
+            box, of_step = case.boxed(where, lse), case.boxed(where, step)
+            with where.use():
+                cp_fast.thd.thd_second_half_lse_correction(box.view, of_step.view, cu, packed)
+            want = lse.clone()
+            cp_ref.thd.thd_second_half_lse_correction(want, step, case.cu, packed)
+            box.assert_holds(want, NEAR[dtype])
+            of_step.assert_holds(step)
+
+
+def out_corrections(where: Where, case: Case) -> None:
+    heads, dim = case.shape if len(case.shape) == 2 else (2, 4)
+    cu, dtype, step_dtype = where.lengths(case.cu, case.length_dtype), FLOATS[case.seed % 4], FLOATS[case.seed // 4 % 4]
+    for packed, half in ((True, True), (True, False), (False, True), (False, False)):
+        lse = case.lse(*lse_shape(case, packed, heads=heads)).abs() + 3  # final: not empty, not below a step's
+        step_lse = case.lse(*lse_shape(case, packed, half, heads)) / 3
+        out = case.random(case.tokens, heads, dim, dtype=dtype)
+        step = case.random(case.tokens // 2 if half else case.tokens, heads, dim, dtype=step_dtype)
+        if packed:
+            step[step_lse.t() == -INF] = NAN
+        lse[lse == INF] = 5.0
+        boxes = [case.boxed(where, x) for x in (out, step, lse, step_lse)]
+        with where.use():
+            views = [box.view for box in boxes]
+            cp_fast.thd.thd_out_correction(views[0], views[1], views[2], views[3], cu, half, packed)
+        want = out.double()
+        cp_ref.thd.thd_out_correction(want, step, lse, step_lse, case.cu, half, packed)
+        boxes[0].assert_holds(want.to(dtype), NEAR[dtype])
+
+
+def grad_corrections(where: Where, case: Case) -> None:
+    cu, dtype, step_dtype = where.lengths(case.cu, case.length_dtype), FLOATS[case.seed % 4], FLOATS[case.seed // 4 % 4]
+    actions = ("add", "copy", "none")
+    first, second = actions[case.seed % 3], actions[case.seed // 3 % 3]
+    sizes = [case.tokens // 2] if "none" in (first, second) else [case.tokens]
+    for tokens in [*sizes, *([case.tokens] if first == second == "none" else [])]:
+        for shape in ((case.tokens, *case.shape), (2, case.tokens, 2, 3)):
+            axis = int(len(shape) == 4)
+            grad = case.random(*shape, dtype=dtype)
+            step = case.random(*shape[:axis], tokens, *shape[axis + 1 :], dtype=step_dtype)
+            box = case.boxed(where, grad)
+            with where.use():
+                step_view = case.boxed(where, step).view
+                cp_fast.thd.thd_grad_correction(box.view, step_view, cu, first, second)
+            want = grad.clone()
+            cp_ref.thd.thd_grad_correction(want, step, case.cu, first, second)
+            box.assert_holds(want)
+
+
+def merged(
+    out: torch.Tensor, lse: torch.Tensor, step: torch.Tensor, step_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, in float64: out, step [n, h, d], lse [n, h]."""
+    out, lse, step, step_lse = (x.double() for x in (out, lse, step, step_lse))
+    new = torch.logaddexp(lse, step_lse)
+    parts = [
+        torch.where((x == -INF)[..., None], 0.0, torch.exp(x - new)[..., None] * y)
+        for x, y in ((lse, out), (step_lse, step))
+    ]
+    return parts[0] + parts[1], new
+
+
+def merges(where: Where, case: Case) -> None:
+    """Rows that were never written hold NaN; a step's empty rows too."""
+    heads, dim = case.shape if len(case.shape) == 2 else (2, 4)
+    step_dtype = FLOATS[case.seed % 4]
+    dtype = torch.float64 if case.seed % 3 == 0 else torch.float32
+    near = NEAR[dtype]
+    lse = case.lse(heads, case.tokens, dtype=dtype)
+    out = case.random(case.tokens, heads, dim, dtype=dtype)
+    out[lse.t() == -INF] = NAN
+    for rows, index in rows_of(case, where, case.tokens):
+        step, step_lse = case.random(len(index), heads, dim, dtype=step_dtype), case.lse(heads, len(index))
+        step[step_lse.t() == -INF] = NAN
+        boxes = [case.boxed(where, x) for x in (out, lse, step, step_lse)]
+        views = [box.view for box in boxes]
+        where.kernels.merge_(views[0], views[1], views[2], views[3], rows)
+        want_out, want_lse = out.clone(), lse.clone()
+        new_out, new_lse = merged(out[index], lse.t()[index], step, step_lse.t())
+        want_out[index], want_lse.t()[index] = new_out.to(dtype), new_lse.to(dtype)
+        boxes[0].assert_holds(want_out, near)
+        boxes[1].assert_holds(want_lse, near)
+
+
+def merges_of_halves(where: Where, case: Case) -> None:
+    heads, dim = case.shape if len(case.shape) == 2 else (2, 4)
+    cu, step_dtype = where.lengths(case.cu, case.length_dtype), FLOATS[case.seed % 4]
+    out = case.random(case.tokens, heads, dim)
+    step = case.random(case.tokens // 2, heads, dim, dtype=step_dtype)
+    for packed in (True, False):
+        lse, step_lse = case.lse(*lse_shape(case, packed, heads=heads)), case.lse(*lse_shape(case, packed, True, heads))
+        boxes = [case.boxed(where, x) for x in (out, lse, step, step_lse)]
+        views = [box.view for box in boxes]
+        where.kernels.merge_halves_(views[0], views[1], views[2], views[3], cu, packed)
+        want_out, want_lse = out.clone(), lse.clone()
+        for s, (start, length) in enumerate(zip(case.cu.tolist(), case.slots, strict=False)):
+            half = length // 2
+            of, of_step = slice(start + half, start + length), slice(start // 2, start // 2 + half)
+            old = lse[:, of] if packed else lse[s, :, half:length]
+            new = step_lse[:, of_step] if packed else step_lse[s, :, :half]
+            new_out, new_lse = merged(out[of], old.t(), step[of_step], new.t())
+            want_out[of] = new_out.float()
+            target = want_lse[:, of] if packed else want_lse[s, :, half:length]
+            target.copy_(new_lse.t())
+        boxes[0].assert_holds(want_out, NEAR[torch.float32])
+        boxes[1].assert_holds(want_lse, NEAR[torch.float32])
+
+
+def additions(where: Where, case: Case) -> None:
+    """Two pairs in one call, of any float dtypes: sums are wide, and rounded once."""
+    dtype, step_dtype = FLOATS[case.seed % 4], FLOATS[case.seed // 4 % 4]
+    for rows, index in rows_of(case, where, case.tokens):
+        shapes = (case.shape, (2, 3))
+        outs = [case.random(case.tokens, *shape, dtype=dtype) for shape in shapes]
+        xs = [case.random(len(index), *shape, dtype=step_dtype) for shape in shapes]
+        boxes = [case.boxed(where, out) for out in outs]
+        steps = [case.boxed(where, x).view for x in xs]
+        where.kernels.add_rows_([box.view for box in boxes], steps, rows)
+        wide = torch.float64 if torch.float64 in (dtype, step_dtype) else torch.float32
+        for box, out, x in zip(boxes, outs, xs, strict=True):
+            want = out.clone()
+            want[index] = (out[index].to(wide) + x.to(wide)).to(dtype)
+            box.assert_holds(want)
