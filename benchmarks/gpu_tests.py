@@ -34,8 +34,8 @@ class Recorder:
         self.counts[report.nodeid.split("[")[0]][report.outcome] += 1
         if report.failed:
             self.failures[report.nodeid] = str(report.longrepr)[-2000:]
-        if report.skipped and isinstance(report.longrepr, tuple):
-            self.skips[report.longrepr[2].removeprefix("Skipped: ")] += 1
+        if report.skipped and isinstance(report.longrepr, tuple | list):
+            self.skips[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
 
 
 def version(package: str) -> str | None:
@@ -50,10 +50,12 @@ def main(
     commit: Annotated[str, typer.Option(help="The commit that is tested.")],
     out: Annotated[Path, typer.Option(help="The JSON file to write.")],
     only: Annotated[str, typer.Option(help="Which tests: a pytest path.")] = "tests/gpu",
+    workers: Annotated[int, typer.Option(help="Processes that share the GPU (pytest-xdist); 0: this one.")] = 0,
 ) -> None:
     """Run the tests and write the record; exits with pytest's code."""
     recorder, start = Recorder(), time.time()
-    code = pytest.main([only, "-q", "-p", "no:cacheprovider", "-W", "ignore", "--durations=5"], plugins=[recorder])
+    arguments = [only, "-q", "-p", "no:cacheprovider", "-W", "ignore", "--durations=8"]
+    code = pytest.main(arguments + (["-n", str(workers)] if workers else []), plugins=[recorder])
     total: collections.Counter[str] = collections.Counter()
     for counts in recorder.counts.values():
         total.update(counts)
