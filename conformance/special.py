@@ -204,6 +204,7 @@ SPECIAL: dict[str, Entry] = {
     "window-past-the-keys": _entry(
         "the last queries see nothing", 2, dense(16, 4), window_size=(2, 2), attn_mask_type="no_mask"
     ),
+    "one-key-too-few": _entry("rows of 200 keys: one less changes an error bound by nothing", 2, dense(200)),
     "window-and-sink": _entry("both at once", 2, dense(16), window_size=(3, 0), softmax_type="learnable"),
     # heads and head dims
     "fewer-kv-heads-than-ranks": _entry("2 kv heads on 4 ranks: replicated", 4, dense(16), heads_q=8, heads_kv=2),

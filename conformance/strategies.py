@@ -15,7 +15,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from conformance.capabilities import EVERYTHING, Capabilities
 from conformance.case import GRADS, Case
-from conformance.draw_lengths import batched, packed, shapes
+from conformance.draw_lengths import batched, packed
 from cp_ref.spec import Problem, Sequence
 
 __all__ = ["CP_SIZES", "cases", "problems"]
@@ -46,11 +46,12 @@ def problems(
     mask = draw(_choice(capabilities, "attn_mask_type"))
     a2a_size = draw(_a2a_sizes(comm, cp_size))
     dtype = draw(st.sampled_from([d for d in dtypes if has("dtype", d)] or list(capabilities.choices["dtype"])))
-    shape, cross = draw(shapes(long=dtype in ("bfloat16", "float16"))), has("lengths", "cross")
+    long, cross = dtype in ("bfloat16", "float16"), has("lengths", "cross")
     if qkv_format == "thd":
-        sequences = draw(packed(shape, layout, cp_size, cross=cross))
+        shape, sequences = draw(packed(layout, cp_size, cross=cross, long=long))
     else:
-        sequences = draw(batched(shape, layout, cp_size, padding=mask.startswith("padding"), cross=cross))
+        padding = mask.startswith("padding")
+        shape, sequences = draw(batched(layout, cp_size, padding=padding, cross=cross, long=long))
     big = shape in ("huge", "many")
     heads_q, heads_kv = draw(_heads(a2a_size, has("heads", "grouped"), _FEW_HEADS if big else _HEADS))
     d_qk, d_v = draw(_dims(capabilities, big))

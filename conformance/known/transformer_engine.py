@@ -59,7 +59,7 @@ REPORTS: dict[str, Known] = {
         "are computed as the first's.",
         case(2, dense(8), dense(16), Sequence(1, 1, 4, 4)),
         schedules=("all_gather",),
-        mutant="second-chunk-of-the-first",
+        mutant="wrong-half-of-a-block",
     ),
     "te-2186": reported(
         _TE + "2186",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -27,6 +28,14 @@ def _strides_ignored(to_packed: Any, x: torch.Tensor, qkv_format: str) -> torch.
     if not x.is_contiguous():
         x = torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride())
     return to_packed(x, qkv_format)
+
+
+def _halves_swapped(put_own: Any, self: Any, what: str, *local: torch.Tensor) -> None:
+    """Of the own keys, each half is taken for the other: the second chunk's rows are the first's."""
+    if what == "kv":
+        half = local[0].shape[0] // 2
+        local = tuple(torch.cat([x[half : 2 * half], x[:half], x[2 * half :]]) for x in local)
+    put_own(self, what, *local)
 
 
 def _rows_left_as_they_were(run_forward: Any, *arguments: Any, **named: Any) -> Any:
@@ -111,6 +120,9 @@ MUTANTS: dict[str, Mutant] = {
     "lse-heads-and-rows-exchanged": Mutant(
         "lse [t, h] is taken for [h, t]", "cp_ref.api.lse_from_packed", wrap(_lse_reshaped), "logic"
     ),
+    "wrong-half-of-a-block": Mutant(
+        "each half of the own keys is the other", "cp_ref.world.World.put_own", wrap(_halves_swapped), "logic"
+    ),
     "dout-strides-ignored": Mutant(
         "tensors are read as contiguous", "cp_ref.api.to_packed", wrap(_strides_ignored), "hygiene"
     ),
@@ -126,6 +138,9 @@ MUTANTS: dict[str, Mutant] = {
     "plan-with-a-memory": Mutant("a plan keeps its first call's K", _FORWARD, _plan_with_a_memory, "determinism"),
     "scale-over-the-batch": Mutant(
         "V is quantised by one scale for all", _FORWARD, wrap(_scaled_by_the_batch), "metamorphic"
+    ),
+    "autocast-inside": Mutant(
+        "products inside are cast", "cp_ref.api.no_autocast", lambda _: lambda device: nullcontext(), "torch"
     ),
     "ranks-do-not-agree": Mutant("only the rank at fault raises", "cp_ref.plan.agree", wrap(_only_own_error), "errors"),
     "lengths-not-checked": Mutant(

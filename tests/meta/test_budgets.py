@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from conformance import budgets
 from conformance.budgets import Row, compare
+from conformance.calibration import measured, needed
+from conformance.careful import careful_results
 from conformance.case import Case
 from conformance.reference import exact_results
 from conformance.tensors import GlobalTensors, build
@@ -71,6 +74,39 @@ def test_an_error_within_the_largest_but_beyond_the_mean_fails(name: str) -> Non
     assert rows[name].max_error <= rows[name].max_bound
     assert not rows[name].ok
     assert sum(row.ok for row in rows.values()) == len(_RESULTS) - 1
+
+
+def test_partial_sums_in_low_precision_fail_by_the_careful_reference_alone() -> None:
+    """What a ring of eight makes of out when it keeps the running output in bfloat16."""
+    problem = Problem(1, (Sequence(256, 256, 256, 256),), attn_mask_type="no_mask", d_qk=32, d_v=32, dtype="bfloat16")
+    case = Case(problem, return_lse=True)
+    tensors = build(case)
+    exact, eager, careful = (f(case, tensors) for f in (exact_results, eager_results, careful_results))
+    good = {name: careful[name] for name in ("out", "dq", "dk", "dv")}
+    assert all(row.ok for row in compare(good, exact, eager, torch.bfloat16, careful))
+    rough = exact["out"].float()
+    for step in range(1, 8):  # each rounding at another place
+        rough = (rough * 1.07**step).bfloat16().float() / 1.07**step
+    bad = good | {"out": rough.bfloat16()}
+    assert all(row.ok for row in compare(bad, exact, eager, torch.bfloat16))
+    assert [row.name for row in compare(bad, exact, eager, torch.bfloat16, careful) if not row.ok] == ["out"]
+
+
+def test_the_allowances_are_at_least_what_the_careful_reference_needs() -> None:
+    problems = measured(80)
+    assert all(row.ok for problem in problems for row in compare(*problem))
+    assert needed("_NOISE", problems[:40]) <= budgets._NOISE / 2
+
+
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
+def test_the_careful_reference_in_float64_is_the_oracle(softmax_type: str) -> None:
+    case = _case("float64", softmax_type)
+    tensors = build(case)
+    exact, careful = exact_results(case, tensors), careful_results(case, tensors)
+    assert set(careful) == set(exact)
+    for name in exact:
+        same = torch.where(exact[name] == careful[name], 0.0, exact[name] - careful[name])
+        assert same.abs().max() < 1e-12, name
 
 
 def test_nan_infinities_and_shapes_fail() -> None:

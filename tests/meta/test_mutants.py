@@ -1,15 +1,18 @@
-"""The quick profile sees every mutant, in the tier that the mutant names, and lets the unmutated reference pass."""
+"""The quick profile sees every mutant, in the tier that the mutant names."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
 
+import cp_ref
 from conformance.capabilities import Capabilities, probe
-from conformance.case import Case
 from conformance.implementation import Implementation, load
-from conformance.mutants import MUTANTS
-from conformance.session import PROFILES, TierResult, replay, run_errors, run_tier
+from conformance.levels import LEVEL_TIERS
+from conformance.mutants import MUTANTS, Mutant
+from conformance.mutants.hunt import hunt, tier_names
 from conformance.tiers import TIER_NAMES
 
 
@@ -24,37 +27,43 @@ def capabilities(reference: Implementation) -> Capabilities:
     return probe(reference)
 
 
-def _quick(impl: Implementation, tier: str, capabilities: Capabilities) -> TierResult:
-    if tier == "errors":
-        return run_errors(impl, capabilities)
-    return run_tier(impl, tier, capabilities, PROFILES["quick"], shrink=False)
-
-
-@pytest.mark.parametrize("tier", TIER_NAMES)
-def test_the_reference_itself_passes(tier: str, reference: Implementation, capabilities: Capabilities) -> None:
-    result = _quick(reference, tier, capabilities)
-    assert not result.failures, "\n".join(f"{f.text}: {finding}" for f in result.failures for finding in f.findings)
-    assert result.passed
-
-
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_killed(name: str, reference: Implementation, capabilities: Capabilities) -> None:
     mutant = MUTANTS[name]
-    before = len(_quick(reference, "errors", capabilities).failures) if mutant.tier == "errors" else 0
-    with mutant.planted():
-        result = _quick(reference, mutant.tier, capabilities)
-    assert len(result.failures) > before, (
-        f"the tier {mutant.tier} does not see the mutant {name} in {result.run} problems"
-    )
+    found = hunt(reference, name, mutant, mutant.tier, capabilities)
+    assert found.killed, f"the tier {mutant.tier} does not see the mutant {name} in {found.played} problems"
+    assert "takes" not in str(found.findings), f"the mutant itself is broken: {found.findings}"
 
 
-def test_a_failure_shrinks_to_a_small_case_that_replays(reference: Implementation, capabilities: Capabilities) -> None:
-    with MUTANTS["window-off-by-one"].planted():
-        (failure,) = run_tier(reference, "probes", capabilities, PROFILES["quick"]).failures
-        problem = Case.parse(failure.text).problem
-        assert problem.cp_size <= 2
-        assert problem.pairs <= 64
-        (again,) = replay(reference, failure.text, ["probes"])
-        assert again.failures == [failure]
-    (healed,) = replay(reference, failure.text, ["probes"])
-    assert healed.passed
+@pytest.mark.parametrize("tier", ["plan", "logic", "probes", "budget", "metamorphic", "hygiene", "determinism"])
+def test_what_is_not_spoiled_passes(tier: str, reference: Implementation, capabilities: Capabilities) -> None:
+    nothing = Mutant("nothing", "cp_ref.api.run_forward", lambda original: original, tier)
+    found = hunt(reference, "nothing", nothing, tier, capabilities, most=25)
+    assert not found.killed, (found.text, found.findings)
+    assert found.played >= 25
+
+
+def test_mutants_are_of_every_kind() -> None:
+    levels = Counter(mutant.level for mutant in MUTANTS.values())
+    assert levels["schedule"] >= 40
+    assert levels["helpers"] >= 15
+    assert {mutant.tier for mutant in MUTANTS.values()} >= set(TIER_NAMES)
+    for name, mutant in MUTANTS.items():
+        assert mutant.tier in tier_names(mutant), name
+        assert mutant.text
+        assert mutant.tier in TIER_NAMES or mutant.tier in LEVEL_TIERS
+
+
+def test_a_planted_bug_is_gone_afterwards(reference: Implementation) -> None:
+    before = cp_ref.execute.visible_pairs  # pyright: ignore[reportAttributeAccessIssue]
+    with MUTANTS["window-off-by-one"].planted(reference) as wrong:
+        assert wrong is reference
+        assert cp_ref.execute.visible_pairs is not before  # pyright: ignore[reportAttributeAccessIssue]
+    assert cp_ref.execute.visible_pairs is before  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_mutant_of_a_helper_leaves_the_reference_alone(reference: Implementation) -> None:
+    v = torch.tensor([[1, 2]])
+    with MUTANTS["v-padded-in-front"].planted(reference) as wrong:
+        assert wrong.thd.pad_v(v, d_qk=3).tolist() == [[0, 1, 2]]
+        assert reference.thd.pad_v(v, d_qk=3).tolist() == [[1, 2, 0]]

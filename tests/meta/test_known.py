@@ -1,0 +1,73 @@
+"""Known bugs: where one is planted in the reference, the case that carries its number sees it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from conformance.capabilities import EVERYTHING
+from conformance.implementation import Implementation, load
+from conformance.known import KNOWN
+from conformance.mutants import MUTANTS
+from conformance.run import UnsupportedCase
+from conformance.tiers import TABLE_TIERS, table_entry
+
+PLANTED = [name for name, known in KNOWN.items() if known.mutant]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Implementation:
+    torch.set_num_threads(1)
+    return load("cp_ref")
+
+
+def test_there_are_reports_of_every_project() -> None:
+    assert len(KNOWN) >= 30
+    assert len(PLANTED) >= 12
+    projects = {known.project for known in KNOWN.values()}
+    assert projects >= {
+        "NVIDIA/TransformerEngine",
+        "zhuzilin/ring-flash-attention",
+        "feifeibear/long-context-attention",
+        "pytorch/pytorch",
+        "deepspeedai/DeepSpeed",
+        "NVIDIA/Megatron-LM",
+    }
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_report_is_well_formed(name: str) -> None:
+    known = KNOWN[name]
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", known.where)
+    assert name.endswith(known.where.split("#")[1])
+    assert known.entry.text.endswith(".")
+    assert known.entry.cases or known.entry.errors or known.entry.by_hand
+    assert not known.mutant or known.mutant in MUTANTS
+    assert name in TABLE_TIERS["known"].ids(EVERYTHING)
+    assert table_entry(f"known {name}") == (TABLE_TIERS["known"], name)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_case_sees_the_bug(name: str, reference: Implementation) -> None:
+    with MUTANTS[KNOWN[name].mutant].planted(reference) as wrong:
+        assert KNOWN[name].entry.play(wrong)
+
+
+@pytest.mark.parametrize("name", ["te-2868", "usp-120", "bridge-2667", "bridge-1964", "deepspeed-7384"])
+def test_the_reference_passes(name: str, reference: Implementation) -> None:
+    assert TABLE_TIERS["known"].check(reference, name, "cpu") == []
+
+
+def test_a_report_that_does_not_exist(reference: Implementation) -> None:
+    with pytest.raises(ValueError, match="te-0"):
+        TABLE_TIERS["known"].check(reference, "te-0", "cpu")
+
+
+def test_without_helpers_a_helper_report_is_unsupported() -> None:
+    class NoHelpers:
+        thd = None
+
+    with pytest.raises(UnsupportedCase, match="thd"):
+        KNOWN["bridge-1964"].entry.play(NoHelpers())  # pyright: ignore[reportArgumentType]

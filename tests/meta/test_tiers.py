@@ -1,0 +1,142 @@
+"""Tiers that judge how results come about: what the newer ones see, each with a bug of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import cp_ref
+from conformance.capabilities import EVERYTHING
+from conformance.case import Case
+from conformance.implementation import Implementation, load
+from conformance.mutants import MUTANTS
+from conformance.mutants.hunt import _draw
+from conformance.run import UnsupportedCase
+from conformance.strategies import cases
+from conformance.tensors import build
+from conformance.tiers import CASE_TIERS, TABLE_TIERS, determinism, hygiene, metamorphic, probes, torch_integration
+from conformance.tiers.metamorphic import RELATIONS
+from cp_ref.spec import Problem, Sequence
+
+_TWO = (Sequence(8, 8, 8, 8), Sequence(3, 3, 4, 4))
+PACKED = Case(
+    Problem(2, _TWO, qkv_format="thd", attn_mask_type="padding_causal", heads_q=4, heads_kv=2),
+    return_lse=True,
+    loss="out+lse",
+    deterministic=True,
+)
+
+
+def _like_the_reference(**changed: Any) -> Any:
+    members = {name: getattr(cp_ref, name) for name in cp_ref.__all__}
+    return Implementation(SimpleNamespace(**(members | changed)), "sample")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_the_reference_is_batch_invariant_to_the_last_bit() -> None:
+    claims = _like_the_reference(batch_invariant=True)
+    drawn = _draw("metamorphic", cases(EVERYTHING, dtypes=CASE_TIERS["metamorphic"].dtypes), 25)
+    for case in drawn:
+        assert metamorphic.check(claims, case) == [], str(case)
+    assert sum(case.deterministic and len(case.problem.sequences) > 1 for case in drawn) > 2
+
+
+def test_a_batch_that_matters_in_the_last_bit_is_seen_where_it_is_promised_not_to() -> None:
+    def attention(q: torch.Tensor, *rest: torch.Tensor, **arguments: Any) -> Any:
+        results = cp_ref.attention(q, *rest, **arguments)
+        return (results[0] * (1.0 + 4e-7 * (q.shape[0] % 4)), *results[1:])
+
+    assert metamorphic.check(_like_the_reference(attention=attention), PACKED) == []
+    found = metamorphic.check(_like_the_reference(attention=attention, batch_invariant=True), PACKED)
+    assert any("without the last sequence" in finding for finding in found)
+
+
+@pytest.mark.parametrize("name", RELATIONS)
+def test_every_relation_relates_something(name: str) -> None:
+    case = Case(Problem(2, (*_TWO, _TWO[0]), qkv_format="thd", attn_mask_type="padding_causal"))
+    related = list(RELATIONS[name](case, build(case)))
+    assert related
+    for other, tensors, _ in related:
+        assert other.problem != case.problem or not torch.equal(tensors.v.nan_to_num(), build(case).v.nan_to_num())
+
+
+def test_fresh_memory_is_poisoned() -> None:
+    with hygiene.poisoned_memory():
+        assert torch.empty(5).isnan().all()
+        assert torch.empty_like(torch.ones(3)).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_result_in_the_memory_of_another_is_seen() -> None:
+    def attention(*tensors: torch.Tensor, **arguments: Any) -> Any:
+        out, lse = cp_ref.attention(*tensors, **arguments)
+        both = torch.cat([out.flatten(), lse.flatten()])
+        return both[: out.numel()].view(out.shape), both[out.numel() :].view(lse.shape)
+
+    found = hygiene.check(_like_the_reference(attention=attention), replace(PACKED, grads="", loss="out"))
+    assert found == [f"rank {rank}: lse lies in the memory of out" for rank in (0, 1)]
+
+
+def test_reading_what_nobody_wrote_is_seen() -> None:
+    def attention(*tensors: torch.Tensor, **arguments: Any) -> Any:
+        results = cp_ref.attention(*tensors, **arguments)
+        return (results[0] + 0.0 * torch.empty_like(results[0]).detach(), *results[1:])
+
+    assert hygiene.check(_like_the_reference(attention=attention), PACKED)
+
+
+def test_noise_is_seen_by_determinism_alone() -> None:
+    def attention(*tensors: torch.Tensor, **arguments: Any) -> Any:
+        results = cp_ref.attention(*tensors, **arguments)
+        return (results[0] * (1.0 + 1e-6 * torch.rand(())), *results[1:])
+
+    noisy = _like_the_reference(attention=attention)
+    assert determinism.check(noisy, PACKED)
+    assert CASE_TIERS["logic"].check(noisy, PACKED, "cpu") == []
+
+
+@pytest.mark.parametrize("entry", torch_integration.ids(EVERYTHING))
+def test_the_reference_in_training_loops(entry: str) -> None:
+    if entry.startswith(("compile", "opcheck")):
+        with pytest.raises(UnsupportedCase):
+            TABLE_TIERS["torch"].check(load("cp_ref"), entry, "cpu")
+    else:
+        assert TABLE_TIERS["torch"].check(load("cp_ref"), entry, "cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "spoil"),
+    [
+        ("gradcheck p2p", lambda q, k, v: (q, k.detach() + 0.5 * (k - k.detach()), v)),
+        ("requires-grad p2p", lambda q, k, v: (q, k.detach() if not v.requires_grad else k, v)),
+        ("no-grad p2p", lambda q, k, v: (q * (1.0 if torch.is_grad_enabled() else 1.5), k, v)),
+        ("autocast p2p", lambda q, k, v: (q, k, v * (1.0 if not torch.is_autocast_enabled("cpu") else 1.5))),
+    ],
+)
+def test_a_wrong_citizen_is_seen(entry: str, spoil: Any) -> None:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
+        return cp_ref.attention(*spoil(q, k, v), **arguments)
+
+    assert TABLE_TIERS["torch"].check(_like_the_reference(attention=attention), entry, "cpu")
+
+
+def test_operators_are_checked_where_they_are_named() -> None:
+    op = torch.ops.aten.sin.default
+    assert TABLE_TIERS["torch"].check(_like_the_reference(ops=[(op, (torch.ones(3),))]), "opcheck", "cpu") == []
+
+
+def test_probes_count_exactly_in_long_rows_and_low_precision() -> None:
+    long = Sequence(400, 400, 400, 400)
+    case = Case(Problem(2, (long,), qkv_format="thd", attn_mask_type="padding_causal", dtype="bfloat16"))
+    assert probes.check(load("cp_ref"), case) == []
+    with MUTANTS["one-key-lost-in-long-rows"].planted() as _:
+        found = probes.check(load("cp_ref"), case)
+    assert "counts 199 visible keys" in found[0] or "visible keys by exp(lse)" in found[0]
