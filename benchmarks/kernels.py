@@ -99,6 +99,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.plot([copy, copy], [i - 0.45, i + 0.45], color="black", linewidth=1.5, label="copy_" if i == 0 else None)
     axes.axvline(LIMIT / 1e12, color="gray", linestyle="--", label="4.2 TB/s")
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("TB/s, bytes read and written")
     axes.legend(loc="lower center", ncols=5, bbox_to_anchor=(0.3, 1.0), frameon=False)

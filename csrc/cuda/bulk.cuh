@@ -1,6 +1,6 @@
-// Copies by the copy engine of Hopper and later: global memory -> shared memory -> global memory, a few instructions for
-// kilobytes. Blocks of one warp and 4 KiB; many are in flight on a multiprocessor, and as they begin in order
-// the memory sees one narrow front move through the tensor. README.md has what else was tried.
+// Copies by the copy engine of Hopper and later: global memory -> shared memory -> global memory, a few instructions
+// for kilobytes. Blocks of one warp and 4 KiB; many are in flight on a multiprocessor, and as they begin in order the
+// memory sees one narrow front move through the tensor. README.md has what else was tried.
 #pragma once
 
 #include "mover.cuh"
@@ -19,7 +19,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 // kKind: the map, for rows that are counted in 32 bits; or any.
 template <MapKind kKind, typename kHeads>
-__global__ void __launch_bounds__(kWarp) bulk_kernel(const __grid_constant__ MoveJob job, const __grid_constant__ kHeads heads) {
+__global__ void __launch_bounds__(kWarp)
+    bulk_kernel(const __grid_constant__ MoveJob job, const __grid_constant__ kHeads heads) {
 #if __CUDA_ARCH__ >= 900
   __shared__ __align__(128) char buffer[kBulkTile];
   __shared__ __align__(8) uint64_t arrival;
@@ -35,13 +36,13 @@ __global__ void __launch_bounds__(kWarp) bulk_kernel(const __grid_constant__ Mov
   const Copy copy = copy_of<true, kKind>(job.plan, part, heads, blockIdx.x - part.first_block, lane);
   const uint32_t place = shared_address(buffer) + lane * static_cast<uint32_t>(part.piece_bytes);
   const uint32_t expected = __reduce_add_sync(kAllLanes, copy.bytes);
-  if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(expected) : "memory");
+  if (lane == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(expected) : "memory");
   __syncwarp();
   if (copy.bytes != 0) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(place),
-        "l"(copy.from), "r"(copy.bytes), "r"(barrier)
-        : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(place),
+                 "l"(copy.from), "r"(copy.bytes), "r"(barrier)
+                 : "memory");
   }
   check_plan(job.plan);
   uint32_t arrived = 0;
@@ -52,7 +53,8 @@ __global__ void __launch_bounds__(kWarp) bulk_kernel(const __grid_constant__ Mov
                  : "memory");
   }
   if (copy.bytes != 0) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(copy.to), "r"(place), "r"(copy.bytes)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(copy.to), "r"(place),
+                 "r"(copy.bytes)
                  : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the buffer lives until it is read

@@ -7,10 +7,11 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kSteps = 4;                        // of 32 rows, with one search
-constexpr int kRows = kThreads * kSteps;         // of a block
+constexpr int kSteps = 4;                 // of 32 rows, with one search
+constexpr int kRows = kThreads * kSteps;  // of a block
 
-// Calls f(row, place) for the rows of this warp, all lanes at once; lanes past `count` get the last row and active false.
+// Calls f(row, place) for the rows of this warp, all lanes at once; lanes past `count` get the last row and active
+// false.
 template <typename N, MapKind kKind, typename F>
 __device__ __forceinline__ void for_rows(const RowPlan& plan, F f) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -34,8 +35,8 @@ __global__ void __launch_bounds__(kThreads) partition_indices_kernel(const __gri
 }
 
 template <typename I, typename N>
-__global__ void __launch_bounds__(kThreads)
-    pad_sequences_kernel(const __grid_constant__ RowPlan plan, I* out, const I* x, int64_t stride, int64_t tokens, I fill) {
+__global__ void __launch_bounds__(kThreads) pad_sequences_kernel(const __grid_constant__ RowPlan plan, I* out,
+                                                                 const I* x, int64_t stride, int64_t tokens, I fill) {
   for_rows<N, MapKind::valid>(plan, [&](N row, const Place<N>& place) {
     I value = fill;
     if (place.sequence >= 0) {
@@ -69,7 +70,8 @@ __global__ void __launch_bounds__(kScan)
     if (s < real.sequences) {
       const int64_t tokens = length_at<int64_t>(real, s + 1) - length_at<int64_t>(real, s);
       const int64_t slots = length_at<int64_t>(lengths, s + 1) - length_at<int64_t>(lengths, s);
-      const int64_t chunk = slots >= 0 && slots <= INT_MAX ? by_chunks.of(static_cast<int32_t>(slots)) : by_chunks.of(slots);
+      const int64_t chunk =
+          slots >= 0 && slots <= INT_MAX ? by_chunks.of(static_cast<int32_t>(slots)) : by_chunks.of(slots);
       if (early >= 0) held += min(max(tokens - early * chunk, int64_t(0)), chunk);
       if (late >= 0) held += min(max(tokens - late * chunk, int64_t(0)), chunk);
     }
@@ -100,7 +102,8 @@ __global__ void __launch_bounds__(kScan)
 }
 
 template <typename I>
-void launch_pad(const RowPlan& plan, void* out, const void* x, int64_t stride, int64_t tokens, int64_t fill, Stream stream) {
+void launch_pad(const RowPlan& plan, void* out, const void* x, int64_t stride, int64_t tokens, int64_t fill,
+                Stream stream) {
   auto kernel = plan.narrow ? pad_sequences_kernel<I, int32_t> : pad_sequences_kernel<I, int64_t>;
   kernel<<<grid_of(divide_up(plan.count, kRows), "pad_sequences"), kThreads, 0, stream_of(stream)>>>(
       plan, static_cast<I*>(out), static_cast<const I*>(x), stride, tokens, static_cast<I>(fill));
@@ -108,9 +111,10 @@ void launch_pad(const RowPlan& plan, void* out, const void* x, int64_t stride, i
 
 }  // namespace
 
-void partition_indices(void* out, Lengths lengths, int64_t total_tokens, int64_t cp_size, int64_t cp_rank, Stream stream) {
-  RowPlan plan = plan_lengths(Helper::partition_indices, MapKind::partition, lengths, total_tokens / cp_size, total_tokens,
-                              cp_size, cp_rank);
+void partition_indices(void* out, Lengths lengths, int64_t total_tokens, int64_t cp_size, int64_t cp_rank,
+                       Stream stream) {
+  RowPlan plan = plan_lengths(Helper::partition_indices, MapKind::partition, lengths, total_tokens / cp_size,
+                              total_tokens, cp_size, cp_rank);
   if (plan.count == 0) return;
   unsigned grid = grid_of(divide_up(plan.count, kRows), "partition_indices");
   cudaStream_t on = stream_of(stream);
@@ -138,17 +142,24 @@ void rank_lengths(void* out, Lengths real, Lengths lengths, int64_t cp_size, int
   check_launch("rank_lengths");
 }
 
-void pad_sequences(void* out, const void* x, int64_t item, int64_t stride, int64_t tokens, Lengths real, Lengths lengths,
-                   int64_t padded_tokens, int64_t fill, Stream stream) {
+void pad_sequences(void* out, const void* x, int64_t item, int64_t stride, int64_t tokens, Lengths real,
+                   Lengths lengths, int64_t padded_tokens, int64_t fill, Stream stream) {
   RowPlan plan = plan_lengths(Helper::pad_sequences, MapKind::valid, lengths, padded_tokens, padded_tokens);
   plan.real = real;
   plan.from_zero = true;
   if (plan.count == 0) return;
   switch (item) {
-    case 8: launch_pad<int64_t>(plan, out, x, stride, tokens, fill, stream); break;
-    case 4: launch_pad<int32_t>(plan, out, x, stride, tokens, fill, stream); break;
-    case 2: launch_pad<int16_t>(plan, out, x, stride, tokens, fill, stream); break;
-    default: launch_pad<int8_t>(plan, out, x, stride, tokens, fill, stream);
+    case 8:
+      launch_pad<int64_t>(plan, out, x, stride, tokens, fill, stream);
+      break;
+    case 4:
+      launch_pad<int32_t>(plan, out, x, stride, tokens, fill, stream);
+      break;
+    case 2:
+      launch_pad<int16_t>(plan, out, x, stride, tokens, fill, stream);
+      break;
+    default:
+      launch_pad<int8_t>(plan, out, x, stride, tokens, fill, stream);
   }
   check_launch("pad_sequences");
 }

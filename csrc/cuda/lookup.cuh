@@ -1,5 +1,5 @@
-// Finding sequences: a whole warp searches once for its first row, and then finds the others in a window of lengths that
-// lies in registers.
+// Finding sequences: a whole warp searches once for its first row, and then finds the others in a window of lengths
+// that lies in registers.
 //
 // A search is 32-ary (or 128-ary, kEntries of a lane at once): of 100,000 sequences it reads four times in a row (three
 // times), where a thread alone would 17 times. N is the type that rows are counted in: int32_t where everything fits.
@@ -14,7 +14,9 @@ namespace cp {
 namespace cuda {
 
 // Sequences are counted in 32 bits: plan_lengths refuses more.
-__device__ __forceinline__ int32_t sequences_of(const Lengths& lengths) { return static_cast<int32_t>(lengths.sequences); }
+__device__ __forceinline__ int32_t sequences_of(const Lengths& lengths) {
+  return static_cast<int32_t>(lengths.sequences);
+}
 
 template <typename N>
 __device__ __forceinline__ N length_at(const Lengths& lengths, int32_t s) {
@@ -43,7 +45,8 @@ __device__ __forceinline__ Window<N, kEntries> window_at(const Lengths& lengths,
   return window;
 }
 
-// A window that holds the sequence of `row`, or begins behind it only where all of them do. All lanes ask for the same row.
+// A window that holds the sequence of `row`, or begins behind it only where all of them do. All lanes ask for the same
+// row.
 template <typename N, int kEntries>
 __device__ __forceinline__ Window<N, kEntries> seek(const Lengths& lengths, N row, int lane) {
   constexpr int kSpan = Window<N, kEntries>::kSpan;
@@ -54,7 +57,8 @@ __device__ __forceinline__ Window<N, kEntries> seek(const Lengths& lengths, N ro
 #pragma unroll
     for (int k = 0; k < kEntries; ++k) {
       uint32_t offset = static_cast<uint32_t>(k * kWarp + lane) * static_cast<uint32_t>(step);
-      bool before = offset < static_cast<uint32_t>(count) && length_at<N>(lengths, low + static_cast<int32_t>(offset)) <= row;
+      bool before =
+          offset < static_cast<uint32_t>(count) && length_at<N>(lengths, low + static_cast<int32_t>(offset)) <= row;
       passed += __popc(__ballot_sync(kAllLanes, before));
     }
     int32_t ahead = passed > 0 ? (passed - 1) * step : 0;
@@ -77,10 +81,14 @@ static __device__ __noinline__ Place<N> find_alone(const Lengths& lengths, N row
   int32_t low = 0, high = sequences_of(lengths) + 1;
   while (low < high) {
     int32_t middle = low + (high - low) / 2;
-    if (length_at<N>(lengths, middle) <= row) low = middle + 1; else high = middle;
+    if (length_at<N>(lengths, middle) <= row)
+      low = middle + 1;
+    else
+      high = middle;
   }
   int32_t s = low - 1;
-  return {s, s < 0 ? N(0) : length_at<N>(lengths, s), s < 0 || s == sequences_of(lengths) ? N(0) : length_at<N>(lengths, s + 1)};
+  return {s, s < 0 ? N(0) : length_at<N>(lengths, s),
+          s < 0 || s == sequences_of(lengths) ? N(0) : length_at<N>(lengths, s + 1)};
 }
 
 // One row, the same in all lanes.

@@ -1,4 +1,5 @@
-// lse_correction and read_second_half_lse: log-sum-exps of the second halves, a thread a row, its warp's rows side by side.
+// lse_correction and read_second_half_lse: log-sum-exps of the second halves, a thread a row, its warp's rows side by
+// side.
 #include "entry_points.h"
 #include "lse_math.h"
 #include "row_plan.cuh"
@@ -11,9 +12,9 @@ constexpr int kThreads = 256;
 constexpr int kHeads = 8;  // of a block
 
 struct LseJob {
-  RowPlan plan;          // packed: rows of the half
-  Lse lse, half;         // the whole one, and the step's or the result
-  int64_t row_blocks;    // blocks over the rows; the grid has as many for every kHeads heads
+  RowPlan plan;        // packed: rows of the half
+  Lse lse, half;       // the whole one, and the step's or the result
+  int64_t row_blocks;  // blocks over the rows; the grid has as many for every kHeads heads
 };
 
 // Rows and places of one thread: element `whole` of lse and `part` of half, without the head's share.
@@ -32,7 +33,8 @@ __device__ __forceinline__ Spot spot_of(const LseJob& job) {
   }
   const int64_t sequence = row / job.half.rows, position = row - sequence * job.half.rows;
   const int32_t s = static_cast<int32_t>(sequence);
-  const int64_t begin = length_at<int64_t>(job.plan.lengths, s), half = (length_at<int64_t>(job.plan.lengths, s + 1) - begin) / 2;
+  const int64_t begin = length_at<int64_t>(job.plan.lengths, s);
+  const int64_t half = (length_at<int64_t>(job.plan.lengths, s + 1) - begin) / 2;
   return {sequence * job.lse.sequence_stride + (half + position) * job.lse.row_stride,
           sequence * job.half.sequence_stride + position * job.half.row_stride, wanted < job.plan.count,
           position < half && half + position < job.lse.rows};
@@ -70,7 +72,8 @@ __global__ void __launch_bounds__(kThreads) lse_correction_kernel(const __grid_c
 }
 
 template <typename Kernel>
-void launch(Kernel kernel, Helper helper, const Lse& lse, const Lse& half, Lengths lengths, Stream stream, const char* name) {
+void launch(Kernel kernel, Helper helper, const Lse& lse, const Lse& half, Lengths lengths, Stream stream,
+            const char* name) {
   int64_t rows = half.packed ? half.rows : half.rows * lengths.sequences;
   RowPlan plan = plan_lengths(helper, MapKind::half, lengths, rows, lse.rows);
   plan.half = 1;
@@ -94,7 +97,8 @@ void read_second_half_lse(Lse out, Lse lse, Lengths lengths, Stream stream) {
 void lse_correction(Lse lse, Lse step_lse, Lengths lengths, Stream stream) {
   auto kernel = lse_correction_kernel<float, float>;
   if (lse.dtype == Dtype::f64) {
-    kernel = step_lse.dtype == Dtype::f64 ? lse_correction_kernel<double, double> : lse_correction_kernel<double, float>;
+    kernel =
+        step_lse.dtype == Dtype::f64 ? lse_correction_kernel<double, double> : lse_correction_kernel<double, float>;
   } else if (step_lse.dtype == Dtype::f64) {
     kernel = lse_correction_kernel<float, double>;
   }

@@ -1,8 +1,9 @@
 // merge, merge_halves, out_correction: out = out * kept + step * weight, with weights from two log-sum-exps.
 //
-// A block takes 8 tokens and up to 8 heads: blocks are many, so that the last wave of them is short. An LSE is [h, t], so its threads first read it with the tokens side by side
-// (8 floats are a sector of memory), leave the weights in shared memory, and then stream out and step with the elements
-// side by side. One thread alone reads an LSE and writes the merged one, in between nobody looks.
+// A block takes 8 tokens and up to 8 heads: blocks are many, so that the last wave of them is short. An LSE is [h, t],
+// so its threads first read it with the tokens side by side (8 floats are a sector of memory), leave the weights in
+// shared memory, and then stream out and step with the elements side by side. One thread alone reads an LSE and writes
+// the merged one, in between nobody looks.
 #include "entry_points.h"
 #include "lse_math.h"
 #include "row_plan.cuh"
@@ -36,8 +37,10 @@ __device__ __forceinline__ Wide load_lse(const Lse& lse, int64_t at) {
 
 template <typename Wide>
 __device__ __forceinline__ void store_lse(const Lse& lse, int64_t at, Wide x) {
-  if (lse.dtype == Dtype::f32) static_cast<float*>(lse.data)[at] = static_cast<float>(x);
-  else static_cast<double*>(lse.data)[at] = static_cast<double>(x);
+  if (lse.dtype == Dtype::f32)
+    static_cast<float*>(lse.data)[at] = static_cast<float>(x);
+  else
+    static_cast<double*>(lse.data)[at] = static_cast<double>(x);
 }
 
 // Where a token's rows lie, in elements; -1: no such token.
@@ -179,9 +182,10 @@ void merge_halves(Values out, Lse lse, Values step, Lse step_lse, Lengths length
   launch(plan, Mode::merge, out, step, lse, step_lse, stream, "merge_halves");
 }
 
-void out_correction(Values out, Values step, Lse lse, Lse step_lse, Lengths lengths, bool only_second_half, Stream stream) {
-  RowPlan plan = plan_lengths(Helper::out_correction, only_second_half ? MapKind::half : MapKind::valid, lengths, step.rows,
-                              out.rows);
+void out_correction(Values out, Values step, Lse lse, Lse step_lse, Lengths lengths, bool only_second_half,
+                    Stream stream) {
+  RowPlan plan = plan_lengths(Helper::out_correction, only_second_half ? MapKind::half : MapKind::valid, lengths,
+                              step.rows, out.rows);
   plan.half = 1;
   plan.real = lengths;  // every row of a sequence
   plan.from_zero = true;

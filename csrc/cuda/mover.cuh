@@ -24,7 +24,7 @@ struct Part {
   int64_t from_group, to_group;  // an all-to-all's ranks: groups of heads
   int64_t from_head, to_head;
   int64_t head_bytes, piece_bytes;
-  int64_t copies;                // in all
+  int64_t copies;                     // in all
   Divider by_row, by_group, by_head;  // copies of a row, of a group of heads, of a head
   int64_t first_block, tiles;
   int32_t tile_copies;
@@ -50,8 +50,8 @@ inline void cut(Part& part, int64_t rows, int64_t groups, int64_t heads, int64_t
   part.by_head = Divider::by(std::max<int64_t>(pieces, 1));
   part.by_group = Divider::by(std::max<int64_t>(pieces * heads, 1));
   part.by_row = Divider::by(std::max<int64_t>(pieces * heads * groups, 1));
-  part.tile_copies = static_cast<int32_t>(
-      std::clamp<int64_t>(piece_bytes / std::max<int64_t>(part.piece_bytes, 1), 1, kWarp));
+  part.tile_copies =
+      static_cast<int32_t>(std::clamp<int64_t>(piece_bytes / std::max<int64_t>(part.piece_bytes, 1), 1, kWarp));
   part.tiles = divide_up(part.copies, part.tile_copies);
 }
 
@@ -66,7 +66,8 @@ struct Copy {
 
 // The copy `tile * tile_copies + lane`; the whole warp asks. kHeads is Heads or NoHeads.
 template <bool kFew, MapKind kKind, typename kHeads>
-__device__ __forceinline__ Copy copy_of(const RowPlan& plan, const Part& part, const kHeads& heads, int64_t tile, int lane) {
+__device__ __forceinline__ Copy copy_of(const RowPlan& plan, const Part& part, const kHeads& heads, int64_t tile,
+                                        int lane) {
   // With a known map copies are counted in 32 bits (movers.cu sees to it).
   using Count = std::conditional_t<kKind == MapKind::any, int64_t, int32_t>;
   Count last = static_cast<Count>(part.copies) - 1;

@@ -10,14 +10,24 @@ namespace cuda {
 namespace {
 
 template <typename kHeads>
-void launch_words(const MoveJob& job, const kHeads& heads, int64_t blocks, int access, Stream stream, const char* name) {
+void launch_words(const MoveJob& job, const kHeads& heads, int64_t blocks, int access, Stream stream,
+                  const char* name) {
   void (*kernel)(MoveJob, kHeads) = nullptr;
   switch (access) {
-    case 16: kernel = word_kernel<16, kHeads>; break;
-    case 8: kernel = word_kernel<8, kHeads>; break;
-    case 4: kernel = word_kernel<4, kHeads>; break;
-    case 2: kernel = word_kernel<2, kHeads>; break;
-    default: kernel = word_kernel<1, kHeads>;
+    case 16:
+      kernel = word_kernel<16, kHeads>;
+      break;
+    case 8:
+      kernel = word_kernel<8, kHeads>;
+      break;
+    case 4:
+      kernel = word_kernel<4, kHeads>;
+      break;
+    case 2:
+      kernel = word_kernel<2, kHeads>;
+      break;
+    default:
+      kernel = word_kernel<1, kHeads>;
   }
   kernel<<<grid_of(blocks, name), kWordWarps * kWarp, 0, stream_of(stream)>>>(job, heads);
 }
@@ -26,12 +36,18 @@ using BulkKernel = void (*)(MoveJob, NoHeads);
 
 BulkKernel bulk_of_lengths(MapKind kind) {
   switch (kind) {
-    case MapKind::partition: return bulk_kernel<MapKind::partition, NoHeads>;
-    case MapKind::to_rank_order: return bulk_kernel<MapKind::to_rank_order, NoHeads>;
-    case MapKind::to_sequence_order: return bulk_kernel<MapKind::to_sequence_order, NoHeads>;
-    case MapKind::half: return bulk_kernel<MapKind::half, NoHeads>;
-    case MapKind::valid: return bulk_kernel<MapKind::valid, NoHeads>;
-    default: return bulk_kernel<MapKind::any, NoHeads>;
+    case MapKind::partition:
+      return bulk_kernel<MapKind::partition, NoHeads>;
+    case MapKind::to_rank_order:
+      return bulk_kernel<MapKind::to_rank_order, NoHeads>;
+    case MapKind::to_sequence_order:
+      return bulk_kernel<MapKind::to_sequence_order, NoHeads>;
+    case MapKind::half:
+      return bulk_kernel<MapKind::half, NoHeads>;
+    case MapKind::valid:
+      return bulk_kernel<MapKind::valid, NoHeads>;
+    default:
+      return bulk_kernel<MapKind::any, NoHeads>;
   }
 }
 
@@ -42,9 +58,14 @@ void launch_bulk(const MoveJob& job, const kHeads& heads, int64_t blocks, Stream
   for (int p = 0; p < job.parts; ++p) narrow = narrow && job.part[p].copies < INT_MAX - kWarp;
   if (narrow) {
     switch (job.plan.kind) {
-      case MapKind::span: kernel = bulk_kernel<MapKind::span, kHeads>; break;
-      case MapKind::index: kernel = bulk_kernel<MapKind::index, kHeads>; break;
-      default: if constexpr (std::is_same_v<kHeads, NoHeads>) kernel = bulk_of_lengths(job.plan.kind);
+      case MapKind::span:
+        kernel = bulk_kernel<MapKind::span, kHeads>;
+        break;
+      case MapKind::index:
+        kernel = bulk_kernel<MapKind::index, kHeads>;
+        break;
+      default:
+        if constexpr (std::is_same_v<kHeads, NoHeads>) kernel = bulk_of_lengths(job.plan.kind);
     }
   }
   kernel<<<grid_of(blocks, name), kWarp, 0, stream_of(stream)>>>(job, heads);
@@ -59,8 +80,8 @@ template <typename kHeads>
 void launch(MoveJob& job, const Shape* shapes, int access, const kHeads& heads, Stream stream, const char* name) {
   int64_t shortest = INT64_MAX;
   for (int p = 0; p < job.parts; ++p) shortest = std::min(shortest, job.part[p].head_bytes);
-  bool bulk = access == 16 && shortest >= kBulkLeast &&
-              device_attribute<cudaDevAttrComputeCapabilityMajor>(stream.device) >= 9;
+  bool bulk =
+      access == 16 && shortest >= kBulkLeast && device_attribute<cudaDevAttrComputeCapabilityMajor>(stream.device) >= 9;
   int64_t blocks = 0;
   for (int p = 0; p < job.parts; ++p) {
     Part& part = job.part[p];
@@ -69,8 +90,10 @@ void launch(MoveJob& job, const Shape* shapes, int access, const kHeads& heads, 
     blocks += bulk ? part.tiles : divide_up(part.tiles, kWordWarps);
   }
   if (blocks == 0) return;
-  if (bulk) launch_bulk(job, heads, blocks, stream, name);
-  else launch_words(job, heads, blocks, access, stream, name);
+  if (bulk)
+    launch_bulk(job, heads, blocks, stream, name);
+  else
+    launch_words(job, heads, blocks, access, stream, name);
   check_launch(name);
 }
 

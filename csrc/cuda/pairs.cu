@@ -1,5 +1,5 @@
-// add_rows, grad_correction, convert_valid: rows of one tensor added to, or put into, rows of another of any float dtype;
-// add_heads, the sum over what an all-to-all brought.
+// add_rows, grad_correction, convert_valid: rows of one tensor added to, or put into, rows of another of any float
+// dtype; add_heads, the sum over what an all-to-all brought.
 #include "entry_points.h"
 #include "row_plan.cuh"
 #include "typed.cuh"
@@ -24,8 +24,8 @@ struct PairPart {
 
 struct PairJob {
   RowPlan plan;
-  // What happens to a row, by the half of its sequence that it is in. `step_is_half`: the map leads from the step's rows
-  // into the half that is not none; else rows are the accumulator's, and the step has as many.
+  // What happens to a row, by the half of its sequence that it is in. `step_is_half`: the map leads from the step's
+  // rows into the half that is not none; else rows are the accumulator's, and the step has as many.
   Action first_half, second_half;
   int32_t parts;
   PairPart part[kPairs];
@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(kThreads) pair_kernel(const __grid_constant__ 
 void launch(const Pair* pairs, int64_t count, PairJob job, Stream stream, const char* name) {
   if (job.plan.count == 0) return;
   auto same = [](const Pair& a, const Pair& b) {
-    return a.to.dtype == b.to.dtype && a.from.dtype == b.from.dtype && (in_fours(a.to) && in_fours(a.from)) == (in_fours(b.to) && in_fours(b.from));
+    return a.to.dtype == b.to.dtype && a.from.dtype == b.from.dtype &&
+           (in_fours(a.to) && in_fours(a.from)) == (in_fours(b.to) && in_fours(b.from));
   };
   for (int64_t done = 0; done < count;) {
     int64_t next = done + 1;
@@ -119,7 +120,9 @@ void launch(const Pair* pairs, int64_t count, PairJob job, Stream stream, const 
       for (int64_t p = done; p < next; ++p) {
         int64_t head_vectors = pairs[p].to.dim / E::kVector, row_vectors = head_vectors * pairs[p].to.heads;
         if (row_vectors == 0) continue;
-        if (row_vectors > INT_MAX / 2) throw std::runtime_error(std::string("ValueError: ") + name + ": a row has too many elements");
+        if (row_vectors > INT_MAX / 2) {
+          throw std::runtime_error(std::string("ValueError: ") + name + ": a row has too many elements");
+        }
         PairPart& part = job.part[job.parts++];
         part.to = pairs[p].to, part.from = pairs[p].from;
         part.by_row = Divider::by(row_vectors), part.by_head = Divider::by(head_vectors);
@@ -154,7 +157,8 @@ __global__ void __launch_bounds__(kThreads) add_heads_kernel(const __grid_consta
   const int64_t first = static_cast<int64_t>(blockIdx.x) * tile_rows;
   const int count = static_cast<int>(min(static_cast<int64_t>(tile_rows), job.plan.count - first));
   if (threadIdx.x < kWarp) {
-    rows[threadIdx.x] = look_up<false>(job.plan, first + min(static_cast<int>(threadIdx.x), count - 1), threadIdx.x).row;
+    rows[threadIdx.x] =
+        look_up<false>(job.plan, first + min(static_cast<int>(threadIdx.x), count - 1), threadIdx.x).row;
   }
   __syncthreads();
   for (int vector = threadIdx.x; vector < count * row_vectors; vector += kThreads) {
@@ -192,8 +196,8 @@ void grad_correction(const Pair* pairs, int64_t count, Lengths lengths, Action f
   if (count == 0 || (first_half == Action::none && second_half == Action::none)) return;
   PairJob job{};
   const Pair& pair = pairs[0];
-  job.plan = plan_lengths(Helper::grad_correction, step_is_half ? MapKind::half : MapKind::valid, lengths, pair.from.rows,
-                          pair.to.rows);
+  job.plan = plan_lengths(Helper::grad_correction, step_is_half ? MapKind::half : MapKind::valid, lengths,
+                          pair.from.rows, pair.to.rows);
   job.plan.half = first_half == Action::none ? 1 : 0;
   job.plan.real = lengths;  // every row of a sequence
   job.plan.from_zero = true;

@@ -1,10 +1,10 @@
 // Which row goes where, as one struct that every kernel can take: the maps of common/maps.h, chosen at run time.
 //
-// Kernels are compiled for word sizes and dtypes, not once more for every map; but for the ones that move most of the data
-// (bulk.cuh), which are told the map and so have no code but its own. For what is seen of a mover, next to the 63 us in which
-// its 268 MB stream by, is its start: every instruction is fetched from memory then. So a warp finds the sequences of its
-// rows together (lookup.cuh), and the rest of a map is arithmetic on the sequence's bounds, in 32 bits where everything
-// fits, without a division by anything that the host knows.
+// Kernels are compiled for word sizes and dtypes, not once more for every map; but for the ones that move most of the
+// data (bulk.cuh), which are told the map and so have no code but its own. For what is seen of a mover, next to the 63
+// us in which its 268 MB stream by, is its start: every instruction is fetched from memory then. So a warp finds the
+// sequences of its rows together (lookup.cuh), and the rest of a map is arithmetic on the sequence's bounds, in 32 bits
+// where everything fits, without a division by anything that the host knows.
 #pragma once
 
 #include "faults.cuh"
@@ -52,7 +52,7 @@ struct RowPlan {
   int32_t cp_size, cp_rank, half;
   int32_t divisor, tail_divisor;  // of every length, and of the tail
   bool from_zero;                 // lengths begin at 0
-  Divider by_cp_size, by_slice;  // a rank's slice has bound / cp_size rows
+  Divider by_cp_size, by_slice;   // a rank's slice has bound / cp_size rows
 };
 
 inline RowPlan plan_rows(Helper helper, RowSet rows, bool scatter) {
@@ -76,7 +76,7 @@ inline RowPlan plan_lengths(Helper helper, MapKind kind, Lengths lengths, int64_
   plan.lengths = lengths;
   plan.count = count;
   plan.bound = tokens;
-  plan.narrow = tokens < (int64_t(1) << 30) && cp_size < (int64_t(1) << 30);
+  plan.narrow = std::max(std::max(tokens, count), cp_size) < (int64_t(1) << 30);
   plan.cp_size = static_cast<int32_t>(cp_size);
   plan.cp_rank = static_cast<int32_t>(cp_rank);
   plan.divisor = static_cast<int32_t>(kind == MapKind::half ? 2 : kind == MapKind::valid ? 1 : 2 * cp_size);
@@ -90,7 +90,8 @@ inline RowPlan plan_lengths(Helper helper, MapKind kind, Lengths lengths, int64_
 
 #if defined(__CUDACC__)
 
-// Every rule for lengths, every length looked at by one thread of the grid. `thread` counts through the grid of `threads`.
+// Every rule for lengths, every length looked at by one thread of the grid. `thread` counts through the grid of
+// `threads`.
 __device__ __forceinline__ void check_lengths(Helper helper, const Lengths& lengths, int64_t divisor,
                                               int64_t tail_divisor, int64_t tokens, bool from_zero, int64_t thread,
                                               int64_t threads) {
@@ -123,7 +124,8 @@ __device__ __forceinline__ void check_real(Helper helper, const Lengths& real, c
   }
 }
 
-// At the start of a kernel whose searches would wait for one line of lengths after the other: the first blocks ask for all.
+// At the start of a kernel whose searches would wait for one line of lengths after the other: the first blocks ask for
+// all.
 __device__ __forceinline__ void prefetch_lengths(const RowPlan& plan) {
   int64_t bytes = (plan.lengths.sequences + 1) * (plan.lengths.wide ? 8 : 4);
   int64_t line = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 128;
@@ -138,24 +140,31 @@ __device__ __forceinline__ void check_plan(const RowPlan& plan) {
   int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (thread > plan.lengths.sequences) return;
   int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  check_lengths(plan.helper, plan.lengths, plan.divisor, plan.tail_divisor, plan.bound, plan.from_zero, thread, threads);
+  check_lengths(plan.helper, plan.lengths, plan.divisor, plan.tail_divisor, plan.bound, plan.from_zero, thread,
+                threads);
   if (plan.kind == MapKind::valid) check_real(plan.helper, plan.real, plan.lengths, thread, threads);
 }
 
 template <typename N>
 __device__ __forceinline__ N quotient(N a, N b) {  // of numbers that are not negative, with right lengths
-  if constexpr (sizeof(N) == 4) return static_cast<N>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
-  else return a / b;
+  if constexpr (sizeof(N) == 4)
+    return static_cast<N>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+  else
+    return a / b;
 }
 
 // What is looked up in lengths for a row.
 template <typename N>
 __device__ __forceinline__ N key_of(const RowPlan& plan, MapKind kind, N row) {
   switch (kind) {
-    case MapKind::partition: return row * plan.cp_size;
-    case MapKind::to_rank_order: return (row - plan.by_slice.of(row) * static_cast<N>(plan.by_slice.divisor)) * plan.cp_size;
-    case MapKind::half: return row * 2;
-    default: return row;
+    case MapKind::partition:
+      return row * plan.cp_size;
+    case MapKind::to_rank_order:
+      return (row - plan.by_slice.of(row) * static_cast<N>(plan.by_slice.divisor)) * plan.cp_size;
+    case MapKind::half:
+      return row * 2;
+    default:
+      return row;
   }
 }
 
@@ -177,7 +186,8 @@ __device__ __forceinline__ N rank_order_row(const RowPlan& plan, N row, const Pl
     N part = plan.by_cp_size.of(static_cast<N>(plan.bound) - place.begin), rank = quotient(offset, part);
     return rank * slice + start + offset - rank * part;
   }
-  N chunk = plan.by_cp_size.of(place.end - place.begin) / 2, number = quotient(offset, chunk), rest = offset - number * chunk;
+  N chunk = plan.by_cp_size.of(place.end - place.begin) / 2, number = quotient(offset, chunk),
+    rest = offset - number * chunk;
   return number < plan.cp_size ? number * slice + start + rest
                                : (2 * plan.cp_size - 1 - number) * slice + start + chunk + rest;
 }
@@ -189,13 +199,17 @@ __device__ __forceinline__ int64_t row_at(const RowPlan& plan, MapKind kind, N r
   bool tail = place.sequence == sequences_of(plan.lengths);
   int64_t result = -1;
   switch (kind) {
-    case MapKind::partition: result = slice_row<N>(plan, row, plan.cp_rank, place, tail); break;
+    case MapKind::partition:
+      result = slice_row<N>(plan, row, plan.cp_rank, place, tail);
+      break;
     case MapKind::to_rank_order: {
       N rank = plan.by_slice.of(row);
       result = slice_row<N>(plan, row - rank * static_cast<N>(plan.by_slice.divisor), rank, place, tail);
       break;
     }
-    case MapKind::to_sequence_order: result = rank_order_row<N>(plan, row, place, tail); break;
+    case MapKind::to_sequence_order:
+      result = rank_order_row<N>(plan, row, place, tail);
+      break;
     case MapKind::half: {
       N size = (tail ? static_cast<N>(plan.bound) : place.end) - place.begin;
       result = place.begin + plan.half * (size / 2) + row - place.begin / 2;
@@ -207,13 +221,14 @@ __device__ __forceinline__ int64_t row_at(const RowPlan& plan, MapKind kind, N r
       result = row - place.begin < real ? row : -1;
       break;
     }
-    default: break;
+    default:
+      break;
   }
   return result < plan.bound ? result : -1;  // out of bounds: check_plan says why
 }
 
-// A map's answer for one row: the row that it leads to, -1 where there is nothing to do or nothing that could be done in
-// bounds; and with lengths, where it lies.
+// A map's answer for one row: the row that it leads to, -1 where there is nothing to do or nothing that could be done
+// in bounds; and with lengths, where it lies.
 struct Target {
   int64_t row;
   int32_t sequence;
@@ -242,8 +257,9 @@ __device__ __forceinline__ Target look_up_in(const RowPlan& plan, MapKind kind, 
   return {row_at<N>(plan, kind, mine, place), place.sequence, place.begin};
 }
 
-// For a whole warp: each lane its own row. Rows rise with the lanes; lanes without one ask for another lane's. kFew: there
-// are but a few different rows in a warp. kKind: the plan's kind where a kernel is compiled for it; its rows then are narrow.
+// For a whole warp: each lane its own row. Rows rise with the lanes; lanes without one ask for another lane's. kFew:
+// there are but a few different rows in a warp. kKind: the plan's kind where a kernel is compiled for it; its rows then
+// are narrow.
 template <bool kFew, MapKind kKind = MapKind::any>
 __device__ __forceinline__ Target look_up(const RowPlan& plan, int64_t row, int lane) {
   const MapKind kind = kKind == MapKind::any ? plan.kind : kKind;

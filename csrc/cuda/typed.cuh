@@ -16,39 +16,71 @@ namespace cuda {
 
 #if defined(__CUDACC__)
 
-template <typename T> struct alignas(4 * sizeof(T)) Four { T x[4]; };
+template <typename T>
+struct alignas(4 * sizeof(T)) Four {
+  T x[4];
+};
 
-template <typename T> __device__ __forceinline__ float to_float(T x) { return static_cast<float>(x); }
-template <> __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-template <> __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <typename T>
+__device__ __forceinline__ float to_float(T x) {
+  return static_cast<float>(x);
+}
+template <>
+__device__ __forceinline__ float to_float(__half x) {
+  return __half2float(x);
+}
+template <>
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
 
-template <typename T> __device__ __forceinline__ T from_float(float x) { return static_cast<T>(x); }
-template <> __device__ __forceinline__ __half from_float(float x) { return __float2half_rn(x); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float(float x) { return __float2bfloat16_rn(x); }
+template <typename T>
+__device__ __forceinline__ T from_float(float x) {
+  return static_cast<T>(x);
+}
+template <>
+__device__ __forceinline__ __half from_float(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float(float x) {
+  return __float2bfloat16_rn(x);
+}
 
 template <typename Wide>
 __device__ __forceinline__ Wide load_any(const void* data, Dtype dtype, int64_t i) {
   switch (dtype) {
-    case Dtype::f16: return static_cast<Wide>(__half2float(static_cast<const __half*>(data)[i]));
-    case Dtype::bf16: return static_cast<Wide>(__bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]));
-    case Dtype::f32: return static_cast<Wide>(static_cast<const float*>(data)[i]);
-    default: return static_cast<Wide>(static_cast<const double*>(data)[i]);
+    case Dtype::f16:
+      return static_cast<Wide>(__half2float(static_cast<const __half*>(data)[i]));
+    case Dtype::bf16:
+      return static_cast<Wide>(__bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]));
+    case Dtype::f32:
+      return static_cast<Wide>(static_cast<const float*>(data)[i]);
+    default:
+      return static_cast<Wide>(static_cast<const double*>(data)[i]);
   }
 }
 
 template <typename Wide>
 __device__ __forceinline__ void store_any(void* data, Dtype dtype, int64_t i, Wide x) {
   switch (dtype) {
-    case Dtype::f16: 
-      if constexpr (sizeof(Wide) == 8) static_cast<__half*>(data)[i] = __double2half(x);
-      else static_cast<__half*>(data)[i] = __float2half_rn(x);
+    case Dtype::f16:
+      if constexpr (sizeof(Wide) == 8)
+        static_cast<__half*>(data)[i] = __double2half(x);
+      else
+        static_cast<__half*>(data)[i] = __float2half_rn(x);
       break;
-    case Dtype::bf16: 
-      if constexpr (sizeof(Wide) == 8) static_cast<__nv_bfloat16*>(data)[i] = __double2bfloat16(x);
-      else static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(x);
+    case Dtype::bf16:
+      if constexpr (sizeof(Wide) == 8)
+        static_cast<__nv_bfloat16*>(data)[i] = __double2bfloat16(x);
+      else
+        static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(x);
       break;
-    case Dtype::f32: static_cast<float*>(data)[i] = static_cast<float>(x); break;
-    default: static_cast<double*>(data)[i] = static_cast<double>(x);
+    case Dtype::f32:
+      static_cast<float*>(data)[i] = static_cast<float>(x);
+      break;
+    default:
+      static_cast<double*>(data)[i] = static_cast<double>(x);
   }
 }
 
@@ -77,7 +109,10 @@ struct Fast {
   }
 };
 
-template <typename T> struct One { T x[1]; };
+template <typename T>
+struct One {
+  T x[1];
+};
 
 template <typename kWide>
 struct Any {

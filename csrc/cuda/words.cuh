@@ -12,12 +12,28 @@ constexpr int kUnroll = 4;       // independent loads of a thread
 
 #if defined(__CUDACC__)
 
-template <int kBytes> struct WordOf;
-template <> struct WordOf<16> { using type = uint4; };
-template <> struct WordOf<8> { using type = uint2; };
-template <> struct WordOf<4> { using type = uint32_t; };
-template <> struct WordOf<2> { using type = uint16_t; };
-template <> struct WordOf<1> { using type = uint8_t; };
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<16> {
+  using type = uint4;
+};
+template <>
+struct WordOf<8> {
+  using type = uint2;
+};
+template <>
+struct WordOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct WordOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct WordOf<1> {
+  using type = uint8_t;
+};
 
 // Copies of a tile one after the other, several side by side where they are shorter than a warp is wide.
 template <int kBytes, typename kHeads>
@@ -42,8 +58,8 @@ __global__ void __launch_bounds__(kWordWarps* kWarp)
         const int words = __shfl_sync(kAllLanes, copy.bytes, number) / kBytes;
         const auto* from = reinterpret_cast<const Word*>(
             __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(copy.from), number));
-        auto* target = reinterpret_cast<Word*>(
-            __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(copy.to), number));
+        auto* target =
+            reinterpret_cast<Word*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(copy.to), number));
         to[u] = nullptr;
         if (number < part.tile_copies && word < words) {
           to[u] = target + word;
