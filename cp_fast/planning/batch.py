@@ -106,6 +106,7 @@ class Batch:
         self.hi: Edge = None if right < 0 else self.shift + right
         self.windowed = bool(self.size) and left >= 0 and right >= 0
         self.nothing = np.zeros(self.size, dtype=self.dtype)  # not to be written to
+        self.kept = 8  # units whose tokens are remembered: in a ring, fresh memory for all costs more than asking again
         self._owned: dict[tuple[str, int], Owned] = {}
         self._shares: dict[tuple[str, int], Array] = {}
 
@@ -130,9 +131,11 @@ class Batch:
         unit %= self.count
         if side == "kv" and self.alike:
             side = "q"
-        if (side, unit) not in self._owned:
-            self._owned[side, unit] = self._find(side, unit)
-        return self._owned[side, unit]
+        found = self._owned.pop((side, unit), None) or self._find(side, unit)
+        self._owned[side, unit] = found  # the latest at the end
+        if len(self._owned) > self.kept:
+            del self._owned[next(iter(self._owned))]
+        return found
 
     def relation(self, queries: Owned, piece: int, keys: Owned, other: int) -> str:
         """What a piece of queries and one of keys are to each other in all sequences: "plain" (every pair is visible),

@@ -20,7 +20,7 @@ from cp_fast.planning.tables import RowKey, Tables, Uploaded
 from cp_fast.program import Give, KVStep, Launch, RankProgram, Take
 from cp_ref.spec import Problem, head_ranges
 
-__all__ = ["DraftProgram", "compile_program", "draft_program", "upload_program"]
+__all__ = ["DraftProgram", "compile_program", "draft_program", "link_program", "upload_program"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class DraftProgram:
     backward: list[DraftStep]
     real_q_rows: RowKey
     sides: tuple[DraftSide, DraftSide] | None  # q, kv
+    spare_rows: int = 0
 
 
 def compile_program(problem: Problem, rank: int, device: torch.device) -> RankProgram:
@@ -71,14 +72,19 @@ def draft_program(problem: Problem, rank: int) -> DraftProgram:
 
 def upload_program(draft: DraftProgram, device: torch.device) -> RankProgram:
     """The program with its tables on the device, by one copy."""
-    tables = draft.tables.upload(device)
+    return link_program(draft, draft.tables.upload(device))
+
+
+def link_program(draft: DraftProgram, tables: Uploaded) -> RankProgram:
+    """The program with its tables as they lie on the device."""
     made: dict[int, Launch] = {}  # both passes have the same launches
     real = tables.rows(draft.real_q_rows)
     return RankProgram(
         tuple(_step(step, tables, made) for step in draft.forward),
         tuple(_step(step, tables, made) for step in draft.backward),
-        real if isinstance(real, slice) else real.long(),  # for PyTorch's own operators
-        None if draft.sides is None else _heads(draft.problem, draft.rank, draft.sides, tables),
+        real if isinstance(real, slice) or real.dtype == torch.bool else real.long(),  # for PyTorch's own operators
+        None if draft.sides is None else _heads(draft, draft.sides, tables),
+        draft.spare_rows,
     )
 
 
@@ -105,14 +111,20 @@ def _take(take: DraftTake, tables: Uploaded) -> Take:
 def _launch(launch: DraftLaunch, tables: Uploaded, made: dict[int, Launch]) -> Launch:
     if id(launch) not in made:
         q, kv = tables.lengths(launch.cu_q), tables.lengths(launch.cu_kv)
-        segments = Segments(Cumulative(q.host), Cumulative(kv.host), launch.left, launch.right, q.device, kv.device)
+        bounds = launch.bounds or (None, None)
+        cu_q, cu_kv = Cumulative(q.host, bounds[0]), Cumulative(kv.host, bounds[1])
         made[id(launch)] = Launch(
-            tables.rows(launch.q_rows), tables.rows(launch.kv_rows), tables.rows(launch.grad_rows), segments
+            q_rows=tables.rows(launch.q_rows),
+            out_rows=tables.rows(launch.out_rows),
+            kv_rows=tables.rows(launch.kv_rows),
+            grad_rows=tables.rows(launch.grad_rows),
+            segments=Segments(cu_q, cu_kv, launch.left, launch.right, q.device, kv.device),
         )
     return made[id(launch)]
 
 
-def _heads(problem: Problem, rank: int, sides: tuple[DraftSide, DraftSide], tables: Uploaded) -> HeadExchange:
+def _heads(draft: DraftProgram, sides: tuple[DraftSide, DraftSide], tables: Uploaded) -> HeadExchange:
+    problem, rank = draft.problem, draft.rank
     peers = range(rank - rank % problem.a2a_size, rank - rank % problem.a2a_size + problem.a2a_size)
     found: list[Side] = []
     for number, (side, all_heads) in enumerate(zip(sides, (problem.heads_q, problem.heads_kv), strict=True)):
@@ -120,9 +132,12 @@ def _heads(problem: Problem, rank: int, sides: tuple[DraftSide, DraftSide], tabl
         found.append(
             Side(
                 home_rows=tables.rows(side.home_rows),
+                into_home=tables.rows(side.into_home),
                 home_count=side.home_count,
                 group_rows=tables.rows(side.group_rows),
+                into_group=tables.rows(side.into_group),
                 group_counts=side.group_counts,
+                spare_rows=draft.spare_rows,
                 first_heads=tuple(begin for begin, _ in ranges),
                 heads=ranges[0][1] - ranges[0][0],
                 all_heads=all_heads,

@@ -39,12 +39,14 @@ class DraftLaunch:
     """See `Launch`."""
 
     q_rows: RowKey
+    out_rows: RowKey
     kv_rows: RowKey
     grad_rows: RowKey
     left: int | None
     right: int | None
     cu_q: Key
     cu_kv: Key
+    bounds: tuple[int, int] | None = None  # of the lengths of segments, where these are to be replaced by others
 
 
 @dataclass(slots=True)
@@ -71,9 +73,10 @@ def draft_launch(
     """A launch of segments: their query rows (first row, number), their key rows and rows of the grads (spans; None
     for the same rows), and their numbers of columns; nothing is empty.
     """
-    kv_rows = tables.rows(*kv)
+    q_rows, kv_rows = tables.rows(*q), tables.rows(*kv)
     return DraftLaunch(
-        q_rows=tables.rows(*q),
+        q_rows=q_rows,
+        out_rows=q_rows,
         kv_rows=kv_rows,
         grad_rows=kv_rows if grad is None else tables.rows(*grad),
         left=window[0],

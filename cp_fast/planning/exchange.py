@@ -21,8 +21,10 @@ class DraftSide(NamedTuple):
     """See `cp_fast.heads.Side`."""
 
     home_rows: RowKey
+    into_home: RowKey
     home_count: int
     group_rows: RowKey
+    into_group: RowKey
     group_counts: tuple[int, ...]
 
 
@@ -54,7 +56,8 @@ def draft_side(batch: Batch, rank: int, side: str, block: Block, tables: Tables)
         sizes.append(int(count.sum()))
         if peer == rank:
             home = tables.rows(_flat(_home_rows(batch, side, rank, pieces)), count)
-    return DraftSide(home, sizes[rank - first], tables.rows(np.concatenate(rows), np.concatenate(counts)), tuple(sizes))
+    group = tables.rows(np.concatenate(rows), np.concatenate(counts))
+    return DraftSide(home, home, sizes[rank - first], group, group, tuple(sizes))
 
 
 def _taking_part(batch: Batch, side: str) -> tuple[Array, Array]:

@@ -36,6 +36,7 @@ def draft_gather(
     batch: Batch, rank: int, q_anchor: Array, own: Block, tables: Tables
 ) -> tuple[list[DraftStep], list[DraftStep]]:
     """The forward and the backward steps of one rank."""
+    batch.kept = 2 * batch.count  # every unit is asked for several times
     peers = [(rank + n) % batch.count for n in range(1, batch.count)]
     gather, scatter = tag(0, "kv"), tag(2, "dkv")
     first, second, third = DraftStep(own=True, grad_size=own.size), DraftStep(), DraftStep()

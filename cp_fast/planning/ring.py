@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -146,28 +147,39 @@ def _add_grads(
 
 
 class _Ring:
-    """Blocks go from unit to unit, with the rows that a unit behind still needs."""
+    """Blocks go from unit to unit, with the rows that a unit behind still needs. Ask for each step once, in order."""
 
     def __init__(self, batch: Batch, unit: int) -> None:
-        count = batch.count
-        self._batch, self._unit = batch, unit
-        reached = [reach(batch, unit + n) for n in range(count)]  # by the unit n ahead
-        self._ahead = _running(batch, reached[1:])  # [t]: by the t + 1 units ahead
-        self._coming = [reached[0], *(farther(batch, reached[0], one) for one in self._ahead)]  # and by this unit
-        self._behind_it = _running(batch, [reached[-n % count] for n in range(1, count)])
-        self._behind = [reached[0], *(farther(batch, reached[0], one) for one in self._behind_it)]
+        self._batch, self._unit, self._last = batch, unit, batch.count - 1
+        self._own = reach(batch, unit)
+        # [t]: the reach of the t + 1 units ahead together; and of those behind, as far as they have been passed
+        self._ahead = list(accumulate((reach(batch, unit + n) for n in range(1, batch.count)), self._farther))
+        self._behind = self._behind_and_own = self._own
 
     def gives(self, s: int) -> Ranges:
-        return self._seen(self._ahead[self._batch.count - 2 - s], s)
+        return self._seen(self._ahead[self._last - 1 - s], s)
 
     def takes(self, s: int) -> Ranges:
-        return self._seen(self._coming[self._batch.count - 2 - s], s + 1)
+        first = s == self._last - 1  # of the units that the coming block still visits, this one is the only one
+        return self._seen(self._own if first else self._farther(self._own, self._ahead[self._last - 2 - s]), s + 1)
 
     def gives_grads(self, s: int) -> Ranges:
-        return self._seen(self._behind[s - 2], s - 1)
+        """Of the block that has seen this unit, and the s - 2 units behind it."""
+        if s > 2:
+            self._behind_and_own = self._farther(self._behind_and_own, self._reach_behind(s - 2))
+        return self._seen(self._behind_and_own, s - 1)
 
     def takes_grads(self, s: int) -> Ranges:
-        return self._seen(self._behind_it[s - 2], s)
+        """Of the block that has seen the s - 1 units behind this one."""
+        one = self._reach_behind(s - 1)
+        self._behind = one if s == 2 else self._farther(self._behind, one)
+        return self._seen(self._behind, s)
+
+    def _farther(self, one: Array, other: Array) -> Array:
+        return farther(self._batch, one, other)
+
+    def _reach_behind(self, hops: int) -> Array:
+        return reach(self._batch, self._unit - hops)
 
     def _seen(self, reached: Array, hops: int) -> Ranges:
         """Of the block of the unit that is `hops` behind."""
@@ -193,11 +205,3 @@ class _Halo:
 
     def takes_grads(self, s: int) -> Ranges:
         return self._given[s - 2]
-
-
-def _running(batch: Batch, reached: list[Array]) -> list[Array]:
-    """[t]: the reach of the first t + 1 units together."""
-    found = reached[:1]
-    for one in reached[1:]:
-        found.append(farther(batch, found[-1], one))
-    return found

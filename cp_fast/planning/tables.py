@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_fast.planning.batch import Array
+from cp_fast.planning.batch import Array, spread
 from cp_fast.rows import Rows
 
 __all__ = ["Key", "Lengths", "RowKey", "Tables", "Uploaded"]
@@ -84,6 +84,22 @@ class Tables:
         self._lengths.append(cumulative)
         same.append((key, cumulative))
         return key
+
+    def numbers(self, key: RowKey) -> Array:
+        """A table's row numbers, on the host.
+
+        >>> tables = Tables()
+        >>> tables.numbers(tables.rows(np.array([4, 9]), np.array([2, 3]))).tolist(), tables.numbers(slice(2, 4)).tolist()
+        ([4, 5, 9, 10, 11], [2, 3])
+        """
+        if isinstance(key, slice):
+            return np.arange(key.start, key.stop)
+        start, count, _ = self._spans[key]
+        return spread(start, count)
+
+    def cumulative(self, key: Key) -> Array:
+        """Cumulative lengths, on the host."""
+        return self._lengths[key]
 
     def upload(self, device: torch.device) -> Uploaded:
         """All tables on the device."""

@@ -110,6 +110,8 @@ def cut(
     end = k1 if hi is None else np.minimum(k1, q1 + hi)
     begin = k0 if lo is None else np.maximum(k0, q0 + lo)
     there = (q0 < q1) & (k0 < k1) & (row0 < row1) & (begin < end)
+    if not there.any():
+        return Cut(*[Slot(batch.nothing, batch.nothing, batch.nothing, batch.nothing, piece)] * 5)
     nothing = np.zeros_like(there)
     cut_right = nothing if hi is None else there & (end - 1 - row0 > hi)
     cut_left = nothing if lo is None else there & (begin - (row1 - 1) < lo)
