@@ -62,18 +62,43 @@ class Entry:
             raise UnsupportedCase(reason)
         return found
 
+    def _judge(self, impl: Implementation, case: Case, tier: str, device: str) -> list[str]:
+        """The tier's findings; without lse and its gradient, or in another dtype, where the implementation has no more.
+
+        Raises:
+            UnsupportedCase: the implementation has none of these; with the reason of the case as it is.
+        """
+        reason: UnsupportedCase | None = None
+        for attempt in _plainer(case):
+            try:
+                if self.change is not None and tier == "logic":
+                    return logic.check_tensors(impl, attempt, self.change(build(attempt, device)))
+                return _TIERS[tier](impl, attempt, device)
+            except UnsupportedCase as refusal:
+                reason = reason or refusal
+        assert reason is not None
+        raise reason
+
     def _attempts(self, impl: Implementation, device: str) -> Iterator[tuple[str, Callable[[], list[str]]]]:
         for case in self.cases:
             for name in self.tiers:
-                if self.change is not None and name == "logic":
-                    tensors = self.change(build(case, device))
-                    yield str(case), partial(logic.check_tensors, impl, case, tensors)
-                else:
-                    yield str(case), partial(_TIERS[name], impl, case, device)
+                yield str(case), partial(self._judge, impl, case, name, device)
         for entry_id in self.errors:
             yield f"error {entry_id}", partial(errors.check, impl, entry_id, device)
         if self.by_hand is not None:
             yield "", partial(self.by_hand, impl, device)
+
+
+def _plainer(case: Case) -> Iterator[Case]:
+    """The case, and what says the same of an implementation that has less: no max_logit, no lse, no float64, no float32."""
+    dtypes = {"float64": ("float64", "float32", "bfloat16"), "float32": ("float32", "bfloat16")}
+    for dtype in dtypes.get(case.problem.dtype, (case.problem.dtype,)):
+        same = replace(case, problem=replace(case.problem, dtype=dtype))
+        yield same
+        if case.return_max_logit:
+            yield replace(same, return_max_logit=False)
+        if case.return_lse:
+            yield replace(same, return_max_logit=False, return_lse=False, loss="out")
 
 
 def dense(length: int, kv: int | None = None) -> Sequence:

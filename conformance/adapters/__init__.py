@@ -1,0 +1,15 @@
+"""Adapters: this project's packages and other libraries as implementations that the suite can play.
+
+    python -m conformance --impl conformance.adapters.cp_fast:cpu
+    python -m conformance --impl conformance.adapters.pytorch:flash --device cuda --cp-size 2
+
+cp_ref, cp_fast       all four levels; cp_fast has one object for each of its backends
+pytorch               torch.distributed.tensor.experimental.context_parallel
+ring_flash_attn       zhuzilin/ring-flash-attention
+yunchang              feifeibear/long-context-attention (USP)
+transformer_engine    DotProductAttention with set_context_parallel_group
+
+An adapter of a library says in a table what the library claims (`claims.Claims`), maps the suite's call to the
+library's, and refuses what the library refuses. It never catches what the library raises: a crash inside its claims is
+a finding. What was found is in docs/findings.md.
+"""

@@ -1,0 +1,74 @@
+"""What the adapters of libraries have in common: claims first, then the library's call, on one rank of a group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from conformance.adapters.claims import Claims, Unsupported, asked
+
+__all__ = ["Peer", "no_gradient", "number_of_ranks", "rank_in"]
+
+
+class Peer(ABC):
+    """An implementation of the level schedule that is a library over torch.distributed."""
+
+    group_kind = "process"
+    Unsupported = Unsupported
+    claims: Claims
+
+    def supports(
+        self, *, cp: Any, heads_q: int, heads_kv: int, d_qk: int, d_v: int, dtype: torch.dtype, device: torch.device,
+        **rest: Any,
+    ) -> tuple[bool, str]:  # fmt: skip
+        """What the library claims: (True, "") or (False, reason)."""
+        reason = self.claims.why_not(asked(cp, (heads_q, heads_kv, d_qk, d_v), dtype, device, rest))
+        return not reason, reason
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: Any, plan: None = None, **options: Any
+    ) -> Any:
+        """`cp_ref.attention` in the library's words."""
+        sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+        axis = 1 if options.get("qkv_format", "bshd") == "bshd" else 0
+        lengths = {"seqlen_q": q.shape[axis], "seqlen_kv": k.shape[axis]} if _has_sequence_axis(options) else {}
+        reason = self.claims.why_not(asked(cp, sizes, q.dtype, q.device, {**lengths, **options}))
+        if reason:
+            raise Unsupported(reason)
+        return self.call(q, k, v, cp, options)
+
+    @abstractmethod
+    def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Any, options: dict[str, Any]) -> Any:
+        """The library's call, for what it claims: out, or (out, lse)."""
+
+
+def _has_sequence_axis(options: dict[str, Any]) -> bool:
+    return options.get("qkv_format", "bshd") != "thd"
+
+
+def rank_in(group: Any) -> int:
+    """This process's rank in a group."""
+    return torch.distributed.get_rank(group)
+
+
+def number_of_ranks(group: Any) -> int:
+    """How many processes a group has."""
+    return torch.distributed.get_world_size(group)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, why: str) -> torch.Tensor:
+        ctx.why = why
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise Unsupported(ctx.why)
+
+
+def no_gradient(x: torch.Tensor, why: str) -> torch.Tensor:
+    """x, but a backward pass through it raises Unsupported."""
+    return _NoGradient.apply(x, why)
