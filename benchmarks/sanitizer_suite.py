@@ -10,7 +10,6 @@ all that a GPU runs are the kernels that are looked at.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -33,20 +32,21 @@ CASES = [
 ROW_SIZES = (1, 6, 18, 64, 2048, 4098, 8192)
 
 
-@dataclass
-class HostBoxed(Boxed):
-    """A box that is filled and looked at on the CPU."""
+make_box, look_into_box = Boxed.of, Boxed.assert_holds
 
-    @staticmethod
-    def of(x: torch.Tensor, device: str, gaps: tuple[int, ...] = (), offset: int = 0) -> HostBoxed:
-        made = Boxed.of(x, "cpu", gaps, offset)
-        buffer = made.buffer.to(device)
-        return HostBoxed(buffer, buffer.as_strided(made.view.shape, made.view.stride(), offset))
 
-    def assert_holds(self, want: torch.Tensor, near: dict[str, Any] | None = None) -> None:
-        buffer = self.buffer.view(INTEGERS[self.buffer.element_size()]).cpu().view(self.buffer.dtype)
-        view = buffer.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
-        Boxed(buffer, view).assert_holds(want, near)
+def of(x: torch.Tensor, device: str, gaps: tuple[int, ...] = (), offset: int = 0) -> Boxed:
+    """`Boxed.of`, filled on the CPU."""
+    made = make_box(x, "cpu", gaps, offset)
+    buffer = made.buffer.to(device)
+    return Boxed(buffer, buffer.as_strided(made.view.shape, made.view.stride(), offset))
+
+
+def assert_holds(self: Boxed, want: torch.Tensor, near: dict[str, Any] | None = None) -> None:
+    """`Boxed.assert_holds`, looked at on the CPU."""
+    buffer = self.buffer.view(INTEGERS[self.buffer.element_size()]).cpu().view(self.buffer.dtype)
+    view = buffer.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
+    look_into_box(Boxed(buffer, view), want, near)
 
 
 def main(
@@ -54,7 +54,7 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
 ) -> None:
     """Run all checks; the last line counts them."""
-    suite.Boxed = HostBoxed
+    Boxed.of, Boxed.assert_holds = staticmethod(of), assert_holds
     where, begin, count = Where(implementation, device), time.time(), 0
     for name, check in CHECKS.items():
         for case in CASES:
