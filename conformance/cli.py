@@ -37,7 +37,6 @@ __all__ = ["app", "cp_sizes_of"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _MOST_FINDINGS = 8
-_MOST_FAILURES = 4  # of different kinds, in each tier
 _MOST_OF_A_TABLE = 10
 
 
@@ -56,6 +55,8 @@ def main(
     max_examples: Annotated[
         int | None, typer.Option(min=1, help="Problems per tier, instead of the profile's.")
     ] = None,
+    max_failures: Annotated[int, typer.Option(min=1, help="How many different failures a tier looks for.")] = 4,
+    shrink_time: Annotated[float, typer.Option(min=0.0, help="Seconds to make each of them smaller.")] = 30.0,
     seed: Annotated[int | None, typer.Option(help="Draw other problems; nightly draws its own seed.")] = None,
     repro: Annotated[str | None, typer.Option(help="Play just this problem: the text that a failure printed.")] = None,
     cp_size: Annotated[str | None, typer.Option(help="Only these group sizes, such as 2,3.")] = None,
@@ -70,7 +71,7 @@ def main(
     """Play an implementation of context-parallel attention against the oracle."""
     tiers = _tiers(level, tier)
     (profile,) = _choices("--profile", [profile], tuple(PROFILES))
-    drawn = replace(PROFILES[profile], most_failures=_MOST_FAILURES, seed=seed)
+    drawn = replace(PROFILES[profile], most_failures=max_failures, shrink_s=shrink_time, seed=seed)
     if seed is None and not drawn.derandomize:
         drawn = replace(drawn, seed=random.SystemRandom().randrange(2**32))
     drawn = replace(drawn, max_examples=max_examples or drawn.max_examples)

@@ -16,7 +16,7 @@ import torch
 
 from conformance.capabilities import Capabilities
 from conformance.levels import LEVEL_TIERS
-from conformance.player import FAILING, Player, Task
+from conformance.player import FAILING, Offer, Pairs, Player, Task
 from conformance.record import LEVELS, Level, Played, RunRecord
 from conformance.session import Profile, TierResult, replay, run_level_tier, run_table, run_tier
 from conformance.strategies import CP_SIZES
@@ -154,11 +154,24 @@ class Conduct:
         return result
 
 
-class _Careful:
+class _Careful(Player):
     """The same player, but for problems in quarantine."""
 
     def __init__(self, player: Player, ledger: Known) -> None:
         self._player, self._ledger = player, ledger
+
+    @property
+    def info(self) -> Offer:
+        return self._player.info
+
+    def capabilities(self) -> Capabilities:
+        return self._player.capabilities()
+
+    def pairs(self, case: str) -> Pairs | None:
+        return self._player.pairs(case)
+
+    def close(self) -> None:
+        self._player.close()
 
     def play(self, task: Task) -> Played:
         reason = self._ledger.quarantined(task.text, level=task.level, tier=task.tier)

@@ -88,8 +88,8 @@ class Context:
 
 def _number(group: Any, name: str) -> int:
     """`group.rank` or `group.size`, which are methods of a ProcessGroup."""
-    value = getattr(group, name)
-    return value() if callable(value) else value
+    value: Any = getattr(group, name)
+    return int(value() if callable(value) else value)
 
 
 class Implementation:

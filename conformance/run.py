@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,10 @@ from conformance.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
 
 __all__ = ["Gathered", "UnsupportedCase", "play"]
+
+
+LIMIT_S = float(os.environ.get("CONFORMANCE_LIMIT_S", "20"))
+"""When ranks that do not finish one call are given up, in seconds. Kernels that are compiled on first use take longer."""
 
 
 class UnsupportedCase(Exception):
@@ -33,7 +38,7 @@ class Gathered:
     findings: list[str] = field(default_factory=list)
 
 
-def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float = 20.0) -> Gathered:
+def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float = LIMIT_S) -> Gathered:
     """Run forward and backward on all ranks of a group.
 
     Args:

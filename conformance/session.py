@@ -35,20 +35,20 @@ __all__ = [
     "run_tier",
 ]
 
-_SHRINK_S = 30.0
-
 
 @dataclass(frozen=True)
 class Profile:
     """How many problems each tier draws, and whether they are the same ones every time.
 
-    `most_failures` is how many different failures a tier looks for. `seed` fixes what is drawn when `derandomize` does
+    `most_failures` is how many different failures a tier looks for, and `shrink_s` how long it makes each of them
+    smaller, in seconds. `seed` fixes what is drawn when `derandomize` does
     not.
     """
 
     max_examples: int
     derandomize: bool
     most_failures: int = 1
+    shrink_s: float = 30.0
     seed: int | None = None
 
 
@@ -214,13 +214,15 @@ class _Round:
     def __init__(self, player: Player, level: Level, tier: str, judge: Judge, on_problem: OnProblem) -> None:
         self._player, self._level, self._tier, self._judge, self._on_problem = player, level, tier, judge, on_problem
         self._failing: dict[str, Played] = {}
-        self._give_up_at = float("inf")
+        self._give_up_at, self._shrink_s = float("inf"), 0.0
         self.drawn: list[Played] = []
         self.smallest: Played | None = None
         self.smallest_problem: Any = None
         self.note = ""
 
     def draw(self, strategy: SearchStrategy[Any], profile: Profile, shrink: bool, blamed: list[frozenset[str]]) -> None:
+        self._shrink_s = profile.shrink_s
+
         @settings(
             max_examples=profile.max_examples,
             derandomize=profile.derandomize and profile.seed is None,
@@ -260,7 +262,7 @@ class _Round:
             if played.verdict not in FAILING:
                 return
             self._failing[text] = played
-            self._give_up_at = min(self._give_up_at, time.monotonic() + _SHRINK_S)
+            self._give_up_at = min(self._give_up_at, time.monotonic() + self._shrink_s)
         self.smallest, self.smallest_problem = self._failing[text], problem
         raise _Failed
 

@@ -23,13 +23,13 @@ from conformance.tiers import TABLE_TIERS, TIER_NAMES
 
 __all__ = ["LEVEL_TIERS", "TIER_NAMES", "check_tier"]
 
-_DEFAULT_EXAMPLES = 150
+_DEFAULT_EXAMPLES = 60
 
 
 def check_tier(impl_name: str, tier: str, *, device: str = "cpu") -> None:
     """Draw problems for one tier, the same ones every time (or play its table), in this process.
 
-    The environment variable CONFORMANCE_EXAMPLES says how many, 150 without it.
+    The environment variable CONFORMANCE_EXAMPLES says how many, 60 without it.
 
     Args:
         impl_name: pkg.module, or pkg.module:object, or an entry point's name.

@@ -46,8 +46,11 @@ def test_a_wrong_one_and_its_replay() -> None:
 
 def test_a_crash_in_a_worker_is_reported_with_its_problem(tmp_path: Path) -> None:
     """From the door to the record: it crashes, the run goes on, and the report has it."""
-    arguments = ("--impl", "tests.meta.samples:Exits", "--cp-size", "2", "--max-examples", "12", "--tier", "plan")
-    code, output = _play(*arguments, "--tier", "probes", "--tier", "merge", "--report", str(tmp_path))
+    arguments = ("--impl", "tests.meta.samples:Exits", "--cp-size", "2", "--max-examples", "12")
+    code, output = _play(
+        *arguments, "--max-failures", "1", "--shrink-time", "5", "--report", str(tmp_path), "--tier", "plan",
+        "--tier", "probes", "--tier", "merge",
+    )  # fmt: skip
     assert code == 1, output
     assert "probes: crashed" in output
     assert "exit code 3" in output
@@ -79,7 +82,7 @@ def test_known_failures(tmp_path: Path) -> None:
     """A known failure is no failure; one that no longer fails is."""
     ledger = tmp_path / "ledger.toml"
     ledger.write_text('[[entry]]\npredicate = "softcap > 0"\nreason = "one percent too much"\nissue = "#1"\n')
-    options = ("--ledger", str(ledger), "--in-process", "--tier", "logic", "--max-examples", "25", "--cp-size", "2")
+    options = ("--ledger", str(ledger), "--in-process", "--tier", "logic", "--max-examples", "80", "--cp-size", "2")
     code, output = _play("--impl", "tests.meta.samples:Wrong", *options)
     assert code == 0, output
     code, output = _play("--impl", "cp_ref", *options)

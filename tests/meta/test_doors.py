@@ -72,7 +72,6 @@ def test_without_an_implementation_nothing_is_tested(tmp_path: Path) -> None:
         ('"cp_ref"', tiers("errors"), 0, "passed"),
         ("tests.meta.samples.Lower()", tiers("merge", "kernel"), 0, "2 passed"),
         ('"tests.meta.samples:Wrong"', [*tiers("logic"), "--conformance-examples", "30"], 1, "--repro 'Case("),
-        ('"tests.meta.samples:Exits"', [*tiers("logic"), "--conformance-examples", "30"], 1, "crashed:"),
         ('"no_such_module"', tiers("logic"), 1, "No module named"),
     ],
 )

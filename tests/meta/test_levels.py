@@ -64,7 +64,9 @@ def test_what_is_not_offered_is_missing() -> None:
     assert not result.failures
     forward = SimpleNamespace(tile=Lower().tile)
     assert run(forward, "kernel").passed == 60
-    without_autograd = SimpleNamespace(tile=lambda *a, **k: tuple(x.detach() for x in Lower().tile(*a, **k)))
+    without_autograd = SimpleNamespace(
+        tile=lambda q, k, v, **options: tuple(x.detach() for x in Lower().tile(q, k, v, **options))
+    )
     result = run(without_autograd, "kernel-backward")
     assert [p.verdict for p in result.played] == ["missing"]
 
