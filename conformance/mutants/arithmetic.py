@@ -142,7 +142,7 @@ MUTANTS: dict[str, Mutant] = {
     "scores-in-bf16": Mutant(
         "scores are rounded before the softmax", "cp_ref.tile._scores", wrap(_rounded_scores), "budget"
     ),
-    "dq-always-bf16": Mutant("dq is bfloat16 for float16 inputs", "cp_ref.api.run_backward", wrap(_bf16_dq), "budget"),
+    "dq-always-bf16": Mutant("dq is bfloat16 for float16 inputs", "cp_ref.api.run_backward", wrap(_bf16_dq), "known"),
     "mask-before-softcap": Mutant(
         "hidden keys get the score -softcap", "cp_ref.tile._scores", wrap(_mask_before_softcap), "logic"
     ),
