@@ -18,7 +18,7 @@ __all__ = ["Gathered", "UnsupportedCase", "play"]
 
 
 LIMIT_S = float(os.environ.get("CONFORMANCE_LIMIT_S", "20"))
-"""When ranks that do not finish one call are given up, in seconds. Kernels that are compiled on first use take longer."""
+"""When ranks that do not finish one call are given up, in seconds. Kernels compiled on first use take longer."""
 
 
 class UnsupportedCase(Exception):

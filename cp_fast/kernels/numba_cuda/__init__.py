@@ -31,8 +31,8 @@ def why_not(device_type: str) -> str | None:
 
         if not SIMULATED and not cuda.is_available():
             return "Numba finds no GPU, or no CUDA libraries to compile with"
-    except ImportError as error:
-        return f"numba cannot be imported: {error}"
+    except Exception as error:  # such as a release that does not know the NumPy that is here
+        return f"numba cannot be imported: {type(error).__name__}: {error}"
     return None
 
 

@@ -37,6 +37,14 @@ NEAR: dict[torch.dtype, dict[str, Any]] = {
 INF, NAN = float("inf"), float("nan")
 
 
+def once(dtype: torch.dtype, from_dtype: torch.dtype) -> dict[str, Any] | None:
+    """How near a conversion must come; None for bit by bit. PyTorch rounds float64 to a half precision twice, by way of
+    float32; a kernel may do it once.
+    """
+    halves = (torch.float16, torch.bfloat16)
+    return NEAR[dtype] if dtype in halves and from_dtype == torch.float64 else None
+
+
 @dataclass(frozen=True)
 class Where:
     """An implementation on a device."""
