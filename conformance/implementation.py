@@ -39,7 +39,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, cast
 
 from conformance.record import Level
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, check_choice
@@ -89,7 +89,7 @@ class Context:
 def _number(group: Any, name: str) -> int:
     """`group.rank` or `group.size`, which are methods of a ProcessGroup."""
     value: Any = getattr(group, name)
-    return int(value() if callable(value) else value)
+    return cast("int", value() if callable(value) else value)
 
 
 class Implementation:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -43,7 +43,7 @@ class Settings:
     """What the options say, and what the tests of this run have played."""
 
     def __init__(self, config: pytest.Config) -> None:
-        option: Callable[[str], Any] = config.getoption
+        option = cast("Callable[[str], Any]", config.getoption)
         self.impl: str | None = option("--impl")
         self.profile: str = option("--conformance-profile")
         self.examples: int | None = option("--conformance-examples")

@@ -212,7 +212,8 @@ class _Round:
     """One test of Hypothesis: until its first failure, and that one's shrinking."""
 
     def __init__(self, player: Player, level: Level, tier: str, judge: Judge, on_problem: OnProblem) -> None:
-        self._player, self._level, self._tier, self._judge, self._on_problem = player, level, tier, judge, on_problem
+        self._player, self._tier, self._judge, self._on_problem = player, tier, judge, on_problem
+        self._level: Level = level
         self._failing: dict[str, Played] = {}
         self._give_up_at, self._shrink_s = float("inf"), 0.0
         self.drawn: list[Played] = []

@@ -84,7 +84,8 @@ def test_a_tile_may_be_differentiated_by_autograd() -> None:
 
         @staticmethod
         def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-            return (*Lower().tile_backward(*ctx.saved, dout, **ctx.options), None)
+            q, k, v, out, lse = ctx.saved
+            return (*Lower().tile_backward(q, k, v, out, lse, dout, **ctx.options), None)
 
     result = run(SimpleNamespace(tile=tile), "kernel-backward")
     assert result.passed == 60
