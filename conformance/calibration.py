@@ -40,7 +40,7 @@ def measured(count: int) -> list[Measured]:
         deadline=None,
         database=None,
         derandomize=True,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
     )
     @given(cases(dtypes=_DTYPES))
     def collect(case: Case) -> None:

@@ -10,6 +10,8 @@ that they judge.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from conformance.case import Case
@@ -51,13 +53,13 @@ def careful_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tenso
     return results
 
 
-def _rows(p: Problem, n: int, start: int, length: int) -> tuple[object, ...]:
+def _rows(p: Problem, n: int, start: int, length: int) -> Any:
     if p.qkv_format == "thd":
         return (slice(start, start + length),)
     return (n, slice(0, length)) if p.qkv_format == "bshd" else (slice(0, length), n)
 
 
-def _lse_rows(p: Problem, n: int, length: int) -> tuple[object, ...]:
+def _lse_rows(p: Problem, n: int, length: int) -> Any:
     if p.qkv_format == "thd":
         return (slice(None), slice(p.starts_q[n], p.starts_q[n] + length))
     return (n, slice(None), slice(0, length))

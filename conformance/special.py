@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ def _no_dout(t: GlobalTensors) -> GlobalTensors:
 
 _PADDED = (Sequence(5, 5, 8, 8), Sequence(8, 8, 8, 8), Sequence(0, 0, 8, 8))
 _NONE = [Sequence(0, 0, 0, 0)] * 1000
-_BATCH = {"qkv_format": "bshd", "attn_mask_type": "padding_causal"}
+_BATCH: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "padding_causal"}
 
 SPECIAL: dict[str, Entry] = {
     # values
@@ -162,7 +163,7 @@ SPECIAL: dict[str, Entry] = {
         2,
         Sequence(8, 3, 8, 12),
         Sequence(2, 12, 8, 12),
-        **(_BATCH | {"qkv_format": "sbhd"}),
+        **(_BATCH | {"qkv_format": "sbhd"}),  # pyright: ignore[reportArgumentType]
     ),
     # masks
     "bottom-right-fewer-keys": _entry(

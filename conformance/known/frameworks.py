@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from conformance.entries import Entry, dense
 from conformance.known.by_hand import batch_lengths_kept, flat_group_for_two_levels, trailing_equal_lengths
 from conformance.known.model import Known, case, reported
@@ -10,7 +12,7 @@ from cp_ref.spec import Sequence
 __all__ = ["REPORTS"]
 
 _ALL = ("p2p", "all_gather", "a2a", "a2a+p2p")
-_BSHD = {"qkv_format": "bshd", "attn_mask_type": "causal"}
+_BSHD: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "causal"}
 
 REPORTS: dict[str, Known] = {
     "pytorch-141429": reported(

@@ -100,7 +100,7 @@ def _draw(key: Any, strategy: Any, most: int) -> list[Any]:
             deadline=None,
             database=None,
             derandomize=True,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
         )
         @given(strategy)
         def collect(problem: Any) -> None:
