@@ -90,7 +90,7 @@ class Entry:
 
 
 def _plainer(case: Case) -> Iterator[Case]:
-    """The case, and what says the same of an implementation that has less: no max_logit, no lse, no float64, no float32."""
+    """The case, and what says the same of an implementation that has less: no max_logit, no lse, no float64."""
     dtypes = {"float64": ("float64", "float32", "bfloat16"), "float32": ("float32", "bfloat16")}
     for dtype in dtypes.get(case.problem.dtype, (case.problem.dtype,)):
         same = replace(case, problem=replace(case.problem, dtype=dtype))

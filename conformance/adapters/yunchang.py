@@ -7,9 +7,9 @@
     contiguous             ring_impl_type "basic"
     dual_chunk, p2p        ring_impl_type "zigzag"; causal
 
-Objects: `fa` (AttnType.FA, the module itself too), `accepted` (also what its forward takes and says nothing about: window
-and softcap across the ring), `torch_math` (AttnType.TORCH_MATH; it has no backward pass). Without the package flash-attn
-its kernels are stood in for, see `flash_attn_shim`.
+Objects: `fa` (AttnType.FA, the module itself too), `accepted` (also what its forward takes and says nothing about:
+window and softcap across the ring), `torch_math` (AttnType.TORCH_MATH; it has no backward pass). Without the package
+flash-attn its kernels are stood in for, see `flash_attn_shim`.
 """
 
 from __future__ import annotations

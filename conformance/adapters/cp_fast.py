@@ -1,0 +1,117 @@
+"""`cp_fast` on all four levels, one object for each of its backends: `fa4`, `fa2`, `cudnn`, `cpu`, `torch`.
+
+    python -m conformance --impl conformance.adapters.cp_fast:cpu
+
+`merge` goes through the kernels that are in use (CP_FAST_KERNELS or the first that can be had), `tile` through the
+backend's segments: one of them, cut to the rows and columns that see anything, as the program does it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch as pytorch
+
+import cp_fast as package
+from conformance.adapters.tiles import crop, empty_tile, out_of_nothing
+from cp_fast.backends import Backend, Segments, by_name
+from cp_fast.kernels import kernels
+from cp_ref.spec import Feature
+
+__all__ = ["OneBackend", "cpu", "cudnn", "fa2", "fa4", "torch"]
+
+Tensor = pytorch.Tensor
+_DTYPES = {
+    pytorch.float64: Feature.FLOAT64,
+    pytorch.float32: Feature.FLOAT32,
+    pytorch.bfloat16: Feature.BFLOAT16,
+    pytorch.float16: Feature.FLOAT16,
+}
+
+
+class OneBackend:
+    """`cp_fast` with one backend by name: what that lacks is unsupported, and nothing falls back."""
+
+    Unsupported = package.Unsupported
+    thd = package.thd
+    attention = staticmethod(package.attention)
+    make_plan = staticmethod(package.make_plan)
+    supports = staticmethod(package.supports)
+    shard = staticmethod(package.shard)
+    unshard = staticmethod(package.unshard)
+    position_ids = staticmethod(package.position_ids)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ContextParallel = partial(package.ContextParallel, backend=name)
+
+    def __repr__(self) -> str:
+        return f"cp_fast with backend {self.name!r}"
+
+    @staticmethod
+    def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """By `cp_fast.kernels`' `merge_`, one part after the other."""
+        first_out, first_lse = parts[0]
+        out, lse = first_out.to(first_lse.dtype, copy=True), first_lse.clone()
+        for part_out, part_lse in parts[1:]:
+            kernels(out.device.type).merge_(out, lse, part_out, part_lse, slice(0, len(out)))
+        return out, lse
+
+    def tile(
+        self, q: Tensor, k: Tensor, v: Tensor, *, left: int | None, right: int | None, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        """By the backend's `forward`, of one segment."""
+        backend = self._backend(q, k, v, softcap)
+        out, lse = out_of_nothing(q, v)
+        cut = None if empty_tile(q, k) else crop(len(q), len(k), left, right)
+        if cut is not None:
+            segments = _segment(cut.rows, cut.columns, cut.left, cut.right, q.device)
+            operands = (q[cut.rows], k[cut.columns], v[cut.columns])
+            part = backend.forward(*operands, segments, scale=scale, softcap=softcap)
+            out[cut.rows], lse[:, cut.rows] = part.out.to(out.dtype), part.lse
+        return out, lse
+
+    def tile_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *, left: int | None,
+        right: int | None, scale: float, softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """By the backend's `backward`."""
+        backend = self._backend(q, k, v, softcap)
+        dq, dk, dv = (pytorch.zeros_like(x) for x in (q, k, v))
+        cut = None if empty_tile(q, k) else crop(len(q), len(k), left, right)
+        if cut is not None:
+            rows, columns = cut.rows, cut.columns
+            segments = _segment(rows, columns, cut.left, cut.right, q.device)
+            operands = (dout[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows].contiguous(), None)
+            grads = backend.backward(*operands, segments, scale=scale, softcap=softcap, deterministic=False)
+            dq[rows], dk[columns], dv[columns] = (x.to(q.dtype) for x in grads)
+        return dq, dk, dv
+
+    def _backend(self, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Backend:
+        """The backend, if it has what the tile needs."""
+        backend = by_name(self.name)
+        if (reason := backend.why_not()) is not None:
+            raise self.Unsupported(f"a tile with backend {self.name!r}", {}, hint=reason)
+        wanted = {
+            Feature.CUDA if q.is_cuda else Feature.CPU: True,
+            _DTYPES[q.dtype]: True,
+            Feature.SOFTCAP: softcap > 0,
+            Feature.GQA: q.shape[1] != k.shape[1],
+            Feature.ASYMMETRIC_DIMS: q.shape[2] != v.shape[2],
+            Feature.GQA_ASYMMETRIC_DIMS: q.shape[1] != k.shape[1] and q.shape[2] != v.shape[2],
+            Feature.HEAD_DIM_OVER_128: max(q.shape[2], v.shape[2]) > 128,
+            Feature.HEAD_DIM_ODD: bool(q.shape[2] % 8 or v.shape[2] % 8),
+        }
+        missing = frozenset(feature for feature, needed in wanted.items() if needed) - backend.features
+        if missing:
+            raise self.Unsupported(f"a tile with backend {self.name!r}", {self.name: missing})
+        return backend
+
+
+def _segment(rows: slice, columns: slice, left: int | None, right: int | None, device: pytorch.device) -> Segments:
+    lengths = ([rows.stop - rows.start], [columns.stop - columns.start])
+    return Segments.pack(*lengths, left, right, device)
+
+
+fa4, fa2, cudnn, cpu, torch = (OneBackend(name) for name in ("fa4", "fa2", "cudnn", "cpu", "torch"))

@@ -1,0 +1,63 @@
+"""`cp_ref` on all four levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import cp_ref as package
+from conformance.adapters.tiles import empty_tile, out_of_nothing
+from cp_ref.merge import merge as merge_two
+from cp_ref.spec import Band, Rect
+from cp_ref.tile import tile_backward as exact_backward
+from cp_ref.tile import tile_forward, visible_pairs
+
+__all__ = [
+    "ContextParallel", "Unsupported", "attention", "make_plan", "merge", "position_ids", "shard", "supports", "thd",
+    "tile", "tile_backward", "unshard",
+]  # fmt: skip
+
+ContextParallel, Unsupported, supports = package.ContextParallel, package.Unsupported, package.supports
+attention, make_plan = package.attention, package.make_plan
+shard, unshard, position_ids, thd = package.shard, package.unshard, package.position_ids, package.thd
+
+
+def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """By `cp_ref.merge`, in the LSE's dtype, one part after the other."""
+    out, lse = parts[0][0].to(parts[0][1].dtype), parts[0][1].t()
+    for out_step, lse_step in parts[1:]:
+        out, lse = merge_two(out, lse, out_step.to(lse.dtype), lse_step.t())
+    return out, lse.t()
+
+
+def tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """By `cp_ref.tile.tile_forward`, in float32 or wider."""
+    if empty_tile(q, k):
+        return out_of_nothing(q, v)
+    wide_q, wide_k, wide_v, visible, kept = _operands(q, k, v, options)
+    out, lse, _ = tile_forward(wide_q, wide_k, wide_v, visible, **kept)
+    return out.to(q.dtype), lse.t()
+
+
+def tile_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """By `cp_ref.tile.tile_backward`."""
+    if empty_tile(q, k):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    wide_q, wide_k, wide_v, visible, kept = _operands(q, k, v, options)
+    dout, out = dout.to(wide_q.dtype), out.to(wide_q.dtype)
+    grads = exact_backward(wide_q, wide_k, wide_v, dout, lse.t(), (dout * out).sum(-1), visible, **kept)
+    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(q.dtype) for x in grads[1:])
+    return grads[0].to(q.dtype), dk, dv
+
+
+def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Any:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shift, (left, right) = len(k) - len(q), (options["left"], options["right"])
+    band = Band(None if left is None else shift - left, None if right is None else shift + right)
+    visible = visible_pairs(band, Rect(0, len(q), 0, len(k)), q.device)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(wide) for x in (k, v))
+    return q.to(wide), k, v, visible, {name: options[name] for name in ("scale", "softcap")}
