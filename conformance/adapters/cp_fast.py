@@ -9,7 +9,6 @@ backend's segments: one of them, cut to the rows and columns that see anything, 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch as pytorch
 
@@ -33,6 +32,8 @@ _DTYPES = {
 class OneBackend:
     """`cp_fast` with one backend by name: what that lacks is unsupported, and nothing falls back."""
 
+    batch_invariant = True
+    supports_compile = True
     Unsupported = package.Unsupported
     thd = package.thd
     attention = staticmethod(package.attention)

@@ -40,7 +40,7 @@ REPORTS: dict[str, Known] = {
         "pytorch/torchtitan#3206",
         "K and V were gathered along the wrong dimension; where sizes happen to agree nothing notices.",
         case(2, *[dense(4)] * 4, qkv_format="sbhd", attn_mask_type="causal", heads_q=4, heads_kv=4, d_qk=4, d_v=4),
-        case(2, *[dense(4)] * 4, **(_BSHD | {"heads_q": 4, "heads_kv": 4, "d_qk": 4, "d_v": 4})),
+        case(2, *[dense(4)] * 4, qkv_format="bshd", attn_mask_type="causal", heads_q=4, heads_kv=4, d_qk=4, d_v=4),
         schedules=_ALL,
         mutant="batch-and-sequence-exchanged",
     ),

@@ -178,7 +178,7 @@ def _checkpointed(call: Call) -> list[str]:
 
     results = checkpoint(attend, *leaves.values(), use_reentrant=False)
     assert results is not None
-    named = dict(zip(("out", "lse"), results, strict=True))
+    named: dict[str, torch.Tensor] = dict(zip(("out", "lse"), results, strict=True))
     got = {name: x.detach() for name, x in named.items()} | call.backward(named, leaves)
     return same_bits("inside a checkpoint", want, got)
 
