@@ -137,7 +137,7 @@ MUTANTS: dict[str, Mutant] = {
         "partial outputs are merged in the inputs' dtype", _ADD, _rounded_result("out", 0), "budget"
     ),
     "dq-in-bf16": Mutant("dq is added up in the inputs' dtype", _ADD, _rounded_result("dq"), "known"),
-    "dkv-in-bf16": Mutant("dk and dv are added up in the inputs' dtype", _ADD, _rounded_result("dkv"), "budget"),
+    "dkv-in-bf16": Mutant("dk and dv are added up in the inputs' dtype", _ADD, _rounded_result("dkv"), "known"),
     "lse-in-bfloat16": Mutant("lse is rounded", "cp_ref.api.lse_from_packed", wrap(_bf16_lse), "budget"),
     "scores-in-bf16": Mutant(
         "scores are rounded before the softmax", "cp_ref.tile._scores", wrap(_rounded_scores), "budget"
