@@ -18,6 +18,7 @@ import tempfile
 import time
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ import torch
 import typer
 
 from conformance import session
+from conformance.case import Case
 from conformance.conduct import Conduct, describe_run
 from conformance.implementation import LoadError
 from conformance.player import FAILING, Pairs, Task
@@ -32,13 +34,49 @@ from conformance.record import Played
 from conformance.report.failures import replay_command
 from conformance.session import PROFILES, TierResult
 from conformance.workers.pool import ProcessPlayer
+from cp_ref.spec import Problem, Sequence
 
 PEERS = {
     "pytorch": ("flash", "efficient", "cudnn", "chosen"),
     "ring_flash_attn": ("documented", "accepted", "stripe"),
     "yunchang": ("fa", "accepted"),
 }
+# what is played first, since what is drawn from a plain problem misses what does not go with it
+SHAPES = (
+    {"layout": "dual_chunk", "attn_mask_type": "causal"},
+    {"layout": "contiguous", "attn_mask_type": "causal"},
+    {"layout": "contiguous", "attn_mask_type": "no_mask"},
+    {"layout": "contiguous", "attn_mask_type": "no_mask", "lengths": (128, 256)},
+    {"layout": "dual_chunk", "qkv_format": "thd", "attn_mask_type": "padding_causal"},
+    {"layout": "contiguous", "qkv_format": "thd", "attn_mask_type": "padding_causal"},
+    {"layout": "contiguous", "qkv_format": "thd", "attn_mask_type": "padding"},
+)
+CHANGES = (
+    {},
+    {"heads_q": 4},
+    {"dtype": "float16"},
+    {"dtype": "float32"},
+    {"window_size": (40, -1)},
+    {"d_v": 32},
+    {"d_qk": 36, "d_v": 36},
+)
 TIERS = ("probes", "budget", "logic", "special", "known", "determinism", "metamorphic")
+
+
+def table() -> list[tuple[str, str]]:
+    """(tier, case) of every shape with every change, under every schedule."""
+    found = []
+    for change, comm, shape in product(CHANGES, ("p2p", "all_gather", "a2a"), SHAPES):
+        fields: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 64, "d_v": 64, "dtype": "bfloat16"}
+        fields |= {**shape, **change, "cp_comm_type": comm, "a2a_size": 2 if comm == "a2a" else 1}
+        lengths = fields.pop("lengths", (256, 256))
+        more = (128, 128) if "qkv_format" in shape else lengths
+        sequences = tuple(Sequence(q, kv, q, kv) for q, kv in (lengths, more))
+        case = str(Case(Problem(2, sequences, **fields)))
+        found += [("probes", case), ("logic" if fields["dtype"] == "float32" else "budget", case)]
+        if "d_qk" in change and comm == "p2p":
+            found.append(("budget", case[:-1] + ', grads="")'))  # whose backward pass may fail, and hide the forward's
+    return found
 
 
 class Peers(ProcessPlayer):
@@ -47,8 +85,10 @@ class Peers(ProcessPlayer):
     """
 
     until = float("inf")
+    aligned = False  # whether problems with odd strides are played with plain ones: their kernels end the process
 
     def play(self, task: Task) -> Played:
+        task = replace(task, text=task.text.replace(", strided=True", "")) if self.aligned else task
         if time.time() > self.until:
             return Played(task.level, task.tier, task.text, "missing", ("no time is left",))
         played = self._together(("play", task), task, self._limit_s)
@@ -67,21 +107,24 @@ def _alike(played: Played) -> bool:
     return both and played.verdict == "wrong"
 
 
-def one(impl: str, device: str, examples: int, until: float, out: Path) -> None:
+def one(impl: str, device: str, examples: int, drawn: bool, until: float, out: Path) -> None:
     """Play one implementation until the time is up, and write what was seen after every tier."""
     torch.set_num_threads(1)
     session._SHRINK_S = 12.0  # for each failure; the time is short
     profile = replace(PROFILES["quick"], max_examples=examples, most_failures=4)
     record: dict[str, Any] = {"impl": impl, "tiers": {}, "refused": {}, "failures": []}
     player = Peers(impl, device, 60.0, 2)
-    player.until = until
+    player.until, player.aligned = until, device == "cuda"
     with closing(player):
         try:
             conduct = Conduct(player, profile, TIERS, (2,), device)
             record["meta"] = describe_run(impl, "peers", conduct)
             record["refused"] = conduct.capabilities.refused
             record["supported"] = {axis: list(found) for axis, found in conduct.capabilities.choices.items()}
-            for tier in TIERS:
+            played = [player.play(Task("schedule", tier, case)) for tier, case in table()]
+            _note(record, TierResult("table", played), impl, device)
+            out.write_text(json.dumps(record, indent=1) + "\n")
+            for tier in TIERS if drawn else ():
                 if time.time() < until:
                     (result,) = Conduct(player, profile, (tier,), (2,), device).results()
                     _note(record, result, impl, device)
@@ -106,6 +149,8 @@ def main(
     device: Annotated[str, typer.Option(help="cuda, or cpu.")] = "cuda",
     minutes: Annotated[float, typer.Option(help="When drawing stops.")] = 2.5,
     examples: Annotated[int, typer.Option(help="Problems for each tier.")] = 150,
+    drawn: Annotated[bool, typer.Option(help="Also draw problems, beside those of the table.")] = True,
+    objects: Annotated[str, typer.Option(help="Only these objects, with commas.")] = "",
     commit: Annotated[str, typer.Option(help="The commit that is tested.")] = "",
     out: Annotated[Path, typer.Option(help="Folder for peers_NAME_DEVICE.json.")] = Path("benchmarks/results"),
     impl: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -113,21 +158,26 @@ def main(
 ) -> None:
     """Play the libraries."""
     if impl is not None:
-        one(impl, device, examples, until, out)
+        one(impl, device, examples, drawn, until, out)
         return
     out.mkdir(parents=True, exist_ok=True)
     folder, until = Path(tempfile.mkdtemp(dir=out)), time.time() + 60 * minutes
     drivers = {}
     for name in only.split(","):
         for member in PEERS[name]:
+            if objects and member not in objects.split(","):
+                continue
             part, log = folder / f"{name}.{member}.json", (folder / f"{name}.{member}.log").open("w")
             command = [sys.executable, __file__, "--impl", f"conformance.adapters.{name}:{member}", "--device", device]
+            command += ["--drawn" if drawn else "--no-drawn"]
             command += ["--examples", str(examples), "--until", str(until), "--out", str(part)]
             drivers[name, member] = (part, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
     died = []
     for name in only.split(","):
         records = {}
         for member in PEERS[name]:
+            if (name, member) not in drivers:
+                continue
             part, process = drivers[name, member]
             try:
                 code = process.wait(timeout=max(1.0, until + 20 - time.time()))

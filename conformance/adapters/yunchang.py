@@ -51,6 +51,7 @@ _CLAIMS = Claims(
     },
     (
         ({"layout": "dual_chunk", "attn_mask_type": "no_mask"}, "assert: zigzag ring is meaningless for causal=False"),
+        ({"cp_comm_type": "a2a", "device": "cpu"}, "a ring of one rank sends to itself, which gloo cannot"),
         ({"layout": "dual_chunk", "cp_comm_type": "a2a"}, "zigzag parts are those of the ring"),
         ({"layout": "dual_chunk", "cp_comm_type": "a2a+p2p"}, "zigzag parts are those of the ring, cut again inside"),
     ),

@@ -270,9 +270,9 @@ class ProcessPlayer(RemotePlayer):
                 except WorkerDied as death:
                     verdict = "out of memory" if death.by_memory else "crashed"
                     return self._ended(task, verdict, [f"rank {rank} died: {death}", *turn.errors()], began)
-            if turn.failed and not turn.over:
-                deadline = min(deadline, turn.failed + min(_GRACE_S, limit_s))
-            if time.monotonic() > deadline:
+            # only while this round waits for the rest of it: a refusal by all is the end of a round, not of the problem
+            grace = turn.failed + min(_GRACE_S, limit_s) if turn.failed and not turn.over else deadline
+            if time.monotonic() > min(deadline, grace):
                 return self._ended(task, "hung", [*turn.errors(), *turn.waiting(time.monotonic() - began)], began)
         word, answer = turn.answers[0]
         if word == "refused":

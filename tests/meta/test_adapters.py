@@ -1,0 +1,163 @@
+"""The adapters: this project's are right on every level; those of libraries claim what their tables say, and say in one
+sentence when the library is not there.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from conformance.adapters import flash_attn_shim
+from conformance.adapters.claims import Claims, asked
+from conformance.adapters.tiles import crop
+from conformance.cli import app
+from conformance.implementation import LoadError, load
+from conformance.levels import LEVEL_TIERS
+from conformance.session import Profile, run_level_tier
+
+OWN = ("conformance.adapters.cp_ref", "conformance.adapters.cp_fast:cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_packages_offer_every_level(name: str) -> None:
+    assert load(name).levels == ("helpers", "merge", "kernel", "schedule")
+
+
+@pytest.mark.parametrize(("name", "tier"), list(product(OWN, LEVEL_TIERS)))
+def test_own_packages_are_right_on_the_lower_levels(name: str, tier: str) -> None:
+    result = run_level_tier(load(name), tier, Profile(25, derandomize=True))
+    assert not result.failures, result.failures
+    assert result.passed >= 25
+
+
+@pytest.mark.parametrize("backend", ["fa4", "fa2", "cudnn"])
+def test_a_backend_that_is_not_here_is_unsupported(backend: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("these backends may be here: there is a GPU")
+    result = run_level_tier(load(f"conformance.adapters.cp_fast:{backend}"), "kernel", Profile(5, derandomize=True))
+    assert result.unsupported == result.run
+
+
+def test_cropping_keeps_what_is_seen() -> None:
+    """Every small tile, pair by pair."""
+    sides = (None, *range(-5, 6))
+    for n, m, left, right in product(range(1, 5), range(1, 5), sides, sides):
+        seen = _seen(n, m, left, right)
+        cut = crop(n, m, left, right)
+        if cut is None:
+            assert not seen
+            continue
+        rows, columns = range(n)[cut.rows], range(m)[cut.columns]
+        inside = _seen(len(rows), len(columns), cut.left, cut.right)
+        assert {(rows[i], columns[j]) for i, j in inside} == seen
+        assert {i for i, _ in inside} == set(range(len(rows)))
+
+
+def _seen(n: int, m: int, left: int | None, right: int | None) -> set[tuple[int, int]]:
+    def sees(i: int, j: int) -> bool:
+        offset = j - i - (m - n)
+        return (left is None or offset >= -left) and (right is None or offset <= right)
+
+    return {(i, j) for i in range(n) for j in range(m) if sees(i, j)}
+
+
+CP = SimpleNamespace(cp_comm_type="p2p", layout="contiguous")
+LENGTHS = torch.tensor([0, 4, 8], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("axis", "word", "arguments"),
+    [
+        ("attn_mask_type", "causal", {"qkv_format": "thd", "attn_mask_type": "padding_causal"}),
+        ("attn_mask_type", "no_mask", {"qkv_format": "thd", "attn_mask_type": "padding"}),
+        ("attn_mask_type", "causal_bottom_right", {"attn_mask_type": "causal_bottom_right"}),
+        ("window", "none", {"window_size": (-1, 5)}),  # under a causal mask the right side means nothing
+        ("window", "both", {"window_size": (2, 5), "attn_mask_type": "no_mask"}),
+        ("lengths", "cross", {"seqlen_q": 4, "seqlen_kv": 8}),
+        ("sequences", "many", {"qkv_format": "thd", "cu_seqlens_q": LENGTHS}),
+        ("padding", "padding", {"qkv_format": "thd", "cu_seqlens_q": LENGTHS, "cu_seqlens_q_padded": LENGTHS * 2}),
+        ("return_lse", "yes", {"return_lse": True}),
+    ],
+)
+def test_a_call_in_words(axis: str, word: str, arguments: dict[str, Any]) -> None:
+    assert asked(CP, (2, 2, 8, 8), torch.bfloat16, torch.device("cpu"), arguments)[axis] == word
+
+
+def test_claims_name_what_is_not_claimed_and_why() -> None:
+    claims = Claims(
+        "lib 1", {"heads": ("equal", "grouped")}, {"window": "no window"}, (({"heads": "grouped"}, "not yet"),)
+    )
+    words = asked(CP, (2, 2, 8, 8), torch.bfloat16, torch.device("cpu"), {})
+    assert claims.why_not(words) == ""
+    assert claims.why_not(words | {"window": "left"}) == "lib 1: window left: no window"
+    assert "not yet" in claims.why_not(words | {"heads": "grouped"})
+
+
+@pytest.mark.parametrize("name", ["ring_flash_attn", "yunchang", "transformer_engine"])
+def test_a_library_that_is_not_there_is_named(name: str) -> None:
+    if find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(LoadError, match=r"(?s)this adapter needs .*pip install"):
+        load(f"conformance.adapters.{name}")
+
+
+def test_pytorch_is_refused_on_the_cpu() -> None:
+    """By its claims, and not by a crash in the middle."""
+    impl = load("conformance.adapters.pytorch:flash")
+    sizes = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.bfloat16}
+    supported, reason = impl.supports(cp=CP, device=torch.device("cpu"), **sizes)
+    assert not supported
+    assert "sharding strategy" in reason
+    assert impl.supports(cp=CP, device=torch.device("cuda"), **sizes) == (True, "")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_stands_in_for_flash_attn_computes_attention(causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 6, 2, 8, generator=generator) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_shim.flash_attn_func(*leaves, causal=causal)
+    exact = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=causal)
+    torch.testing.assert_close(out, exact.transpose(1, 2))
+    for got, want in zip(
+        torch.autograd.grad(out, leaves, dout),
+        torch.autograd.grad(exact.transpose(1, 2), leaves, dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_the_command_line_says_that_a_library_is_missing() -> None:
+    if find_spec("transformer_engine") is not None:
+        pytest.skip("TransformerEngine is installed")
+    result = CliRunner().invoke(app, ["--impl", "conformance.adapters.transformer_engine"])
+    assert result.exit_code == 3
+    assert "transformer_engine" in result.output
+
+
+def test_the_adapter_of_the_docs_works() -> None:
+    """The complete example of docs/conformance.md: it is 30 lines at most, and it is right in what it claims."""
+    text = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()
+    code = text.partition("```python\n# my_attention.py\n")[2].partition("```")[0]
+    assert 0 < len(code.splitlines()) <= 30
+    module: dict[str, Any] = {}
+    exec(compile(code, "my_attention.py", "exec"), module)
+    from conformance.capabilities import probe
+    from conformance.session import run_tier
+
+    impl = SimpleNamespace(attention=module["attention"])
+    result = run_tier(impl, "logic", probe(impl), Profile(30, derandomize=True), cp_sizes=(1, 2, 4))
+    assert not result.failures, result.failures
+    assert result.passed >= 20
