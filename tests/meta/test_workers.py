@@ -121,7 +121,7 @@ def test_a_plain_all_gather_over_gloo(gathering: Capabilities) -> None:
         assert isinstance(player, ProcessPlayer)
         result = run_tier(player, "logic", gathering, Profile(25, derandomize=True), cp_sizes=(2,))
         assert not result.failures
-        assert result.passed > 15
+        assert result.passed >= 10
         assert run_tier(player, "plan", gathering, Profile(3, derandomize=True)).count("missing") == 1
         assert player.restarts == 0
 
