@@ -13,7 +13,7 @@ from cp_fast.compiled import attention_in_graph
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, plan_together, read_call
 from cp_ref.spec import (
-    Problem,
+    Agreement,
     check_local_tensors,
     check_offset,
     check_settled,
@@ -99,15 +99,15 @@ def attention(
         return _asked_for(results, return_lse, return_max_logit)
     if not isinstance(plan, Plan):
 
-        def read() -> tuple[Problem, Backend]:
+        def read() -> tuple[Agreement, Backend]:
             if plan is not None:
                 raise TypeError(f"plan is a {type(plan).__name__}; it must be a Plan, from make_plan")
             sizes = read_sizes(q, k, v, qkv_format, cp.size)
             how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
-            found = read_call(cp, sizes, q.device.type, **how, **arguments)
-            check_local_tensors(found[0], cp.rank, q, k, v)
-            check_offset(found[0], softmax_offset)
-            return found
+            problem, backend = read_call(cp, sizes, q.device.type, **how, **arguments)
+            check_local_tensors(problem, cp.rank, q, k, v)
+            check_offset(problem, softmax_offset)
+            return Agreement(problem), backend
 
         made = plan_together(cp, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"), read)
     else:

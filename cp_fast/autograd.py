@@ -33,7 +33,7 @@ class Attention(torch.autograd.Function):
             out, lse, max_logit, saved = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
         for_offset = () if offset is None else (out, lse)
         ctx.save_for_backward(offset, *saved, *for_offset)
-        ctx.plan, ctx.cp, ctx.deterministic = plan, cp, deterministic
+        ctx.plan, ctx.handle, ctx.cp, ctx.deterministic = plan, plan.handle, cp, deterministic
         ctx.rows = plan.packing.rows(q.shape), plan.packing.rows(k.shape)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
@@ -43,6 +43,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if ctx.plan.handle is not ctx.handle:  # every batch of a plan has its own
+            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
         offset, *tensors = ctx.saved_tensors
         saved, for_offset = Saved(*tensors[:5]), tensors[5:]
         out, lse = for_offset or saved[3:]

@@ -8,7 +8,14 @@ import torch
 
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan
-from cp_ref.spec import Feature, Unsupported, check_local_tensors, check_offset, check_plan_owner
+from cp_ref.spec import (
+    Feature,
+    Unsupported,
+    check_local_tensors,
+    check_offset,
+    check_plan_owner,
+    check_room_tensors,
+)
 
 __all__ = ["autocast", "check_planned_call"]
 
@@ -34,6 +41,7 @@ def check_planned_call(
     """
     check_plan_owner(plan.problem, plan.rank, cp)
     check_local_tensors(plan.problem, cp.rank, q, k, v)
+    check_room_tensors(plan.room, q, k)
     check_offset(plan.problem, offset)
     if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
         raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")

@@ -60,7 +60,7 @@ def run_forward(
     allowed.
     """
     wide = wide_dtype(q.dtype)
-    merged = Merged((q.shape[0], q.shape[1], v.shape[2]), wide, q.device, kernels)
+    merged = Merged((q.shape[0], q.shape[1], v.shape[2]), wide, q.device, kernels, program.spare_rows)
     max_logit = torch.full((q.shape[1],), float("-inf"), dtype=wide, device=q.device)
     blocks, operands = _Blocks(Pair(k, v), kernels), _Operands([q], [], kernels)
     for number, step in enumerate(program.forward):
@@ -77,7 +77,7 @@ def run_forward(
                 scale=problem.scale,
                 softcap=problem.softcap,
             )
-            merged.add(part.out, part.lse, launch.q_rows)
+            merged.add(part.out, part.lse, launch.out_rows)
             max_logit = (
                 None if max_logit is None or part.max_logit is None else torch.maximum(max_logit, part.max_logit)
             )
@@ -107,8 +107,8 @@ def run_backward(
     out, lse, dout, dlse are as `Backend.backward` takes them, all rows.
     """
     wide = wide_dtype(q.dtype)
-    dq = Summed(q.shape, wide, q.device, kernels)
-    own = Pair(torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
+    dq = Summed(q.shape, wide, q.device, kernels, program.spare_rows)
+    own = Pair(*(x.new_zeros(x.shape[0] + program.spare_rows, *x.shape[1:], dtype=wide) for x in (k, v)))
     blocks, grads = _Blocks(Pair(k, v), kernels), own
     operands = _Operands([q, dout, out], [lse] if dlse is None else [lse, dlse], kernels)
     for number, step in enumerate(program.backward):
@@ -119,8 +119,7 @@ def run_backward(
             pending = comm.exchange(sends, blocks.boxes(step) + arriving)
         parts: list[tuple[Rows, torch.Tensor, torch.Tensor]] = []
         for launch in step.launches:
-            rows = launch.q_rows
-            q_rows, dout_rows, out_rows, lse_rows, *dlse_rows = operands.rows(rows)
+            q_rows, dout_rows, out_rows, lse_rows, *dlse_rows = operands.rows(launch.q_rows)
             k_rows, v_rows = kernels.take_rows(blocks.now, launch.kv_rows)
             part = backend.backward(
                 dout_rows,
@@ -135,13 +134,13 @@ def run_backward(
                 softcap=problem.softcap,
                 deterministic=deterministic,
             )
-            dq.add(part.dq, rows)
+            dq.add(part.dq, launch.out_rows)
             parts.append((launch.grad_rows, part.dk, part.dv))
         with _named("backward", number, program.backward):
             pending.wait()
         grads = _collect(step, boxes, parts, own, kernels)
         blocks.advance()
-    return dq.result(), own.k, own.v
+    return dq.result(), own.k[: k.shape[0]], own.v[: v.shape[0]]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["handle_for", "object_of"]
+__all__ = ["forget", "handle_for", "object_of"]
 
 _numbers = count(1)
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -24,6 +24,11 @@ def handle_for(thing: Any) -> torch.Tensor:
     number = next(_numbers)
     _objects[number] = thing
     return torch.tensor(number, dtype=torch.int64)
+
+
+def forget(handle: torch.Tensor) -> None:
+    """Let a handle stand for nothing: what it stood for has changed, and got a new one."""
+    _objects.pop(int(handle), None)
 
 
 def object_of(handle: torch.Tensor) -> Any:
@@ -40,6 +45,7 @@ def object_of(handle: torch.Tensor) -> Any:
     found = _objects.get(int(handle))
     if found is None:
         raise RuntimeError(
-            f"handle {int(handle)} is of a plan or context that no longer exists; keep it until backward"
+            f"handle {int(handle)} is of a plan or context that no longer exists, or of a plan that was updated since; "
+            "keep both as they are until backward"
         )
     return found

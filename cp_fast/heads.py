@@ -23,12 +23,15 @@ class Side:
     """Rows and heads of one side, q or kv. Every rank of the a2a group has equally many heads."""
 
     home_rows: Rows
+    into_home: Rows  # the same, to be written to (see `RankProgram.spare_rows`)
     home_count: int
     group_rows: Rows  # of the group's tensors: those of rank 0 of the a2a group, then of rank 1, ...
+    into_group: Rows  # the same, to be written to
     group_counts: tuple[int, ...]  # how many of them are each rank's
     first_heads: tuple[int, ...]  # each rank's heads begin here; ranges of kv heads may overlap
     heads: int  # of one rank
     all_heads: int
+    spare_rows: int = 0
 
     @property
     def group_size(self) -> int:
@@ -72,11 +75,11 @@ class HeadExchange:
                     recvs += [Parcel(peer, number, boxes[p])] if side.group_counts[p] else []
             arrivals.append(arrived)
         comm.exchange(sends, recvs).wait()
-        return [_put(kernels, x, side.group_rows) for (side, _), x in zip(tensors, arrivals, strict=True)]
+        return [_put(kernels, x, side) for (side, _), x in zip(tensors, arrivals, strict=True)]
 
     def to_home(self, comm: Group, kernels: Kernels, *tensors: tuple[Side, torch.Tensor, torch.Tensor]) -> None:
-        """Each (side, y [group rows, own heads, ...], home [t, all heads, ...]): y's rows to their owners' home, in
-        place.
+        """Each (side, y [group rows, own heads, ...], home [t + spare rows, all heads, ...]): y's rows to their owners'
+        home, in place.
 
         A head comes from one rank and is written; replicated kv heads come from several, and their sum is added to
         home.
@@ -94,13 +97,13 @@ class HeadExchange:
             arrivals.append(arrived)
         comm.exchange(sends, recvs).wait()
         for (side, _, home), arrived in zip(tensors, arrivals, strict=True):
-            kernels.heads_to_back_(home, arrived, side.home_rows, side.first_heads, side.replicated)
+            kernels.heads_to_back_(home, arrived, side.into_home, side.first_heads, side.replicated)
 
 
-def _put(kernels: Kernels, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _put(kernels: Kernels, x: torch.Tensor, side: Side) -> torch.Tensor:
     """The rows of x, which are all rows of the result, at their places; x itself where they are in order."""
-    if isinstance(rows, slice):
+    if isinstance(side.into_group, slice):
         return x
-    whole = torch.empty_like(x)
-    kernels.put_rows_([whole], [x], rows)
-    return whole
+    whole = x.new_empty(x.shape[0] + side.spare_rows, *x.shape[1:])
+    kernels.put_rows_([whole], [x], side.into_group)
+    return whole[: x.shape[0]]

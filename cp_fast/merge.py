@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from cp_fast.kernels.base import Kernels
-from cp_fast.rows import Rows
+from cp_fast.rows import Rows, is_mask
 
 __all__ = ["Merged", "Summed", "add_sink"]
 
@@ -16,11 +16,13 @@ class Merged:
     """The accumulators (out [t, h, d_v], lse [h, t]) of a forward pass.
 
     The first partial result is just kept where it has every row. So a pass of one launch ends with the kernel's own
-    output, never widened, and a ring pays one merge less.
+    output, never widened, and a ring pays one merge less. `spare`: see `RankProgram.spare_rows`.
     """
 
-    def __init__(self, shape: tuple[int, int, int], wide: torch.dtype, device: torch.device, kernels: Kernels) -> None:
-        self._shape, self._wide, self._device, self._kernels = shape, wide, device, kernels
+    def __init__(
+        self, shape: tuple[int, int, int], wide: torch.dtype, device: torch.device, kernels: Kernels, spare: int = 0
+    ) -> None:
+        self._shape, self._wide, self._device, self._kernels, self._spare = shape, wide, device, kernels, spare
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
 
@@ -34,12 +36,14 @@ class Merged:
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse): 0 and -inf in rows that nothing was merged into."""
-        return self._accumulators() if self._out is None or self._lse is None else (self._out, self._lse)
+        out, lse = self._accumulators() if self._out is None or self._lse is None else (self._out, self._lse)
+        return (out[: -self._spare], lse[:, : -self._spare].contiguous()) if self._spare else (out, lse)
 
     def _accumulators(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._out is None or self._lse is None:
-            self._out = torch.zeros(self._shape, dtype=self._wide, device=self._device)
-            self._lse = self._out.new_full((self._shape[1], self._shape[0]), float("-inf"))
+            rows, heads, dims = self._shape[0] + self._spare, *self._shape[1:]
+            self._out = torch.zeros(rows, heads, dims, dtype=self._wide, device=self._device)
+            self._lse = self._out.new_full((heads, rows), float("-inf"))
         self._out = self._out.to(self._wide)
         return self._out, self._lse
 
@@ -49,8 +53,10 @@ class Summed:
     just kept where it has every row.
     """
 
-    def __init__(self, shape: Sequence[int], wide: torch.dtype, device: torch.device, kernels: Kernels) -> None:
-        self._shape, self._wide, self._device, self._kernels = shape, wide, device, kernels
+    def __init__(
+        self, shape: Sequence[int], wide: torch.dtype, device: torch.device, kernels: Kernels, spare: int = 0
+    ) -> None:
+        self._shape, self._wide, self._device, self._kernels, self._spare = shape, wide, device, kernels, spare
         self._total: torch.Tensor | None = None
 
     def add(self, part: torch.Tensor, rows: Rows) -> None:
@@ -58,22 +64,30 @@ class Summed:
         if self._total is None and isinstance(rows, slice) and (rows.start, rows.stop) == (0, self._shape[0]):
             self._total = part
             return
-        self._total = self.result().to(self._wide)
+        self._total = self._sum().to(self._wide)
         self._kernels.add_rows_([self._total], [part], rows)
 
     def result(self) -> torch.Tensor:
         """The sum; in the first part's dtype if there was one part and it had every row."""
+        total = self._sum()
+        return total[: -self._spare] if self._spare else total
+
+    def _sum(self) -> torch.Tensor:
         if self._total is None:
-            self._total = torch.zeros(tuple(self._shape), dtype=self._wide, device=self._device)
+            shape = (self._shape[0] + self._spare, *self._shape[1:])
+            self._total = torch.zeros(shape, dtype=self._wide, device=self._device)
         return self._total
 
 
 def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor, rows: Rows) -> None:
     """Let the denominator of these rows gain exp(sink[h]); once, when all tiles are merged. A row that saw nothing
-    has lse = sink.
+    has lse = sink. Of a mask of all rows, the others keep what they have.
     """
+    gain = sink.to(lse.dtype)[:, None]
+    if is_mask(rows):
+        gain, rows = torch.where(rows, gain, float("-inf")), slice(None)
     old = lse[:, rows]
-    new = torch.logaddexp(old, sink.to(lse.dtype)[:, None])
+    new = torch.logaddexp(old, gain)
     weight = torch.exp(old - new).masked_fill(old == float("-inf"), 0.0).t().unsqueeze(-1)
     if isinstance(rows, slice):
         out[rows].mul_(weight)

@@ -16,7 +16,7 @@ from cp_fast.kernels.base import Kernels
 from cp_fast.kernels.select import kernels
 from cp_fast.merge import add_sink
 from cp_fast.plan import Plan
-from cp_fast.rows import take
+from cp_fast.rows import is_mask, take
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = ["Forward", "Saved", "backward_pass", "forward_pass"]
@@ -124,9 +124,12 @@ def backward_pass(
         # a head that comes from one rank alone is rounded before it travels: the same result, half the bytes
         sides, counts = (heads.q, heads.kv, heads.kv), (rows[0], rows[1], rows[1])
         moved = [x if side.replicated else x.to(dtype) for side, x in zip(sides, results, strict=True)]
-        homes = [x.new_zeros(n, side.all_heads, x.shape[2]) for side, x, n in zip(sides, moved, counts, strict=True)]
+        homes = [
+            x.new_zeros(n + side.spare_rows, side.all_heads, x.shape[2])
+            for side, x, n in zip(sides, moved, counts, strict=True)
+        ]
         heads.to_home(cp.comm, movers, *zip(sides, moved, homes, strict=True))
-        results = homes
+        results = [home[:n] for home, n in zip(homes, counts, strict=True)]
     dq, dk, dv = (packing.unpack(x.to(dtype)) for x in results)
     return dq, dk, dv, doffset
 
@@ -145,12 +148,16 @@ def _home(
     """
     heads = plan.program.heads
     assert heads is not None
-    home_out = out.new_zeros(local_rows, heads.q.all_heads, out.shape[2])
-    home_lse = lse.new_full((local_rows, heads.q.all_heads), float("-inf"))
+    rows, real = local_rows + heads.q.spare_rows, plan.program.real_q_rows
+    home_out = out.new_zeros(rows, heads.q.all_heads, out.shape[2])
+    home_lse = lse.new_full((rows, heads.q.all_heads), float("-inf"))
     if sink is not None:
-        home_lse[plan.program.real_q_rows] = sink
+        if is_mask(real):
+            home_lse[:local_rows] = torch.where(real[:, None], sink, float("-inf"))
+        else:
+            home_lse[real] = sink
     heads.to_home(cp.comm, movers, (heads.q, out, home_out), (heads.q, lse.t(), home_lse))
-    return home_out, home_lse.t()
+    return home_out[:local_rows], home_lse[:local_rows].t()
 
 
 def _own_heads(plan: Plan, per_head: torch.Tensor) -> torch.Tensor:
@@ -178,11 +185,15 @@ def _offset_gradient(
     """This rank's share of d softmax_offset [h_q]: minus the sink's weight times delta = sum(dout * out) - dlse, over
     the real rows; dout and out [t, h, d_v], lse and dlse [h, t].
     """
-    rows = plan.program.real_q_rows
+    real = plan.program.real_q_rows
+    rows = slice(None) if is_mask(real) else real
     delta = (take(dout, rows).to(lse.dtype) * take(out, rows).to(lse.dtype)).sum(dim=-1)  # [n, h]
     if dlse is not None:
         delta = delta - take(dlse.t(), rows)
     sink = _sink(plan, offset, lse.dtype, lse.device)
     assert sink is not None
     weight = torch.exp(sink - take(lse.t(), rows)).masked_fill(sink == float("-inf"), 0.0)
-    return plan.packing.heads_out(-(weight * delta).sum(dim=0)).sum(dim=0)
+    share = weight * delta
+    if is_mask(real):
+        share = share.masked_fill(~real[:, None], 0.0)  # padding may hold anything, NaN included
+    return plan.packing.heads_out(-share.sum(dim=0)).sum(dim=0)

@@ -5,32 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
+from cp_fast.backends.in_place import check_in_place
 from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
-from cp_fast.handles import handle_for
+from cp_fast.handles import forget, handle_for
 from cp_fast.packing import Packing
 from cp_fast.planning.batch import position_spans, spread
-from cp_fast.planning.compile import compile_program
+from cp_fast.planning.compile import DraftProgram, compile_program, draft_program
+from cp_fast.planning.fixed import FixedProgram
+from cp_fast.planning.shape import shape_of
 from cp_fast.program import RankProgram
 from cp_ref.spec import (
+    Agreement,
     Problem,
+    Room,
     Schedule,
     Sizes,
     Unsupported,
     agree,
+    check_plan_owner,
     describe,
     make_schedule,
+    next_batch,
     read_problem,
+    read_room,
     signature_of,
     split_plan_arguments,
 )
 
 __all__ = ["Plan", "make_plan", "plan_together", "read_call", "supports"]
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,7 @@ class Plan:
         backend: the kernel library that computes the tiles.
         packing: how the user's tensors are seen as packed rows.
         program: this rank's steps, with every row looked up.
+        room: what `update` has room for; None for a plan that is not updated.
     """
 
     problem: Problem
@@ -52,6 +63,8 @@ class Plan:
     backend: Backend
     packing: Packing
     program: RankProgram
+    room: Room | None = None
+    fixed: FixedProgram | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
 
     def __post_init__(self) -> None:
@@ -67,9 +80,61 @@ class Plan:
     @cached_property
     def position_ids(self) -> torch.Tensor:
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
-        sbhd.
+        sbhd. With `room`, [max_tokens_q / cp], 0 in the tail; `update` writes the new ones to the same memory.
         """
+        if self.program.position_ids is not None:
+            return self.program.position_ids
         return torch.from_numpy(spread(*position_spans(self.problem, self.rank))).to(self.device)
+
+    def update(
+        self,
+        *,
+        cp: ContextParallel,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+    ) -> None:
+        """Give the plan another batch, in place: the same problem with other lengths. Collective, like `make_plan`.
+
+        For plans made with `max_sequences`. All tables are overwritten by one copy, on the current stream, without
+        waiting for the device: what was launched before still finds the old batch, and a CUDA graph of `attention` that
+        is replayed after it computes the new one. Addresses, sizes, messages and launches stay those of the batch that
+        the plan was made with; it should be one that needs all of them, such as one sequence of the full length.
+
+        A backward pass belongs to the batch of its forward pass: do not update between the two (an eager call raises
+        RuntimeError; activation checkpointing and a replayed graph cannot tell).
+
+        Args:
+            cp ... cu_seqlens_kv_padded: as in `make_plan`. The lengths are read on the host: give them on the CPU.
+
+        Raises:
+            ValueError, TypeError: the lengths are wrong, here or on another rank; the plan has no room for them (more
+            sequences or tokens, or a message or launch that the first batch did not have, such as another window of a
+            large tile); or it was made without `max_sequences`. The plan is then as it was, on every rank.
+        """
+
+        def read() -> tuple[Agreement, DraftProgram, torch.Tensor]:
+            check_plan_owner(self.problem, self.rank, cp)
+            lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+            padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
+            problem = next_batch(self.problem, self.room, **lengths, **padded)
+            assert self.fixed is not None
+            return Agreement(problem, self.room), *self.fixed.draft(draft_program(problem, self.rank))
+
+        agreement, draft, tables = _together(cp, read, lambda found: found[0])
+        assert self.fixed is not None
+        forget(self.handle)
+        changed = {
+            "problem": agreement.problem,
+            "packing": Packing(agreement.problem),
+            "program": self.fixed.overwrite(draft, tables),
+            "handle": handle_for(self),
+        }
+        for name, value in changed.items():
+            object.__setattr__(self, name, value)
+        for name in ("schedule", "position_ids"):
+            self.__dict__.pop(name, None)
 
     def __str__(self) -> str:
         return f"{self.problem}\n{self.schedule}"
@@ -100,6 +165,9 @@ def make_plan(
     d_v: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    max_sequences: int | None = None,
+    max_tokens_q: int | None = None,
+    max_tokens_kv: int | None = None,
 ) -> Plan:
     """Plan one batch. Collective: every rank calls it, and all of them find out here when their problems differ.
 
@@ -108,6 +176,10 @@ def make_plan(
         batch_size, seqlen_q, seqlen_kv: bshd and sbhd only; global. seqlen_kv defaults to seqlen_q; with a padding mask
             the batch size may be left to `cu_seqlens_q`.
         heads_q, heads_kv, d_qk, d_v, dtype, device: of the tensors to come.
+        max_sequences: thd only; makes a plan that `plan.update` gives other lengths, up to so many sequences.
+        max_tokens_q, max_tokens_kv: with max_sequences; global, tails included: every rank's q (k, v) then has exactly
+            max_tokens_q / cp_size rows. Default to what this batch needs; max_tokens_kv to max_tokens_q without
+            `cu_seqlens_kv`.
 
     Returns:
         The plan, for `attention(q, k, v, cp=cp, plan=plan)`, which then reads no device value on the host;
@@ -156,21 +228,37 @@ def read_call(
     return problem, choose(needs, cp.backend)
 
 
-def plan_together(cp: ContextParallel, device: torch.device, read: Callable[[], tuple[Problem, Backend]]) -> Plan:
+def plan_together(cp: ContextParallel, device: torch.device, read: Callable[[], tuple[Agreement, Backend]]) -> Plan:
     """Read this rank's arguments and compare notes with the other ranks: all get their plan, or all raise."""
+    (problem, room), backend = _together(cp, read, lambda found: found[0])
+    packing = Packing(problem)
+    if room is None:
+        program = compile_program(packing.packed_problem, cp.rank, device)
+        return Plan(problem, cp.rank, device, backend, packing, program)
+    draft = draft_program(problem, cp.rank)
+    fixed = FixedProgram(shape_of(draft, room), device)
+    program = fixed.overwrite(*fixed.draft(draft))
+    return Plan(problem, cp.rank, device, backend, packing, program, room, fixed)
+
+
+def _together(cp: ContextParallel, read: Callable[[], Found], agreement: Callable[[Found], Agreement]) -> Found:
+    """What this rank reads, once all ranks have read theirs and agree; else all raise."""
     found, error = None, None
     try:
         found = read()
     except (ValueError, TypeError, Unsupported) as caught:
         error = caught
-    agree(cp.comm, found and found[0], error)
+    agree(cp.comm, None if found is None else agreement(found), error)
     assert found is not None
-    problem, backend = found
-    packing = Packing(problem)
-    return Plan(problem, cp.rank, device, backend, packing, compile_program(packing.packed_problem, cp.rank, device))
+    return found
 
 
-def _read_plan_arguments(**arguments: Any) -> tuple[Problem, Backend]:
+def _read_plan_arguments(**arguments: Any) -> tuple[Agreement, Backend]:
     sizes, of_the_problem = split_plan_arguments(make_plan, arguments)
     how = {name: bool(arguments.get(name, False)) for name in ("deterministic", "return_max_logit")}
-    return read_call(arguments["cp"], sizes, torch.device(arguments["device"]).type, **how, **of_the_problem)
+    device = torch.device(arguments["device"]).type
+    problem, backend = read_call(arguments["cp"], sizes, device, **how, **of_the_problem)
+    room = read_room(problem, arguments)
+    if room is not None:
+        check_in_place(backend, device)
+    return Agreement(problem, room), backend

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from cp_fast.backends import Segments
 from cp_fast.heads import HeadExchange
 from cp_fast.rows import Rows
@@ -50,7 +52,8 @@ class Take:
 class Launch:
     """One kernel launch: which rows it reads and writes, and how they are segmented."""
 
-    q_rows: Rows  # of the rank's q, out, dq
+    q_rows: Rows  # of the rank's q, out, lse, dout, which are read
+    out_rows: Rows  # of its out, lse, dq, which are added to: the same rows, but for what pads a table (`spare_rows`)
     kv_rows: Rows  # of the block's k, v
     grad_rows: Rows  # of the block's dk, dv buffer, in the backward pass
     segments: Segments
@@ -78,11 +81,17 @@ class KVStep:
 class RankProgram:
     """Both passes of one rank.
 
-    `real_q_rows`: the local rows that hold real query tokens. `heads`: how heads are exchanged for sequence before and
-    after the steps, which then run on the group's rows; None where they are not.
+    `real_q_rows`: the local rows that hold real query tokens; a mask of all rows in a plan that is updated in place.
+    `heads`: how heads are exchanged for sequence before and after the steps, which then run on the group's rows; None
+    where they are not. `spare_rows`: how many rows lie behind those of every buffer that results are added to, to be
+    written and never read. Tables of a plan that is updated in place have a constant size, and what pads them is
+    written to the one spare row; other plans have none. `position_ids`: see `Plan.position_ids`; int64 [t], in a plan
+    that is updated in place.
     """
 
     forward: tuple[KVStep, ...]
     backward: tuple[KVStep, ...]
     real_q_rows: Rows
     heads: HeadExchange | None
+    spare_rows: int = 0
+    position_ids: torch.Tensor | None = None

@@ -16,10 +16,12 @@ from cp_ref.merge import add_sink
 from cp_ref.plan import Plan, plan_together, read_call
 from cp_ref.recorder import recording
 from cp_ref.spec import (
+    Agreement,
     Problem,
     check_local_tensors,
     check_offset,
     check_plan_owner,
+    check_room_tensors,
     check_settled,
     q_fragments,
     read_sizes,
@@ -100,13 +102,13 @@ def attention(
     }
     if not isinstance(plan, Plan):
 
-        def read() -> Problem:
+        def read() -> Agreement:
             if plan is not None:
                 raise TypeError(f"plan is a {type(plan).__name__}; it must be a Plan, from make_plan")
             problem = read_call(cp, read_sizes(q, k, v, qkv_format, cp.size), **arguments)
             check_local_tensors(problem, cp.rank, q, k, v)
             check_offset(problem, softmax_offset)
-            return problem
+            return Agreement(problem)
 
         made = plan_together(cp, read, _device(q))
     else:
@@ -114,6 +116,7 @@ def attention(
         check_plan_owner(plan.problem, plan.rank, cp)
         check_settled(plan.problem, **arguments)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
+        check_room_tensors(plan.room, q, k)
         check_offset(plan.problem, softmax_offset)
     with no_autocast(q.device):
         out, lse, max_logit = cast(Any, _Attention).apply(made, cp, q, k, v, softmax_offset)  # torch leaves it untyped
@@ -145,7 +148,7 @@ class _Attention(torch.autograd.Function):
             out[real], lse[real] = add_sink(out[real], lse[real], sink)
         max_logit = all_reduce_max(cp.comm, max_logit)
         ctx.save_for_backward(q, k, v, out, lse, offset)
-        ctx.plan, ctx.cp, ctx.kept, ctx.recorder = plan, cp, kept, recorder
+        ctx.plan, ctx.problem, ctx.cp, ctx.kept, ctx.recorder = plan, problem, cp, kept, recorder
         ctx.mark_non_differentiable(max_logit)
         narrow = out.to(q.dtype)
         recorder.own("final", out=narrow, lse=lse, max_logit=max_logit)
@@ -161,7 +164,9 @@ class _Attention(torch.autograd.Function):
     def differentiate(ctx: Any, *grads: torch.Tensor) -> Any:
         """The backward pass."""
         q, k, v, out, lse, offset = ctx.saved_tensors
-        plan, cp, problem = ctx.plan, ctx.cp, ctx.plan.problem
+        plan, cp, problem = ctx.plan, ctx.cp, ctx.problem
+        if plan.problem is not problem:
+            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
         fmt, batch_size = problem.qkv_format, len(problem.sequences)
         q_rows, k_rows, v_rows = (to_packed(x, fmt) for x in (q, k, v))
         dout = to_packed(grads[0], fmt)

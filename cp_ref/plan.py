@@ -12,14 +12,19 @@ import torch
 from cp_ref.context import ContextParallel
 from cp_ref.sharding import numbers
 from cp_ref.spec import (
+    Agreement,
     Problem,
+    Room,
     Schedule,
     Sizes,
     Unsupported,
     agree,
+    check_plan_owner,
     make_schedule,
+    next_batch,
     q_fragments,
     read_problem,
+    read_room,
     signature_of,
     spans_of,
     split_plan_arguments,
@@ -36,11 +41,13 @@ class Plan:
         problem: what is computed.
         rank: this rank.
         device: where `position_ids` lie.
+        room: what `update` has room for; None for a plan that is not updated.
     """
 
     problem: Problem
     rank: int
     device: torch.device
+    room: Room | None = None
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -50,12 +57,43 @@ class Plan:
     @cached_property
     def position_ids(self) -> torch.Tensor:
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
-        sbhd.
+        sbhd. With `room`, [max_tokens_q / cp], 0 in the tail.
         """
         fragments = q_fragments(self.problem, self.rank)
         if self.problem.qkv_format != "thd":
             fragments = tuple(f for f in fragments if f.seq == 0)
-        return numbers(spans_of(fragments), self.device)
+        ids = numbers(spans_of(fragments), self.device)
+        return ids if self.room is None else torch.nn.functional.pad(ids, (0, self.room.rows_q - len(ids)))
+
+    def update(
+        self,
+        *,
+        cp: ContextParallel,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+    ) -> None:
+        """Give the plan another batch: the same problem with other lengths. Collective. Here it is planned anew.
+
+        Args:
+            cp ... cu_seqlens_kv_padded: as in `make_plan`.
+
+        Raises:
+            ValueError, TypeError: the lengths are wrong, here or on another rank, the plan has no room for them, or was
+            made without `max_sequences`. The plan is then as it was, on every rank.
+        """
+
+        def read() -> Agreement:
+            check_plan_owner(self.problem, self.rank, cp)
+            lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+            padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
+            return Agreement(next_batch(self.problem, self.room, **lengths, **padded), self.room)
+
+        made = plan_together(cp, read, self.device)
+        object.__setattr__(self, "problem", made.problem)
+        for name in ("schedule", "position_ids"):
+            self.__dict__.pop(name, None)
 
     def __str__(self) -> str:
         return f"{self.problem}\n{self.schedule}"
@@ -86,6 +124,9 @@ def make_plan(
     d_v: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    max_sequences: int | None = None,
+    max_tokens_q: int | None = None,
+    max_tokens_kv: int | None = None,
 ) -> Plan:
     """Plan one batch. Collective: every rank calls it, and all of them find out here when their problems differ.
 
@@ -94,6 +135,10 @@ def make_plan(
         batch_size, seqlen_q, seqlen_kv: bshd and sbhd only; global. seqlen_kv defaults to seqlen_q; with a padding mask
             the batch size may be left to `cu_seqlens_q`.
         heads_q, heads_kv, d_qk, d_v, dtype, device: of the tensors to come.
+        max_sequences: thd only; makes a plan that `plan.update` gives other lengths, up to so many sequences.
+        max_tokens_q, max_tokens_kv: with max_sequences; global, tails included: every rank's q (k, v) then has exactly
+            max_tokens_q / cp_size rows. Default to what this batch needs; max_tokens_kv to max_tokens_q without
+            `cu_seqlens_kv`.
 
     Returns:
         The plan, for `attention(q, k, v, cp=cp, plan=plan)`; `plan.schedule`, `plan.position_ids`, `str(plan)`.
@@ -119,10 +164,11 @@ def supports(**arguments: Any) -> tuple[bool, str]:
     return True, ""
 
 
-def _read_plan_arguments(**arguments: Any) -> Problem:
+def _read_plan_arguments(**arguments: Any) -> Agreement:
     """How it is computed and what is returned matter to nobody here: all results are there, and deterministic."""
     sizes, of_the_problem = split_plan_arguments(make_plan, arguments)
-    return read_call(arguments["cp"], sizes, **of_the_problem)
+    problem = read_call(arguments["cp"], sizes, **of_the_problem)
+    return Agreement(problem, read_room(problem, arguments))
 
 
 def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
@@ -137,13 +183,13 @@ def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
     )
 
 
-def plan_together(cp: ContextParallel, read: Callable[[], Problem], device: torch.device) -> Plan:
+def plan_together(cp: ContextParallel, read: Callable[[], Agreement], device: torch.device) -> Plan:
     """Read this rank's arguments and compare notes with the other ranks: all get their plan, or all raise."""
-    problem, error = None, None
+    found, error = None, None
     try:
-        problem = read()
+        found = read()
     except (ValueError, TypeError, Unsupported) as caught:
         error = caught
-    agree(cp.comm, problem, error)
-    assert problem is not None
-    return Plan(problem, cp.rank, device)
+    agree(cp.comm, found, error)
+    assert found is not None
+    return Plan(found.problem, cp.rank, device, found.room)

@@ -35,6 +35,11 @@ class Segments:
     and left >= 0, since the last row's diagonal ends in the last column. Rows lie side by side, cu from 0 to the
     tensors' lengths: a kernel may read a neighbour's rows and multiply them by zero, so no row may hold a NaN that does
     not belong to the problem.
+
+    In a plan that is updated in place (`Plan.update`) the rules are wider: segments of length zero come last, tensors
+    have more rows behind cu[-1] (finite where there is a segment at all; what is yielded for them is not read), and
+    `max_q` and `max_kv` are upper bounds. The lengths on the host are those of the batch at hand, so a kernel that is
+    to be captured in a CUDA graph reads them on the device alone (see `cp_fast.backends.in_place`).
     """
 
     cu_q: Sequence[int]  # a tuple, or as lazy as one can be: `Cumulative`

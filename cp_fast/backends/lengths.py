@@ -16,17 +16,22 @@ class Cumulative(Sequence[int]):
     """Cumulative lengths [n + 1]. The Python numbers are made when a backend looks at all of them: most never do, and
     a plan has hundreds of launches of thousands of sequences.
 
+    `bound`: what no length will ever exceed, where lengths are to be replaced by others; it is then called the longest.
+
     >>> cu = Cumulative(np.array([0, 3, 5]))
-    >>> cu == (0, 3, 5), cu[-1], cu[0:2], len(cu), cu.longest
-    (True, 5, (0, 3), 3, 3)
+    >>> cu == (0, 3, 5), cu[-1], cu[0:2], len(cu), cu.longest, Cumulative(np.array([0, 3, 5]), bound=8).longest
+    (True, 5, (0, 3), 3, 3, 8)
     """
 
-    def __init__(self, values: np.ndarray) -> None:
+    def __init__(self, values: np.ndarray, bound: int | None = None) -> None:
         self.values = values
+        self.bound = bound
 
     @property
     def longest(self) -> int:
-        """The largest difference of neighbours; 0 if there is none."""
+        """The largest difference of neighbours, 0 if there is none; or the bound."""
+        if self.bound is not None:
+            return self.bound
         return int(np.diff(self.values).max(initial=0))
 
     @cached_property

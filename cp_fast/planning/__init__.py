@@ -11,4 +11,11 @@ by message and step by step, and the tests compare the two.
     gather      the steps of all_gather
     exchange    the rows that the a2a schedules exchange for heads
     tables      rows and lengths of a whole plan in one upload
+
+A plan that is updated in place goes on from there:
+
+    shape       what a captured graph has baked in: messages, launches and their largest sizes
+    padded      tables of constant size, and what pads them
+    fit         a batch's draft in the shape of a plan
+    fixed       its tables on the device, written over by one copy
 """

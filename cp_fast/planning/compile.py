@@ -15,8 +15,9 @@ from cp_fast.planning.blocks import Block, Range
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake
 from cp_fast.planning.exchange import DraftSide, draft_side, group_block
 from cp_fast.planning.gather import draft_gather
+from cp_fast.planning.padded import PaddedTables
 from cp_fast.planning.ring import Place, draft_ring
-from cp_fast.planning.tables import RowKey, Tables, Uploaded
+from cp_fast.planning.tables import Key, RowKey, Tables, Uploaded
 from cp_fast.program import Give, KVStep, Launch, RankProgram, Take
 from cp_ref.spec import Problem, head_ranges
 
@@ -29,12 +30,13 @@ class DraftProgram:
 
     problem: Problem
     rank: int
-    tables: Tables
+    tables: Tables | PaddedTables
     forward: list[DraftStep]
     backward: list[DraftStep]
     real_q_rows: RowKey
     sides: tuple[DraftSide, DraftSide] | None  # q, kv
     spare_rows: int = 0
+    position_ids: Key | None = None
 
 
 def compile_program(problem: Problem, rank: int, device: torch.device) -> RankProgram:
@@ -72,6 +74,7 @@ def draft_program(problem: Problem, rank: int) -> DraftProgram:
 
 def upload_program(draft: DraftProgram, device: torch.device) -> RankProgram:
     """The program with its tables on the device, by one copy."""
+    assert isinstance(draft.tables, Tables)
     return link_program(draft, draft.tables.upload(device))
 
 
@@ -85,6 +88,7 @@ def link_program(draft: DraftProgram, tables: Uploaded) -> RankProgram:
         real if isinstance(real, slice) or real.dtype == torch.bool else real.long(),  # for PyTorch's own operators
         None if draft.sides is None else _heads(draft, draft.sides, tables),
         draft.spare_rows,
+        None if draft.position_ids is None else tables.numbers(draft.position_ids),
     )
 
 

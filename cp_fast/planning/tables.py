@@ -89,7 +89,8 @@ class Tables:
         """A table's row numbers, on the host.
 
         >>> tables = Tables()
-        >>> tables.numbers(tables.rows(np.array([4, 9]), np.array([2, 3]))).tolist(), tables.numbers(slice(2, 4)).tolist()
+        >>> key = tables.rows(np.array([4, 9]), np.array([2, 3]))
+        >>> tables.numbers(key).tolist(), tables.numbers(slice(2, 4)).tolist()
         ([4, 5, 9, 10, 11], [2, 3])
         """
         if isinstance(key, slice):
@@ -143,6 +144,10 @@ class Uploaded:
     def rows(self, key: RowKey) -> Rows:
         """A slice as it is, or the row numbers."""
         return key if isinstance(key, slice) else self._rows[key]
+
+    def numbers(self, key: Key) -> torch.Tensor:
+        """A table that is no slice."""
+        return self._rows[key]
 
     def lengths(self, key: Key) -> Lengths:
         """Cumulative lengths."""

@@ -12,6 +12,7 @@ from cp_ref.spec.plan_arguments import signature_of, split_plan_arguments
 from cp_ref.spec.planners import make_program, make_schedule
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
+from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
 from cp_ref.spec.schedule import Message, Piece, Program, Schedule, Step, Tile
 from cp_ref.spec.slices import position_spans, slice_axis, slice_spans, spans_of
 from cp_ref.spec.units import Units, common, real_rows
@@ -23,6 +24,7 @@ __all__ = [
     "MASKS",
     "QKV_FORMATS",
     "SOFTMAX_TYPES",
+    "Agreement",
     "Band",
     "Feature",
     "Fragment",
@@ -38,6 +40,7 @@ __all__ = [
     "RankCost",
     "Rect",
     "Report",
+    "Room",
     "Schedule",
     "Sequence",
     "Sequences",
@@ -51,6 +54,7 @@ __all__ = [
     "check_local_tensors",
     "check_offset",
     "check_plan_owner",
+    "check_room_tensors",
     "check_settled",
     "common",
     "describe",
@@ -62,10 +66,12 @@ __all__ = [
     "make_schedule",
     "message_bytes",
     "message_rows",
+    "next_batch",
     "ownership",
     "position_spans",
     "q_fragments",
     "read_problem",
+    "read_room",
     "read_sizes",
     "real_rows",
     "report",

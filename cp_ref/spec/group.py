@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from cp_ref.spec.problem import Problem
+from cp_ref.spec.room import Agreement
 
 __all__ = ["Group", "Parcel", "Pending", "agree"]
 
@@ -58,12 +59,12 @@ class Group(Protocol):
         ...
 
 
-def agree(group: Group, problem: Problem | None, error: Exception | None) -> None:
+def agree(group: Group, problem: Problem | Agreement | None, error: Exception | None) -> None:
     """Let all ranks find out together whether all of them have the same, well-formed problem; called before anything is
     sent.
 
     Args:
-        problem: what this rank is about to compute, or None when its arguments were refused.
+        problem: what this rank is about to compute, or with what room; None when its arguments were refused.
         error: why they were refused, or None.
 
     Raises:

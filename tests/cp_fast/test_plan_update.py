@@ -1,0 +1,426 @@
+"""Plans that are updated in place: what a fresh plan gives, from the same memory; or a refusal that changes nothing."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cp_fast
+import cp_ref
+from cp_fast.backends import by_name
+from cp_fast.backends.in_place import check_in_place
+from cp_fast.backends.largest import LargestLogit
+from cp_fast.planning.compile import draft_program
+from cp_ref import SimGroup
+from cp_ref.sim import SimMember
+from cp_ref.spec import Problem, kv_fragments, q_fragments
+
+COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+DIMS: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """One batch: real tokens and slots of every sequence."""
+
+    len_q: list[int]
+    len_kv: list[int]
+    slots_q: list[int]
+    slots_kv: list[int]
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        names = {"cu_seqlens_q": self.len_q, "cu_seqlens_kv": self.len_kv}
+        names |= {"cu_seqlens_q_padded": self.slots_q, "cu_seqlens_kv_padded": self.slots_kv}
+        return {name: cumulative(lengths) for name, lengths in names.items()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two batches of one problem, and how it is computed."""
+
+    cp_size: int
+    comm: str
+    layout: str
+    problem: dict[str, Any]
+    room: dict[str, Any]
+    first: Lengths
+    second: Lengths
+
+    def context(self, member: SimMember) -> cp_fast.ContextParallel:
+        split = member.split(2) if self.comm == "a2a+p2p" else member
+        return cp_fast.ContextParallel(split, self.comm, layout=self.layout)
+
+    def plan(self, cp: cp_fast.ContextParallel, batch: Lengths, **room: Any) -> cp_fast.Plan:
+        return cp_fast.make_plan(cp=cp, qkv_format="thd", **self.problem, **batch.arguments(), **DIMS, **room)
+
+
+def cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def batch_of(lengths: list[tuple[int, int]], extra: list[int], unit: int) -> Lengths:
+    """Slots are the next multiple of `unit`, and some more."""
+    q, kv = [a for a, _ in lengths], [b for _, b in lengths]
+    slots = [[-(-n // unit) * unit + unit * more for n, more in zip(side, extra, strict=True)] for side in (q, kv)]
+    return Lengths(q, kv, *slots)
+
+
+@st.composite
+def batches(draw: st.DrawFn, unit: int, cross: bool) -> Lengths:
+    count = draw(st.integers(0, 4))
+    q = draw(st.lists(st.integers(0, 14), min_size=count, max_size=count))
+    kv = draw(st.lists(st.integers(0, 14), min_size=count, max_size=count)) if cross else q
+    extra = draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
+    return batch_of(list(zip(q, kv, strict=True)), extra, unit)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    comm = draw(st.sampled_from(COMMS))
+    cp_size = draw(st.sampled_from((1, 2, 4) if comm == "a2a" else (2, 4) if comm == "a2a+p2p" else (1, 2, 3, 4)))
+    cross = draw(st.booleans())
+    mask = draw(st.sampled_from(("no_mask", "causal", "causal", "causal_bottom_right")))
+    sides = st.integers(-1, 6)
+    problem = {
+        "attn_mask_type": mask,
+        "window_size": draw(st.one_of(st.just((-1, -1)), st.tuples(sides, sides))),
+        "softmax_type": draw(st.sampled_from(("vanilla", "off-by-one", "learnable"))),
+    }
+    one, other = (draw(batches(2 * cp_size, cross)) for _ in range(2))
+    most_q, most_kv = (max(sum(getattr(x, side)) for x in (one, other)) for side in ("slots_q", "slots_kv"))
+    most_q, most_kv = max(most_q, 2 * cp_size), max(most_kv, 2 * cp_size)
+    tail = cp_size * draw(st.integers(0, 2))
+    room = {
+        "max_sequences": max(len(one.len_q), len(other.len_q), 1) + draw(st.integers(0, 2)),
+        "max_tokens_q": most_q + tail,
+        "max_tokens_kv": most_kv + tail,
+    }
+    if draw(st.booleans()):  # a batch that needs most messages and launches
+        one = Lengths([most_q], [most_kv], [most_q], [most_kv])
+    layout = draw(st.sampled_from(("dual_chunk", "contiguous")))
+    return Case(cp_size, comm, layout, problem, room, one, other)
+
+
+def tensors(case: Case, problem: Problem, rank: int) -> Tensors:
+    """A rank's operands and gradients: NaN wherever there is no real token."""
+    generator = torch.Generator().manual_seed(rank)
+    made: Tensors = {}
+    for side, names in (("q", ("q", "dout", "dlse")), ("kv", ("k", "v"))):
+        rows = case.room[f"max_tokens_{side}"] // case.cp_size
+        real = torch.zeros(rows, dtype=torch.bool)
+        for f in (q_fragments if side == "q" else kv_fragments)(problem, rank):
+            length = getattr(problem.sequences[f.seq], f"len_{side}")
+            real[f.row : f.row + max(0, min(f.stop, length) - f.start)] = True
+        for name in names:
+            heads, dims = (2 if side == "kv" else 4), (4 if name in ("dout", "v") else 8)
+            shape = (rows, heads) if name == "dlse" else (rows, heads, dims)
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            made[name] = torch.where(real.view(-1, *[1] * (x.ndim - 1)), x, torch.nan)
+    made["dlse"] = made["dlse"].t().contiguous()
+    made["offset"] = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    return made
+
+
+def results(case: Case, cp: cp_fast.ContextParallel, plan: cp_fast.Plan) -> list[torch.Tensor]:
+    """out, lse, max_logit and all gradients of one rank."""
+    given = tensors(case, plan.problem, cp.rank)
+    leaves = [given[name].requires_grad_() for name in ("q", "k", "v")]
+    sink: dict[str, torch.Tensor] = {}
+    if plan.problem.softmax_type == "learnable":
+        sink = {"softmax_offset": given["offset"].requires_grad_()}
+    out, lse, max_logit = cp_fast.attention(*leaves, cp=cp, plan=plan, return_lse=True, return_max_logit=True, **sink)
+    grads = torch.autograd.grad([out, lse], leaves + list(sink.values()), [given["dout"], given["dlse"]])
+    return [out.detach(), lse.detach(), max_logit, *grads]
+
+
+def assert_same_bits(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert not one.isnan().any()
+        assert torch.equal(one, other)
+
+
+def walked(thing: Any) -> Iterator[tuple[int, torch.Size, torch.dtype]]:
+    """Address, shape and dtype of every tensor of a program."""
+    if isinstance(thing, torch.Tensor):
+        yield thing.data_ptr(), thing.shape, thing.dtype
+    elif is_dataclass(thing):
+        for f in fields(thing):
+            yield from walked(getattr(thing, f.name))
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            yield from walked(part)
+
+
+@settings(max_examples=300)
+@given(case=cases())
+def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
+    def one(member: SimMember) -> str:
+        cp = case.context(member)
+        plan = case.plan(cp, case.first, **case.room)
+        before, memory, ids = results(case, cp, plan), list(walked(plan.program)), plan.position_ids.data_ptr()
+        assert len(memory) >= 2
+        try:
+            plan.update(cp=cp, **case.second.arguments())
+        except ValueError as error:
+            assert_same_bits(results(case, cp, plan), before)
+            return f"refused: {str(error).split(' (')[0]}"
+        assert list(walked(plan.program)) == memory
+        assert plan.position_ids.data_ptr() == ids
+        got, fresh = results(case, cp, plan), case.plan(cp, case.second, **case.room)
+        assert_same_bits(got, results(case, cp, fresh))
+        assert str(plan) == str(fresh)
+        plain = case.plan(cp, case.second)
+        for x, y in zip(got, results(case, cp, plain), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        assert torch.equal(plan.position_ids, fresh.position_ids)
+        assert torch.equal(plan.position_ids[: len(plain.position_ids)], plain.position_ids)
+        plan.update(cp=cp, **case.first.arguments())
+        assert_same_bits(results(case, cp, plan), before)
+        return "updated"
+
+    outcomes = SimGroup(case.cp_size).run(one)
+    event(next((x[:60] for x in outcomes if x != "updated"), "updated"))
+    assert len({outcome == "updated" for outcome in outcomes}) == 1
+
+
+LONG = Lengths([64], [64], [64], [64])
+MANY = batch_of([(n, n) for n in (5, 0, 17, 1)], [0, 1, 0, 0], 8)
+ROOM: dict[str, Any] = {"max_sequences": 5, "max_tokens_q": 72, "max_tokens_kv": 72}
+
+
+def typical(comm: str = "p2p", first: Lengths = LONG, **problem: Any) -> Case:
+    return Case(4, comm, "dual_chunk", problem, ROOM, first, MANY)
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+@pytest.mark.parametrize("comm", COMMS)
+def test_a_plan_of_one_long_sequence_takes_any_documents(comm: str, mask: str) -> None:
+    def one(member: SimMember) -> None:
+        case = typical(comm, attn_mask_type=mask, softmax_type="learnable")
+        cp = case.context(member)
+        plan = case.plan(cp, case.first, **case.room)
+        for batch in (MANY, LONG, Lengths([], [], [], []), MANY):
+            plan.update(cp=cp, **batch.arguments())
+            assert_same_bits(results(case, cp, plan), results(case, cp, case.plan(cp, batch, **case.room)))
+
+    SimGroup(4).run(one)
+
+
+def test_an_update_is_one_copy() -> None:
+    class Counted(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.operators: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not func.is_view:
+                self.operators.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    def one(member: SimMember) -> list[str]:
+        case = typical()
+        cp = case.context(member)
+        plan = case.plan(cp, LONG, **ROOM)
+        assert plan.fixed is not None
+        made = plan.fixed.draft(draft_program(case.plan(cp, MANY).problem, cp.rank))
+        with Counted() as counted:
+            plan.fixed.overwrite(*made)
+        return counted.operators
+
+    assert SimGroup(4).run(one) == [["aten::copy_"]] * 4
+
+
+def told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "sequences": ({"cu_seqlens_q": cumulative([8] * 6)}, "6 sequences in cu_seqlens_q, .* max_sequences = 5"),
+    "tokens": ({"cu_seqlens_q": cumulative([80])}, "80 tokens in cu_seqlens_q_padded, .* max_tokens_q = 72"),
+    "keys": (
+        {"cu_seqlens_q": cumulative([8]), "cu_seqlens_kv": cumulative([80])},
+        "80 tokens in cu_seqlens_kv_padded, .* max_tokens_kv = 72",
+    ),
+    "divisor": ({"cu_seqlens_q": cumulative([12])}, "12"),
+    "decreasing": ({"cu_seqlens_q": torch.tensor([0, 8, 4])}, "must not decrease"),
+    "no tensor": ({"cu_seqlens_q": [0, 8]}, "TypeError: cu_seqlens_q is a list"),
+    "window": (MANY.arguments() | {"cu_seqlens_q": cumulative([8, 0, 8, 8])}, "window|message"),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["on all ranks", "on one rank"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_named_and_changes_nothing(name: str, alone: bool) -> None:
+    arguments, words = REFUSED[name]
+
+    def one(member: SimMember) -> str:
+        case = typical(first=MANY, window_size=(3, 0) if name == "window" else (-1, -1))
+        cp = case.context(member)
+        plan = case.plan(cp, MANY, **ROOM)
+        before, memory, problem = results(case, cp, plan), list(walked(plan.program)), plan.problem
+        with pytest.raises((ValueError, TypeError)) as caught:
+            plan.update(cp=cp, **(arguments if member.rank == 2 or not alone else MANY.arguments()))
+        assert plan.problem is problem
+        assert list(walked(plan.program)) == memory
+        assert_same_bits(results(case, cp, plan), before)
+        return told(caught.value)
+
+    said = SimGroup(4).run(one)
+    assert re.search(words, said[2])
+    for rank in (0, 1, 3) if alone else ():
+        assert re.search(words if name == "no tensor" else "rank 2 refused|different problems", said[rank])
+
+
+def test_ranks_that_update_differently_find_out() -> None:
+    def one(member: SimMember) -> str:
+        case = typical()
+        cp = case.context(member)
+        plan = case.plan(cp, LONG, **ROOM)
+        before = results(case, cp, plan)
+        with pytest.raises(ValueError, match="different problems") as caught:
+            plan.update(cp=cp, **(LONG if member.rank else MANY).arguments())
+        assert_same_bits(results(case, cp, plan), before)
+        return told(caught.value)
+
+    assert all("sequences" in words for words in SimGroup(4).run(one))
+
+
+def test_ranks_with_different_room_find_out() -> None:
+    def one(member: SimMember) -> str:
+        case = typical()
+        with pytest.raises(ValueError, match="different problems") as caught:
+            case.plan(case.context(member), LONG, **(ROOM | {"max_tokens_q": 64 + 8 * member.rank}))
+        return told(caught.value)
+
+    assert "max_tokens_q=64 where rank 1 has max_tokens_q=72" in SimGroup(2).run(one)[0]
+
+
+@pytest.mark.parametrize("package", [cp_fast, cp_ref], ids=["cp_fast", "cp_ref"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_tokens_q": 64}, "max_tokens_q is 64, but max_sequences is None"),
+        ({"max_sequences": 0}, "max_sequences is 0; it must be at least 1"),
+        ({"max_sequences": 2.0}, "max_sequences is 2.0; it must be an integer"),
+        ({"max_sequences": True}, "max_sequences is True; it must be an integer"),
+        ({"max_sequences": 3}, "4 sequences .* max_sequences = 3"),
+        ({"max_sequences": 4, "max_tokens_q": 8}, "48 tokens .* max_tokens_q = 8"),
+        ({"max_sequences": 4, "max_tokens_kv": 65}, "max_tokens_kv is 65; it must be a multiple of cp_size = 4"),
+        ({"max_sequences": 4, "qkv_format": "bshd", "batch_size": 4, "seqlen_q": 8}, "it needs 'thd'"),
+    ],
+)
+def test_room_that_makes_no_sense_is_refused(package: Any, arguments: dict[str, Any], words: str) -> None:
+    lengths = {} if "qkv_format" in arguments else MANY.arguments()
+
+    def one(member: SimMember) -> None:
+        with pytest.raises((ValueError, TypeError), match=words):
+            package.make_plan(
+                cp=package.ContextParallel(member), **{"qkv_format": "thd", **arguments}, **lengths, **DIMS
+            )
+
+    SimGroup(4).run(one)
+
+
+@pytest.mark.parametrize("package", [cp_fast, cp_ref], ids=["cp_fast", "cp_ref"])
+def test_buffers_have_the_size_of_the_plan(package: Any) -> None:
+    def one(member: SimMember) -> None:
+        cp = package.ContextParallel(member)
+        plan = package.make_plan(cp=cp, qkv_format="thd", **MANY.arguments(), **DIMS, **ROOM)
+        given = tensors(typical(), plan.problem, member.rank)
+        q, k, v = (given[name][:-1] for name in ("q", "k", "v"))
+        with pytest.raises(ValueError, match="q has 17 tokens, but the plan was made with max_tokens_q = 18"):
+            package.attention(q, k, v, cp=cp, plan=plan)
+
+    SimGroup(4).run(one)
+
+
+@pytest.mark.parametrize("package", [cp_fast, cp_ref], ids=["cp_fast", "cp_ref"])
+def test_a_backward_pass_belongs_to_the_batch_of_its_forward_pass(package: Any) -> None:
+    def one(member: SimMember) -> None:
+        cp = package.ContextParallel(member)
+        plan = package.make_plan(cp=cp, qkv_format="thd", **LONG.arguments(), **DIMS, **ROOM)
+        given = tensors(typical(), plan.problem, member.rank)
+        out = package.attention(given["q"].requires_grad_(), given["k"], given["v"], cp=cp, plan=plan)
+        plan.update(cp=cp, **MANY.arguments())
+        with pytest.raises(RuntimeError, match="updated between the forward and the backward"):
+            out.backward(given["dout"])
+
+    SimGroup(4).run(one)
+
+
+def test_a_compiled_layer_follows_the_plan() -> None:
+    def layer(q: torch.Tensor, given: Tensors, cp: cp_fast.ContextParallel, plan: cp_fast.Plan) -> torch.Tensor:
+        return cp_fast.attention(q * 2, given["k"], given["v"], cp=cp, plan=plan) + 1
+
+    def one(member: SimMember) -> None:
+        case = Case(1, "p2p", "dual_chunk", {}, ROOM, LONG, MANY)
+        cp = case.context(member)
+        plan = case.plan(cp, LONG, **ROOM)
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, backend=counter)
+        for batch in (LONG, MANY):
+            plan.update(cp=cp, **batch.arguments())
+            given = tensors(case, plan.problem, 0)
+            q = given["q"].requires_grad_()
+            out, expected = (f(q, given, cp, plan) for f in (compiled, layer))
+            assert torch.equal(out.nan_to_num(7), expected.nan_to_num(7))
+            grads = [torch.autograd.grad(x, q, given["dout"])[0] for x in (out, expected)]
+            assert torch.equal(*grads)
+        assert counter.frame_count == 1
+        late = compiled(q, given, cp, plan)
+        plan.update(cp=cp, **LONG.arguments())
+        with pytest.raises(RuntimeError, match="updated since"):
+            torch.autograd.grad(late, q, given["dout"])
+
+    SimGroup(1).run(one)
+
+
+def test_plans_without_room_are_not_updated() -> None:
+    def one(member: SimMember) -> None:
+        case = typical()
+        cp = case.context(member)
+        with pytest.raises(ValueError, match="make it with max_sequences"):
+            case.plan(cp, LONG).update(cp=cp, **MANY.arguments())
+
+    SimGroup(2).run(one)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "fa2", "torch"])
+def test_libraries_that_read_the_hosts_lengths_are_refused_on_a_gpu(name: str) -> None:
+    check_in_place(by_name("fa4"), "cuda")
+    check_in_place(by_name(name), "cpu")
+    with pytest.raises(cp_fast.Unsupported, match=f"max_sequences and backend '{name}' on cuda"):
+        check_in_place(by_name(name), "cuda")
+    with pytest.raises(cp_fast.Unsupported, match="max_logit"):
+        check_in_place(LargestLogit(by_name("fa4")), "cuda")
+
+
+def test_the_reference_updates_too() -> None:
+    assert str(inspect.signature(cp_ref.Plan.update)).replace("cp_ref", "cp_fast") == str(
+        inspect.signature(cp_fast.Plan.update)
+    )
+
+    def one(member: SimMember) -> None:
+        cp, case = cp_ref.ContextParallel(member), typical()
+        plan, fresh = (
+            cp_ref.make_plan(cp=cp, qkv_format="thd", **batch.arguments(), **DIMS, **ROOM) for batch in (LONG, MANY)
+        )
+        assert str(plan) != str(fresh)
+        plan.update(cp=cp, **MANY.arguments())
+        assert str(plan) == str(fresh)
+        assert torch.equal(plan.position_ids, fresh.position_ids)
+        fast = case.plan(case.context(member), MANY, **ROOM)
+        assert torch.equal(plan.position_ids, fast.position_ids)
+
+    SimGroup(4).run(one)
