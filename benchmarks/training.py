@@ -2,6 +2,7 @@
 schedule over several ranks: the loss curves have to be the same.
 
     python benchmarks/training.py --ranks 4 --out benchmarks/results/training_4x_h200      # .csv and .png
+    python benchmarks/training.py --simulated --ranks 4      # all ranks on one GPU, over the simulated group
     python benchmarks/training.py --device cpu --ranks 2 --steps 5 --tokens 256
 
 The model (bytes, RoPE, grouped heads, autocast to bfloat16 on a GPU) and the order of the documents are the same in
@@ -28,6 +29,8 @@ from torch.nn import functional
 
 import cp_fast
 from cp_fast.cli.demo.documents import read_documents
+from cp_fast.comm import all_reduce
+from cp_ref import SimGroup
 
 ALONE = "one device, PyTorch's attention"
 
@@ -165,9 +168,10 @@ def train(job: Job, cp: cp_fast.ContextParallel | None, device: torch.device) ->
         loss.backward()
         total = loss.detach()
         if cp is not None:
-            for p in model.parameters():
-                dist.all_reduce(p.grad)  # every rank has the gradient of its own tokens' loss
-            dist.all_reduce(total)
+            share = [*(p.grad.flatten() for p in model.parameters() if p.grad is not None), total[None]]
+            *grads, total = all_reduce(cp.comm, torch.cat(share), torch.add).split([len(x) for x in share])
+            for p, grad in zip(model.parameters(), grads, strict=True):
+                p.grad = grad.view_as(p)  # every rank had the gradient of its own tokens' loss
         optimizer.step()
         losses.append(float(total))
     return losses
@@ -197,6 +201,17 @@ def worker(rank: int, job: Job, schedules: list[str], folder: str) -> None:
     dist.destroy_process_group()
 
 
+def simulate(job: Job, schedules: list[str]) -> dict[str, list[float]]:
+    """The same with all ranks in this process, on one device."""
+    device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
+
+    def one(member: Any, schedule: str) -> list[float]:
+        group = member.split(2) if schedule == "a2a+p2p" else member
+        return train(job, cp_fast.ContextParallel(group, schedule), device)
+
+    return {name: SimGroup(job.ranks).run(partial(one, schedule=name))[0] for name in schedules}
+
+
 def plot(curves: dict[str, list[float]], job: Job, path: Path) -> None:
     """The curves above, what they differ from the single device's below."""
     import matplotlib  # an extra: only pictures need it
@@ -211,9 +226,7 @@ def plot(curves: dict[str, list[float]], job: Job, path: Path) -> None:
         if name != ALONE:
             below.plot([a - b for a, b in zip(losses, curves[ALONE], strict=True)], label=name, linewidth=1)
     above.set_ylabel("loss (nats per byte)")
-    above.set_title(
-        f"{job.layers} layers, width {job.width}, {job.tokens} tokens a step, {job.ranks} ranks ({job.device})"
-    )
+    above.set_title(f"{job.layers} layers, width {job.width}, {job.tokens} tokens a step, {job.ranks} ranks")
     above.legend()
     below.axhline(0, color="black", linewidth=0.5)
     below.set_ylabel("minus one device")
@@ -228,6 +241,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps of training.")] = 200,
     tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 16384,
     schedules: Annotated[str, typer.Option(help="cp_comm_type, several with commas.")] = "p2p,all_gather,a2a,a2a+p2p",
+    simulated: Annotated[bool, typer.Option("--simulated", help="All ranks on one device, in this process.")] = False,
     tolerance: Annotated[float, typer.Option(help="Largest difference of a curve's mean over 10 steps.")] = 0.02,
     commit: Annotated[str, typer.Option(help="The commit that is run.")] = "",
     out: Annotated[Path | None, typer.Option(help="Write OUT.csv and OUT.png.")] = None,
@@ -238,9 +252,12 @@ def main(
     if device == "cpu":
         job = Job(ranks, device, steps, tokens, layers=2, heads_q=4, heads_kv=2, head_dim=16)
     curves = {ALONE: train(job, None, torch.device(device, 0) if device == "cuda" else torch.device(device))}
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(worker, args=(job, schedules.split(","), folder), nprocs=ranks)
-        curves |= torch.load(Path(folder) / "curves.pt")
+    if simulated:
+        curves |= simulate(job, schedules.split(","))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(worker, args=(job, schedules.split(","), folder), nprocs=ranks)
+            curves |= torch.load(Path(folder) / "curves.pt")
     worst = 0.0
     for name, losses in curves.items():
         differences = torch.tensor(losses, dtype=torch.float64) - torch.tensor(curves[ALONE], dtype=torch.float64)
