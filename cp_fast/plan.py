@@ -109,12 +109,15 @@ class Plan:
             cp ... cu_seqlens_kv_padded: as in `make_plan`. The lengths are read on the host: give them on the CPU.
 
         Raises:
-            ValueError, TypeError: the lengths are wrong, here or on another rank; the plan has no room for them (more
-            sequences or tokens, or a message or launch that the first batch did not have, such as another window of a
-            large tile); or it was made without `max_sequences`. The plan is then as it was, on every rank.
+            ValueError, TypeError: the lengths are wrong, here or on another rank; a CUDA graph is being captured; the
+            plan has no room for them (more sequences or tokens, or a message or launch that the first batch did not
+            have, such as another window of a large tile); or it was made without `max_sequences`. The plan is then as
+            it was, on every rank.
         """
 
         def read() -> tuple[Agreement, DraftProgram, torch.Tensor]:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ValueError("plan.update is called while a CUDA graph is captured; update before it is replayed")
             check_plan_owner(self.problem, self.rank, cp)
             lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
             padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}

@@ -32,6 +32,8 @@ def fit(draft: DraftProgram, shape: Shape) -> DraftProgram:
     """
     assert isinstance(draft.tables, Tables)
     assert len(draft.backward) == len(shape.steps)
+    for one, other in zip(draft.forward, draft.backward, strict=False):  # both passes get one set of tables
+        assert (one.give_kv, one.take_kv, one.launches) == (other.give_kv, other.take_kv, other.launches)
     tables = PaddedTables()
     start, count = position_spans(draft.problem, draft.rank)
     positions = tables.add(pad(spread(start, count), shape.room.rows_q, 0))
@@ -90,16 +92,16 @@ class _Fitter:
 
     def step(self, number: int, step: DraftStep) -> DraftStep:
         """One step, of both passes."""
-        shape, size, tables = self._shape.steps[number], self._shape.unit_kv, self._tables
+        shape, size, tables = self._shape.steps[number], self._shape.message, self._tables
         fitted = DraftStep(own=shape.own, grad_size=shape.keys + 1 if shape.sums else 0)
         for wanted, give in _matched(number, shape.give_kv, step.give_kv):
-            rows = self._rows(give and give.rows, _UNMOVED if wanted.own else self._block)
+            rows = self._message(number, give and give.rows, _UNMOVED if wanted.own else self._block)
             fitted.give_kv.append(DraftGive(wanted.peer, wanted.tag, tables.read_from(rows, size), wanted.own))
         for wanted, give in _matched(number, shape.give_dkv, step.give_dkv):
-            rows = self._rows(give and give.rows, self._grads_before)
+            rows = self._message(number, give and give.rows, self._grads_before)
             fitted.give_dkv.append(DraftGive(wanted.peer, wanted.tag, tables.read_from(rows, size), wanted.own))
         for wanted, take in _matched(number, shape.take_dkv, step.take_dkv):
-            rows = self._rows(take and take.rows, _UNMOVED if wanted.own else self._block)
+            rows = self._message(number, take and take.rows, _UNMOVED if wanted.own else self._block)
             spare = self._shape.unit_kv if wanted.own or shape.own else shape.keys
             key = tables.added_to(rows, size, spare)
             fitted.take_dkv.append(DraftTake(wanted.peer, wanted.tag, size, key, wanted.own))
@@ -108,6 +110,8 @@ class _Fitter:
         ]
         self._grads_before = self._block
         arriving = _matched(number, shape.take_kv, step.take_kv)
+        for _, take in arriving:
+            self._check_message(number, take.size if take else 0)
         for place, (wanted, _) in enumerate(arriving):
             rows = slice(place * size, (place + 1) * size)
             fitted.take_kv.append(DraftTake(wanted.peer, wanted.tag, size, rows, wanted.own))
@@ -159,6 +163,19 @@ class _Fitter:
             cu_kv=tables.lengths(cu_kv, shape.segments),
             bounds=(size_q, size_kv),
         )
+
+    def _message(self, number: int, key: RowKey | None, moved: _Moved) -> Array:
+        rows = self._rows(key, moved)
+        self._check_message(number, len(rows))
+        return rows
+
+    def _check_message(self, number: int, size: int) -> None:
+        if size > self._shape.message:
+            raise ValueError(
+                f"step {number} has a message of {size} rows, but the plan has room for {self._shape.message} (what "
+                "its window lets through where queries and keys have equal lengths); make a plan with a batch that "
+                "needs more"
+            )
 
     def _rows(self, key: RowKey | None, moved: _Moved) -> Array:
         """A table's rows in the padded buffer; none of them for what the batch does not need."""

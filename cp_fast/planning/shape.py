@@ -4,8 +4,9 @@ That is all that a captured CUDA graph has baked in. It is taken from the draft 
 every later batch has to fit in. A message or a launch that a later batch does not need is left empty; one that the
 first batch did not have cannot be added.
 
-Sizes follow from the plan's room alone, so that ranks agree on them: a message may hold all keys of a unit, a launch
-all queries of the own unit and all keys in hand.
+Sizes follow from the plan's room and the first batch's lengths, so that ranks agree on them: a launch may have all
+queries of the own unit and all keys in hand, a message all keys of a unit. Through a window of a self-attention a unit
+sees less of another: of each sequence, `left + right` keys beside each piece of its queries.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class StepShape(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Shape:
     """`steps` are those of the backward pass; the forward pass has the first `forward` of them, without gradients.
-    `unit_q`, `unit_kv`: the most rows that a unit has (see `cp_fast.planning.batch`).
+    `unit_q`, `unit_kv`: the most rows that a unit has (see `cp_fast.planning.batch`). `message`: the rows of every
+    message.
     """
 
     room: Room
@@ -61,6 +63,7 @@ class Shape:
     forward: int
     unit_q: int
     unit_kv: int
+    message: int
 
 
 def shape_of(draft: DraftProgram, room: Room) -> Shape:
@@ -68,6 +71,7 @@ def shape_of(draft: DraftProgram, room: Room) -> Shape:
     problem, steps, tables = draft.problem, draft.backward, draft.tables
     assert isinstance(tables, Tables)
     unit_q, unit_kv = room.rows_q * problem.a2a_size, room.rows_kv * problem.a2a_size
+    message = _message(problem, room)
     found: list[StepShape] = []
     arriving = 0  # messages that make the block in hand
     for number, step in enumerate(steps):
@@ -80,12 +84,23 @@ def shape_of(draft: DraftProgram, room: Room) -> Shape:
                 take_dkv=tuple(MessageShape(t.peer, t.tag, t.home) for t in step.take_dkv),
                 launches=tuple(_launch(launch, tables, problem, room) for launch in step.launches),
                 own=step.own,
-                keys=unit_kv * max(arriving, 1),
+                keys=unit_kv if step.own else message * max(arriving, 1),
                 sums=bool(step.launches) or leaves or any(not t.home for t in step.take_dkv),
             )
         )
         arriving = len(step.take_kv) or arriving  # where nothing arrives, the block in hand stays
-    return Shape(room, tuple(found), len(draft.forward), unit_q, unit_kv)
+    return Shape(room, tuple(found), len(draft.forward), unit_q, unit_kv, message)
+
+
+def _message(problem: Problem, room: Room) -> int:
+    """The most keys of one unit that another sees."""
+    unit, lengths = room.rows_kv * problem.a2a_size, problem.lengths
+    left, right = problem.window_size[0], 0 if problem.causal else problem.window_size[1]
+    self_attention = lengths.len_q == lengths.len_kv and lengths.slots_q == lengths.slots_kv
+    if left < 0 or right < 0 or not self_attention:
+        return unit
+    pieces = 2 if problem.layout == "dual_chunk" else 1
+    return max(1, min(unit, room.max_sequences * pieces * (left + right)))
 
 
 def _launch(launch: DraftLaunch, tables: Tables, problem: Problem, room: Room) -> LaunchShape:

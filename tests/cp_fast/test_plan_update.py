@@ -94,7 +94,7 @@ def cases(draw: st.DrawFn) -> Case:
     sides = st.integers(-1, 6)
     problem = {
         "attn_mask_type": mask,
-        "window_size": draw(st.one_of(st.just((-1, -1)), st.tuples(sides, sides))),
+        "window_size": draw(st.one_of(st.just((-1, -1)), st.tuples(sides, sides), st.just((1, 1)))),
         "softmax_type": draw(st.sampled_from(("vanilla", "off-by-one", "learnable"))),
     }
     one, other = (draw(batches(2 * cp_size, cross)) for _ in range(2))
@@ -162,6 +162,24 @@ def walked(thing: Any) -> Iterator[tuple[int, torch.Size, torch.dtype]]:
             yield from walked(part)
 
 
+def assert_padding_is_harmless(plan: cp_fast.Plan) -> None:
+    """What pads a launch's tables is one of its own rows, or one row more than all; lengths end in empty segments."""
+    for launch in (launch for step in plan.program.backward for launch in step.launches):
+        sides = (
+            (launch.segments.device_cu_q, launch.q_rows, launch.out_rows),
+            (launch.segments.device_cu_kv, launch.kv_rows, launch.grad_rows),
+        )
+        for cu, read, added in sides:
+            assert bool((cu.diff() >= 0).all())
+            count = int(cu[-1])
+            assert isinstance(read, torch.Tensor)
+            assert isinstance(added, torch.Tensor)
+            assert set(read[count:].tolist()) <= (set(read[:count].tolist()) if count else {0})
+            assert len(set(added[:count].tolist())) == count
+            assert not added[count:].unique().numel() > 1
+            assert bool((added[:count] < added[count:].max()).all()) if count < len(added) else True
+
+
 @settings(max_examples=300)
 @given(case=cases())
 def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
@@ -177,6 +195,7 @@ def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
             return f"refused: {str(error).split(' (')[0]}"
         assert list(walked(plan.program)) == memory
         assert plan.position_ids.data_ptr() == ids
+        assert_padding_is_harmless(plan)
         got, fresh = results(case, cp, plan), case.plan(cp, case.second, **case.room)
         assert_same_bits(got, results(case, cp, fresh))
         assert str(plan) == str(fresh)
@@ -213,6 +232,29 @@ def test_a_plan_of_one_long_sequence_takes_any_documents(comm: str, mask: str) -
         for batch in (MANY, LONG, Lengths([], [], [], []), MANY):
             plan.update(cp=cp, **batch.arguments())
             assert_same_bits(results(case, cp, plan), results(case, cp, case.plan(cp, batch, **case.room)))
+
+    SimGroup(4).run(one)
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a+p2p"])
+def test_messages_have_the_size_of_a_window(comm: str) -> None:
+    """Not of all keys, where queries and keys have equal lengths; another batch that needs more is refused."""
+    room = {"max_sequences": 2, "max_tokens_q": 256, "max_tokens_kv": 256}
+    two, cross = (batch_of(x, [0, 0], 8) for x in ([(160, 160), (90, 90)], [(200, 104), (8, 8)]))
+
+    def one(member: SimMember) -> None:
+        problem = {"attn_mask_type": "no_mask", "window_size": (2, 1)}
+        case = Case(4, comm, "dual_chunk", problem, room, Lengths([256], [256], [256], [256]), two)
+        cp = case.context(member)
+        plan = case.plan(cp, case.first, **room)
+        sizes = {take.size for step in plan.program.backward for take in (*step.take_kv, *step.take_dkv)}
+        assert sizes == {2 * 2 * 3}
+        plan.update(cp=cp, **two.arguments())
+        got = results(case, cp, plan)
+        assert_same_bits(got, results(case, cp, case.plan(cp, two, **room)))
+        with pytest.raises(ValueError, match=r"a message of \d+ rows, .* room for 12|does not have|refused"):
+            plan.update(cp=cp, **cross.arguments())
+        assert_same_bits(results(case, cp, plan), got)
 
     SimGroup(4).run(one)
 
