@@ -25,7 +25,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from conformance import session
 from conformance.case import Case
 from conformance.conduct import Conduct, describe_run
 from conformance.implementation import LoadError
@@ -110,8 +109,7 @@ def _alike(played: Played) -> bool:
 def one(impl: str, device: str, examples: int, drawn: bool, until: float, out: Path) -> None:
     """Play one implementation until the time is up, and write what was seen after every tier."""
     torch.set_num_threads(1)
-    session._SHRINK_S = 12.0  # for each failure; the time is short
-    profile = replace(PROFILES["quick"], max_examples=examples, most_failures=4)
+    profile = replace(PROFILES["quick"], max_examples=examples, most_failures=4, shrink_s=12.0)
     record: dict[str, Any] = {"impl": impl, "tiers": {}, "refused": {}, "failures": []}
     player = Peers(impl, device, 60.0, 2)
     player.until, player.aligned = until, device == "cuda"

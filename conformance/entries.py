@@ -84,9 +84,22 @@ class Entry:
             for name in self.tiers:
                 yield str(case), partial(self._judge, impl, case, name, device)
         for entry_id in self.errors:
-            yield f"error {entry_id}", partial(errors.check, impl, entry_id, device)
+            yield f"error {entry_id}", partial(_malformed, impl, entry_id, device)
         if self.by_hand is not None:
             yield "", partial(self.by_hand, impl, device)
+
+
+def _malformed(impl: Implementation, entry_id: str, device: str) -> list[str]:
+    """The tier errors' findings.
+
+    Raises:
+        UnsupportedCase: the call is refused whole; the tier `errors` itself asks whether the well-formed one is.
+    """
+    found = errors.check(impl, entry_id, device)
+    refusals = tuple(f" raised {name}:" for name in (impl.Unsupported.__name__, "NotImplementedError"))
+    if found and all(any(refusal in finding for refusal in refusals) for finding in found):
+        raise UnsupportedCase(found[0])
+    return found
 
 
 def _plainer(case: Case) -> Iterator[Case]:

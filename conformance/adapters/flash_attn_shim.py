@@ -94,8 +94,9 @@ def _flash_attn_backward(
         lengths = (None, None, q.shape[1], k.shape[1])
         grads = _cuda_backward(dout, q, k, v, out, softmax_lse, *lengths, softmax_scale, causal, window, softcap)
     else:
-        each = zip(dout, q, k, v, out, softmax_lse, strict=True)
-        parts = [_tile_backward(*x, softmax_scale, causal, window, softcap) for x in each]
+        each: Any = zip(dout, q, k, v, out, softmax_lse, strict=True)
+        options = (softmax_scale, causal, window, softcap)
+        parts = [_tile_backward(*x, *options) for x in each]
         grads = [torch.stack(x) for x in zip(*parts, strict=True)]
     for place, grad in zip((dq, dk, dv), grads, strict=True):
         place.copy_(grad)
@@ -146,11 +147,10 @@ class _Dense(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         scale, causal, left, right, softcap = ctx.options
-        results = [torch.empty_like(x) for x in (q, k, v)]
-        _flash_attn_backward(
-            grads[0].contiguous(), q, k, v, out, lse, *results, 0.0, scale, causal, left, right, softcap, None, False
-        )
-        return (*results, *[None] * 5)
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        dout = grads[0].contiguous()
+        _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal, left, right, softcap, None, False)
+        return dq, dk, dv, None, None, None, None, None
 
 
 def _plain(dropout_p: float, alibi_slopes: Any) -> None:

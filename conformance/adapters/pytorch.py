@@ -95,7 +95,8 @@ class PyTorch(Peer):
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
     # by name and inside: `context_parallel` exchanges the function in its module
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
 class _Passes(torch.autograd.Function):

@@ -87,7 +87,7 @@ class Yunchang(Peer):
 class TorchMath(Yunchang):
     """AttnType.TORCH_MATH, forward alone: "Not implemented backward for PyTorch attention types"."""
 
-    supports = None  # which cannot know whether a gradient is wanted
+    supports: Any = None  # which cannot know whether a gradient is wanted
 
     def __init__(self) -> None:
         half = _CLAIMS.having(dtype=("float64", "float32", "bfloat16", "float16"))

@@ -36,8 +36,9 @@ def positions(lengths: list[int], padded: list[int], size: int, rank: int) -> to
 def ring(member: Any, q: Any, k: Any, v: Any, where: list[torch.Tensor], window: tuple[int, int], scale: float,
          flaws: Flaws) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """This rank's (out [t, h, d], lse [h, t])."""
-    size, rank, out, lse = member.size, member.rank, None, None
+    size, rank = member.size, member.rank
     mine, group = where[rank], q.shape[1] // k.shape[1]
+    out, lse = q.new_zeros(()), q.new_full((q.shape[1], len(q)), NOTHING)
     for step in range(size):
         theirs = where[(rank - step) % size]
         sees = (mine[:, None, 0] == theirs[None, :, 0]) & (mine[:, None, 1] >= 0) & (theirs[None, :, 1] >= 0)
@@ -54,7 +55,7 @@ def ring(member: Any, q: Any, k: Any, v: Any, where: list[torch.Tensor], window:
         if flaws.merge_of_nothing_is_nan:
             part_lse = part_lse.masked_fill(part_lse < NOTHING / 2, -torch.inf)
         part = torch.einsum("hnm,mhd->nhd", weights / total[..., None], wide[1])
-        out, lse = (part, part_lse) if out is None else merge(out, lse, part, part_lse)
+        out, lse = merge(out, lse, part, part_lse) if step else (part, part_lse)
         if step < size - 1:
             k, v = Shift.apply(member, k, v)
     return out, lse.masked_fill(lse < NOTHING / 2, -torch.inf)

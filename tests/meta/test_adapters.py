@@ -128,8 +128,9 @@ def test_what_stands_in_for_flash_attn_computes_attention(causal: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 6, 2, 8, generator=generator) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = flash_attn_shim.flash_attn_func(*leaves, causal=causal)
-    exact = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=causal)
+    out = flash_attn_shim.flash_attn_func(q, k, v, causal=causal)
+    wide = (x.transpose(1, 2) for x in leaves)
+    exact = torch.nn.functional.scaled_dot_product_attention(next(wide), next(wide), next(wide), is_causal=causal)
     torch.testing.assert_close(out, exact.transpose(1, 2))
     for got, want in zip(
         torch.autograd.grad(out, leaves, dout),
