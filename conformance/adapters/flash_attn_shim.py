@@ -94,9 +94,10 @@ def _flash_attn_backward(
         lengths = (None, None, q.shape[1], k.shape[1])
         grads = _cuda_backward(dout, q, k, v, out, softmax_lse, *lengths, softmax_scale, causal, window, softcap)
     else:
-        each: Any = zip(dout, q, k, v, out, softmax_lse, strict=True)
-        options = (softmax_scale, causal, window, softcap)
-        parts = [_tile_backward(*x, *options) for x in each]
+        parts = [
+            _tile_backward(dout[n], q[n], k[n], v[n], out[n], softmax_lse[n], softmax_scale, causal, window, softcap)
+            for n in range(len(q))
+        ]
         grads = [torch.stack(x) for x in zip(*parts, strict=True)]
     for place, grad in zip((dq, dk, dv), grads, strict=True):
         place.copy_(grad)
