@@ -115,7 +115,7 @@ def _remote(
     for piece, (first, count) in enumerate(zip(queries.first, queries.count, strict=True)):
         offset = (queries.offset[piece] - first, 0)
         here = [cut(batch, first, first + count, *gap, offset, piece) for gap in gaps]
-        wide[piece, 0], left_over = _over_gaps([c.full for c in here])
+        wide[piece, 0], left_over = _over_gaps(here)
         full += left_over
         cuts += here
     placed = launches(
@@ -177,14 +177,17 @@ def _gaps(batch: Batch, rank: int) -> list[tuple[Array, Array]]:
     return [*gaps, (begin, batch.len_kv)]
 
 
-def _over_gaps(slots: list[Slot]) -> tuple[Slot, list[Slot]]:
+def _over_gaps(cuts: list[Cut]) -> tuple[Slot, list[Slot]]:
     """Unmasked tiles of one piece of queries: those with the same rows as the first become one, whose range of
-    positions goes on over the own keys (nothing is hidden from these rows in between); and what is left over.
+    positions goes on over the own keys (nothing is hidden from these rows in between); and what is left over. The keys
+    of a gap that has a tile of the user's window are not for a second one that reaches over them.
     """
-    whole, left_over = slots[0], []
-    for slot in slots[1:]:
+    whole, left_over = cuts[0].full, []
+    blocked = np.zeros_like(whole.rows, dtype=bool)
+    for slot, natural in ((c.full, c.natural) for c in cuts[1:]):
         empty = whole.rows == 0
-        same = (slot.rows > 0) & (empty | ((slot.q == whole.q) & (slot.rows == whole.rows)))
+        blocked = blocked | (~empty & (natural.rows > 0))
+        same = (slot.rows > 0) & (empty | (~blocked & (slot.q == whole.q) & (slot.rows == whole.rows)))
         begin = np.where(empty, slot.k, whole.k)
         whole = Slot(
             np.where(same, slot.q, whole.q),

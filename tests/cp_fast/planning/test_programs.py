@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import numpy as np
@@ -32,6 +33,20 @@ def played(problem: Problem) -> list[list[PlayedTile]]:
 @given(st.one_of(problems(cp_sizes=(1, 2, 3, 4, 5, 8)), conformance_problems()))
 def test_programs_do_what_the_schedule_says(problem: Problem) -> None:
     played(problem)
+
+
+@pytest.mark.parametrize("cp_comm_type", ["p2p", "all_gather"])
+@pytest.mark.parametrize("chunks", list(product((1, 2, 3), (1, 2, 3))), ids=str)
+def test_every_small_window_over_every_small_shape(cp_comm_type: str, chunks: tuple[int, int]) -> None:
+    """One key too many between two ranges of keys that become one is rare among random problems."""
+    for cp_size, left, right in product((2, 3), (-1, 0, 2, 5), (-1, 0, 1, 2, 4, 6)):
+        q, kv = (2 * cp_size * chunk for chunk in chunks)
+        for mask in ("no_mask", "causal_bottom_right"):
+            played(
+                Problem(
+                    cp_size, (Sequence(q, kv, q, kv),), cp_comm_type, attn_mask_type=mask, window_size=(left, right)
+                )
+            )
 
 
 @settings(max_examples=EXAMPLES // 4)
