@@ -157,7 +157,8 @@ inline HeadMove head_move(const Operand& whole, const Operand& parts, const Ints
   for (int64_t i = whole.ndim() - 1; i >= 2; --i) {
     for (auto* x : {&whole, &parts}) {
       size_t axis = i + (x == &parts);
-      if (x->sizes[axis] > 1 && x->strides[axis] != dim)
+      bool empty = std::find(x->sizes.begin(), x->sizes.end(), 0) != x->sizes.end();  // whose strides mean nothing
+      if (!empty && x->sizes[axis] > 1 && x->strides[axis] != dim)
         value_error(x->shape() + " and strides " + text(x->strides) + "; the axes behind the heads must be contiguous");
     }
     dim *= whole.sizes[i];

@@ -63,14 +63,19 @@ def test_cp_fast_sees_the_specification_of_cp_ref_and_nothing_else() -> None:
 
 
 def test_conformance_sees_the_oracle_through_one_module() -> None:
+    """Adapters are of what is tested, and each sees what it adapts; mutants patch `cp_ref` by name."""
+    others = [path for path in files("conformance") if path not in files("conformance", "adapters")]
     beyond = {
         path.name
-        for path in files("conformance")
+        for path in others
         for module in imports(path)
         if within(module, "cp_ref") and not within(module, "cp_ref.spec")
     }
-    assert beyond <= {"reference.py", "mutants.py"}  # the mutants are of cp_ref, and patch it
-    assert not any(within(m, "cp_fast") for path in files("conformance") for m in imports(path))
+    assert beyond == {"reference.py"}
+    assert not any(within(m, "cp_fast") for path in others for m in imports(path))
+    for path in files("conformance", "adapters"):
+        seen = {module.split(".")[0] for module in imports(path) if not within(module, "cp_ref.spec")}
+        assert seen.isdisjoint({"cp_ref", "cp_fast"} - {path.stem}), path
 
 
 @pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
