@@ -14,7 +14,7 @@ import collections
 import json
 import platform
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from multiprocessing import get_context
@@ -51,6 +51,10 @@ class Counts:
     by_schedule: collections.Counter[str] = field(default_factory=collections.Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists. (`asdict` makes counters of pairs out of counters.)"""
+        return {name: dict(x) if isinstance(x, collections.Counter) else x for name, x in vars(self).items()}
 
     def add(self, other: Counts) -> None:
         self.problems += other.problems
@@ -179,7 +183,7 @@ def main(
         "cp_sizes": CP_SIZES,
         "not here": missing,
         "workers that died": died,
-        "backends": {name: asdict(counts) for name, counts in total.items()},
+        "backends": {name: counts.to_json() for name, counts in total.items()},
     }
     for name, c in total.items():
         print(

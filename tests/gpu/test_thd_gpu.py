@@ -214,7 +214,7 @@ def test_broken_lengths_end_in_an_assertion(where: Where, helper: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, "CP_FAST_KERNELS": where.name, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "CP_FAST_KERNELS": where.name, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=300,
