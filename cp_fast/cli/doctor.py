@@ -27,7 +27,7 @@ _PACKAGES = {
     "numpy": "",
     "numba-cuda": "kernels for GPUs without nvcc",
     "flash-attn-4": "backend fa4; this package's extra 'fa4' has it",
-    "nvidia-cudnn-frontend": "cuDNN's attention: no backend of this release uses it yet",
+    "nvidia-cudnn-frontend": "backend cudnn; this package's extra 'cudnn' has it",
     "ninja": "builds the native kernels",
 }
 
@@ -64,7 +64,7 @@ def _installed() -> Table:
         made.add_row("GPU", "-", "none that PyTorch sees")
     for package, remark in _PACKAGES.items():
         version = _version(package)
-        made.add_row(package, version or "-", "" if version and "yet" not in remark else escape(remark) or "optional")
+        made.add_row(package, version or "-", "" if version else escape(remark) or "optional")
     made.add_row("nvcc", *_tool("nvcc"))
     made.add_row("C++ compiler", *_tool(os.environ.get("CXX", ""), "c++", "g++", "clang++", "cl"))
     dist = torch.distributed
