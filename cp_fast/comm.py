@@ -4,7 +4,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -14,11 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_ref.spec import Group, PairGroup, Parcel
 
-__all__ = ["PeerError", "ProcessMember", "all_reduce", "all_to_all", "as_group"]
+__all__ = ["PeerError", "ProcessMember", "all_reduce", "all_to_all", "as_group", "during"]
 
 
 class PeerError(RuntimeError):
     """Messages did not come through: a peer died, or did not answer within the group's time-out. Names the peers."""
+
+
+@contextmanager
+def during(what: str) -> Iterator[None]:
+    """Say what was being done when a peer did not answer."""
+    try:
+        yield
+    except PeerError as error:
+        raise PeerError(f"{what}: {error}") from error
 
 
 class ProcessMember:

@@ -9,14 +9,12 @@ hide the messages. What they yield waits in the input's dtype until the messages
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 from cp_fast.backends import Backend
-from cp_fast.comm import PeerError
+from cp_fast.comm import during
 from cp_fast.kernels.base import Kernels
 from cp_fast.merge import Merged, Summed
 from cp_fast.program import Give, KVStep, RankProgram, Take
@@ -64,7 +62,8 @@ def run_forward(
     max_logit = torch.full((q.shape[1],), float("-inf"), dtype=wide, device=q.device)
     blocks, operands = _Blocks(Pair(k, v), kernels), _Operands([q], [], kernels)
     for number, step in enumerate(program.forward):
-        with _named("forward", number, program.forward):
+        where = f"forward, step {number} of {len(program.forward)}"
+        with during(where):
             pending = comm.exchange(blocks.give(step), blocks.boxes(step))
         for launch in step.launches:
             (q_rows,) = operands.rows(launch.q_rows)
@@ -81,7 +80,7 @@ def run_forward(
             max_logit = (
                 None if max_logit is None or part.max_logit is None else torch.maximum(max_logit, part.max_logit)
             )
-        with _named("forward", number, program.forward):
+        with during(where):
             pending.wait()
         blocks.advance()
     return Results(*merged.results(), max_logit)
@@ -112,10 +111,11 @@ def run_backward(
     blocks, grads = _Blocks(Pair(k, v), kernels), own
     operands = _Operands([q, dout, out], [lse] if dlse is None else [lse, dlse], kernels)
     for number, step in enumerate(program.backward):
+        where = f"backward, step {number} of {len(program.backward)}"
         boxes = [Pair(*(x.new_empty(t.size, *x.shape[1:]) for x in own)) for t in step.take_dkv]
         sends = blocks.give(step) + [parcel for give in step.give_dkv for parcel in _give(give, grads, kernels)]
         arriving = [parcel for t, box in zip(step.take_dkv, boxes, strict=True) for parcel in _parcels(t, box)]
-        with _named("backward", number, program.backward):
+        with during(where):
             pending = comm.exchange(sends, blocks.boxes(step) + arriving)
         parts: list[tuple[Rows, torch.Tensor, torch.Tensor]] = []
         for launch in step.launches:
@@ -136,20 +136,11 @@ def run_backward(
             )
             dq.add(part.dq, launch.out_rows)
             parts.append((launch.grad_rows, part.dk, part.dv))
-        with _named("backward", number, program.backward):
+        with during(where):
             pending.wait()
         grads = _collect(step, boxes, parts, own, kernels)
         blocks.advance()
     return dq.result(), own.k[: k.shape[0]], own.v[: v.shape[0]]
-
-
-@contextmanager
-def _named(direction: str, number: int, steps: Sequence[KVStep]) -> Iterator[None]:
-    """Say in which step a peer did not answer."""
-    try:
-        yield
-    except PeerError as error:
-        raise PeerError(f"{direction}, step {number} of {len(steps)}: {error}") from error
 
 
 class _Operands:

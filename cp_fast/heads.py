@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cp_fast.comm import during
 from cp_fast.kernels.base import Kernels
 from cp_fast.rows import Rows
 from cp_ref.spec import Group, Parcel
@@ -74,7 +75,8 @@ class HeadExchange:
                     sends += [Parcel(peer, number, packed[p])] if side.home_count else []
                     recvs += [Parcel(peer, number, boxes[p])] if side.group_counts[p] else []
             arrivals.append(arrived)
-        comm.exchange(sends, recvs).wait()
+        with during("heads to their ranks, for sequence"):
+            comm.exchange(sends, recvs).wait()
         return [_put(kernels, x, side) for (side, _), x in zip(tensors, arrivals, strict=True)]
 
     def to_home(self, comm: Group, kernels: Kernels, *tensors: tuple[Side, torch.Tensor, torch.Tensor]) -> None:
@@ -95,7 +97,8 @@ class HeadExchange:
                     sends += [Parcel(peer, number, boxes[p].contiguous())] if side.group_counts[p] else []
                     recvs += [Parcel(peer, number, arrived[p])] if side.home_count else []
             arrivals.append(arrived)
-        comm.exchange(sends, recvs).wait()
+        with during("heads back home"):
+            comm.exchange(sends, recvs).wait()
         for (side, _, home), arrived in zip(tensors, arrivals, strict=True):
             kernels.heads_to_back_(home, arrived, side.into_home, side.first_heads, side.replicated)
 

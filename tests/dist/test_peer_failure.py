@@ -34,13 +34,13 @@ class DiesAt:
         return self._member.exchange(sends, recvs)
 
 
-def _main(rank: int, store: str, exchange: int, results: Any) -> None:
+def _main(rank: int, store: str, comm: str, exchange: int, results: Any) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=10)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=limit)
     group: Any = ProcessMember(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-    cp = cp_fast.ContextParallel(DiesAt(group, exchange) if rank == 1 else group)
-    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    cp = cp_fast.ContextParallel(DiesAt(group, exchange) if rank == 1 else group, comm)
+    q = torch.randn(1, 8, 3, 4, requires_grad=True)
     try:
         cp_fast.attention(q, q, q, cp=cp).sum().backward()
         results.put((rank, "finished"))
@@ -51,12 +51,20 @@ def _main(rank: int, store: str, exchange: int, results: Any) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize(("exchange", "where"), [(1, "forward, step 1 of 3"), (3, "backward, step 0 of")])
-def test_the_others_are_told_the_step_and_the_peer(exchange: int, where: str) -> None:
+@pytest.mark.parametrize(
+    ("comm", "exchange", "where"),
+    [
+        ("p2p", 1, "forward, step 1 of 3"),
+        ("p2p", 3, "backward, step 0 of"),
+        ("a2a", 0, "heads to their ranks"),
+        ("a2a", 2, "heads back home"),
+    ],
+)
+def test_the_others_are_told_the_step_and_the_peer(comm: str, exchange: int, where: str) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (str(Path(folder) / "store"), exchange, results)
+        arguments = (str(Path(folder) / "store"), comm, exchange, results)
         processes = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(SIZE)]
         for process in processes:
             process.start()
