@@ -12,7 +12,6 @@ compiler that is there is used.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,8 +123,6 @@ def _checked(what: str, name: str) -> str:
 
 @lru_cache
 def _why_not_native(device_type: str) -> str | None:
-    if importlib.util.find_spec("cp_fast.build") is None or importlib.util.find_spec("cp_fast.kernels.native") is None:
-        return "this installation has no sources to build"
     return importlib.import_module("cp_fast.build").why_not(device_type)
 
 
