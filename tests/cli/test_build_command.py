@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 from cp_fast import build
 from cp_fast.build import cache
 from cp_fast.cli import app
+from tests.marks import needs_cxx
 
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"})
-
-needs_cxx = pytest.mark.skipif(build.why_not("cpu") is not None, reason=f"native kernels: {build.why_not('cpu')}")
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,7 @@ from cp_fast import build
 from cp_fast.build import cache, recipe, tools
 from cp_fast.build.archs import ALL_ARCHS, VARIABLE, machine_archs, read_archs
 from cp_fast.build.recipe import Recipe
-
-needs_cxx = pytest.mark.skipif(build.why_not("cpu") is not None, reason=f"native kernels: {build.why_not('cpu')}")
+from tests.marks import needs_cxx
 
 
 def nvcc_missing() -> bool:

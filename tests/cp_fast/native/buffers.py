@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-import pytest
 import torch
 from hypothesis import strategies as st
 
-from cp_fast import build
 from cp_fast.kernels.native import Native, load
-
-needs_native = pytest.mark.skipif(build.why_not("cpu") is not None, reason=f"native kernels: {build.why_not('cpu')}")
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cp_ref.thd import thd_cp_rank_order_to_sequence_order, thd_get_partitioned_indices, thd_read_half_tensor
-from tests.cp_fast.native.buffers import cumulative, equal_bits, native, needs_native
+from tests.cp_fast.native.buffers import cumulative, equal_bits, native
+from tests.marks import needs_cxx
 
-pytestmark = needs_native
+pytestmark = needs_cxx
 
 
 @pytest.fixture

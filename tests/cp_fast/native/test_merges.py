@@ -15,12 +15,12 @@ from tests.cp_fast.native.buffers import (
     cumulative,
     guarded,
     native,
-    needs_native,
     packed,
     row_sets,
 )
+from tests.marks import needs_cxx
 
-pytestmark = needs_native
+pytestmark = needs_cxx
 
 WIDE = [torch.float32, torch.float64]
 INFINITY = float("inf")

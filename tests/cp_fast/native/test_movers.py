@@ -27,12 +27,12 @@ from tests.cp_fast.native.buffers import (
     equal_bits,
     guarded,
     native,
-    needs_native,
     packed,
     row_sets,
 )
+from tests.marks import needs_cxx
 
-pytestmark = needs_native
+pytestmark = needs_cxx
 
 
 @given(st.data())

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.cp_fast.native.buffers import cumulative, native, needs_native
+from tests.cp_fast.native.buffers import cumulative, native
+from tests.marks import needs_cxx
 
-pytestmark = needs_native
+pytestmark = needs_cxx
 
 X = torch.zeros(12, 2, 4)
 LENGTHS = cumulative([8, 4])
