@@ -15,11 +15,9 @@ import json
 import platform
 import time
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import hypothesis
@@ -27,7 +25,7 @@ import torch
 import typer
 from hypothesis import HealthCheck, Phase, given, settings
 
-import cp_fast
+from conformance.adapters.cp_fast import OneBackend
 from conformance.capabilities import probe
 from conformance.case import Case
 from conformance.implementation import as_implementation
@@ -66,13 +64,6 @@ class Counts:
         self.seconds = max(self.seconds, other.seconds)
 
 
-def implementation(backend: str) -> Any:
-    """cp_fast with one backend by name."""
-    members = {name: getattr(cp_fast, name) for name in cp_fast.__all__}
-    context = partial(cp_fast.ContextParallel, backend=backend)
-    return as_implementation(SimpleNamespace(**members | {"ContextParallel": context}))
-
-
 def folded(case: Case) -> Case:
     """The same problem with one of a few head dims and softcaps."""
     p = case.problem
@@ -85,7 +76,7 @@ def folded(case: Case) -> Case:
 def play(backend: str, device: str, number: int, wanted: int, until: float) -> Counts:
     """Problems of one worker, until there are enough or time is up."""
     torch.set_num_threads(1)
-    impl, counts, began = implementation(backend), Counts(), time.monotonic()
+    impl, counts, began = as_implementation(OneBackend(backend)), Counts(), time.monotonic()
     capabilities = probe(impl, device)
 
     @hypothesis.seed(1000 + number)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import cp_fast
+from conformance.adapters.cp_fast import OneBackend
 from conformance.case import Case
 from conformance.run import UnsupportedCase
 from conformance.tiers import budget, probes
@@ -28,8 +27,7 @@ def implementation(backend: str) -> Any:
     reason = None if backend == "auto" else by_name(backend).why_not()
     if reason is not None:
         pytest.skip(f"needs backend {backend}: {reason}")
-    members = {name: getattr(cp_fast, name) for name in cp_fast.__all__}
-    return SimpleNamespace(**members | {"ContextParallel": partial(cp_fast.ContextParallel, backend=backend)})
+    return OneBackend(backend)
 
 
 def dense(cp_size: int, chunk: int, batch: int = 2) -> tuple[Sequence, ...]:
