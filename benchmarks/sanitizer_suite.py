@@ -64,6 +64,9 @@ def main(
     for size in ROW_SIZES:
         suite.row_sizes(where, size)
         count += 1
+    for heads, dim in suite.MERGED_SHAPES[:: 3 if device == "cuda" else 1]:
+        suite.merged_shapes(where, heads, dim)
+        count += 1
     suite.many_sequences(where, 3000)
     print(f"all {count + 1} checks passed, {time.time() - begin:.1f} s")
 

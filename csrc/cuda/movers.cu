@@ -80,8 +80,7 @@ template <typename kHeads>
 void launch(MoveJob& job, const Shape* shapes, int access, const kHeads& heads, Stream stream, const char* name) {
   int64_t shortest = INT64_MAX;
   for (int p = 0; p < job.parts; ++p) shortest = std::min(shortest, job.part[p].head_bytes);
-  bool bulk =
-      access == 16 && shortest >= kBulkLeast && device_attribute<cudaDevAttrComputeCapabilityMajor>(stream.device) >= 9;
+  bool bulk = access == 16 && shortest >= kBulkLeast && has_engine(stream);
   int64_t blocks = 0;
   for (int p = 0; p < job.parts; ++p) {
     Part& part = job.part[p];

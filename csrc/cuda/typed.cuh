@@ -92,11 +92,13 @@ struct Fast {
 
   __device__ __forceinline__ static Four<float> load_to(const Values& v, int64_t i) { return load<To>(v.data, i); }
   __device__ __forceinline__ static Four<float> load_from(const Values& v, int64_t i) { return load<From>(v.data, i); }
-  __device__ __forceinline__ static void store_to(const Values& v, int64_t i, Four<float> x) {
+  __device__ __forceinline__ static void store_to(const Values& v, int64_t i, Four<float> x) { store(v.data, i, x); }
+
+  __device__ __forceinline__ static void store(void* data, int64_t i, Four<float> x) {
     Four<To> packed;
 #pragma unroll
     for (int k = 0; k < 4; ++k) packed.x[k] = from_float<To>(x.x[k]);
-    *reinterpret_cast<Four<To>*>(static_cast<To*>(v.data) + i) = packed;
+    *reinterpret_cast<Four<To>*>(static_cast<To*>(data) + i) = packed;
   }
 
   template <typename T>

@@ -11,7 +11,17 @@ import torch
 from hypothesis import given, settings
 
 from cp_fast.kernels import kernels, why_not
-from tests.cp_fast.kernels.suite import CHECKS, ROW_SIZES, Case, Where, cases, many_sequences, row_sizes
+from tests.cp_fast.kernels.suite import (
+    CHECKS,
+    MERGED_SHAPES,
+    ROW_SIZES,
+    Case,
+    Where,
+    cases,
+    many_sequences,
+    merged_shapes,
+    row_sizes,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -38,6 +48,11 @@ def test_properties(where: Where, check: str) -> None:
 @pytest.mark.parametrize("size", ROW_SIZES)
 def test_row_sizes(where: Where, size: int) -> None:
     row_sizes(where, size)
+
+
+@pytest.mark.parametrize(("heads", "dim"), MERGED_SHAPES)
+def test_merged_shapes(where: Where, heads: int, dim: int) -> None:
+    merged_shapes(where, heads, dim)
 
 
 def test_many_sequences(where: Where) -> None:

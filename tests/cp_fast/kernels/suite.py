@@ -33,7 +33,17 @@ from tests.cp_fast.kernels.checks_of_sums import (
 )
 from tests.cp_fast.kernels.memory import Boxed, assert_same_bits
 
-__all__ = ["CHECKS", "ROW_SIZES", "Case", "Where", "cases", "many_sequences", "row_sizes"]
+__all__ = [
+    "CHECKS",
+    "MERGED_SHAPES",
+    "ROW_SIZES",
+    "Case",
+    "Where",
+    "cases",
+    "many_sequences",
+    "merged_shapes",
+    "row_sizes",
+]
 
 CHECKS: dict[str, Callable[[Where, Case], None]] = {
     check.__name__: check
@@ -55,6 +65,7 @@ CHECKS: dict[str, Callable[[Where, Case], None]] = {
     )
 }
 
+MERGED_SHAPES = ((1, 128), (3, 128), (9, 64), (5, 32), (2, 192), (7, 96), (1, 256), (2, 264), (6, 16))  # heads, dim
 ROW_SIZES = (1, 2, 3, 6, 14, 16, 18, 34, 62, 64, 96, 128, 250, 256, 768, 2046, 2048, 4098, 8190, 8192)
 
 
@@ -71,6 +82,16 @@ def row_sizes(where: Where, size: int) -> None:
         want = x.index_copy(0, index, x[:12])
         where.kernels.put_rows_([box.view], [view[:12]], index.to(where.device))
         box.assert_holds(want)
+
+
+def merged_shapes(where: Where, heads: int, dim: int) -> None:
+    """Heads and dims of models, that kernels may take by vectors or whole rows; all dtypes of the step."""
+    for seed in range(12):
+        gaps = ((0, 0), (16, 0), (8, 4))[(seed + seed // 3) % 3]  # rows apart, and then heads apart as well
+        chunks, dtypes = (2, 0, 3), (torch.float32, torch.float32)
+        case = Case(2, chunks, (8, 0, 5), seed % 2, (heads, dim), dtypes, torch.int32, gaps, seed // 6 * 16, seed)
+        for check in (merges, merges_of_halves, out_corrections):
+            check(where, case)
 
 
 def many_sequences(where: Where, count: int) -> None:
