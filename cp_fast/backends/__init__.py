@@ -8,7 +8,7 @@ from cp_fast.backends.base import Backend, Gradients, Partial, Segments
 from cp_fast.backends.blocks import BlockSize
 from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.cudnn import CudnnBackend
-from cp_fast.backends.fa2 import Fa2Backend
+from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend, chosen_kernels, whose
 from cp_fast.backends.fa4 import Fa4Backend
 from cp_fast.backends.largest import LargestLogit
 from cp_fast.backends.probe import probe
@@ -24,30 +24,34 @@ __all__ = [
     "by_name",
     "choose",
     "features_of",
+    "installed",
     "probe",
+    "remark_on",
 ]
 
 BACKENDS: tuple[Backend, ...] = (
     Fa4Backend(),
     CudnnBackend(),
-    Fa2Backend(),
+    BUILT_IN,
     BlockwiseBackend("cpu", Feature.CPU, BlockSize(scores=2**18, columns=256, rows=512)),  # 1 MiB of a core's cache
     BlockwiseBackend("torch", Feature.CUDA, BlockSize(scores=2**25, columns=2048, rows=4096)),
 )
+
+"""What every machine has that has the library: `installed` may find more."""
 
 KERNEL_FEATURES: frozenset[Feature] = frozenset().union(*(b.features for b in BACKENDS))
 """What a kernel library decides; schedules, formats, masks and sinks are the executor's, on every library alike."""
 
 
 def by_name(name: str) -> Backend:
-    """The backend of that name; a ValueError for any other name.
+    """The backend of that name, as it is installed here; a ValueError for any other name.
 
     >>> by_name("cpu").name
     'cpu'
     """
     for backend in BACKENDS:
         if backend.name == name:
-            return backend
+            return installed(backend)
     known = ", ".join(repr(b.name) for b in BACKENDS)
     raise ValueError(f"backend must be 'auto' or one of {known}, got {name!r}")
 
@@ -61,7 +65,9 @@ def choose(required: frozenset[Feature], backend: str) -> Backend:
     candidates = BACKENDS if backend == "auto" else (by_name(backend),)
     wanted = required & KERNEL_FEATURES
     reasons: list[str] = []
-    for candidate in candidates:
+    seen: list[Backend] = []
+    for candidate in map(installed, candidates):
+        seen.append(candidate)
         reason = candidate.why_not()
         if reason is not None:
             reasons.append(f"{candidate.name} does not work here: {reason}")
@@ -69,13 +75,25 @@ def choose(required: frozenset[Feature], backend: str) -> Backend:
             return candidate
         elif wanted <= features_of(candidate):
             return _with_largest_logit(candidate)
-    missing = {c.name: wanted - features_of(c) for c in candidates if not wanted <= features_of(c)}
+        elif remark := remark_on(candidate):
+            reasons.append(f"{candidate.name} is {remark}")
+    missing = {c.name: wanted - features_of(c) for c in seen if not wanted <= features_of(c)}
     raise Unsupported(f"attention with backend {backend!r}", missing, hint="\n  ".join(reasons))
 
 
 def features_of(backend: Backend) -> frozenset[Feature]:
     """What a backend can be chosen for: its own features, and max_logit, which a pass of its own adds to any."""
     return _with_largest_logit(backend).features
+
+
+def installed(backend: Backend) -> Backend:
+    """The backend as it is on this machine: "fa2" has the kernels of the flash-attn package where they work."""
+    return chosen_kernels() if backend is BUILT_IN else backend
+
+
+def remark_on(backend: Backend) -> str:
+    """What there is to say about a backend that works, for `doctor`."""
+    return whose(backend) if isinstance(backend, Fa2Backend) else ""
 
 
 @cache

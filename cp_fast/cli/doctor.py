@@ -16,7 +16,7 @@ from rich.table import Table
 from torch.cuda import nccl
 
 from cp_fast import build
-from cp_fast.backends import BACKENDS, Backend, probe
+from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
 from cp_fast.cli.common import CHECK_FAILED, table
 from cp_fast.kernels.select import chosen
 from cp_ref.spec import Feature
@@ -26,6 +26,7 @@ __all__ = ["doctor"]
 _PACKAGES = {
     "numpy": "",
     "numba-cuda": "kernels for GPUs without nvcc",
+    "flash-attn": "backend fa2 has softcap with it; this package's extra 'fa2' has it",
     "flash-attn-4": "backend fa4; this package's extra 'fa4' has it",
     "nvidia-cudnn-frontend": "backend cudnn; this package's extra 'cudnn' has it",
     "ninja": "builds the native kernels",
@@ -80,15 +81,18 @@ def _installed() -> Table:
 
 def _backends() -> tuple[Table, list[str]]:
     """Every backend on every device that it says it runs on, tried on small problems with known answers."""
-    made = table("attention backends, in the order that 'auto' prefers", "backend", "device", "works", "why not")
+    made = table("attention backends, in the order that 'auto' prefers", "backend", "device", "works", "remark")
     working = []
-    for backend in BACKENDS:
+    for backend in map(installed, BACKENDS):
         for device in _devices(backend):
             reason = _try(backend, device)
             if reason is None:
                 working.append(f"{backend.name} ({device})")
             made.add_row(
-                backend.name, device, "[green]yes[/]" if reason is None else "[red]no[/]", escape(reason or "")
+                backend.name,
+                device,
+                "[green]yes[/]" if reason is None else "[red]no[/]",
+                escape(reason or remark_on(backend)),
             )
     return made, working
 

@@ -1,4 +1,4 @@
-"""What the fa2 and fa4 backends hand to their libraries, without a GPU: stand-ins with the libraries' semantics."""
+"""What the fa4 backend hands to its library, without a GPU: a stand-in with the library's semantics."""
 
 from __future__ import annotations
 
@@ -9,110 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.backends import by_name, dims, fa2, fa4
+from cp_fast.backends import by_name, dims, fa4
 from cp_fast.backends.base import Gradients, Segments
 from cp_fast.backends.lse_gradient import lse_launch
-from cp_fast.backends.probe import probe
 
 CPU = by_name("cpu")
-
-
-def fake_aten(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """aten's flash operators on the cpu backend, window rules included; the deterministic flag of every backward."""
-
-    def band(cu_q: torch.Tensor, cu_k: torch.Tensor, max_k: int, left: int, right: int) -> Segments:
-        left, right = -1 if left >= max_k else left, -1 if right >= max_k else right
-        if left < 0 <= right:
-            left = max_k if right > 0 else -1
-        elif right < 0 <= left:
-            right = max_k
-        cu = tuple(cu_q.tolist()), tuple(cu_k.tolist())
-        return Segments(*cu, None if left < 0 else left, None if right < 0 else right, cu_q, cu_k)
-
-    def forward(
-        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *_: Any, **o: Any
-    ) -> tuple[Any, ...]:
-        assert max_q > 1
-        assert o.get("num_splits", 1) == 1
-        segments = band(cu_q, cu_k, max_k, o["window_size_left"], o["window_size_right"])
-        part = CPU.forward(q, k, v, segments, scale=o["scale"], softcap=0.0)
-        return part.out.to(q.dtype), part.lse, None, None, None
-
-    def backward(
-        dout: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        lse: Any,
-        cu_q: Any,
-        cu_k: Any,
-        max_q: int,
-        max_k: int,
-        *_: Any,
-        **o: Any,
-    ) -> tuple[Any, ...]:
-        segments = band(cu_q, cu_k, max_k, o["window_size_left"], o["window_size_right"])
-        strict.append(torch.are_deterministic_algorithms_enabled())
-        options: dict[str, Any] = {"scale": o["scale"], "softcap": 0.0, "deterministic": True}
-        return tuple(x.to(q.dtype) for x in CPU.backward(dout, q, k, v, out, lse, None, segments, **options))
-
-    strict: list[bool] = []
-    fa2._forward_extras()  # reads the real schema, once
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    return strict
-
-
-def test_fa2_says_every_window_in_atens_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_aten(monkeypatch)
-    assert probe(fa2.Fa2Backend(), "cpu") is None
-
-    def naive(s: Segments) -> tuple[int, int, int, int]:
-        return -1 if s.left is None else s.left, -1 if s.right is None else s.right, max(2, s.max_q), s.max_kv
-
-    monkeypatch.setattr(fa2, "_window", naive)
-    problem = probe(fa2.Fa2Backend(), "cpu")
-    assert problem is not None
-    assert "window (None, 22)" in problem
-
-
-@pytest.mark.parametrize(("left", "right"), [(-1, None), (None, -2), (3, -1)])
-def test_fa2_refuses_negative_sides(left: int | None, right: int | None) -> None:
-    segments = Segments.pack([4], [9], left, right)
-    x = torch.zeros(9, 1, 8, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"'fa2'.*crop"):
-        fa2.Fa2Backend().forward(x[:4], x, x, segments, scale=1.0, softcap=0.0)
-
-
-def test_fa2_refuses_what_its_features_exclude() -> None:
-    segments = Segments.pack([4], [4], None, 0)
-    x = torch.zeros(4, 1, 8, dtype=torch.float16)
-    with pytest.raises(ValueError, match="softcap"):
-        fa2.Fa2Backend().forward(x, x, x, segments, scale=1.0, softcap=2.0)
-    wide = torch.zeros(4, 1, 264, dtype=torch.float16)
-    with pytest.raises(ValueError, match="up to 256, got d_qk=264"):
-        fa2.Fa2Backend().forward(wide, wide, x, segments, scale=1.0, softcap=0.0)
-
-
-@pytest.mark.parametrize(("d_qk", "d_v"), [(24, 24), (13, 13), (24, 8), (8, 24)])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_fa2_pads_head_dims_and_adds_the_gradient_of_lse(
-    d_qk: int, d_v: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    strict = fake_aten(monkeypatch)
-    backend, segments = fa2.Fa2Backend(), Segments.pack([11, 3], [15, 3], 6, 0)
-    q, k, v, dout = (
-        torch.randn(rows, heads, d) for rows, heads, d in ((14, 4, d_qk), (18, 1, d_qk), (18, 1, d_v), (14, 4, d_v))
-    )
-    want, got = (b.forward(q, k, v, segments, scale=0.1, softcap=0.0) for b in (CPU, backend))
-    torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
-    args, options = (dout, q, k, v, want.out, want.lse), {"scale": 0.1, "softcap": 0.0, "deterministic": deterministic}
-    for dlse in (None, torch.randn(4, 14)):
-        right, computed = (b.backward(*args, dlse, segments, **options) for b in (CPU, backend))
-        torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
-        assert all(x.is_contiguous() for x in computed)
-    assert strict == ([True] * 6 if deterministic else [False] * 3)  # one launch each, then two with the lse's
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -123,24 +24,6 @@ def test_half_precision_holds_the_gradient_of_lse(dtype: torch.dtype) -> None:
     held = (dout.double() * out.double()).sum(-1).T
     assert dout.dtype == out.dtype == dtype
     assert bool(((held + dlse).abs() <= 2**-20 * dlse.abs() + 2**-34).all())
-
-
-@pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
-def test_fa2_asks_for_determinism_and_puts_the_flag_back(
-    before: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    strict = fake_aten(monkeypatch)
-    segments = Segments.pack([4], [4], None, 0)
-    x = torch.zeros(4, 1, 8, dtype=torch.float16)
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    try:
-        args = (x, x, x, x, x, torch.zeros(1, 4), None)
-        fa2.Fa2Backend().backward(*args, segments, scale=1.0, softcap=0.0, deterministic=True)
-        assert strict == [True]
-        flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        assert flags == before
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_operands_are_copied_only_where_they_are_not_aligned() -> None:

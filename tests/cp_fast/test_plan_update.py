@@ -438,7 +438,7 @@ def test_plans_without_room_are_not_updated() -> None:
     SimGroup(2).run(one)
 
 
-@pytest.mark.parametrize("name", ["cudnn", "fa2", "torch"])
+@pytest.mark.parametrize("name", ["cudnn", "torch"])
 def test_libraries_that_read_the_hosts_lengths_are_refused_on_a_gpu(name: str) -> None:
     check_in_place(by_name("fa4"), "cuda")
     check_in_place(by_name(name), "cpu")
