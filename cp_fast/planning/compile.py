@@ -75,7 +75,8 @@ def draft_program(problem: Problem, rank: int) -> DraftProgram:
 def upload_program(draft: DraftProgram, device: torch.device) -> RankProgram:
     """The program with its tables on the device, by one copy."""
     assert isinstance(draft.tables, Tables)
-    return link_program(draft, draft.tables.upload(device))
+    host = draft.tables.on_host(pinned=device.type == "cuda")
+    return link_program(draft, draft.tables.on_device(host.to(device, non_blocking=True)))
 
 
 def link_program(draft: DraftProgram, tables: Uploaded) -> RankProgram:

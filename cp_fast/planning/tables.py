@@ -41,7 +41,7 @@ class Tables:
     >>> tables = Tables()
     >>> tables.rows(np.array([4, 6]), np.array([2, 3])), tables.rows(np.array([4, 9]), np.array([2, 3]))
     (slice(4, 9, None), 0)
-    >>> tables.upload(torch.device("cpu")).rows(Key(0)).tolist()
+    >>> tables.on_device(tables.on_host(pinned=False)).rows(Key(0)).tolist()
     [4, 5, 9, 10, 11]
     """
 
@@ -53,16 +53,15 @@ class Tables:
 
     def rows(self, start: Array, count: Array) -> RowKey:
         """Rows [start, start + count), span after span; empty spans are allowed."""
-        total = int(count.sum())
-        if total == 0:
-            return slice(0, 0)
         if not count.all():
-            there = count > 0
+            there = np.flatnonzero(count > 0)
             start, count = start[there], count[there]
-        begin = int(start[0])
-        if int(start[-1]) + int(count[-1]) - begin == total and bool((start[1:] == start[:-1] + count[:-1]).all()):
+        if not len(count):
+            return slice(0, 0)
+        total, begin, last = int(count.sum(dtype=count.dtype)), int(start[0]), int(start[-1])
+        if last + int(count[-1]) - begin == total and bool((start[1:] == start[:-1] + count[:-1]).all()):
             return slice(begin, begin + total)
-        same = self._known.setdefault((len(count), total, begin, int(start[-1])), [])
+        same = self._known.setdefault((len(count), total, begin, last), [])
         for key, known_start, known_count in same:
             if np.array_equal(start, known_start) and np.array_equal(count, known_count):
                 return key
@@ -102,37 +101,34 @@ class Tables:
         """Cumulative lengths, on the host."""
         return self._lengths[key]
 
-    def upload(self, device: torch.device) -> Uploaded:
-        """All tables on the device."""
-        counts = [count for _, count, _ in self._spans]
-        sizes = [total for _, _, total in self._spans]
-        total = sum(sizes)
-        dtype = np.int32 if max(total, max((int(s.max()) for s, _, _ in self._spans), default=0)) < 2**31 else np.int64
-        spans = sum(map(len, counts))
-        host = _host_buffer(2 * spans, dtype, device)
+    def on_host(self, *, pinned: bool) -> torch.Tensor:
+        """All tables as they travel, int32: the spans' numbers of rows, their first rows, the cumulative lengths."""
+        parts = [count for _, count, _ in self._spans] + [start for start, _, _ in self._spans]
+        words = self._dtype().itemsize // 4
+        spans = words * sum(map(len, parts))
+        host = torch.empty(spans + sum(map(len, self._lengths)), dtype=torch.int32, pin_memory=pinned)
         view = host.numpy()
-        if spans:
-            np.concatenate(counts, out=view[:spans], casting="same_kind")
-            ends = np.cumsum(view[:spans], dtype=dtype)
-            starts = view[spans:]
-            np.concatenate([start for start, _, _ in self._spans], out=starts, casting="same_kind")
-            starts -= ends
-            starts += view[:spans]  # first row, less the place of the span in the table
-        cumulative = _host_buffer(sum(map(len, self._lengths)), np.int32, device)
+        if parts:
+            np.concatenate(parts, out=view[:spans].view(self._dtype()), casting="same_kind")
         if self._lengths:
-            np.concatenate(self._lengths, out=cumulative.numpy())
-        rows = _spread(host, spans, total, device)
-        return Uploaded(
-            list(rows.split(sizes)),
-            [
-                Lengths(on_host, on_device)
-                for on_host, on_device in zip(
-                    self._lengths,
-                    cumulative.to(device, non_blocking=True).split([len(x) for x in self._lengths]),
-                    strict=True,
-                )
-            ],
-        )
+            np.concatenate(self._lengths, out=view[spans:])
+        return host
+
+    def on_device(self, buffer: torch.Tensor) -> Uploaded:
+        """The tables by key, from what `on_host` made and what has been copied to the device since."""
+        sizes = [total for _, _, total in self._spans]
+        cumulative = [len(cu) for cu in self._lengths]
+        spans = buffer[: len(buffer) - sum(cumulative)].view(_TORCH[self._dtype()])
+        half = len(spans) // 2
+        rows = _spread(spans[:half], spans[half:], sum(sizes)) if half else spans
+        on_device = buffer[len(buffer) - sum(cumulative) :].split(cumulative)
+        return Uploaded(list(rows.split(sizes)), list(map(Lengths, self._lengths, on_device)))
+
+    def _dtype(self) -> np.dtype[np.signedinteger]:
+        """Of the rows: 32 bits where all of them fit, and the number of rows of all tables together."""
+        wide = [start for start, _, _ in self._spans if start.itemsize > 4]
+        largest = max([sum(total for _, _, total in self._spans), *(int(start.max()) for start in wide)])
+        return np.dtype(np.int32 if largest < 2**31 else np.int64)
 
 
 class Uploaded:
@@ -154,19 +150,25 @@ class Uploaded:
         return self._lengths[key]
 
 
-def _host_buffer(size: int, dtype: type[np.generic], device: torch.device) -> torch.Tensor:
-    """Room on the host; pinned for a GPU, so that the copy does not wait (PyTorch keeps and reuses such memory)."""
-    pinned = device.type == "cuda" and size > 0
-    return torch.empty(size, dtype=torch.int32 if dtype == np.int32 else torch.int64, pin_memory=pinned)
+_TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
-def _spread(host: torch.Tensor, spans: int, total: int, device: torch.device) -> torch.Tensor:
-    """(counts, first rows less places) of all spans -> their row numbers, one table behind the other."""
-    if device.type == "cpu":
-        counts, starts = host.numpy()[:spans], host.numpy()[spans:]
-        rows = np.repeat(starts, counts)
-        rows += np.arange(total, dtype=rows.dtype)
-        return torch.from_numpy(rows)
-    sent = host.to(device, non_blocking=True)
-    rows = torch.repeat_interleave(sent[spans:], sent[:spans], output_size=total)
-    return rows.add_(torch.arange(total, dtype=rows.dtype, device=device))
+def _spread(count: torch.Tensor, start: torch.Tensor, total: int) -> torch.Tensor:
+    """The row numbers of all spans, one table behind the other.
+
+    >>> _spread(torch.tensor([2, 3]), torch.tensor([4, 9]), 5).tolist()
+    [4, 5, 9, 10, 11]
+    """
+    ends = count.cumsum(0, dtype=count.dtype)
+    if count.device.type == "cpu":  # where numpy is several times faster
+        return torch.from_numpy(_spread_on_host(count.numpy(), start.numpy(), ends.numpy()))
+    rows = torch.repeat_interleave(start - ends + count, count, output_size=total)
+    return rows.add_(torch.arange(total, dtype=rows.dtype, device=rows.device))
+
+
+def _spread_on_host(count: Array, start: Array, ends: Array) -> Array:
+    """One up from row to row, and a jump where a span begins."""
+    steps = np.ones(int(ends[-1]), dtype=start.dtype)
+    steps[0] = start[0]
+    steps[ends[:-1]] = start[1:] - start[:-1] - count[:-1] + 1
+    return np.cumsum(steps, out=steps)
