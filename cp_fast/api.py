@@ -14,6 +14,8 @@ from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, plan_together, read_call
 from cp_ref.spec import (
     Agreement,
+    check_context,
+    check_flag,
     check_local_tensors,
     check_offset,
     check_settled,
@@ -80,6 +82,7 @@ def attention(
         ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before
         anything is sent. Unsupported: naming what is missing.
     """
+    check_context(cp, ContextParallel)
     q, k, v = (autocast(x) for x in (q, k, v))
     arguments: dict[str, Any] = {
         "qkv_format": qkv_format,
@@ -99,23 +102,36 @@ def attention(
         return _asked_for(results, return_lse, return_max_logit)
     if not isinstance(plan, Plan):
 
-        def read() -> tuple[Agreement, Backend]:
+        def read() -> tuple[Agreement, Backend, torch.device]:
             if plan is not None:
-                raise TypeError(f"plan is a {type(plan).__name__}; it must be a Plan, from make_plan")
+                raise TypeError(
+                    f"plan is a {type(plan).__module__}.{type(plan).__qualname__}; it must be a cp_fast.Plan"
+                )
+            check_flag("return_lse", return_lse)
             sizes = read_sizes(q, k, v, qkv_format, cp.size)
             how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
             problem, backend = read_call(cp, sizes, q.device.type, **how, **arguments)
             check_local_tensors(problem, cp.rank, q, k, v)
-            check_offset(problem, softmax_offset)
-            return Agreement(problem), backend
+            check_offset(problem, softmax_offset, q)
+            extras = ("return_max_logit", return_max_logit), *_of_backward(cp, softmax_offset, return_lse)
+            return Agreement(problem, extras=extras), backend, q.device
 
-        made = plan_together(cp, q.device if isinstance(q, torch.Tensor) else torch.device("cpu"), read)
+        made = plan_together(cp, read)
     else:
         made = plan
+        check_flag("return_lse", return_lse)
         check_settled(plan.problem, **arguments)
         check_planned_call(plan, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
     results = Attention.apply(made, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
     return _asked_for(results, return_lse, return_max_logit)
+
+
+def _of_backward(cp: ContextParallel, offset: torch.Tensor | None, return_lse: bool) -> list[tuple[str, object]]:
+    """What decides which messages the backward pass sends: the sinks' gradients are summed over all ranks, and heads
+    are exchanged for the gradient of lse too.
+    """
+    learnt = offset is not None and offset.requires_grad and torch.is_grad_enabled()
+    return [("softmax_offset.requires_grad", learnt), *([("return_lse", return_lse)] if cp.a2a_size > 1 else [])]
 
 
 def _asked_for(results: Any, return_lse: bool, return_max_logit: bool) -> Any:

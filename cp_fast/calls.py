@@ -11,6 +11,7 @@ from cp_fast.plan import Plan
 from cp_ref.spec import (
     Feature,
     Unsupported,
+    check_flag,
     check_local_tensors,
     check_offset,
     check_plan_owner,
@@ -39,10 +40,12 @@ def check_planned_call(
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
     """
+    check_flag("deterministic", deterministic)
+    check_flag("return_max_logit", max_logit)
     check_plan_owner(plan.problem, plan.rank, cp)
     check_local_tensors(plan.problem, cp.rank, q, k, v)
     check_room_tensors(plan.room, q, k)
-    check_offset(plan.problem, offset)
+    check_offset(plan.problem, offset, q)
     if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
         raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")
     asked = {f for f, wanted in ((Feature.DETERMINISTIC, deterministic), (Feature.MAX_LOGIT, max_logit)) if wanted}

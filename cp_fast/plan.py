@@ -12,6 +12,7 @@ import torch
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
 from cp_fast.backends.in_place import check_in_place
 from cp_fast.context import ContextParallel
+from cp_fast.devices import read_device
 from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import forget, handle_for
 from cp_fast.packing import Packing
@@ -28,6 +29,8 @@ from cp_ref.spec import (
     Sizes,
     Unsupported,
     agree,
+    check_context,
+    check_flag,
     check_plan_owner,
     describe,
     make_schedule,
@@ -193,7 +196,7 @@ def make_plan(
         backend.
     """
     arguments = dict(locals())  # every argument, by name
-    return plan_together(cp, torch.device(device), lambda: _read_plan_arguments(**arguments))
+    return plan_together(cp, lambda: _read_plan_arguments(**arguments))
 
 
 @signature_of(make_plan)
@@ -225,15 +228,17 @@ def read_call(
         sizes=sizes,
         **arguments,
     )
+    check_flag("deterministic", deterministic)
+    check_flag("return_max_logit", return_max_logit)
     needs = required(problem, device, deterministic=deterministic, max_logit=return_max_logit)
     if missing := needs - KERNEL_FEATURES - EXECUTOR:
         raise Unsupported("this problem", {"cp_fast": missing}, f"cp_fast has {describe(EXECUTOR)}")
     return problem, choose(needs, cp.backend)
 
 
-def plan_together(cp: ContextParallel, device: torch.device, read: Callable[[], tuple[Agreement, Backend]]) -> Plan:
+def plan_together(cp: ContextParallel, read: Callable[[], tuple[Agreement, Backend, torch.device]]) -> Plan:
     """Read this rank's arguments and compare notes with the other ranks: all get their plan, or all raise."""
-    (problem, room), backend = _together(cp, read, lambda found: found[0])
+    (problem, room, _), backend, device = _together(cp, read, lambda found: found[0])
     packing = Packing(problem)
     if room is None:
         program = compile_program(packing.packed_problem, cp.rank, device)
@@ -246,22 +251,25 @@ def plan_together(cp: ContextParallel, device: torch.device, read: Callable[[], 
 
 def _together(cp: ContextParallel, read: Callable[[], Found], agreement: Callable[[Found], Agreement]) -> Found:
     """What this rank reads, once all ranks have read theirs and agree; else all raise."""
+    check_context(cp, ContextParallel)
     found, error = None, None
     try:
         found = read()
-    except (ValueError, TypeError, Unsupported) as caught:
+    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
         error = caught
     agree(cp.comm, None if found is None else agreement(found), error)
     assert found is not None
     return found
 
 
-def _read_plan_arguments(**arguments: Any) -> tuple[Agreement, Backend]:
+def _read_plan_arguments(**arguments: Any) -> tuple[Agreement, Backend, torch.device]:
     sizes, of_the_problem = split_plan_arguments(make_plan, arguments)
-    how = {name: bool(arguments.get(name, False)) for name in ("deterministic", "return_max_logit")}
-    device = torch.device(arguments["device"]).type
-    problem, backend = read_call(arguments["cp"], sizes, device, **how, **of_the_problem)
+    check_context(arguments["cp"], ContextParallel)
+    check_flag("return_lse", arguments.get("return_lse", False))
+    how = {name: arguments.get(name, False) for name in ("deterministic", "return_max_logit")}
+    device = read_device(arguments["device"])
+    problem, backend = read_call(arguments["cp"], sizes, device.type, **how, **of_the_problem)
     room = read_room(problem, arguments)
     if room is not None:
-        check_in_place(backend, device)
-    return Agreement(problem, room), backend
+        check_in_place(backend, device.type)
+    return Agreement(problem, room), backend, device

@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from cp_fast.comm import all_to_all
 from cp_fast.context import ContextParallel
+from cp_fast.devices import check_usable, read_device
 from cp_fast.planning.batch import spread
-from cp_ref.spec import position_spans, slice_axis, slice_spans
+from cp_ref.spec import check_context, gathered_spans, position_spans, slice_axis, slice_spans
 
 __all__ = ["numbers", "position_ids", "shard", "unshard"]
 
@@ -36,6 +37,7 @@ def shard(
     Raises:
         ValueError: a length does not divide; it names the sequence, its length and the divisor.
     """
+    check_context(cp, ContextParallel)
     axis = slice_axis(x, qkv_format)
     rows = slice_spans(cp.layout, cp.size, cp.rank, x.shape[axis], qkv_format, cu_seqlens_padded)
     return x.index_select(axis, numbers(rows, x.device))
@@ -52,15 +54,8 @@ def unshard(
     Raises:
         ValueError: the ranks' slices differ in shape or dtype (on every rank), or as `shard`.
     """
-    axis = slice_axis(x, qkv_format)
-    shapes = cp.comm.all_gather_object((tuple(x.shape), str(x.dtype)))
-    for rank, shape in enumerate(shapes):
-        if shape != shapes[cp.rank]:
-            raise ValueError(
-                f"x is {shapes[cp.rank]} on rank {cp.rank} and {shape} on rank {rank}; slices must be alike"
-            )
-    size = x.shape[axis] * cp.size
-    spans = [slice_spans(cp.layout, cp.size, rank, size, qkv_format, cu_seqlens_padded) for rank in range(cp.size)]
+    check_context(cp, ContextParallel)
+    axis, spans = gathered_spans(cp, x, qkv_format, cu_seqlens_padded)
     return _Unshard.apply(x, cp, axis, [numbers(of_rank, x.device) for of_rank in spans])
 
 
@@ -107,8 +102,10 @@ def position_ids(
     Raises:
         ValueError, TypeError: the lengths are missing, do not divide or do not belong to the format.
     """
-    spans = position_spans(cp.layout, cp.size, cp.rank, qkv_format, seqlen, cu_seqlens_padded)
-    return numbers(spans, torch.device("cpu" if device is None else device))
+    check_context(cp, ContextParallel)
+    where = read_device("cpu" if device is None else device)
+    check_usable(where)
+    return numbers(position_spans(cp.layout, cp.size, cp.rank, qkv_format, seqlen, cu_seqlens_padded), where)
 
 
 def numbers(spans: Iterable[tuple[int, int]], device: torch.device) -> torch.Tensor:

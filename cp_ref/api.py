@@ -18,6 +18,8 @@ from cp_ref.recorder import recording
 from cp_ref.spec import (
     Agreement,
     Problem,
+    check_context,
+    check_flag,
     check_local_tensors,
     check_offset,
     check_plan_owner,
@@ -87,7 +89,9 @@ def attention(
         ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before
         anything is sent. Unsupported: naming what is missing.
     """
+    check_context(cp, ContextParallel)
     q, k, v = (autocast(x) for x in (q, k, v))
+    flags = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
     arguments: dict[str, Any] = {
         "qkv_format": qkv_format,
         "attn_mask_type": attn_mask_type,
@@ -102,22 +106,28 @@ def attention(
     }
     if not isinstance(plan, Plan):
 
-        def read() -> Agreement:
+        def read() -> tuple[Agreement, torch.device]:
             if plan is not None:
-                raise TypeError(f"plan is a {type(plan).__name__}; it must be a Plan, from make_plan")
+                raise TypeError(
+                    f"plan is a {type(plan).__module__}.{type(plan).__qualname__}; it must be a cp_ref.Plan"
+                )
+            for name, flag in flags.items():
+                check_flag(name, flag)
             problem = read_call(cp, read_sizes(q, k, v, qkv_format, cp.size), **arguments)
             check_local_tensors(problem, cp.rank, q, k, v)
-            check_offset(problem, softmax_offset)
-            return Agreement(problem)
+            check_offset(problem, softmax_offset, q)
+            return Agreement(problem), q.device
 
-        made = plan_together(cp, read, _device(q))
+        made = plan_together(cp, read)
     else:
         made = plan
         check_plan_owner(plan.problem, plan.rank, cp)
+        for name, flag in flags.items():
+            check_flag(name, flag)
         check_settled(plan.problem, **arguments)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_room_tensors(plan.room, q, k)
-        check_offset(plan.problem, softmax_offset)
+        check_offset(plan.problem, softmax_offset, q)
     with no_autocast(q.device):
         out, lse, max_logit = cast(Any, _Attention).apply(made, cp, q, k, v, softmax_offset)  # torch leaves it untyped
     results = [out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])]
@@ -177,17 +187,13 @@ class _Attention(torch.autograd.Function):
         doffset = None
         if offset is not None:
             real = _real_rows(plan, q.device)
-            weight = torch.exp(offset.to(lse.dtype) - lse[real])  # the sink's share of each row's softmax
+            sink = offset.to(lse.dtype)  # -inf is none at all, and a row with no key and no sink has lse -inf too
+            weight = torch.exp(sink - lse[real]).masked_fill(sink == float("-inf"), 0.0)  # its share of the softmax
             doffset = all_reduce_sum(cp.comm, -(weight * delta[real]).sum(dim=0)).to(offset.dtype)
         dq, dk, dv = (g.to(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
         ctx.recorder.own("final", dq=dq, dk=dk, dv=dv, dsoftmax_offset=doffset)
         dq, dk, dv = (to_format(g, fmt, batch_size) for g in (dq, dk, dv))
         return None, None, dq, dk, dv, doffset
-
-
-def _device(q: Any) -> torch.device:
-    """Where q is; the CPU if it is no tensor, which is about to be refused."""
-    return q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
 
 
 def _sink(problem: Problem, offset: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor | None:

@@ -71,7 +71,7 @@ def dense_attention(
         softmax_type=softmax_type,
         sizes=read_sizes(q, k, v, qkv_format, 1),
     )
-    check_offset(problem, softmax_offset)
+    check_offset(problem, softmax_offset, q)
     batch_size = len(problem.sequences)
     q, k, v = (to_packed(x, qkv_format).double() for x in (q, k, v))
     for name, tokens, slots in (("q", q.shape[0], problem.starts_q[-1]), ("k", k.shape[0], problem.starts_kv[-1])):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cp_ref.context import ContextParallel
+from cp_ref.devices import check_usable, read_device
 from cp_ref.sharding import numbers
 from cp_ref.spec import (
     Agreement,
@@ -19,6 +20,8 @@ from cp_ref.spec import (
     Sizes,
     Unsupported,
     agree,
+    check_context,
+    check_flag,
     check_plan_owner,
     make_schedule,
     next_batch,
@@ -90,7 +93,7 @@ class Plan:
             padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
             return Agreement(next_batch(self.problem, self.room, **lengths, **padded), self.room)
 
-        made = plan_together(cp, read, self.device)
+        made = plan_together(cp, lambda: (read(), self.device))
         object.__setattr__(self, "problem", made.problem)
         for name in ("schedule", "position_ids"):
             self.__dict__.pop(name, None)
@@ -147,7 +150,7 @@ def make_plan(
         ValueError, TypeError: an argument is wrong, here or on another rank. Unsupported: naming what is missing.
     """
     arguments = dict(locals())  # every argument, by name
-    return plan_together(cp, lambda: _read_plan_arguments(**arguments), torch.device(device))
+    return plan_together(cp, lambda: _read_plan_arguments(**arguments))
 
 
 @signature_of(make_plan)
@@ -164,11 +167,16 @@ def supports(**arguments: Any) -> tuple[bool, str]:
     return True, ""
 
 
-def _read_plan_arguments(**arguments: Any) -> Agreement:
+def _read_plan_arguments(**arguments: Any) -> tuple[Agreement, torch.device]:
     """How it is computed and what is returned matter to nobody here: all results are there, and deterministic."""
     sizes, of_the_problem = split_plan_arguments(make_plan, arguments)
+    check_context(arguments["cp"], ContextParallel)
+    for name in ("deterministic", "return_lse", "return_max_logit"):
+        check_flag(name, arguments.get(name, False))
+    device = read_device(arguments["device"])
+    check_usable(device)
     problem = read_call(arguments["cp"], sizes, **of_the_problem)
-    return Agreement(problem, read_room(problem, arguments))
+    return Agreement(problem, read_room(problem, arguments)), device
 
 
 def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
@@ -183,13 +191,15 @@ def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
     )
 
 
-def plan_together(cp: ContextParallel, read: Callable[[], Agreement], device: torch.device) -> Plan:
+def plan_together(cp: ContextParallel, read: Callable[[], tuple[Agreement, torch.device]]) -> Plan:
     """Read this rank's arguments and compare notes with the other ranks: all get their plan, or all raise."""
+    check_context(cp, ContextParallel)
     found, error = None, None
     try:
         found = read()
-    except (ValueError, TypeError, Unsupported) as caught:
+    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
         error = caught
-    agree(cp.comm, found, error)
+    agree(cp.comm, None if found is None else found[0], error)
     assert found is not None
-    return Plan(found.problem, cp.rank, device, found.room)
+    (problem, room, _), device = found
+    return Plan(problem, cp.rank, device, room)

@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from cp_ref.collectives import all_gather, all_reduce_sum
 from cp_ref.context import ContextParallel
-from cp_ref.spec import position_spans, slice_axis, slice_spans
+from cp_ref.devices import check_usable, read_device
+from cp_ref.spec import check_context, gathered_spans, position_spans, slice_axis, slice_spans
 
 __all__ = ["numbers", "position_ids", "shard", "unshard"]
 
@@ -37,6 +38,7 @@ def shard(
     >>> SimGroup(2).run(lambda member: shard(ids, cp=ContextParallel(member)).tolist())
     [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     """
+    check_context(cp, ContextParallel)
     axis = slice_axis(x, qkv_format)
     rows = slice_spans(cp.layout, cp.size, cp.rank, x.shape[axis], qkv_format, cu_seqlens_padded)
     return x.index_select(axis, numbers(rows, x.device))
@@ -60,15 +62,8 @@ def unshard(
     >>> SimGroup(2).run(there_and_back)
     [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
-    axis = slice_axis(x, qkv_format)
-    shapes = cp.comm.all_gather_object((tuple(x.shape), str(x.dtype)))
-    for rank, shape in enumerate(shapes):
-        if shape != shapes[cp.rank]:
-            raise ValueError(
-                f"x is {shapes[cp.rank]} on rank {cp.rank} and {shape} on rank {rank}; slices must be alike"
-            )
-    size = x.shape[axis] * cp.size
-    spans = [slice_spans(cp.layout, cp.size, rank, size, qkv_format, cu_seqlens_padded) for rank in range(cp.size)]
+    check_context(cp, ContextParallel)
+    axis, spans = gathered_spans(cp, x, qkv_format, cu_seqlens_padded)
     rows = [numbers(of_rank, x.device) for of_rank in spans]
     return cast(Any, _Unshard).apply(x, cp, axis, rows)  # torch leaves apply untyped
 
@@ -112,8 +107,10 @@ def position_ids(
     >>> SimGroup(2).run(lambda member: position_ids(cp=ContextParallel(member), seqlen=8).tolist())
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    spans = position_spans(cp.layout, cp.size, cp.rank, qkv_format, seqlen, cu_seqlens_padded)
-    return numbers(spans, torch.device("cpu" if device is None else device))
+    check_context(cp, ContextParallel)
+    where = read_device("cpu" if device is None else device)
+    check_usable(where)
+    return numbers(position_spans(cp.layout, cp.size, cp.rank, qkv_format, seqlen, cu_seqlens_padded), where)
 
 
 def numbers(spans: Iterable[tuple[int, int]], device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ from cp_fast.context import ContextParallel
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
 from cp_fast.kernels.checks import check_count, check_lengths, check_room, check_tensor, end_of, sizes_of
 from cp_fast.thd.slices import cut_batched, cut_packed
-from cp_ref.spec import QKV_FORMATS, check_choice
+from cp_ref.spec import QKV_FORMATS, check_choice, check_context
 
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
@@ -122,11 +122,12 @@ def get_batch_on_this_cp_rank(
     {'tokens': [[10, 13]], 'loss_mask': [[1, 0]], 'epoch': 3}
     {'tokens': [[11, 12]], 'loss_mask': [[1, 1]], 'epoch': 3}
     """
+    check_context(cp, ContextParallel)
     _check_mapping(batch)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     axis = 1 if qkv_format == "bshd" else 0
     candidates = {
-        name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and not name.startswith("cu_seqlens")
+        name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and not str(name).startswith("cu_seqlens")
     }
     cut = {name: x for name, x in candidates.items() if x.ndim > axis}
     _check_agreement(cut, axis, qkv_format)

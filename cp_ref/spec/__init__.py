@@ -1,9 +1,10 @@
 """The contract that both implementations share: problems, masks, layouts, schedules as data. Standard library only."""
 
 from cp_ref.spec.a2a import head_ranges
-from cp_ref.spec.arguments import Sizes, check_choice, check_offset, read_problem, read_sizes
-from cp_ref.spec.calls import check_local_tensors, check_plan_owner, check_settled
+from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
+from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_owner, check_settled
 from cp_ref.spec.features import Feature, Unsupported, describe
+from cp_ref.spec.gathering import gathered_spans
 from cp_ref.spec.group import Group, Parcel, Pending, agree
 from cp_ref.spec.layout import Fragment, divisor, kv_fragments, local_slots, ownership, q_fragments
 from cp_ref.spec.mask import Band, Rect
@@ -16,6 +17,7 @@ from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, re
 from cp_ref.spec.schedule import Message, Piece, Program, Schedule, Step, Tile
 from cp_ref.spec.slices import position_spans, slice_axis, slice_spans, spans_of
 from cp_ref.spec.units import Units, common, real_rows
+from cp_ref.spec.values import check_choice, check_data, check_flag, read_count
 from cp_ref.spec.verify import InvalidSchedule, verify
 
 __all__ = [
@@ -51,6 +53,9 @@ __all__ = [
     "Unsupported",
     "agree",
     "check_choice",
+    "check_context",
+    "check_data",
+    "check_flag",
     "check_local_tensors",
     "check_offset",
     "check_plan_owner",
@@ -59,6 +64,7 @@ __all__ = [
     "common",
     "describe",
     "divisor",
+    "gathered_spans",
     "head_ranges",
     "kv_fragments",
     "local_slots",
@@ -70,6 +76,7 @@ __all__ = [
     "ownership",
     "position_spans",
     "q_fragments",
+    "read_count",
     "read_problem",
     "read_room",
     "read_sizes",

@@ -7,20 +7,20 @@ Every refusal is a ValueError (or a TypeError, for a wrong type) that names the 
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from operator import gt, sub
+from operator import gt
 from typing import Any
 
 from cp_ref.spec.layout import check_divides
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
+from cp_ref.spec.values import check_choice, check_data, differences, read_count, read_lengths, read_number, read_window
 
-__all__ = ["DTYPES", "Sizes", "check_choice", "check_offset", "read_lengths", "read_problem", "read_sizes"]
+__all__ = ["DTYPES", "Sizes", "check_offset", "read_problem", "read_sizes"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+_NEEDED = ("heads_q", "heads_kv", "d_qk", "d_v")
+_LEAST = dict.fromkeys(_NEEDED, 1) | {"batch_size": 1, "seqlen_q": 0, "seqlen_kv": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,6 @@ class Sizes:
     seqlen_kv: int | None = None
 
 
-def check_choice(name: str, value: object, choices: Seq[str]) -> None:
-    """Raise unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
-
-
 def read_sizes(q: Any, k: Any, v: Any, qkv_format: str, cp_size: int) -> Sizes:
     """The sizes of one rank's q, k, v (pass cp_size 1 for global tensors); they must agree in rank, dtype, device
     and heads.
@@ -52,6 +46,7 @@ def read_sizes(q: Any, k: Any, v: Any, qkv_format: str, cp_size: int) -> Sizes:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not str(getattr(x, "dtype", "")).startswith("torch."):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
+        check_data(name, x)
         if len(x.shape) != len(qkv_format):
             raise ValueError(
                 f"{name} has shape {list(x.shape)}; qkv_format {qkv_format!r} needs [{dims.replace(' ', ', ')}]"
@@ -104,6 +99,7 @@ def read_problem(
     check_choice("attn_mask_type", attn_mask_type, MASKS)
     check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
     check_choice("dtype", sizes.dtype, DTYPES)
+    sizes = _counted(sizes)
     _check_heads(sizes, cp_comm_type, a2a_size)
     given = {
         "cu_seqlens_q": read_lengths("cu_seqlens_q", cu_seqlens_q),
@@ -123,40 +119,49 @@ def read_problem(
         layout=layout,
         qkv_format=qkv_format,
         attn_mask_type=attn_mask_type,
-        window_size=_window(window_size),
+        window_size=read_window(window_size),
         heads_q=sizes.heads_q,
         heads_kv=sizes.heads_kv,
         d_qk=sizes.d_qk,
         d_v=sizes.d_v,
-        softmax_scale=_number("softmax_scale", softmax_scale, positive=True) if softmax_scale is not None else None,
-        softcap=_number("softcap", softcap, positive=False),
+        softmax_scale=read_number("softmax_scale", softmax_scale, positive=True) if softmax_scale is not None else None,
+        softcap=read_number("softcap", softcap, positive=False),
         softmax_type=softmax_type,
         dtype=sizes.dtype,
     )
 
 
-def check_offset(problem: Problem, softmax_offset: Any) -> None:
-    """`softmax_offset` is there exactly when softmax_type is "learnable", with one value a query head."""
+def check_offset(problem: Problem, softmax_offset: Any, q: Any) -> None:
+    """`softmax_offset` is there exactly when softmax_type is "learnable": one value a query head, on q's device."""
     if problem.softmax_type != "learnable":
         if softmax_offset is not None:
             raise ValueError(
                 f"softmax_offset is given, but softmax_type is {problem.softmax_type!r}; it needs 'learnable'"
             )
         return
-    if not all(hasattr(softmax_offset, a) for a in ("shape", "dtype", "device")):
+    if not str(getattr(softmax_offset, "dtype", "")).startswith("torch."):
         raise TypeError(f"softmax_offset is {softmax_offset!r}; softmax_type 'learnable' needs a tensor [h_q]")
+    check_data("softmax_offset", softmax_offset)
     if tuple(softmax_offset.shape) != (problem.heads_q,):
         raise ValueError(
             f"softmax_offset has shape {list(softmax_offset.shape)}; it must be [h_q] = [{problem.heads_q}]"
         )
     if str(softmax_offset.dtype).removeprefix("torch.") not in DTYPES:
         raise TypeError(f"softmax_offset has dtype {softmax_offset.dtype}; it must be one of {', '.join(DTYPES)}")
+    if softmax_offset.device != q.device:
+        raise ValueError(
+            f"softmax_offset is on {softmax_offset.device} and q is on {q.device}; they must be on one device"
+        )
+
+
+def _counted(sizes: Sizes) -> Sizes:
+    """The same, checked: every size is an int within bounds."""
+    given = {name: getattr(sizes, name) for name in _LEAST if getattr(sizes, name) is not None or name in _NEEDED}
+    return replace(sizes, **{name: read_count(name, value, at_least=_LEAST[name]) for name, value in given.items()})
 
 
 def _check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
     h_q, h_kv = sizes.heads_q, sizes.heads_kv
-    for name, value in (("heads_q", h_q), ("heads_kv", h_kv), ("d_qk", sizes.d_qk), ("d_v", sizes.d_v)):
-        _count(name, value, at_least=1)
     if h_q % h_kv:
         raise ValueError(f"h_q is {h_q} and h_kv is {h_kv}; h_q must be a multiple of h_kv")
     if cp_comm_type in ("a2a", "a2a+p2p"):
@@ -167,32 +172,6 @@ def _check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
                 f"h_kv is {h_kv}; cp_comm_type {cp_comm_type!r} needs a multiple or a divisor of the a2a size "
                 f"{a2a_size}"
             )
-
-
-def read_lengths(name: str, cu_seqlens: Any) -> list[int] | None:
-    """A cumulative length tensor as a list; None stays None."""
-    if cu_seqlens is None:
-        return None
-    if not all(hasattr(cu_seqlens, a) for a in ("shape", "dtype", "tolist")):
-        raise TypeError(f"{name} is a {type(cu_seqlens).__name__}; it must be an int32 or int64 tensor [b + 1]")
-    if str(cu_seqlens.dtype).removeprefix("torch.") not in ("int32", "int64"):
-        raise TypeError(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64")
-    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name} has shape {list(cu_seqlens.shape)}; it must be [b + 1]")
-    values: list[int] = cu_seqlens.tolist()
-    if values[0] != 0:
-        raise ValueError(f"{name}[0] is {values[0]}; it must be 0")
-    if min(_differences(values), default=0) < 0:
-        n = next(n for n, (a, b) in enumerate(pairwise(values)) if b < a)
-        raise ValueError(
-            f"{name}[{n + 1}] is {values[n + 1]}, less than {name}[{n}] = {values[n]}; cumulative lengths must not "
-            "decrease"
-        )
-    return values
-
-
-def _differences(cumulative: list[int]) -> list[int]:
-    return list(map(sub, cumulative[1:], cumulative))
 
 
 def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> Seq[Sequence]:
@@ -215,7 +194,7 @@ def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> Seq[Sequence]:
     ):
         if len(values) != len(cu_q):
             raise ValueError(f"{name} has {len(values)} entries and cu_seqlens_q has {len(cu_q)}; they must be equal")
-    lengths: dict[int, list[int]] = {id(cu): _differences(cu) for cu in (cu_q, cu_kv, slots_q, slots_kv)}
+    lengths: dict[int, list[int]] = {id(cu): differences(cu) for cu in (cu_q, cu_kv, slots_q, slots_kv)}
     len_q, len_kv, room_q, room_kv = (lengths[id(cu)] for cu in (cu_q, cu_kv, slots_q, slots_kv))
     for side, real, padded in (("q", len_q, room_q), ("kv", len_kv, room_kv)):
         if any(map(gt, real, padded)):
@@ -236,9 +215,6 @@ def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, siz
             )
     if sizes.seqlen_q is None:
         raise ValueError(f"seqlen_q is None; qkv_format {qkv_format!r} needs the global sequence length")
-    for name in ("batch_size", "seqlen_q", "seqlen_kv"):
-        if (value := getattr(sizes, name)) is not None:
-            _count(name, value, at_least=1 if name == "batch_size" else 0)
     slots_q = sizes.seqlen_q
     slots_kv = slots_q if sizes.seqlen_kv is None else sizes.seqlen_kv
     cu_q, cu_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
@@ -261,39 +237,13 @@ def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, siz
             raise ValueError(
                 f"{name} has {len(values)} entries; a batch of {sizes.batch_size} needs {sizes.batch_size + 1}"
             )
-        for n, length in enumerate(_differences(values)):
+        for n, length in enumerate(differences(values)):
             if length > slots:
                 raise ValueError(
                     f"{name} gives sequence {n} {length} tokens, but the tensor's sequence length is {slots}"
                 )
     if len(cu_kv) != len(cu_q):
         raise ValueError(f"cu_seqlens_kv has {len(cu_kv)} entries and cu_seqlens_q has {len(cu_q)}; they must be equal")
-    for len_q, len_kv in zip(_differences(cu_q), _differences(cu_kv), strict=True):
+    for len_q, len_kv in zip(differences(cu_q), differences(cu_kv), strict=True):
         sequences.append(Sequence(len_q, len_kv, slots_q, slots_kv))
     return tuple(sequences)
-
-
-def _count(name: str, value: Any, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
-    if value < at_least:
-        raise ValueError(f"{name} is {value!r}; it must be at least {at_least}")
-
-
-def _window(window_size: Any) -> tuple[int, int]:
-    try:
-        left, right = (operator.index(side) for side in window_size)
-    except (TypeError, ValueError):
-        message = f"window_size is {window_size!r}; it must be a pair of integers (left, right)"
-        raise TypeError(message) from None
-    if min(left, right) < -1:
-        raise ValueError(f"window_size is {window_size!r}; each side must be -1 (unbounded) or at least 0")
-    return left, right
-
-
-def _number(name: str, value: Any, *, positive: bool) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be a number")
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ValueError(f"{name} is {value!r}; it must be finite and {'positive' if positive else 'at least 0'}")
-    return float(value)

@@ -7,9 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 from cp_ref.spec.arguments import Sizes, read_sizes
-from cp_ref.spec.problem import Problem
+from cp_ref.spec.problem import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem
+from cp_ref.spec.values import check_choice, read_number, read_window
 
-__all__ = ["check_local_tensors", "check_plan_owner", "check_settled"]
+__all__ = ["check_context", "check_local_tensors", "check_plan_owner", "check_settled"]
 
 # what `attention` takes its arguments to be when the caller says nothing
 _DEFAULTS: dict[str, Any] = {
@@ -20,6 +21,16 @@ _DEFAULTS: dict[str, Any] = {
     "softcap": 0.0,
     "softmax_type": "vanilla",
 }
+_CHOICES = {"qkv_format": QKV_FORMATS, "attn_mask_type": MASKS, "softmax_type": SOFTMAX_TYPES}
+
+
+def check_context(cp: Any, kind: type) -> None:
+    """Raise TypeError unless `cp` is a `kind`, the package's own ContextParallel."""
+    if not isinstance(cp, kind):
+        package, found = kind.__module__.split(".")[0], type(cp)
+        raise TypeError(
+            f"cp is a {found.__module__}.{found.__qualname__}; it must be a {package}.ContextParallel, made of a group"
+        )
 
 
 def check_plan_owner(problem: Problem, plan_rank: int, cp: Any) -> None:
@@ -41,12 +52,13 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
     """Arguments given beside a plan: each is left at its default, or says what the plan says.
 
     Raises:
-        ValueError: an argument contradicts the plan, or is one of the lengths that only the plan may have.
+        ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the lengths that only the plan
+        may have.
     """
     for name, value in arguments.items():
         if name in _DEFAULTS:
             settled = getattr(problem, name)
-            value = tuple(value) if name == "window_size" else value
+            value = _read(name, value)
             if value not in (_DEFAULTS[name], settled):
                 raise ValueError(
                     f"{name} is {value!r}, but the plan was made for {settled!r}; leave it out beside a plan"
@@ -55,6 +67,16 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
             raise ValueError(
                 f"{name} is given beside a plan, which has the lengths already; leave it out, or make a new plan"
             )
+
+
+def _read(name: str, value: Any) -> Any:
+    """One of the arguments in _DEFAULTS as a problem has it."""
+    if name == "window_size":
+        return read_window(value)
+    if name in _CHOICES:
+        check_choice(name, value, _CHOICES[name])
+        return value
+    return None if value is None and name == "softmax_scale" else read_number(name, value, positive=name != "softcap")
 
 
 def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> None:

@@ -7,11 +7,9 @@ needs no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
-
-from cp_ref.spec.problem import Problem
-from cp_ref.spec.room import Agreement
 
 __all__ = ["Group", "Parcel", "Pending", "agree"]
 
@@ -59,7 +57,18 @@ class Group(Protocol):
         ...
 
 
-def agree(group: Group, problem: Problem | Agreement | None, error: Exception | None) -> None:
+class Agreed(Protocol):
+    """What all ranks must have in common: a `Problem`, an `Agreement`, or anything else with a canonical text, its
+    `str`, of the form `Name(argument=value, ...)`.
+    """
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Equal where all of it is equal."""
+        ...
+
+
+def agree(group: Group, problem: Agreed | None, error: Exception | None) -> None:
     """Let all ranks find out together whether all of them have the same, well-formed problem; called before anything is
     sent.
 
@@ -90,13 +99,39 @@ def agree(group: Group, problem: Problem | Agreement | None, error: Exception | 
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:
-    """The first words in which two canonical texts differ.
+    """The first arguments in which two canonical texts differ; of sequences the first that do.
 
     >>> _difference("Problem(cp_size=2, softcap=1.0)", "Problem(cp_size=2, softcap=2.0)")
     ('softcap=1.0', 'softcap=2.0')
+    >>> _difference("Problem(sequences=[(4, 4, 4, 4), (8, 8, 8, 8)])", "Problem(sequences=[(4, 4, 4, 4)])")
+    ('2 sequences', '1 sequences')
+    >>> _difference("Problem(sequences=[(4, 4, 4, 4)])", "Problem(sequences=[(3, 4, 4, 4)])")
+    ('sequences[0]=(4, 4, 4, 4)', 'sequences[0]=(3, 4, 4, 4)')
     """
-    words, others = (text.removeprefix("Problem(").removesuffix(")").split(", ") for text in (one, other))
-    for n, word in enumerate(words):
-        if n >= len(others) or word != others[n]:
-            return word, others[n] if n < len(others) else "nothing"
-    return "nothing", others[len(words)] if len(others) > len(words) else "nothing"
+    words, others = _words(one), _words(other)
+    for name in [*words, *others]:
+        here, there = words.get(name), others.get(name)
+        if here != there:
+            if name == "sequences" and here is not None and there is not None:
+                return _sequences(here, there)
+            return _word(name, here), _word(name, there)
+    return "nothing", "nothing"
+
+
+def _word(name: str, value: str | None) -> str:
+    return "nothing" if value is None else f"{name}={value}"
+
+
+def _words(text: str) -> dict[str, str]:
+    """The arguments of a canonical text, `Name(argument=value, ...)`, by name."""
+    inside = text.partition("(")[2].removesuffix(")")
+    return {name: value for name, _, value in (word.partition("=") for word in re.split(r", (?=\w+=)", inside))}
+
+
+def _sequences(one: str, other: str) -> tuple[str, str]:
+    """Where two lists of (len_q, len_kv, slots_q, slots_kv) differ."""
+    mine, theirs = (re.findall(r"\([\d, ]*\)", text) for text in (one, other))
+    if len(mine) != len(theirs):
+        return f"{len(mine)} sequences", f"{len(theirs)} sequences"
+    n = next(n for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+    return f"sequences[{n}]={mine[n]}", f"sequences[{n}]={theirs[n]}"

@@ -6,7 +6,6 @@ and `plan.update` gives it other lengths: fewer or more sequences, shorter or lo
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from cp_ref.spec.arguments import Sizes, read_problem
 from cp_ref.spec.problem import Problem
+from cp_ref.spec.values import FURTHEST, read_count
 
 __all__ = ["Agreement", "Room", "check_room", "check_room_tensors", "next_batch", "read_room"]
 
@@ -45,24 +45,25 @@ class Room:
 
 
 class Agreement(NamedTuple):
-    """What all ranks must have in common: see `agree`."""
+    """What all ranks must have in common: see `agree`.
+
+    `extras`: what else decides which messages are sent, by name, such as ("return_max_logit", True).
+    """
 
     problem: Problem
     room: Room | None = None
+    extras: tuple[tuple[str, object], ...] = ()
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes that are equal where both are equal."""
-        if self.room is None:
-            return self.problem.fingerprint
-        return blake2b(self.problem.fingerprint + repr(self.room).encode()).digest()[:32]
+        """32 bytes that are equal where all of it is equal."""
+        return blake2b(self.problem.fingerprint + repr((self.room, self.extras)).encode()).digest()[:32]
 
     def __str__(self) -> str:
-        """The problem's canonical text, with the room before its last bracket."""
-        if self.room is None:
-            return str(self.problem)
-        sizes = ", ".join(f"{n}={getattr(self.room, n)}" for n in _NAMES)
-        return f"{str(self.problem).removesuffix(')')}, {sizes})"
+        """The problem's canonical text, with the rest before its last bracket."""
+        room = [] if self.room is None else [(name, getattr(self.room, name)) for name in _NAMES]
+        words = "".join(f", {name}={value}" for name, value in (*room, *self.extras))
+        return f"{str(self.problem).removesuffix(')')}{words})"
 
 
 def read_room(problem: Problem, arguments: Mapping[str, Any]) -> Room | None:
@@ -81,16 +82,17 @@ def read_room(problem: Problem, arguments: Mapping[str, Any]) -> Room | None:
         raise ValueError(
             f"max_sequences is {max_sequences!r}, but qkv_format is {problem.qkv_format!r}; it needs 'thd'"
         )
-    tokens_q = sum(problem.lengths.slots_q) if max_tokens_q is None else _count("max_tokens_q", max_tokens_q)
+    tokens_q = sum(problem.lengths.slots_q) if max_tokens_q is None else _tokens("max_tokens_q", max_tokens_q)
     if max_tokens_kv is None:
         own_kv = any(arguments.get(name) is not None for name in ("cu_seqlens_kv", "cu_seqlens_kv_padded"))
         tokens_kv = sum(problem.lengths.slots_kv) if own_kv else tokens_q
     else:
-        tokens_kv = _count("max_tokens_kv", max_tokens_kv)
+        tokens_kv = _tokens("max_tokens_kv", max_tokens_kv)
     for name, value in (("max_tokens_q", tokens_q), ("max_tokens_kv", tokens_kv)):
         if value % problem.cp_size:
             raise ValueError(f"{name} is {value}; it must be a multiple of cp_size = {problem.cp_size}")
-    room = Room(_count("max_sequences", max_sequences), tokens_q, tokens_kv, problem.cp_size)
+    sequences = read_count("max_sequences", max_sequences, at_least=1)
+    room = Room(sequences, tokens_q, tokens_kv, problem.cp_size)
     check_room(problem, room)
     return room
 
@@ -161,13 +163,5 @@ def next_batch(
     return read
 
 
-def _count(name: str, value: Any) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; it must be an integer") from None
-    if isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
-    if count < 1:
-        raise ValueError(f"{name} is {count}; it must be at least 1")
-    return count
+def _tokens(name: str, value: Any) -> int:
+    return read_count(name, value, at_least=1, at_most=FURTHEST)

@@ -7,9 +7,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from cp_ref.spec.arguments import check_choice, read_lengths
 from cp_ref.spec.layout import Fragment, ownership
 from cp_ref.spec.problem import QKV_FORMATS
+from cp_ref.spec.values import check_choice, check_data, read_count, read_lengths
 
 __all__ = ["position_spans", "slice_axis", "slice_spans", "spans_of"]
 
@@ -24,8 +24,9 @@ def slice_axis(x: Any, qkv_format: str) -> int:
     """
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     axis = 1 if qkv_format == "bshd" else 0
-    if not all(hasattr(x, a) for a in ("shape", "dtype", "device")):
+    if not str(getattr(x, "dtype", "")).startswith("torch."):
         raise TypeError(f"x is a {type(x).__name__}; it must be a tensor")
+    check_data("x", x)
     if len(x.shape) <= axis:
         raise ValueError(f"x has shape {list(x.shape)}; qkv_format {qkv_format!r} has its sequence on axis {axis}")
     return axis
@@ -72,9 +73,9 @@ def position_spans(
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     if qkv_format != "thd":
         _refuse_lengths(qkv_format, cu_seqlens_padded)
-        if not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < 0:
-            raise ValueError(f"seqlen is {seqlen!r}; qkv_format {qkv_format!r} needs the global sequence length")
-        slots = [seqlen]
+        if seqlen is None:
+            raise ValueError(f"seqlen is None; qkv_format {qkv_format!r} needs the global sequence length")
+        slots = [read_count("seqlen", seqlen, at_least=0)]
     else:
         if seqlen is not None:
             raise ValueError(f"seqlen is {seqlen!r}, but qkv_format 'thd' takes its lengths from cu_seqlens_padded")

@@ -9,8 +9,9 @@ import torch
 
 from cp_ref.context import ContextParallel
 from cp_ref.sharding import shard
-from cp_ref.spec.arguments import check_choice
+from cp_ref.spec.calls import check_context
 from cp_ref.spec.problem import QKV_FORMATS
+from cp_ref.spec.values import check_choice
 from cp_ref.thd.rows import Runs, check_count, check_tensor, read_runs
 
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
@@ -125,11 +126,12 @@ def get_batch_on_this_cp_rank(
     {'tokens': [[10, 13]], 'loss_mask': [[1, 0]], 'epoch': 3}
     {'tokens': [[11, 12]], 'loss_mask': [[1, 1]], 'epoch': 3}
     """
+    check_context(cp, ContextParallel)
     _check_mapping(batch)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     axis = 1 if qkv_format == "bshd" else 0
     candidates = {
-        name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and not name.startswith("cu_seqlens")
+        name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and not str(name).startswith("cu_seqlens")
     }
     cut = {name: x for name, x in candidates.items() if x.ndim > axis}
     _check_agreement(cut, axis, qkv_format)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.spec.arguments import check_choice
+from cp_ref.spec.values import check_choice
 from cp_ref.thd.lse import check_lse, lse_rows
 from cp_ref.thd.rows import Runs, check_divisible, check_flag, check_tensor, read_runs, token_axis
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from cp_ref.spec.arguments import read_lengths
+from cp_ref.spec.values import read_lengths
 
 __all__ = [
     "FLOATS",

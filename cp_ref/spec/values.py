@@ -1,0 +1,137 @@
+"""Single values of a call's arguments: a word, a count, a number, a window, a flag, a tensor, cumulative lengths.
+
+Each check raises ValueError (TypeError for a wrong type) with the argument, its value and the rule. Integers may be of
+any type that calls itself one (numpy's too), a bool is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from itertools import pairwise
+from numbers import Integral, Real
+from operator import sub
+from typing import Any, cast
+
+__all__ = [
+    "check_choice",
+    "check_data",
+    "check_flag",
+    "differences",
+    "read_count",
+    "read_lengths",
+    "read_number",
+    "read_window",
+]
+
+MOST = 2**31 - 1  # heads, dims, sequences, positions: 32 bits
+FURTHEST = 2**62 - 1  # cumulative lengths and window sides: two of them add up in 64 bits
+FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the least and the largest normal number
+
+
+def check_choice(name: str, value: object, choices: Seq[str]) -> None:
+    """Raise unless `value` is one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+
+
+def check_data(name: str, x: Any) -> None:
+    """Raise unless a tensor's values lie in memory at strides: nested, sparse and meta tensors have no such values."""
+    if getattr(x, "is_nested", False) or str(getattr(x, "layout", "torch.strided")) != "torch.strided":
+        raise TypeError(f"{name} is a nested or sparse tensor; it must be a strided one")
+    if getattr(x, "is_meta", False):
+        raise ValueError(f"{name} is on meta; it must be on a device where tensors have values")
+
+
+def read_count(name: str, value: Any, *, at_least: int, at_most: int = MOST) -> int:
+    """An integer within bounds.
+
+    >>> read_count("heads_q", True, at_least=1)
+    Traceback (most recent call last):
+        ...
+    TypeError: heads_q is True; it must be an integer
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    count = int(value)
+    if count < at_least:
+        raise ValueError(f"{name} is {count}; it must be at least {at_least}")
+    if count > at_most:
+        raise ValueError(f"{name} is {count}; it must be at most {at_most}")
+    return count
+
+
+def read_number(name: str, value: Any, *, positive: bool) -> float:
+    """A finite number that is at least 0 (or positive), and not lost in float32, in which scores are computed.
+
+    >>> read_number("softcap", 1e-300, positive=False)
+    Traceback (most recent call last):
+        ...
+    ValueError: softcap is 1e-300; it must be finite and at least 0, within the range of float32
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    least, largest = FLOAT32
+    if not ((number == 0 and not positive) or least <= number <= largest):
+        sign = "positive" if positive else "at least 0"
+        raise ValueError(f"{name} is {value!r}; it must be finite and {sign}, within the range of float32")
+    return number
+
+
+def read_window(window_size: Any) -> tuple[int, int]:
+    """The two sides, integers.
+
+    >>> read_window((4, 0)), read_window([-1, -1])
+    ((4, 0), (-1, -1))
+    """
+    sides = cast("Seq[Any]", window_size) if isinstance(window_size, tuple | list) else ()
+    if len(sides) != 2 or not all(isinstance(side, Integral) and not isinstance(side, bool) for side in sides):
+        raise TypeError(f"window_size is {window_size!r}; it must be a pair of integers (left, right)")
+    left, right = (int(side) for side in sides)
+    if min(left, right) < -1 or max(left, right) > FURTHEST:
+        raise ValueError(f"window_size is {window_size!r}; each side must be -1 (unbounded) or from 0 to {FURTHEST}")
+    return left, right
+
+
+def read_lengths(name: str, cu_seqlens: Any) -> list[int] | None:
+    """A cumulative length tensor as a list; None stays None."""
+    if cu_seqlens is None:
+        return None
+    if not str(getattr(cu_seqlens, "dtype", "")).startswith("torch."):
+        raise TypeError(f"{name} is a {type(cu_seqlens).__name__}; it must be an int32 or int64 tensor [b + 1]")
+    if str(cu_seqlens.dtype).removeprefix("torch.") not in ("int32", "int64"):
+        raise TypeError(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64")
+    check_data(name, cu_seqlens)
+    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name} has shape {list(cu_seqlens.shape)}; it must be [b + 1]")
+    values: list[int] = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}[0] is {values[0]}; it must be 0")
+    if min(differences(values), default=0) < 0:
+        n = next(n for n, (a, b) in enumerate(pairwise(values)) if b < a)
+        raise ValueError(
+            f"{name}[{n + 1}] is {values[n + 1]}, less than {name}[{n}] = {values[n]}; cumulative lengths must not "
+            "decrease"
+        )
+    if values[-1] > FURTHEST:
+        raise ValueError(f"{name}[-1] is {values[-1]}; it must be at most {FURTHEST}")
+    return values
+
+
+def differences(cumulative: list[int]) -> list[int]:
+    """The length of each sequence.
+
+    >>> differences([0, 8, 8, 12])
+    [8, 0, 4]
+    """
+    return list(map(sub, cumulative[1:], cumulative))
