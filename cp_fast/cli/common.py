@@ -25,6 +25,7 @@ __all__ = [
     "exchanging",
     "heads_line",
     "lengths",
+    "one_line",
     "picture",
     "readable_errors",
     "size_text",
@@ -52,8 +53,18 @@ def readable_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, Unsupported) as error:
-        complain(" ".join(str(error).split()))
+        complain(one_line(error))
         raise typer.Exit(BAD_INPUT) from error
+
+
+def one_line(error: Exception) -> str:
+    """An error's message, on one line.
+
+    >>> one_line(ValueError("this problem is not supported:\\n  fa4 lacks softcap\\n  cpu has it"))
+    'this problem is not supported: fa4 lacks softcap; cpu has it'
+    """
+    first, *more = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
+    return " ".join(filter(None, (first, "; ".join(more)))) if first.endswith(":") else "; ".join((first, *more))
 
 
 def window(text: str) -> tuple[int, int]:
@@ -137,7 +148,8 @@ def table(title: str, *columns: str) -> Table:
     """
     made = Table(title=title, box=ROUNDED, title_style="bold", title_justify="left")
     for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+        justify = "right" if name.startswith(">") else "left"
+        made.add_column(name.removeprefix(">"), justify=justify, overflow="fold")  # a long path is folded, not cut
     return made
 
 

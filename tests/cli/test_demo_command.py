@@ -108,10 +108,10 @@ def test_a_failing_rank_is_named_and_ends_all() -> None:
 
 
 def test_what_the_ranks_refuse_is_one_line() -> None:
-    done = demo(*SMALL, "--backend", "carrier_pigeon")
-    assert done.returncode == 1
+    done = demo(*SMALL, "--backend", "fa4", "--device", "cpu")
+    assert done.returncode == 2
     assert done.stderr.startswith("error: rank ")
-    assert "backend is 'carrier_pigeon'" in done.stderr
+    assert "attention with backend 'fa4' is not supported: fa4 lacks device cpu, float32" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -131,9 +131,10 @@ def test_torchrun() -> None:
         (["--heads", "3"], "--heads 3 must be a multiple of --heads-kv 2"),
         (["--mask", "diagonal"], "--mask is 'diagonal'"),
         (["--dtype", "int8"], "--dtype is 'int8'"),
+        (["--backend", "carrier_pigeon"], "--backend is 'carrier_pigeon'"),
         (["--device", "cuda", "--ranks", "4096"], "4096 ranks"),
         (["--window", "wide"], "--window is 'wide'"),
-        (["--window", "-2,0"], "each side must be -1 (unbounded) or at least 0"),
+        (["--window", "-2,0"], "each side must be -1 (unbounded) or from 0"),
         (["--cp-comm-type", "carrier_pigeon"], "cp_comm_type is 'carrier_pigeon'"),
         (["--cp-comm-type", "a2a", "--ranks", "3"], "h_q is 4; cp_comm_type 'a2a' needs a multiple of the a2a size 3"),
         (["--cp-comm-type", "a2a+p2p", "--ranks", "3"], "--a2a-size is 2 unless it is given; it must divide"),

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast.cli.common import CHECK_FAILED, check_head, complain, exchanging, readable_errors, window
+from cp_fast.backends import BACKENDS
+from cp_fast.cli.common import BAD_INPUT, CHECK_FAILED, check_head, complain, exchanging, readable_errors, window
 from cp_fast.cli.demo.check import check_exact, check_results, spoiled
 from cp_fast.cli.demo.documents import read_documents
 from cp_fast.cli.demo.job import Job
@@ -46,7 +47,7 @@ def demo(
     a2a_size: Annotated[
         int | None, typer.Option(help="a2a+p2p only: how many ranks exchange heads, 2 unless given.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="auto, fa4, fa2, cpu: the attention kernels.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, fa4, cudnn, fa2, cpu or torch: the attention kernels.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the choice of documents and the weights.")] = 0,
     head: Annotated[int, typer.Option(help="The picture's query head, where heads are spread over the ranks.")] = 0,
@@ -63,6 +64,7 @@ def demo(
             ("--layout", layout, LAYOUTS),
             ("--mask", mask, MASKS),
             ("--device", device, ("auto", "cpu", "cuda")),
+            ("--backend", backend, ("auto", *(b.name for b in BACKENDS))),
         ):
             check_choice(name, value, choices)
         where = choose_where(ranks, device)
@@ -129,4 +131,4 @@ def _run(job: Job, where: Where, bars: Bars) -> Measured:
         if not error.about_arguments:
             Console(stderr=True, highlight=False).print(error.details, style="dim", markup=False, soft_wrap=True)
         complain(str(error))
-        raise typer.Exit(CHECK_FAILED) from None
+        raise typer.Exit(BAD_INPUT if error.about_arguments else CHECK_FAILED) from None

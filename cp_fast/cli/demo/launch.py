@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from cp_fast.cli.common import one_line
 from cp_fast.cli.demo.job import Job
 from cp_fast.cli.demo.rank import STAGES, Measured, run_rank
 from cp_ref.spec import Unsupported
@@ -120,7 +121,7 @@ def _join(job: Job, device: torch.device, **how: Any) -> None:
 
 
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _is_about_arguments(error: Exception) -> bool:
