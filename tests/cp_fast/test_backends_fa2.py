@@ -163,9 +163,11 @@ def test_determinism_of_the_built_in_kernels_is_a_flag_that_is_put_back(
 
 def bounded(lengths_q: list[int], lengths_kv: list[int], left: int | None, right: int | None) -> Segments:
     """Segments of a plan with room for 4 of them, of 40 rows and 50 columns in all."""
-    cu = [np.cumsum([0, *lengths, *[0] * (4 - len(lengths))]).astype(np.int32) for lengths in (lengths_q, lengths_kv)]
-    lengths = (Cumulative(values, bound) for values, bound in zip(cu, (40, 50), strict=True))
-    return Segments(*lengths, left, right, *(torch.from_numpy(values) for values in cu))
+    cu_q, cu_kv = (
+        np.cumsum([0, *lengths, *[0] * (4 - len(lengths))]).astype(np.int32) for lengths in (lengths_q, lengths_kv)
+    )
+    tables = torch.from_numpy(cu_q), torch.from_numpy(cu_kv)
+    return Segments(Cumulative(cu_q, 40), Cumulative(cu_kv, 50), left, right, tables[0], tables[1])
 
 
 WINDOWS = pytest.mark.parametrize(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from cp_fast import backends
+from cp_fast.backends import fa2
 from cp_fast.backends.base import Backend, Gradients, Segments
 from cp_fast.backends.cudnn_graphs import backward_graph, forward_graph
+from cp_fast.backends.in_place import check_in_place
+from cp_fast.backends.largest import LargestLogit
+from cp_fast.backends.lengths import Cumulative
 from cp_fast.backends.probe import probe, probe_segments
 from cp_ref.spec import Feature
 
@@ -77,24 +83,37 @@ CASES = [
     Case(4, 2, 75, 75, None, 0),
     Case(4, 1, 256, 256, None, 0),
     Case(8, 2, 128, 128, None, 0, BF16, 5.0),
+    Case(4, 2, 64, 64, 70, 5, F16, 2.0),
     Case(4, 2, 320, 300, None, 0),
     Case(4, 2, 64, 64, 70, 0, torch.float32),
 ]
-NAMES = [b.name for b in backends.BACKENDS if Feature.CUDA in b.features]
-DETERMINISTIC = [name for name in NAMES if Feature.DETERMINISTIC in backends.by_name(name).features]
+LIBRARIES: dict[str, Backend] = {
+    **{b.name: b for b in backends.BACKENDS if Feature.CUDA in b.features and b is not fa2.BUILT_IN},
+    "fa2 built in": fa2.BUILT_IN,
+    "fa2 package": fa2.PACKAGE,
+}
+NAMES = list(LIBRARIES)
+DETERMINISTIC = [name for name in NAMES if Feature.DETERMINISTIC in LIBRARIES[name].features]
+IN_PLACE = ["fa4", "fa2 built in", "fa2 package"]
+FA2_HEAD_DIMS = os.environ.get("FA2_HEAD_DIMS")  # "64 128" where the flash-attn package was built for these alone
 
 
 def pairs(cases: list[Case], *more: Feature) -> list[tuple[str, Case]]:
     """Every backend with every case that it takes."""
-    return [(name, c) for name in NAMES for c in cases if c.needs | set(more) <= backends.by_name(name).features]
+    return [(name, c) for name in NAMES for c in cases if c.needs | set(more) <= LIBRARIES[name].features]
 
 
-def get(name: str) -> Backend:
+def get(name: str, case: Case = CAUSAL) -> Backend:
     """The backend, or a skip that says why not."""
-    backend = backends.by_name(name)
+    backend = LIBRARIES[name]
     reason = backend.why_not()
     if reason is not None:
-        pytest.skip(f"needs the library of backend {name!r}: {reason}")
+        needed = "the flash-attn package" if backend is fa2.PACKAGE else f"the library of backend {name!r}"
+        pytest.skip(f"needs {needed}: {reason}")
+    if backend is fa2.PACKAGE and FA2_HEAD_DIMS:
+        d = next(d for d in (32, 64, 96, 128, 192, 256) if d >= max(case.d_qk, case.d_v))
+        if str(d) not in FA2_HEAD_DIMS.split():
+            pytest.skip(f"needs a flash-attn package that was built with head dim {d}")
     return backend
 
 
@@ -193,14 +212,14 @@ def test_the_probe_finds_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "case"), pairs(CASES))
 def test_counts_are_exact(name: str, case: Case) -> None:
-    backend, s = get(name), case.segments()
+    backend, s = get(name, case), case.segments()
     lq, lk = ([b - a for a, b in pairwise(cu)] for cu in (s.cu_q, s.cu_kv))
     assert probe_segments(backend, lq, lk, case.left, case.right, "cuda", case.dtype, case.heads) is None
 
 
 @pytest.mark.parametrize(("name", "case"), pairs(CASES))
 def test_errors_are_those_of_the_dtype(name: str, case: Case) -> None:
-    backend, segments = get(name), case.segments()
+    backend, segments = get(name, case), case.segments()
     inputs = tensors(case, segments)
     exact, eager = (
         autograd(t, *inputs, None, segments, case.d_qk**-0.5, case.softcap) for t in (torch.float64, case.dtype)
@@ -209,7 +228,8 @@ def test_errors_are_those_of_the_dtype(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "right", "lengths"), [("fa2", 22, (30, 10)), *((name, 200, (257, 60)) for name in NAMES)]
+    ("name", "right", "lengths"),
+    [*((name, 22, (30, 10)) for name in NAMES if "fa2" in name), *((name, 200, (257, 60)) for name in NAMES)],
 )
 def test_a_side_longer_than_the_columns_still_hides(name: str, right: int, lengths: tuple[int, int]) -> None:
     """FlashAttention 2 takes right >= max_k for unbounded, though with more rows than columns it is not."""
@@ -221,7 +241,7 @@ def test_a_side_longer_than_the_columns_still_hides(name: str, right: int, lengt
 @pytest.mark.parametrize(("name", "case"), pairs([CAUSAL, LOCAL, MLA_GQA]))
 def test_one_shift_for_all_segments(name: str, case: Case) -> None:
     """cuDNN is then told the band from the other corner."""
-    backend, lengths = get(name), (64, 129, 255, 1)
+    backend, lengths = get(name, case), (64, 129, 255, 1)
     longer = [n + 30 for n in lengths]
     assert probe_segments(backend, lengths, longer, case.left, case.right, "cuda", case.dtype, case.heads) is None
     segments = Segments.pack(lengths, longer, case.left, case.right, "cuda")
@@ -256,7 +276,7 @@ def test_hundreds_of_short_segments(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "case"), [(name, c) for name in DETERMINISTIC for c in (CAUSAL, LOCAL, MLA_GQA)])
 def test_deterministic_repeats_and_ignores_other_segments(name: str, case: Case) -> None:
-    backend, both, one = get(name), case.segments(), Segments.pack([600], [700], case.left, case.right, "cuda")
+    backend, both, one = get(name, case), case.segments(), Segments.pack([600], [700], case.left, case.right, "cuda")
     n, m = both.cu_q[-1], both.cu_kv[-1]
     lengths_q, lengths_kv = ([b - a for a, b in pairwise(cu)] for cu in (both.cu_q, both.cu_kv))
     more = Segments.pack([*lengths_q, 600], [*lengths_kv, 700], case.left, case.right, "cuda")
@@ -298,10 +318,11 @@ def test_a_launch_over_part_of_the_columns_adds_up(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), pairs([CAUSAL, MLA_GQA, Case(4, 1, 256, 256, None, 0)], Feature.LSE_GRADIENT)
+    ("name", "case"),
+    pairs([CAUSAL, MLA_GQA, Case(4, 1, 256, 256, None, 0), CAUSAL._replace(softcap=5.0)], Feature.LSE_GRADIENT),
 )
 def test_the_gradient_of_lse(name: str, case: Case) -> None:
-    backend, segments = get(name), case.segments()
+    backend, segments = get(name, case), case.segments()
     inputs = tensors(case, segments)
     dlse = torch.randn(case.h_q, segments.cu_q[-1], device="cuda")
     exact, eager = (
@@ -313,7 +334,7 @@ def test_the_gradient_of_lse(name: str, case: Case) -> None:
 @pytest.mark.parametrize(("name", "case"), pairs([CAUSAL, LOCAL, MLA_GQA]))
 def test_what_lies_around_the_tensors_reaches_nothing(name: str, case: Case) -> None:
     """Kernels read whole blocks; rows before the first and after the last segment are not the launch's."""
-    backend = get(name)
+    backend = get(name, case)
     segments = Segments.pack([70, 129, 33], [70, 140, 33], case.left, case.right, "cuda")
     inputs = tensors(case, segments)
     want = run(backend, case, segments, *inputs)
@@ -332,7 +353,7 @@ def test_what_lies_around_the_tensors_reaches_nothing(name: str, case: Case) -> 
 @pytest.mark.parametrize(("name", "case"), pairs([CAUSAL, MLA_GQA]))
 def test_launches_wait_for_nothing_and_are_captured(name: str, case: Case) -> None:
     """No host synchronisation; a CUDA graph computes on what its buffers hold when it is replayed."""
-    backend, segments = get(name), case.segments()
+    backend, segments = get(name, case), case.segments()
     inputs, others = tensors(case, segments), tensors(case, segments, seed=1)
     want = run(backend, case, segments, *others)
     buffers = [x.clone() for x in inputs]
@@ -359,6 +380,60 @@ def test_launches_wait_for_nothing_and_are_captured(name: str, case: Case) -> No
         torch.testing.assert_close(got[x], want[x], rtol=2e-2, atol=2e-2)
 
 
+def bounded(lengths_q: list[int], lengths_kv: list[int], left: int | None, right: int | None) -> Segments:
+    """Segments of a plan with room for 6 of them, of 700 rows and 800 columns in all."""
+    cu_q, cu_kv = (
+        np.cumsum([0, *lengths, *[0] * (6 - len(lengths))]).astype(np.int32) for lengths in (lengths_q, lengths_kv)
+    )
+    tables = torch.from_numpy(cu_q).cuda(), torch.from_numpy(cu_kv).cuda()
+    return Segments(Cumulative(cu_q, 700), Cumulative(cu_kv, 800), left, right, tables[0], tables[1])
+
+
+@pytest.mark.parametrize("case", [CAUSAL, FULL, LOCAL, MLA_GQA, LOCAL._replace(right=400), CAUSAL._replace(left=650)])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_captured_launch_follows_new_lengths(name: str, case: Case) -> None:
+    """Segments of length zero, rows behind the last one, and another batch in the graph's tables."""
+    backend = check_in_place(get(name, case), "cuda")
+    batches: list[tuple[list[int], list[int]]] = [
+        ([700], [800]),
+        ([64, 1, 129], [64, 65, 300]),
+        ([], []),
+        ([5, 300, 7, 1, 1, 1], [5, 301, 9, 1, 1, 2]),
+    ]
+    if case.right == 400:
+        batches.append(([500, 20], [100, 20]))  # more rows than columns
+    first = bounded([700], [800], case.left, case.right)
+    buffers = tensors(case, bounded([700], [800], case.left, case.right))
+    dlse = torch.randn(case.h_q, 700, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(backend, case, first, *buffers, dlse)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(backend, case, first, *buffers, dlse)
+    for seed, (rows, columns) in enumerate([*batches[1:], *batches]):
+        segments = bounded(rows, columns, case.left, case.right)
+        alone = Segments.pack(rows, columns, case.left, case.right, "cuda")
+        first.device_cu_q.copy_(segments.device_cu_q)
+        first.device_cu_kv.copy_(segments.device_cu_kv)
+        for buffer, x in zip(buffers, tensors(case, bounded([700], [800], None, None), seed), strict=True):
+            buffer.copy_(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        n, m = segments.cu_q[-1], segments.cu_kv[-1]
+        if n == 0:
+            continue
+        q, k, v, dout = buffers
+        some = (q[:n], k[:m], v[:m], dout[:n], dlse[:, :n].contiguous())
+        want = run(backend, case, alone, *some)
+        assert torch.equal(got["out"][:n], want["out"])
+        assert torch.equal(got["lse"][:, :n], want["lse"])
+        for x, size in (("dq", n), ("dk", m), ("dv", m)):  # dq adds up in any order
+            torch.testing.assert_close(got[x][:size], want[x], rtol=2e-2, atol=2e-2)
+
+
 def test_torch_in_float64_is_exact() -> None:
     case = Case(4, 2, 24, 40, 90, 5, torch.float64, 3.0)
     backend, segments = get("torch"), case.segments()
@@ -372,8 +447,8 @@ def test_torch_in_float64_is_exact() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("scale", "dtype"), [(1.0, BF16), (-0.5, F16)])
 def test_the_largest_logit(name: str, scale: float, dtype: torch.dtype) -> None:
-    get(name)
-    backend = backends.choose(frozenset({Feature.MAX_LOGIT, Feature.CUDA}), name)
+    library = get(name)
+    backend = library if Feature.MAX_LOGIT in library.features else LargestLogit(library)
     case = CAUSAL._replace(dtype=dtype)
     segments = case.segments()
     q, k, v, _ = tensors(case, segments)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import cp_fast
+from cp_fast import backends
+from cp_fast.backends import fa2
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
 
@@ -96,14 +98,29 @@ def with_nan(tensors: list[torch.Tensor], batch: tuple[list[int], list[int]]) ->
     return [x.masked_fill(~real.cuda()[:, None, None], float("nan")) for x in tensors]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+def named(backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend's name; of fa2 the one with these kernels, or a skip that says why not."""
+    if backend == "fa4":
+        return "fa4"
+    kernels = {"fa2 built in": fa2.BUILT_IN, "fa2 package": fa2.PACKAGE}[backend]
+    if (reason := kernels.why_not()) is not None:
+        pytest.skip(f"needs {kernels.kernels.name}: {reason}")
+    monkeypatch.setattr(backends, "chosen_kernels", lambda: kernels)
+    return "fa2"
+
+
+@pytest.mark.parametrize(
+    ("backend", "deterministic"), [("fa4", False), ("fa4", True), ("fa2 built in", False), ("fa2 package", False)]
+)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("comm", COMMS)
 def test_a_captured_graph_follows_a_plan_that_is_updated_in_place(
-    comm: str, mask: dict[str, Any], deterministic: bool
+    comm: str, mask: dict[str, Any], backend: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name = named(backend, monkeypatch)
+
     def one(member: SimMember) -> None:
-        cp = cp_fast.ContextParallel(member, comm, backend="fa4")
+        cp = cp_fast.ContextParallel(member, comm, backend=name)
         how: dict[str, Any] = {**mask, "deterministic": deterministic}
         plan = planned(cp, **how, **lengths_of(BATCHES[0]), **ROOM)
         static = with_nan(inputs(0), BATCHES[0])
