@@ -64,7 +64,7 @@ def one_line(error: Exception) -> str:
     'this problem is not supported: fa4 lacks softcap; cpu has it'
     """
     first, *more = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
-    return " ".join(filter(None, (first, "; ".join(more)))) if first.endswith(":") else "; ".join((first, *more))
+    return f"{first} {'; '.join(more)}" if first.endswith(":") and more else " ".join((first, *more))
 
 
 def window(text: str) -> tuple[int, int]:

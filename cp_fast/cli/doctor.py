@@ -34,20 +34,22 @@ _PACKAGES = {
 
 
 def doctor() -> None:
-    """Say what is installed, which attention backends work here, and why not where not.
+    """Say what is installed, which attention backends and kernels work here, and why not where not.
 
-    Exit code: 0 when at least one backend works, else 1.
+    Exit code: 0 when attention runs here on at least one backend, else 1.
     """
     console = Console()
     console.print(_installed())
     with console.status("trying the attention backends"):
         backends, working = _backends()
     console.print(backends)
-    console.print(_kernels())
-    if working:
-        console.print(f"[green]ready[/]: attention runs here on {', '.join(working)}")
+    kernels, served = _kernels()
+    console.print(kernels)
+    if ready := [f"{name} ({device})" for name, device in working if device in served]:
+        console.print(f"[green]ready[/]: attention runs here on {', '.join(ready)}")
         return
-    console.print("[red]no attention backend works here[/]; the table says why")
+    lacking = "no kernels move and merge for the backends that work" if working else "no attention backend works"
+    console.print(f"[red]{lacking} here[/]; the table says why")
     raise typer.Exit(CHECK_FAILED)
 
 
@@ -79,15 +81,17 @@ def _installed() -> Table:
     return made
 
 
-def _backends() -> tuple[Table, list[str]]:
-    """Every backend on every device that it says it runs on, tried on small problems with known answers."""
+def _backends() -> tuple[Table, list[tuple[str, str]]]:
+    """Every backend on every device that it says it runs on, tried on small problems with known answers; and those that
+    work.
+    """
     made = table("attention backends, in the order that 'auto' prefers", "backend", "device", "works", "remark")
     working = []
     for backend in map(installed, BACKENDS):
         for device in _devices(backend):
             reason = _try(backend, device)
             if reason is None:
-                working.append(f"{backend.name} ({device})")
+                working.append((backend.name, device))
             made.add_row(
                 backend.name,
                 device,
@@ -111,9 +115,12 @@ def _try(backend: Backend, device: str) -> str | None:
     return None if reason is None else " ".join(reason.split())
 
 
-def _kernels() -> Table:
-    """For every device, which kernels move and merge there and why, and what there is of the native ones."""
+def _kernels() -> tuple[Table, set[str]]:
+    """For every device, which kernels move and merge there and why, and what there is of the native ones; and the
+    devices that have some.
+    """
     made = table("kernels that move and merge", "device", "in use", "native build", "remark")
+    served = set()
     for device in build.DEVICES:
         built, why_not = build.status(device)
         if device == "cuda" and not torch.cuda.is_available():
@@ -121,13 +128,14 @@ def _kernels() -> Table:
         else:
             try:
                 in_use, why = chosen(device)
+                served.add(device)
             except (RuntimeError, ValueError) as error:
                 in_use, why = "[red]none[/]", str(error)
         state = "no" if why_not else "yes" if built else "on first use"
         made.add_row(
             device, in_use, state, escape(why if why_not in (None, why) or why_not in why else f"{why}; {why_not}")
         )
-    return made
+    return made, served
 
 
 def _version(package: str) -> str | None:

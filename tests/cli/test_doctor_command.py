@@ -57,6 +57,15 @@ def test_a_library_that_throws_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     assert "OSError: libcudart.so.12: cannot open [shared] object file" in " ".join(result.output.split())
 
 
+def test_a_choice_of_kernels_that_cannot_be_had_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CP_FAST_KERNELS", "carrier_pigeon")
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "CP_FAST_KERNELS is 'carrier_pigeon'" in " ".join(result.output.split())
+    assert "no kernels move and merge for the backends that work here" in result.output
+    assert "ready" not in result.output
+
+
 def doctor_module() -> Any:
     """The module; its package's attribute of that name is the command."""
     import sys

@@ -134,7 +134,7 @@ def test_svg(tmp_path: Path) -> None:
         (["--seqlens", "100,-2"], "--seqlens is '100,-2'"),
         (["--seqlens", "8", "--seqlens-kv", "8,8"], "cu_seqlens_kv has 3 entries and cu_seqlens_q has 2"),
         (["--window", "3"], "--window is '3'; it must be LEFT,RIGHT"),
-        (["--window", "-2,0"], "each side must be -1 (unbounded) or at least 0"),
+        (["--window", "-2,0"], "each side must be -1 (unbounded) or from 0"),
         (["--mask", "diagonal"], "attn_mask_type is 'diagonal'"),
         (["--layout", "zigzag"], "layout is 'zigzag'"),
         (["--qkv-format", "bhsd"], "qkv_format is 'bhsd'"),
