@@ -17,7 +17,7 @@ from conformance.case import Case
 from conformance.run import UnsupportedCase
 from conformance.tiers import budget, probes
 from cp_fast.backends import by_name
-from cp_ref.spec import Problem, Sequence
+from cp_ref.spec import Feature, Problem, Sequence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -156,12 +156,22 @@ def test_auto_has_what_no_library_has() -> None:
         assert budget.check(implementation("auto"), case, "cuda") == []
 
 
+@pytest.mark.parametrize("comm", ["p2p", "a2a"])
+def test_fa2_has_softcap_with_the_package(comm: str) -> None:
+    case = Case(Problem(2, packed(2), comm, 2 if comm == "a2a" else 1, softcap=2.0, qkv_format="thd", **HEADS))
+    if Feature.SOFTCAP not in by_name("fa2").features:
+        with pytest.raises(UnsupportedCase, match="fa2'? lacks softcap"):
+            budget.check(implementation("fa2"), case, "cuda")
+        pytest.skip("needs the flash-attn package")
+    assert budget.check(implementation("fa2"), case, "cuda") == []
+
+
 @pytest.mark.parametrize(
     ("backend", "problem", "call", "what"),
     [
         ("cudnn", {}, {"deterministic": True}, "deterministic"),
         ("cudnn", {"softcap": 30.0}, {}, "softcap"),
-        ("fa2", {"softcap": 30.0}, {}, "softcap"),
+        ("fa2", {"d_qk": 288, "d_v": 288}, {}, "head dim > 256"),
         ("fa4", {"d_qk": 288, "d_v": 288}, {}, "head dim > 256"),
     ],
 )
