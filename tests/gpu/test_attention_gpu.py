@@ -160,7 +160,7 @@ def test_auto_has_what_no_library_has() -> None:
 def test_fa2_has_softcap_with_the_package(comm: str) -> None:
     case = Case(Problem(2, packed(2), comm, 2 if comm == "a2a" else 1, softcap=2.0, qkv_format="thd", **HEADS))
     if Feature.SOFTCAP not in by_name("fa2").features:
-        with pytest.raises(UnsupportedCase, match="fa2'? lacks softcap"):
+        with pytest.raises(UnsupportedCase, match=r"fa2'? lacks softcap"):
             budget.check(implementation("fa2"), case, "cuda")
         pytest.skip("needs the flash-attn package")
     assert budget.check(implementation("fa2"), case, "cuda") == []
