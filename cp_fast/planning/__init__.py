@@ -7,7 +7,9 @@ by message and step by step, and the tests compare the two.
     batch       who owns what: lengths, bands, and the real tokens of a unit as one axis a sequence
     tiles       what a unit sees of another: rectangles cut into shapes that share few windows
     blocks      where tokens lie in a buffer, and which of them travel
+    placing     tiles to launches on rows
     ring        the steps of p2p, and of the rings of a2a+p2p and a2a (a ring of one)
+    halo        the same under a window on both sides, where nothing goes round
     gather      the steps of all_gather
     exchange    the rows that the a2a schedules exchange for heads
     tables      rows and lengths of a whole plan in one upload

@@ -12,6 +12,7 @@ of one unit lie side by side in its buffer, because a chunk is only padded where
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from cp_ref.spec import Problem
 __all__ = ["FAR", "Array", "Batch", "Edge", "Owned", "position_spans", "spread"]
 
 Array = np.ndarray
+Chunks = tuple[tuple[int, int], ...]  # the numbers of a piece's first chunk and of the one behind it, piece by piece
 Edge = int | Array | None  # one side of the sequences' bands: the same for all, one each, or unbounded
 
 FAR = 2**30  # beyond every position (or 2**60, where positions need 64 bits)
@@ -42,7 +44,7 @@ def position_spans(problem: Problem, rank: int) -> tuple[Array, Array]:
     sequence in bshd and sbhd, where all have the same.
     """
     spans = Batch(problem).spans("q", problem.cp_size, rank)
-    first, count = (np.stack(x, axis=1) for x in zip(*((a, b - a) for a, b, _ in spans), strict=True))
+    first, count = (np.stack(x, axis=1) for x in zip(*((a, b - a) for a, b in spans), strict=True))
     chosen = slice(None) if problem.qkv_format == "thd" else slice(1)
     return first[chosen].ravel().astype(np.int64), count[chosen].ravel().astype(np.int64)
 
@@ -58,7 +60,7 @@ class Owned(NamedTuple):
     first: tuple[Array, ...]
     count: tuple[Array, ...]
     total: Array
-    chunks: tuple[tuple[int, int], ...] | None
+    chunks: Chunks | None
 
     def below(self, position: Array | int) -> Array:
         """How many of the tokens lie before a position: where it falls on the token axis."""
@@ -106,9 +108,11 @@ class Batch:
         self.hi: Edge = None if right < 0 else self.shift + right
         self.windowed = bool(self.size) and left >= 0 and right >= 0
         self.nothing = np.zeros(self.size, dtype=self.dtype)  # not to be written to
+        self.numbers: Array | None = None  # of these sequences in the problem; None for all
         self.kept = 8  # units whose tokens are remembered: in a ring, fresh memory for all costs more than asking again
         self._owned: dict[tuple[str, int], Owned] = {}
         self._shares: dict[tuple[str, int], Array] = {}
+        self._near: dict[int, Batch] = {}
 
     @cached_property
     def alike(self) -> bool:
@@ -121,6 +125,51 @@ class Batch:
         parts = 1 if self.count == 1 else 2 * self.count if self.dual else self.count
         slots = self.slots_q[self.slots_q > 0]
         return (int(slots.min()) // parts, int(slots.max()) // parts) if len(slots) else (1, 1)
+
+    def of(self, one_each: Array) -> Array:
+        """What these sequences have, of an array with one number for each sequence of the problem."""
+        return one_each if self.numbers is None else one_each[self.numbers]
+
+    def near(self, reader: int, owner: int) -> Batch:
+        """The sequences in which a query of `reader` may see a key of `owner` through a window on both sides: where
+        units are far apart, those with small chunks. All, where sequences are not cut alike.
+        """
+        readers, owners = self.chunks(reader), self.chunks(owner)
+        if not (self.windowed and self.alike and readers and owners):
+            return self
+        largest = max(self._largest_chunk(a, b) for a in readers for b in owners)
+        if largest >= self.chunk_sizes[1]:
+            return self
+        if largest not in self._near:
+            chunk = self._share("q", 2 * self.count if self.dual else self.count)
+            self._near[largest] = self._some(np.flatnonzero(chunk <= largest))
+        return self._near[largest]
+
+    def _largest_chunk(self, queries: tuple[int, int], keys: tuple[int, int]) -> int:
+        """The size of chunk up to which queries may see keys, given by chunk numbers; -1 if they never do."""
+        assert isinstance(self.lo, int)
+        assert isinstance(self.hi, int)
+        (a0, a1), (b0, b1) = queries, keys
+        if a0 == a1 or b0 == b1:
+            return -1
+        found = self.far
+        for away, edge in ((b0 - a1, self.hi), (a0 - b1, -self.lo)):  # away * chunk + 1 <= edge, on both sides
+            if away > 0:
+                found = min(found, (edge - 1) // away)
+            elif away == 0 and edge < 1:
+                found = -1
+        return found
+
+    def _some(self, numbers: Array) -> Batch:
+        """Some sequences of a problem whose sequences are all cut alike."""
+        found = copy(self)
+        found.numbers, found.size = numbers, len(numbers)
+        found.len_q = found.len_kv = self.len_q[numbers]
+        found.slots_q = found.slots_kv = self.slots_q[numbers]
+        found.nothing = self.nothing[: len(numbers)]
+        found._owned, found._shares, found._near = {}, {}, {}
+        found.__dict__.pop("chunk_sizes", None)
+        return found
 
     @staticmethod
     def _same(a: Array, b: Array) -> bool:
@@ -171,36 +220,38 @@ class Batch:
         lengths = self.lengths(side)
         if self.count == 1:
             return Owned((np.zeros_like(lengths),), (lengths,), lengths, ((0, 1),))
-        first, count, chunks = [], [], []
-        for start, stop, numbers in self.spans(side, self.count, unit):
+        first, count = [], []
+        for start, stop in self.spans(side, self.count, unit):
             first.append(start)
             count.append(np.maximum(np.minimum(stop, lengths) - start, 0))
-            chunks.append(numbers)
-        cut_alike = self.dual or self.problem.qkv_format != "thd"
         total = count[0] if len(count) == 1 else count[0] + count[1]
-        return Owned(tuple(first), tuple(count), total, tuple(chunks) if cut_alike else None)
+        return Owned(tuple(first), tuple(count), total, self.chunks(unit))
 
-    def spans(self, side: str, parts: int, part: int) -> list[tuple[Array, Array, tuple[int, int]]]:
-        """The slots [start, stop) of every sequence that one of `parts` equal shares has, and their chunk numbers.
+    def chunks(self, unit: int) -> Chunks | None:
+        """The pieces of a unit in chunks; None where sequences are not cut alike."""
+        return self._chunks(self.count, unit % self.count)
 
-        The two chunks of the last share touch: they are given as one, and the second as nothing.
-        """
-        slots = self.slots(side)
+    def _chunks(self, parts: int, part: int) -> Chunks | None:
         if self.dual:
-            chunk, late = self._share(side, 2 * parts), 2 * parts - 1 - part
-            if late == part + 1:
-                end = chunk * (late + 1)
-                return [(chunk * part, end, (part, late + 1)), (end, end, (late + 1, late + 1))]
-            numbers = ((part, part + 1), (late, late + 1))
-            return [(chunk * a, chunk * b, (a, b)) for a, b in numbers]
-        if self.problem.qkv_format != "thd":
-            share = self._share(side, parts)
-            return [(share * part, share * (part + 1), (part, part + 1))]
+            late = 2 * parts - 1 - part
+            # the two chunks of the last share touch: they are given as one, and the second as nothing
+            return (
+                ((part, late + 1), (late + 1, late + 1)) if late == part + 1 else ((part, part + 1), (late, late + 1))
+            )
+        return None if self.problem.qkv_format == "thd" else ((part, part + 1),)
+
+    def spans(self, side: str, parts: int, part: int) -> list[tuple[Array, Array]]:
+        """The slots [start, stop) of every sequence that one of `parts` equal shares has."""
+        chunks = self._chunks(parts, part)
+        if chunks is not None:
+            chunk = self._share(side, 2 * parts if self.dual else parts)
+            return [(chunk * a, chunk * b) for a, b in chunks]
+        slots = self.slots(side)
         ends = np.cumsum(slots, dtype=self.dtype)
         share = int(ends[-1]) // parts if self.size else 0
         starts = ends - slots
         start = np.minimum(np.maximum(part * share - starts, 0), slots)
-        return [(start, np.maximum(np.minimum((part + 1) * share - starts, slots), start), (0, 0))]
+        return [(start, np.maximum(np.minimum((part + 1) * share - starts, slots), start))]
 
     def _share(self, side: str, parts: int) -> Array:
         """One of `parts` equal parts of every sequence's slots."""
@@ -210,7 +261,7 @@ class Batch:
 
     def home_rows(self, side: str, rank: int) -> Array:
         """The row of a rank's buffer where its slots of each sequence begin."""
-        sizes = sum(stop - start for start, stop, _ in self.spans(side, self.problem.cp_size, rank))
+        sizes = sum(stop - start for start, stop in self.spans(side, self.problem.cp_size, rank))
         assert isinstance(sizes, np.ndarray)
         return np.cumsum(sizes, dtype=self.dtype) - sizes
 
@@ -218,7 +269,7 @@ class Batch:
         """How many real tokens of each sequence a rank has; they lie side by side."""
         lengths = self.lengths(side)
         spans = self.spans(side, self.problem.cp_size, rank)
-        counts = [np.maximum(np.minimum(stop, lengths) - start, 0) for start, stop, _ in spans]
+        counts = [np.maximum(np.minimum(stop, lengths) - start, 0) for start, stop in spans]
         return counts[0] if len(counts) == 1 else counts[0] + counts[1]
 
 

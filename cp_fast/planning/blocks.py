@@ -118,14 +118,14 @@ def seen_within(batch: Batch, reached: Array, keys: Owned) -> Range:
     return Range(start, keys.total - start)
 
 
-def message_rows(tables: Tables, block: Block, ranges: tuple[Range, ...]) -> tuple[RowKey, int]:
+def message_rows(tables: Tables, block: Block, anchor: Array, ranges: tuple[Range, ...]) -> tuple[RowKey, int]:
     """The rows of a message in a buffer with one anchor, and their number."""
     sizes = [int(r.count.sum()) for r in ranges]
     size = sum(sizes)
     if size == 0 or (block.dense and size == block.size):
         return slice(0, size), size
     there = tuple(r for r, n in zip(ranges, sizes, strict=True) if n)
-    return tables.rows(*rows_in(block.anchors[0], there)), size
+    return tables.rows(*rows_in(anchor, there)), size
 
 
 def rows_in(anchor: Array, ranges: tuple[Range, ...]) -> tuple[Array, Array]:

@@ -15,8 +15,10 @@ from cp_fast.planning.blocks import Block, Range
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake
 from cp_fast.planning.exchange import DraftSide, draft_side, group_block
 from cp_fast.planning.gather import draft_gather
+from cp_fast.planning.halo import draft_halo
 from cp_fast.planning.padded import PaddedTables
-from cp_fast.planning.ring import Place, draft_ring
+from cp_fast.planning.placing import Place
+from cp_fast.planning.ring import draft_ring
 from cp_fast.planning.tables import Key, RowKey, Tables, Uploaded
 from cp_fast.program import Give, KVStep, Launch, RankProgram, Take
 from cp_ref.spec import Problem, head_ranges
@@ -47,6 +49,7 @@ def compile_program(problem: Problem, rank: int, device: torch.device) -> RankPr
 def draft_program(problem: Problem, rank: int) -> DraftProgram:
     """One rank's program, on the host."""
     batch, tables = Batch(problem), Tables()
+    draft_hops = draft_halo if batch.windowed else draft_ring
     sides = None
     if problem.cp_comm_type in ("a2a", "a2a+p2p"):
         unit, place = divmod(rank, problem.a2a_size)
@@ -55,7 +58,7 @@ def draft_program(problem: Problem, rank: int) -> DraftProgram:
         same = batch.alike and all(np.array_equal(a, b) for a, b in zip(q.ranges[0], kv.ranges[0], strict=True))
         sides = (q_side, q_side if same else draft_side(batch, rank, "kv", kv, tables))
         ring = Place(unit, lambda other: other * problem.a2a_size + place, 1, q.anchors[0], kv)
-        forward, backward = draft_ring(batch, ring, tables)
+        forward, backward = draft_hops(batch, ring, tables)
     else:
         keys = batch.owned("kv", rank)
         own = Block(
@@ -65,7 +68,7 @@ def draft_program(problem: Problem, rank: int) -> DraftProgram:
         )
         q_anchor = batch.home_rows("q", rank)
         if problem.cp_comm_type == "p2p":
-            forward, backward = draft_ring(batch, Place(rank, lambda unit: unit, 0, q_anchor, own), tables)
+            forward, backward = draft_hops(batch, Place(rank, lambda unit: unit, 0, q_anchor, own), tables)
         else:
             forward, backward = draft_gather(batch, rank, q_anchor, own, tables)
     real_q_rows = tables.rows(batch.home_rows("q", rank), batch.real_rows("q", rank))

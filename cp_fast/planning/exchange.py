@@ -48,7 +48,7 @@ def draft_side(batch: Batch, rank: int, side: str, block: Block, tables: Tables)
     for peer in range(first, first + batch.unit_size):
         pieces = [
             (np.maximum(begin, start), np.minimum(end, stop), begin)
-            for begin, end, _ in batch.spans(side, batch.problem.cp_size, peer)
+            for begin, end in batch.spans(side, batch.problem.cp_size, peer)
         ]
         count = _flat([np.maximum(end - begin, 0) for begin, end, _ in pieces])
         rows.append(_flat([owned.below(begin) + block.anchors[0] for begin, _, _ in pieces]))
@@ -77,7 +77,7 @@ def _minus(edge: int | Array | None) -> int | Array | None:
 def _home_rows(batch: Batch, side: str, rank: int, pieces: list[tuple[Array, Array, Array]]) -> list[Array]:
     row, found = batch.home_rows(side, rank), []
     spans = batch.spans(side, batch.problem.cp_size, rank)
-    for (begin, _, piece_begin), (slots_begin, slots_end, _) in zip(pieces, spans, strict=True):
+    for (begin, _, piece_begin), (slots_begin, slots_end) in zip(pieces, spans, strict=True):
         found.append(row + begin - piece_begin)
         row = row + (slots_end - slots_begin)
     return found

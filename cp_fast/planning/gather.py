@@ -15,7 +15,7 @@ import numpy as np
 from cp_fast.planning.batch import Array, Batch
 from cp_fast.planning.blocks import Block, message_rows, packed, seen
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake, draft_launch
-from cp_fast.planning.ring import place_launches
+from cp_fast.planning.placing import place_launches
 from cp_fast.planning.tables import Tables
 from cp_fast.planning.tiles import Cut, Slot, cut, join, launches, see
 from cp_ref.spec.schedule import tag
@@ -42,14 +42,14 @@ def draft_gather(
     first, second, third = DraftStep(own=True, grad_size=own.size), DraftStep(), DraftStep()
     blocks: list[Block] = []
     for peer in peers:
-        ranges = seen(batch, peer, rank)
-        rows, size = message_rows(tables, own, ranges)
+        near = batch.near(peer, rank)
+        rows, size = message_rows(tables, own, near.of(own.anchors[0]), seen(near, peer, rank))
         if size:
             first.give_kv.append(DraftGive(peer, gather, rows, True))
             third.take_dkv.append(DraftTake(peer, scatter, size, rows, True))
     start = 0
     for peer in peers:
-        block = packed(seen(batch, rank, peer))
+        block = packed(seen(batch.near(rank, peer), rank, peer))
         blocks.append(block)
         if block.size:
             rows = slice(start, start + block.size)
@@ -126,7 +126,7 @@ def _remote(
         [c.left for c in cuts],
         [c.own for c in cuts],
     )
-    arrived = _arrived(batch, peers, blocks)
+    arrived = _arrived(batch, rank, peers, blocks)
     in_order: _Arrived | None = None
     found: list[DraftLaunch] = []
     for window, slots in placed:
@@ -171,7 +171,7 @@ def _gaps(batch: Batch, rank: int) -> list[tuple[Array, Array]]:
     behind its last.
     """
     begin, gaps = np.zeros_like(batch.len_kv), []
-    for start, stop, _ in batch.spans("kv", batch.count, rank):
+    for start, stop in batch.spans("kv", batch.count, rank):
         gaps.append((begin, np.minimum(np.maximum(start, begin), batch.len_kv)))
         begin = np.minimum(np.maximum(stop, begin), batch.len_kv)
     return [*gaps, (begin, batch.len_kv)]
@@ -200,17 +200,19 @@ def _over_gaps(cuts: list[Cut]) -> tuple[Slot, list[Slot]]:
     return whole, left_over
 
 
-def _arrived(batch: Batch, peers: list[int], blocks: list[Block]) -> _Arrived:
+def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> _Arrived:
     """Every piece of the gathered block, sequence by sequence, in the order of its rows."""
     base, found = 0, []
     for peer, block in zip(peers, blocks, strict=True):
-        keys = batch.owned("kv", peer)
+        near = batch.near(rank, peer)
+        keys = near.owned("kv", peer)
         for (start, count), anchor in zip(block.ranges, block.anchors, strict=True):
             for offset, first, length in zip(keys.offset, keys.first, keys.count, strict=True):
                 begin = np.maximum(start, offset)
                 size = np.minimum(start + count, offset + length) - begin
                 seq = np.flatnonzero(size > 0)
-                found.append((seq, (first + begin - offset)[seq], size[seq], (anchor + begin + base)[seq]))
+                number = seq if near.numbers is None else near.numbers[seq]
+                found.append((number, (first + begin - offset)[seq], size[seq], (anchor + begin + base)[seq]))
         base += block.size
     seq, first, count, row = (np.concatenate(x) for x in zip(*found, strict=True))
     order = np.argsort(seq.astype(np.uint16) if batch.size < 2**16 else seq, kind="stable")
