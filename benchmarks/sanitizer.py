@@ -4,6 +4,10 @@
 
 The suite (`benchmarks/sanitizer_suite.py`) compares results as well: a tool's verdict is "clean" if it found nothing
 and all checks passed in time. The record is written after each tool; PyTorch's cache of memory is off.
+
+It takes a compute-sanitizer of 2026.4 or later, such as the package nvidia-cuda-sanitizer-api has, first on the PATH.
+Older ones do not know the copy engine: up to 2025.3 racecheck warns of every wait for its arrival, and initcheck takes
+what it wrote for not written.
 """
 
 from __future__ import annotations
