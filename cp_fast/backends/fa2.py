@@ -5,6 +5,8 @@
 - The deterministic backward's order of sums depends on the launch. So that a segment's gradients do not depend on its
   neighbours, every segment is a launch of its own then; and a plan that is updated in place cannot have it, since a
   captured graph would keep the first batch's launches.
+- Otherwise such a plan is served as it is. Its grids have room for every segment to be the longest; the blocks too many
+  return at once, which takes its time where there is room for many and for long ones.
 - Head dims are equal and multiples of 8; others are padded with zero columns (`dims`).
 - There is no gradient through lse; a second backward launch adds it (`lse_gradient`). That holds with a softcap too:
   its slope multiplies whatever reaches a score.

@@ -143,6 +143,21 @@ def test_both_passes(
     assert [c.segments for c in calls] == ([1] * 6 if deterministic else [2] * 3)
 
 
+@BOTH
+def test_segments_of_one_row(name: str, monkeypatch: Any, install: Any) -> None:
+    """A launch of nothing else would take another path where heads are grouped, and is not said to be one."""
+    backend, calls = stand_in(name, monkeypatch, install)
+    segments = Segments.pack([1, 1], [3, 5], None, None)
+    q, k, v, dout = (torch.randn(rows, heads, 8) for rows, heads in ((2, 4), (8, 2), (8, 2), (2, 4)))
+    numbers: dict[str, Any] = {"scale": 0.4, "softcap": 0.0}
+    want, got = (b.forward(q, k, v, segments, **numbers) for b in (CPU, backend))
+    torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
+    options = numbers | {"deterministic": False}
+    right, computed = (b.backward(dout, q, k, v, want.out, want.lse, None, segments, **options) for b in (CPU, backend))
+    torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
+    assert calls[0].max_q == 2
+
+
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
 def test_determinism_of_the_built_in_kernels_is_a_flag_that_is_put_back(
     before: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
