@@ -26,11 +26,11 @@ import torch
 import typer
 
 from conformance.case import Case
+from conformance.commands import replay_command
 from conformance.conduct import Conduct, describe_run
 from conformance.implementation import LoadError
 from conformance.player import FAILING, Pairs, Task
 from conformance.record import Played
-from conformance.report.failures import replay_command
 from conformance.session import PROFILES, TierResult
 from conformance.workers.pool import ProcessPlayer
 from cp_ref.spec import Problem, Sequence

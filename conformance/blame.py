@@ -18,14 +18,15 @@ _NUMBERS = {"seed", "magnitude", "sequences", "a2a_size", "repeat", "slots", "re
 
 
 def blame(problem: Any) -> frozenset[str]:
-    """What a problem has beyond the plainest one of its kind.
+    """What a problem has beyond the plainest one of its kind; and its dtype, as the plainest one is each tier's affair.
 
     >>> from cp_ref.spec import Sequence
     >>> sorted(blame(Case(Problem(2, (Sequence(3, 5, 3, 5),), softcap=2.0, window_size=(1, -1)), use_plan=True)))
-    ['cross', 'softcap', 'use_plan', 'window left']
+    ['cross', 'dtype float32', 'softcap', 'use_plan', 'window left']
     """
     if isinstance(problem, Case):
-        return frozenset(_of_problem(problem.problem) | _differing(problem, {"problem"}))
+        dtype = {f"dtype {problem.problem.dtype}"}
+        return frozenset(_of_problem(problem.problem) | _differing(problem, {"problem"}) | dtype)
     return frozenset(_differing(problem, {"name"}))
 
 

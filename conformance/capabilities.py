@@ -14,7 +14,9 @@ from conformance.run import UnsupportedCase, play
 from conformance.tensors import build, plan_arguments
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 
-__all__ = ["AXES", "EVERYTHING", "WISHES", "Capabilities", "ask", "narrowed", "probe", "variants"]
+__all__ = [
+    "AXES", "EVERYTHING", "WISHES", "Capabilities", "ask", "capabilities_of", "narrowed", "probe", "variants",
+]  # fmt: skip
 
 _SQUARE = (Sequence(16, 16, 16, 16),)
 
@@ -151,6 +153,17 @@ def probe(impl: Any, device: str = "cpu") -> Capabilities:
             refused[f"{axis} {choice}"] = reason
     wishes = tuple(wish for wish, asked in WISHES.items() if _try(impl, Case(base, **asked), device)[0])
     return Capabilities(choices, refused, device, (("use_plan",) if impl.offers("make_plan") else ()) + wishes)
+
+
+def capabilities_of(impl: Any, device: str = "cpu") -> Capabilities:
+    """What `probe` found, asked once of every `Implementation`; everything, where that fails: then all is tried."""
+    impl = as_implementation(impl)
+    if device not in impl.probed:
+        try:
+            impl.probed[device] = probe(impl, device)
+        except ValueError:
+            impl.probed[device] = replace(EVERYTHING, device=device)
+    return impl.probed[device]
 
 
 def narrowed(case: Case, capabilities: Capabilities) -> Case:

@@ -22,22 +22,23 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from conformance.commands import DEFAULT_TIME_LIMIT_S, replay_options
 from conformance.conduct import ALL_TIERS, NO_LEDGER, Conduct, Known, describe_run, level_of, nothing_tested
+from conformance.coverage import coverage
 from conformance.implementation import LoadError, load
 from conformance.ledger import Ledger, LedgerError
-from conformance.player import FAILING, InProcess, Player
-from conformance.record import LEVELS, Played, RunRecord
+from conformance.player import InProcess, Player
+from conformance.printing import print_coverage, print_failures, print_table
+from conformance.record import LEVELS, RunRecord
 from conformance.session import PROFILES, TierResult
 from conformance.strategies import CP_SIZES
+from conformance.tiers import cases_of
 from conformance.workers import start_player
 
 __all__ = ["app", "cp_sizes_of"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-_MOST_FINDINGS = 8
-_MOST_OF_A_TABLE = 10
 
 
 @app.command(epilog="Exit codes: 0 right or known, 1 wrong, 2 usage, 3 cannot be loaded, 4 nothing was computed.")
@@ -64,7 +65,9 @@ def main(
     isolate: Annotated[
         bool, typer.Option("--isolate/--in-process", help="Play in worker processes, which may crash, or in this one.")
     ] = True,
-    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds until a problem is taken for hanging.")] = 60.0,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds until a problem is taken for hanging.")] = (
+        DEFAULT_TIME_LIMIT_S
+    ),
     ledger: Annotated[Path | None, typer.Option(help="Known failures, a TOML file.")] = None,
     report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
 ) -> None:
@@ -78,7 +81,7 @@ def main(
     known = _ledger(ledger)
     torch.set_num_threads(1)  # the tensors are tiny
     console = Console(soft_wrap=True)
-    player = _player(impl, device, isolate, time_limit, cp_size)
+    player = _player(impl, device, isolate, time_limit, cp_size, _sizes_of_problem(repro))
     sizes = cp_sizes_of(cp_size, player.info.group_kind, device)
     conduct = Conduct(player, drawn, tiers, sizes, device, known)
     try:
@@ -88,18 +91,22 @@ def main(
             else:
                 results = _run(conduct, console)
                 results += conduct.strict(results)
-            meta = describe_run(impl, profile, conduct)
+            options = replay_options(player.info.group_kind, cp_size, time_limit, isolate)
+            meta = describe_run(impl, profile, conduct, options)
     except LoadError as error:  # it does not come back after a crash
         _not_loaded(error)
     except LedgerError as error:
         raise typer.BadParameter(str(error), param_hint="--ledger") from error
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--repro" if repro else "--impl") from error
+    record = RunRecord(meta, tuple(p for result in results for p in result.played))
     for result in results:
-        _print_failures(console, result, impl, device, isolate)
-    _print_table(console, results, impl)
+        print_failures(console, result, meta)
+    print_table(console, results, impl)
+    if repro is None:
+        print_coverage(console, coverage(record.played))
     if report is not None:
-        _write(report, RunRecord(meta, tuple(p for result in results for p in result.played)), console)
+        _write(report, record, console)
     code = 1 if any(result.failures for result in results) else 4 if nothing_tested(results) else 0
     if code == 4:
         console.print("nothing was computed: all of it is unsupported or missing", highlight=False)
@@ -122,12 +129,28 @@ def _run(conduct: Conduct, console: Console) -> list[TierResult]:
         return list(conduct.results(advance))
 
 
-def _player(impl: str, device: str, isolate: bool, time_limit: float, cp_size: str | None) -> Player:
-    """The player; exits with 3 when there is no such implementation."""
+def _sizes_of_problem(repro: str | None) -> tuple[int, ...]:
+    """The group sizes of the problem to play again."""
+    try:
+        return tuple(case.problem.cp_size for case in cases_of(repro or ""))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--repro") from error
+
+
+def _player(
+    impl: str, device: str, isolate: bool, time_limit: float, cp_size: str | None, needed: tuple[int, ...]
+) -> Player:
+    """The player, of as many processes as --cp-size says or one problem needs; exits with 3 when there is no such
+    implementation.
+    """
+
+    def sizes(kind: str) -> tuple[int, ...]:
+        return cp_sizes_of(cp_size, kind, device) + (needed if cp_size is None and device == "cpu" else ())
+
     try:
         if not isolate:
             return InProcess(load(impl), device, time_limit)
-        return start_player(impl, device, time_limit, lambda kind: cp_sizes_of(cp_size, kind, device))
+        return start_player(impl, device, time_limit, sizes)
     except LoadError as error:
         _not_loaded(error)
     except ValueError as error:
@@ -137,46 +160,6 @@ def _player(impl: str, device: str, isolate: bool, time_limit: float, cp_size: s
 def _not_loaded(error: LoadError) -> NoReturn:
     typer.echo(str(error), err=True)
     raise typer.Exit(3) from error
-
-
-def _print_failures(console: Console, result: TierResult, impl: str, device: str, isolate: bool) -> None:
-    shown = result.smallest
-    for played in shown[:_MOST_OF_A_TABLE]:
-        console.print(f"\n[bold red]{result.tier}: {played.verdict}[/]", highlight=False)
-        for finding in played.findings[:_MOST_FINDINGS]:
-            console.print(f"  - {finding}", markup=False, highlight=False)
-        if len(played.findings) > _MOST_FINDINGS:
-            console.print(f"  - ... and {len(played.findings) - _MOST_FINDINGS} more findings", highlight=False)
-        if result.tier == "ledger":
-            continue
-        command = _replay_command(played, impl, device) + ("" if isolate else " --in-process")
-        console.print("  play it again:", highlight=False)
-        console.print(f"    {command}", markup=False, highlight=False)
-    if len(shown) > _MOST_OF_A_TABLE:
-        console.print(f"\n... and {len(shown) - _MOST_OF_A_TABLE} more problems of {result.tier}", highlight=False)
-
-
-def _replay_command(played: Played, impl: str, device: str) -> str:
-    from conformance.report.failures import replay_command  # with its templates, which a run that is right never needs
-
-    return replay_command({"impl": impl, "device": device}, played)
-
-
-def _print_table(console: Console, results: list[TierResult], impl: str) -> None:
-    table = Table(title=f"conformance of {impl}")
-    table.add_column("tier", no_wrap=True)
-    for name in ("played", "right", "failed", "known", "unsup.", "missing", "s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for r in results:
-        failed = r.count(*FAILING)
-        cells = [str(r.run), str(r.passed), f"[bold red]{failed}[/]" if failed else "0"]
-        cells += [str(r.count("known")), str(r.unsupported), str(r.count("missing"))]
-        table.add_row(r.tier, *cells, f"{r.seconds:.1f}")
-    console.print()
-    console.print(table)
-    for r in results:
-        if r.note:
-            console.print(f"{r.tier}: {r.note}", markup=False, highlight=False)
 
 
 def _write(folder: Path, record: RunRecord, console: Console) -> None:

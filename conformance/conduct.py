@@ -5,22 +5,21 @@ from __future__ import annotations
 import datetime
 import platform
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from conformance.capabilities import Capabilities
+from conformance.commands import run_command
 from conformance.levels import LEVEL_TIERS
 from conformance.player import FAILING, Offer, Pairs, Player, Task
 from conformance.record import LEVELS, Level, Played, RunRecord
 from conformance.session import Profile, TierResult, replay, run_level_tier, run_table, run_tier
 from conformance.strategies import CP_SIZES
-from conformance.tiers import CASE_TIERS, TABLE_TIERS
+from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of
 
 __all__ = ["ALL_TIERS", "NO_LEDGER", "Conduct", "Known", "describe_run", "level_of", "nothing_tested"]
 
@@ -35,7 +34,7 @@ class Known(Protocol):
         ...
 
     def quarantined(
-        self, text: str, *, level: str | None = ..., tier: str | None = ..., case: str | None = ...
+        self, text: str, *, level: str | None = ..., tier: str | None = ..., cases: Sequence[str] = ...
     ) -> str | None:
         """Why a problem must not even be played, or None."""
         ...
@@ -174,7 +173,8 @@ class _Careful(Player):
         self._player.close()
 
     def play(self, task: Task) -> Played:
-        reason = self._ledger.quarantined(task.text, level=task.level, tier=task.tier)
+        named = () if task.text.startswith("Case(") else tuple(str(case) for case in cases_of(task.text))
+        reason = self._ledger.quarantined(task.text, level=task.level, tier=task.tier, cases=named)
         if reason is not None:
             return Played(task.level, task.tier, task.text, "known", (reason,))
         return self._player.play(task)
@@ -185,11 +185,20 @@ def nothing_tested(results: Iterable[TierResult]) -> bool:
     return not any(result.count("right", "known", *FAILING) for result in results)
 
 
-def describe_run(impl: str, profile: str, conduct: Conduct) -> dict[str, Any]:
-    """What ran where, for the record's `meta`."""
+def describe_run(impl: Any, profile: str, conduct: Conduct, options: Sequence[str] = ()) -> dict[str, Any]:
+    """What ran where, for the record's `meta`.
+
+    Args:
+        impl: the implementation's name, or an object, which has none that a command line could take.
+        options: what a command needs beside name, device and problem to play a problem as it was played; see
+            `conformance.commands.replay_command`.
+    """
+    name = impl if isinstance(impl, str) else repr(impl)
     meta: dict[str, Any] = {
-        "impl": impl,
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "impl": name,
+        "by_name": isinstance(impl, str),
+        "options": list(options),
+        "command": run_command(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "profile": profile,
         "max_examples": conduct.profile.max_examples,
@@ -201,7 +210,7 @@ def describe_run(impl: str, profile: str, conduct: Conduct) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-    packages = ("torch", "hypothesis", "cp-attention", impl.partition(":")[0].partition(".")[0])
+    packages = ("torch", "hypothesis", "cp-attention", name.partition(":")[0].partition(".")[0])
     meta["versions"] = {name: found for name in packages if (found := _version(name))}
     return meta | ({"commit": commit} if (commit := _commit()) else {})
 

@@ -16,18 +16,19 @@ from rich.table import Table
 
 from conformance.case import Case
 from conformance.features import AXES, CHOICES, Choice, choices_of, why_impossible
-from conformance.record import Played
+from conformance.record import Played, Verdict
 
-__all__ = ["STATES", "Coverage", "coverage", "played_case"]
+__all__ = ["STATES", "Coverage", "coverage", "played_cases"]
 
 STATES: tuple[str, ...] = ("played", "refused", "never", "impossible")
 _INDEX = {choice: n for n, choice in enumerate(CHOICES)}
 
 
-def played_case(played: Played) -> Case | None:
-    """The case of what was played; None where it is not about one (helpers, malformed calls)."""
-    text = played.case or played.text
-    return _parsed(text) if text.startswith("Case(") else None
+def played_cases(played: Played) -> tuple[tuple[Case, Verdict], ...]:
+    """The cases of what was played, and what became of each; none where it is about none (helpers, malformed calls)."""
+    if played.text.startswith("Case("):
+        return ((_parsed(played.text), played.verdict),)
+    return tuple((_parsed(text), verdict) for text, verdict in played.cases)
 
 
 _parsed = lru_cache(maxsize=1 << 14)(Case.parse)  # coverage, matrix and list of failures all ask
@@ -77,6 +78,14 @@ class Coverage:
                 found.setdefault((a.axis, b.axis), []).append((a.name, b.name))
         return found
 
+    def missed(self, most: int) -> list[tuple[Choice, Choice, float]]:
+        """The possible pairs that never came, the most surprising first: how many problems would have had both, had
+        their features been drawn independently.
+        """
+        found = [(a, b) for a, b in self.pairs() if self.state(a, b) == "never"]
+        expected = [(a, b, self.count(a, a) * self.count(b, b) / max(1, self.problems)) for a, b in found]
+        return sorted(expected, key=lambda pair: -pair[2])[:most]
+
     def to_json(self) -> dict[str, Any]:
         """Counts by name; of the pairs only those that did not run, and why."""
         others = [(a, b, self.state(a, b)) for a, b in self.pairs() if not self.count(a, b)]
@@ -115,9 +124,9 @@ def coverage(played: Iterable[Played]) -> Coverage:
     """
     ran, refused = [], []
     for p in played:
-        if not p.shrunk and (case := played_case(p)) is not None:
+        for case, verdict in () if p.shrunk else played_cases(p):
             row = np.zeros(len(CHOICES), dtype=np.int64)
             row[[_INDEX[choice] for choice in choices_of(case)]] = 1
-            (refused if p.verdict in ("unsupported", "missing") else ran).append(row)
+            (refused if verdict in ("unsupported", "missing") else ran).append(row)
     both = [np.array(rows, dtype=np.int64).reshape(len(rows), len(CHOICES)) for rows in (ran, refused)]
     return Coverage(len(ran), len(refused), *(rows.T @ rows for rows in both))

@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from conformance.adapted import adapted, plainer
+from conformance.capabilities import capabilities_of
 from conformance.case import Case
 from conformance.implementation import Implementation
+from conformance.judged import Judged
+from conformance.record import Verdict
 from conformance.run import UnsupportedCase
 from conformance.tensors import GlobalTensors, build
 from conformance.tiers import budget, determinism, errors, hygiene, logic, metamorphic, plan, probes
@@ -22,6 +26,7 @@ _TIERS = {
 }
 
 Change = Callable[[GlobalTensors], GlobalTensors]
+Attempt = tuple[str, list[str]]  # the text of what was played, and the findings
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Entry:
         change: other values in the tensors, for the tier logic alone.
         errors: entries of the tier `errors`: calls that have to raise.
         by_hand: `by_hand(impl, device) -> findings`, for what is no case.
+        free: fields of the problems that may be others for an implementation that has less; see `conformance.adapted`.
     """
 
     text: str
@@ -43,53 +49,62 @@ class Entry:
     change: Change | None = None
     errors: tuple[str, ...] = ()
     by_hand: Callable[[Implementation, str], list[str]] | None = None
+    free: tuple[str, ...] = ()
 
-    def play(self, impl: Implementation, device: str = "cpu") -> list[str]:
-        """All findings, each with the case it belongs to.
+    def play(self, impl: Implementation, device: str = "cpu") -> Judged:
+        """All findings, each with the case it belongs to, and what became of every case.
 
         Raises:
             UnsupportedCase: nothing of the entry is supported; with the last reason.
         """
         found: list[str] = []
+        cases: dict[str, Verdict] = {}
         reason, judged = "", 0
         for where, attempt in self._attempts(impl, device):
             try:
-                found += [f"{finding} [{where}]" if where else finding for finding in attempt()]
-                judged += 1
+                text, findings = attempt()
             except UnsupportedCase as refusal:
                 reason = str(refusal)
+                if where.startswith("Case("):
+                    cases.setdefault(where, "unsupported")
+                continue
+            found += [f"{finding} [{text}]" if text else finding for finding in findings]
+            judged += 1
+            if text.startswith("Case("):
+                cases[text] = "wrong" if findings or cases.get(text) == "wrong" else "right"
         if not judged:
             raise UnsupportedCase(reason)
-        return found
+        return Judged(found, cases=cases)
 
-    def _judge(self, impl: Implementation, case: Case, tier: str, device: str) -> list[str]:
+    def _judge(self, impl: Implementation, case: Case, tier: str, device: str) -> Attempt:
         """The tier's findings; without lse and its gradient, or in another dtype, where the implementation has no more.
 
         Raises:
             UnsupportedCase: the implementation has none of these; with the reason of the case as it is.
         """
         reason: UnsupportedCase | None = None
-        for attempt in _plainer(case):
+        capabilities = capabilities_of(impl, device)
+        for attempt in plainer(adapted(case, capabilities, self.free), capabilities):
             try:
                 if self.change is not None and tier == "logic":
-                    return logic.check_tensors(impl, attempt, self.change(build(attempt, device)))
-                return _TIERS[tier](impl, attempt, device)
+                    return str(attempt), logic.check_tensors(impl, attempt, self.change(build(attempt, device)))
+                return str(attempt), _TIERS[tier](impl, attempt, device)
             except UnsupportedCase as refusal:
                 reason = reason or refusal
         assert reason is not None
         raise reason
 
-    def _attempts(self, impl: Implementation, device: str) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    def _attempts(self, impl: Implementation, device: str) -> Iterator[tuple[str, Callable[[], Attempt]]]:
         for case in self.cases:
             for name in self.tiers:
                 yield str(case), partial(self._judge, impl, case, name, device)
         for entry_id in self.errors:
             yield f"error {entry_id}", partial(_malformed, impl, entry_id, device)
-        if self.by_hand is not None:
-            yield "", partial(self.by_hand, impl, device)
+        if (by_hand := self.by_hand) is not None:
+            yield "", lambda: ("", by_hand(impl, device))
 
 
-def _malformed(impl: Implementation, entry_id: str, device: str) -> list[str]:
+def _malformed(impl: Implementation, entry_id: str, device: str) -> Attempt:
     """The tier errors' findings.
 
     Raises:
@@ -99,19 +114,7 @@ def _malformed(impl: Implementation, entry_id: str, device: str) -> list[str]:
     refusals = tuple(f" raised {name}:" for name in (impl.Unsupported.__name__, "NotImplementedError"))
     if found and all(any(refusal in finding for refusal in refusals) for finding in found):
         raise UnsupportedCase(found[0])
-    return found
-
-
-def _plainer(case: Case) -> Iterator[Case]:
-    """The case, and what says the same of an implementation that has less: no max_logit, no lse, no float64."""
-    dtypes = {"float64": ("float64", "float32", "bfloat16"), "float32": ("float32", "bfloat16")}
-    for dtype in dtypes.get(case.problem.dtype, (case.problem.dtype,)):
-        same = replace(case, problem=replace(case.problem, dtype=dtype))
-        yield same
-        if case.return_max_logit:
-            yield replace(same, return_max_logit=False)
-        if case.return_lse:
-            yield replace(same, return_max_logit=False, return_lse=False, loss="out")
+    return f"error {entry_id}", found
 
 
 def dense(length: int, kv: int | None = None) -> Sequence:

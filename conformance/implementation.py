@@ -48,6 +48,9 @@ __all__ = ["ENTRY_POINTS", "Context", "Implementation", "LoadError", "Missing", 
 
 ENTRY_POINTS = "cp_attention.implementations"
 
+# this project's packages offer the levels merge and kernel through their adapters
+_IN_FULL = {"cp_ref": "conformance.adapters.cp_ref", "cp_fast": "conformance.adapters.cp_fast:auto"}
+
 _LEVEL_MEMBER: dict[Level, str] = {"helpers": "thd", "merge": "merge", "kernel": "tile", "schedule": "attention"}
 _SCHEDULE_MEMBERS = ("ContextParallel", "supports", "Unsupported", "shard", "make_plan", "unshard", "position_ids")
 
@@ -101,6 +104,7 @@ class Implementation:
     def __init__(self, offered: Any, name: str = "") -> None:
         self.offered = offered
         self.name = name or getattr(offered, "__name__", type(offered).__name__)
+        self.probed: dict[str, Any] = {}  # by device, what `conformance.capabilities` found that it supports
 
     def offers(self, member: str) -> bool:
         """Whether the module or object has it. (A package may have a submodule called `merge`; that is no merge.)"""
@@ -164,13 +168,15 @@ def load(name: str) -> Implementation:
 
     Args:
         name: an entry point of the group "cp_attention.implementations", or pkg.module, or pkg.module:object. A class
-            is instantiated, without arguments.
+            is instantiated, without arguments. The bare names "cp_ref" and "cp_fast" mean these packages' adapters,
+            which offer all four levels; with an object behind them ("cp_fast.api:attention") they mean what they say.
 
     Raises:
         LoadError: it cannot be imported (whatever importing it raises), or it offers none of the levels.
     """
     found = entry_points(group=ENTRY_POINTS, name=name)
-    module, _, attribute = (next(iter(found)).value if found else name).partition(":")
+    target = next(iter(found)).value if found else name
+    module, _, attribute = _IN_FULL.get(target, target).partition(":")
     try:
         offered: Any = importlib.import_module(module)
         for part in attribute.split(".") if attribute else ():

@@ -18,13 +18,13 @@ The language of predicates is in `conformance.predicate`.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from conformance.predicate import Predicate, PredicateError
-from conformance.record import LEVELS, Played, RunRecord
+from conformance.record import LEVELS, Played, RunRecord, Verdict
 
 __all__ = ["Entry", "Ledger", "LedgerError"]
 
@@ -110,8 +110,11 @@ class Ledger:
         return Ledger(tuple(_entry(source, n, table) for n, table in enumerate(tables, start=1)))
 
     def match(self, played: Played) -> Entry | None:
-        """The first entry that a played problem is one of."""
-        return next((e for e in self.entries if e.matches(played.text, played.level, played.tier, played.case)), None)
+        """The first entry that covers a failed problem; of a named one that plays several cases, each that failed."""
+        failed = [case for case, verdict in played.cases if verdict in _FAILED] or [None]
+        return next(
+            (e for e in self.entries if all(e.matches(played.text, played.level, played.tier, c) for c in failed)), None
+        )
 
     def judge(self, played: Played) -> Played:
         """The same, or "known" instead of wrong, crashed or hung, when an entry covers it; reason and issue come
@@ -119,14 +122,20 @@ class Ledger:
         """
         if played.verdict not in _FAILED or (entry := self.match(played)) is None:
             return played
-        return replace(played, verdict="known", findings=(f"known: {entry.reason} ({entry.issue})", *played.findings))
+        findings = (f"known: {entry.reason} ({entry.issue})", *played.findings)
+        cases: tuple[tuple[str, Verdict], ...] = tuple(
+            (case, "known" if verdict in _FAILED else verdict) for case, verdict in played.cases
+        )
+        return replace(played, verdict="known", findings=findings, cases=cases)
 
     def quarantined(
-        self, text: str, *, level: str | None = "schedule", tier: str | None = None, case: str | None = None
+        self, text: str, *, level: str | None = "schedule", tier: str | None = None, cases: Sequence[str] = ()
     ) -> str | None:
-        """Why a problem must not be played, or None. An entry that names a tier holds back this tier alone."""
+        """Why a problem must not be played, or None. An entry that names a tier holds back this tier alone; `cases` are
+        those that a named problem plays: one of them is enough.
+        """
         for entry in self.entries:
-            if entry.quarantine and entry.matches(text, level, tier, case):
+            if entry.quarantine and any(entry.matches(text, level, tier, case) for case in cases or [None]):
                 return f"quarantined: {entry.reason} ({entry.issue})"
         return None
 
@@ -136,16 +145,16 @@ class Ledger:
         for entry in self.entries:
             if entry.quarantine:
                 continue
-            verdicts = [p.verdict for p in _judged(record.played) if entry.matches(p.text, p.level, p.tier, p.case)]
+            verdicts = [
+                verdict
+                for p in record.played
+                for case, verdict in p.cases or ((None, p.verdict),)
+                if verdict in ("right", "known", *_FAILED) and entry.matches(p.text, p.level, p.tier, case)
+            ]  # not what was refused, missing or too large: that says nothing
             if verdicts and set(verdicts) == {"right"}:
                 problems = "the one problem" if len(verdicts) == 1 else f"all {len(verdicts)} problems"
                 found.append(f"{entry} no longer fails: remove it; {problems} that it covers passed")
         return tuple(found)
-
-
-def _judged(played: Iterable[Played]) -> Iterable[Played]:
-    """What says whether a failure is still there: not what was refused, missing or too large."""
-    return (p for p in played if p.verdict in ("right", "known", *_FAILED))
 
 
 def _entry(source: str, number: int, table: Any) -> Entry:

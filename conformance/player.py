@@ -17,13 +17,14 @@ from conformance.levels import LEVEL_TIERS, Raised
 from conformance.record import Level, Played, Verdict
 from conformance.reference import Hang, Watch, describe_error, is_out_of_memory, run_ranks, watching
 from conformance.run import UnsupportedCase
-from conformance.tiers import CASE_TIERS, TABLE_TIERS, table_entry
-from conformance.tiers.spoiled import ERRORS, good_call
+from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
+from conformance.tiers.spoiled import ERRORS, call_of
 
 __all__ = ["FAILING", "InProcess", "Offer", "Pairs", "Player", "Task", "pairs_of", "play_task", "task_of"]
 
 Pairs = tuple[tuple[int, int], ...]
 FAILING: tuple[Verdict, ...] = ("wrong", "crashed", "hung", "out of memory")
+_WHOLE: tuple[Verdict, ...] = ("unsupported", "missing")  # said of an entry, they are said of all its problems
 
 # what a tier cannot do without, of the schedule level
 _NEEDED = {"plan": ("make_plan", "supports", "shard", "unshard", "position_ids")}
@@ -129,12 +130,12 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
     check = _check_of(task)
     began = time.monotonic()
     if absent := _absent(impl, task):
-        return Played(task.level, task.tier, task.text, "missing", (f"the implementation does not offer {absent}",))
-    ratios: dict[str, float] = {}
+        reason = f"the implementation does not offer {absent}"
+        return Played(task.level, task.tier, task.text, "missing", (reason,), cases=_cases(task, "missing", None))
+    judged: list[str] = []
     with watching(limit_s) as watch:
         try:
             judged = check(impl, device)
-            ratios = judged.ratios if isinstance(judged, Judged) else {}
             verdict, findings = _verdict(judged, watch)
             if verdict == "wrong" and task.tier == "errors" and (reason := _refused_anyway(impl, task, device)):
                 verdict, findings = "unsupported", [reason]
@@ -152,9 +153,21 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
             verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
             if is_out_of_memory(error):
                 verdict, findings = "out of memory", [describe_error(error)]
-    return Played(
-        task.level, task.tier, task.text, verdict, tuple(findings), ratios, round(time.monotonic() - began, 4)
-    )
+    more = judged if isinstance(judged, Judged) else Judged()
+    seconds = round(time.monotonic() - began, 4)
+    cases = _cases(task, verdict, more)
+    return Played(task.level, task.tier, task.text, verdict, tuple(findings), more.ratios, seconds, cases=cases)
+
+
+def _cases(task: Task, verdict: Verdict, judged: Judged | None) -> tuple[tuple[str, Verdict], ...]:
+    """What became of each problem of an entry of a table; of one that failed in another way than being wrong, that."""
+    if judged is not None and judged.cases:
+        failed: Verdict = verdict if verdict in (*FAILING, "missing") else "wrong"
+        return tuple((case, failed if became == "wrong" else became) for case, became in judged.cases.items())
+    if table_entry(task.text) is None:
+        return ()
+    cases = cases_of(task.text)
+    return tuple((str(case), verdict) for case in cases) if verdict in _WHOLE or len(cases) == 1 else ()
 
 
 def _verdict(judged: list[str], watch: Watch) -> tuple[Verdict, list[str]]:
@@ -174,13 +187,13 @@ def _refused_anyway(impl: Implementation, task: Task, device: str) -> str:
     """Why the well-formed call that an error entry spoils is itself unsupported; empty when it is not."""
     entry = ERRORS.get(task.text.partition(" ")[2].strip())
     for base in ("bshd", "thd") if entry is None else (entry.base,):
-        call = good_call(base, device)
+        call = call_of(impl, base, device)
         try:
             errors = [o.error for o in run_ranks(2, lambda member, call=call: call.run(impl, member))]
         except Hang:
             return ""
         if all(isinstance(error, impl.Unsupported | NotImplementedError) for error in errors):
-            return f"the well-formed call ({base}, p2p, dual_chunk) is unsupported: {errors[0]}"
+            return f"the well-formed call ({base}) is unsupported: {errors[0]}"
     return ""
 
 

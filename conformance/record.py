@@ -44,7 +44,10 @@ class Played:
     )  # of the budget tier: "out max", "dq mean", ...: error / bound
     seconds: float = 0.0
     shrunk: bool = False  # the smallest failing problem that was found, and not one that was drawn
-    case: str | None = None  # the "Case(...)" of a problem whose text is a name, so that the tables can count it
+    cases: tuple[
+        tuple[str, Verdict], ...
+    ] = ()  # of a problem whose text is a name: each "Case(...)" that it plays, and
+    # what became of it, so that the tables can count it
     pairs: tuple[tuple[int, int], ...] | None = None  # who saw whom: (query row, key row) of the global packed
     # buffers, padding and tails counted; None where no probe can say it
 
@@ -76,4 +79,5 @@ def _played(data: dict[str, Any]) -> Played:
     ratios = {name: float(ratio) for name, ratio in data.get("ratios", {}).items()}
     pairs = data.get("pairs")
     pairs = None if pairs is None else tuple((int(q), int(k)) for q, k in pairs)
-    return Played(**{**data, "findings": tuple(data["findings"]), "ratios": ratios, "pairs": pairs})
+    cases = tuple((text, verdict) for text, verdict in data.get("cases", ()))
+    return Played(**{**data, "findings": tuple(data["findings"]), "ratios": ratios, "cases": cases, "pairs": pairs})

@@ -14,7 +14,7 @@ from conformance.placement import assemble, global_rows, take_slice
 from conformance.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
 
-__all__ = ["Gathered", "UnsupportedCase", "play"]
+__all__ = ["Gathered", "UnsupportedCase", "local_slice", "play"]
 
 
 LIMIT_S = float(os.environ.get("CONFORMANCE_LIMIT_S", "20"))
@@ -107,20 +107,10 @@ class _Inputs:
     """One rank's q, k, v, dout and offset; with `case.strided`, views with odd strides into buffers of NaN."""
 
     def __init__(self, impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, rank: int) -> None:
-        p = case.problem
         self.guarded: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self.leaves: dict[str, torch.Tensor] = {}
         for name in ("q", "k", "v", "dout"):
-            starts = p.starts_q if name in ("q", "dout") else p.starts_kv
-            padded = None
-            if p.qkv_format == "thd":
-                padded = torch.tensor(starts, dtype=torch.int32, device=tensors.q.device)
-            whole = getattr(tensors, name)
-            if impl.offers("shard"):
-                local = impl.shard(whole, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded).detach()
-            else:
-                side, tail = ("q", case.tail_q) if name in ("q", "dout") else ("kv", case.tail_kv)
-                local = take_slice(p, whole, side, tail, rank)
+            local = local_slice(impl, case, tensors, name, cp, rank)
             if case.strided:
                 local = self._embed(name, local)
             if name == "dout":
@@ -138,6 +128,21 @@ class _Inputs:
         inside.copy_(x)
         self.guarded.append((name, buffer, buffer.clone()))
         return inside.detach()
+
+
+def local_slice(
+    impl: Implementation, case: Case, tensors: GlobalTensors, name: str, cp: Any, rank: int
+) -> torch.Tensor:
+    """A rank's slice of q, k, v or dout, cut by the implementation's `shard`, or by the suite where there is none."""
+    p, whole = case.problem, getattr(tensors, name)
+    side, tail = ("q", case.tail_q) if name in ("q", "dout") else ("kv", case.tail_kv)
+    if not impl.offers("shard"):
+        return take_slice(p, whole, side, tail, rank)
+    padded = None
+    if p.qkv_format == "thd":
+        starts = p.starts_q if side == "q" else p.starts_kv
+        padded = torch.tensor(starts, dtype=torch.int32, device=whole.device)
+    return impl.shard(whole, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded).detach()
 
 
 def _wishes(case: Case) -> dict[str, bool]:

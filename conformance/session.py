@@ -1,17 +1,15 @@
 """Running tiers: draws problems with Hypothesis, plays them, and looks for the smallest that fails.
 
-Hypothesis runs here; where a problem is played is the player's affair (`conformance.player`, `conformance.workers`).
+Hypothesis runs in `conformance.rounds`; where a problem is played is the player's affair (`conformance.player`, `conformance.workers`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import hypothesis
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from conformance.blame import blame
@@ -19,6 +17,7 @@ from conformance.capabilities import Capabilities, narrowed
 from conformance.levels import LEVEL_TIERS
 from conformance.player import FAILING, InProcess, Player, Task, task_of
 from conformance.record import Level, Played
+from conformance.rounds import Judge, OnProblem, Profile, Round, as_it_is
 from conformance.strategies import CP_SIZES, cases
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
 
@@ -34,22 +33,6 @@ __all__ = [
     "run_table",
     "run_tier",
 ]
-
-
-@dataclass(frozen=True)
-class Profile:
-    """How many problems each tier draws, and whether they are the same ones every time.
-
-    `most_failures` is how many different failures a tier looks for, and `shrink_s` how long it makes each of them
-    smaller, in seconds. `seed` fixes what is drawn when `derandomize` does
-    not.
-    """
-
-    max_examples: int
-    derandomize: bool
-    most_failures: int = 1
-    shrink_s: float = 30.0
-    seed: int | None = None
 
 
 PROFILES = {"quick": Profile(60, True), "ci": Profile(500, True), "nightly": Profile(5000, False)}
@@ -108,18 +91,6 @@ class TierResult:
         return [Failure(p.text, p.findings) for p in self.smallest]
 
 
-Judge = Callable[[Played], Played]
-OnProblem = Callable[[], None]
-
-
-def _as_it_is(played: Played) -> Played:
-    return played
-
-
-class _Failed(AssertionError):
-    """What the drawn test raises; what was played is kept beside it."""
-
-
 def run_tier(
     impl: Any,
     tier_name: str,
@@ -129,7 +100,7 @@ def run_tier(
     cp_sizes: Sequence[int] = CP_SIZES,
     shrink: bool = True,
     on_problem: OnProblem = lambda: None,
-    judge: Judge = _as_it_is,
+    judge: Judge = as_it_is,
 ) -> TierResult:
     """Draw cases until `profile.max_examples` have passed or one fails; then look for the smallest that fails.
 
@@ -158,7 +129,7 @@ def run_level_tier(
     *,
     shrink: bool = True,
     on_problem: OnProblem = lambda: None,
-    judge: Judge = _as_it_is,
+    judge: Judge = as_it_is,
 ) -> TierResult:
     """A tier of a lower level, `LEVEL_TIERS`: `profile.max_examples` problems of each of its functions."""
     tier, total = LEVEL_TIERS[tier_name], TierResult(tier_name)
@@ -182,7 +153,7 @@ def drawn_problems(
     *,
     shrink: bool = True,
     on_problem: OnProblem = lambda: None,
-    judge: Judge = _as_it_is,
+    judge: Judge = as_it_is,
 ) -> TierResult:
     """Draw problems of one strategy and play them. A failure is shrunk; then drawing goes on without the problems that
     have all the features of the smallest one, until `profile.most_failures` are found. A missing function is played
@@ -193,79 +164,19 @@ def drawn_problems(
         left = profile.max_examples - result.run
         if left <= 0 or any(p.verdict == "missing" for p in result.drawn):
             break
-        round_ = _Round(player, level, tier_name, judge, on_problem)
+        round_ = Round(player, level, tier_name, judge, on_problem)
         round_.draw(strategy, replace(profile, max_examples=left), shrink, [*blamed])
         result.played += round_.drawn
         result.note = result.note or round_.note
         if round_.smallest is None:
             break
         result.played.append(replace(round_.smallest, shrunk=True))
-        features = blame(round_.smallest_problem)
+        features = blame(round_.smallest_problem) - round_.innocent()
         if not features:  # the plainest problem fails: so will all
             break
         blamed.append(features)
     result.seconds = time.monotonic() - began
     return result
-
-
-class _Round:
-    """One test of Hypothesis: until its first failure, and that one's shrinking."""
-
-    def __init__(self, player: Player, level: Level, tier: str, judge: Judge, on_problem: OnProblem) -> None:
-        self._player, self._tier, self._judge, self._on_problem = player, tier, judge, on_problem
-        self._level: Level = level
-        self._failing: dict[str, Played] = {}
-        self._give_up_at, self._shrink_s = float("inf"), 0.0
-        self.drawn: list[Played] = []
-        self.smallest: Played | None = None
-        self.smallest_problem: Any = None
-        self.note = ""
-
-    def draw(self, strategy: SearchStrategy[Any], profile: Profile, shrink: bool, blamed: list[frozenset[str]]) -> None:
-        self._shrink_s = profile.shrink_s
-
-        @settings(
-            max_examples=profile.max_examples,
-            derandomize=profile.derandomize and profile.seed is None,
-            deadline=None,
-            database=None,
-            print_blob=True,
-            report_multiple_bugs=False,
-            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-            verbosity=Verbosity.quiet,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-        )
-        @given(strategy)
-        def one_problem(problem: Any) -> None:
-            if any(features <= blame(problem) for features in blamed):
-                return
-            self._one(problem)
-
-        try:
-            (one_problem if profile.seed is None else hypothesis.seed(profile.seed)(one_problem))()
-        except Exception as error:
-            if self.smallest is None:
-                raise
-            if not isinstance(error, _Failed):
-                self.note = f"{type(error).__name__}: {error}"  # Hypothesis found it flaky, say
-
-    def _one(self, problem: Any) -> None:
-        text = str(problem)
-        if text not in self._failing:
-            if time.monotonic() > self._give_up_at:  # enough shrinking: only what is known to fail still does
-                return
-            if any(p.verdict == "missing" for p in self.drawn):
-                return
-            played = self._judge(self._player.play(Task(self._level, self._tier, text)))
-            if not self._failing:
-                self.drawn.append(played)
-                self._on_problem()
-            if played.verdict not in FAILING:
-                return
-            self._failing[text] = played
-            self._give_up_at = min(self._give_up_at, time.monotonic() + self._shrink_s)
-        self.smallest, self.smallest_problem = self._failing[text], problem
-        raise _Failed
 
 
 def run_table(
@@ -274,7 +185,7 @@ def run_table(
     capabilities: Capabilities,
     *,
     on_problem: OnProblem = lambda: None,
-    judge: Judge = _as_it_is,
+    judge: Judge = as_it_is,
 ) -> TierResult:
     """The whole table of a tier of `TABLE_TIERS`; every failing entry is reported."""
     tier, result, began = TABLE_TIERS[tier_name], TierResult(tier_name), time.monotonic()
@@ -292,7 +203,7 @@ def run_errors(impl: Any, capabilities: Capabilities, *, on_problem: OnProblem =
 
 
 def replay(
-    impl: Any, text: str, tier_names: Sequence[str] = (), device: str = "cpu", *, judge: Judge = _as_it_is
+    impl: Any, text: str, tier_names: Sequence[str] = (), device: str = "cpu", *, judge: Judge = as_it_is
 ) -> list[TierResult]:
     """Play one problem again: `text` is what a failure printed.
 

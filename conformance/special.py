@@ -15,6 +15,9 @@ from cp_ref.spec import Sequence
 __all__ = ["SPECIAL"]
 
 
+_FREE = ("qkv_format", "layout", "heads_kv")  # where an entry does not name them, it is not about them
+
+
 def _entry(
     text: str,
     cp_size: int,
@@ -31,7 +34,7 @@ def _entry(
     case = Case(p, tail_q=tails[0], tail_kv=tails[1], **options)  # pyright: ignore[reportArgumentType]
     only = (p.cp_comm_type,) if "cp_comm_type" in fields else ("p2p", "all_gather", "a2a", "a2a+p2p")
     cases = (case,) if "cp_comm_type" in fields else every_schedule(case, only)
-    return Entry(text, cases, tiers, change)
+    return Entry(text, cases, tiers, change, free=tuple(name for name in _FREE if name not in fields))
 
 
 def _with_offset(value: float) -> Change:

@@ -16,7 +16,6 @@ ledger is an expected failure.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ import pytest
 import torch
 
 from conformance.cli import cp_sizes_of
+from conformance.commands import replay_command, replay_options
 from conformance.conduct import NO_LEDGER, Conduct, describe_run
 from conformance.implementation import load
 from conformance.ledger import Ledger
@@ -68,7 +68,8 @@ def conformance_conduct(impl: Any, conformance_settings: Settings) -> Iterator[C
     sizes = cp_sizes_of(options.cp_size, player.info.group_kind, options.device)
     ledger = NO_LEDGER if options.ledger is None else Ledger.load(options.ledger)
     conduct = Conduct(player, profile, cp_sizes=sizes, device=options.device, ledger=ledger)
-    options.meta = describe_run(impl if isinstance(impl, str) else repr(impl), options.profile, conduct)
+    more = replay_options(player.info.group_kind, options.cp_size, options.time_limit, options.isolate)
+    options.meta = describe_run(impl, options.profile, conduct, more)
     yield conduct
     player.close()
 
@@ -90,8 +91,6 @@ def test_conformance(conformance_part: Part, conformance_conduct: Conduct, confo
 def _message(result: TierResult, settings: Settings) -> str:
     lines: list[str] = []
     for played in result.smallest:
-        command = ["python", "-m", "conformance", "--impl", settings.meta["impl"], "--device", settings.device]
-        command += ["--tier", played.tier] if played.text.startswith("Case(") else []
         lines += [f"{played.verdict}:", *(f"  - {finding}" for finding in played.findings)]
-        lines += ["play it again:", f"  {shlex.join([*command, '--repro', played.text])}", ""]
+        lines += ["play it again:", f"  {replay_command(settings.meta, played)}", ""]
     return "\n".join(lines)

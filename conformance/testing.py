@@ -10,12 +10,12 @@ def test_my_attention(tier):
 from __future__ import annotations
 
 import os
-import shlex
 from functools import lru_cache
 
 import torch
 
 from conformance.capabilities import Capabilities, probe
+from conformance.commands import replay_command
 from conformance.implementation import Implementation, load
 from conformance.levels import LEVEL_TIERS
 from conformance.session import Profile, TierResult, run_level_tier, run_table, run_tier
@@ -42,9 +42,8 @@ def check_tier(impl_name: str, tier: str, *, device: str = "cpu") -> None:
     torch.set_num_threads(1)  # the tensors are tiny
     result = _play(impl_name, tier, device)
     lines = []
-    for failure in result.failures:
-        command = f"python -m conformance --impl {impl_name} --tier {tier} --repro {shlex.quote(failure.text)}"
-        lines += ["", *failure.findings, command]
+    for played in result.smallest:
+        lines += ["", *played.findings, replay_command({"impl": impl_name, "device": device}, played)]
     if lines:
         raise AssertionError("\n".join(lines))
     if result.unsupported > result.run / 2:

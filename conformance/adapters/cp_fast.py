@@ -1,5 +1,6 @@
-"""`cp_fast` on all four levels, one object for each of its backends: `fa4`, `fa2`, `cudnn`, `cpu`, `torch`.
+"""`cp_fast` on all four levels: `auto`, and one object for each of its backends, `fa4`, `fa2`, `cudnn`, `cpu`, `torch`.
 
+    python -m conformance --impl cp_fast                              # conformance.adapters.cp_fast:auto
     python -m conformance --impl conformance.adapters.cp_fast:cpu
 
 `merge` goes through the kernels that are in use (CP_FAST_KERNELS or the first that can be had), `tile` through the
@@ -14,11 +15,11 @@ import torch as pytorch
 
 import cp_fast as package
 from conformance.adapters.tiles import crop, empty_tile, out_of_nothing
-from cp_fast.backends import Backend, Segments, by_name
+from cp_fast.backends import Backend, Segments, choose
 from cp_fast.kernels import kernels
 from cp_ref.spec import Feature
 
-__all__ = ["OneBackend", "cpu", "cudnn", "fa2", "fa4", "torch"]
+__all__ = ["OneBackend", "auto", "cpu", "cudnn", "fa2", "fa4", "torch"]
 
 Tensor = pytorch.Tensor
 _DTYPES = {
@@ -30,7 +31,9 @@ _DTYPES = {
 
 
 class OneBackend:
-    """`cp_fast` with one backend by name: what that lacks is unsupported, and nothing falls back."""
+    """`cp_fast` with one backend by name: what that lacks is unsupported, and nothing falls back. "auto" is the package
+    as it comes, which takes the first backend that has what a problem needs.
+    """
 
     batch_invariant = True
     supports_compile = True
@@ -91,9 +94,6 @@ class OneBackend:
 
     def _backend(self, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Backend:
         """The backend, if it has what the tile needs."""
-        backend = by_name(self.name)
-        if (reason := backend.why_not()) is not None:
-            raise self.Unsupported(f"a tile with backend {self.name!r}", {}, hint=reason)
         wanted = {
             Feature.CUDA if q.is_cuda else Feature.CPU: True,
             _DTYPES[q.dtype]: True,
@@ -104,10 +104,7 @@ class OneBackend:
             Feature.HEAD_DIM_OVER_128: max(q.shape[2], v.shape[2]) > 128,
             Feature.HEAD_DIM_ODD: bool(q.shape[2] % 8 or v.shape[2] % 8),
         }
-        missing = frozenset(feature for feature, needed in wanted.items() if needed) - backend.features
-        if missing:
-            raise self.Unsupported(f"a tile with backend {self.name!r}", {self.name: missing})
-        return backend
+        return choose(frozenset(feature for feature, needed in wanted.items() if needed), self.name)
 
 
 def _segment(rows: slice, columns: slice, left: int | None, right: int | None, device: pytorch.device) -> Segments:
@@ -115,4 +112,4 @@ def _segment(rows: slice, columns: slice, left: int | None, right: int | None, d
     return Segments.pack(*lengths, left, right, device)
 
 
-fa4, fa2, cudnn, cpu, torch = (OneBackend(name) for name in ("fa4", "fa2", "cudnn", "cpu", "torch"))
+auto, fa4, fa2, cudnn, cpu, torch = (OneBackend(name) for name in ("auto", "fa4", "fa2", "cudnn", "cpu", "torch"))

@@ -43,7 +43,7 @@ def write_report(record: RunRecord, folder: Path) -> list[Path]:
 def _brief(record: RunRecord) -> dict[str, Any]:
     """The record without what is empty in most problems, and would be most of the file."""
     data = record.to_json()
-    empty = {"ratios": {}, "shrunk": False, "case": None, "pairs": None}
+    empty = {"ratios": {}, "shrunk": False, "cases": (), "pairs": None}
     played = [{k: v for k, v in p.items() if k not in empty or v != empty[k]} for p in data["played"]]
     return data | {"played": played}
 

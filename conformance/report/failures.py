@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from conformance.case import Case
-from conformance.coverage import played_case
+from conformance.commands import replay_command
+from conformance.coverage import played_cases
 from conformance.features import choices_of
 from conformance.record import Played, RunRecord
 from conformance.report.masks import Difference, visibility_difference
 from conformance.report.states import FAILING, State, state_of
 
-__all__ = ["Failure", "Refusal", "failures", "refusals", "replay_command"]
+__all__ = ["Failure", "Refusal", "failures", "refusals"]
 
 # how a feature is written, and what goes without saying
 _BY_NAME = ("schedule", "format", "mask", "layout", "dtype", "lengths", "heads", "dims")
@@ -26,23 +24,12 @@ _BY_AXIS = {
 _PLAIN = ("none", "vanilla", "plain", "out", "q, k, v", "off", "without", "no")
 
 
-def replay_command(meta: Mapping[str, Any], played: Played) -> str:
-    """What plays a problem again, for a POSIX shell.
-
-    >>> replay_command({"impl": "my.attention"}, Played("schedule", "errors", "error lengths-decrease", "wrong"))
-    "python -m conformance --impl my.attention --repro 'error lengths-decrease'"
-    """
-    words = ["python", "-m", "conformance", "--impl", str(meta.get("impl", "IMPL"))]
-    if meta.get("device") not in (None, "cpu"):
-        words += ["--device", str(meta["device"]).split(":")[0].split()[0]]
-    if played.text.startswith("Case("):
-        words += ["--tier", played.tier]
-    return shlex.join([*words, "--repro", played.text])
-
-
 @dataclass(frozen=True)
 class Failure:
-    """One failing problem: `number` counts from 1 in the page, `played` is every play of it that failed."""
+    """One failing problem: `number` counts from 1 in the page, `played` is every play of it that failed.
+
+    `case` is the problem, or of an entry of a table the first that failed; None for what is about none.
+    """
 
     number: int
     case: Case | None
@@ -102,10 +89,13 @@ def failures(record: RunRecord) -> tuple[Failure, ...]:
         if played.verdict in FAILING:  # the smallest was drawn too: what is said of it later says more
             found.setdefault(played.text, {})[played.tier] = played
     groups = {text: list(by_tier.values()) for text, by_tier in found.items()}
-    cases = {text: played_case(group[0]) for text, group in groups.items()}
-    order = sorted(
-        groups, key=lambda text: (not any(p.shrunk for p in groups[text]), _size(cases[text]), len(text), text)
-    )
+    cases = {text: _failing_case(group) for text, group in groups.items()}
+
+    def place(text: str) -> tuple[object, ...]:
+        named = not text.startswith("Case(")
+        return not any(p.shrunk for p in groups[text]), named, _size(cases[text]), len(text), text
+
+    order = sorted(groups, key=place)
     return tuple(
         Failure(n, cases[text], tuple(groups[text]), _commands(record, groups[text])) for n, text in enumerate(order, 1)
     )
@@ -114,6 +104,11 @@ def failures(record: RunRecord) -> tuple[Failure, ...]:
 def _commands(record: RunRecord, group: list[Played]) -> tuple[str, ...]:
     """None for what was not played: the ledger's own complaint."""
     return tuple(dict.fromkeys(replay_command(record.meta, played) for played in group if played.tier != "ledger"))
+
+
+def _failing_case(group: list[Played]) -> Case | None:
+    """The problem; of an entry of a table the first that failed."""
+    return next((case for played in group for case, verdict in played_cases(played) if verdict in FAILING), None)
 
 
 def _size(case: Case | None) -> tuple[float, int]:

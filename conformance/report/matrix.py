@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformance.coverage import played_case
+from conformance.coverage import played_cases
 from conformance.features import AXES, Choice, choices_of, why_impossible
 from conformance.record import RunRecord
-from conformance.report.states import State, counted, state_of
+from conformance.report.states import FAILING, State, counted, state_of
 from cp_ref.spec import CP_COMM_TYPES, MASKS, QKV_FORMATS
 
 __all__ = ["COLUMNS", "GROUPS", "Cell", "Panel", "matrix"]
@@ -118,13 +118,13 @@ def matrix(record: RunRecord, numbers: Mapping[str, int]) -> tuple[Panel, ...]:
     )
     panels = {choice: Panel(choice) for choice in choices}
     for played in record.played:
-        if (case := played_case(played)) is None:
-            continue
-        p = case.problem
-        key = (p.cp_comm_type, p.qkv_format, p.attn_mask_type)
-        for panel in (everything, *(panels[c] for c in choices_of(case) if c in panels)):
-            cell = panel.cells.setdefault(key, Cell())
-            cell.counts[played.verdict] += 1
-            if (number := numbers.get(played.text)) is not None and number not in cell.failing:
-                cell.failing = sorted((*cell.failing, number))[:_MOST_LINKS]
+        for case, verdict in played_cases(played):
+            p = case.problem
+            key = (p.cp_comm_type, p.qkv_format, p.attn_mask_type)
+            number = numbers.get(played.text) if verdict in FAILING else None
+            for panel in (everything, *(panels[c] for c in choices_of(case) if c in panels)):
+                cell = panel.cells.setdefault(key, Cell())
+                cell.counts[verdict] += 1
+                if number is not None and number not in cell.failing:
+                    cell.failing = sorted((*cell.failing, number))[:_MOST_LINKS]
     return (everything, *panels.values())

@@ -10,7 +10,8 @@ drawn cases, `check(impl, case, device) -> findings` (sentences; empty when all 
     hygiene       reads and writes out of place: NaN in fresh memory, guard bands, strides, aliases
     determinism   the same bits from run to run
 
-tables, `ids(capabilities)` and `check(impl, entry_id, device) -> findings`; an entry's text is "TIER ID"
+tables, `ids(capabilities)`, `check(impl, entry_id, device) -> findings` and `cases(entry_id)`, the problems that an
+entry plays; an entry's text is "TIER ID"
 
     errors        malformed calls: every rank raises, none hangs; their texts begin with "error"
     special       every edge of what attention means, under every schedule
@@ -42,7 +43,7 @@ from conformance.tiers import (
     torch_integration,
 )
 
-__all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "table_entry"]
+__all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "cases_of", "table_entry"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class TableTier:
     word: str
     ids: Callable[[Capabilities], list[str]]
     check: Callable[[Implementation, str, str], list[str]]
+    cases: Callable[[str], tuple[Case, ...]]
 
 
 ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -82,10 +84,10 @@ CASE_TIERS = {
 TABLE_TIERS = {
     tier.name: tier
     for tier in (
-        TableTier("errors", "error", errors.ids, errors.check),
-        TableTier("special", "special", special.ids, special.check),
-        TableTier("known", "known", known.ids, known.check),
-        TableTier("torch", "torch", torch_integration.ids, torch_integration.check),
+        TableTier("errors", "error", errors.ids, errors.check, errors.cases),
+        TableTier("special", "special", special.ids, special.check, special.cases),
+        TableTier("known", "known", known.ids, known.check, known.cases),
+        TableTier("torch", "torch", torch_integration.ids, torch_integration.check, torch_integration.cases),
     )
 }
 
@@ -104,3 +106,15 @@ def table_entry(text: str) -> tuple[TableTier, str] | None:
         if word == tier.word:
             return tier, entry_id.strip()
     return None
+
+
+def cases_of(text: str) -> tuple[Case, ...]:
+    """The problems of the level schedule that a text names: its own, or those of an entry of a table.
+
+    >>> [case.problem.cp_comm_type for case in cases_of("special group-of-seven")]
+    ['p2p', 'all_gather', 'a2a', 'a2a+p2p']
+    """
+    if text.startswith("Case("):
+        return (Case.parse(text),)
+    entry = table_entry(text)
+    return () if entry is None else entry[0].cases(entry[1])

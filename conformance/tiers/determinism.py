@@ -33,6 +33,8 @@ def _check_rank(call: Call) -> list[str]:
     first = call.both(call.leaves())
     other = _other_values(call)
     found = same_bits("of a second call", first, call.both(call.leaves()))
+    if not call.impl.offers("make_plan"):
+        return found + same_bits("of other values after these", other, _other_values(call))
     plan = call.plan()
     planned = call.both(call.leaves(), plan)
     found += same_bits("of a call with a plan", first, planned)

@@ -11,17 +11,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from conformance.capabilities import Capabilities, variants
+from conformance.capabilities import Capabilities, capabilities_of, variants
 from conformance.case import Case
 from conformance.implementation import Implementation
+from conformance.judged import Judged
 from conformance.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.run import UnsupportedCase, play
 from conformance.tensors import build
 from conformance.tiers import plan as plan_tier
-from conformance.tiers.spoiled import ERRORS, Call, ErrorCase, good_call
+from conformance.tiers.spoiled import ERRORS, Call, ErrorCase, call_of
 from cp_ref.spec import Problem, Sequence
 
-__all__ = ["check", "error_ids", "ids"]
+__all__ = ["cases", "check", "error_ids", "ids"]
 
 _LIMIT_S = 20.0
 
@@ -34,6 +35,18 @@ def ids(capabilities: Capabilities) -> list[str]:
 error_ids = ids
 
 
+def cases(entry_id: str) -> tuple[Case, ...]:
+    """The problem that has to be refused; none for a malformed call, which is no problem."""
+    word, _, choice = entry_id.partition(" ")
+    problems = _refusable() if word == "unsupported" else {}
+    return (Case(problems[choice]),) if choice in problems else ()
+
+
+def _refusable() -> dict[str, Problem]:
+    base = Problem(2, (Sequence(16, 16, 16, 16),))
+    return {f"{axis} {name}": problem for axis, name, problem in variants(base)}
+
+
 def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]:
     """Findings about one entry.
 
@@ -41,20 +54,31 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
         ValueError: there is no such entry.
     """
     if entry_id == "well-formed":  # the table means nothing if the calls that it spoils are refused themselves
-        runs = [_run(impl, [good_call(base, device)] * 2) for base in ("bshd", "thd")]
-        return [f"{_who(n)} raised {describe_error(o.error)}" for run in runs for n, o in enumerate(run) if o.error]
+        return _well_formed(impl, device)
     if entry_id.startswith("unsupported "):
         return _check_refusal(impl, entry_id.removeprefix("unsupported "), device)
     if entry_id not in ERRORS:
         raise ValueError(f"there is no error case {entry_id!r}; there are: {', '.join(ERRORS)}")
     entry = ERRORS[entry_id]
+    layout = call_of(impl, entry.base, device).context.get("layout", "dual_chunk")
+    if entry.layout not in ("", layout):
+        raise UnsupportedCase(f"it is malformed in the layout {entry.layout} alone, which is unsupported")
     found = [] if entry.one_rank_only else _check_everywhere(impl, entry, device)
     return found + (_check_alone(impl, entry, device) if entry.alone else [])
 
 
+def _well_formed(impl: Implementation, device: str) -> list[str]:
+    """What goes wrong with the calls in bshd and thd, of those formats that are supported."""
+    bases = [base for base in ("bshd", "thd") if capabilities_of(impl, device).has("qkv_format", base)]
+    if not bases:
+        raise UnsupportedCase("neither bshd nor thd is supported")
+    runs = [_run(impl, [call_of(impl, base, device)] * 2) for base in bases]
+    return [f"{_who(n)} raised {describe_error(o.error)}" for run in runs for n, o in enumerate(run) if o.error]
+
+
 def _check_everywhere(impl: Implementation, entry: ErrorCase, device: str) -> list[str]:
     try:
-        outcomes = _run(impl, [entry.spoil(good_call(entry.base, device)) for _ in range(2)])
+        outcomes = _run(impl, [entry.spoil(call_of(impl, entry.base, device)) for _ in range(2)])
     except Hang as hang:
         return [f"wrong on every rank: {hang}"]
     return [
@@ -66,7 +90,8 @@ def _check_everywhere(impl: Implementation, entry: ErrorCase, device: str) -> li
 
 def _check_alone(impl: Implementation, entry: ErrorCase, device: str) -> list[str]:
     try:
-        outcomes = _run(impl, [good_call(entry.base, device), entry.spoil(good_call(entry.base, device))])
+        good = call_of(impl, entry.base, device)
+        outcomes = _run(impl, [good, entry.spoil(good)])
     except Hang as hang:
         return [f"wrong on rank 1 alone: {hang}"]
     named = [
@@ -96,10 +121,9 @@ def _judge(who: str, outcome: Outcome, names: str) -> str:
     return ""
 
 
-def _check_refusal(impl: Implementation, choice: str, device: str) -> list[str]:
+def _check_refusal(impl: Implementation, choice: str, device: str) -> Judged:
     """A choice outside `supports`: make_plan and attention raise `Unsupported` on every rank, with the reason."""
-    base = Problem(2, (Sequence(16, 16, 16, 16),))
-    problems = {f"{axis} {name}": problem for axis, name, problem in variants(base)}
+    problems = _refusable()
     if choice not in problems:
         raise ValueError(f"there is no choice {choice!r}; there are: {', '.join(problems)}")
     case, found = Case(problems[choice]), []
@@ -114,4 +138,4 @@ def _check_refusal(impl: Implementation, choice: str, device: str) -> list[str]:
         except UnsupportedCase as refusal:
             if choice.startswith("cp_comm_type") and choice.split()[1] not in str(refusal):
                 found.append(f"{name}: the refusal does not name {choice.split()[1]!r}: {refusal}")
-    return found
+    return Judged(found, cases={str(case): "wrong" if found else "unsupported"})

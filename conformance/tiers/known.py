@@ -4,9 +4,11 @@ had it."""
 from __future__ import annotations
 
 from conformance.capabilities import Capabilities
+from conformance.case import Case
 from conformance.implementation import Implementation
+from conformance.judged import Judged
 
-__all__ = ["check", "ids"]
+__all__ = ["cases", "check", "ids"]
 
 
 def ids(capabilities: Capabilities) -> list[str]:
@@ -16,7 +18,14 @@ def ids(capabilities: Capabilities) -> list[str]:
     return list(KNOWN)
 
 
-def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]:
+def cases(entry_id: str) -> tuple[Case, ...]:
+    """The problems of one entry; none where there is no such entry."""
+    from conformance.known import KNOWN
+
+    return KNOWN[entry_id].entry.cases if entry_id in KNOWN else ()
+
+
+def check(impl: Implementation, entry_id: str, device: str = "cpu") -> Judged:
     """Findings about one entry.
 
     Raises:

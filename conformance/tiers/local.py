@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from conformance.case import Case
-from conformance.implementation import Implementation, context
+from conformance.implementation import Implementation, as_implementation, context
 from conformance.placement import global_rows
 from conformance.reference import Hang, describe_error, run_ranks
-from conformance.run import UnsupportedCase
+from conformance.run import UnsupportedCase, local_slice
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments
 
 __all__ = ["Call", "close", "on_every_rank", "same_bits"]
@@ -90,8 +90,11 @@ def on_every_rank(
     """`body(call)` on every rank of a simulated group; its findings, each with the rank.
 
     Raises:
-        UnsupportedCase: `supports` is false on every rank; `body` is then not called.
+        UnsupportedCase: `supports` is false on every rank; `body` is then not called. Or, without a `supports`,
+            `body` raised `Unsupported` on every rank.
     """
+
+    impl = as_implementation(impl)
 
     def one_rank(member: Any) -> list[str]:
         p, device = case.problem, str(tensors.q.device)
@@ -110,7 +113,8 @@ def on_every_rank(
     except Hang as hang:
         return [str(hang)]
     errors = [o.error for o in outcomes]
-    if all(isinstance(e, UnsupportedCase) for e in errors):
+    refusals = UnsupportedCase if impl.offers("supports") else (UnsupportedCase, impl.Unsupported)
+    if all(isinstance(e, refusals) for e in errors):
         raise UnsupportedCase(str(errors[0]))
     found = [f"rank {rank} raised {describe_error(e)}" for rank, e in enumerate(errors) if e is not None]
     return found or [f"rank {rank}: {finding}" for rank, o in enumerate(outcomes) for finding in o.value]
@@ -120,9 +124,7 @@ def _call(impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, ran
     p, device = case.problem, tensors.q.device
     local: Tensors = {}
     for name in ("q", "k", "v", "dout"):
-        starts = p.starts_q if name in ("q", "dout") else p.starts_kv
-        padded = torch.tensor(starts, dtype=torch.int32, device=device) if p.qkv_format == "thd" else None
-        x = impl.shard(getattr(tensors, name), cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded)
+        x = local_slice(impl, case, tensors, name, cp, rank)
         local[name] = x.detach().clone(memory_format=torch.contiguous_format)
     dout = local.pop("dout")
     if tensors.softmax_offset is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from conformance.capabilities import Capabilities
+from conformance.case import Case
 from conformance.implementation import Implementation
+from conformance.judged import Judged
 
-__all__ = ["check", "ids"]
+__all__ = ["cases", "check", "ids"]
 
 
 def ids(capabilities: Capabilities) -> list[str]:
@@ -15,7 +17,14 @@ def ids(capabilities: Capabilities) -> list[str]:
     return list(SPECIAL)
 
 
-def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]:
+def cases(entry_id: str) -> tuple[Case, ...]:
+    """The problems of one entry; none where there is no such entry."""
+    from conformance.special import SPECIAL
+
+    return SPECIAL[entry_id].cases if entry_id in SPECIAL else ()
+
+
+def check(impl: Implementation, entry_id: str, device: str = "cpu") -> Judged:
     """Findings about one entry.
 
     Raises:

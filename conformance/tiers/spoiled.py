@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 
+from conformance.adapted import first_of
+from conformance.capabilities import capabilities_of
 from conformance.implementation import Implementation
 from conformance.reference import run_ranks
 
-__all__ = ["ERRORS", "Call", "ErrorCase", "good_call"]
+__all__ = ["ERRORS", "Call", "ErrorCase", "call_of", "good_call"]
+
+_PLAIN = {"cp_comm_type": "p2p", "layout": "dual_chunk"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class Call:
         """Make the ContextParallel and the call."""
         arguments = dict(self.arguments)
         if self.plan_of:
-            arguments["plan"] = _plan(impl, member, self.plan_of, self.plan_context)
+            dtype = self.arguments["q"].dtype
+            plan_call = replace(good_call("plan", dtype=dtype), context=self.context | self.plan_context)
+            arguments["plan"] = _plan(impl, member, self.plan_of, plan_call)
         cp = impl.ContextParallel(**{"group": member, **self.context})
         if self.what == "attention":
             return impl.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), cp=cp, **arguments)
@@ -49,7 +55,7 @@ class Call:
 
     def using(self, **context: Any) -> Call:
         """The call with another ContextParallel."""
-        return replace(self, context=context)
+        return replace(self, context=self.context | context)
 
     def planned(self, size: int, **context: Any) -> Call:
         """The bshd call with nothing but tensors and a plan, made in a group of `size` with this ContextParallel."""
@@ -57,7 +63,15 @@ class Call:
         return replace(self, arguments=tensors, plan_of=size, plan_context=context)
 
 
-def good_call(base: str, device: str = "cpu") -> Call:
+def call_of(impl: Implementation, base: str, device: str = "cpu") -> Call:
+    """`good_call`, with a schedule, a layout and a dtype that the implementation has."""
+    capabilities = capabilities_of(impl, device)
+    dtype = getattr(torch, first_of(capabilities, "dtype", "float32"))
+    context = {axis: first_of(capabilities, axis, plain) for axis, plain in _PLAIN.items()}
+    return replace(good_call(base, device, dtype), context={k: v for k, v in context.items() if v != _PLAIN[k]})
+
+
+def good_call(base: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Call:
     """A well-formed call, "bshd" (attention), "thd" (attention) or "plan" (make_plan, bshd)."""
     if base == "plan":
         sizes = {
@@ -65,12 +79,14 @@ def good_call(base: str, device: str = "cpu") -> Call:
             "heads_kv": 2,
             "d_qk": 8,
             "d_v": 8,
-            "dtype": torch.float32,
+            "dtype": dtype,
             "device": torch.device(device),
         }
         return Call({"batch_size": 2, "seqlen_q": 8, "seqlen_kv": 8, **sizes}, what="make_plan")
     shape = [6] if base == "thd" else [2, 4]
-    tensors = {name: torch.ones(*shape, 4 if name == "q" else 2, 8, device=device) for name in ("q", "k", "v")}
+    tensors = {
+        name: torch.ones(*shape, 4 if name == "q" else 2, 8, dtype=dtype, device=device) for name in ("q", "k", "v")
+    }
     if base == "bshd":
         return Call(tensors)
     lengths = {"cu_seqlens_q": cu(0, 5, 9, device=device), "cu_seqlens_q_padded": cu(0, 8, 12, device=device)}
@@ -82,11 +98,10 @@ def cu(*values: int, device: str = "cpu", dtype: torch.dtype = torch.int32) -> t
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def _plan(impl: Implementation, member: Any, size: int, context: dict[str, Any]) -> Any:
-    arguments = good_call("plan").arguments
+def _plan(impl: Implementation, member: Any, size: int, call: Call) -> Any:
     if size == member.size:
-        return impl.make_plan(cp=impl.ContextParallel(member, **context), **arguments)
-    plans = run_ranks(size, lambda other: impl.make_plan(cp=impl.ContextParallel(other, **context), **arguments))
+        return call.run(impl, member)
+    plans = run_ranks(size, lambda other: call.run(impl, other))
     if plans[0].error is not None:
         raise RuntimeError(f"no plan to spoil: {plans[0].error}") from plans[0].error
     return plans[member.rank % size].value
@@ -101,6 +116,7 @@ class ErrorCase:
     spoil: Callable[[Call], Call]
     alone: bool = True  # also spoil it on one rank alone
     one_rank_only: bool = False  # well-formed by itself, but another problem than the other ranks'
+    layout: str = ""  # the only one in which it is malformed
 
 
 def _lengths(name: str, *values: int, names: str = "", **more: torch.Tensor) -> ErrorCase:
@@ -125,6 +141,14 @@ def _different(name: str, value: Any, base: str = "bshd", names: str = "") -> Er
 
 def _function(what: str, names: str, **arguments: Any) -> ErrorCase:
     return ErrorCase("bshd", names, lambda call: call.calling(what, **arguments), alone=False)
+
+
+def _other_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(torch.float32 if x.dtype == dtype else dtype)
+
+
+def _dual_chunk(case: ErrorCase) -> ErrorCase:
+    return replace(case, layout="dual_chunk")
 
 
 _PADDED = cu(0, 8, 12)
@@ -154,12 +178,17 @@ ERRORS: dict[str, ErrorCase] = {
     "lengths-without-padding-mask": _with("cu_seqlens_q", cu(0, 5, 9)),
     "lengths-padded-outside-thd": _with("cu_seqlens_q_padded", cu(0, 8, 16)),
     # totals and divisors
-    "not-divisible-dual-chunk": _lengths("cu_seqlens_q_padded", 0, 6, 12, names=r"(?s)sequence 0.*\b6\b.*\b4\b"),
-    "not-divisible-second-sequence": _lengths("cu_seqlens_q_padded", 0, 8, 15, names=r"(?s)sequence 1.*\b7\b.*\b4\b"),
+    "not-divisible-dual-chunk": _dual_chunk(
+        _lengths("cu_seqlens_q_padded", 0, 6, 12, names=r"(?s)sequence 0.*\b6\b.*\b4\b")
+    ),
+    "not-divisible-second-sequence": _dual_chunk(
+        _lengths("cu_seqlens_q_padded", 0, 8, 15, names=r"(?s)sequence 1.*\b7\b.*\b4\b")
+    ),
     "not-divisible-bshd": ErrorCase(
         "bshd",
         r"(?s)sequence 0.*\b6\b.*\b4\b",
         lambda call: call.having(**{name: call.arguments[name][:, :3] for name in ("q", "k", "v")}),
+        layout="dual_chunk",
     ),
     "not-divisible-packed": ErrorCase(
         "thd",
@@ -176,8 +205,8 @@ ERRORS: dict[str, ErrorCase] = {
     "q-no-tensor": _with("q", [[1.0]]),
     "v-none": _with("v", None),
     "q-too-few-dims": _tensor("q", lambda x: x[0], r"\bq\b"),
-    "k-dtype": _tensor("k", lambda x: x.to(torch.bfloat16), r"\bk\b.*dtype"),
-    "v-dtype": _tensor("v", lambda x: x.double(), r"\bv\b.*dtype"),
+    "k-dtype": _tensor("k", lambda x: _other_dtype(x, torch.bfloat16), r"\bk\b.*dtype"),
+    "v-dtype": _tensor("v", lambda x: _other_dtype(x, torch.float64), r"\bv\b.*dtype"),
     "integer-dtype": ErrorCase(
         "bshd", "dtype", lambda call: call.having(**{name: call.arguments[name].int() for name in ("q", "k", "v")})
     ),
@@ -215,7 +244,7 @@ ERRORS: dict[str, ErrorCase] = {
     "plan-heads": _with("heads_q", 0, "heads_q|h_q", "plan"),
     "plan-heads-not-a-multiple": _with("heads_q", 3, r"(heads_q|h_q).*\b3\b", "plan"),
     "plan-length-missing": _with("seqlen_q", None, base="plan"),
-    "plan-not-divisible": _with("seqlen_q", 10, r"(?s)sequence 0.*\b10\b.*\b4\b", "plan"),
+    "plan-not-divisible": _dual_chunk(_with("seqlen_q", 10, r"(?s)sequence 0.*\b10\b.*\b4\b", "plan")),
     "plan-window": _with("window_size", (0, -3), base="plan"),
     "plan-no-plan": _with("plan", "a good plan", "plan"),
     "plan-beside-lengths": ErrorCase(
@@ -228,7 +257,9 @@ ERRORS: dict[str, ErrorCase] = {
     "plan-of-another-dtype": ErrorCase(
         "bshd",
         "dtype",
-        lambda call: call.planned(2).having(**{name: call.arguments[name].double() for name in ("q", "k", "v")}),
+        lambda call: call.planned(2).having(
+            **{name: _other_dtype(call.arguments[name], torch.float64) for name in ("q", "k", "v")}
+        ),
         alone=False,
     ),
     "plan-of-another-group-size": ErrorCase(
@@ -239,10 +270,10 @@ ERRORS: dict[str, ErrorCase] = {
         alone=False,
     ),
     "plan-of-another-layout": ErrorCase(
-        "bshd", "layout", lambda call: call.planned(2, layout="contiguous"), alone=False
+        "bshd", "layout", lambda call: call.planned(2, layout="contiguous"), alone=False, layout="dual_chunk"
     ),
     # sharding
-    "shard-not-divisible": _function("shard", r"(?s)sequence 0.*\b10\b.*\b4\b", x=torch.zeros(2, 10, 3)),
+    "shard-not-divisible": _dual_chunk(_function("shard", r"(?s)sequence 0.*\b10\b.*\b4\b", x=torch.zeros(2, 10, 3))),
     "shard-without-lengths": _function("shard", "cu_seqlens_padded", x=torch.zeros(12), qkv_format="thd"),
     "shard-too-short": _function(
         "shard", r"\bx\b|cu_seqlens_padded", x=torch.zeros(10), qkv_format="thd", cu_seqlens_padded=cu(0, 8, 12)
@@ -253,7 +284,7 @@ ERRORS: dict[str, ErrorCase] = {
     "shard-format": _function("shard", "qkv_format", x=torch.zeros(2, 8), qkv_format="hsbd"),
     "unshard-without-lengths": _function("unshard", "cu_seqlens_padded", x=torch.zeros(6), qkv_format="thd"),
     "positions-without-length": _function("position_ids", "seqlen"),
-    "positions-not-divisible": _function("position_ids", r"(?s)sequence 0.*\b10\b.*\b4\b", seqlen=10),
+    "positions-not-divisible": _dual_chunk(_function("position_ids", r"(?s)sequence 0.*\b10\b.*\b4\b", seqlen=10)),
     # well-formed, but not the other ranks' problem
     "ranks-differ-in-softcap": _different("softcap", 2.0),
     "ranks-differ-in-window": _different("window_size", (2, 0), names="window"),
@@ -263,6 +294,6 @@ ERRORS: dict[str, ErrorCase] = {
     "ranks-differ-in-lengths": _different("cu_seqlens_q", cu(0, 4, 8), "thd", names="sequence|cu_seqlens|length"),
     "ranks-differ-in-plans": ErrorCase("plan", "softcap", lambda call: call.having(softcap=3.0), one_rank_only=True),
     "ranks-differ-in-layout": ErrorCase(
-        "bshd", "layout", lambda call: call.using(layout="contiguous"), one_rank_only=True
+        "bshd", "layout", lambda call: call.using(layout="contiguous"), one_rank_only=True, layout="dual_chunk"
     ),
 }

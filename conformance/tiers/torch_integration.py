@@ -15,7 +15,7 @@ The last two are for those who claim them: `supports_compile = True`, and `ops`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -23,16 +23,20 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from conformance.capabilities import Capabilities
+from conformance.adapted import adapted
+from conformance.capabilities import Capabilities, capabilities_of
 from conformance.case import Case
 from conformance.implementation import Implementation
+from conformance.judged import Judged
+from conformance.record import Verdict
 from conformance.run import UnsupportedCase, play
 from conformance.tensors import GlobalTensors, build
 from conformance.tiers.local import Call, Tensors, close, on_every_rank, same_bits
 from cp_ref.spec import Problem, Sequence
 
-__all__ = ["check", "ids"]
+__all__ = ["cases", "check", "ids"]
 
+_FREE = ("qkv_format", "layout", "heads_kv", "softmax_type")
 _SCHEDULES = {"p2p": 1, "all_gather": 1, "a2a": 2, "a2a+p2p": 1}
 _RankCheck = Callable[[Call], list[str]]
 
@@ -42,8 +46,16 @@ def ids(capabilities: Capabilities) -> list[str]:
     return [f"{name} {comm}" for name in (*_ON_RANKS, "gradcheck") for comm in _SCHEDULES] + ["opcheck"]
 
 
+def cases(entry_id: str) -> tuple[Case, ...]:
+    """The problems of one entry; opcheck has none."""
+    name, _, comm = entry_id.partition(" ")
+    if comm not in _SCHEDULES:
+        return ()
+    return (_smallest(_case(comm, "float64")),) if name == "gradcheck" else tuple(_cases(comm))
+
+
 def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]:
-    """Findings about one entry.
+    """Findings about one entry, and what became of each of its problems.
 
     Raises:
         ValueError: there is no such entry.
@@ -55,10 +67,35 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
     if comm not in _SCHEDULES or (name not in _ON_RANKS and name != "gradcheck"):
         raise ValueError(f"there is no torch case {entry_id!r}")
     if name == "gradcheck":
-        return _gradcheck(impl, _smallest(_case(comm, "float64")), device)
+        return _each(cases(entry_id), impl, lambda case: _gradcheck(impl, case, device), device)
     if name == "compile" and _claim(impl, "supports_compile") is not True:
         raise UnsupportedCase("supports_compile is not claimed")
-    return [f for case in _cases(comm) for f in on_every_rank(impl, case, build(case, device), _ON_RANKS[name])]
+    body = _ON_RANKS[name]
+    return _each(cases(entry_id), impl, lambda case: on_every_rank(impl, case, build(case, device), body), device)
+
+
+def _each(problems: Iterable[Case], impl: Implementation, judge: Callable[[Case], list[str]], device: str) -> Judged:
+    """The findings of all, each in words that the implementation has. What is refused is left out, as long as there is
+    something else.
+
+    Raises:
+        UnsupportedCase: all of it is; with the last reason.
+    """
+    found: list[str] = []
+    became: dict[str, Verdict] = {}
+    refused: UnsupportedCase | None = None
+    for problem in problems:
+        case = replace(adapted(problem, capabilities_of(impl, device), _FREE), deterministic=True)  # bits are compared
+        try:
+            findings = judge(case)
+        except UnsupportedCase as refusal:
+            became[str(case)], refused = "unsupported", refusal
+            continue
+        became[str(case)] = "wrong" if findings else "right"
+        found += findings
+    if refused is not None and set(became.values()) == {"unsupported"}:
+        raise refused
+    return Judged(found, cases=became)
 
 
 def _claim(impl: Implementation, name: str) -> Any:
@@ -104,20 +141,26 @@ def _cases(comm: str) -> Iterator[Case]:
     )
 
 
+def _names(case: Case) -> list[str]:
+    """Of the results of the forward pass."""
+    return ["out", "lse"] if case.return_lse else ["out"]
+
+
 class _Whole(torch.autograd.Function):
     """All ranks' attention as one function of the global tensors: each pass plays the whole group."""
 
     @staticmethod
     def forward(
         ctx: Any, impl: Implementation, case: Case, tensors: GlobalTensors, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         ctx.impl, ctx.case, ctx.tensors, ctx.inputs = impl, case, tensors, inputs
         results = _played(impl, replace(case, grads=""), _with_inputs(tensors, inputs))
-        return results["out"], results["lse"]
+        return tuple(results[name] for name in _names(case))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        tensors = replace(_with_inputs(ctx.tensors, ctx.inputs), dout=grads[0].contiguous(), dlse=grads[1].contiguous())
+        upstream = {f"d{name}": grad.contiguous() for name, grad in zip(_names(ctx.case), grads, strict=True)}
+        tensors = replace(_with_inputs(ctx.tensors, ctx.inputs), **upstream)
         results = _played(ctx.impl, ctx.case, tensors)
         names = ["dq", "dk", "dv", "d_offset"][: len(ctx.inputs)]
         return None, None, None, *(results[name] for name in names)
@@ -178,7 +221,7 @@ def _checkpointed(call: Call) -> list[str]:
 
     results = checkpoint(attend, *leaves.values(), use_reentrant=False)
     assert results is not None
-    named: dict[str, torch.Tensor] = dict(zip(("out", "lse"), results, strict=True))
+    named: dict[str, torch.Tensor] = dict(zip(_names(call.case), results, strict=True))
     got = {name: x.detach() for name, x in named.items()} | call.backward(named, leaves)
     return same_bits("inside a checkpoint", want, got)
 
@@ -219,9 +262,9 @@ class _Layer(torch.nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: torch.Tensor | None) -> Any:
         sink = {} if offset is None else {"softmax_offset": offset}
-        wishes = {"return_lse": True, "deterministic": True}
-        out, lse = self.call.impl.attention(q * 1.5, k, v, cp=self.call.cp, plan=self.plan, **sink, **wishes)
-        return out * 2.0, lse
+        attention, wishes = self.call.impl.attention, self.call.wishes()
+        results = attention(q * 1.5, k, v, cp=self.call.cp, plan=self.plan, **sink, **wishes)
+        return (results[0] * 2.0, results[1]) if self.call.case.return_lse else (results * 2.0,)
 
 
 def _compiled(call: Call) -> list[str]:
@@ -231,8 +274,8 @@ def _compiled(call: Call) -> list[str]:
     both: list[Tensors] = []
     for run in (layer, graph):
         leaves = call.leaves()
-        out, lse = run(leaves["q"], leaves["k"], leaves["v"], leaves.get("offset"))
-        named = {"out": out, "lse": lse}
+        results = run(leaves["q"], leaves["k"], leaves["v"], leaves.get("offset"))
+        named: Tensors = dict(zip(_names(call.case), results, strict=True))
         both.append({n: x.detach() for n, x in named.items()} | call.backward(named, leaves))
     return close("compiled", call.case, *both)
 

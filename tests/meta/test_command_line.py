@@ -136,4 +136,3 @@ def test_an_implementation_may_be_an_object_of_a_module(monkeypatch: pytest.Monk
     with pytest.raises(LoadError, match=r"needs one of thd \(helpers\)"):
         load("cp_ref:spec")
     assert load("tests.meta.samples:Lower").levels == ("helpers", "merge", "kernel")
-    assert load("cp_ref").levels == ("helpers", "schedule")

@@ -84,7 +84,7 @@ def test_pairs_are_counted_by_hand() -> None:
         _played(_case(window_size=(2, -1), qkv_format="thd"), "unsupported"),
         _played(_case(qkv_format="thd")),
         Played("helpers", "helpers", "helper thd_read_half_tensor", "right"),
-        Played("schedule", "special", "special one", "right", case=str(_case(qkv_format="thd"))),
+        Played("schedule", "special", "special one", "right", cases=((str(_case(qkv_format="thd")), "right"),)),
     ]
     found = coverage(played)
     assert (found.problems, found.refusals) == (4, 1)

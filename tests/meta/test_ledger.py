@@ -185,7 +185,7 @@ def test_quarantine() -> None:
     assert narrow.quarantined(str(CASE), tier="logic")
     assert narrow.quarantined(str(CASE), tier="logic", level="kernel") is None
     assert ledger.quarantined("special a") is None
-    assert ledger.quarantined("special a", case=str(CASE))
+    assert ledger.quarantined("special a", cases=[str(CASE)])
 
 
 @pytest.mark.parametrize(

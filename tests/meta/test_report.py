@@ -12,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from conformance.case import Case
+from conformance.commands import replay_command
 from conformance.record import VERDICTS, Played, RunRecord
 from conformance.report import read_record, write_report
 from conformance.report.__main__ import app
-from conformance.report.failures import failures, refusals, replay_command
+from conformance.report.failures import failures, refusals
 from conformance.report.matrix import matrix
 from conformance.report.page import summary
 from conformance.report.ratios import BINS, ratios
@@ -126,7 +127,13 @@ def test_the_matrix_by_hand() -> None:
         _played("unsupported", 10),
         replace(_played("right"), text=str(Case(Problem(2, SQUARE, qkv_format="thd", window_size=(3, -1))))),
         replace(_played("unsupported"), text=str(Case(Problem(2, SQUARE, qkv_format="thd", window_size=(4, -1))))),
-        Played("schedule", "special", "special x", "missing", case=str(Case(Problem(2, SQUARE, qkv_format="sbhd")))),
+        Played(
+            "schedule",
+            "special",
+            "special x",
+            "missing",
+            cases=((str(Case(Problem(2, SQUARE, qkv_format="sbhd"))), "missing"),),
+        ),
         Played("helpers", "helpers", "helper x", "wrong"),
     )
     everything, *panels = matrix(RunRecord({}, played), {played[1].text: 7})
