@@ -11,6 +11,7 @@ from cp_fast.backends import Backend
 from cp_fast.calls import autocast, check_planned_call
 from cp_fast.compiled import attention_in_graph
 from cp_fast.context import ContextParallel
+from cp_fast.derivatives import refuse_transforms
 from cp_fast.plan import Plan, plan_together, read_call
 from cp_ref.spec import (
     Agreement,
@@ -98,8 +99,9 @@ def attention(
     }
     if torch.compiler.is_compiling() and isinstance(plan, Plan):
         check_settled(plan.problem, **arguments)
-        results = attention_in_graph(plan, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
+        results = attention_in_graph(plan, cp, deterministic, return_max_logit, return_lse, q, k, v, softmax_offset)
         return _asked_for(results, return_lse, return_max_logit)
+    refuse_transforms()
     if not isinstance(plan, Plan):
 
         def read() -> tuple[Agreement, Backend, torch.device]:
@@ -122,7 +124,7 @@ def attention(
         check_flag("return_lse", return_lse)
         check_settled(plan.problem, **arguments)
         check_planned_call(plan, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
-    results = Attention.apply(made, cp, deterministic, return_max_logit, q, k, v, softmax_offset)
+    results = Attention.apply(made, cp, deterministic, return_max_logit, return_lse, q, k, v, softmax_offset)
     return _asked_for(results, return_lse, return_max_logit)
 
 

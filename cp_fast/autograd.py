@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from cp_fast.context import ContextParallel
+from cp_fast.derivatives import differentiable_once
 from cp_fast.passes import Saved, backward_pass, forward_pass
 from cp_fast.plan import Plan
 
@@ -24,6 +24,7 @@ class Attention(torch.autograd.Function):
         cp: ContextParallel,
         deterministic: bool,
         return_max_logit: bool,
+        return_lse: bool,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -33,7 +34,13 @@ class Attention(torch.autograd.Function):
             out, lse, max_logit, saved = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
         for_offset = () if offset is None else (out, lse)
         ctx.save_for_backward(offset, *saved, *for_offset)
-        ctx.plan, ctx.handle, ctx.cp, ctx.deterministic = plan, plan.handle, cp, deterministic
+        ctx.plan, ctx.handle, ctx.cp, ctx.deterministic, ctx.lse_given = (
+            plan,
+            plan.handle,
+            cp,
+            deterministic,
+            return_lse,
+        )
         ctx.rows = plan.packing.rows(q.shape), plan.packing.rows(k.shape)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
@@ -41,7 +48,7 @@ class Attention(torch.autograd.Function):
         return out, lse, max_logit
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if ctx.plan.handle is not ctx.handle:  # every batch of a plan has its own
             raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
@@ -60,9 +67,10 @@ class Attention(torch.autograd.Function):
                 grads[1],
                 ctx.rows,
                 deterministic=ctx.deterministic,
-                wants_offset=ctx.needs_input_grad[7],
+                wants_offset=ctx.needs_input_grad[8],
+                lse_given=ctx.lse_given,
             )
-        return None, None, None, None, dq, dk, dv, doffset
+        return None, None, None, None, None, dq, dk, dv, doffset
 
 
 def no_autocast(device: str) -> torch.autocast:

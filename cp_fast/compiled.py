@@ -33,6 +33,7 @@ def attention_in_graph(
     cp: ContextParallel,
     deterministic: bool,
     return_max_logit: bool,
+    return_lse: bool,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -50,6 +51,7 @@ def attention_in_graph(
         cp.cp_comm_type.startswith("a2a"),
         deterministic,
         return_max_logit,
+        return_lse,
     )
     return out, lse, max_logit
 
@@ -73,6 +75,7 @@ def _forward(
     group_rows: bool,
     deterministic: bool,
     return_max_logit: bool,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
     check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
@@ -95,6 +98,7 @@ def _(
     group_rows: bool,
     deterministic: bool,
     return_max_logit: bool,
+    return_lse: bool,
 ) -> Eight:
     wide, (*tokens, heads, _) = wide_dtype(q.dtype), q.shape
     lse_shape = {"bshd": (*tokens[:1], heads, *tokens[1:]), "sbhd": (*tokens[1:], heads, *tokens[:1])}
@@ -130,6 +134,7 @@ def _backward(
     group_rows: bool,
     deterministic: bool,
     wants_offset: bool,
+    lse_given: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
     packing = the_plan.packing
@@ -147,6 +152,7 @@ def _backward(
             (packing.rows(q_shape), packing.rows(k_shape)),
             deterministic=deterministic,
             wants_offset=wants_offset,
+            lse_given=lse_given,
         )
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), out.new_empty(0) if doffset is None else doffset
 
@@ -167,17 +173,18 @@ def _(
     group_rows: bool,
     deterministic: bool,
     wants_offset: bool,
+    lse_given: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     doffset = out.new_empty(0) if offset is None or not wants_offset else torch.empty_like(offset)
     return out.new_empty(q_shape), out.new_empty(k_shape), out.new_empty(v_shape), doffset
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, offset, plan, cp, _, group_rows, deterministic, _ = inputs
+    q, k, v, offset, plan, cp, _, group_rows, deterministic, _, lse_given = inputs
     out, lse, max_logit, *kept = output
     ctx.save_for_backward(out, lse, offset, plan, cp, *(kept if group_rows else (q, k, v)))
     ctx.shapes = [list(x.shape) for x in (q, k, v)]
-    ctx.group_rows, ctx.deterministic = group_rows, deterministic
+    ctx.group_rows, ctx.deterministic, ctx.lse_given = group_rows, deterministic, lse_given
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(max_logit, *kept)
 
@@ -185,10 +192,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> Any:
     out, lse, offset, plan, cp, *saved = ctx.saved_tensors
     wants_offset = offset is not None and ctx.needs_input_grad[3]
-    dq, dk, dv, doffset = _backward(
-        saved, out, lse, offset, dout, dlse, plan, cp, *ctx.shapes, ctx.group_rows, ctx.deterministic, wants_offset
-    )
-    return dq, dk, dv, doffset if wants_offset else None, None, None, None, None, None, None
+    how = ctx.group_rows, ctx.deterministic, wants_offset, ctx.lse_given
+    dq, dk, dv, doffset = _backward(saved, out, lse, offset, dout, dlse, plan, cp, *ctx.shapes, *how)
+    return dq, dk, dv, doffset if wants_offset else None, *(None,) * 7
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

@@ -85,11 +85,13 @@ def backward_pass(
     *,
     deterministic: bool,
     wants_offset: bool,
+    lse_given: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v in the user's format, and of offset [h_q], summed over all ranks. Collective.
 
     out, lse: the forward pass's results, in the user's format; dout, dlse: their gradients, None for zero. rows: how
-    many packed rows q and k have on this rank.
+    many packed rows q and k have on this rank. lse_given: whether the caller has lse; then some rank may have a
+    gradient of it, and where heads are exchanged all of them send one.
     """
     packing, heads = plan.packing, plan.program.heads
     dtype, movers = saved.q.dtype, kernels(saved.q.device.type)
@@ -97,6 +99,8 @@ def backward_pass(
         raise Unsupported("a gradient through lse", {f"backend {plan.backend.name!r}": {Feature.LSE_GRADIENT}})
     dlse = None if dlse is None else packing.pack_lse(dlse).contiguous()
     all_heads = packing.packed_problem.heads_q
+    if dlse is None and heads is not None and lse_given:
+        dlse = saved.lse.new_zeros(all_heads, rows[0])
     dout = saved.out.new_zeros(rows[0], all_heads, saved.out.shape[2]) if dout is None else packing.pack(dout)
     doffset = None
     if offset is not None and wants_offset:

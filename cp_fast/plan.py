@@ -46,7 +46,7 @@ __all__ = ["Plan", "make_plan", "plan_together", "read_call", "supports"]
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one plan is itself alone: its tables are tensors
 class Plan:
     """Everything about a batch that does not depend on the tensors' values.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from cp_ref.casting import autocast, no_autocast
 from cp_ref.collectives import all_reduce_max, all_reduce_sum
 from cp_ref.context import ContextParallel
+from cp_ref.derivatives import differentiable_once, refuse_transforms
 from cp_ref.execute import run_backward, run_forward
 from cp_ref.formats import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.merge import add_sink
@@ -89,6 +89,7 @@ def attention(
         ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before
         anything is sent. Unsupported: naming what is missing.
     """
+    refuse_transforms()
     check_context(cp, ContextParallel)
     q, k, v = (autocast(x) for x in (q, k, v))
     flags = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
@@ -165,7 +166,7 @@ class _Attention(torch.autograd.Function):
         return to_format(narrow, fmt, batch_size), lse_from_packed(lse, fmt, batch_size), max_logit
 
     @staticmethod
-    @once_differentiable  # which makes ctx positional-only
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         with no_autocast(grads[0].device):
             return _Attention.differentiate(ctx, *grads)

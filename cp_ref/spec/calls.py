@@ -27,7 +27,7 @@ _CHOICES = {"qkv_format": QKV_FORMATS, "attn_mask_type": MASKS, "softmax_type": 
 def check_context(cp: Any, kind: type) -> None:
     """Raise TypeError unless `cp` is a `kind`, the package's own ContextParallel."""
     if not isinstance(cp, kind):
-        package, found = kind.__module__.split(".")[0], type(cp)
+        package, found = kind.__module__.split(".")[0], type(cp)  # pyright: ignore[reportUnknownVariableType]
         raise TypeError(
             f"cp is a {found.__module__}.{found.__qualname__}; it must be a {package}.ContextParallel, made of a group"
         )

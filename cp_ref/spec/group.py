@@ -125,7 +125,7 @@ def _word(name: str, value: str | None) -> str:
 def _words(text: str) -> dict[str, str]:
     """The arguments of a canonical text, `Name(argument=value, ...)`, by name."""
     inside = text.partition("(")[2].removesuffix(")")
-    return {name: value for name, _, value in (word.partition("=") for word in re.split(r", (?=\w+=)", inside))}
+    return {name: value for name, _, value in (word.partition("=") for word in re.split(r", (?=[\w.]+=)", inside))}
 
 
 def _sequences(one: str, other: str) -> tuple[str, str]:

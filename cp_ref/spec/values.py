@@ -57,7 +57,7 @@ def read_count(name: str, value: Any, *, at_least: int, at_most: int = MOST) -> 
         ...
     TypeError: heads_q is True; it must be an integer
     """
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     count = int(value)
     if count < at_least:
@@ -75,7 +75,7 @@ def read_number(name: str, value: Any, *, positive: bool) -> float:
         ...
     ValueError: softcap is 1e-300; it must be finite and at least 0, within the range of float32
     """
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}; it must be a number")
     try:
         number = float(value)
@@ -95,7 +95,7 @@ def read_window(window_size: Any) -> tuple[int, int]:
     ((4, 0), (-1, -1))
     """
     sides = cast("Seq[Any]", window_size) if isinstance(window_size, tuple | list) else ()
-    if len(sides) != 2 or not all(isinstance(side, Integral) and not isinstance(side, bool) for side in sides):
+    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, Integral) for side in sides):
         raise TypeError(f"window_size is {window_size!r}; it must be a pair of integers (left, right)")
     left, right = (int(side) for side in sides)
     if min(left, right) < -1 or max(left, right) > FURTHEST:

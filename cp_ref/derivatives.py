@@ -1,0 +1,51 @@
+"""Which derivatives there are: one backward pass, by autograd. Any other is refused, never left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, cast
+
+import torch
+
+__all__ = ["differentiable_once", "refuse_transforms"]
+
+
+def refuse_transforms() -> None:
+    """Raise NotImplementedError inside a transform of torch.func, which looks into what happens between the ranks."""
+    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage]  # there is no other way
+        raise NotImplementedError(
+            "attention inside torch.func (vmap, grad, vjp, jvp, ...) is not supported; use backward"
+        )
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of an autograd function: its results do not depend on anything, or raise when asked on what.
+
+    PyTorch's `once_differentiable` lets results through as constants where only the saved tensors require grad, so that
+    a penalty on a gradient has no gradient, without a word.
+    """
+
+    @wraps(backward)
+    def guarded(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # it is with create_graph=True alone
+            return results
+        tensors = [x.detach().requires_grad_() for x in results if isinstance(x, torch.Tensor)]
+        marked = iter(cast(Any, _Last).apply(*tensors))  # torch leaves apply untyped
+        return tuple(next(marked) if isinstance(x, torch.Tensor) else x for x in results)
+
+    return guarded
+
+
+class _Last(torch.autograd.Function):
+    """The same tensors; their backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.view_as(x) for x in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError("attention is differentiable once: a gradient that it gave has no gradient")

@@ -1,0 +1,260 @@
+"""What is wrong on one rank raises on all of them, in both packages, and what there is no derivative of is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cp_fast
+import cp_ref
+from cp_ref import SimGroup
+from cp_ref.sim import SimMember
+
+PACKAGES = pytest.mark.parametrize("package", [cp_ref, cp_fast], ids=["cp_ref", "cp_fast"])
+COMMS = pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+CU = torch.tensor([0, 8, 16])
+META = torch.empty(2, 4, 4, 8, device="meta")
+NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout=torch.jagged)
+SIZES = {"heads_q": 4, "heads_kv": 4, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
+
+
+def context(package: Any, member: SimMember, comm: str = "p2p") -> Any:
+    return package.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
+
+
+def qkv(member: SimMember, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(member.rank)
+    return [torch.randn(2, 4, 4, 8, generator=generator, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def attend(package: Any, cp: Any, **odd: Any) -> None:
+    given: dict[str, Any] = dict(zip("qkv", torch.zeros(3, 2, 4, 4, 8), strict=True))
+    package.attention(cp=cp, **(given | odd))
+
+
+def attend_packed(package: Any, cp: Any, **odd: Any) -> None:
+    attend(
+        package, cp, **(dict.fromkeys("qkv", torch.zeros(8, 4, 8)) | {"qkv_format": "thd", "cu_seqlens_q": CU} | odd)
+    )
+
+
+def attend_with_sink(package: Any, cp: Any, **odd: Any) -> None:
+    attend(package, cp, **({"softmax_type": "learnable", "softmax_offset": torch.zeros(4)} | odd))
+
+
+def plan(package: Any, cp: Any, **odd: Any) -> None:
+    package.make_plan(cp=cp, **(SIZES | {"batch_size": 2, "seqlen_q": 8} | odd))
+
+
+def unshard(package: Any, cp: Any, **odd: Any) -> None:
+    given = {"x": torch.zeros(8, 3), "qkv_format": "thd", "cu_seqlens_padded": CU}
+    package.unshard(cp=cp, **(given | odd))
+
+
+WRONG = [
+    (attend, "q", META),
+    (attend, "k", NESTED),
+    (attend, "v", torch.zeros(2, 4, 4, 8).to_sparse()),
+    (attend, "qkv_format", np.array(["a", "b"])),
+    (attend, "window_size", torch.empty(2, device="meta")),
+    (attend, "window_size", (0, True)),
+    (attend, "window_size", b"ab"),
+    (attend, "window_size", {1: 2, 3: 4}),
+    (attend, "window_size", (10**30, 0)),
+    (attend, "softmax_scale", 10**400),
+    (attend, "softmax_scale", math.nan),
+    (attend, "softcap", 1e-300),
+    (attend, "deterministic", torch.zeros(2)),
+    (attend, "return_lse", "no"),
+    (attend, "return_max_logit", 1),
+    (attend, "plan", 3),
+    (attend_packed, "cu_seqlens_q", torch.empty(3, dtype=torch.int32, device="meta")),
+    (attend_packed, "cu_seqlens_kv", NESTED),
+    (attend_packed, "cu_seqlens_q_padded", np.array([0, 8, 16])),
+    (attend_packed, "cu_seqlens_q", torch.tensor([0, 8, 2**63 - 1])),
+    (attend_with_sink, "softmax_offset", torch.empty(4, device="meta")),
+    (attend_with_sink, "softmax_offset", torch.zeros(4).to_sparse()),
+    (plan, "device", "gpu"),
+    (plan, "device", None),
+    (plan, "device", -1),
+    (plan, "batch_size", 2**40),
+    (plan, "seqlen_q", 10**400),
+    (plan, "return_lse", None),
+    (unshard, "x", None),
+    (unshard, "x", NESTED),
+    (unshard, "qkv_format", "BSHD"),
+    (unshard, "cu_seqlens_padded", None),
+    (unshard, "cu_seqlens_padded", torch.tensor([0, 9])),
+]
+
+
+@PACKAGES
+@pytest.mark.parametrize(("call", "name", "value"), WRONG, ids=lambda x: getattr(x, "__name__", None))
+def test_a_wrong_argument_on_one_rank_raises_on_all(package: Any, call: Any, name: str, value: Any) -> None:
+    def one(member: SimMember) -> str:
+        odd = {name: value} if member.rank == 1 else {}
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call(package, context(package, member), **odd)
+        return str(caught.value)
+
+    other, own = SimGroup(2).run(one)
+    assert own.startswith((name, "x has", "sequence 0 has length 9"))
+    assert other == f"rank 1 refused its arguments, so rank 0 does not start: {other.partition('start: ')[2]}"
+    assert other.endswith(own)
+
+
+@PACKAGES
+def test_what_is_no_context_is_named(package: Any) -> None:
+    other = cp_ref if package is cp_fast else cp_fast
+
+    def one(member: SimMember) -> None:
+        x = torch.zeros(2, 4, 4, 8)
+        for cp in (None, member, SimGroup(2), context(other, member)):
+            for call in (
+                lambda cp=cp: package.attention(x, x, x, cp=cp),
+                lambda cp=cp: plan(package, cp),
+                lambda cp=cp: package.supports(cp=cp, batch_size=1, seqlen_q=8, **SIZES),
+                lambda cp=cp: package.shard(x, cp=cp),
+                lambda cp=cp: package.unshard(x, cp=cp),
+                lambda cp=cp: package.position_ids(cp=cp, seqlen=8),
+                lambda cp=cp: package.thd.get_batch_on_this_cp_rank({}, cp=cp),
+            ):
+                with pytest.raises(TypeError, match=rf"^cp is a .*; it must be a {package.__name__}\.ContextParallel"):
+                    call()
+
+    SimGroup(2).run(one)
+
+
+@PACKAGES
+def test_numpy_numbers_are_numbers(package: Any) -> None:
+    def one(member: SimMember) -> str:
+        odd: dict[str, Any] = {} if member.rank else {"heads_q": np.int64(4), "seqlen_q": np.int32(8)}
+        made = package.make_plan(
+            cp=context(package, member),
+            window_size=(np.int64(3), 0) if member.rank else [3, 0],
+            softmax_scale=np.float32(0.5) if member.rank else 0.5,
+            **(SIZES | {"batch_size": 2, "seqlen_q": 8} | odd),
+        )
+        return str(made.problem)
+
+    texts = SimGroup(2).run(one)
+    assert texts[0] == texts[1]
+    assert "np." not in texts[0]
+
+
+@PACKAGES
+def test_slices_of_different_lengths_are_not_put_together(package: Any) -> None:
+    def one(member: SimMember) -> str:
+        lengths = [0, 8, 16] if member.rank else [0, 4, 16]
+        with pytest.raises(ValueError, match="different problems") as caught:
+            unshard(package, context(package, member), cu_seqlens_padded=torch.tensor(lengths))
+        return str(caught.value)
+
+    assert "cu_seqlens_padded=(0, 4, 16) where rank 1 has cu_seqlens_padded=(0, 8, 16)" in SimGroup(2).run(one)[0]
+
+
+def test_calls_that_would_send_different_messages_are_told_apart() -> None:
+    def one(member: SimMember) -> list[str]:
+        said, first = [], member.rank == 0
+        q, k, v = qkv(member)
+        for comm, how in (
+            ("p2p", {"return_max_logit": first}),
+            ("a2a", {"return_lse": first}),
+            ("p2p", {"softmax_type": "learnable", "softmax_offset": torch.zeros(4, requires_grad=first)}),
+        ):
+            with pytest.raises(ValueError, match="different problems") as caught:
+                cp_fast.attention(q, k, v, cp=context(cp_fast, member, comm), **how)
+            said.append(str(caught.value).partition("rank 0 has ")[2])
+        return said
+
+    names = "return_max_logit", "return_lse", "softmax_offset.requires_grad"
+    assert SimGroup(2).run(one)[0] == [f"{name}=True where rank 1 has {name}=False" for name in names]
+
+
+@PACKAGES
+@COMMS
+def test_lse_may_be_differentiated_on_one_rank_alone(package: Any, comm: str) -> None:
+    def one(member: SimMember) -> list[torch.Tensor | None]:
+        cp, grads = context(package, member, comm), []
+        for weight in (None, 0.0):  # no gradient of lse, and one of zeros
+            q, k, v = qkv(member)
+            out, lse = package.attention(q, k, v, cp=cp, return_lse=True)
+            loss = out.square().sum()
+            if member.rank == 1:
+                loss = loss + lse.sum()
+            elif weight is not None:
+                loss = loss + weight * lse.sum()
+            loss.backward()
+            grads += [q.grad, k.grad, v.grad]
+        return grads
+
+    for grads in SimGroup(4).run(one):
+        torch.testing.assert_close(grads[:3], grads[3:], rtol=1e-12, atol=1e-12)
+
+
+@PACKAGES
+@COMMS
+def test_there_are_no_second_derivatives(package: Any, comm: str) -> None:
+    """A penalty on a gradient raises; it must not be left out of the sum."""
+
+    def one(member: SimMember) -> None:
+        q, k, v = qkv(member)
+        out = package.attention(q, k, v, cp=context(package, member, comm))
+        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        (plain,) = torch.autograd.grad(out.square().sum(), q, retain_graph=True)
+        assert torch.equal(grad, plain)
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            (out.sum() + grad.square().sum()).backward()
+
+    SimGroup(1 if comm != "a2a+p2p" else 2).run(one)
+
+
+@PACKAGES
+def test_transforms_are_refused(package: Any) -> None:
+    def one(member: SimMember) -> None:
+        cp, (q, k, v) = context(package, member), (x.detach() for x in qkv(member))
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return package.attention(x, k, v, cp=cp).sum()
+
+        for transformed in (torch.func.grad(f), torch.func.vjp, torch.func.vmap(lambda x: f(x[None]))):
+            with pytest.raises(NotImplementedError, match=r"inside torch\.func"):
+                transformed(f, q) if transformed is torch.func.vjp else transformed(q)
+
+    SimGroup(1).run(one)
+
+
+@PACKAGES
+@COMMS
+def test_a_sink_of_minus_infinity_has_no_gradient_where_nothing_is_seen(package: Any, comm: str) -> None:
+    def one(member: SimMember) -> torch.Tensor | None:
+        q, k, v = qkv(member)
+        offset = torch.tensor([-math.inf, 0.0, 1.0, -math.inf], dtype=torch.float64, requires_grad=True)
+        sizes = {"cu_seqlens_q": torch.tensor([0, 16, 32]), "cu_seqlens_kv": torch.tensor([0, 2, 2])}
+        mask = {"attn_mask_type": "padding_causal_bottom_right"}
+        cp = context(package, member, comm)
+        out = package.attention(q, k, v, cp=cp, softmax_type="learnable", softmax_offset=offset, **mask, **sizes)
+        out.square().sum().backward()
+        return offset.grad
+
+    for grad in SimGroup(4).run(one):
+        assert grad is not None
+        assert grad.isfinite().all()
+        assert grad[[0, 3]].tolist() == [0.0, 0.0]
+        assert grad[[1, 2]].ne(0).all()
+
+
+def test_a_plan_is_itself_alone() -> None:
+    def one(member: SimMember) -> None:
+        cp = context(cp_fast, member)
+        made, other = (cp_fast.make_plan(cp=cp, batch_size=2, seqlen_q=16, **SIZES) for _ in range(2))
+        assert {made: "mine"}.get(made) == "mine"
+        assert made != other
+        assert made != copy.copy(made)
+
+    SimGroup(2).run(one)
