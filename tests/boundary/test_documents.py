@@ -1,0 +1,94 @@
+"""The documents' programs run, their commands have the options that they name, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import conformance.cli
+import cp_fast.cli
+import cp_ref.cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("csrc/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+)
+APPS = {"cp_fast": cp_fast.cli.app, "cp_ref": cp_ref.cli.app, "conformance": conformance.cli.app}
+TREE = re.compile(r"(?:cp_ref|cp_fast|conformance|csrc|tests|benchmarks|docs)/[\w./*-]*\w")
+# what the README's step leaves open, on a CPU
+README_STEP = """
+dist.init_process_group("gloo")
+cu, cu_padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 16])
+packed_ids = torch.arange(16)
+q = torch.randn(16 // dist.get_world_size(), 32, 128, dtype=torch.bfloat16)
+k, v = q[:, :8], q[:, 8:16]
+{step}
+assert out.shape == q.shape and len(ids) == len(positions) == len(q)
+"""
+
+
+def blocks(document: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(path: Path) -> list[str]:
+    """Lines of indented or fenced code that call a module or a script."""
+    return re.findall(
+        r"^(?:    |\$ |.* && )?((?:torchrun .* |python )-m (?:cp_fast|cp_ref|conformance) .*)$",
+        path.read_text(),
+        re.MULTILINE,
+    )
+
+
+def torchrun(program: Path, processes: int) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, [str(ROOT), *sys.path])), "OMP_NUM_THREADS": "1"}
+    command = [*launcher, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_on_integration_is_a_program(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("\n\n".join([*blocks("docs/integration.md"), "dist.destroy_process_group()\n"]))
+    torchrun(program, 4)
+
+
+def test_the_step_of_the_readme_runs(tmp_path: Path) -> None:
+    (step,) = blocks("README.md")
+    imports, rest = step.split("\n\n", 1)
+    program = tmp_path / "program.py"
+    body = README_STEP.format(step=rest.replace('device="cuda"', 'device="cpu"'))
+    program.write_text(imports + "\n" + body + "dist.destroy_process_group()\n")
+    torchrun(program, 2)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert target.startswith("https://") or (path.parent / target).exists(), target
+    for target in set(TREE.findall(text)) - {"cp_fast/csrc"}:  # which is in the wheel alone
+        assert any(ROOT.glob(target)), target
+
+
+def test_commands_have_the_options_that_are_named() -> None:
+    seen = 0
+    for path in DOCUMENTS:
+        for line in commands(path):
+            words = line.split("#")[0].split()
+            words = words[words.index("-m") + 1 :] if words[0] == "python" else words[words.index("-m", 3) + 1 :]
+            command: Any = typer.main.get_command(APPS[words[0]])
+            command = command.commands[words[1]] if hasattr(command, "commands") else command
+            known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+            named = {word for word in words if word.startswith("--")}
+            assert named <= known | {"--help"}, line
+            seen += 1
+    assert seen > 10

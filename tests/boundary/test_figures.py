@@ -1,0 +1,81 @@
+"""The README's figures are those of the committed records."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+Row = dict[str, str]
+
+
+def record(name: str) -> list[Row]:
+    with (ROOT / "benchmarks" / "results" / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+def span(values: Iterable[float], digits: int = 0) -> str:
+    """
+    >>> span([1.04, 1.06], 2), span([7.3, 7.4])
+    ('1.04 to 1.06', '7')
+    """
+    texts = [f"{v:.{digits}f}" for v in sorted(values)]
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+
+
+def figures(rows: list[Row], sep: str = " to ") -> str:
+    """Microseconds, times the copy and percent of the limit: of all rows together, or one by one."""
+    columns = [
+        ([float(r["us"]) for r in rows], 0),
+        ([float(r["ratio_to_copy"]) for r in rows], 2),
+        ([100 * float(r["share_of_limit"]) for r in rows], 0),
+    ]
+    if sep == " to ":
+        us, ratio, share = (span(*column) for column in columns)
+    else:
+        us, ratio, share = (sep.join(f"{v:.{digits}f}" for v in values) for values, digits in columns)
+    return f"| {us} | {ratio} | {share} % |"
+
+
+def test_efficiencies() -> None:
+    rows = record("attention_4x_h200.csv")
+    problems = {
+        "one sequence of 65,536": ("65536", "-1"),
+        "32K, 16K, 8K, 4K, 4K packed": ("32768 16384 8192 4096 4096", "-1"),
+        "window 4,096": ("65536", "4096"),
+    }
+    for name, (lengths, window) in problems.items():
+        of = {r["schedule"]: r for r in rows if (r["lengths"], r["window"]) == (lengths, window)}
+        cells = [
+            f"{float(of[s]['forward_efficiency']):.2f}, {float(of[s]['forward_backward_efficiency']):.2f}"
+            for s in SCHEDULES
+        ]
+        assert f"| {name} | {' | '.join(cells)} |" in README
+
+
+def test_kernels() -> None:
+    rows = record("kernels_h200.csv")
+    native = [r for r in rows if r["implementation"] == "native"]
+
+    def of(kernel: str, *words: str) -> list[Row]:
+        return [r for r in native if r["kernel"] == kernel and all(word in r["case"] for word in words)]
+
+    reorders = [r for r in of("reorder") if "K and V" not in r["case"]]
+    assert len(reorders) == 18
+    merges = of("merge_") + of("merge_halves_")
+    exchange = of("heads_to_front") + of("heads_to_back_")
+    indices = span(float(r["us"]) for r in of("partition_indices"))
+    for line in (
+        f"| reorder, 65,536 x 16 x 64 bf16, 16 to 10,000 sequences, cp 2 to 8 {figures(reorders)}",
+        f"| copy valid tokens, 65,536 {figures(of('copy_valid_', '65536'))}",
+        f"| merge bf16 into float32, 16,384 x 32 x 128; into halves {figures(merges, '; ')}",
+        f"| a2a pack, unpack with reorder, 16,384 x 32 x 128, cp 8 {figures(exchange, ', ')}",
+        f"| indices of 1,000,000 tokens, 10,000 sequences | {indices} | | |",
+    ):
+        assert line in README
+    time = {(r["kernel"], r["case"]): float(r["us"]) for r in native}
+    numba = [float(r["us"]) / time[r["kernel"], r["case"]] for r in rows if r["implementation"] == "numba"]
+    assert f"Numba is at most {max(numba):.1f} times these" in README
