@@ -23,7 +23,7 @@ from cp_ref.spec import Problem
 __all__ = ["FAR", "Array", "Batch", "Edge", "Owned", "position_spans", "spread"]
 
 Array = np.ndarray
-Chunks = tuple[tuple[int, int], ...]  # the numbers of a piece's first chunk and of the one behind it, piece by piece
+Chunk = tuple[int, int]  # a piece of a unit, by the numbers of its first chunk and of the one behind it
 Edge = int | Array | None  # one side of the sequences' bands: the same for all, one each, or unbounded
 
 FAR = 2**30  # beyond every position (or 2**60, where positions need 64 bits)
@@ -52,21 +52,20 @@ def position_spans(problem: Problem, rank: int) -> tuple[Array, Array]:
 class Owned(NamedTuple):
     """The real tokens of one unit on one side, in one or two pieces a sequence.
 
-    `first[p]` is the position where piece p begins, `count[p]` its length (0 if there is none), `total` the length of
-    the token axis. Of two pieces the second is empty wherever the first is not full. `chunks[p]` are the numbers of
-    the first chunk of piece p and of the one behind it, where all sequences are cut alike, else None.
+    Piece p has the positions [first[p], stop[p]), `count[p]` of them (0 if there is none); `total` is the length of the
+    token axis. Of two pieces the second is empty wherever the first is not full.
     """
 
     first: tuple[Array, ...]
+    stop: tuple[Array, ...]
     count: tuple[Array, ...]
     total: Array
-    chunks: Chunks | None
 
     def below(self, position: Array | int) -> Array:
         """How many of the tokens lie before a position: where it falls on the token axis."""
-        found = _clipped(position - self.first[0], self.count[0])
-        for first, count in zip(self.first[1:], self.count[1:], strict=True):
-            found += _clipped(position - first, count)
+        found = _clipped(position, self.first[0], self.stop[0])
+        for first, stop in zip(self.first[1:], self.stop[1:], strict=True):
+            found += _clipped(position, first, stop)
         return found
 
     @property
@@ -75,10 +74,11 @@ class Owned(NamedTuple):
         return (0, self.count[0])[: len(self.first)]
 
 
-def _clipped(x: Array, most: Array) -> Array:
-    """x between 0 and `most`, in place."""
-    np.maximum(x, 0, out=x)
-    return np.minimum(x, most, out=x)
+def _clipped(position: Array | int, first: Array, stop: Array) -> Array:
+    """How many of the positions from `first` to `stop` lie before this one."""
+    found = np.maximum(position, first)
+    np.minimum(found, stop, out=found)
+    return np.subtract(found, first, out=found)
 
 
 class Batch:
@@ -145,7 +145,7 @@ class Batch:
             self._near[largest] = self._some(np.flatnonzero(chunk <= largest))
         return self._near[largest]
 
-    def _largest_chunk(self, queries: tuple[int, int], keys: tuple[int, int]) -> int:
+    def _largest_chunk(self, queries: Chunk, keys: Chunk) -> int:
         """The size of chunk up to which queries may see keys, given by chunk numbers; -1 if they never do."""
         assert isinstance(self.lo, int)
         assert isinstance(self.hi, int)
@@ -186,16 +186,16 @@ class Batch:
             del self._owned[next(iter(self._owned))]
         return found
 
-    def relation(self, queries: Owned, piece: int, keys: Owned, other: int) -> str:
-        """What a piece of queries and one of keys are to each other in all sequences: "plain" (every pair is visible),
-        "hidden" (none is), or "crossed" (they may differ). Told from chunk numbers, where every sequence is cut alike.
+    def relation(self, queries: Chunk, keys: Chunk) -> str:
+        """What a piece of queries and one of keys, given by chunk numbers, are to each other in all sequences: "plain"
+        (every pair is visible), "hidden" (none is), or "crossed" (they may differ).
         """
-        if queries.chunks is None or keys.chunks is None or not self.alike:
+        if not self.alike:
             return "crossed"
         lo, hi = self.lo, self.hi
         assert not isinstance(lo, np.ndarray)
         assert not isinstance(hi, np.ndarray)
-        (a0, a1), (b0, b1) = queries.chunks[piece], keys.chunks[other]
+        (a0, a1), (b0, b1) = queries, keys
         if a0 == a1 or b0 == b1:
             return "hidden"
         # key - query lies between these; both are linear in the size of a chunk
@@ -219,19 +219,18 @@ class Batch:
     def _find(self, side: str, unit: int) -> Owned:
         lengths = self.lengths(side)
         if self.count == 1:
-            return Owned((np.zeros_like(lengths),), (lengths,), lengths, ((0, 1),))
-        first, count = [], []
-        for start, stop in self.spans(side, self.count, unit):
-            first.append(start)
-            count.append(np.maximum(np.minimum(stop, lengths) - start, 0))
-        total = count[0] if len(count) == 1 else count[0] + count[1]
-        return Owned(tuple(first), tuple(count), total, self.chunks(unit))
+            return Owned((self.nothing,), (lengths,), (lengths,), lengths)
+        spans = self.spans(side, self.count, unit)
+        first = tuple(start for start, _ in spans)
+        stop = tuple(np.maximum(np.minimum(end, lengths), start) for start, end in spans)
+        count = tuple(b - a for a, b in zip(first, stop, strict=True))
+        return Owned(first, stop, count, count[0] if len(count) == 1 else count[0] + count[1])
 
-    def chunks(self, unit: int) -> Chunks | None:
+    def chunks(self, unit: int) -> tuple[Chunk, ...] | None:
         """The pieces of a unit in chunks; None where sequences are not cut alike."""
-        return self._chunks(self.count, unit % self.count)
+        return ((0, 1),) if self.count == 1 else self._chunks(self.count, unit % self.count)
 
-    def _chunks(self, parts: int, part: int) -> Chunks | None:
+    def _chunks(self, parts: int, part: int) -> tuple[Chunk, ...] | None:
         if self.dual:
             late = 2 * parts - 1 - part
             # the two chunks of the last share touch: they are given as one, and the second as nothing

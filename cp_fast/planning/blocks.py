@@ -41,9 +41,9 @@ def reach(batch: Batch, unit: int) -> Array:
     owned = batch.owned("q", unit)
     if batch.hi is None and batch.lo is not None:
         return np.where(owned.total > 0, owned.first[0] + batch.lo, batch.far)
-    last = owned.first[0] + owned.count[0]
-    for start, count in zip(owned.first[1:], owned.count[1:], strict=True):
-        last = np.where(count > 0, start + count, last)
+    last = owned.stop[0]
+    for stop, count in zip(owned.stop[1:], owned.count[1:], strict=True):
+        last = np.where(count > 0, stop, last)
     if isinstance(batch.hi, np.ndarray) or batch.hi:
         last = last + batch.hi
     return np.where(owned.total > 0, last, -batch.far)  # the second piece is empty where the first one is
@@ -81,7 +81,7 @@ def seen(batch: Batch, reader: int, owner: int) -> tuple[Range, ...]:
         return (seen_within(batch, reach(batch, reader), keys),)
     ranges: list[Range] = []
     for piece, (first, count) in enumerate(zip(queries.first, queries.count, strict=True)):
-        found = _whole_pieces(batch, queries, piece, keys)
+        found = _whole_pieces(batch, reader, piece, owner)
         if found is None:
             start, stop = keys.below(first + batch.lo), keys.below(first + count + batch.hi)
             there = count > 0
@@ -94,11 +94,15 @@ def seen(batch: Batch, reader: int, owner: int) -> tuple[Range, ...]:
     return tuple(ranges)
 
 
-def _whole_pieces(batch: Batch, queries: Owned, piece: int, keys: Owned) -> Range | None:
+def _whole_pieces(batch: Batch, reader: int, piece: int, owner: int) -> Range | None:
     """What a piece of queries sees where no piece of keys is cut in any sequence; None where one may be."""
-    relations = [batch.relation(queries, piece, keys, other) for other in range(len(keys.first))]
+    readers, owners = batch.chunks(reader), batch.chunks(owner)
+    if readers is None or owners is None:
+        return None
+    relations = [batch.relation(readers[piece], chunks) for chunks in owners]
     if "crossed" in relations:
         return None
+    queries, keys = batch.owned("q", reader), batch.owned("kv", owner)
     plain = [other for other, how in enumerate(relations) if how == "plain"]
     if not plain:
         return Range(batch.nothing, batch.nothing)
@@ -120,7 +124,7 @@ def seen_within(batch: Batch, reached: Array, keys: Owned) -> Range:
 
 def message_rows(tables: Tables, block: Block, anchor: Array, ranges: tuple[Range, ...]) -> tuple[RowKey, int]:
     """The rows of a message in a buffer with one anchor, and their number."""
-    sizes = [int(r.count.sum()) for r in ranges]
+    sizes = [int(r.count.sum(dtype=r.count.dtype)) for r in ranges]
     size = sum(sizes)
     if size == 0 or (block.dense and size == block.size):
         return slice(0, size), size

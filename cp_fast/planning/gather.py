@@ -24,12 +24,26 @@ __all__ = ["draft_gather"]
 
 
 class _Arrived(NamedTuple):
-    """Pieces of keys in the gathered block: sequence, first position, length, first row; by sequence."""
+    """A piece of keys of a peer in the gathered block, for every sequence that has it: the number of the sequence, the
+    first position, the length, the first row. In every sequence the pieces lie in the order of `place`.
+    """
 
+    place: int
     seq: Array
     first: Array
     count: Array
     row: Array
+
+
+class _Pieces(NamedTuple):
+    """All of them, by sequence: how many there are up to the end of each sequence; positions [first, stop) of each
+    piece, and what is to be added to a position for its row.
+    """
+
+    ends: Array
+    first: Array
+    stop: Array
+    anchor: Array
 
 
 def draft_gather(
@@ -68,18 +82,20 @@ def _remote_plain(
     batch: Batch, rank: int, peers: list[int], blocks: list[Block], q_anchor: Array, tables: Tables
 ) -> list[DraftLaunch] | None:
     """The launches over the gathered keys, where no piece of them is cut in any sequence; else None."""
-    queries = batch.owned("q", rank)
+    readers = batch.chunks(rank)
+    if readers is None:
+        return None
     visible: list[list[tuple[int, int]]] = []  # (number of the peer, piece of keys) by piece of queries
-    for piece in range(len(queries.first)):
+    for queries in readers:
         visible.append([])
         for n, peer in enumerate(peers):
-            keys = batch.owned("kv", peer)
-            for other in range(len(keys.first)):
-                how = batch.relation(queries, piece, keys, other)
+            for other, keys in enumerate(batch.chunks(peer) or ()):
+                how = batch.relation(queries, keys)
                 if how == "crossed":
                     return None
                 if how == "plain":
                     visible[-1].append((n, other))
+    queries = batch.owned("q", rank)
     together = len(visible) == 2 and visible[0] == visible[1]
     base = np.cumsum([0, *(block.size for block in blocks)])
     found: list[DraftLaunch] = []
@@ -127,15 +143,14 @@ def _remote(
         [c.own for c in cuts],
     )
     arrived = _arrived(batch, rank, peers, blocks)
-    in_order: _Arrived | None = None
+    orders: dict[bool, _Pieces] = {}
     found: list[DraftLaunch] = []
     for window, slots in placed:
-        if window == (None, None):  # in the block's own order, which may be a slice of it
-            pieces = arrived
-        else:
-            in_order = in_order or _by_position(arrived)
-            pieces = in_order
-        found.append(_launch(batch, window, slots, pieces, q_anchor, tables))
+        any_order = window == (None, None)  # then in the block's own, which may be a slice of it
+        if any_order not in orders:
+            ordered = arrived if any_order else sorted(arrived, key=lambda piece: piece.place)
+            orders[any_order] = _by_sequence(batch, ordered)
+        found.append(_launch(batch, window, slots, orders[any_order], q_anchor, tables))
     return found
 
 
@@ -143,7 +158,7 @@ def _launch(
     batch: Batch,
     window: tuple[int | None, int | None],
     slots: list[Slot],
-    pieces: _Arrived,
+    pieces: _Pieces,
     q_anchor: Array,
     tables: Tables,
 ) -> DraftLaunch:
@@ -151,19 +166,18 @@ def _launch(
         np.stack(x, axis=1).ravel()
         for x in zip(*((s.q + q_anchor, s.rows, s.k, s.columns) for s in slots), strict=True)
     )
-    there = rows > 0
-    seqs = np.repeat(np.arange(batch.size), len(slots))[there]
+    there = np.flatnonzero(rows > 0)
     q, rows, begin, end = q[there], rows[there], begin[there], (begin + columns)[there]
-    bounds = np.searchsorted(pieces.seq, np.arange(batch.size + 1))
-    number = (bounds[1:] - bounds[:-1])[seqs]  # pieces of each segment's sequence
+    seqs = there // len(slots)
+    number = np.diff(pieces.ends, prepend=0)[seqs]  # pieces of each segment's sequence
     behind = np.cumsum(number)
-    piece = np.repeat(bounds[seqs] - behind + number, number) + np.arange(behind[-1])
-    first, count = pieces.first[piece], pieces.count[piece]
-    start = np.maximum(first, np.repeat(begin, number))
-    length = np.maximum(np.minimum(first + count, np.repeat(end, number)) - start, 0)
-    total = np.cumsum(length, dtype=batch.dtype)[behind - 1]
-    spans = (pieces.row[piece] + (start - first), length)
-    return draft_launch(tables, window, (q, rows), spans, None, np.diff(total, prepend=0))
+    piece = np.repeat(pieces.ends[seqs] - behind, number) + np.arange(behind[-1])
+    start = np.maximum(pieces.first[piece], np.repeat(begin, number))
+    length = np.minimum(pieces.stop[piece], np.repeat(end, number)) - start
+    np.maximum(length, 0, out=length)
+    total = np.add.reduceat(length, behind - number)
+    spans = (pieces.anchor[piece] + start, length)
+    return draft_launch(tables, window, (q, rows), spans, None, total)
 
 
 def _gaps(batch: Batch, rank: int) -> list[tuple[Array, Array]]:
@@ -200,25 +214,30 @@ def _over_gaps(cuts: list[Cut]) -> tuple[Slot, list[Slot]]:
     return whole, left_over
 
 
-def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> _Arrived:
-    """Every piece of the gathered block, sequence by sequence, in the order of its rows."""
+def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> list[_Arrived]:
+    """Every piece of the gathered block, in the order of its rows."""
     base, found = 0, []
     for peer, block in zip(peers, blocks, strict=True):
         near = batch.near(rank, peer)
-        keys = near.owned("kv", peer)
+        keys, chunks = near.owned("kv", peer), near.chunks(peer)
         for (start, count), anchor in zip(block.ranges, block.anchors, strict=True):
-            for offset, first, length in zip(keys.offset, keys.first, keys.count, strict=True):
+            for piece, (offset, first, length) in enumerate(zip(keys.offset, keys.first, keys.count, strict=True)):
                 begin = np.maximum(start, offset)
                 size = np.minimum(start + count, offset + length) - begin
-                seq = np.flatnonzero(size > 0)
-                number = seq if near.numbers is None else near.numbers[seq]
-                found.append((number, (first + begin - offset)[seq], size[seq], (anchor + begin + base)[seq]))
+                there = np.flatnonzero(size > 0)
+                if len(there):
+                    begin, seq = begin[there], there if near.numbers is None else near.numbers[there]
+                    positions = begin + (first - offset)[there]
+                    rows = begin + (anchor + base)[there]
+                    found.append(_Arrived(chunks[piece][0] if chunks else peer, seq, positions, size[there], rows))
         base += block.size
-    seq, first, count, row = (np.concatenate(x) for x in zip(*found, strict=True))
-    order = np.argsort(seq.astype(np.uint16) if batch.size < 2**16 else seq, kind="stable")
-    return _Arrived(seq[order], first[order], count[order], row[order])
+    return found
 
 
-def _by_position(pieces: _Arrived) -> _Arrived:
-    order = np.lexsort((pieces.first, pieces.seq))
-    return _Arrived(*(x[order] for x in pieces))
+def _by_sequence(batch: Batch, arrived: list[_Arrived]) -> _Pieces:
+    """The pieces sequence by sequence, those of each in the order given."""
+    seq = np.concatenate([a.seq for a in arrived]).astype(np.uint16 if batch.size < 2**16 else np.int64)
+    order = np.argsort(seq, kind="stable")
+    first, count, row = (np.concatenate(x)[order] for x in zip(*(a[2:] for a in arrived), strict=True))
+    ends = np.cumsum(np.bincount(seq, minlength=batch.size))
+    return _Pieces(ends, first, first + count, row - first)

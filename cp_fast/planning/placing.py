@@ -39,7 +39,7 @@ def place_launches(
         columns = _flat([s.columns for s in slots])
         k, grad = _key_rows(slots, block), None if _same_rows(block, grads) else _key_rows(slots, grads)
         if not rows.all():
-            there = rows > 0
+            there = np.flatnonzero(rows > 0)
             q, rows, columns, k = q[there], rows[there], columns[there], k[there]
             grad = grad if grad is None else grad[there]
         found.append(

@@ -50,7 +50,7 @@ class Slot(NamedTuple):
 
     def only(self, where: Array) -> Slot:
         """The tiles of some sequences."""
-        q, rows, k, columns = (np.where(where, x, 0) for x in (self.q, self.rows, self.k, self.columns))
+        q, rows, k, columns = (x * where for x in (self.q, self.rows, self.k, self.columns))
         return self._replace(q=q, rows=rows, k=k, columns=columns)
 
     def meets(self, other: Slot) -> bool:
@@ -80,13 +80,14 @@ class Cut(NamedTuple):
 def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
     """The tiles of a unit's queries with an owner's keys, as launches in order."""
     queries, keys = batch.owned("q", unit), batch.owned("kv", owner)
+    readers, owners = batch.chunks(unit), batch.chunks(owner)
     square = _squares(batch, queries, keys) if (unit - owner) % batch.count == 0 else None
     if square is not None and square.all():
         return launches(batch, [Slot(_zero(queries), queries.total, _zero(queries), keys.total)], [], [], [], [])
     plain, crossed = [], []
     for piece in range(len(queries.first)):
         for other in range(len(keys.first)):
-            how = batch.relation(queries, piece, keys, other)
+            how = "crossed" if readers is None or owners is None else batch.relation(readers[piece], owners[other])
             if how != "hidden":
                 (crossed if how == "crossed" else plain).append((piece, other))
     if not crossed:
@@ -126,21 +127,24 @@ def cut(
     several = has_right.astype(np.int8) + has_left + has_full > 1
     if batch.problem.qkv_format == "thd":
         several &= row1 - row0 >= LARGE
-    none = np.full_like(row0, -1)
-    left = none if lo is None else np.where(cut_left, end - row1 - lo, -1)
-    right = none if hi is None else np.where(cut_right, hi + row1 - end, -1)
 
     def slot(where: Array, a: Array, b: Array, c: Array, d: Array) -> Slot:
         if not where.any():
             return Slot(batch.nothing, batch.nothing, batch.nothing, batch.nothing, piece)
         return Slot(a + offset[0], b - a, c + offset[1], d - c, piece).only(where)
 
+    own = slot(several, row0, row1, begin, end)
+    if several.any():
+        none = np.full_like(row0, -1)
+        left = none if lo is None else np.where(cut_left, end - row1 - lo, -1)
+        right = none if hi is None else np.where(cut_right, hi + row1 - end, -1)
+        own = own._replace(left=left, right=right)
     return Cut(
         natural=slot(natural, row0, row1, begin, end),
         right=slot(has_right & ~several, row0, split, begin, end),
         full=slot(has_full & ~several, split, row1, edge, end),
         left=slot(has_left & ~several, split, row1, start, edge),
-        own=slot(several, row0, row1, begin, end)._replace(left=left, right=right),
+        own=own,
     )
 
 
@@ -220,8 +224,8 @@ def _plain(queries: Owned, keys: Owned, pairs: list[tuple[int, int]]) -> list[Sl
     if len(pairs) == len(pieces) * len(others) and pairs:  # a full grid is one rectangle, and alone
         q, rows = _along(queries, pieces)
         k, columns = _along(keys, others)
-        rows = np.where(columns > 0, rows, 0)
-        return [Slot(q, rows, k, np.where(rows > 0, columns, 0), pieces[0])]
+        rows = rows * (columns > 0)
+        return [Slot(q, rows, k, columns * (rows > 0), pieces[0])]
     return join(
         {
             (p, o): Slot(
