@@ -4,8 +4,11 @@ Two sets of keys, A and B, give a query the partial results (out_a, lse_a) and (
 
     lse = log(exp(lse_a) + exp(lse_b))          out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
-It is associative and commutative, so partial results may arrive in any order and grouping. A set that a query does not
-see at all has lse -inf and out 0, and changes nothing; two such sets give such a set again, never NaN.
+out_a is a mean of values whose weights are exp(score - lse_a). Times exp(lse_a - lse) they are exp(score - lse), each
+key's weight among all keys of both sets. No exponent is positive, as lse is not below either, so nothing overflows.
+
+The merge is associative and commutative, so partial results may arrive in any order and grouping. A set that a query
+does not see at all has lse -inf and out 0, and changes nothing; two such sets give such a set again, never NaN.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ dual_chunk, cp_size 2, two sequences of 8 and 4 slots (each is cut in 2 * cp_siz
     rank 0 holds, row by row:   0[0:2] 0[6:8] 1[0:1] 1[3:4]
     rank 1 holds:               0[2:4] 0[4:6] 1[1:2] 1[2:3]
 
-A rank that owns an early chunk, which sees little under a causal mask, also owns the late chunk that sees much.
+A rank that owns an early chunk, which sees little under a causal mask, also owns the late chunk that sees much: chunk c
+sees c and a half chunks of keys, so chunks r and 2 * cp_size - 1 - r together see 2 * cp_size, on every rank.
 
 contiguous cuts the whole into cp_size equal parts: the packed buffer in thd, every sequence in bshd and sbhd.
 """
