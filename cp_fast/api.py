@@ -63,6 +63,7 @@ def attention(
         window_size: (left, right): query i sees keys i - left ... i + right (aligned); -1 is unbounded. Causal masks
             set right to 0.
         cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
+            On the CPU, best: they are read on the host, which waits for a GPU that has them.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
         softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.

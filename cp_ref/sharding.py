@@ -24,7 +24,8 @@ def shard(
     Args:
         x: any tensor with the format's sequence axis: token ids [b, s] (bshd), activations [s, b, d] (sbhd), packed [t,
             ...] (thd).
-        cu_seqlens_padded: thd only, int32 or int64 [b + 1]. Tokens behind the last of them are the tail: each rank gets
+        cp, qkv_format: as in `attention`.
+        cu_seqlens_padded: thd only, GLOBAL, int32 or int64 [b + 1]. Tokens behind the last of them are the tail: each rank gets
             an equal part of it, after its own tokens.
 
     Returns:
@@ -49,8 +50,16 @@ def unshard(
 ) -> torch.Tensor:
     """The global tensor, on every rank, from every rank's slice: the inverse of `shard`. Collective.
 
-    Differentiable, and so is collective in the backward pass too: the gradient of a slice is the sum over all ranks of
-    the gradients of its place, as every rank's global tensor depends on it.
+    Differentiable, and so collective in the backward pass too: the gradient of a slice is the sum over all ranks of the
+    gradients of its place, as every rank's global tensor depends on it. So where every rank takes the same loss of it,
+    gradients are cp_size times those of that loss.
+
+    Args:
+        x: this rank's slice, as `shard` gives it; alike on all ranks.
+        cp, qkv_format, cu_seqlens_padded: as in `shard`.
+
+    Raises:
+        ValueError: the ranks' slices differ in shape or dtype (on every rank), or as `shard`.
 
     >>> from cp_ref import SimGroup
     >>> ids = torch.arange(8)
@@ -97,8 +106,10 @@ def position_ids(
     """This rank's positions inside each sequence, for RoPE.
 
     Args:
+        cp, qkv_format: as in `attention`.
         seqlen: bshd and sbhd only: the global sequence length.
-        cu_seqlens_padded: thd only: int32 or int64 [b + 1].
+        cu_seqlens_padded: thd only: GLOBAL, int32 or int64 [b + 1].
+        device: where the positions are made; the CPU by default.
 
     Returns:
         int64 [s/cp], or [t/cp] for thd (no tail).
