@@ -194,7 +194,9 @@ def _lse_of(
     row, sequence, position = place
     if lse_packed:
         return lse.index_select(1, row).t()
-    return lse.transpose(1, 2)[sequence, position.clamp(0, max(lse.shape[2] - 1, 0))]
+    if not lse.shape[2]:  # all sequences are empty, and these rows tail
+        return lse.new_full((len(row), lse.shape[1]), -INF)
+    return lse.transpose(1, 2)[sequence, position.clamp(0, lse.shape[2] - 1)]
 
 
 def _merged(

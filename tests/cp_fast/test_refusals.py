@@ -160,13 +160,15 @@ def test_slices_of_different_lengths_are_not_put_together(package: Any) -> None:
 
 def test_calls_that_would_send_different_messages_are_told_apart() -> None:
     def one(member: SimMember) -> list[str]:
-        said, first = [], member.rank == 0
-        q, k, v = qkv(member)
-        for comm, how in (
+        first = member.rank == 0
+        said: list[str] = []
+        calls: list[tuple[str, dict[str, Any]]] = [
             ("p2p", {"return_max_logit": first}),
             ("a2a", {"return_lse": first}),
             ("p2p", {"softmax_type": "learnable", "softmax_offset": torch.zeros(4, requires_grad=first)}),
-        ):
+        ]
+        q, k, v = qkv(member)
+        for comm, how in calls:
             with pytest.raises(ValueError, match="different problems") as caught:
                 cp_fast.attention(q, k, v, cp=context(cp_fast, member, comm), **how)
             said.append(str(caught.value).partition("rank 0 has ")[2])
@@ -222,9 +224,14 @@ def test_transforms_are_refused(package: Any) -> None:
         def f(x: torch.Tensor) -> torch.Tensor:
             return package.attention(x, k, v, cp=cp).sum()
 
-        for transformed in (torch.func.grad(f), torch.func.vjp, torch.func.vmap(lambda x: f(x[None]))):
+        calls = [
+            lambda: torch.func.grad(f)(q),
+            lambda: torch.func.vjp(f, q),
+            lambda: torch.func.vmap(lambda x: f(x[None]))(q),
+        ]
+        for call in calls:
             with pytest.raises(NotImplementedError, match=r"inside torch\.func"):
-                transformed(f, q) if transformed is torch.func.vjp else transformed(q)
+                call()
 
     SimGroup(1).run(one)
 
