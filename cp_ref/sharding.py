@@ -25,8 +25,8 @@ def shard(
         x: any tensor with the format's sequence axis: token ids [b, s] (bshd), activations [s, b, d] (sbhd), packed [t,
             ...] (thd).
         cp, qkv_format: as in `attention`.
-        cu_seqlens_padded: thd only, GLOBAL, int32 or int64 [b + 1]. Tokens behind the last of them are the tail: each rank gets
-            an equal part of it, after its own tokens.
+        cu_seqlens_padded: thd only, GLOBAL, int32 or int64 [b + 1]. Tokens behind the last of them are the tail: each
+            rank gets an equal part of it, after its own tokens.
 
     Returns:
         The slice, contiguous. Differentiable: the gradient of x is the slice's, in its place, and zero elsewhere.
