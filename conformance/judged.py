@@ -28,4 +28,4 @@ class Judged(list[str]):
     ) -> None:
         super().__init__(findings)
         self.ratios = dict(ratios or {})
-        self.cases = dict(cases or {})
+        self.cases: dict[str, Verdict] = dict(cases or {})

@@ -162,8 +162,10 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
 def _cases(task: Task, verdict: Verdict, judged: Judged | None) -> tuple[tuple[str, Verdict], ...]:
     """What became of each problem of an entry of a table; of one that failed in another way than being wrong, that."""
     if judged is not None and judged.cases:
-        failed: Verdict = verdict if verdict in (*FAILING, "missing") else "wrong"
-        return tuple((case, failed if became == "wrong" else became) for case, became in judged.cases.items())
+        became: dict[str, Verdict] = dict(judged.cases)
+        if verdict in (*FAILING, "missing"):
+            became |= {case: verdict for case, one in became.items() if one == "wrong"}
+        return tuple(became.items())
     if table_entry(task.text) is None:
         return ()
     cases = cases_of(task.text)

@@ -118,7 +118,8 @@ class Round:
             played = self._judge(self._player.play(Task(self._level, self._tier, text)))
             if not self._failing:
                 self.drawn.append(played)
-                self._on_problem()
+                if played.verdict != "unsupported":  # others are drawn in its place
+                    self._on_problem()
             if played.verdict not in FAILING:
                 return
             self._failing[text] = played

@@ -1,6 +1,7 @@
 """Running tiers: draws problems with Hypothesis, plays them, and looks for the smallest that fails.
 
-Hypothesis runs in `conformance.rounds`; where a problem is played is the player's affair (`conformance.player`, `conformance.workers`).
+Hypothesis runs in `conformance.rounds`; where a problem is played is the player's affair (`conformance.player`,
+`conformance.workers`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from hypothesis.strategies import SearchStrategy
@@ -34,6 +36,8 @@ __all__ = [
     "run_tier",
 ]
 
+
+_MOST_DRAWN = 5  # for an implementation that refuses most of what is drawn
 
 PROFILES = {"quick": Profile(60, True), "ci": Profile(500, True), "nightly": Profile(5000, False)}
 
@@ -78,6 +82,11 @@ class TierResult:
     def unsupported(self) -> int:
         """How many are refused as they should be."""
         return self.count("unsupported")
+
+    @property
+    def judged(self) -> int:
+        """How many were computed, rightly or not."""
+        return self.run - self.count("unsupported", "missing")
 
     @property
     def smallest(self) -> list[Played]:
@@ -155,21 +164,26 @@ def drawn_problems(
     on_problem: OnProblem = lambda: None,
     judge: Judge = as_it_is,
 ) -> TierResult:
-    """Draw problems of one strategy and play them. A failure is shrunk; then drawing goes on without the problems that
-    have all the features of the smallest one, until `profile.most_failures` are found. A missing function is played
-    once.
+    """Draw problems of one strategy and play them, until `profile.max_examples` were judged.
+
+    Others are drawn in place of those that are refused, up to `_MOST_DRAWN` times as many. A failure is shrunk; then
+    drawing goes on without the problems that have all the features of the smallest one, until `profile.most_failures`
+    are found. A missing function is played once.
     """
     result, began, blamed = TierResult(tier_name), time.monotonic(), []
-    while len(blamed) < profile.most_failures:
-        left = profile.max_examples - result.run
-        if left <= 0 or any(p.verdict == "missing" for p in result.drawn):
+    for turn in count():
+        left = min(profile.max_examples - result.judged, _MOST_DRAWN * profile.max_examples - result.run)
+        if left <= 0 or len(blamed) == profile.most_failures or result.count("missing"):
             break
         round_ = Round(player, level, tier_name, judge, on_problem)
-        round_.draw(strategy, replace(profile, max_examples=left), shrink, [*blamed])
+        seed = (profile.seed or 0) + turn if turn else profile.seed  # other problems each time
+        round_.draw(strategy, replace(profile, max_examples=left, seed=seed), shrink, [*blamed])
         result.played += round_.drawn
         result.note = result.note or round_.note
         if round_.smallest is None:
-            break
+            if len(round_.drawn) < left or not any(p.verdict == "unsupported" for p in round_.drawn):
+                break
+            continue
         result.played.append(replace(round_.smallest, shrunk=True))
         features = blame(round_.smallest_problem) - round_.innocent()
         if not features:  # the plainest problem fails: so will all

@@ -146,10 +146,15 @@ def _check_digits(case: Case, side: str, what: str, got: torch.Tensor, want: tor
     has, lacks = [round(n, 3) for n in got[row, head].tolist()], want[row, head].tolist()
     other = "keys that it sees" if side == "q" else "queries that saw it"
     return [
-        f"{_row(case, side, row)}, head {head}: {what}, the digit sums of the {other}, is {has}, "
-        f"but should be {lacks}; "
+        f"{_row(case, side, row)}, head {head}: {what}, the digit sums of the {other}, is {_few(has)}, "
+        f"but should be {_few(lacks)}; "
         f"{int(wrong.any(-1).any(-1).sum())} rows are wrong"
     ]
+
+
+def _few(values: list[float]) -> str:
+    """The first digit sums, which say the most."""
+    return f"{values[:8]}" if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
 
 
 def _row(case: Case, side: str, row: int) -> str:
