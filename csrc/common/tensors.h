@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -129,9 +130,17 @@ class Call {
     return made;
   }
 
-  // A new contiguous tensor of like's dtype.
+  // A new contiguous tensor of like's dtype. (new_empty goes through the dispatcher once more: half a microsecond.)
   Operand result(const Operand& like, const Sizes& sizes) {
-    return Operand("the result", torch::stable::new_empty(like.tensor, sizes));
+    int32_t type, index;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.tensor.get(), &type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.tensor.get(), &index));
+    Sizes steps(sizes.size(), 1);
+    for (size_t i = sizes.size(); i-- > 1;) steps[i - 1] = steps[i] * std::max<int64_t>(sizes[i], 1);
+    AtenTensorHandle made;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), steps.data(),
+                                                    like.dtype, type, index, &made));
+    return Operand("the result", Tensor(made));
   }
 
   Stream stream() const {

@@ -10,23 +10,34 @@ namespace cp {
 namespace cpu {
 namespace {
 
-// The pieces of one row of one part.
-struct Pieces {
-  const HeadMove& m;
-  bool joined;  // heads are contiguous on both sides: one piece
-
-  explicit Pieces(const HeadMove& move)
-      : m(move), joined(m.whole_head == m.head_bytes && m.part_head == m.head_bytes) {}
-
-  // f(address in whole, address in the part, bytes) for every piece
-  template <typename F>
-  void each(int64_t part, int64_t row, int64_t i, F f) const {
-    char* whole = m.whole + row * m.whole_row + m.first_heads[part] * m.whole_head;
-    char* own = m.parts + part * m.part + i * m.part_row;
-    if (joined) return f(whole, own, m.heads * m.head_bytes);
-    for (int64_t h = 0; h < m.heads; ++h) f(whole + h * m.whole_head, own + h * m.part_head, m.head_bytes);
+// f(address in whole, address in the part, bytes) for every piece, row by row: the whole is one stream, and the parts
+// are as many others.
+template <typename F>
+void each_piece(const HeadMove& m, const RowSet& rows, int64_t begin, int64_t end, F f) {
+  bool joined = m.whole_head == m.head_bytes && m.part_head == m.head_bytes;
+  int64_t pieces = joined ? 1 : m.heads, bytes = joined ? m.heads * m.head_bytes : m.head_bytes;
+  for (int64_t i = begin; i < end; ++i) {
+    char* row = m.whole + rows[i] * m.whole_row;
+    for (int64_t part = 0; part < m.count; ++part) {
+      char* whole = row + m.first_heads[part] * m.whole_head;
+      char* own = m.parts + part * m.part + i * m.part_row;
+      for (int64_t h = 0; h < pieces; ++h) f(whole + h * m.whole_head, own + h * m.part_head, bytes);
+    }
   }
-};
+}
+
+// f(Cached or Streamed, address in whole, address in the part, bytes) for every piece, on threads.
+template <typename F>
+void move_heads(const HeadMove& m, const RowSet& rows, F f) {
+  bool joined = m.whole_head == m.head_bytes && m.part_head == m.head_bytes;
+  int64_t bytes = m.count * m.heads * m.head_bytes;
+  with_stores(rows.count * bytes, joined ? m.heads * m.head_bytes : m.head_bytes, [&](auto stores) {
+    parallel(rows.count, bytes, [&](int64_t begin, int64_t end) {
+      each_piece(m, rows, begin, end, [&](char* whole, char* own, int64_t n) { f(stores, whole, own, n); });
+      stores.end();
+    });
+  });
+}
 
 // out + x[i] + ... in order of i, over the parts that hold a head.
 template <typename Out, typename Part>
@@ -66,24 +77,15 @@ struct Addition {
 
 }  // namespace
 
-// Part by part, both ways: one stream on one side, pieces of whole rows on the other.
 void heads_to_front(HeadMove move, RowSet rows, Stream) {
-  Pieces pieces(move);
-  parallel(move.count * rows.count, move.heads * move.head_bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; ++at) {
-      int64_t part = at / rows.count, i = at - part * rows.count;
-      pieces.each(part, rows[i], i, [](char* whole, char* own, int64_t bytes) { copy_piece(own, whole, bytes); });
-    }
-  });
+  move_heads(move, rows, [](auto stores, char* whole, char* own, int64_t bytes) { stores.copy(own, whole, bytes); });
 }
 
 void heads_to_back(HeadMove move, RowSet rows, Stream) {
-  Pieces pieces(move);
-  parallel(move.count * rows.count, move.heads * move.head_bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; ++at) {
-      int64_t part = at / rows.count, i = at - part * rows.count;
-      pieces.each(part, rows[i], i, [](char* whole, char* own, int64_t bytes) { copy_piece(whole, own, bytes); });
-    }
+  move_heads(move, rows, [&](auto stores, char* whole, char* own, int64_t bytes) {
+    // the same piece two rows on: too many streams for the prefetchers
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(own + 2 * move.part_row + at);
+    stores.copy(whole, own, bytes);
   });
 }
 

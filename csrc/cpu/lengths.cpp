@@ -1,5 +1,6 @@
 // Indices and lengths, and what is made of integers.
 #include <algorithm>
+#include <type_traits>
 
 #include "convert.h"
 #include "entry_points.h"
@@ -10,29 +11,52 @@ namespace cp {
 namespace cpu {
 namespace {
 
-// The rows `row`, `row + 1`, ... in the places from to stop - 1, as far as these lie within begin to end - 1.
+// The rows `row`, `row + 1`, ... in the places from to stop - 1, as far as these lie within begin to end - 1. Most runs
+// are short, and a processor cannot guess how short: the first block is written whole, at once. What it writes past
+// `stop` is written again by the runs behind it.
 template <typename I>
 void count_up(I* out, int64_t row, int64_t from, int64_t stop, int64_t begin, int64_t end) {
-  int64_t first = std::max(from, begin), last = std::min(stop, end);
-  for (int64_t i = first; i < last; ++i) out[i] = static_cast<I>(row - from + i);
+  using U = std::make_unsigned_t<I>;
+  constexpr int64_t block = 64 / sizeof(I);
+  int64_t i = std::max(from, begin), last = std::min(stop, end);
+  U value = static_cast<U>(row - from + i);
+  while (i + block <= end) {
+    for (int64_t k = 0; k < block; ++k) out[i + k] = static_cast<I>(value + static_cast<U>(k));
+    i += block;
+    value += static_cast<U>(block);
+    if (i >= last) return;
+  }
+  for (; i < last; ++i) out[i] = static_cast<I>(value++);
 }
 
-// Sequence by sequence, with one division each: with short sequences, divisions are what takes the time.
-template <typename I>
-void write_indices(I* out, const PartitionMap& map, const Lengths& lengths) {
-  int64_t cp_size = map.cp_size, rank = map.cp_rank;
+// Sequence by sequence, with one division each, by a shift where that does it: with short sequences, divisions are
+// what takes the time.
+template <typename I, typename Halve>
+void write_indices(I* out, const PartitionMap& map, const Lengths& lengths, Halve chunk_of) {
+  int64_t cp_size = map.cp_size, rank = map.cp_rank, late = 2 * cp_size - 1 - rank;
+  const I* ends = static_cast<const I*>(lengths.data) + 1;
   parallel(map.rows(), sizeof(I), [&](int64_t begin, int64_t end) {
     Place place = locate(lengths, map.key(begin), map.tokens);
-    int64_t s = place.sequence, start = place.start, own = quotient(start, cp_size);
-    for (; s < lengths.sequences && own < end; ++s) {
-      int64_t stop = lengths[s + 1], chunk = quotient(stop - start, 2 * cp_size);
+    int64_t start = place.start, own = start / cp_size;
+    for (int64_t s = place.sequence; s < lengths.sequences && own < end; ++s) {
+      int64_t stop = ends[s], chunk = chunk_of(stop - start);
       count_up(out, start + rank * chunk, own, own + chunk, begin, end);
-      count_up(out, start + (2 * cp_size - 1 - rank) * chunk, own + chunk, own + 2 * chunk, begin, end);
+      count_up(out, start + late * chunk, own + chunk, own + 2 * chunk, begin, end);
       own += 2 * chunk;
       start = stop;
     }
     if (own < end) count_up(out, start + rank * (map.rows() - own), own, map.rows(), begin, end);
   });
+}
+
+template <typename I>
+void write_indices(I* out, const PartitionMap& map, const Lengths& lengths) {
+  int64_t chunks = 2 * map.cp_size, shift = 0;
+  while ((int64_t{2} << shift) <= chunks) ++shift;
+  if (chunks == int64_t{1} << shift)
+    write_indices(out, map, lengths, [=](int64_t size) { return size >> shift; });
+  else
+    write_indices(out, map, lengths, [=](int64_t size) { return quotient(size, chunks); });
 }
 
 int64_t held(int64_t real, int64_t first, int64_t chunk) { return std::min(std::max<int64_t>(real - first, 0), chunk); }

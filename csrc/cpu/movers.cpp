@@ -9,12 +9,47 @@ namespace cp {
 namespace cpu {
 namespace {
 
+// Copies runs one behind the other; each is asked for before the one in front of it is copied.
+template <typename Stores>
+class Runs {
+ public:
+  explicit Runs(const Move& move) : move_(move) {}
+
+  void next(int64_t to, int64_t from, int64_t rows) {
+    expect_row(move_, from);
+    end();
+    to_ = to;
+    from_ = from;
+    rows_ = rows;
+  }
+  void end() const { copy_rows<Stores>(move_, to_, from_, rows_); }
+
+ private:
+  const Move& move_;
+  int64_t to_ = 0, from_ = 0, rows_ = 0;
+};
+
+// Every move, on threads: walk(begin, end, f) calls f(destination row, source row, how many) for rows begin to end - 1.
+template <typename Walk>
+void move_by(const Move* moves, int64_t count, int64_t rows, const Walk& walk) {
+  with_stores(moves, count, rows, [&](auto stores) {
+    using Stores = decltype(stores);
+    parallel(rows, row_bytes(moves, count), [&](int64_t begin, int64_t end) {
+      for (int64_t m = 0; m < count; ++m) {
+        Runs<Stores> runs(moves[m]);
+        walk(begin, end, [&](int64_t to, int64_t from, int64_t n) { runs.next(to, from, n); });
+        runs.end();
+      }
+      Stores::end();
+    });
+  });
+}
+
 template <typename Map>
-void move_by(const Map& map, const Move* moves, int64_t count, const Lengths& lengths) {
-  parallel(map.rows(), row_bytes(moves, count), [&](int64_t begin, int64_t end) {
-    for (int64_t m = 0; m < count; ++m)
-      each_run(map, lengths, begin, end,
-               [&](int64_t to, int64_t from, int64_t rows, const Place&) { copy_rows(moves[m], to, from, rows); });
+void move_by_map(const Map& map, const Move* moves, int64_t count, const Lengths& lengths) {
+  move_by(moves, count, map.rows(), [&](int64_t begin, int64_t end, auto f) {
+    each_run(map, lengths, begin, end,
+             [&](int64_t to, int64_t from, int64_t rows, const Place&) { f(to, from, rows); });
   });
 }
 
@@ -22,45 +57,37 @@ void move_by(const Map& map, const Move* moves, int64_t count, const Lengths& le
 
 void partition(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t cp_size, int64_t cp_rank,
                Stream) {
-  move_by(PartitionMap{tokens, cp_size, cp_rank}, moves, count, lengths);
+  move_by_map(PartitionMap{tokens, cp_size, cp_rank}, moves, count, lengths);
 }
 
 void reorder(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t cp_size, bool to_rank_order,
              Stream) {
   if (to_rank_order)
-    move_by(ToRankOrderMap{tokens, cp_size}, moves, count, lengths);
+    move_by_map(ToRankOrderMap{tokens, cp_size}, moves, count, lengths);
   else
-    move_by(ToSequenceOrderMap{tokens, cp_size}, moves, count, lengths);
+    move_by_map(ToSequenceOrderMap{tokens, cp_size}, moves, count, lengths);
 }
 
 void read_half(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t half, Stream) {
-  move_by(HalfMap{tokens, half}, moves, count, lengths);
+  move_by_map(HalfMap{tokens, half}, moves, count, lengths);
 }
 
 void take_rows(const Move* moves, int64_t count, RowSet rows, Stream) {
-  parallel(rows.count, row_bytes(moves, count), [&](int64_t begin, int64_t end) {
-    for (int64_t m = 0; m < count; ++m)
-      for (int64_t i = begin, n; i < end; i += n) {
-        n = run_length(rows, i, end);
-        if (i + n < end) __builtin_prefetch(moves[m].from + rows[i + n] * moves[m].from_row);
-        copy_rows(moves[m], i, rows[i], n);
-      }
+  move_by(moves, count, rows.count, [&](int64_t begin, int64_t end, auto f) {
+    each_run(rows, begin, end, [&](int64_t i, int64_t row, int64_t n) { f(i, row, n); });
   });
 }
 
 void put_rows(const Move* moves, int64_t count, RowSet rows, Stream) {
-  parallel(rows.count, row_bytes(moves, count), [&](int64_t begin, int64_t end) {
-    for (int64_t m = 0; m < count; ++m)
-      for (int64_t i = begin, n; i < end; i += n) copy_rows(moves[m], rows[i], i, n = run_length(rows, i, end));
+  move_by(moves, count, rows.count, [&](int64_t begin, int64_t end, auto f) {
+    each_run(rows, begin, end, [&](int64_t i, int64_t row, int64_t n) { f(row, i, n); });
   });
 }
 
 void copy_valid(const Move* moves, int64_t count, Lengths lengths, Lengths real, int64_t, Stream) {
-  parallel(lengths[lengths.sequences] - lengths[0], row_bytes(moves, count), [&](int64_t begin, int64_t end) {
-    int64_t first = lengths[0];
-    each_valid(lengths, real, first + begin, first + end, [&](int64_t row, int64_t rows) {
-      for (int64_t m = 0; m < count; ++m) copy_rows(moves[m], row, row, rows);
-    });
+  int64_t first = lengths[0];
+  move_by(moves, count, lengths[lengths.sequences] - first, [&](int64_t begin, int64_t end, auto f) {
+    each_valid(lengths, real, first + begin, first + end, [&](int64_t row, int64_t rows) { f(row, row, rows); });
   });
 }
 

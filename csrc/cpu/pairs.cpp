@@ -66,7 +66,7 @@ int64_t row_bytes(const Pair* pairs, int64_t count) {
 void add_rows(const Pair* pairs, int64_t count, RowSet rows, Stream) {
   parallel(rows.count, row_bytes(pairs, count), [&](int64_t begin, int64_t end) {
     for (int64_t p = 0; p < count; ++p)
-      for (int64_t i = begin, n; i < end; i += n) apply_rows<Add>(pairs[p], rows[i], i, n = run_length(rows, i, end));
+      each_run(rows, begin, end, [&](int64_t i, int64_t row, int64_t n) { apply_rows<Add>(pairs[p], row, i, n); });
   });
 }
 

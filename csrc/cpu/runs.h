@@ -47,5 +47,11 @@ inline int64_t run_length(const RowSet& rows, int64_t i, int64_t end) {
   return n;
 }
 
+// f(place in the set, row, how many rows continue), in order, for the places begin to end - 1.
+template <typename F>
+void each_run(const RowSet& rows, int64_t begin, int64_t end, F f) {
+  for (int64_t i = begin, n; i < end; i += n) f(i, rows[i], n = run_length(rows, i, end));
+}
+
 }  // namespace cpu
 }  // namespace cp
