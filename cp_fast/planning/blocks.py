@@ -38,15 +38,16 @@ def reach(batch: Batch, unit: int) -> Array:
     """How far a unit sees: the position behind the last key, or where only the left side is bounded, that of the first
     one; beyond all keys where it has no query. `farther` combines units.
     """
-    owned = batch.owned("q", unit)
+    spans = batch.spans("q", batch.count, unit % batch.count)
     if batch.hi is None and batch.lo is not None:
-        return np.where(owned.total > 0, owned.first[0] + batch.lo, batch.far)
-    last = owned.stop[0]
-    for stop, count in zip(owned.stop[1:], owned.count[1:], strict=True):
-        last = np.where(count > 0, stop, last)
-    if isinstance(batch.hi, np.ndarray) or batch.hi:
-        last = last + batch.hi
-    return np.where(owned.total > 0, last, -batch.far)  # the second piece is empty where the first one is
+        first = spans[0][0]  # the second piece is empty where the first one is
+        return np.where(first < np.minimum(spans[0][1], batch.len_q), first + batch.lo, batch.far)
+    last: Array | int = -batch.far
+    for start, stop in spans:
+        stop = np.minimum(stop, batch.len_q)
+        last = np.where(start < stop, stop, last)
+    assert isinstance(last, np.ndarray)
+    return last + batch.hi if isinstance(batch.hi, np.ndarray) or batch.hi else last
 
 
 def farther(batch: Batch, one: Array, other: Array) -> Array:

@@ -176,7 +176,8 @@ def _launch(
     length = np.minimum(pieces.stop[piece], np.repeat(end, number)) - start
     np.maximum(length, 0, out=length)
     total = np.add.reduceat(length, behind - number)
-    spans = (pieces.anchor[piece] + start, length)
+    there = np.flatnonzero(length > 0)
+    spans = (pieces.anchor[piece[there]] + start[there], length[there])
     return draft_launch(tables, window, (q, rows), spans, None, total)
 
 

@@ -30,16 +30,17 @@ def draft_ring(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftSt
     together = partial(farther, batch)
     own, *others = (reach(batch, unit + n) for n in range(count))
     to_visit = list(reversed(list(accumulate(others, together))))  # [s]: by the block in hand at step s
-    visited = list(accumulate(reversed(others), together))  # [s - 2]: before this unit
+    visited = accumulate(reversed(others), together)  # from step 2 on: before this unit
     forward: list[DraftStep] = []
     leaving: list[tuple[RowKey, int]] = []  # rows of the keys that go on, and their number
     arriving: list[tuple[RowKey, int]] = []  # rows of the gradients that come, from step 2 on
     block = grads = place.own  # in hand, and as its gradients leave in the step after
     for s in range(count):
         keys = batch.owned("kv", unit - s)
+        before = next(visited) if s > 1 else None
         if s > 0:
             block = packed((seen_within(batch, together(own, to_visit[s]) if s + 1 < count else own, keys),))
-            grads = packed((seen_within(batch, together(own, visited[s - 2]) if s > 1 else own, keys),))
+            grads = packed((seen_within(batch, own if before is None else together(own, before), keys),))
         launches = place_launches(tables, see(batch, unit, unit - s), place.q_anchor, block, grads)
         step = DraftStep(launches=launches, own=s == 0, grad_size=grads.size)
         if s > 0 and block.size:
@@ -50,8 +51,8 @@ def draft_ring(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftSt
             if size:
                 step.give_kv = [DraftGive(ahead, tag(place.first_step + s, "kv"), rows, s == 0)]
             leaving.append((rows, size))
-        if s > 1:
-            arriving.append(message_rows(tables, grads, grads.anchors[0], (seen_within(batch, visited[s - 2], keys),)))
+        if before is not None:
+            arriving.append(message_rows(tables, grads, grads.anchors[0], (seen_within(batch, before, keys),)))
         forward.append(step)
     arriving += leaving[:1]  # own rows that other units see
     return forward, _backward(forward, arriving, place, (ahead, behind))
