@@ -37,7 +37,7 @@ class Work:
 
     run: Callable[[Kernels], object]
     copy: Callable[[], object]  # the same bytes by torch.Tensor.copy_
-    select: Callable[[], object]  # the same bytes by torch.index_select with a ready index
+    select: Callable[[], object]  # torch.index_select with a ready index: the same rows, else as many bytes
     check: Callable[[Kernels], None]  # raises AssertionError; called first
 
 
@@ -101,7 +101,13 @@ def reorder(
     def make(device: str) -> Work:
         lengths = lengths_of(tokens, sequences, 2 * cp_size).to(device)
         xs = [random(device, tokens, heads, dim) for _ in range(tensors)]
-        copy, select = by_copy(moved, device)
+        rows = rank_order(tokens, sequences, cp_size)
+        rows, results = (rows if forward else rows.argsort()).to(device), [torch.empty_like(x) for x in xs]
+        copy, _ = by_copy(moved, device)
+
+        def select() -> None:
+            for x, result in zip(xs, results, strict=True):
+                torch.index_select(x, 0, rows, out=result)
 
         def check(k: Kernels) -> None:
             order = rank_order(tokens, sequences, cp_size).to(device)
@@ -186,7 +192,12 @@ def exchange(tokens: int, heads: int, dim: int, cp_size: int, to_front: bool, ta
     def make(device: str) -> Work:
         rows = rank_order(tokens, 16, cp_size).to(device)
         whole, parts = random(device, tokens, heads, dim), random(device, cp_size, tokens, part, dim)
-        copy, select = by_copy(moved, device)
+        copy, _ = by_copy(moved, device)
+        # the same pieces, all of one part's heads, as rows of two axes
+        number = torch.arange(cp_size, device=device)
+        pieces = rows * cp_size + number[:, None] if to_front else rows.argsort()[:, None] + number * tokens
+        pieces, result = pieces.flatten(), torch.empty(cp_size * tokens, part * dim, device=device, dtype=whole.dtype)
+        source = (whole if to_front else parts).view_as(result)
 
         def run(k: Kernels) -> object:
             if to_front:
@@ -202,7 +213,7 @@ def exchange(tokens: int, heads: int, dim: int, cp_size: int, to_front: bool, ta
             else:
                 same(moved_parts, parts)
 
-        return Work(run, copy, select, check)
+        return Work(run, copy, lambda: torch.index_select(source, 0, pieces, out=result), check)
 
     kernel = "heads_to_front" if to_front else "heads_to_back_"
     return Case(kernel, f"{tokens} x {heads} x {dim}, cp {cp_size}, reordered", moved, make, target)
