@@ -4,8 +4,9 @@
 
 efficiency = (time of the whole problem on one GPU, kernel alone, no context parallelism) / gpus / (time over the gpus).
 A time is that of several calls in a row over their number, as layers follow each other in training. Both are measured
-in turns (A B A B), with CUDA events, the slowest rank counts, the median of the rounds is reported. Before that, each
-schedule's out, dq, dk, dv are compared with the single GPU's; where they differ nothing is reported.
+in turns (A B A B), with CUDA events, on all GPUs at once; of both the slowest GPU counts, and the median of the rounds
+is reported. Before that, each schedule's out, dq, dk, dv are compared with the single GPU's; where they differ nothing
+is reported.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def parallel(job: Job, schedule: str, group: Any, x: dict[str, torch.Tensor]) ->
     return (cp, cu), forward, both
 
 
-def seconds(fn: Callable[[], Any], calls: int, *, everyone: bool) -> float:
-    """One of several calls in a row, by CUDA events; the slowest rank's time if `everyone` takes part."""
+def seconds(fn: Callable[[], Any], calls: int) -> float:
+    """One of several calls in a row, by CUDA events; the slowest rank's time."""
     dist.barrier()
     torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -126,8 +127,7 @@ def seconds(fn: Callable[[], Any], calls: int, *, everyone: bool) -> float:
     end.record()
     torch.cuda.synchronize()
     time = torch.tensor(begin.elapsed_time(end) / 1e3 / calls, device="cuda")
-    if everyone:
-        dist.all_reduce(time, dist.ReduceOp.MAX)
+    dist.all_reduce(time, dist.ReduceOp.MAX)
     return float(time)
 
 
@@ -173,10 +173,10 @@ def worker(rank: int, job: Job, schedules: list[str], folder: str) -> None:
             fn()
         times: dict[str, list[float]] = {name: [] for name in ("one_forward", "forward", "one_both", "both")}
         for _ in range(job.rounds):
-            times["one_forward"].append(seconds(one_forward, 1, everyone=False))
-            times["forward"].append(seconds(forward, job.calls, everyone=True))
-            times["one_both"].append(seconds(one_both, 1, everyone=False))
-            times["both"].append(seconds(both, job.calls, everyone=True))
+            times["one_forward"].append(seconds(one_forward, 1))
+            times["forward"].append(seconds(forward, job.calls))
+            times["one_both"].append(seconds(one_both, 1))
+            times["both"].append(seconds(both, job.calls))
         t = {name: statistics.median(values) for name, values in times.items()}
         flops = job.forward_flops / job.gpus / 1e12
         rows.append(

@@ -3,8 +3,9 @@ ring's size.
 
 At the start of a step everything is posted: the block in hand goes on, the next one comes in, and in the backward pass
 the gradients of the block before leave and those of the block in hand arrive. Kernels are launched after that, so they
-hide the messages. What they yield waits in the input's dtype until the messages are in, and is then added in float32
-(float64 for float64).
+hide the messages. What they yield waits in the input's dtype: a partial output until the next step's messages are
+posted (its merge then hides them too), gradients until this step's are in. It is then added in float32 (float64 for
+float64).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cp_fast.backends import Backend
 from cp_fast.comm import during
 from cp_fast.kernels.base import Kernels
 from cp_fast.merge import Merged, Summed
+from cp_fast.overlap import head_start
 from cp_fast.program import Give, KVStep, RankProgram, Take
 from cp_fast.rows import Rows
 from cp_ref.spec import Group, Parcel, Problem
@@ -63,9 +65,14 @@ def run_forward(
     blocks, operands = _Blocks(Pair(k, v), kernels), _Operands([q], [], kernels)
     for number, step in enumerate(program.forward):
         where = f"forward, step {number} of {len(program.forward)}"
+        sends, boxes = blocks.give(step), blocks.boxes(step)
         with during(where):
-            pending = comm.exchange(blocks.give(step), blocks.boxes(step))
+            pending = comm.exchange(sends, boxes)
+        merged.settle()
+        if (sends or boxes) and step.launches:
+            head_start(q.device)
         for launch in step.launches:
+            merged.settle()
             (q_rows,) = operands.rows(launch.q_rows)
             k_rows, v_rows = kernels.take_rows(blocks.now, launch.kv_rows)
             part = backend.forward(

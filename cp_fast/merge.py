@@ -16,7 +16,8 @@ class Merged:
     """The accumulators (out [t, h, d_v], lse [h, t]) of a forward pass.
 
     The first partial result is just kept where it has every row. So a pass of one launch ends with the kernel's own
-    output, never widened, and a ring pays one merge less. `spare`: see `RankProgram.spare_rows`.
+    output, never widened, and a ring pays one merge less. Every other one is held until `settle`, which the caller
+    calls where a merge is in nobody's way. `spare`: see `RankProgram.spare_rows`.
     """
 
     def __init__(
@@ -25,17 +26,26 @@ class Merged:
         self._shape, self._wide, self._device, self._kernels, self._spare = shape, wide, device, kernels, spare
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
+        self._held: tuple[torch.Tensor, torch.Tensor, Rows] | None = None
 
     def add(self, part_out: torch.Tensor, part_lse: torch.Tensor, rows: Rows) -> None:
-        """Merge the partial result of some rows, [n, h, d_v] in any float dtype and [h, n]."""
+        """Take the partial result of some rows, [n, h, d_v] in any float dtype and [h, n]; one is held at most."""
+        self.settle()
         if self._out is None and isinstance(rows, slice) and (rows.start, rows.stop) == (0, self._shape[0]):
             self._out, self._lse = part_out, part_lse
-            return
-        out, lse = self._accumulators()
-        self._kernels.merge_(out, lse, part_out, part_lse, rows)
+        else:
+            self._held = part_out, part_lse, rows
+
+    def settle(self) -> None:
+        """Merge what is held."""
+        if self._held is not None:
+            out, lse = self._accumulators()
+            self._kernels.merge_(out, lse, *self._held)
+            self._held = None
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse): 0 and -inf in rows that nothing was merged into."""
+        self.settle()
         out, lse = self._accumulators() if self._out is None or self._lse is None else (self._out, self._lse)
         return (out[: -self._spare], lse[:, : -self._spare].contiguous()) if self._spare else (out, lse)
 
