@@ -43,6 +43,7 @@ class ProcessMember:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._global = dist.get_process_group_ranks(group)
+        self.ranks = frozenset(self._global)
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> _Works:
         """Post all messages as one batch, so that NCCL runs them in one kernel and no order of ranks can block."""
@@ -95,18 +96,27 @@ def as_group(group: Any, cp_comm_type: str) -> Group:
             ProcessGroup, a 1-D DeviceMesh, or anything with the members of `cp_ref.spec.Group`.
 
     Raises:
-        TypeError: it is none of them.
+        TypeError: it is none of them. ValueError: the two groups of a pair have more than this rank in common.
     """
     if cp_comm_type == "a2a+p2p":
         if isinstance(group, DeviceMesh) and group.ndim == 2:
             group = (group.get_group(1), group.get_group(0))
         if isinstance(group, tuple | list) and len(group) == 2:
-            return PairGroup(*(_one_group(part) for part in group))
+            return _pair(*(_one_group(part) for part in group))
         raise TypeError(
             f"group is {group!r}; cp_comm_type 'a2a+p2p' needs a pair (a2a_group, p2p_group) or a 2-D DeviceMesh "
             "[p2p, a2a]"
         )
     return _one_group(group)
+
+
+def _pair(a2a: Group, p2p: Group) -> PairGroup:
+    if isinstance(a2a, ProcessMember) and isinstance(p2p, ProcessMember) and len(a2a.ranks & p2p.ranks) != 1:
+        raise ValueError(
+            f"group is a pair of groups with ranks {sorted(a2a.ranks & p2p.ranks)} in common; an a2a and a p2p group "
+            "have this rank in common, and no other"
+        )
+    return PairGroup(a2a, p2p)
 
 
 def _one_group(group: Any) -> Group:

@@ -73,10 +73,10 @@ class _Unshard(torch.autograd.Function):
         ctx.cp, ctx.axis, ctx.rows = cp, axis, rows
         shape = list(x.shape)
         shape[axis] *= cp.size
-        whole = x.new_empty(shape)
-        for of_rank, part in zip(rows, all_to_all(cp.comm, [x] * cp.size), strict=True):
+        whole = _as_bytes(x.new_empty(shape))
+        for of_rank, part in zip(rows, all_to_all(cp.comm, [_as_bytes(x)] * cp.size), strict=True):
             whole.index_copy_(axis, of_rank, part)
-        return whole
+        return _as_was(whole, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -86,6 +86,15 @@ class _Unshard(torch.autograd.Function):
         for other in others:
             total = total + other
         return total, None, None, None
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes, others as they are: not every operator that moves rows knows them."""
+    return x.detach().view(torch.uint8) if x.dtype.is_floating_point and x.element_size() == 1 else x
+
+
+def _as_was(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 def position_ids(

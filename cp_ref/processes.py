@@ -18,6 +18,7 @@ class ProcessMember:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self.ranks = frozenset(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -54,19 +55,28 @@ def as_group(group: Any, cp_comm_type: str) -> Group:
             ProcessGroup, a 1-D DeviceMesh, or anything with the members of `cp_ref.spec.Group` (a SimGroup's member).
 
     Raises:
-        TypeError: it is none of them.
+        TypeError: it is none of them. ValueError: the two groups of a pair have more than this rank in common.
     """
     if cp_comm_type == "a2a+p2p":
         if isinstance(group, DeviceMesh) and group.ndim == 2:
             group = (group.get_group(1), group.get_group(0))
         pair = cast(Sequence[Any], group) if isinstance(group, tuple | list) else ()
         if len(pair) == 2:
-            return PairGroup(*(_one_group(part) for part in pair))
+            return _pair(*(_one_group(part) for part in pair))
         raise TypeError(
             f"group is {group!r}; cp_comm_type 'a2a+p2p' needs a pair (a2a_group, p2p_group) or a 2-D DeviceMesh "
             "[p2p, a2a]"
         )
     return _one_group(group)
+
+
+def _pair(a2a: Group, p2p: Group) -> PairGroup:
+    if isinstance(a2a, ProcessMember) and isinstance(p2p, ProcessMember) and len(a2a.ranks & p2p.ranks) != 1:
+        raise ValueError(
+            f"group is a pair of groups with ranks {sorted(a2a.ranks & p2p.ranks)} in common; an a2a and a p2p group "
+            "have this rank in common, and no other"
+        )
+    return PairGroup(a2a, p2p)
 
 
 def _one_group(group: Any) -> Group:

@@ -83,16 +83,26 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cp: ContextParallel, axis: int, rows: list[torch.Tensor]) -> torch.Tensor:
         ctx.cp, ctx.axis, ctx.rows = cp, axis, rows
-        slices = all_gather(cp.comm, x)
+        slices = all_gather(cp.comm, _as_bytes(x))
         shape = list(x.shape)
         shape[axis] *= cp.size
-        return x.new_empty(shape).index_copy_(axis, torch.cat(rows), torch.cat(slices, dim=axis))
+        whole = slices[0].new_empty(shape)
+        return _as_was(whole.index_copy_(axis, torch.cat(rows), torch.cat(slices, dim=axis)), x.dtype)
 
     @staticmethod
     @once_differentiable  # which makes ctx positional-only
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         total = all_reduce_sum(ctx.cp.comm, grads[0])
         return total.index_select(ctx.axis, ctx.rows[ctx.cp.rank]), None, None, None
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes, others as they are: not every operator that moves rows knows them."""
+    return x.detach().view(torch.uint8) if x.dtype.is_floating_point and x.element_size() == 1 else x
+
+
+def _as_was(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 def position_ids(

@@ -30,8 +30,21 @@ class PairGroup:
         return _All([self.a2a.exchange(row_sends, row_recvs), self.p2p.exchange(column_sends, column_recvs)])
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank: the rows gather, then the columns gather the rows."""
-        return [v for row in self.p2p.all_gather_object(self.a2a.all_gather_object(value)) for v in row]
+        """Every rank's value, by rank: the rows gather, then the columns gather the rows.
+
+        Raises:
+            ValueError: the groups are not the rows and columns of one grid.
+        """
+        row = self.a2a.all_gather_object((self.p2p.rank, value))
+        rows = self.p2p.all_gather_object((self.a2a.rank, row))
+        found = [(p2p_rank, a2a_rank) for a2a_rank, row in rows for p2p_rank, _ in row]
+        if found != [(p2p_rank, self.a2a.rank) for p2p_rank in range(self.p2p.size) for _ in range(self.a2a.size)]:
+            raise ValueError(
+                "group is a pair (a2a_group, p2p_group) whose groups are not the rows and columns of one grid: all "
+                "ranks of an a2a group need the same rank in their p2p groups, and all of a p2p group the same in "
+                "their a2a groups"
+            )
+        return [value for _, row in rows for _, value in row]
 
     def _split(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[Parcel]]:
         row: list[Parcel] = []

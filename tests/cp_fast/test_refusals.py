@@ -131,6 +131,16 @@ def test_what_is_no_context_is_named(package: Any) -> None:
 
 
 @PACKAGES
+def test_a_pair_that_is_no_grid_is_refused(package: Any) -> None:
+    def one(member: SimMember) -> None:
+        cp = package.ContextParallel((member, member), "a2a+p2p")
+        with pytest.raises(ValueError, match=r"^group is a pair .* not the rows and columns of one grid"):
+            plan(package, cp)
+
+    SimGroup(2).run(one)
+
+
+@PACKAGES
 def test_numpy_numbers_are_numbers(package: Any) -> None:
     def one(member: SimMember) -> str:
         odd: dict[str, Any] = {} if member.rank else {"heads_q": np.int64(4), "seqlen_q": np.int32(8)}

@@ -164,3 +164,31 @@ def test_ranks_that_differ_find_out_together(groups: Groups, package: str, how: 
     for rank, error in enumerate(groups(2).run(disagree, package, how)):
         with pytest.raises(ValueError, match=second if rank == 1 else first):
             raise error
+
+
+def cross(package: str) -> None:
+    """The same group twice is no grid."""
+    importlib.import_module(package).ContextParallel((dist.group.WORLD, dist.group.WORLD), "a2a+p2p")
+
+
+@pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
+def test_a_pair_of_groups_crosses_in_one_rank(groups: Groups, package: str) -> None:
+    for error in groups(2).run(cross, package):
+        with pytest.raises(ValueError, match=r"^group is a pair of groups with ranks \[0, 1\] in common"):
+            raise error
+
+
+def gather_bytes(package: str) -> None:
+    """8-bit floats, bits and bools of every rank on every rank."""
+    impl = importlib.import_module(package)
+    cp = impl.ContextParallel(dist.group.WORLD)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.int16, torch.bfloat16):
+        x = (torch.arange(16).reshape(2, 8) % 3).to(dtype)
+        found = impl.unshard(impl.shard(x, cp=cp), cp=cp)
+        assert found.dtype == dtype
+        assert torch.equal(found.float(), x.float())
+
+
+@pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
+def test_slices_of_any_dtype_are_put_together(groups: Groups, package: str) -> None:
+    assert groups(2).run(gather_bytes, package) == [None, None]

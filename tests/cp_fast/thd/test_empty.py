@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.kernels.select import use
+from cp_fast.kernels.select import kernels, use
 from tests.marks import needs_cxx
 
 CU = torch.tensor([0, 0, 0], dtype=torch.int32)
@@ -29,6 +29,5 @@ def test_merging_halves_without_room_changes_nothing(name: str) -> None:
     out, lse = torch.arange(24.0).reshape(4, 2, 3), torch.empty(2, 2, 0)
     before = out.clone()
     with use(name):
-        kernels = cp_fast.kernels.kernels("cpu")
-        kernels.merge_halves_(out, lse, torch.full((2, 2, 3), torch.nan), lse.clone(), CU, False)
+        kernels("cpu").merge_halves_(out, lse, torch.full((2, 2, 3), torch.nan), lse.clone(), CU, False)
     assert torch.equal(out, before)
