@@ -7,12 +7,14 @@ A plan is made as `make_plan` makes it, for one rank of a group that is only pre
     read      arguments to a checked problem, from cu_seqlens tensors on the host
     agree     the fingerprint that the ranks compare; without the network
     compile   all steps of one rank: messages, tiles, launches
-    upload    tables to the device; with --device cpu the row numbers are spread out on the host, which else a GPU does
+    pack      the tables into one buffer on the host
+    spread    the buffer to the device, and there the row numbers of its spans; with --device cpu the host spreads them
+    link      the program that refers to them
 
 Sequences are packed (thd), causal, of random lengths around --mean tokens, padded to a multiple of 2 * cp_size; with
 `lengths full` they need no padding. The medians of several plans are reported: wall time by stage and, because other
-work may share the processor, the time that this thread had it before the upload (`host_cpu_ms`) and for the upload
-(`upload_cpu_ms`), which are nearer to what an idle machine takes.
+work may share the processor, the time that this thread had it, which is nearer to what an idle machine takes: for all
+stages but `spread` (`host_cpu_ms`), and for `spread` (`spread_cpu_ms`), which is a GPU's work where there is one.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ import typer
 
 from cp_fast.features import required
 from cp_fast.packing import Packing
-from cp_fast.planning.compile import draft_program, upload_program
-from cp_ref.spec import Parcel, Pending, Problem, Sizes, agree, read_problem
+from cp_fast.planning.compile import draft_program, link_program
+from cp_fast.planning.tables import Tables
+from cp_ref.spec import Agreement, Parcel, Pending, Problem, Sizes, agree, read_problem
 
 SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-STAGES = ("read", "agree", "compile", "upload")
+STAGES = ("read", "agree", "compile", "pack", "spread", "link")
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,12 @@ class Row:
     read_ms: float
     agree_ms: float
     compile_ms: float
-    upload_ms: float
+    pack_ms: float
+    spread_ms: float
+    link_ms: float
     total_ms: float
-    host_cpu_ms: float  # of read, agree and compile
-    upload_cpu_ms: float
+    host_cpu_ms: float  # of all stages but spread
+    spread_cpu_ms: float
     launches: int  # of the forward pass
     device: str
     processor: str
@@ -110,29 +115,39 @@ def _measure(
     times: list[dict[str, float]] = []
     launches = 0
     for _ in range(rounds + 1):
-        cpu, marks = [time.thread_time()], [time.perf_counter()]
+        marks = [_now()]
         problem = read()
         required(problem, device.type)
-        marks.append(time.perf_counter())
-        agree(group, problem, None)
-        marks.append(time.perf_counter())
+        marks.append(_now())
+        agree(group, Agreement(problem), None)
+        marks.append(_now())
         draft = draft_program(Packing(problem).packed_problem, rank)
-        marks.append(time.perf_counter())
-        cpu.append(time.thread_time())
-        program = upload_program(draft, device)
+        marks.append(_now())
+        assert isinstance(draft.tables, Tables)
+        host = draft.tables.on_host(pinned=device.type == "cuda")
+        marks.append(_now())
+        tables = draft.tables.on_device(host.to(device, non_blocking=True))
         if device.type == "cuda":
             torch.cuda.synchronize()
-        marks.append(time.perf_counter())
-        spent = {stage: 1e3 * (b - a) for stage, a, b in zip(STAGES, marks, marks[1:], strict=False)}
-        cpu.append(time.thread_time())
-        spent |= {"total": 1e3 * (marks[-1] - marks[0])}
-        times.append(spent | {"host_cpu": 1e3 * (cpu[1] - cpu[0]), "upload_cpu": 1e3 * (cpu[2] - cpu[1])})
+        marks.append(_now())
+        program = link_program(draft, tables)
+        marks.append(_now())
+        wall, cpu = (1e3 * np.diff(column) for column in zip(*marks, strict=True))
+        spread = STAGES.index("spread")
+        spent = dict(zip(STAGES, wall.tolist(), strict=True)) | {"total": float(wall.sum())}
+        times.append(spent | {"host_cpu": float(cpu.sum() - cpu[spread]), "spread_cpu": float(cpu[spread])})
         launches = sum(len(step.launches) for step in program.forward)
+        del host, tables, draft, program  # so that giving their memory back is not in the next plan's time
     medians = {f"{name}_ms": round(statistics.median(t[name] for t in times[1:]), 3) for name in times[0]}
     return Row(
         count, cp_size, comm, window, lengths, **medians, launches=launches,
         device=str(device), processor=_processor(), load=round(_load(), 1),
     )  # fmt: skip
+
+
+def _now() -> tuple[float, float]:
+    """Wall time, and the time that this thread had a processor."""
+    return time.perf_counter(), time.thread_time()
 
 
 def _reader(count: int, cp_size: int, comm: str, window: int, lengths: str, mean: int) -> Callable[[], Problem]:
@@ -170,7 +185,7 @@ def _line(row: Row) -> str:
     return (
         f"{row.sequences:6} sequences  cp {row.cp_size:2}  {row.cp_comm_type:10}  window {row.window:5}  "
         f"{row.lengths:6}  {stages}  total {row.total_ms:7.2f} ms  "
-        f"cpu {row.host_cpu_ms:6.2f} + {row.upload_cpu_ms:6.2f} ms  launches {row.launches}"
+        f"cpu {row.host_cpu_ms:6.2f} + {row.spread_cpu_ms:6.2f} ms  launches {row.launches}"
     )
 
 
