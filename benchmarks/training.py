@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,7 +134,7 @@ def attend_alone(cu: torch.Tensor, cu_padded: torch.Tensor) -> Any:
 def train(job: Job, cp: cp_fast.ContextParallel | None, device: torch.device) -> list[float]:
     """The mean loss of every step; over the ranks of `cp`, or on this device alone."""
     torch.manual_seed(0)
-    model = Model(job).to(device)
+    begin, model = time.monotonic(), Model(job).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(job.steps):
@@ -174,6 +175,9 @@ def train(job: Job, cp: cp_fast.ContextParallel | None, device: torch.device) ->
                 p.grad = grad.view_as(p)  # every rank had the gradient of its own tokens' loss
         optimizer.step()
         losses.append(float(total))
+        if (step + 1) % 50 == 0 and (cp is None or cp.comm.rank == 0):
+            name = ALONE if cp is None else cp.cp_comm_type
+            print(f"{name}: step {step + 1}, loss {losses[-1]:.4f}, {time.monotonic() - begin:.0f} s", flush=True)
     return losses
 
 
