@@ -271,5 +271,5 @@ def _read_plan_arguments(**arguments: Any) -> tuple[Agreement, Backend, torch.de
     problem, backend = read_call(arguments["cp"], sizes, device.type, **how, **of_the_problem)
     room = read_room(problem, arguments)
     if room is not None:
-        check_in_place(backend, device.type)
+        backend = check_in_place(backend, device.type, deterministic=how["deterministic"])
     return Agreement(problem, room), backend, device
