@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -65,7 +66,7 @@ def _print_findings(console: Console, findings: tuple[str, ...]) -> None:
 
 def print_table(console: Console, results: list[TierResult], impl: str) -> None:
     """One line a tier, and the tiers' notes."""
-    table = Table(title=f"conformance of {impl}")
+    table = Table(title=f"conformance of {impl}", box=box.SIMPLE_HEAD)
     table.add_column("tier", no_wrap=True)
     for name in ("played", "right", "failed", "known", "unsup.", "missing", "s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -73,7 +74,7 @@ def print_table(console: Console, results: list[TierResult], impl: str) -> None:
         failed = r.count(*FAILING)
         cells = [str(r.run), str(r.passed), f"[bold red]{failed}[/]" if failed else "0"]
         cells += [str(r.count("known")), str(r.unsupported), str(r.count("missing"))]
-        table.add_row(r.tier, *cells, f"{r.seconds:.1f}")
+        table.add_row(r.tier, *cells, f"{r.seconds:.{0 if r.seconds >= 10 else 1}f}")
     console.print()
     console.print(table)
     for r in results:

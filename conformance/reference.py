@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+import cp_ref
 from conformance.case import Case
-from conformance.implementation import Missing
+from conformance.implementation import Missing, context
 from conformance.tensors import GlobalTensors, attention_arguments
 from cp_ref import SimGroup, dense_attention, thd
-from cp_ref.spec import Band, Rect
+from cp_ref.spec import Band, Problem, Rect
 from cp_ref.tile import tile_backward, tile_forward, visible_pairs
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "RankRunner",
     "Watch",
     "describe_error",
+    "exact_context",
     "exact_helper",
     "exact_results",
     "exact_tile",
@@ -195,6 +197,11 @@ def exact_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
             results[name] = torch.zeros_like(leaf) if grad is None else grad
     return {name: x.detach() for name, x in results.items()}
+
+
+def exact_context(problem: Problem, member: Any) -> Any:
+    """The reference's ContextParallel of one rank."""
+    return context(cp_ref, problem, member)
 
 
 def exact_helper(name: str) -> Callable[..., Any]:

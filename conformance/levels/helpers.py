@@ -19,7 +19,7 @@ from conformance.implementation import Implementation, context
 from conformance.levels.calls import Raised, call, same_bytes, shape_findings, worst
 from conformance.levels.helper_arguments import HELPERS, MOVED_DTYPES, Built
 from conformance.levels.text import LevelCase
-from conformance.reference import Hang, describe_error, exact_helper, run_ranks
+from conformance.reference import Hang, describe_error, exact_context, exact_helper, run_ranks
 from conformance.run import UnsupportedCase
 from cp_ref.spec import Problem
 
@@ -219,7 +219,7 @@ def _check_batch(impl: Implementation, case: Helper, device: str) -> list[str]:
 
     def one_rank(member: Any) -> Any:
         mine = call(impl, helper, cp=context(impl, problem, member), **built.arguments)
-        return mine, exact_helper(case.name)(cp=context(_REFERENCE, problem, member), **built.arguments)
+        return mine, exact_helper(case.name)(cp=exact_context(problem, member), **built.arguments)
 
     try:
         outcomes = run_ranks(case.cp_size, one_rank)
@@ -243,9 +243,6 @@ def _check_batch(impl: Implementation, case: Helper, device: str) -> list[str]:
                 wrong = shape_findings(f"rank {rank}: {name}", got[name], x.shape, (x.dtype,))
                 found += wrong or _same(f"rank {rank}: {name}", got[name], x)
     return found
-
-
-_REFERENCE = Implementation(object(), "reference")  # whose ContextParallel is the plain `Context`
 
 
 def check_malformed(impl: Implementation, case: Malformed, device: str = "cpu") -> list[str]:

@@ -30,13 +30,13 @@ class Call:
     what: str = "attention"
     plan_of: int = 0  # make a plan first, with the good call's arguments, in a group of this size
     plan_context: dict[str, Any] = field(default_factory=dict)
+    plan_dtype: torch.dtype = torch.float32
 
     def run(self, impl: Implementation, member: Any) -> Any:
         """Make the ContextParallel and the call."""
         arguments = dict(self.arguments)
         if self.plan_of:
-            dtype = self.arguments["q"].dtype
-            plan_call = replace(good_call("plan", dtype=dtype), context=self.context | self.plan_context)
+            plan_call = replace(good_call("plan", dtype=self.plan_dtype), context=self.context | self.plan_context)
             arguments["plan"] = _plan(impl, member, self.plan_of, plan_call)
         cp = impl.ContextParallel(**{"group": member, **self.context})
         if self.what == "attention":
@@ -60,7 +60,8 @@ class Call:
     def planned(self, size: int, **context: Any) -> Call:
         """The bshd call with nothing but tensors and a plan, made in a group of `size` with this ContextParallel."""
         tensors = {name: x for name, x in self.arguments.items() if name in ("q", "k", "v")}
-        return replace(self, arguments=tensors, plan_of=size, plan_context=context)
+        dtype = tensors["q"].dtype
+        return replace(self, arguments=tensors, plan_of=size, plan_context=context, plan_dtype=dtype)
 
 
 def call_of(impl: Implementation, base: str, device: str = "cpu") -> Call:
