@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import conformance.cli
 import cp_fast.cli
 import cp_ref.cli
+from conformance.case import Case
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -92,3 +94,36 @@ def test_commands_have_the_options_that_are_named() -> None:
             assert named <= known | {"--help"}, line
             seen += 1
     assert seen > 10
+
+
+def test_the_picture_is_what_plan_draws(tmp_path: Path) -> None:
+    drawn = tmp_path / "plan.svg"
+    done = CliRunner().invoke(cp_fast.cli.app, ["plan", "--cp-size", "4", "--seqlens", "96,32,56", "--svg", str(drawn)])
+    assert done.exit_code == 0, done.output
+    assert drawn.read_text() == (ROOT / "docs" / "plan.svg").read_text()
+
+
+def test_the_findings_can_be_replayed() -> None:
+    """Texts read back, and name objects that their adapter exports; the libraries are not needed for that."""
+    text = (ROOT / "docs" / "findings.md").read_text()
+    cases = re.findall(r"`(Case\([^`]*\))`", text)
+    assert len(cases) > 10
+    for case in cases:
+        assert Case.parse(str(Case.parse(case))) == Case.parse(case), case
+    for module, name in re.findall(r"`(pytorch|ring_flash_attn|yunchang):(\w+)`", text):
+        assert f'"{name}"' in (ROOT / "conformance" / "adapters" / f"{module}.py").read_text(), (module, name)
+
+
+def test_the_debugging_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
+    said = runner.invoke(cp_ref.cli.app, ["explain", "--values"]).output
+    runner.invoke(cp_ref.cli.app, ["record", "--save", "good.pt"])
+    runner.invoke(cp_ref.cli.app, ["record", "--plant", "lost-half", "--save", "bad.pt"])
+    said += runner.invoke(cp_ref.cli.app, ["compare", "good.pt", "bad.pt"]).output
+    printed = {line.rstrip() for line in said.splitlines()}
+    fences = (ROOT / "docs" / "debugging.md").read_text().split("\n```")
+    shown = [line for block in fences[1::2] if not block.startswith("python") for line in block.splitlines()[1:]]
+    assert len(shown) > 60
+    for line in shown:
+        assert line.startswith("$ ") or line.strip() in ("", "...") or line.rstrip() in printed, line
