@@ -14,6 +14,7 @@ import torch
 
 __all__ = [
     "FLOATS",
+    "MOST_ROWS",
     "check_count",
     "check_device",
     "check_divisible",
@@ -25,12 +26,15 @@ __all__ = [
     "check_room",
     "check_tail",
     "check_tensor",
+    "check_written",
     "end_of",
     "half_of",
     "sizes_of",
     "token_axis",
 ]
 
+MOST = 2**31 - 1
+MOST_ROWS = 2**48 - 1  # more than any memory has
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Values = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -39,17 +43,29 @@ def check_tensor(name: str, x: Any, *, floats_only: bool = False) -> None:
     """Raise unless x is a tensor; of an ordinary floating-point dtype, where it takes part in arithmetic."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
+    if x.is_nested or x.layout != torch.strided:
+        raise TypeError(f"{name} is a nested or sparse tensor; it must be a strided one")
     if floats_only and x.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64")
 
 
-def check_count(name: str, value: Any, at_least: int, below: int | None = None) -> None:
-    """Raise unless `value` is an integer, at_least <= value < below."""
+def check_count(name: str, value: Any, at_least: int, below: int | None = None, at_most: int = MOST) -> None:
+    """Raise unless `value` is an integer, at_least <= value < below (or <= at_most)."""
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     if value < at_least or (below is not None and value >= below):
         rule = f"at least {at_least}" if below is None else f"from {at_least} to {below - 1}"
         raise ValueError(f"{name} is {value}; it must be {rule}")
+    if value > at_most:
+        raise ValueError(f"{name} is {value}; it must be at most {at_most}")
+
+
+def check_written(name: str, x: torch.Tensor) -> None:
+    """Raise where elements of what is changed in place share memory."""
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; it is written, so no stride may be 0"
+        )
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -110,6 +126,7 @@ def check_lengths(name: str, lengths: Any, device: torch.device) -> None:
         raise ValueError(f"{name} is None; it must be an int32 or int64 tensor [b + 1]")
     if not isinstance(lengths, torch.Tensor):
         raise TypeError(f"{name} is a {type(lengths).__name__}; it must be an int32 or int64 tensor [b + 1]")
+    check_tensor(name, lengths)
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {lengths.dtype}; it must be int32 or int64")
     if lengths.ndim != 1 or lengths.shape[0] < 1:

@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.context import ContextParallel
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import check_count, check_lengths, check_room, check_tensor, end_of, sizes_of
+from cp_fast.kernels.checks import MOST_ROWS, check_count, check_lengths, check_room, check_tensor, end_of, sizes_of
 from cp_fast.thd.slices import cut_batched, cut_packed
 from cp_ref.spec import QKV_FORMATS, check_choice, check_context
 
@@ -67,8 +67,10 @@ def pad_thd_sequences_for_cp(
         sizes_of("cu_seqlens", cu_seqlens)
         check_room("input_ids", len(input_ids), "cu_seqlens", end_of(cu_seqlens))
     else:
-        check_count("padded_tokens", padded_tokens, 0)
+        check_count("padded_tokens", padded_tokens, 0, at_most=MOST_ROWS)
     _check_integers(input_ids=input_ids, labels=labels)
+    _check_fill("padding_token_id", padding_token_id, input_ids)
+    _check_fill("padding_label_id", padding_label_id, labels)
     slots = (cu_seqlens.diff() + (divisibility_factor - 1)) // divisibility_factor * divisibility_factor
     cu_seqlens_padded = torch.nn.functional.pad(slots.cumsum(0, dtype=cu_seqlens.dtype), (1, 0))
     if padded_tokens is None:
@@ -147,6 +149,12 @@ def _check_integers(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
         if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
             raise TypeError(f"{name} has dtype {x.dtype}; it must be an integer dtype")
+
+
+def _check_fill(name: str, value: Any, x: torch.Tensor) -> None:
+    """What padding holds is a number that the tensor can hold."""
+    range_ = torch.iinfo(x.dtype)
+    check_count(name, value, int(range_.min), below=int(range_.max) + 1, at_most=int(range_.max))
 
 
 def _check_mapping(batch: Any) -> None:

@@ -24,6 +24,7 @@ from cp_fast.kernels.checks import (
     check_lse,
     check_no_grad,
     check_tensor,
+    check_written,
     half_of,
     token_axis,
 )
@@ -67,6 +68,7 @@ def thd_second_half_lse_correction(
     check_lse("lse_step", lse_step, sequences, step_tokens, lse.shape[-2], lse_packed)
     check_device(lse=lse, lse_step=lse_step)
     check_no_grad(lse=lse, lse_step=lse_step)
+    check_written("lse", lse)
     torch.ops.cp_attention.lse_correction_(lse, lse_step, cu_seqlens_padded, lse_packed)
 
 
@@ -127,6 +129,7 @@ def thd_out_correction(
     check_lse("lse_step", lse_step, len(cu_seqlens_padded) - 1, step_tokens, heads, lse_packed)
     check_device(out=out, out_step=out_step, lse=lse, lse_step=lse_step)
     check_no_grad(out=out, out_step=out_step, lse=lse, lse_step=lse_step)
+    check_written("out", out)
     torch.ops.cp_attention.out_correction_(
         out, out_step, lse, lse_step, cu_seqlens_padded, only_second_half, lse_packed
     )
@@ -180,4 +183,5 @@ def thd_grad_correction(
         )
     check_device(grad=grad, grad_step=grad_step)
     check_no_grad(grad=grad, grad_step=grad_step)
+    check_written("grad", grad)
     torch.ops.cp_attention.grad_correction_(grad, grad_step, cu_seqlens_padded, first_half, second_half)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import check_count, check_lengths, check_lse, check_no_grad, half_of, token_axis
+from cp_fast.kernels.checks import MOST_ROWS, check_count, check_lengths, check_lse, check_no_grad, half_of, token_axis
 from cp_fast.thd.tuples import Tensors, as_list, like
 
 __all__ = ["thd_read_half_tensor", "thd_read_second_half_lse"]
@@ -89,6 +89,6 @@ def thd_read_second_half_lse(
     """
     check_lengths("cu_seqlens_padded", cu_seqlens_padded, getattr(lse, "device", torch.device("cpu")))
     check_lse("lse", lse, len(cu_seqlens_padded) - 1, None, None, lse_packed)
-    check_count("max_seqlen", max_seqlen, 0)
+    check_count("max_seqlen", max_seqlen, 0, at_most=MOST_ROWS)
     check_no_grad(lse=lse)
     return torch.ops.cp_attention.read_second_half_lse(lse, cu_seqlens_padded, lse_packed, max_seqlen)

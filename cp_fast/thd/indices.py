@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import check_count, check_lengths
+from cp_fast.kernels.checks import MOST_ROWS, check_count, check_lengths
 from cp_fast.thd.tuples import Tensors, as_list, like
 
 __all__ = ["thd_cp_rank_order_to_sequence_order", "thd_get_partitioned_indices", "thd_sequence_order_to_cp_rank_order"]
@@ -52,7 +52,7 @@ def thd_get_partitioned_indices(
     """
     check_count("cp_size", cp_size, 1)
     check_count("cp_rank", cp_rank, 0, below=cp_size)
-    check_count("total_tokens", total_tokens, 0)
+    check_count("total_tokens", total_tokens, 0, at_most=MOST_ROWS)
     check_lengths("cu_seqlens_padded", cu_seqlens_padded, getattr(cu_seqlens_padded, "device", torch.device("cpu")))
     if total_tokens > torch.iinfo(cu_seqlens_padded.dtype).max:
         raise ValueError(f"total_tokens is {total_tokens}; {cu_seqlens_padded.dtype} lengths cannot count so many")

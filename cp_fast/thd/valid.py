@@ -22,6 +22,7 @@ from cp_fast.kernels.checks import (
     check_lengths,
     check_no_grad,
     check_tensor,
+    check_written,
 )
 
 __all__ = ["get_cu_seqlens_on_cp_rank", "thd_copy_valid_tokens_from_per_split_to_rank_local"]
@@ -116,6 +117,7 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
         )
     check_device(inp=inp, out=out)
     check_no_grad(out=out, inp=inp)
+    check_written("out", out)
     _check_both(cu_seqlens, cu_seqlens_padded, out.device)
     torch.ops.cp_attention.copy_valid_(out, inp, cu_seqlens_padded, cu_seqlens)
 

@@ -12,7 +12,7 @@ from cp_ref.sharding import shard
 from cp_ref.spec.calls import check_context
 from cp_ref.spec.problem import QKV_FORMATS
 from cp_ref.spec.values import check_choice
-from cp_ref.thd.rows import Runs, check_count, check_tensor, read_runs
+from cp_ref.thd.rows import MOST_ROWS, Runs, check_count, check_tensor, read_runs
 
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
@@ -67,12 +67,14 @@ def pad_thd_sequences_for_cp(
     if padded_tokens is None and cu_seqlens.device.type != "cpu":
         raise ValueError(f"padded_tokens is None, and cu_seqlens is on {cu_seqlens.device}; such lengths need it")
     _check_integers(input_ids=input_ids, labels=labels)
+    _check_fill("padding_token_id", padding_token_id, input_ids)
+    _check_fill("padding_label_id", padding_label_id, labels)
     slots = (real.sizes + divisibility_factor - 1) // divisibility_factor * divisibility_factor
     padded = Runs(slots.cumsum(0) - slots, slots)
     new_rows = Runs(padded.starts, real.sizes).rows()
     if padded_tokens is None:
         padded_tokens = padded.end() + len(input_ids) - real.end()
-    check_count("padded_tokens", padded_tokens, padded.end())
+    check_count("padded_tokens", padded_tokens, padded.end(), at_most=MOST_ROWS)
 
     def spread(x: torch.Tensor, fill: int) -> torch.Tensor:
         result, tail = x.new_full((padded_tokens,), fill), x[real.end() :][: padded_tokens - padded.end()]
@@ -149,6 +151,12 @@ def _check_integers(**tensors: torch.Tensor) -> None:
     for name, x in tensors.items():
         if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
             raise TypeError(f"{name} has dtype {x.dtype}; it must be an integer dtype")
+
+
+def _check_fill(name: str, value: Any, x: torch.Tensor) -> None:
+    """What padding holds is a number that the tensor can hold."""
+    range_ = torch.iinfo(x.dtype)
+    check_count(name, value, int(range_.min), below=int(range_.max) + 1, at_most=int(range_.max))
 
 
 def _check_mapping(batch: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from cp_ref.spec.values import check_choice
 from cp_ref.thd.lse import check_lse, lse_rows
-from cp_ref.thd.rows import Runs, check_divisible, check_flag, check_tensor, read_runs, token_axis
+from cp_ref.thd.rows import Runs, check_divisible, check_flag, check_tensor, check_written, read_runs, token_axis
 
 __all__ = ["thd_grad_correction", "thd_out_correction", "thd_second_half_lse_correction"]
 
@@ -55,6 +55,7 @@ def thd_second_half_lse_correction(
     sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, device)
     check_divisible("cu_seqlens_padded", sequences, 2, "a half")
     check_lse("lse", lse, sequences, None, None, lse_packed)
+    check_written("lse", lse)
     halves = sequences.halved()
     check_lse("lse_step", lse_step, halves, _half_of("lse", lse, 1) if lse_packed else None, lse.shape[-2], lse_packed)
     whole, at = lse_rows(lse, sequences, sequences.half(1), lse_packed)
@@ -104,6 +105,7 @@ def thd_out_correction(
     """
     check_tensor("out", out, floats_only=True)
     check_tensor("out_step", out_step, floats_only=True)
+    check_written("out", out)
     check_flag("only_second_half", only_second_half)
     if out.ndim != 3:
         raise ValueError(f"out has shape {list(out.shape)}; it must be [t, h, d]")
@@ -167,6 +169,7 @@ def thd_grad_correction(
     axis = token_axis("grad", grad)
     for name, x in (("grad", grad), ("grad_step", grad_step)):
         check_tensor(name, x, floats_only=True)
+    check_written("grad", grad)
     sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, grad.device)
     check_divisible("cu_seqlens_padded", sequences, 2, "a half")
     tokens = grad.shape[axis]

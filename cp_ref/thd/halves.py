@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from cp_ref.thd.lse import check_lse, lse_rows
-from cp_ref.thd.rows import Tensors, check_count, check_divisible, each, read_runs, token_axis
+from cp_ref.thd.rows import MOST_ROWS, Tensors, check_count, check_divisible, each, read_runs, token_axis
 
 __all__ = ["thd_read_half_tensor", "thd_read_second_half_lse"]
 
@@ -102,7 +102,7 @@ def thd_read_second_half_lse(
     check_divisible("cu_seqlens_padded", sequences, 2, "a half")
     check_lse("lse", lse, sequences, None, None, lse_packed)
     halves = sequences.halved()
-    check_count("max_seqlen", max_seqlen, halves.end() if lse_packed else halves.longest())
+    check_count("max_seqlen", max_seqlen, halves.end() if lse_packed else halves.longest(), at_most=MOST_ROWS)
     result = lse.new_zeros(*lse.shape[:-1], max_seqlen)
     source, at = lse_rows(lse, sequences, sequences.half(1), lse_packed)
     target, place = lse_rows(result, halves, halves, lse_packed)

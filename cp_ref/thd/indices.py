@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.thd.rows import Runs, Tensors, check_count, check_divisible, check_tensor, each, read_runs
+from cp_ref.thd.rows import MOST_ROWS, Runs, Tensors, check_count, check_divisible, check_tensor, each, read_runs
 
 __all__ = ["thd_cp_rank_order_to_sequence_order", "thd_get_partitioned_indices", "thd_sequence_order_to_cp_rank_order"]
 
@@ -50,7 +50,7 @@ def thd_get_partitioned_indices(
     """
     check_count("cp_size", cp_size, 1)
     check_count("cp_rank", cp_rank, 0, below=cp_size)
-    check_count("total_tokens", total_tokens, 0)
+    check_count("total_tokens", total_tokens, 0, at_most=MOST_ROWS)
     device = torch.device(getattr(cu_seqlens_padded, "device", "cpu"))
     sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, device)
     if total_tokens > torch.iinfo(cu_seqlens_padded.dtype).max:

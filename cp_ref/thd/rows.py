@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from cp_ref.spec.values import read_lengths
+from cp_ref.spec.values import check_data, check_flag, read_lengths
 
 __all__ = [
     "FLOATS",
+    "MOST_ROWS",
     "Runs",
     "Tensors",
     "as_list",
@@ -29,11 +30,14 @@ __all__ = [
     "check_divisible",
     "check_flag",
     "check_tensor",
+    "check_written",
     "each",
     "read_runs",
     "token_axis",
 ]
 
+MOST = 2**31 - 1
+MOST_ROWS = 2**48 - 1  # more than any memory has
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Tensors = TypeVar("Tensors", torch.Tensor, tuple[torch.Tensor, ...])
@@ -132,6 +136,7 @@ def each(x: Tensors, move: Callable[[torch.Tensor], torch.Tensor], kv_axis: bool
     (tensor([2, 1]), tensor([4, 3]))
     """
     if not isinstance(x, tuple):
+        check_tensor("x", x)
         return move(x)
     for number, one in enumerate(x):
         check_tensor(f"x[{number}]", one)
@@ -150,20 +155,27 @@ def check_tensor(name: str, x: Any, *, floats_only: bool = False) -> None:
     """Raise unless x is a tensor; of an ordinary floating-point dtype, where it takes part in arithmetic."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
+    check_data(name, x)
     if floats_only and x.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64")
 
 
-def check_count(name: str, value: Any, at_least: int, below: int | None = None) -> None:
-    """Raise unless `value` is an integer, at_least <= value < below."""
+def check_written(name: str, x: torch.Tensor) -> None:
+    """Raise where x cannot be changed in place: elements share memory, or it is a leaf that autograd tracks."""
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; it is written, so no stride may be 0"
+        )
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        raise ValueError(f"{name} requires grad and is a leaf; it is changed in place, so do it under torch.no_grad()")
+
+
+def check_count(name: str, value: Any, at_least: int, below: int | None = None, at_most: int = MOST) -> None:
+    """Raise unless `value` is an integer, at_least <= value < below (or <= at_most)."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     if value < at_least or (below is not None and value >= below):
         rule = f"at least {at_least}" if below is None else f"from {at_least} to {below - 1}"
         raise ValueError(f"{name} is {value}; it must be {rule}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    if value > at_most:
+        raise ValueError(f"{name} is {value}; it must be at most {at_most}")

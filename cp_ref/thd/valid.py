@@ -13,7 +13,17 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.thd.rows import FLOATS, Runs, as_list, check_count, check_divisible, check_flag, check_tensor, read_runs
+from cp_ref.thd.rows import (
+    FLOATS,
+    Runs,
+    as_list,
+    check_count,
+    check_divisible,
+    check_flag,
+    check_tensor,
+    check_written,
+    read_runs,
+)
 
 __all__ = ["get_cu_seqlens_on_cp_rank", "thd_copy_valid_tokens_from_per_split_to_rank_local"]
 
@@ -106,6 +116,7 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     """
     check_tensor("out", out)
     check_tensor("inp", inp)
+    check_written("out", out)
     if out.ndim == 0 or inp.shape != out.shape:
         raise ValueError(f"inp has shape {list(inp.shape)} and out {list(out.shape)}; both must be [t, ...]")
     if inp.dtype != out.dtype and not (inp.dtype in FLOATS and out.dtype in FLOATS):
