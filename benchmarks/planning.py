@@ -84,7 +84,7 @@ def main(
     sequences: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,100,1000,10000",
     cp_sizes: Annotated[str, typer.Option(help="Group sizes.")] = "8,64",
     schedules: Annotated[str, typer.Option(help="Schedules.")] = ",".join(SCHEDULES),
-    windows: Annotated[str, typer.Option(help="Left windows; -1 for none.")] = "-1,4096",
+    windows: Annotated[str, typer.Option(help="Left windows; -1 for none.")] = "-1,4096,64",
     mean: Annotated[int, typer.Option(help="Tokens of a sequence, on average.")] = 1024,
     rounds: Annotated[int, typer.Option(help="Plans per line.")] = 9,
     device: Annotated[str, typer.Option(help="Where the tables go.")] = "cpu",
