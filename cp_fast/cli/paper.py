@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from cp_fast.context import ContextParallel
 from cp_ref.spec import Parcel
 
-__all__ = ["PaperGroup", "paper_group"]
+__all__ = ["PaperGroup", "paper_context"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,15 @@ class PaperGroup:
         return [value] * self.size
 
 
-def paper_group(size: int, cp_comm_type: str, a2a_size: int) -> PaperGroup | tuple[PaperGroup, PaperGroup]:
-    """What `ContextParallel` takes as group: for "a2a+p2p" the pair (a2a_group, p2p_group), else one group.
+def paper_context(size: int, cp_comm_type: str, a2a_size: int, layout: str) -> ContextParallel:
+    """Rank 0 of `size` ranks on paper, as all calls take it.
 
-    >>> paper_group(6, "a2a+p2p", 2)
-    (PaperGroup(size=2, rank=0), PaperGroup(size=3, rank=0))
+    >>> paper_context(6, "a2a+p2p", 2, "dual_chunk").a2a_size
+    2
     """
-    if cp_comm_type == "a2a+p2p":
-        return PaperGroup(a2a_size), PaperGroup(size // a2a_size)
-    return PaperGroup(size)
+    if cp_comm_type != "a2a+p2p":
+        return ContextParallel(PaperGroup(size), cp_comm_type, layout=layout)
+    pair = PaperGroup(a2a_size), PaperGroup(size // a2a_size)
+    context = ContextParallel(pair, cp_comm_type, layout=layout)
+    context.comm = PaperGroup(size)  # a pair asks every rank where in the grid it is, and here all are rank 0
+    return context

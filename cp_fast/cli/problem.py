@@ -10,7 +10,7 @@ import torch
 
 import cp_fast
 from cp_fast.cli.common import exchanging
-from cp_fast.cli.paper import paper_group
+from cp_fast.cli.paper import paper_context
 from cp_ref.spec import Problem, Schedule, divisor
 
 __all__ = ["Request", "cumulative", "padded", "plan_of"]
@@ -48,10 +48,8 @@ def plan_of(request: Request) -> tuple[Problem, Schedule]:
         ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
     """
     a2a_size = exchanging(request.cp_comm_type, request.a2a_size, request.cp_size)
-    group = paper_group(request.cp_size, request.cp_comm_type, a2a_size)
-    cp = cp_fast.ContextParallel(group, request.cp_comm_type, layout=request.layout)
     plan = cp_fast.make_plan(
-        cp=cp,
+        cp=paper_context(request.cp_size, request.cp_comm_type, a2a_size, request.layout),
         qkv_format=request.qkv_format,
         attn_mask_type=request.attn_mask_type,
         window_size=request.window_size,
