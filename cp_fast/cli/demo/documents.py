@@ -7,6 +7,7 @@ import random
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 __all__ = ["Document", "read_documents"]
@@ -65,10 +66,16 @@ def _files(paths: Iterable[Path]) -> Iterable[Path]:
 
 
 def _standard_library(rng: random.Random) -> list[Path]:
+    files = list(_texts_of_python())
+    rng.shuffle(files)
+    return files
+
+
+@cache
+def _texts_of_python() -> tuple[Path, ...]:
+    """Looked for once: on a network's file system that takes seconds."""
     root = Path(sysconfig.get_path("stdlib"))
     folders = (
         [root, *sorted(p for p in root.iterdir() if p.is_dir() and p.name not in _NOT_HERE)] if root.is_dir() else []
     )
-    files = [p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in _SUFFIXES and p.is_file()]
-    rng.shuffle(files)
-    return files
+    return tuple(p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in _SUFFIXES and p.is_file())
