@@ -128,7 +128,13 @@ class SimMember:
         for peer in ranks:
             what = f"rank {peer} to take part in all_gather_object number {number} of ranks {list(ranks)}"
             self._switch.wait(self.rank, lambda peer=peer: len(gathered[peer]) > number, what)
-        return [gathered[peer][number] for peer in ranks]
+        values = [gathered[peer][number] for peer in ranks]
+        self._switch.read[ranks, number] += 1
+        if self._switch.read[ranks, number] == len(ranks):
+            del self._switch.read[ranks, number]
+            for peer in ranks:
+                gathered[peer][number] = None
+        return values
 
     def split(self, a2a_size: int) -> tuple[SimSubgroup, SimSubgroup]:
         """This rank's place in its a2a group and in its p2p group: rank = p2p_rank * a2a_size + a2a_rank.
@@ -186,7 +192,10 @@ class SimPending:
             self._switch.wait(
                 rank, lambda c=channel, p=place: len(c) > p, f"a receive from rank {parcel.peer} with tag {parcel.tag}"
             )
-            deliver(channel[place], parcel, rank)
+            letter = channel[place]
+            assert letter is not None, "a message is taken once"
+            deliver(letter, parcel, rank)
+            channel[place] = None
             self._switch.taken[parcel.peer, rank] += 1
         for parcel, letter, place in self._sends:
             posted = self._switch.awaited[rank, parcel.peer]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
@@ -102,3 +105,25 @@ def test_backward_runs_in_the_ranks_own_thread() -> None:
 def test_sizes_that_are_none(size: object) -> None:
     with pytest.raises(ValueError, match="cp_size is"):
         SimGroup(size)  # type: ignore[arg-type]
+
+
+def test_what_was_delivered_is_forgotten() -> None:
+    """A long run needs no more memory than a short one."""
+
+    class Value:
+        pass
+
+    def one(member: SimMember) -> int:
+        x = value = None
+        gone: list[weakref.ref[Any]] = []
+        for _ in range(3):
+            x, box, value = torch.ones(2), torch.zeros(2), Value()
+            gone += [weakref.ref(x), weakref.ref(value)]
+            peer = 1 - member.rank
+            member.exchange([Parcel(peer, 0, x)], [Parcel(peer, 0, box)]).wait()
+            member.all_gather_object(value)
+        del x, value
+        member.all_gather_object(None)
+        return sum(ref() is not None for ref in gone)
+
+    assert SimGroup(2).run(one) == [0, 0]
