@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,15 @@ def figures(rows: list[Row], sep: str = " to ") -> str:
     return f"| {us} | {ratio} | {share} % |"
 
 
+def rounded(value: str) -> str:
+    """To two digits as people do it.
+
+    >>> rounded("0.845")
+    '0.85'
+    """
+    return str(Decimal(value).quantize(Decimal("0.01"), ROUND_HALF_UP))
+
+
 def test_efficiencies() -> None:
     rows = record("attention_4x_h200.csv")
     problems = {
@@ -50,7 +60,7 @@ def test_efficiencies() -> None:
     for name, (lengths, window) in problems.items():
         of = {r["schedule"]: r for r in rows if (r["lengths"], r["window"]) == (lengths, window)}
         cells = [
-            f"{float(of[s]['forward_efficiency']):.2f}, {float(of[s]['forward_backward_efficiency']):.2f}"
+            f"{rounded(of[s]['forward_efficiency'])}, {rounded(of[s]['forward_backward_efficiency'])}"
             for s in SCHEDULES
         ]
         assert f"| {name} | {' | '.join(cells)} |" in README
