@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -15,7 +15,8 @@ from conformance.tensors import build, plan_arguments
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 
 __all__ = [
-    "AXES", "EVERYTHING", "WISHES", "Capabilities", "ask", "capabilities_of", "narrowed", "probe", "variants",
+    "AXES", "EVERYTHING", "WISHES", "Capabilities", "ask", "capabilities_of", "narrowed", "probe", "probe_by",
+    "try_case", "variants",
 ]  # fmt: skip
 
 _SQUARE = (Sequence(16, 16, 16, 16),)
@@ -88,7 +89,7 @@ def ask(impl: Any, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
     """
     impl = as_implementation(impl)
     if not impl.offers("supports"):
-        return _try(impl, Case(problem), device)
+        return try_case(impl, Case(problem), device)
 
     def one_rank(member: Any) -> tuple[bool, str]:
         try:
@@ -108,7 +109,7 @@ def ask(impl: Any, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
     return answers[0]
 
 
-def _try(impl: Any, case: Case, device: str) -> tuple[bool, str]:
+def try_case(impl: Any, case: Case, device: str) -> tuple[bool, str]:
     """Whether the case is refused; one that fails otherwise is no refusal, and the tiers will see it."""
     try:
         play(impl, case, build(case, device))
@@ -131,11 +132,19 @@ def probe(impl: Any, device: str = "cpu") -> Capabilities:
         ValueError: there is no plain problem that the implementation supports; with its reasons.
     """
     impl = as_implementation(impl)
+    questions = (lambda problem: ask(impl, problem, device), lambda case: try_case(impl, case, device))
+    return probe_by(*questions, impl.offers("make_plan"), device)
+
+
+def probe_by(
+    asked: Callable[[Problem], tuple[bool, str]], tried: Callable[[Case], tuple[bool, str]], plans: bool, device: str
+) -> Capabilities:
+    """`probe`, whoever answers: `asked` as `ask`, `tried` as `try_case`; `plans` is whether there is a `make_plan`."""
     reasons: set[str] = set()
     for comm, layout, dtype, fmt in product(CP_COMM_TYPES, LAYOUTS, AXES["dtype"], QKV_FORMATS):
         comm_fields = AXES["cp_comm_type"][comm] if comm != "p2p" else {}
         base = replace(Problem(2, _SQUARE, layout=layout, dtype=dtype, qkv_format=fmt), **comm_fields)
-        supported, reason = ask(impl, base, device)
+        supported, reason = asked(base)
         if supported:
             break
         reasons.add(reason)
@@ -146,13 +155,13 @@ def probe(impl: Any, device: str = "cpu") -> Capabilities:
     choices: dict[str, tuple[str, ...]] = dict.fromkeys(AXES, ())
     refused: dict[str, str] = {}
     for axis, choice, problem in variants(base):
-        supported, reason = ask(impl, problem, device)
+        supported, reason = asked(problem)
         if supported:
             choices[axis] += (choice,)
         else:
             refused[f"{axis} {choice}"] = reason
-    wishes = tuple(wish for wish, asked in WISHES.items() if _try(impl, Case(base, **asked), device)[0])
-    return Capabilities(choices, refused, device, (("use_plan",) if impl.offers("make_plan") else ()) + wishes)
+    wishes = tuple(wish for wish, call in WISHES.items() if tried(Case(base, **call))[0])
+    return Capabilities(choices, refused, device, (("use_plan",) if plans else ()) + wishes)
 
 
 def capabilities_of(impl: Any, device: str = "cpu") -> Capabilities:

@@ -102,7 +102,7 @@ def print_coverage(console: Console, found: Coverage) -> None:
         f" {found.problems:,} problems; {totals['refused']:,} were always refused, {totals['never']:,} never came",
         highlight=False,
     )
-    if missed := found.missed(_MOST_PAIRS):
+    if missed := [pair for pair in found.missed(_MOST_PAIRS) if pair[2] >= 1.0]:  # rarer ones are no surprise
         table = Table("never together", title_justify="left", box=None, padding=(0, 2))
         table.add_column("expected by chance", justify="right")
         for a, b, expected in missed:

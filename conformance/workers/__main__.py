@@ -1,7 +1,8 @@
 """`python -m conformance.workers FD NAME DEVICE LIMIT_S [RANK SIZE STORE]`: a worker; started by the driver alone.
 
-It says ("ready", offer) or ("load error", why), and then answers ("probe",), ("play", task), ("pairs", case) and
-("renew",) with ("done", answer), or ("refused", why) for what means nothing.
+It says ("ready", offer) or ("load error", why), and then answers ("ask", problem), ("try", case), ("know",
+capabilities), ("play", task), ("pairs", case) and ("renew",) with ("done", answer), or ("refused", why) for what means
+nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
 
     torch.set_num_threads(1)
     renew = _become_a_rank(connection, device, *place) if place else lambda: None
-    from conformance.capabilities import probe
+    from conformance.capabilities import ask, try_case
     from conformance.implementation import LoadError, load
     from conformance.player import Offer, pairs_of, play_task
 
@@ -40,7 +41,9 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
     connection.send(("ready", Offer.of(impl)))
     inner_limit_s = float("inf") if place else 0.8 * float(limit_s)  # the ranks' own watchdog says more
     answers: dict[str, Callable[..., Any]] = {
-        "probe": lambda: probe(impl, device),
+        "ask": lambda problem: ask(impl, problem, device),
+        "try": lambda case: try_case(impl, case, device),
+        "know": lambda capabilities: impl.probed.update({device: capabilities}),
         "play": lambda task: play_task(impl, task, device, inner_limit_s),
         "pairs": lambda case: pairs_of(impl, case, device, inner_limit_s),
         "renew": renew,

@@ -6,20 +6,20 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from conformance.capabilities import Capabilities
+from conformance.capabilities import Capabilities, probe_by
 from conformance.implementation import LoadError
 from conformance.player import FAILING, Offer, Pairs, Task
 from conformance.record import Played, Verdict
+from conformance.workers.turn import GRACE_S, Turn
 from conformance.workers.worker import Worker, WorkerDied
 
 __all__ = ["IsolatedPlayer", "ProcessPlayer", "RemotePlayer", "start_player"]
 
 _START_S = 300.0  # for importing and, on a GPU, compiling what the import compiles
-_GRACE_S = 5.0  # for the other ranks, when one has raised
+_QUESTION_S = 30.0  # for what is compiled on first use
 
 
 class RemotePlayer(ABC):
@@ -28,15 +28,31 @@ class RemotePlayer(ABC):
     def __init__(self, name: str, device: str, limit_s: float) -> None:
         self._name, self._device, self._limit_s = name, device, limit_s
         self.restarts = 0
+        self._known: Capabilities | None = None
 
     @property
     @abstractmethod
     def info(self) -> Offer:
         """What the implementation offers. Raises LoadError."""
 
-    @abstractmethod
     def capabilities(self) -> Capabilities:
-        """`conformance.capabilities.probe`, over there. Raises LoadError when that crashes, and ValueError."""
+        """`conformance.capabilities.probe`, over there; asked once, and told to every worker. Raises ValueError."""
+        if self._known is None:
+            plans = "make_plan" not in self.info.missing
+            asked, tried = (lambda thing, word=word: self._question((word, thing)) for word in ("ask", "try"))
+            self._known = probe_by(asked, tried, plans, self._device)
+            _tell(self._running(), self._known)
+        return self._known
+
+    @abstractmethod
+    def _running(self) -> list[Worker]:
+        """The workers that are there; what is started later is told by `_start`."""
+
+    @abstractmethod
+    def _question(self, message: tuple[str, Any]) -> tuple[bool, str]:
+        """What the workers answer; (True, "") where that ends them: what fails is no refusal, and the tiers will see
+        it.
+        """
 
     @abstractmethod
     def play(self, task: Task) -> Played:
@@ -99,6 +115,14 @@ def _first_word(worker: Worker, who: str) -> Offer:
     return info
 
 
+def _tell(workers: list[Worker], capabilities: Capabilities | None) -> None:
+    """What is known of the implementation, so that no worker has to find it out again."""
+    for worker in workers if capabilities is not None else ():
+        worker.send(("know", capabilities))
+    for worker in workers if capabilities is not None else ():
+        worker.receive(_START_S)
+
+
 class IsolatedPlayer(RemotePlayer):
     """One worker process, in which all ranks of a problem are threads. It is started again when it is needed."""
 
@@ -119,15 +143,17 @@ class IsolatedPlayer(RemotePlayer):
         """The worker's process id."""
         return self._start().pid
 
-    def capabilities(self) -> Capabilities:
-        """The choices that the implementation supports."""
+    def _running(self) -> list[Worker]:
+        return [] if self._worker is None else [self._worker]
+
+    def _question(self, message: tuple[str, Any]) -> tuple[bool, str]:
         worker = self._start()
-        worker.send(("probe",))
         try:
-            word, answer = worker.receive(_START_S)
-        except (TimeoutError, WorkerDied) as death:
+            worker.send(message)
+            word, answer = worker.receive(max(self._limit_s, _QUESTION_S))
+        except (TimeoutError, WorkerDied):
             self.close()
-            raise LoadError(f"asking what the implementation supports ended its process: {death}") from None
+            return True, ""
         if word == "refused":
             raise ValueError(answer)
         return answer
@@ -173,6 +199,7 @@ class IsolatedPlayer(RemotePlayer):
         if self._worker is None:
             worker = Worker(self._name, self._device, str(self._limit_s))
             self._info = _first_word(worker, "the worker process")
+            _tell([worker], self._known)
             self._worker = worker
         return self._worker
 
@@ -194,13 +221,13 @@ class ProcessPlayer(RemotePlayer):
         assert self._info is not None
         return self._info
 
-    def capabilities(self) -> Capabilities:
-        """The choices that the implementation supports."""
+    def _running(self) -> list[Worker]:
+        return self._workers
+
+    def _question(self, message: tuple[str, Any]) -> tuple[bool, str]:
         task = Task("schedule", "probe", "what the implementation supports")
-        answer = self._together(("probe",), task, _START_S)
-        if isinstance(answer, Played):
-            raise LoadError(f"asking what the implementation supports failed: {'; '.join(answer.findings)}")
-        return answer
+        answer = self._together(message, task, max(self._limit_s, _QUESTION_S))
+        return (True, "") if isinstance(answer, Played) else answer
 
     def play(self, task: Task) -> Played:
         """Play a problem on all ranks."""
@@ -244,6 +271,7 @@ class ProcessPlayer(RemotePlayer):
         try:
             offers = [_first_word(worker, f"rank {rank}") for rank, worker in enumerate(self._workers)]
             self._info = offers[0]
+            _tell(self._workers, self._known)
         except LoadError:
             self.close()
             raise
@@ -261,7 +289,7 @@ class ProcessPlayer(RemotePlayer):
                 worker.send(message)
         except WorkerDied as death:
             return self._ended(task, "crashed", [f"a rank died before the problem began: {death}"], began)
-        turn = _Turn(self._workers)
+        turn = Turn(self._workers)
         deadline = began + limit_s
         while not turn.over:
             for rank in turn.ready(deadline - time.monotonic()):
@@ -271,59 +299,10 @@ class ProcessPlayer(RemotePlayer):
                     verdict = "out of memory" if death.by_memory else "crashed"
                     return self._ended(task, verdict, [f"rank {rank} died: {death}", *turn.errors()], began)
             # only while this round waits for the rest of it: a refusal by all is the end of a round, not of the problem
-            grace = turn.failed + min(_GRACE_S, limit_s) if turn.failed and not turn.over else deadline
+            grace = turn.failed + min(GRACE_S, limit_s) if turn.failed and not turn.over else deadline
             if time.monotonic() > min(deadline, grace):
                 return self._ended(task, "hung", [*turn.errors(), *turn.waiting(time.monotonic() - began)], began)
         word, answer = turn.answers[0]
         if word == "refused":
             raise ValueError(answer)
         return answer
-
-
-class _Turn:
-    """One problem on all ranks: who has said what."""
-
-    def __init__(self, workers: list[Worker]) -> None:
-        self._workers = workers
-        self.answers: dict[int, tuple[str, Any]] = {}
-        self._outcomes: dict[int, tuple[bool, str, bytes | None]] = {}
-        self.failed = 0.0  # when the first rank of this round raised
-
-    @property
-    def over(self) -> bool:
-        """Whether every rank has answered."""
-        return len(self.answers) == len(self._workers)
-
-    def ready(self, timeout_s: float) -> list[int]:
-        """The ranks that have something to say."""
-        connections = [worker.connection for worker in self._workers]
-        found = wait(connections, max(0.0, min(timeout_s, _GRACE_S / 10)))
-        return [rank for rank, connection in enumerate(connections) if connection in found]
-
-    def take(self, rank: int) -> None:
-        """Take in what a rank says; when all have said what they got, tell all. Raises WorkerDied."""
-        word, *rest = self._workers[rank].receive(1.0)
-        if word != "outcome":
-            self.answers[rank] = (word, rest[0])
-            return
-        self._outcomes[rank] = (rest[0], rest[1], rest[2])
-        if rest[0] and not self.failed:
-            self.failed = time.monotonic()
-        if len(self._outcomes) == len(self._workers):
-            everyone = [self._outcomes[n][2] for n in range(len(self._workers))]
-            self._outcomes, self.failed = {}, 0.0
-            for worker in self._workers:
-                worker.send(("outcomes", everyone))
-
-    def errors(self) -> list[str]:
-        """What ranks raised in this round."""
-        return [f"rank {rank} raised {said}" for rank, (failed, said, _) in sorted(self._outcomes.items()) if failed]
-
-    def waiting(self, seconds: float) -> list[str]:
-        """The ranks that have not come back, and where they are."""
-        found = []
-        for rank, worker in enumerate(self._workers):
-            if rank not in self._outcomes and rank not in self.answers:
-                places = "; ".join(worker.where()[:2]) or "nobody can say where"
-                found.append(f"rank {rank} did not finish within {seconds:.3g} s: {places}")
-        return found
