@@ -52,6 +52,7 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
 
     Raises:
         ValueError: there is no such entry.
+        UnsupportedCase: the malformed call is refused on every rank, for what the implementation does not have.
     """
     if entry_id == "well-formed":  # the table means nothing if the calls that it spoils are refused themselves
         return _well_formed(impl, device)
@@ -81,6 +82,8 @@ def _check_everywhere(impl: Implementation, entry: ErrorCase, device: str) -> li
         outcomes = _run(impl, [entry.spoil(call_of(impl, entry.base, device)) for _ in range(2)])
     except Hang as hang:
         return [f"wrong on every rank: {hang}"]
+    if all(isinstance(o.error, impl.Unsupported) for o in outcomes):  # of what it does not have, it need not know more
+        raise UnsupportedCase(str(outcomes[0].error))
     return [
         f"wrong on every rank: {finding}"
         for n, o in enumerate(outcomes)

@@ -11,7 +11,7 @@ import pytest
 from conformance.capabilities import Capabilities
 from conformance.implementation import LoadError
 from conformance.player import Task, task_of
-from conformance.session import Profile, run_table, run_tier
+from conformance.session import Profile, run_tier
 from conformance.workers import IsolatedPlayer, ProcessPlayer, RemotePlayer, start_player
 
 LIMIT_S = 20.0  # of what should finish: this machine may be busy
@@ -172,10 +172,15 @@ def test_a_rank_that_raises_alone_does_not_keep_the_others_waiting_for_ever() ->
         assert any("rank 0 did not finish" in finding for finding in played.findings)
 
 
-def test_tables_over_processes() -> None:
+@pytest.mark.parametrize(
+    ("entry", "verdicts"),
+    [
+        ("well-formed", {"right"}),
+        ("softcap-nan", {"unsupported"}),  # it has no softcap at all
+        ("plan-heads", {"missing"}),
+        ("q-no-tensor", {"wrong", "hung"}),  # it raises on one rank alone, and the other waits
+    ],
+)
+def test_tables_over_processes(entry: str, verdicts: set[str]) -> None:
     with sample("AllGather") as player:
-        capabilities = player.capabilities()
-        result = run_table(player, "errors", capabilities)
-        assert not result.failures  # its malformed calls are unsupported, well-formed
-        assert result.unsupported
-        assert {p.verdict for p in result.played} <= {"right", "unsupported", "missing"}
+        assert player.play(Task("schedule", "errors", f"error {entry}")).verdict in verdicts
