@@ -29,7 +29,7 @@ __all__ = ["Results", "run_backward", "run_forward", "wide_dtype"]
 class Results(NamedTuple):
     """A rank's merged results, without the sink; packed rows."""
 
-    out: torch.Tensor  # [t, h_q, d_v], 0 where nothing was seen; in the kernel's dtype where one launch did it all
+    out: torch.Tensor  # [t, h_q, d_v], 0 where nothing was seen; in q's dtype where one launch or two did it all
     lse: torch.Tensor  # [h_q, t], -inf where nothing was seen
     max_logit: torch.Tensor | None  # [h_q], over this rank's launches; None if the kernel library has none
 
@@ -60,7 +60,8 @@ def run_forward(
     allowed.
     """
     wide = wide_dtype(q.dtype)
-    merged = Merged((q.shape[0], q.shape[1], v.shape[2]), wide, q.device, kernels, program.spare_rows)
+    final = q.dtype if problem.softmax_type == "vanilla" else None  # a sink still scales them
+    merged = Merged((q.shape[0], q.shape[1], v.shape[2]), wide, final, q.device, kernels, program.spare_rows)
     max_logit = torch.full((q.shape[1],), float("-inf"), dtype=wide, device=q.device)
     blocks, operands = _Blocks(Pair(k, v), kernels), _Operands([q], [], kernels)
     for number, step in enumerate(program.forward):
@@ -68,7 +69,6 @@ def run_forward(
         sends, boxes = blocks.give(step), blocks.boxes(step)
         with during(where):
             pending = comm.exchange(sends, boxes)
-        merged.settle()
         if (sends or boxes) and step.launches:
             head_start(q.device)
         for launch in step.launches:
@@ -109,11 +109,11 @@ def run_backward(
     *,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in float32 (float64), 0 in padding and tail; dq in the kernel's dtype where one launch did it all.
-    out, lse, dout, dlse are as `Backend.backward` takes them, all rows.
+    """dq, dk, dv in float32 (float64), 0 in padding and tail; dq in q's dtype where one launch or two did it all. out,
+    lse, dout, dlse are as `Backend.backward` takes them, all rows.
     """
     wide = wide_dtype(q.dtype)
-    dq = Summed(q.shape, wide, q.device, kernels, program.spare_rows)
+    dq = Summed(q.shape, wide, q.dtype, q.device, kernels, program.spare_rows)
     own = Pair(*(x.new_zeros(x.shape[0] + program.spare_rows, *x.shape[1:], dtype=wide) for x in (k, v)))
     blocks, grads = _Blocks(Pair(k, v), kernels), own
     operands = _Operands([q, dout, out], [lse] if dlse is None else [lse, dlse], kernels)
@@ -126,6 +126,7 @@ def run_backward(
             pending = comm.exchange(sends, blocks.boxes(step) + arriving)
         parts: list[tuple[Rows, torch.Tensor, torch.Tensor]] = []
         for launch in step.launches:
+            dq.settle()
             q_rows, dout_rows, out_rows, lse_rows, *dlse_rows = operands.rows(launch.q_rows)
             k_rows, v_rows = kernels.take_rows(blocks.now, launch.kv_rows)
             part = backend.backward(

@@ -123,9 +123,10 @@ class Kernels(Protocol):
         """Merge a partial result into normalised accumulators, both in one pass over out.
 
         With new = log(exp(lse) + exp(lse_step)): out = out * exp(lse - new) + out_step * exp(lse_step - new), and
-        lse = new. out [t, h, d] and lse [h, t] in float32 or float64; out_step [n, h, d] of any float dtype, lse_step
-        [h, n]. A step row with lse -inf changes nothing, whatever its out_step holds; an accumulator row with lse -inf
-        is not read (it may hold NaN), and where both are -inf out becomes 0.
+        lse = new. out [t, h, d] and out_step [n, h, d] of any float dtypes, computed with in float32 (float64) and
+        rounded once; lse [h, t] and lse_step [h, n] in float32 or float64. A step row with lse -inf changes nothing,
+        whatever its out_step holds; an accumulator row with lse -inf counts as 0 (it may hold NaN), and where both are
+        -inf out becomes 0.
         """
         ...
 
@@ -139,7 +140,8 @@ class Kernels(Protocol):
         lse_packed: bool,
     ) -> None:
         """`merge_` into the second half of every sequence (local lengths): out_step [t / 2, h, d]; lse [h, t] and
-        lse_step [h, t / 2] if lse_packed, else [b, h, s] and [b, h, s2]. Padding rows inside `lengths` count as rows.
+        lse_step [h, t / 2] if lse_packed, else [b, h, s] and [b, h, s2]; out in float32 or float64. Padding rows inside
+        `lengths` count as rows.
         """
         ...
 

@@ -62,7 +62,7 @@ def check_count(name: str, value: Any, at_least: int, below: int | None = None, 
 
 def check_written(name: str, x: torch.Tensor) -> None:
     """Raise where elements of what is changed in place share memory."""
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+    if x.numel() and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
         raise ValueError(
             f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; it is written, so no stride may be 0"
         )

@@ -53,7 +53,6 @@ inline void merge_(Tensor out, Tensor lse, Tensor out_step, Tensor lse_step, std
   Operand to = call.written("out", out), to_lse = call.written("lse", lse);
   Operand from = call.operand("out_step", out_step), from_lse = call.operand("lse_step", lse_step);
   Values whole = values(to), step = values(from);
-  to.accumulator();
   RowSet rows = row_set(call, index, first, count, whole.rows);
   check_shape(from, {rows.count, whole.heads, whole.dim});
   check_shape(to_lse, {whole.heads, whole.rows});

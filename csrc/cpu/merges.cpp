@@ -93,7 +93,7 @@ void each_meeting(const Map& map, const Lengths& lengths, const Lse& lse, int64_
 }  // namespace
 
 void merge(Values out, Lse lse, Values step, Lse step_lse, RowSet rows, Stream) {
-  visit_accumulator(out.dtype, [&](auto* type) {
+  visit(out.dtype, [&](auto* type) {
     with_sides_of<std::remove_pointer_t<decltype(type)>>(out, lse, step, step_lse, [&](auto sides) {
       parallel(rows.count, row_bytes(out), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) sides.merge(Meeting{rows[i], i, 0, rows[i], i});

@@ -86,7 +86,7 @@ def row_sizes(where: Where, size: int) -> None:
 
 def merged_shapes(where: Where, heads: int, dim: int) -> None:
     """Heads and dims of models, that kernels may take by vectors or whole rows; all dtypes of the step."""
-    for seed in range(12):
+    for seed in (*range(12), 16, 25):
         gaps = ((0, 0), (16, 0), (8, 4))[(seed + seed // 3) % 3]  # rows apart, and then heads apart as well
         chunks, dtypes = (2, 0, 3), (torch.float32, torch.float32)
         case = Case(2, chunks, (8, 0, 5), seed % 2, (heads, dim), dtypes, torch.int32, gaps, seed // 6 * 16, seed)
