@@ -85,7 +85,6 @@ def attention(
         anything is sent. Unsupported: naming what is missing.
     """
     check_context(cp, ContextParallel)
-    q, k, v = (autocast(x) for x in (q, k, v))
     arguments: dict[str, Any] = {
         "qkv_format": qkv_format,
         "attn_mask_type": attn_mask_type,
@@ -98,7 +97,12 @@ def attention(
         "softcap": softcap,
         "softmax_type": softmax_type,
     }
+    if torch.compiler.is_compiling() and not isinstance(plan, Plan):
+        how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
+        return _outside_graphs(q, k, v, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
+    q, k, v = (autocast(x) for x in (q, k, v))
     if torch.compiler.is_compiling() and isinstance(plan, Plan):
+        check_flag("return_lse", return_lse)
         check_settled(plan.problem, **arguments)
         results = attention_in_graph(plan, cp, deterministic, return_max_logit, return_lse, q, k, v, softmax_offset)
         return _asked_for(results, return_lse, return_max_logit)
@@ -127,6 +131,11 @@ def attention(
         check_planned_call(plan, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
     results = Attention.apply(made, cp, deterministic, return_max_logit, return_lse, q, k, v, softmax_offset)
     return _asked_for(results, return_lse, return_max_logit)
+
+
+@torch.compiler.disable(reason="attention without a plan makes one, which is no graph: call make_plan outside")
+def _outside_graphs(*tensors: torch.Tensor, **arguments: Any) -> Any:
+    return attention(*tensors, **arguments)
 
 
 def _of_backward(cp: ContextParallel, offset: torch.Tensor | None, return_lse: bool) -> list[tuple[str, object]]:

@@ -157,6 +157,20 @@ class TestCompiled:
         SimGroup(1).run(one)
         assert len(graphs) == 1
 
+    def test_without_a_plan_it_says_that_there_is_none(self) -> None:
+        def one(member: SimMember) -> None:
+            cp, x = cp_fast.ContextParallel(member), torch.randn(1, 8, 4, 8)
+
+            def call(x: torch.Tensor) -> torch.Tensor:
+                return 2 * cp_fast.attention(x, x, x, cp=cp)
+
+            with pytest.raises(Exception, match="call make_plan outside"):
+                torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+            torch._dynamo.reset()
+            torch.testing.assert_close(torch.compile(call, backend="aot_eager")(x), call(x))  # in two graphs
+
+        SimGroup(1).run(one)
+
     def test_a_wrong_tensor_is_refused_when_the_graph_runs(self) -> None:
         def one(member: SimMember) -> None:
             cp = cp_fast.ContextParallel(member)
