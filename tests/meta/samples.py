@@ -167,6 +167,7 @@ class Lower:
     """The three lower levels, from the reference's parts."""
 
     thd = thd
+    ContextParallel = cp_ref.ContextParallel  # which the reference's helpers ask for
 
     def merge(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = parts[0][0].to(parts[0][1].dtype), parts[0][1]
