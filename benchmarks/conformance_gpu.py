@@ -36,6 +36,7 @@ from cp_fast.backends import by_name
 
 CP_SIZES = (2, 3, 4, 8)
 TIERS = ("probes", "budget")
+PACKAGES = ("flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
 
 
 @dataclass
@@ -170,7 +171,7 @@ def main(
         "gpu": torch.cuda.get_device_name(0) if device == "cuda" else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "versions": {name: version(name) for name in ("flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")},
+        "versions": {name: version(name) for name in PACKAGES},
         "cp_sizes": CP_SIZES,
         "not here": missing,
         "workers that died": died,
