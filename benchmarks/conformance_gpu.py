@@ -151,7 +151,18 @@ def main(
             context.Process(target=worker, args=(number, order, device, each, until, results), daemon=True)
         )
         processes[-1].start()
-    total, died = {name: Counts() for name in names}, []
+    total: dict[str, Counts] = {name: Counts() for name in names}
+    died: list[str] = []
+    record: dict[str, Any] = {
+        "commit": commit,
+        "gpu": torch.cuda.get_device_name(0) if device == "cuda" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "versions": {name: version(name) for name in PACKAGES},
+        "cp_sizes": CP_SIZES,
+        "not here": missing,
+        "workers that died": died,
+    }
     for _ in range(workers * len(names)):
         try:
             number, backend, counts = results.get(timeout=60 * minutes + 120)
@@ -164,28 +175,18 @@ def main(
         else:
             died.append(f"worker {number}: {counts}")
             print(died[-1], flush=True)
+        if out is not None:  # after every report: a long run that is cut short has something to show
+            found = {"backends": {name: counts.to_json() for name, counts in total.items()}}
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(record | found, indent=2, default=str) + "\n")
     for process in processes:
         process.kill()
-    record = {
-        "commit": commit,
-        "gpu": torch.cuda.get_device_name(0) if device == "cuda" else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "versions": {name: version(name) for name in PACKAGES},
-        "cp_sizes": CP_SIZES,
-        "not here": missing,
-        "workers that died": died,
-        "backends": {name: counts.to_json() for name, counts in total.items()},
-    }
     for name, c in total.items():
         print(
             f"{name}: {c.problems} problems, right {dict(c.right)}, failed {len(c.failures)}, refused {c.unsupported}"
         )
         for failure in c.failures[:6]:
             print("   ", failure["tier"], failure["case"], *failure["findings"], sep="\n      ")
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=2, default=str) + "\n")
     raise typer.Exit(1 if died or any(c.failures for c in total.values()) else 0)
 
 
