@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from conformance.cli import app
 from conformance.implementation import LoadError, load
 from conformance.mutants import MUTANTS
+from conformance.record import LEVELS
 
 _RUN = CliRunner()
 HERE = ("--impl", "cp_ref", "--in-process")  # so that mutants can be planted
@@ -136,3 +137,9 @@ def test_an_implementation_may_be_an_object_of_a_module(monkeypatch: pytest.Monk
     with pytest.raises(LoadError, match=r"needs one of thd \(helpers\)"):
         load("cp_ref:spec")
     assert load("tests.meta.samples:Lower").levels == ("helpers", "merge", "kernel")
+
+
+@pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
+def test_the_bare_names_mean_all_four_levels_and_longer_ones_what_they_say(package: str) -> None:
+    assert load(package).levels == LEVELS
+    assert load(f"{package}.api").levels == ("schedule",)
