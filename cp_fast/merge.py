@@ -61,7 +61,7 @@ class Merged:
             and self._out.dtype == self._final
         ):
             self._kernels.merge_(self._out, self._lse, *self._held)
-            return self._out, self._lse
+            self._held = None
         self.settle()
         out, lse = self._accumulators() if self._out is None or self._lse is None else (self._out, self._lse)
         return (out[: -self._spare], lse[:, : -self._spare].contiguous()) if self._spare else (out, lse)
@@ -115,7 +115,7 @@ class Summed:
         if self._held is not None and self._total is not None and self._total.dtype == self._final:
             part, rows = self._held
             self._kernels.add_rows_([self._total], [part], rows)
-            return self._total
+            self._held = None
         self.settle()
         total = self._sum()
         return total[: -self._spare] if self._spare else total
