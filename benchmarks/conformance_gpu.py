@@ -74,13 +74,13 @@ def folded(case: Case) -> Case:
     return replace(case, problem=replace(p, d_qk=d_qk, d_v=d_v, softcap=softcap, softmax_scale=None))
 
 
-def play(backend: str, device: str, number: int, wanted: int, until: float) -> Counts:
+def play(backend: str, device: str, seed: int, wanted: int, until: float) -> Counts:
     """Problems of one worker, until there are enough or time is up."""
     torch.set_num_threads(1)
     impl, counts, began = as_implementation(OneBackend(backend)), Counts(), time.monotonic()
     capabilities = probe(impl, device)
 
-    @hypothesis.seed(1000 + number)
+    @hypothesis.seed(seed)
     @settings(
         max_examples=20 * wanted,
         database=None,
@@ -114,10 +114,10 @@ def play(backend: str, device: str, number: int, wanted: int, until: float) -> C
     return counts
 
 
-def worker(number: int, backends: list[str], device: str, wanted: int, until: float, results: Any) -> None:
+def worker(number: int, seed: int, backends: list[str], device: str, wanted: int, until: float, results: Any) -> None:
     try:
         for backend in backends:
-            results.put((number, backend, play(backend, device, number, wanted, until)))
+            results.put((number, backend, play(backend, device, seed + number, wanted, until)))
     except BaseException as error:  # it is told, and counted as a failure
         results.put((number, "?", f"{type(error).__name__}: {error}"))
 
@@ -134,6 +134,7 @@ def main(
     problems: Annotated[int, typer.Option(help="Problems for each backend.")] = 2000,
     workers: Annotated[int, typer.Option(help="Processes that share the GPU.")] = 12,
     minutes: Annotated[float, typer.Option(help="Stop drawing after so long.")] = 8.0,
+    seed: Annotated[int, typer.Option(help="Of the first worker; the next one has the next.")] = 1000,
     device: Annotated[str, typer.Option(help="cuda; cpu to try the script.")] = "cuda",
     commit: Annotated[str, typer.Option(help="The commit that is tested.")] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
@@ -148,7 +149,7 @@ def main(
     for number in range(workers):
         order = names[number % len(names) :] + names[: number % len(names)]  # not all on the same library at once
         processes.append(
-            context.Process(target=worker, args=(number, order, device, each, until, results), daemon=True)
+            context.Process(target=worker, args=(number, seed, order, device, each, until, results), daemon=True)
         )
         processes[-1].start()
     total: dict[str, Counts] = {name: Counts() for name in names}
@@ -160,6 +161,7 @@ def main(
         "torch": torch.__version__,
         "versions": {name: version(name) for name in PACKAGES},
         "cp_sizes": CP_SIZES,
+        "seeds": [seed + number for number in range(workers)],
         "not here": missing,
         "workers that died": died,
     }
