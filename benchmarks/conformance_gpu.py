@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import platform
 import time
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from conformance.strategies import cases
 from conformance.tiers import CASE_TIERS
 from cp_fast.backends import by_name
 
+os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")  # many processes compile at once
 CP_SIZES = (2, 3, 4, 8)
 TIERS = ("probes", "budget")
 PACKAGES = ("flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")

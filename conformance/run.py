@@ -17,8 +17,10 @@ from conformance.tensors import GlobalTensors, attention_arguments, plan_argumen
 __all__ = ["Gathered", "UnsupportedCase", "local_slice", "play"]
 
 
-LIMIT_S = float(os.environ.get("CONFORMANCE_LIMIT_S", "20"))
-"""When ranks that do not finish one call are given up, in seconds. Kernels compiled on first use take longer."""
+LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
+"""When ranks that do not finish one call are given up, in seconds: on a GPU, libraries compile kernels on first use.
+The environment variable CONFORMANCE_LIMIT_S overrides both.
+"""
 
 
 class UnsupportedCase(Exception):
@@ -38,11 +40,12 @@ class Gathered:
     findings: list[str] = field(default_factory=list)
 
 
-def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float = LIMIT_S) -> Gathered:
+def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float | None = None) -> Gathered:
     """Run forward and backward on all ranks of a group.
 
     Args:
         impl: an `Implementation`, or what may become one.
+        limit_s: when ranks that have not finished are given up; None for `LIMITS_S`.
 
     Raises:
         UnsupportedCase: `supports` is false and `attention` raised `Unsupported`, on every rank. (A gradient through
@@ -50,8 +53,9 @@ def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float = LIMIT_S
             raising `Unsupported` on every rank is enough.)
     """
     impl = as_implementation(impl)
+    limit = _limit_s(tensors.q.device.type) if limit_s is None else limit_s
     try:
-        outcomes = run_ranks(case.problem.cp_size, lambda member: _one_rank(impl, case, tensors, member), limit_s)
+        outcomes = run_ranks(case.problem.cp_size, lambda member: _one_rank(impl, case, tensors, member), limit)
     except Hang as hang:
         return Gathered(findings=[str(hang)])
     _raise_if_unsupported(impl, case, outcomes)
@@ -62,6 +66,10 @@ def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float = LIMIT_S
     if not gathered.findings:
         _collect(case, tensors, [o.value for o in outcomes], gathered)
     return gathered
+
+
+def _limit_s(device: str) -> float:
+    return float(os.environ.get("CONFORMANCE_LIMIT_S", LIMITS_S.get(device, LIMITS_S["cuda"])))
 
 
 class _Refused(Exception):

@@ -26,6 +26,7 @@ from cp_fast.backends.fa2_kernels import Kernels, Said, say
 from cp_fast.backends.fa2_package import PackageKernels
 from cp_fast.backends.lengths import Cumulative
 from cp_fast.backends.lse_gradient import lse_launch
+from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = ["BUILT_IN", "PACKAGE", "Fa2Backend", "chosen_kernels", "whose"]
@@ -150,11 +151,14 @@ BUILT_IN, PACKAGE = Fa2Backend(BuiltInKernels()), Fa2Backend(_package_kernels)
 
 @cache
 def chosen_kernels() -> Fa2Backend:
-    """With the package's kernels where they work, else with PyTorch's; a warning, once, where the package is broken."""
-    reason = _package_kernels.why_not()
+    """With the package's kernels where they work, else with PyTorch's; a warning, once, where the package is broken.
+
+    A release may be of any build, and others than the one whose source was read: it has to pass `probe` here first.
+    """
+    reason = _package_kernels.why_not() or _wrong_here()
     if reason is None:
         return PACKAGE
-    if BUILT_IN.kernels.why_not() is None and _package_kernels.broken() is not None:
+    if BUILT_IN.kernels.why_not() is None and _broken() is not None:
         warnings.warn(
             f"the flash-attn package is installed, but backend 'fa2' does without it and its softcap: {reason}",
             RuntimeWarning,
@@ -169,7 +173,22 @@ def whose(backend: Fa2Backend) -> str:
     words = f"{kernels.name}, {kernels.version()}"
     if backend is PACKAGE:
         return words
-    broken = _package_kernels.broken()
+    broken = _broken()
     return f"{words}; no softcap: " + (
         f"the flash-attn package does not work: {broken}" if broken else "the flash-attn package is not installed"
     )
+
+
+def _broken() -> str | None:
+    """Why the package, which is installed, is not used; None where it is used, or not there."""
+    found = _package_kernels.broken()
+    return _wrong_here() if found is None and _package_kernels.why_not() is None else found
+
+
+@cache
+def _wrong_here() -> str | None:
+    """What the package's kernels get wrong on this GPU, in a few launches; asked where they can be launched."""
+    try:
+        return probe(PACKAGE, "cuda")
+    except Exception as error:  # a build without kernels for this GPU, or with another signature
+        return f"launching it failed: {type(error).__name__}: {error}"

@@ -34,6 +34,7 @@ def forget() -> None:
     """What was found about the package."""
     fa2_package._found.cache_clear()
     fa2.chosen_kernels.cache_clear()
+    fa2._wrong_here.cache_clear()
 
 
 @pytest.fixture
@@ -51,6 +52,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     for module in (fa2_package, fa2_builtin):
         monkeypatch.setattr(module, "gpu_why_not", lambda: None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(fa2, "probe", lambda backend, device: None)  # right, on that GPU
     yield do
     monkeypatch.undo()
     forget()
@@ -300,6 +302,27 @@ def test_a_broken_package_is_named(version: str | None, source: str, reason: str
     assert f"no softcap: the flash-attn package does not work: {reason[:20]}" in backends.remark_on(BUILT_IN).replace(
         "importing flash_attn.flash_attn_interface failed: ", ""
     )
+
+
+def fails(backend: Any, device: str) -> str:
+    raise RuntimeError("no kernel image is available for execution on the device")
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        (lambda backend, device: f"backend {backend.name!r}, row 3 sees 5.00 columns instead of 4", "row 3 sees 5.00"),
+        (fails, "launching it failed: RuntimeError: no kernel image"),
+    ],
+)
+def test_a_package_that_is_wrong_here_is_not_taken(check: Any, reason: str, install: Any, monkeypatch: Any) -> None:
+    install(package("2.8.3"), fake_package([]))
+    monkeypatch.setattr(fa2, "probe", check)
+    with pytest.warns(RuntimeWarning, match=f"is installed, but .*{reason}"):
+        assert backends.choose(PLAIN, "fa2") is BUILT_IN
+    assert reason in backends.remark_on(BUILT_IN)
+    with pytest.raises(Unsupported, match=f"(?s)fa2 lacks softcap.*{reason}"):
+        backends.choose(SOFTCAP, "fa2")
 
 
 def test_a_refused_softcap_says_why_the_package_does_not_work(install: Any, tmp_path: Path) -> None:
