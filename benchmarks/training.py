@@ -7,7 +7,8 @@ schedule over several ranks: the loss curves have to be the same.
 
 The model (bytes, RoPE, grouped heads, autocast to bfloat16 on a GPU) and the order of the documents are the same in
 every run. A rank holds its share of each document, so that every step moves keys and values between the ranks, forward
-and backward. Exit code 1 if a curve leaves the one of the single device.
+and backward. In bfloat16 training amplifies each rounding, so that not even two runs on one device give the same curve:
+that is why there are two. Exit code 1 if a curve is further from the first than `tolerance` and than twice the second.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import csv
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +34,7 @@ from cp_fast.cli.demo.documents import read_documents
 from cp_fast.comm import all_reduce
 from cp_ref import SimGroup
 
-ALONE = "one device, PyTorch's attention"
+ALONE, AGAIN = "one device, PyTorch's attention", "one device, once more"
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def train(job: Job, cp: cp_fast.ContextParallel | None, device: torch.device) ->
     return losses
 
 
-def worker(rank: int, job: Job, schedules: list[str], folder: str) -> None:
+def worker(rank: int, job: Job, schedules: list[str], folder: str, record: Record) -> None:
     cuda = job.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -196,16 +197,17 @@ def worker(rank: int, job: Job, schedules: list[str], folder: str) -> None:
         device_id=device if cuda else None,
     )
     mesh = init_device_mesh(job.device, (job.ranks // 2, 2)) if job.ranks % 2 == 0 else None
-    curves = {}
     for schedule in schedules:
         cp = cp_fast.ContextParallel(mesh if schedule == "a2a+p2p" else dist.group.WORLD, schedule)
-        curves[schedule] = train(job, cp, device)
+        losses = train(job, cp, device)
+        if rank == 0:
+            record.add(schedule, losses)
     if rank == 0:
-        torch.save(curves, Path(folder) / "curves.pt")
+        torch.save(record.curves, Path(folder) / "curves.pt")
     dist.destroy_process_group()
 
 
-def simulate(job: Job, schedules: list[str]) -> dict[str, list[float]]:
+def simulate(job: Job, schedules: list[str], record: Record) -> None:
     """The same with all ranks in this process, on one device."""
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
 
@@ -213,11 +215,36 @@ def simulate(job: Job, schedules: list[str]) -> dict[str, list[float]]:
         group = member.split(2) if schedule == "a2a+p2p" else member
         return train(job, cp_fast.ContextParallel(group, schedule), device)
 
-    return {name: SimGroup(job.ranks).run(partial(one, schedule=name))[0] for name in schedules}
+    for name in schedules:
+        record.add(name, SimGroup(job.ranks).run(partial(one, schedule=name))[0])
+
+
+@dataclass
+class Record:
+    """The curves so far, and a file that has them: a run that is cut short leaves what it came to."""
+
+    out: Path | None
+    words: str
+    curves: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, losses: list[float]) -> None:
+        self.curves[name] = losses
+        if self.out is not None:
+            with self.out.with_suffix(".csv").open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["step", *self.curves, self.words])
+                steps = zip(*self.curves.values(), strict=True)
+                writer.writerows([n, *(f"{loss:.6f}" for loss in row)] for n, row in enumerate(steps))
+
+    def distance(self, name: str) -> tuple[float, float]:
+        """From the first curve: the largest difference, and the largest of means over 10 steps."""
+        a, b = (torch.tensor(self.curves[n], dtype=torch.float64) for n in (name, ALONE))
+        means = (a - b).unfold(0, min(10, len(a)), 1).mean(dim=1)
+        return float((a - b).abs().max()), float(means.abs().max())
 
 
 def plot(curves: dict[str, list[float]], job: Job, path: Path) -> None:
-    """The curves above, what they differ from the single device's below."""
+    """The curves above; what they differ from the single device's below."""
     import matplotlib  # an extra: only pictures need it
 
     matplotlib.use("Agg")
@@ -255,28 +282,27 @@ def main(
     job = Job(ranks, device, steps, tokens)
     if device == "cpu":
         job = Job(ranks, device, steps, tokens, layers=2, heads_q=4, heads_kv=2, head_dim=16)
-    curves = {ALONE: train(job, None, torch.device(device, 0) if device == "cuda" else torch.device(device))}
+    one_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    record = Record(out, f"commit {commit}, torch {torch.__version__}, {ranks} ranks, {device}")
+    for name in (ALONE, AGAIN):
+        record.add(name, train(job, None, one_device))
     if simulated:
-        curves |= simulate(job, schedules.split(","))
+        simulate(job, schedules.split(","), record)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            spawn(worker, args=(job, schedules.split(","), folder), nprocs=ranks)
-            curves |= torch.load(Path(folder) / "curves.pt")
-    worst = 0.0
-    for name, losses in curves.items():
-        differences = torch.tensor(losses, dtype=torch.float64) - torch.tensor(curves[ALONE], dtype=torch.float64)
-        smooth = differences.unfold(0, min(10, steps), 1).mean(dim=1).abs().max().item()
-        worst = max(worst, smooth)
-        largest = differences.abs().max().item()
+            spawn(worker, args=(job, schedules.split(","), folder, record), nprocs=ranks)
+            record.curves = torch.load(Path(folder) / "curves.pt")
+    allowed = max(tolerance, 2 * record.distance(AGAIN)[1])
+    far = []
+    for name, losses in record.curves.items():
+        largest, smooth = record.distance(name)
         print(f"{name:34} first {losses[0]:.4f}, last {losses[-1]:.4f}; off by {largest:.1e}, means {smooth:.1e}")
+        if not smooth <= allowed:
+            far.append(name)
     if out is not None:
-        with out.with_suffix(".csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["step", *curves, f"commit {commit}, torch {torch.__version__}, {device}"])
-            writer.writerows([n, *(f"{curves[name][n]:.6f}" for name in curves)] for n in range(steps))
-        plot(curves, job, out.with_suffix(".png"))
-    if not worst <= tolerance:
-        print(f"a curve is {worst:.2e} away from the single device's, more than {tolerance}")
+        plot(record.curves, job, out.with_suffix(".png"))
+    if far:
+        print(f"further than {allowed:.2e} from the single device's curve: {', '.join(far)}")
         raise typer.Exit(1)
 
 
