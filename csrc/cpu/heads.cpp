@@ -2,9 +2,9 @@
 #include <type_traits>
 
 #include "convert.h"
-#include "copy.h"
 #include "entry_points.h"
 #include "parallel.h"
+#include "stream.h"
 
 namespace cp {
 namespace cpu {

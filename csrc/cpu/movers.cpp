@@ -10,7 +10,6 @@ namespace cpu {
 namespace {
 
 // Copies runs one behind the other; each is asked for before the one in front of it is copied.
-template <typename Stores>
 class Runs {
  public:
   explicit Runs(const Move& move) : move_(move) {}
@@ -22,7 +21,7 @@ class Runs {
     from_ = from;
     rows_ = rows;
   }
-  void end() const { copy_rows<Stores>(move_, to_, from_, rows_); }
+  void end() const { copy_rows(move_, to_, from_, rows_); }
 
  private:
   const Move& move_;
@@ -32,16 +31,12 @@ class Runs {
 // Every move, on threads: walk(begin, end, f) calls f(destination row, source row, how many) for rows begin to end - 1.
 template <typename Walk>
 void move_by(const Move* moves, int64_t count, int64_t rows, const Walk& walk) {
-  with_stores(moves, count, rows, [&](auto stores) {
-    using Stores = decltype(stores);
-    parallel(rows, row_bytes(moves, count), [&](int64_t begin, int64_t end) {
-      for (int64_t m = 0; m < count; ++m) {
-        Runs<Stores> runs(moves[m]);
-        walk(begin, end, [&](int64_t to, int64_t from, int64_t n) { runs.next(to, from, n); });
-        runs.end();
-      }
-      Stores::end();
-    });
+  parallel(rows, row_bytes(moves, count), [&](int64_t begin, int64_t end) {
+    for (int64_t m = 0; m < count; ++m) {
+      Runs runs(moves[m]);
+      walk(begin, end, [&](int64_t to, int64_t from, int64_t n) { runs.next(to, from, n); });
+      runs.end();
+    }
   });
 }
 

@@ -15,7 +15,7 @@ namespace cpu {
 // f must not throw. Every element of a result belongs to one of the n, so the number of threads changes no bit.
 template <typename F>
 void parallel(int64_t n, int64_t bytes, F f) {
-  constexpr int64_t worthwhile = 1 << 16;  // bytes for a thread: copied in about the time that waking it takes
+  constexpr int64_t worthwhile = 1 << 18;  // bytes for a thread: copied in about the time that waking it takes
   if (n <= 0) return;
   int64_t grain = std::max<int64_t>(1, worthwhile / std::max<int64_t>(1, bytes));
   if (n <= grain) return f(int64_t{0}, n);

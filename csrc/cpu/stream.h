@@ -1,9 +1,12 @@
 // Stores that go past the caches. A plain store to a line that no cache holds reads it first, which is a third of all
-// that a large copy moves; and what was written is gone from the caches before anyone reads it.
+// that a large copy moves; and what was written is gone from the caches before anyone reads it. It pays where heads
+// are exchanged, which is many streams at once; the movers of whole rows are faster with plain stores.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "copy.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -55,6 +58,29 @@ inline void end_of_streams() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
+}
+
+// Pieces through the caches.
+struct Cached {
+  static void copy(char* to, const char* from, int64_t bytes) { copy_bytes(to, from, bytes); }
+  static void end() {}
+};
+
+// Pieces past the caches.
+struct Streamed {
+  static constexpr int64_t least = 256;  // bytes of a piece: of smaller ones, too many lines are not written whole
+
+  static void copy(char* to, const char* from, int64_t bytes) { stream_bytes(to, from, bytes); }
+  static void end() { end_of_streams(); }
+};
+
+// Call f(Cached or Streamed) for `bytes` in all, in pieces of `piece` bytes. Who copies calls end() at last.
+template <typename F>
+void with_stores(int64_t bytes, int64_t piece, F f) {
+  if (bytes > cached_bytes && piece >= Streamed::least)
+    f(Streamed{});
+  else
+    f(Cached{});
 }
 
 }  // namespace cpu
