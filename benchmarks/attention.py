@@ -214,6 +214,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="CSV file to append to.")] = None,
 ) -> None:
     """Measure the schedules on this machine's GPUs."""
+    if torch.cuda.device_count() < gpus:
+        raise typer.BadParameter(f"{gpus} GPUs are asked for, and PyTorch sees {torch.cuda.device_count()}")
     sizes = tuple(int(n) for n in lengths.split(",")) if lengths else (tokens,)
     (h_q, h_kv), (d_qk, d_v) = ([int(n) for n in pair.split(",")] for pair in (heads, dims))
     job = Job(gpus, sizes, h_q, h_kv, d_qk, d_v, window, backend, rounds, calls)

@@ -120,6 +120,10 @@ def main(
     picture: Annotated[Path | None, typer.Option("--plot", help="Picture to write, SVG or PNG.")] = None,
 ) -> None:
     """Measure the kernels on this machine."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter(
+            "--device cuda needs a GPU, and PyTorch sees none; --device cpu --scale 16 goes without"
+        )
     names = []
     for name in implementations.split(","):
         if (reason := why_not(name, device)) is None:

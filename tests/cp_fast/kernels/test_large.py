@@ -31,7 +31,7 @@ def where() -> Where:
 @pytest.mark.parametrize(("shape", "gaps", "offset", "dtype"), ROWS)
 @pytest.mark.parametrize("check", MOVERS)
 def test_movers(
-    where: Where, check: str, shape: tuple[int, ...], gaps: tuple[int, ...], offset: int, dtype: torch.dtype
+    where: Where, check: str, shape: tuple[int, ...], gaps: tuple[int, int], offset: int, dtype: torch.dtype
 ) -> None:
     CHECKS[check](where, Case(2, (900, 1, 0, 3, 130), REAL, 2, shape, (dtype, dtype), torch.int32, gaps, offset, 5))
 

@@ -1,0 +1,18 @@
+"""Without the extra 'test' the command line says so."""
+
+import subprocess
+import sys
+
+WITHOUT = """
+import runpy, sys
+sys.modules["hypothesis"] = None
+sys.argv = ["conformance", "--impl", "cp_ref"]
+runpy.run_module("conformance", run_name="__main__")
+"""
+
+
+def test_the_missing_extra_is_named() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "pip install 'cp-attention[test]'" in done.stderr
+    assert "Traceback" not in done.stderr
