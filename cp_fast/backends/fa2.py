@@ -47,6 +47,10 @@ _FEATURES = frozenset(
 )
 
 
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""dout, q, k, v, out, aligned and of one head dim."""
+
+
 class Fa2Backend:
     """FlashAttention 2; float16 and bfloat16 on CUDA, head dims up to 256, softcap where its kernels have it."""
 
@@ -90,45 +94,26 @@ class Fa2Backend:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
         d, d_qk, d_v = _dim(q, v), q.shape[2], v.shape[2]
         q, k, v, out, dout = (aligned(widen(x, d)) for x in (q, k, v, out, dout))
+        gradients, lse = (self._each_segment if deterministic else self._all_segments), lse.contiguous()
         said = say(segments, scale=scale, softcap=softcap)
-        launch = self._each_segment if deterministic else self._all_segments
-        dq, dk, dv = launch(dout, q, k, v, out, lse.contiguous(), segments, said)
+        dq, dk, dv = gradients((dout, q, k, v, out), lse, segments, said)
         if dlse is not None:
             ones, products = lse_launch(dlse, q.dtype, d)
-            more_dq, more_dk, _ = launch(ones, q, k, torch.zeros_like(v), products, lse.contiguous(), segments, said)
+            more_dq, more_dk, _ = gradients((ones, q, k, torch.zeros_like(v), products), lse, segments, said)
             dq, dk = dq.float() + more_dq, dk.float() + more_dk
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
-    def _all_segments(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        said: Said,
-    ) -> Gradients:
+    def _all_segments(self, operands: Operands, lse: torch.Tensor, segments: Segments, said: Said) -> Gradients:
         """One launch."""
-        return self.kernels.backward(dout, q, k, v, out, lse, said, deterministic=False)
+        return self.kernels.backward(*operands, lse, said, deterministic=False)
 
-    def _each_segment(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        segments: Segments,
-        said: Said,
-    ) -> Gradients:
+    def _each_segment(self, operands: Operands, lse: torch.Tensor, segments: Segments, said: Said) -> Gradients:
         """A launch for each segment, whose bits do not depend on the others."""
         if isinstance(segments.cu_q, Cumulative) and segments.cu_q.bound is not None:
             raise Unsupported(
                 "a plan with max_sequences", {"backend 'fa2'": {Feature.DETERMINISTIC}}, "make a plan for each batch"
             )
+        dout, q, k, v, out = operands
         parts: list[Gradients] = []
         for s in range(len(segments.cu_q) - 1):
             rows, columns = slice(*segments.cu_q[s : s + 2]), slice(*segments.cu_kv[s : s + 2])
