@@ -12,7 +12,7 @@ from cp_fast.calls import autocast, check_planned_call
 from cp_fast.compiled import attention_in_graph
 from cp_fast.context import ContextParallel
 from cp_fast.derivatives import refuse_transforms
-from cp_fast.plan import Plan, plan_together, read_call
+from cp_fast.plan import Plan, backend_for, plan_together, read_call
 from cp_ref.spec import (
     Agreement,
     check_context,
@@ -117,7 +117,8 @@ def attention(
             check_flag("return_lse", return_lse)
             sizes = read_sizes(q, k, v, qkv_format, cp.size)
             how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
-            problem, backend = read_call(cp, sizes, q.device.type, **how, **arguments)
+            problem = read_call(cp, sizes, **arguments)
+            backend = backend_for(cp, problem, q.device.type, **how)
             check_local_tensors(problem, cp.rank, q, k, v)
             check_offset(problem, softmax_offset, q)
             extras = ("return_max_logit", return_max_logit), *_of_backward(cp, softmax_offset, return_lse)

@@ -36,7 +36,7 @@ end.
 
 
 def required(
-    problem: Problem, device: str, *, deterministic: bool = False, max_logit: bool = False
+    problem: Problem, device: str, *, deterministic: bool = False, max_logit: bool = False, in_place: bool = False
 ) -> frozenset[Feature]:
     """Every feature that computing the problem on a device type ("cpu", "cuda") needs."""
     needs = {
@@ -64,6 +64,7 @@ def required(
         Feature.LEARNABLE: problem.softmax_type == "learnable",
         Feature.DETERMINISTIC: deterministic,
         Feature.MAX_LOGIT: max_logit,
+        Feature.IN_PLACE: in_place,
     }
     return frozenset(needs | {feature for feature, needed in conditions.items() if needed})
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
-from cp_fast.backends.in_place import check_in_place
 from cp_fast.context import ContextParallel
 from cp_fast.devices import read_device
 from cp_fast.features import EXECUTOR, required
@@ -41,7 +40,7 @@ from cp_ref.spec import (
     split_plan_arguments,
 )
 
-__all__ = ["Plan", "make_plan", "plan_together", "read_call", "supports"]
+__all__ = ["Plan", "backend_for", "make_plan", "plan_together", "read_call", "supports"]
 
 Found = TypeVar("Found")
 
@@ -214,13 +213,9 @@ def supports(**arguments: Any) -> tuple[bool, str]:
     return True, ""
 
 
-def read_call(
-    cp: ContextParallel, sizes: Sizes, device: str, *, deterministic: bool, return_max_logit: bool, **arguments: Any
-) -> tuple[Problem, Backend]:
-    """The problem of one call and the library that computes it; raises ValueError, TypeError or Unsupported. Sends
-    nothing.
-    """
-    problem = read_problem(
+def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
+    """The problem of one call; raises ValueError or TypeError. Sends nothing."""
+    return read_problem(
         cp_size=cp.size,
         cp_comm_type=cp.cp_comm_type,
         a2a_size=cp.a2a_size,
@@ -228,12 +223,24 @@ def read_call(
         sizes=sizes,
         **arguments,
     )
+
+
+def backend_for(
+    cp: ContextParallel,
+    problem: Problem,
+    device: str,
+    *,
+    deterministic: bool,
+    return_max_logit: bool,
+    in_place: bool = False,
+) -> Backend:
+    """The library that computes the problem, asked in this way; raises ValueError, TypeError or Unsupported."""
     check_flag("deterministic", deterministic)
     check_flag("return_max_logit", return_max_logit)
-    needs = required(problem, device, deterministic=deterministic, max_logit=return_max_logit)
+    needs = required(problem, device, deterministic=deterministic, max_logit=return_max_logit, in_place=in_place)
     if missing := needs - KERNEL_FEATURES - EXECUTOR:
         raise Unsupported("this problem", {"cp_fast": missing}, f"cp_fast has {describe(EXECUTOR)}")
-    return problem, choose(needs, cp.backend)
+    return choose(needs, cp.backend)
 
 
 def plan_together(cp: ContextParallel, read: Callable[[], tuple[Agreement, Backend, torch.device]]) -> Plan:
@@ -268,8 +275,7 @@ def _read_plan_arguments(**arguments: Any) -> tuple[Agreement, Backend, torch.de
     check_flag("return_lse", arguments.get("return_lse", False))
     how = {name: arguments.get(name, False) for name in ("deterministic", "return_max_logit")}
     device = read_device(arguments["device"])
-    problem, backend = read_call(arguments["cp"], sizes, device.type, **how, **of_the_problem)
+    problem = read_call(arguments["cp"], sizes, **of_the_problem)
     room = read_room(problem, arguments)
-    if room is not None:
-        backend = check_in_place(backend, device.type, deterministic=how["deterministic"])
+    backend = backend_for(arguments["cp"], problem, device.type, **how, in_place=room is not None)
     return Agreement(problem, room), backend, device

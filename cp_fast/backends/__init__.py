@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from cp_fast.backends.base import Backend, Gradients, Partial, Segments
 from cp_fast.backends.blocks import BlockSize
 from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.cudnn import CudnnBackend
 from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend, chosen_kernels, whose
 from cp_fast.backends.fa4 import Fa4Backend
-from cp_fast.backends.largest import LargestLogit
 from cp_fast.backends.probe import probe
+from cp_fast.backends.variants import IN_PLACE_RULE, missing_in, variants
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = [
@@ -39,7 +37,7 @@ BACKENDS: tuple[Backend, ...] = (
 
 """What every machine has that has the library: `installed` may find more."""
 
-KERNEL_FEATURES: frozenset[Feature] = frozenset().union(*(b.features for b in BACKENDS))
+KERNEL_FEATURES: frozenset[Feature] = frozenset().union(*(v.features for b in BACKENDS for v in variants(b)))
 """What a kernel library decides; schedules, formats, masks and sinks are the executor's, on every library alike."""
 
 
@@ -71,19 +69,19 @@ def choose(required: frozenset[Feature], backend: str) -> Backend:
         reason = candidate.why_not()
         if reason is not None:
             reasons.append(f"{candidate.name} does not work here: {reason}")
-        elif wanted <= candidate.features:
-            return candidate
-        elif wanted <= features_of(candidate):
-            return _with_largest_logit(candidate)
+        elif (served := next((v for v in variants(candidate) if wanted <= v.features), None)) is not None:
+            return served
         elif remark := remark_on(candidate):
             reasons.append(f"{candidate.name} is {remark}")
-    missing = {c.name: wanted - features_of(c) for c in seen if not wanted <= features_of(c)}
+    if Feature.IN_PLACE in wanted:
+        reasons.append(IN_PLACE_RULE)
+    missing = {c.name: lacking for c in seen if (lacking := missing_in(c, wanted))}
     raise Unsupported(f"attention with backend {backend!r}", missing, hint="\n  ".join(reasons))
 
 
 def features_of(backend: Backend) -> frozenset[Feature]:
-    """What a backend can be chosen for: its own features, and max_logit, which a pass of its own adds to any."""
-    return _with_largest_logit(backend).features
+    """What a backend can be chosen for, one feature at a time."""
+    return frozenset().union(*(v.features for v in variants(backend)))
 
 
 def installed(backend: Backend) -> Backend:
@@ -94,9 +92,3 @@ def installed(backend: Backend) -> Backend:
 def remark_on(backend: Backend) -> str:
     """What there is to say about a backend that works, for `doctor`."""
     return whose(backend) if isinstance(backend, Fa2Backend) else ""
-
-
-@cache
-def _with_largest_logit(backend: Backend) -> Backend:
-    """One for each backend, so that plans of equal problems have the same."""
-    return LargestLogit(backend)

@@ -39,7 +39,7 @@ class Segments:
     In a plan that is updated in place (`Plan.update`) the rules are wider: segments of length zero come last, tensors
     have more rows behind cu[-1] (finite where there is a segment at all; what is yielded for them is not read), and
     `max_q` and `max_kv` are upper bounds. The lengths on the host are those of the batch at hand, so a kernel that is
-    to be captured in a CUDA graph reads them on the device alone (see `cp_fast.backends.in_place`).
+    to be captured in a CUDA graph reads them on the device alone (see `cp_fast.backends.variants`).
     """
 
     cu_q: Sequence[int]  # a tuple, or as lazy as one can be: `Cumulative`

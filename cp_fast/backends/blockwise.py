@@ -25,7 +25,7 @@ __all__ = ["BlockwiseBackend"]
 
 
 class BlockwiseBackend:
-    """PyTorch operators on one device type; every feature, deterministic, float16 to float64."""
+    """PyTorch operators on one device type; float16 to float64; every feature, but plans in place on the CPU alone."""
 
     def __init__(self, name: str, device: Feature, size: BlockSize) -> None:
         """`device` is Feature.CPU or Feature.CUDA."""
@@ -44,6 +44,7 @@ class BlockwiseBackend:
                 Feature.MAX_LOGIT,
                 Feature.DETERMINISTIC,
                 device,
+                *({Feature.IN_PLACE} if device is Feature.CPU else ()),  # where no graph is captured
                 Feature.FLOAT16,
                 Feature.BFLOAT16,
                 Feature.FLOAT32,

@@ -29,7 +29,7 @@ from cp_fast.backends.lse_gradient import lse_launch
 from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature, Unsupported
 
-__all__ = ["BUILT_IN", "PACKAGE", "Fa2Backend", "chosen_kernels", "whose"]
+__all__ = ["BUILT_IN", "PACKAGE", "Fa2Backend", "Fa2InPlace", "chosen_kernels", "whose"]
 
 _FEATURES = frozenset(
     {
@@ -56,10 +56,10 @@ class Fa2Backend:
 
     name: str = "fa2"
 
-    def __init__(self, kernels: Kernels, lacks: frozenset[Feature] = frozenset()) -> None:
-        """`lacks`: features that the kernels have and this backend is not to be chosen for."""
+    def __init__(self, kernels: Kernels) -> None:
+        """`kernels`: whose they are."""
         self.kernels = kernels
-        self.features: frozenset[Feature] = (_FEATURES | kernels.features) - lacks
+        self.features: frozenset[Feature] = _FEATURES | kernels.features
 
     def why_not(self) -> str | None:
         """None where the kernels are there and run on this GPU, else the reason."""
@@ -121,6 +121,15 @@ class Fa2Backend:
             alone = say(segments.alone(s), scale=said.scale, softcap=said.softcap)
             parts.append(self.kernels.backward(*own, alone, deterministic=True))
         return Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+
+class Fa2InPlace(Fa2Backend):
+    """FlashAttention 2 for plans that are updated in place, which cannot have its determinism."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        """`kernels`: whose they are."""
+        super().__init__(kernels)
+        self.features = self.features - {Feature.DETERMINISTIC} | {Feature.IN_PLACE}
 
 
 def _dim(q: torch.Tensor, v: torch.Tensor) -> int:

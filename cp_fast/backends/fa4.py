@@ -53,6 +53,7 @@ class Fa4Backend:
             Feature.SOFTCAP,
             Feature.LSE_GRADIENT,
             Feature.DETERMINISTIC,
+            Feature.IN_PLACE,
             Feature.CUDA,
             Feature.FLOAT16,
             Feature.BFLOAT16,

@@ -24,7 +24,7 @@ class LargestLogit:
     def __init__(self, library: Backend) -> None:
         """Everything but max_logit is the library's."""
         self.name: str = library.name
-        self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
+        self.features: frozenset[Feature] = library.features - {Feature.IN_PLACE} | {Feature.MAX_LOGIT}
         self._library = library
 
     def why_not(self) -> str | None:

@@ -50,6 +50,8 @@ class Feature(StrEnum):
     LSE_GRADIENT = "gradient through lse"
     MAX_LOGIT = "max_logit"
     DETERMINISTIC = "deterministic"
+    # plans
+    IN_PLACE = "max_sequences (plans updated in place)"
     # where and in what
     CPU = "device cpu"
     CUDA = "device cuda"

@@ -19,10 +19,9 @@ from cp_fast import backends
 from cp_fast.backends import by_name, fa2, fa2_builtin, fa2_kernels, fa2_package
 from cp_fast.backends.base import Segments
 from cp_fast.backends.fa2 import BUILT_IN, PACKAGE, Fa2Backend
-from cp_fast.backends.in_place import check_in_place
-from cp_fast.backends.largest import LargestLogit
 from cp_fast.backends.lengths import Cumulative
 from cp_fast.backends.probe import probe
+from cp_fast.backends.variants import missing_in, variants
 from cp_fast.cli import app
 from cp_ref.spec import Feature, Unsupported
 from tests.cp_fast.fa2_stand_ins import Call, fake_aten, fake_package
@@ -235,21 +234,55 @@ def test_segments_of_length_zero_and_rows_behind_the_last(
 
 def test_plans_in_place_have_no_determinism() -> None:
     for backend in (BUILT_IN, PACKAGE):
-        served = check_in_place(backend, "cuda")
-        assert served.features == backend.features - {Feature.DETERMINISTIC}
-        assert served is check_in_place(backend, "cuda")
-        assert check_in_place(backend, "cpu", deterministic=True) is backend
-        with pytest.raises(Unsupported, match=r"'fa2' on cuda.*\n.*a launch for each segment"):
-            check_in_place(backend, "cuda", deterministic=True)
-        with pytest.raises(Unsupported, match="max_logit"):
-            check_in_place(LargestLogit(backend), "cuda")
-    for name in ("cudnn", "torch"):
-        with pytest.raises(Unsupported, match=f"max_sequences and backend '{name}' on cuda"):
-            check_in_place(by_name(name), "cuda")
-    fa4 = by_name("fa4")
-    assert check_in_place(fa4, "cuda", deterministic=True) is fa4
+        *_, served = variants(backend)
+        assert served.features == backend.features - {Feature.DETERMINISTIC} | {Feature.IN_PLACE}
+        assert served is variants(backend)[-1]
+        assert missing_in(backend, IN_PLACE) == frozenset()
+        assert missing_in(backend, IN_PLACE | {Feature.MAX_LOGIT}) == {Feature.IN_PLACE}
+        assert len(missing_in(backend, IN_PLACE | {Feature.DETERMINISTIC})) == 1
 
 
+@pytest.mark.parametrize(("there", "extra", "name"), [
+    ("fa4 cudnn fa2 torch", set(), "fa4"),
+    ("fa4 cudnn fa2 torch", {Feature.DETERMINISTIC}, "fa4"),
+    ("cudnn fa2 torch", set(), "fa2"),  # cudnn comes first, and cannot
+])  # fmt: skip
+def test_auto_takes_a_library_that_serves_plans_in_place(
+    there: str, extra: set[Feature], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _only(there, monkeypatch)
+    chosen = backends.choose(IN_PLACE | extra, "auto")
+    assert chosen.name == name
+    assert IN_PLACE | extra <= chosen.features
+    assert chosen is backends.choose(IN_PLACE | extra, name)
+
+
+@pytest.mark.parametrize(("backend", "extra"), [
+    ("cudnn", set()),
+    ("torch", set()),
+    ("fa2", {Feature.DETERMINISTIC}),
+    ("fa2", {Feature.MAX_LOGIT}),
+    ("fa4", {Feature.MAX_LOGIT}),
+    ("auto", {Feature.MAX_LOGIT}),
+    ("auto", {Feature.FLOAT32}),
+])  # fmt: skip
+def test_what_no_plan_in_place_has_on_a_gpu(backend: str, extra: set[Feature], monkeypatch: pytest.MonkeyPatch) -> None:
+    _only("fa4 cudnn fa2 torch", monkeypatch)
+    assert backends.choose((IN_PLACE | extra) - {Feature.IN_PLACE}, backend)
+    with pytest.raises(Unsupported, match=r"(?s)lacks .*make a plan for each batch") as refusal:
+        backends.choose(IN_PLACE | extra, backend)
+    assert all(refusal.value.missing.values())
+
+
+def _only(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only these libraries work."""
+    monkeypatch.setattr(backends, "installed", lambda backend: backend)
+    for backend in backends.BACKENDS:
+        reason = None if backend.name in there.split() else "it is not here"
+        monkeypatch.setattr(backend, "why_not", lambda reason=reason: reason)
+
+
+IN_PLACE = frozenset({Feature.CUDA, Feature.GQA, Feature.IN_PLACE})
 SOFTCAP = frozenset({Feature.CUDA, Feature.BFLOAT16, Feature.SOFTCAP})
 PLAIN = SOFTCAP - {Feature.SOFTCAP}
 

@@ -17,13 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_fast
 import cp_ref
-from cp_fast.backends import by_name
-from cp_fast.backends.in_place import check_in_place
-from cp_fast.backends.largest import LargestLogit
+from cp_fast.backends import Backend, by_name
 from cp_fast.planning.compile import draft_program
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
-from cp_ref.spec import Problem, kv_fragments, q_fragments
+from cp_ref.spec import Feature, Problem, kv_fragments, q_fragments
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 DIMS: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
@@ -438,14 +436,22 @@ def test_plans_without_room_are_not_updated() -> None:
     SimGroup(2).run(one)
 
 
-@pytest.mark.parametrize("name", ["cudnn", "torch"])
-def test_libraries_that_read_the_hosts_lengths_are_refused_on_a_gpu(name: str) -> None:
-    check_in_place(by_name("fa4"), "cuda")
-    check_in_place(by_name(name), "cpu")
-    with pytest.raises(cp_fast.Unsupported, match=f"max_sequences and backend '{name}' on cuda"):
-        check_in_place(by_name(name), "cuda")
-    with pytest.raises(cp_fast.Unsupported, match="max_logit"):
-        check_in_place(LargestLogit(by_name("fa4")), "cuda")
+def test_a_library_is_asked_whether_it_serves_such_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[frozenset[Feature]] = []
+
+    def choose(required: frozenset[Feature], backend: str) -> Backend:
+        asked.append(required)
+        return by_name("cpu")
+
+    monkeypatch.setattr("cp_fast.plan.choose", choose)
+
+    def one(member: SimMember) -> None:
+        case = typical()
+        for room in ROOM, {}:
+            case.plan(case.context(member), LONG, **room)
+
+    SimGroup(1).run(one)
+    assert [Feature.IN_PLACE in required for required in asked] == [True, False]
 
 
 def test_the_reference_updates_too() -> None:

@@ -14,10 +14,10 @@ from cp_fast import backends
 from cp_fast.backends import fa2
 from cp_fast.backends.base import Backend, Gradients, Segments
 from cp_fast.backends.cudnn_graphs import backward_graph, forward_graph
-from cp_fast.backends.in_place import check_in_place
 from cp_fast.backends.largest import LargestLogit
 from cp_fast.backends.lengths import Cumulative
 from cp_fast.backends.probe import probe, probe_segments
+from cp_fast.backends.variants import variants
 from cp_ref.spec import Feature
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -393,7 +393,7 @@ def bounded(lengths_q: list[int], lengths_kv: list[int], left: int | None, right
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_captured_launch_follows_new_lengths(name: str, case: Case) -> None:
     """Segments of length zero, rows behind the last one, and another batch in the graph's tables."""
-    backend = check_in_place(get(name, case), "cuda")
+    backend = next(v for v in variants(get(name, case)) if Feature.IN_PLACE in v.features)
     batches: list[tuple[list[int], list[int]]] = [
         ([700], [800]),
         ([64, 1, 129], [64, 65, 300]),
