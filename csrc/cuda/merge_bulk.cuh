@@ -28,10 +28,12 @@ inline int64_t bulk_heads(const Values& out, const Values& step, const Stream& s
 
 #if defined(__CUDACC__)
 
-template <typename To, typename From>
+// E: a way in vectors, `Fast`.
+template <typename E>
 __global__ void __launch_bounds__(kWarp) merge_bulk_kernel(const __grid_constant__ MergeJob job) {
 #if __CUDA_ARCH__ >= 900
-  using E = Fast<To, From>;
+  using To = typename E::To;
+  using From = typename E::From;
   __shared__ __align__(128) To sums[kTokens * kRun];
   __shared__ __align__(128) From parts[kTokens * kRun];
   __shared__ Factors<float> factors[kWarp];

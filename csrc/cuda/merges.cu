@@ -65,16 +65,6 @@ __global__ void __launch_bounds__(kThreads, 4) merge_kernel(const __grid_constan
   check_plan(job.plan);
 }
 
-template <typename To, typename From>
-void launch_bulk(Fast<To, From> /*elements*/, const MergeJob& job, Stream stream, const char* name) {
-  merge_bulk_kernel<To, From><<<grid_of(job.tiles(), name), kWarp, 0, stream_of(stream)>>>(job);
-}
-
-template <typename Wide>
-void launch_bulk(Any<Wide> /*elements*/, const MergeJob& /*job*/, Stream /*stream*/, const char* name) {
-  throw std::logic_error(std::string(name) + ": the copy engine takes vectors alone");
-}
-
 void launch(const RowPlan& plan, Mode mode, const Values& out, const Values& step, const Lse& lse, const Lse& step_lse,
             Stream stream, const char* name) {
   if (plan.count == 0 || out.heads == 0) return;
@@ -84,12 +74,15 @@ void launch(const RowPlan& plan, Mode mode, const Values& out, const Values& ste
     MergeJob job{plan, mode, out, step, lse, step_lse, 0, 0, {}, {}};
     job.by_vectors = Divider::by(std::max<int64_t>(out.dim / E::kVector, 1));
     if (out.dim == 0) job.by_vectors.divisor = 0;  // LSEs alone
-    const int64_t heads = E::kVector == 1 ? 0 : bulk_heads(out, step, stream);
-    job.cut(heads > 0 ? heads : kHeads);
-    if (heads > 0)
-      launch_bulk(elements, job, stream, name);
-    else
-      merge_kernel<E><<<grid_of(job.tiles(), name), kThreads, 0, stream_of(stream)>>>(job);
+    if constexpr (E::kVector > 1) {
+      if (const int64_t heads = bulk_heads(out, step, stream); heads > 0) {
+        job.cut(heads);
+        merge_bulk_kernel<E><<<grid_of(job.tiles(), name), kWarp, 0, stream_of(stream)>>>(job);
+        return;
+      }
+    }
+    job.cut(kHeads);
+    merge_kernel<E><<<grid_of(job.tiles(), name), kThreads, 0, stream_of(stream)>>>(job);
   });
   check_launch(name);
 }

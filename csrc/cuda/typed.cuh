@@ -85,8 +85,10 @@ __device__ __forceinline__ void store_any(void* data, Dtype dtype, int64_t i, Wi
 }
 
 // A kernel's elements: loads and stores of kVector elements at once, as Wide.
-template <typename To, typename From>
+template <typename Written, typename Read>
 struct Fast {
+  using To = Written;
+  using From = Read;
   using Wide = float;
   static constexpr int kVector = 4;
 
