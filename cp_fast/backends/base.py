@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from cp_fast.backends.lengths import longest
+from cp_fast.backends.lengths import Cumulative, longest
 from cp_ref.spec import Feature
 
 __all__ = ["Backend", "Gradients", "Partial", "Segments"]
@@ -38,8 +38,8 @@ class Segments:
 
     In a plan that is updated in place (`Plan.update`) the rules are wider: segments of length zero come last, tensors
     have more rows behind cu[-1] (finite where there is a segment at all; what is yielded for them is not read), and
-    `max_q` and `max_kv` are upper bounds. The lengths on the host are those of the batch at hand, so a kernel that is
-    to be captured in a CUDA graph reads them on the device alone (see `cp_fast.backends.variants`).
+    `max_q` and `max_kv` are upper bounds. The lengths on the host are those of the batch at hand: a CUDA graph that was
+    captured with them is replayed with others, so a kernel on a GPU reads them on the device alone.
     """
 
     cu_q: Sequence[int]  # a tuple, or as lazy as one can be: `Cumulative`
@@ -50,6 +50,11 @@ class Segments:
     device_cu_kv: torch.Tensor  # int32 [segments + 1]
     max_q: int = field(init=False)  # the longest segment's query rows
     max_kv: int = field(init=False)  # the longest segment's key columns
+
+    @property
+    def updated_in_place(self) -> bool:
+        """Whether the device's lengths may be replaced, and those on the host are one batch's of many."""
+        return isinstance(self.cu_q, Cumulative) and self.cu_q.bound is not None
 
     def __post_init__(self) -> None:
         """Find the longest segments once: every layer's launches ask for them."""

@@ -1,5 +1,9 @@
 """A launch's scores in blocks: some rows of a segment, some kv heads, some columns at a time.
 
+`cut` follows the lengths on the host, and leaves out what is hidden. `cut_by_the_device` is for a GPU and lengths that
+are replaced in a captured graph: it goes through all rows and all columns of the tensors, and looks up on the device
+what a row sees. The same blocks for any lengths, at the cost of computing all that is hidden.
+
 legend   g = h_q / h_kv, R = rows of a block, C = columns of a block, H = kv heads of a block. A block's scores
          are [H, g * R, C]: the query heads that share a kv head are folded into the rows, so K and V are never
          repeated.
@@ -7,7 +11,7 @@ legend   g = h_q / h_kv, R = rows of a block, C = columns of a block, H = kv hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +20,7 @@ import torch
 from cp_fast.backends.band import Columns, make_masks, visible_columns
 from cp_fast.backends.base import Segments
 
-__all__ = ["Block", "BlockSize", "cut", "fold", "mask", "size_of", "unfold"]
+__all__ = ["Block", "BlockSize", "cut", "cut_by_the_device", "fold", "mask", "size_of", "unfold"]
 
 
 class BlockSize(NamedTuple):
@@ -28,30 +32,67 @@ class BlockSize(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows of one segment, for some kv heads, with the columns that they see."""
+    """Some rows, for some kv heads, with the columns that they see."""
 
     rows: slice  # of q
-    columns: list[tuple[slice, Columns]]  # of k and v
+    columns: Iterable[tuple[slice, Columns]]  # of k and v; to be gone through once
     heads_q: slice
     heads_kv: slice
 
 
-def cut(segments: Segments, h_q: int, h_kv: int, size: BlockSize, device: torch.device) -> Iterator[Block]:
-    """Every block of a launch: segment by segment, some kv heads at a time, rows in order."""
-    g, masks = h_q // h_kv, make_masks(device)
+def cut(segments: Segments, q: torch.Tensor, k: torch.Tensor, size: BlockSize) -> Iterator[Block]:
+    """Every block of a launch on q [n, h_q, d] and k [m, h_kv, d]: segment by segment, some kv heads at a time, rows in
+    order.
+    """
+    if q.is_cuda and segments.updated_in_place:
+        yield from cut_by_the_device(segments, q, k, size)
+        return
+    g, masks = q.shape[1] // k.shape[1], make_masks(q.device)
     for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
         lq, lk = q1 - q0, kv1 - kv0
-        width = max(1, min(lk, size.columns))
-        height = max(1, min(lq, max(32, size.rows // g), max(1, size.scores // (g * width))))
-        heads = max(1, min(h_kv, size.scores // (g * width * height)))
-        for head in range(0, h_kv, heads):
-            heads_kv = slice(head, min(head + heads, h_kv))
-            heads_q = slice(heads_kv.start * g, heads_kv.stop * g)
-            for row in range(0, lq, height):
-                last = min(row + height, lq)
-                seen = visible_columns(row, last, lq, lk, segments.left, segments.right, width, masks)
-                columns = [(slice(kv0 + c.start, kv0 + c.stop), c) for c in seen]
-                yield Block(slice(q0 + row, q0 + last), columns, heads_q, heads_kv)
+        for rows, width, heads_q, heads_kv in _shares(lq, lk, g, k.shape[1], size):
+            seen = visible_columns(rows.start, rows.stop, lq, lk, segments.left, segments.right, width, masks)
+            columns = [(slice(kv0 + c.start, kv0 + c.stop), c) for c in seen]
+            yield Block(slice(q0 + rows.start, q0 + rows.stop), columns, heads_q, heads_kv)
+
+
+def cut_by_the_device(segments: Segments, q: torch.Tensor, k: torch.Tensor, size: BlockSize) -> Iterator[Block]:
+    """Every block of rows by every block of columns, whatever the segments are."""
+    first, last = _seen_columns(segments, len(q))
+    for rows, width, heads_q, heads_kv in _shares(len(q), len(k), q.shape[1] // k.shape[1], k.shape[1], size):
+        spans = (slice(a, min(a + width, len(k))) for a in range(0, len(k), width))
+        columns = ((span, _between(first[rows], last[rows], span)) for span in spans)
+        yield Block(rows, columns, heads_q, heads_kv)
+
+
+def _shares(n: int, m: int, g: int, h_kv: int, size: BlockSize) -> Iterator[tuple[slice, int, slice, slice]]:
+    """Rows, the number of columns, query heads and kv heads of every block of n rows by m columns."""
+    width = max(1, min(m, size.columns))
+    height = max(1, min(n, max(32, size.rows // g), max(1, size.scores // (g * width))))
+    heads = max(1, min(h_kv, size.scores // (g * width * height)))
+    for head in range(0, h_kv, heads):
+        heads_kv = slice(head, min(head + heads, h_kv))
+        for row in range(0, n, height):
+            yield slice(row, min(row + height, n)), width, slice(heads_kv.start * g, heads_kv.stop * g), heads_kv
+
+
+def _seen_columns(segments: Segments, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each of so many rows, the first column that it sees and the one behind its last, int64 [rows] on the device;
+    rows behind the last segment see none.
+    """
+    cu_q, cu_kv = segments.device_cu_q.long(), segments.device_cu_kv.long()
+    row = torch.arange(rows, device=cu_q.device)
+    here = (torch.searchsorted(cu_q, row, right=True) - 1).clamp_max(len(cu_q) - 2)
+    start, stop = cu_kv[here], cu_kv[here + 1]
+    diagonal = stop - (cu_q[here + 1] - row)  # bottom-right: the last row's is the last column
+    first = start if segments.left is None else torch.maximum(start, diagonal - segments.left)
+    last = stop if segments.right is None else torch.minimum(stop, diagonal + segments.right + 1)
+    return first, last.masked_fill(row >= cu_q[-1], 0)
+
+
+def _between(first: torch.Tensor, last: torch.Tensor, span: slice) -> Columns:
+    column = torch.arange(span.start, span.stop, device=first.device)
+    return Columns(span.start, span.stop, (column < first[:, None]) | (column >= last[:, None]))
 
 
 def size_of(span: slice) -> int:

@@ -25,7 +25,7 @@ __all__ = ["BlockwiseBackend"]
 
 
 class BlockwiseBackend:
-    """PyTorch operators on one device type; float16 to float64; every feature, but plans in place on the CPU alone."""
+    """PyTorch operators on one device type; every feature, float16 to float64."""
 
     def __init__(self, name: str, device: Feature, size: BlockSize) -> None:
         """`device` is Feature.CPU or Feature.CUDA."""
@@ -43,8 +43,8 @@ class BlockwiseBackend:
                 Feature.LSE_GRADIENT,
                 Feature.MAX_LOGIT,
                 Feature.DETERMINISTIC,
+                Feature.IN_PLACE,
                 device,
-                *({Feature.IN_PLACE} if device is Feature.CPU else ()),  # where no graph is captured
                 Feature.FLOAT16,
                 Feature.BFLOAT16,
                 Feature.FLOAT32,
@@ -70,7 +70,7 @@ class BlockwiseBackend:
         max_logit = torch.full((h_q,), -torch.inf, dtype=dtype, device=q.device)
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         scratch = _Scratch(q)
-        for block in cut(segments, h_q, k.shape[1], self.size, q.device):
+        for block in cut(segments, q, k, self.size):
             queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scale)
             top = total = mix = None  # [H, g * R, 1] twice, [H, g * R, d_v]: online softmax over the column blocks
             for columns, seen in block.columns:
@@ -119,7 +119,7 @@ class BlockwiseBackend:
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         scratch = _Scratch(q)
-        for block in cut(segments, q.shape[1], k.shape[1], self.size, q.device):
+        for block in cut(segments, q, k, self.size):
             queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scale)
             douts = fold(dout[block.rows, block.heads_q], size_of(block.heads_kv), dtype)
             outs = fold(out[block.rows, block.heads_q], size_of(block.heads_kv), dtype)

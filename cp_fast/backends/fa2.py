@@ -24,7 +24,6 @@ from cp_fast.backends.dims import aligned, round_up, trim, widen
 from cp_fast.backends.fa2_builtin import BuiltInKernels
 from cp_fast.backends.fa2_kernels import Kernels, Said, say
 from cp_fast.backends.fa2_package import PackageKernels
-from cp_fast.backends.lengths import Cumulative
 from cp_fast.backends.lse_gradient import lse_launch
 from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature, Unsupported
@@ -109,7 +108,7 @@ class Fa2Backend:
 
     def _each_segment(self, operands: Operands, lse: torch.Tensor, segments: Segments, said: Said) -> Gradients:
         """A launch for each segment, whose bits do not depend on the others."""
-        if isinstance(segments.cu_q, Cumulative) and segments.cu_q.bound is not None:
+        if segments.updated_in_place:
             raise Unsupported(
                 "a plan with max_sequences", {"backend 'fa2'": {Feature.DETERMINISTIC}}, "make a plan for each batch"
             )

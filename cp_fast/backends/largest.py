@@ -24,7 +24,7 @@ class LargestLogit:
     def __init__(self, library: Backend) -> None:
         """Everything but max_logit is the library's."""
         self.name: str = library.name
-        self.features: frozenset[Feature] = library.features - {Feature.IN_PLACE} | {Feature.MAX_LOGIT}
+        self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
         self._library = library
 
     def why_not(self) -> str | None:
@@ -70,7 +70,7 @@ def largest_logit(
     tensor([5.])
     """
     largest = torch.full((q.shape[1],), -torch.inf, dtype=torch.float32, device=q.device)
-    for block in cut(segments, q.shape[1], k.shape[1], size, q.device):
+    for block in cut(segments, q, k, size):
         queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), q.dtype)
         if scale < 0:
             queries.neg_()

@@ -2,8 +2,8 @@
 
 A CUDA graph that was captured with one batch is replayed with the next one. Whatever a library reads from the host's
 lengths when it is launched (sizes of a grid, a window's corner, one launch a segment) stays that of the first batch. So
-on a GPU only those serve a plan that is updated in place which read the lengths on the device alone. On the CPU nothing
-is captured.
+only those serve a plan that is updated in place which on a GPU read the lengths on the device alone: cudnn does not,
+nor fa2 where it is deterministic.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cp_ref.spec import Feature
 __all__ = ["IN_PLACE_RULE", "missing_in", "variants"]
 
 IN_PLACE_RULE = (
-    "a captured graph finds new lengths only where its kernels read them on the device; 'cudnn', 'torch', max_logit's "
-    "pass on a GPU, and 'fa2' where it is deterministic, follow the host's: make a plan for each batch instead"
+    "a captured graph finds new lengths only where its kernels read them on the device; 'cudnn', and 'fa2' where it is "
+    "deterministic, follow the host's: make a plan for each batch instead"
 )
 
 
@@ -28,8 +28,8 @@ def variants(backend: Backend) -> tuple[Backend, ...]:
     """All that a library is chosen as, the plainest first; the same ones each time, so that plans of equal problems
     have the same.
     """
-    in_place = (Fa2InPlace(backend.kernels),) if isinstance(backend, Fa2Backend) else ()
-    return (backend, LargestLogit(backend), *in_place)
+    plain = (backend, Fa2InPlace(backend.kernels)) if isinstance(backend, Fa2Backend) else (backend,)
+    return (*plain, *map(LargestLogit, plain))
 
 
 def missing_in(backend: Backend, wanted: frozenset[Feature]) -> frozenset[Feature]:

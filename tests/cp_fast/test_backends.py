@@ -8,15 +8,18 @@ import sys
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast import backends
-from cp_fast.backends.base import Backend, Gradients, Segments
-from cp_fast.backends.blocks import BlockSize
+from cp_fast.backends.base import Backend, Gradients, Partial, Segments
+from cp_fast.backends.blocks import BlockSize, cut_by_the_device
 from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.largest import LargestLogit, largest_logit
+from cp_fast.backends.lengths import Cumulative
 from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature, Unsupported
 
@@ -170,13 +173,46 @@ def test_a_library_without_max_logit_is_given_it(seed: int, size: BlockSize) -> 
     torch.testing.assert_close(found, want.max_logit)
     library = Stub("library", set(CPU.features - {Feature.MAX_LOGIT}))
     backend = LargestLogit(library)
-    assert (backend.name, backend.why_not()) == ("library", None)
-    assert backend.features == CPU.features - {Feature.IN_PLACE}  # its blocks follow the host's lengths
+    assert (backend.name, backend.features, backend.why_not()) == ("library", CPU.features, None)
     got = backend.forward(q, k, v, segments, scale=scale, softcap=softcap)
     torch.testing.assert_close(got, want)
     args: tuple[Any, ...] = (dout, q, k, v, got.out, got.lse, None, segments)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": True}
     torch.testing.assert_close(backend.backward(*args, **options), library.backward(*args, **options))
+
+
+@pytest.mark.parametrize("size", [CPU.size, TINY.size], ids=["one block", "tiny blocks"])  # type: ignore[attr-defined]
+@pytest.mark.parametrize("seed", range(24))
+def test_blocks_that_follow_the_lengths_on_the_device(
+    seed: int, size: BlockSize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU goes through in a plan that is updated in place: other lengths on the host, segments of length zero at
+    the end, and more rows behind them.
+    """
+    segments, heads = random_case(seed)
+    case = {"scale": 0.7, "softcap": (0.0, 1.5)[seed % 2]}
+    q, k, v, dout, dlse = tensors(seed, segments, heads)
+    want = CPU.forward(q, k, v, segments, **case)
+    wanted = CPU.backward(dout, q, k, v, want.out, want.lse, dlse, segments, **case, deterministic=True)
+    none = torch.zeros(seed % 3, dtype=torch.int32)
+    on_device = [torch.cat([cu, none + cu[-1]]) for cu in (segments.device_cu_q, segments.device_cu_kv)]
+    n, m, room = segments.cu_q[-1], segments.cu_kv[-1], 5 * (seed % 4)
+    stale_q, stale_kv = (Cumulative(np.array([0, length + room]), bound=length + room) for length in (n, m))
+    roomy = Segments(stale_q, stale_kv, segments.left, segments.right, on_device[0], on_device[1])
+    q, k, v, dout = (torch.cat([x, torch.randn(room, *x.shape[1:], dtype=F64)]) for x in (q, k, v, dout))
+    dlse = functional.pad(dlse, (0, room))
+    monkeypatch.setattr("cp_fast.backends.blockwise.cut", cut_by_the_device)
+    monkeypatch.setattr("cp_fast.backends.largest.cut", cut_by_the_device)
+    backend = BlockwiseBackend("by the device", Feature.CPU, size)
+    got = backend.forward(q, k, v, roomy, **case)
+    torch.testing.assert_close(Partial(got.out[:n], got.lse[:, :n], got.max_logit), want)
+    largest = largest_logit(q.float(), k.float(), roomy, **case, size=size)
+    assert want.max_logit is not None
+    torch.testing.assert_close(largest, want.max_logit.float())
+    gradients = backend.backward(dout, q, k, v, got.out, got.lse, dlse, roomy, **case, deterministic=True)
+    for x, y in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(x[: len(y)], y)
+        assert not x[len(y) :].any()
 
 
 def test_cpu_takes_strides_and_inputs_that_require_grad() -> None:
@@ -261,12 +297,10 @@ def test_backends_come_in_order_of_preference() -> None:
 
 @pytest.mark.parametrize("device", [Feature.CPU, Feature.CUDA])
 def test_auto_leaves_no_cell_empty(device: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a problem needs of a kernel, something has it: on the processor, and on every GPU but for plans that are
-    updated in place, which `test_backends_fa2` goes through.
-    """
+    """Whatever a problem needs of a kernel, something has it: on the processor, and on every GPU."""
     for backend in backends.BACKENDS:
         monkeypatch.setattr(type(backend), "why_not", lambda self: None)
-    everything = backends.KERNEL_FEATURES - {Feature.CPU, Feature.CUDA, Feature.IN_PLACE} | {device}
+    everything = backends.KERNEL_FEATURES - {Feature.CPU, Feature.CUDA} | {device}
     assert backends.choose(everything, "auto").name == {Feature.CPU: "cpu", Feature.CUDA: "torch"}[device]
 
 

@@ -94,7 +94,7 @@ LIBRARIES: dict[str, Backend] = {
 }
 NAMES = list(LIBRARIES)
 DETERMINISTIC = [name for name in NAMES if Feature.DETERMINISTIC in LIBRARIES[name].features]
-IN_PLACE = ["fa4", "fa2 built in", "fa2 package"]
+IN_PLACE = ["fa4", "fa2 built in", "fa2 package", "torch"]
 FA2_HEAD_DIMS = os.environ.get("FA2_HEAD_DIMS")  # "64 128" where the flash-attn package was built for these alone
 
 
@@ -428,8 +428,12 @@ def test_a_captured_launch_follows_new_lengths(name: str, case: Case) -> None:
         q, k, v, dout = buffers
         some = (q[:n], k[:m], v[:m], dout[:n], dlse[:, :n].contiguous())
         want = run(backend, case, alone, *some)
-        assert torch.equal(got["out"][:n], want["out"])
-        assert torch.equal(got["lse"][:, :n], want["lse"])
+        if name == "torch":  # other blocks, other sums
+            torch.testing.assert_close(got["out"][:n], want["out"], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got["lse"][:, :n], want["lse"], rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(got["out"][:n], want["out"])
+            assert torch.equal(got["lse"][:, :n], want["lse"])
         for x, size in (("dq", n), ("dk", m), ("dv", m)):  # dq adds up in any order
             torch.testing.assert_close(got[x][:size], want[x], rtol=2e-2, atol=2e-2)
 

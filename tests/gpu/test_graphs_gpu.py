@@ -36,14 +36,13 @@ def planned(cp: cp_fast.ContextParallel, **how: Any) -> cp_fast.Plan:
 
 
 def both(
-    cp: cp_fast.ContextParallel, plan: cp_fast.Plan, tensors: list[torch.Tensor], deterministic: bool = False
+    cp: cp_fast.ContextParallel, plan: cp_fast.Plan, tensors: list[torch.Tensor], **how: bool
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv of one layer."""
+    """out, lse, dq, dk, dv of one layer, and max_logit at the end if it is asked for."""
     q, k, v, dout = tensors
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    how: dict[str, Any] = {"deterministic": deterministic, "return_lse": True}
-    out, lse = cp_fast.attention(leaves[0], leaves[1], leaves[2], cp=cp, plan=plan, **how)
-    return (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
+    out, lse, *more = cp_fast.attention(leaves[0], leaves[1], leaves[2], cp=cp, plan=plan, return_lse=True, **how)
+    return (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout), *more)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -100,8 +99,8 @@ def with_nan(tensors: list[torch.Tensor], batch: tuple[list[int], list[int]]) ->
 
 def named(backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The backend's name; of fa2 the one with these kernels, or a skip that says why not."""
-    if backend == "fa4":
-        return "fa4"
+    if backend in ("fa4", "torch"):
+        return backend
     kernels = {"fa2 built in": fa2.BUILT_IN, "fa2 package": fa2.PACKAGE}[backend]
     if (reason := kernels.why_not()) is not None:
         pytest.skip(f"needs {kernels.kernels.name}: {reason}")
@@ -109,30 +108,37 @@ def named(backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return "fa2"
 
 
-@pytest.mark.parametrize(
-    ("backend", "deterministic"), [("fa4", False), ("fa4", True), ("fa2 built in", False), ("fa2 package", False)]
-)
+IN_PLACE: list[tuple[str, dict[str, bool]]] = [
+    ("fa4", {}),
+    ("fa4", {"deterministic": True}),
+    ("fa4", {"return_max_logit": True}),
+    ("fa2 built in", {"return_max_logit": True}),
+    ("fa2 package", {}),
+    ("torch", {"deterministic": True, "return_max_logit": True}),
+]
+
+
+@pytest.mark.parametrize(("backend", "how"), IN_PLACE, ids=str)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("comm", COMMS)
 def test_a_captured_graph_follows_a_plan_that_is_updated_in_place(
-    comm: str, mask: dict[str, Any], backend: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    comm: str, mask: dict[str, Any], backend: str, how: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = named(backend, monkeypatch)
 
     def one(member: SimMember) -> None:
         cp = cp_fast.ContextParallel(member, comm, backend=name)
-        how: dict[str, Any] = {**mask, "deterministic": deterministic}
-        plan = planned(cp, **how, **lengths_of(BATCHES[0]), **ROOM)
+        plan = planned(cp, **mask, **how, **lengths_of(BATCHES[0]), **ROOM)
         static = with_nan(inputs(0), BATCHES[0])
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                both(cp, plan, static, deterministic)
+                both(cp, plan, static, **how)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = both(cp, plan, static, deterministic)
+            results = both(cp, plan, static, **how)
         for seed, batch in enumerate((*BATCHES[1:], BATCHES[0], BATCHES[2])):
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
@@ -140,15 +146,15 @@ def test_a_captured_graph_follows_a_plan_that_is_updated_in_place(
                 plan.update(cp=cp, **lengths_of(batch))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            fresh, tensors = planned(cp, **how, **lengths_of(batch)), with_nan(inputs(seed), batch)
+            fresh, tensors = planned(cp, **mask, **how, **lengths_of(batch)), with_nan(inputs(seed), batch)
             for buffer, x in zip(static, tensors, strict=True):
                 buffer.copy_(x)
             graph.replay()
-            for got, expected in zip(results, both(cp, fresh, tensors, deterministic), strict=True):
+            for got, expected in zip(results, both(cp, fresh, tensors, **how), strict=True):
                 assert not got.isnan().any()
                 torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
-            if deterministic:
-                for got, expected in zip(results, both(cp, plan, tensors, deterministic), strict=True):
+            if how.get("deterministic"):
+                for got, expected in zip(results, both(cp, plan, tensors, **how), strict=True):
                     assert torch.equal(got, expected)
         torch.cuda.synchronize()
 
