@@ -36,7 +36,7 @@ def planned(cp: cp_fast.ContextParallel, **how: Any) -> cp_fast.Plan:
 
 
 def both(
-    cp: cp_fast.ContextParallel, plan: cp_fast.Plan, tensors: list[torch.Tensor], **how: bool
+    cp: cp_fast.ContextParallel, plan: cp_fast.Plan, tensors: list[torch.Tensor], **how: Any
 ) -> tuple[torch.Tensor, ...]:
     """out, lse, dq, dk, dv of one layer, and max_logit at the end if it is asked for."""
     q, k, v, dout = tensors
