@@ -1,11 +1,12 @@
-"""The conformance suite on other libraries, two processes on two GPUs over NCCL, or on the CPU over gloo.
+"""The conformance suite on other libraries, a process for each of 2 (or 4) GPUs over NCCL, or on the CPU over gloo.
 
     python benchmarks/peers_conformance.py --device cuda --minutes 2.5 --out benchmarks/results
+    python benchmarks/peers_conformance.py --only yunchang --ranks 4 --minutes 2.5 --out benchmarks/results
     python benchmarks/peers_conformance.py --only yunchang --device cpu --minutes 1 --out /tmp
 
-Every object of every adapter is played by a driver of its own, all at once. For each library one file
-`peers_NAME_DEVICE.json`: what was played and how it went, by tier; what is refused, and why; and each failing problem,
-shrunk, with the command that plays it again. Exit code 1 if a driver died.
+Every object of every adapter is played by a driver of its own, all at once. For each library there is one file,
+`peers_NAME_DEVICE.json` (with `_4` behind it for 4 ranks): what was played and how it went, by tier; what is refused,
+and why; and each failing problem, shrunk, with the command that plays it again. Exit code 1 if a driver died.
 """
 
 from __future__ import annotations
@@ -52,26 +53,27 @@ SHAPES = (
 )
 CHANGES = (
     {},
-    {"heads_q": 4},
+    {"heads_q": 8},
     {"dtype": "float16"},
     {"dtype": "float32"},
     {"window_size": (40, -1)},
     {"d_v": 32},
     {"d_qk": 36, "d_v": 36},
 )
-TIERS = ("probes", "budget", "logic", "special", "known", "determinism", "metamorphic")
+TIERS = "probes,budget,logic,special,known,hygiene,determinism,torch,metamorphic,errors"
 
 
-def table() -> list[tuple[str, str]]:
+def table(ranks: int) -> list[tuple[str, str]]:
     """(tier, case) of every shape with every change, under every schedule."""
     found = []
-    for change, comm, shape in product(CHANGES, ("p2p", "all_gather", "a2a"), SHAPES):
-        fields: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 64, "d_v": 64, "dtype": "bfloat16"}
-        fields |= {**shape, **change, "cp_comm_type": comm, "a2a_size": 2 if comm == "a2a" else 1}
+    ways = {"p2p": 1, "all_gather": 1, "a2a": ranks} | ({"a2a+p2p": 2} if ranks == 4 else {})
+    for change, (comm, a2a_size), shape in product(CHANGES, ways.items(), SHAPES):
+        fields: dict[str, Any] = {"heads_q": ranks, "heads_kv": ranks, "d_qk": 64, "d_v": 64, "dtype": "bfloat16"}
+        fields |= {**shape, **change, "cp_comm_type": comm, "a2a_size": a2a_size}
         lengths = fields.pop("lengths", (256, 256))
         more = (128, 128) if "qkv_format" in shape else lengths
         sequences = tuple(Sequence(q, kv, q, kv) for q, kv in (lengths, more))
-        case = str(Case(Problem(2, sequences, **fields)))
+        case = str(Case(Problem(ranks, sequences, **fields)))
         found += [("probes", case), ("logic" if fields["dtype"] == "float32" else "budget", case)]
         if "d_qk" in change and comm == "p2p":
             found.append(("budget", case[:-1] + ', grads="")'))  # whose backward pass may fail, and hide the forward's
@@ -83,6 +85,7 @@ class Peers(ProcessPlayer):
     over NCCL neither. When the time is up nothing more is played.
     """
 
+    ranks: int = 2
     until = float("inf")
     aligned = False  # whether problems with odd strides are played with plain ones: their kernels end the process
 
@@ -91,7 +94,7 @@ class Peers(ProcessPlayer):
         if time.time() > self.until:
             return Played(task.level, task.tier, task.text, "missing", ("no time is left",))
         played = self._together(("play", task), task, self._limit_s)
-        if played.verdict in FAILING and not _alike(played):
+        if played.verdict in FAILING and not _alike(played, self.ranks):
             self.close()
         return played
 
@@ -99,32 +102,32 @@ class Peers(ProcessPlayer):
         return None
 
 
-def _alike(played: Played) -> bool:
+def _alike(played: Played, ranks: int) -> bool:
     """Whether every rank returned, or every rank raised the same."""
     raised = [finding.partition(" raised ")[2] for finding in played.findings if " raised " in finding]
-    both = not raised or (len(raised) == 2 and raised[0] == raised[1] and "CUDA error" not in raised[0])
-    return both and played.verdict == "wrong"
+    same = not raised or (len(raised) == ranks and len(set(raised)) == 1 and "CUDA error" not in raised[0])
+    return same and played.verdict == "wrong"
 
 
-def one(impl: str, device: str, examples: int, drawn: bool, until: float, out: Path) -> None:
+def one(impl: str, device: str, ranks: int, tiers: tuple[str, ...], examples: int, until: float, out: Path) -> None:
     """Play one implementation until the time is up, and write what was seen after every tier."""
     torch.set_num_threads(1)
     profile = replace(PROFILES["quick"], max_examples=examples, most_failures=4, shrink_s=12.0)
-    record: dict[str, Any] = {"impl": impl, "tiers": {}, "refused": {}, "failures": []}
-    player = Peers(impl, device, 60.0, 2)
-    player.until, player.aligned = until, device == "cuda"
+    record: dict[str, Any] = {"impl": impl, "ranks": ranks, "tiers": {}, "refused": {}, "failures": []}
+    player = Peers(impl, device, 60.0, ranks)
+    player.ranks, player.until, player.aligned = ranks, until, device == "cuda"
     with closing(player):
         try:
-            conduct = Conduct(player, profile, TIERS, (2,), device)
+            conduct = Conduct(player, profile, tiers, (ranks,), device)
             record["meta"] = describe_run(impl, "peers", conduct)
             record["refused"] = conduct.capabilities.refused
             record["supported"] = {axis: list(found) for axis, found in conduct.capabilities.choices.items()}
-            played = [player.play(Task("schedule", tier, case)) for tier, case in table()]
+            played = [player.play(Task("schedule", tier, case)) for tier, case in table(ranks)]
             _note(record, TierResult("table", played), impl, device)
             out.write_text(json.dumps(record, indent=1) + "\n")
-            for tier in TIERS if drawn else ():
+            for tier in tiers:
                 if time.time() < until:
-                    (result,) = Conduct(player, profile, (tier,), (2,), device).results()
+                    (result,) = Conduct(player, profile, (tier,), (ranks,), device).results()
                     _note(record, result, impl, device)
                 out.write_text(json.dumps(record, indent=1) + "\n")
         except (LoadError, ValueError) as error:
@@ -138,16 +141,17 @@ def _note(record: dict[str, Any], result: TierResult, impl: str, device: str) ->
     record["tiers"][result.tier]["seconds"] = round(result.seconds, 1)
     for p in result.smallest:
         failure = {"tier": p.tier, "verdict": p.verdict, "text": p.text, "findings": [*p.findings[:6]]}
-        failure["command"] = replay_command({"impl": impl, "device": device}, p) + " --cp-size 2"
+        failure["command"] = replay_command({"impl": impl, "device": device}, p) + f" --cp-size {record['ranks']}"
         record["failures"].append(failure)
 
 
 def main(
     only: Annotated[str, typer.Option(help="Libraries, with commas.")] = ",".join(PEERS),
     device: Annotated[str, typer.Option(help="cuda, or cpu.")] = "cuda",
+    ranks: Annotated[int, typer.Option(help="2, or 4.")] = 2,
     minutes: Annotated[float, typer.Option(help="When drawing stops.")] = 2.5,
     examples: Annotated[int, typer.Option(help="Problems for each tier.")] = 150,
-    drawn: Annotated[bool, typer.Option(help="Also draw problems, beside those of the table.")] = True,
+    tiers: Annotated[str, typer.Option(help="Tiers behind the table, with commas; none if empty.")] = TIERS,
     objects: Annotated[str, typer.Option(help="Only these objects, with commas.")] = "",
     commit: Annotated[str, typer.Option(help="The commit that is tested.")] = "",
     out: Annotated[Path, typer.Option(help="Folder for peers_NAME_DEVICE.json.")] = Path("benchmarks/results"),
@@ -156,7 +160,7 @@ def main(
 ) -> None:
     """Play the libraries."""
     if impl is not None:
-        one(impl, device, examples, drawn, until, out)
+        one(impl, device, ranks, tuple(filter(None, tiers.split(","))), examples, until, out)
         return
     out.mkdir(parents=True, exist_ok=True)
     folder, until = Path(tempfile.mkdtemp(dir=out)), time.time() + 60 * minutes
@@ -167,7 +171,7 @@ def main(
                 continue
             part, log = folder / f"{name}.{member}.json", (folder / f"{name}.{member}.log").open("w")
             command = [sys.executable, __file__, "--impl", f"conformance.adapters.{name}:{member}", "--device", device]
-            command += ["--drawn" if drawn else "--no-drawn"]
+            command += ["--ranks", str(ranks), "--tiers", tiers]
             command += ["--examples", str(examples), "--until", str(until), "--out", str(part)]
             drivers[name, member] = (part, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
     died = []
@@ -192,7 +196,7 @@ def main(
                 print("   ", failure["tier"], failure.get("text", ""), *failure["findings"][:2], sep="\n      ")
         whole = {"library": name, "commit": commit, "device": device, "objects": records}
         whole["gpu"] = torch.cuda.get_device_name(0) if device == "cuda" else None
-        (out / f"peers_{name}_{device}.json").write_text(json.dumps(whole, indent=1) + "\n")
+        (out / f"peers_{name}_{device}{'_4' if ranks == 4 else ''}.json").write_text(json.dumps(whole, indent=1) + "\n")
     print(*died, sep="\n")
     raise typer.Exit(1 if died else 0)
 

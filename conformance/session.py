@@ -121,9 +121,10 @@ def run_tier(
         judge: has the last word on what was played, such as `Ledger.judge`.
     """
     tier = CASE_TIERS[tier_name]
-    if not any(capabilities.has("dtype", dtype) for dtype in tier.dtypes):
+    dtypes = tier.dtypes_of(capabilities)
+    if not dtypes:
         return TierResult(tier_name, note=f"none of {', '.join(tier.dtypes)} is supported")
-    strategy = cases(capabilities, cp_sizes=cp_sizes, dtypes=tier.dtypes).map(lambda c: narrowed(c, capabilities))
+    strategy = cases(capabilities, cp_sizes=cp_sizes, dtypes=dtypes).map(lambda c: narrowed(c, capabilities))
     player = _player(impl, capabilities.device)
     return drawn_problems(
         player, "schedule", tier_name, strategy, profile, shrink=shrink, on_problem=on_problem, judge=judge

@@ -112,7 +112,7 @@ def asked(
         "head_dim": "odd" if d_qk % 8 or d_v % 8 else "multiple of 8",
         "lengths": "cross" if cross else "self",
         "sequences": _number(fmt, lens_q),
-        "padding": "padding" if _padded(given, "q") or _padded(given, "kv") else "none",
+        "padding": "padding" if _padded(given, "q") or _padded(given, "kv") or _stray(fmt, given) else "none",
         "deterministic": "yes" if given.get("deterministic") else "no",
         "return_lse": "yes" if given.get("return_lse") else "no",
         "return_max_logit": "yes" if given.get("return_max_logit") else "no",
@@ -129,6 +129,11 @@ def _number(fmt: str, cu_seqlens: torch.Tensor | None) -> str:
 def _padded(given: Mapping[str, Any], side: str) -> bool:
     lengths, padded = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")
     return lengths is not None and padded is not None and not torch.equal(lengths, padded)
+
+
+def _stray(fmt: str, given: Mapping[str, Any]) -> bool:
+    """Whether there are lengths where the sequences of a batch are meant to be equally long."""
+    return fmt != "thd" and any(name.startswith("cu_seqlens") for name in given)
 
 
 def library(name: str, install: str) -> ModuleType:

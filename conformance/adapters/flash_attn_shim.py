@@ -206,6 +206,7 @@ def _scores(q: Any, k: Any, scale: float, causal: bool, window: tuple[int, int],
     return softcap * bent, 1 - bent**2, hidden
 
 
+@torch.autocast("cpu", enabled=False)  # which does not reach into a kernel
 def _tile(q: Any, k: Any, v: Any, scale: float, causal: bool, window: tuple[int, int], softcap: float) -> Any:
     scores, _, hidden = _scores(q, k, scale, causal, window, softcap)
     lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
@@ -215,6 +216,7 @@ def _tile(q: Any, k: Any, v: Any, scale: float, causal: bool, window: tuple[int,
     return torch.einsum("hnm,mhd->nhd", weights, v).to(q.dtype), lse
 
 
+@torch.autocast("cpu", enabled=False)
 def _tile_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float, causal: bool, window: tuple[int, int],
     softcap: float,

@@ -48,11 +48,21 @@ __all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "case
 
 @dataclass(frozen=True)
 class Tier:
-    """A tier that runs on drawn cases, and the dtypes that it means anything in."""
+    """A tier that runs on drawn cases, the dtypes that it is meant for, and those that it takes where an implementation
+    has none of these: there it sees less.
+    """
 
     name: str
     check: Callable[[Implementation, Case, str], list[str]]
     dtypes: tuple[str, ...]
+    coarser: tuple[str, ...] = ()
+
+    def dtypes_of(self, capabilities: Capabilities) -> tuple[str, ...]:
+        """Those to draw for an implementation; none if it has none."""
+        for dtypes in (self.dtypes, self.coarser):
+            if found := tuple(d for d in dtypes if capabilities.has("dtype", d)):
+                return found
+        return ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ CASE_TIERS = {
         Tier("probes", probes.check, ALL_DTYPES),
         Tier("budget", budget.check, ("bfloat16", "float16", "float32")),
         Tier("metamorphic", metamorphic.check, ("float64", "float32", "bfloat16")),
-        Tier("hygiene", hygiene.check, ("float64", "float32")),
+        Tier("hygiene", hygiene.check, ("float64", "float32"), coarser=("bfloat16", "float16")),
         Tier("determinism", determinism.check, ALL_DTYPES),
     )
 }

@@ -41,7 +41,7 @@ def tolerance(case: Case, exact: torch.Tensor) -> float:
     """The largest error that re-ordered sums may make: relative to the largest exact value, 1 at least.
 
     Scores grow with the square of the magnitude of q and k, and their rounding errors with them. In float16 and
-    bfloat16, which the tier does not draw, it is some roundings: the budget tier is closer there.
+    bfloat16, which this tier does not draw, it is some roundings: the budget tier is closer there.
     """
     finite = exact[exact.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
