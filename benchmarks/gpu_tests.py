@@ -67,7 +67,7 @@ def main(
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
-        "flash-attn-4": version("flash-attn-4"),
+        **{name: version(name) for name in ("flash-attn-4", "flash-attn", "nvidia-cudnn-frontend")},
         "seconds": round(time.time() - start, 1),
         "total": dict(total),
         "by_test": {name: dict(counts) for name, counts in sorted(recorder.counts.items())},
