@@ -17,6 +17,7 @@ from conformance.levels import LEVEL_TIERS, Raised
 from conformance.record import Level, Played, Verdict
 from conformance.reference import Hang, Watch, describe_error, is_out_of_memory, run_ranks, watching
 from conformance.run import UnsupportedCase
+from conformance.spent import why_spent
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
 from conformance.tiers.spoiled import ERRORS, call_of
 
@@ -96,7 +97,10 @@ class InProcess:
         return probe(self._impl, self._device)
 
     def play(self, task: Task) -> Played:
-        """Play a problem."""
+        """Play a problem; "missing" when an earlier one has ended this process's context on the GPU."""
+        if reason := why_spent(self._device):
+            words = f"an earlier problem ended this process's use of the GPU ({reason}): play in worker processes"
+            return Played(task.level, task.tier, task.text, "missing", (words,))
         return play_task(self._impl, task, self._device, self._limit_s)
 
     def pairs(self, case: str) -> Pairs | None:

@@ -141,8 +141,12 @@ def run_level_tier(
     on_problem: OnProblem = lambda: None,
     judge: Judge = as_it_is,
 ) -> TierResult:
-    """A tier of a lower level, `LEVEL_TIERS`: `profile.max_examples` problems of each of its functions."""
+    """A tier of a lower level, `LEVEL_TIERS`: `profile.max_examples` problems of each of its functions (on a GPU, a few
+    where each costs a process).
+    """
     tier, total = LEVEL_TIERS[tier_name], TierResult(tier_name)
+    if device != "cpu" and tier.most_on_gpu is not None:
+        profile = replace(profile, max_examples=min(profile.max_examples, tier.most_on_gpu))
     for strategy in tier.parts.values():
         part = drawn_problems(
             _player(impl, device), tier.level, tier_name, strategy, profile, shrink=shrink, on_problem=on_problem,

@@ -30,7 +30,10 @@ __all__ = ["HELPER_NAMES", "LEVEL_TIERS", "LevelTier", "Raised"]
 
 @dataclass(frozen=True)
 class LevelTier:
-    """A tier of a lower level. `parts` has a strategy for each of its functions, played one after the other."""
+    """A tier of a lower level. `parts` has a strategy for each of its functions, played one after the other.
+
+    `most_on_gpu`: how many problems of each function, where one that goes well may cost its process.
+    """
 
     name: str
     level: Level
@@ -39,6 +42,7 @@ class LevelTier:
     parts: dict[str, SearchStrategy[Any]]
     parse: Callable[[str], Any]
     check: Callable[[Implementation, Any, str], list[str]]
+    most_on_gpu: int | None = None
 
 
 LEVEL_TIERS = {
@@ -61,6 +65,7 @@ LEVEL_TIERS = {
             {name: helpers.malformed(name) for name in helpers.MAY_BE_MALFORMED},
             helpers.Malformed.parse,
             helpers.check_malformed,
+            most_on_gpu=4,
         ),
         LevelTier("merge", "merge", "Merge", ("merge",), {"merge": merge.strategy}, merge.Merge.parse, merge.check),
         LevelTier("kernel", "kernel", "Tile", ("tile",), {"tile": kernel.strategy}, kernel.Tile.parse, kernel.check),

@@ -1,8 +1,8 @@
 """`python -m conformance.workers FD NAME DEVICE LIMIT_S [RANK SIZE STORE]`: a worker; started by the driver alone.
 
 It says ("ready", offer) or ("load error", why), and then answers ("ask", problem), ("try", case), ("know",
-capabilities), ("play", task), ("pairs", case) and ("renew",) with ("done", answer), or ("refused", why) for what means
-nothing.
+capabilities), ("play", task), ("pairs", case) and ("renew",) with ("done", answer), with ("spent", answer) if it can
+answer nothing more, or ("refused", why) for what means nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
     from conformance.capabilities import ask, try_case
     from conformance.implementation import LoadError, load
     from conformance.player import Offer, pairs_of, play_task
+    from conformance.spent import why_spent
 
     try:
         impl = load(name)
@@ -58,7 +59,7 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
         except ValueError as error:
             connection.send(("refused", str(error)))
         else:
-            connection.send(("done", answer))
+            connection.send(("spent" if why_spent(device) else "done", answer))
 
 
 def _become_a_rank(connection: Connection, device: str, rank: str, size: str, store: str) -> Callable[[], None]:

@@ -156,6 +156,8 @@ class IsolatedPlayer(RemotePlayer):
             return True, ""
         if word == "refused":
             raise ValueError(answer)
+        if word == "spent":
+            self.close()
         return answer
 
     def play(self, task: Task) -> Played:
@@ -174,7 +176,7 @@ class IsolatedPlayer(RemotePlayer):
             return self._ended(task, verdict, [f"the worker process died: {death}"], began)
         if word == "refused":
             raise ValueError(answer)
-        if answer.verdict in ("hung", "out of memory"):  # threads are left behind, or memory
+        if word == "spent" or answer.verdict in ("hung", "out of memory"):  # threads are left behind, or memory
             self.close()
             self.restarts += 1
         return answer
@@ -184,10 +186,12 @@ class IsolatedPlayer(RemotePlayer):
         worker = self._start()
         try:
             worker.send(("pairs", case))
-            return worker.receive(self._limit_s)[1]
+            word, found = worker.receive(self._limit_s)
         except (TimeoutError, WorkerDied):
+            word, found = "spent", None
+        if word == "spent":
             self.close()
-            return None
+        return found
 
     def close(self) -> None:
         """End the process."""
@@ -305,4 +309,7 @@ class ProcessPlayer(RemotePlayer):
         word, answer = turn.answers[0]
         if word == "refused":
             raise ValueError(answer)
+        if "spent" in (word for word, _ in turn.answers.values()):
+            self.close()
+            self.restarts += 1
         return answer

@@ -134,3 +134,22 @@ def test_the_yardstick_in_float64_is_the_oracle(softmax_type: str) -> None:
     for name in exact:
         same_infinities = torch.where(exact[name] == eager[name], 0.0, exact[name] - eager[name])
         assert same_infinities.abs().max() < 1e-12, name
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 16])
+def test_partial_gradients_may_be_rounded_once_but_not_their_running_sum(ranks: int) -> None:
+    """dv where every query sees one key: sums of dout, of which plain PyTorch rounds the total alone."""
+    generator = torch.Generator().manual_seed(0)
+    dout = torch.randn(4000, 72, ranks, 2, generator=generator).bfloat16().double()
+    exact = dout.sum((2, 3))
+    parts, eager = dout.sum(3).bfloat16(), exact.bfloat16()
+    running = parts[..., 0]
+    for rank in range(1, ranks):
+        running = running + parts[..., rank]
+
+    def verdict(got: torch.Tensor) -> bool:
+        references = {"dv": eager}
+        return compare({"dv": got}, {"dv": exact}, references, torch.bfloat16, references)[0].ok
+
+    assert verdict(parts.double().sum(2).bfloat16())
+    assert verdict(running) == (ranks == 2)  # of two parts both are the same
