@@ -60,7 +60,7 @@ CHANGES = (
     {"d_v": 32},
     {"d_qk": 36, "d_v": 36},
 )
-TIERS = "probes,budget,logic,special,known,hygiene,determinism,torch,metamorphic,errors"
+TIERS = "probes,budget,logic,hygiene,determinism,torch,metamorphic,special,errors,known"
 
 
 def table(ranks: int) -> list[tuple[str, str]]:
@@ -114,7 +114,7 @@ def one(impl: str, device: str, ranks: int, tiers: tuple[str, ...], examples: in
     torch.set_num_threads(1)
     profile = replace(PROFILES["quick"], max_examples=examples, most_failures=4, shrink_s=12.0)
     record: dict[str, Any] = {"impl": impl, "ranks": ranks, "tiers": {}, "refused": {}, "failures": []}
-    player = Peers(impl, device, 60.0, ranks)
+    player = Peers(impl, device, 30.0, ranks)
     player.ranks, player.until, player.aligned = ranks, until, device == "cuda"
     with closing(player):
         try:

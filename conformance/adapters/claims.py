@@ -95,7 +95,7 @@ def asked(
     right = -1 if "causal" in mask else right
     cross = given.get("seqlen_q") != given.get("seqlen_kv")
     lens_q, lens_kv = given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")
-    cross = cross or (lens_q is not None and lens_kv is not None and not torch.equal(lens_q, lens_kv))
+    cross = cross or (lens_q is not None and lens_kv is not None and not _equal(lens_q, lens_kv))
     return {
         "cp_comm_type": cp.cp_comm_type,
         "layout": cp.layout,
@@ -120,6 +120,11 @@ def asked(
     }
 
 
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Wherever they are."""
+    return torch.equal(a.cpu(), b.cpu())
+
+
 def _number(fmt: str, cu_seqlens: torch.Tensor | None) -> str:
     if fmt != "thd" or cu_seqlens is None:
         return "one"
@@ -128,7 +133,7 @@ def _number(fmt: str, cu_seqlens: torch.Tensor | None) -> str:
 
 def _padded(given: Mapping[str, Any], side: str) -> bool:
     lengths, padded = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")
-    return lengths is not None and padded is not None and not torch.equal(lengths, padded)
+    return lengths is not None and padded is not None and not _equal(lengths, padded)
 
 
 def _stray(fmt: str, given: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from functools import partial
 import torch as pytorch
 
 import cp_fast as package
+from conformance.adapters.cp_fast_operators import operator_calls
 from conformance.adapters.tiles import crop, empty_tile, out_of_nothing
 from cp_fast.backends import Backend, Segments, choose
 from cp_fast.kernels import kernels
@@ -36,6 +37,7 @@ class OneBackend:
     """
 
     batch_invariant = True
+    ops = staticmethod(lambda device: list(operator_calls(device).values()))
     supports_compile = True
     Unsupported = package.Unsupported
     thd = package.thd

@@ -28,16 +28,17 @@ class Peer(ABC):
         return not reason, reason
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: Any, **options: Any) -> Any:
-        """`cp_ref.attention` in the library's words. What is no tensor of heads is the library's to refuse."""
+        """`cp_ref.attention` in the library's words. What makes no sense is the library's to refuse."""
         for name in ("plan", "softmax_offset"):
             if options.pop(name, None) is not None:
                 raise Unsupported(f"{self.claims.library}: no argument for {name}")
-        if not all(isinstance(x, torch.Tensor) and x.dim() > 2 for x in (q, k, v)):
-            return self.call(q, k, v, cp, options)
-        sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
-        axis = 1 if options.get("qkv_format", "bshd") == "bshd" else 0
-        lengths = {"seqlen_q": q.shape[axis], "seqlen_kv": k.shape[axis]} if _has_sequence_axis(options) else {}
-        reason = self.claims.why_not(asked(cp, sizes, q.dtype, q.device, {**lengths, **options}))
+        try:
+            sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+            axis = 1 if options.get("qkv_format", "bshd") == "bshd" else 0
+            lengths = {"seqlen_q": q.shape[axis], "seqlen_kv": k.shape[axis]} if _has_sequence_axis(options) else {}
+            reason = self.claims.why_not(asked(cp, sizes, q.dtype, q.device, {**lengths, **options}))
+        except Exception:  # a q that is no tensor, a window of three sides
+            reason = ""
         if reason:
             raise Unsupported(reason)
         return self.call(q, k, v, cp, options)

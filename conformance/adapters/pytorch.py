@@ -80,7 +80,12 @@ class PyTorch(Peer):
         grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
         scale = options.get("softmax_scale")
         function = partial(_attend, is_causal=causal, scale=scale, **grouped)
-        return _Passes.apply(q, k, v, function, inside)
+        try:
+            return _Passes.apply(q, k, v, function, inside)
+        except RuntimeError as error:
+            if "No available kernel" in str(error):  # its word for what the chosen kernel does not have
+                raise Unsupported(f"{self.claims.library}: {error}") from error
+            raise
 
     @contextmanager
     def _inside(self, cp: Any, local: int, device: torch.device) -> Iterator[None]:

@@ -10,7 +10,8 @@ schedule.
     compile         a layer with a plan is one graph of torch.compile(fullgraph=True), and computes the same
     opcheck         torch.library.opcheck of registered operators, fake tensors included
 
-The last two are for those who claim them: `supports_compile = True`, and `ops`, a list of (operator, arguments).
+The last two are for those who claim them: `supports_compile = True`, and `ops`, a list of (operator, arguments), or a
+function from a device to one.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
     """
     name, _, comm = entry_id.partition(" ")
     if entry_id == "opcheck":
-        return _check_ops(impl)
+        return _check_ops(impl, device)
     if comm not in _SCHEDULES or (name not in _ON_RANKS and name != "gradcheck"):
         raise ValueError(f"there is no torch case {entry_id!r}")
     if name == "gradcheck":
@@ -295,9 +296,10 @@ _ON_RANKS: dict[str, _RankCheck] = {
 }
 
 
-def _check_ops(impl: Implementation) -> list[str]:
+def _check_ops(impl: Implementation, device: str) -> list[str]:
     """`torch.library.opcheck` of every operator that the implementation names."""
     ops = _claim(impl, "ops")
+    ops = ops(device) if callable(ops) else ops
     if not isinstance(ops, list | tuple) or not ops:
         raise UnsupportedCase("no registered operators are named: an attribute `ops`, a list of (operator, arguments)")
     found = []

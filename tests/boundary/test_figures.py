@@ -54,6 +54,7 @@ def test_efficiencies() -> None:
     rows = record("attention_4x_h200.csv")
     problems = {
         "one sequence of 65,536": ("65536", "-1"),
+        "one sequence of 131,072": ("131072", "-1"),
         "32K, 16K, 8K, 4K, 4K packed": ("32768 16384 8192 4096 4096", "-1"),
         "window 4,096": ("65536", "4096"),
     }

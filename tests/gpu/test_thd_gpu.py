@@ -17,9 +17,10 @@ from hypothesis import given, settings
 
 import cp_fast
 import cp_ref
+from conformance.adapters.cp_fast_operators import operator_calls, tensors
 from cp_fast.kernels import why_not
 from tests.cp_fast.kernels.memory import assert_same_bits
-from tests.cp_fast.kernels.operators import HELPERS, KERNELS, flat, operator_calls, other_values, tensors
+from tests.cp_fast.kernels.operators import HELPERS, KERNELS, flat, other_values
 from tests.cp_fast.kernels.suite import CHECKS, ROW_SIZES, Case, Where, cases, many_sequences, row_sizes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
