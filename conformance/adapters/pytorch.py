@@ -64,7 +64,10 @@ _CLAIMS = Claims(
         ),
     ),
 )
-_HALF = _CLAIMS.having(dtype=("bfloat16", "float16"))
+# "No available kernel", each of these
+_FLASH = _CLAIMS.having(dtype=("bfloat16", "float16"), dims=("equal",))
+_EFFICIENT = _CLAIMS.having(heads=("equal",), head_dim=("multiple of 8",))
+_CUDNN = _CLAIMS.having(dtype=("bfloat16", "float16"), head_dim=("multiple of 8",))
 
 
 class PyTorch(Peer):
@@ -129,9 +132,9 @@ def _mesh(group: Any, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type)
 
 
-flash = PyTorch(_HALF, SDPBackend.FLASH_ATTENTION)
-efficient = PyTorch(_CLAIMS, SDPBackend.EFFICIENT_ATTENTION)
-cudnn = PyTorch(_HALF, SDPBackend.CUDNN_ATTENTION)
+flash = PyTorch(_FLASH, SDPBackend.FLASH_ATTENTION)
+efficient = PyTorch(_EFFICIENT, SDPBackend.EFFICIENT_ATTENTION)
+cudnn = PyTorch(_CUDNN, SDPBackend.CUDNN_ATTENTION)
 chosen = PyTorch(_CLAIMS)
 attention, supports = chosen.attention, chosen.supports
 group_kind = PyTorch.group_kind
