@@ -99,7 +99,9 @@ def _rank_process(rank: int, job: Job, folder: str, reached: Any) -> None:
     except Exception as error:
         report = (time.time(), rank, _words(error), traceback.format_exc(), _is_about_arguments(error))
         Path(folder, f"failed-{rank}").write_bytes(pickle.dumps(report))
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the parent shows it; no second copy from multiprocessing
+        sys.stderr.flush()
+        # the parent shows it: no second copy by multiprocessing, and no last word of a gloo thread
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         raise
 
 
