@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from conformance.adapters.claims import Claims, Unsupported, library
 from conformance.adapters.peer import Peer, number_of_ranks
 
-__all__ = ["Unsupported", "attention", "cudnn", "efficient", "flash", "group_kind", "supports"]
+__all__ = ["Unsupported", "attention", "chosen", "cudnn", "efficient", "flash", "group_kind", "supports"]
 
 _cp = library("torch.distributed.tensor.experimental._attention", "PyTorch 2.11 or later, with torch.distributed")
 
