@@ -41,23 +41,21 @@ def draft_side(batch: Batch, rank: int, side: str, block: Block, tables: Tables)
     first = rank - rank % batch.unit_size
     start, stop = _taking_part(batch, side)
     owned = batch.owned(side, first // batch.unit_size)
-    rows: list[Array] = []
-    counts: list[Array] = []
-    sizes: list[int] = []
-    home: RowKey = slice(0, 0)
-    for peer in range(first, first + batch.unit_size):
-        pieces = [
-            (np.maximum(begin, start), np.minimum(end, stop), begin)
-            for begin, end in batch.spans(side, batch.problem.cp_size, peer)
-        ]
-        count = _flat([np.maximum(end - begin, 0) for begin, end, _ in pieces])
-        rows.append(_flat([owned.below(begin) + block.anchors[0] for begin, _, _ in pieces]))
-        counts.append(count)
-        sizes.append(int(count.sum()))
-        if peer == rank:
-            home = tables.rows(_flat(_home_rows(batch, side, rank, pieces)), count)
-    group = tables.rows(np.concatenate(rows), np.concatenate(counts))
-    return DraftSide(home, home, sizes[rank - first], group, group, tuple(sizes))
+    spans = [batch.spans(side, batch.problem.cp_size, first + n) for n in range(batch.unit_size)]
+    shape = (len(spans), batch.size, len(spans[0]))  # rank by rank, sequence by sequence, piece by piece
+    rows, counts = (np.empty(shape, dtype=batch.dtype) for _ in range(2))  # written once: fresh memory is what costs
+    for n, pieces in enumerate(spans):
+        for piece, (begin, end) in enumerate(pieces):
+            taken = np.maximum(begin, start)
+            np.add(owned.below(taken), block.anchors[0], out=rows[n, :, piece])
+            np.subtract(np.minimum(end, stop), taken, out=counts[n, :, piece])
+    np.maximum(counts, 0, out=counts)
+    sizes = tuple(counts.sum(axis=(1, 2)).tolist())
+    own = rank - first
+    begins = [np.maximum(begin, start) for begin, _ in spans[own]]
+    home = tables.rows(_flat(_home_rows(batch, side, rank, begins)), counts[own].ravel())
+    group = tables.rows(rows.ravel(), counts.ravel())
+    return DraftSide(home, home, sizes[own], group, group, sizes)
 
 
 def _taking_part(batch: Batch, side: str) -> tuple[Array, Array]:
@@ -74,11 +72,11 @@ def _minus(edge: int | Array | None) -> int | Array | None:
     return None if edge is None else -edge
 
 
-def _home_rows(batch: Batch, side: str, rank: int, pieces: list[tuple[Array, Array, Array]]) -> list[Array]:
+def _home_rows(batch: Batch, side: str, rank: int, begins: list[Array]) -> list[Array]:
+    """The own row of the first position that takes part, piece by piece."""
     row, found = batch.home_rows(side, rank), []
-    spans = batch.spans(side, batch.problem.cp_size, rank)
-    for (begin, _, piece_begin), (slots_begin, slots_end) in zip(pieces, spans, strict=True):
-        found.append(row + begin - piece_begin)
+    for begin, (slots_begin, slots_end) in zip(begins, batch.spans(side, batch.problem.cp_size, rank), strict=True):
+        found.append(row + begin - slots_begin)
         row = row + (slots_end - slots_begin)
     return found
 

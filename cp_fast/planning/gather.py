@@ -167,17 +167,21 @@ def _launch(
         for x in zip(*((s.q + q_anchor, s.rows, s.k, s.columns) for s in slots), strict=True)
     )
     there = np.flatnonzero(rows > 0)
-    q, rows, begin, end = q[there], rows[there], begin[there], (begin + columns)[there]
+    q, rows, begin, end = (x.take(there) for x in (q, rows, begin, begin + columns))
     seqs = there // len(slots)
-    number = np.diff(pieces.ends, prepend=0)[seqs]  # pieces of each segment's sequence
+    number = np.diff(pieces.ends, prepend=0).take(seqs)  # pieces of each segment's sequence
     behind = np.cumsum(number)
-    piece = np.repeat(pieces.ends[seqs] - behind, number) + np.arange(behind[-1])
-    start = np.maximum(pieces.first[piece], np.repeat(begin, number))
-    length = np.minimum(pieces.stop[piece], np.repeat(end, number)) - start
+    piece = np.repeat(pieces.ends.take(seqs) - behind, number)
+    piece += np.arange(behind[-1])
+    start = pieces.first.take(piece)
+    np.maximum(start, np.repeat(begin, number), out=start)
+    length = pieces.stop.take(piece)
+    np.minimum(length, np.repeat(end, number), out=length)
+    length -= start
     np.maximum(length, 0, out=length)
     total = np.add.reduceat(length, behind - number)
     there = np.flatnonzero(length > 0)
-    spans = (pieces.anchor[piece[there]] + start[there], length[there])
+    spans = (pieces.anchor.take(piece.take(there)) + start.take(there), length.take(there))
     return draft_launch(tables, window, (q, rows), spans, None, total)
 
 
@@ -218,6 +222,7 @@ def _over_gaps(cuts: list[Cut]) -> tuple[Slot, list[Slot]]:
 def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> list[_Arrived]:
     """Every piece of the gathered block, in the order of its rows."""
     base, found = 0, []
+    small = np.uint16 if batch.size < 2**16 else np.int64  # sorts fast, and takes little fresh memory
     for peer, block in zip(peers, blocks, strict=True):
         near = batch.near(rank, peer)
         keys, chunks = near.owned("kv", peer), near.chunks(peer)
@@ -227,18 +232,19 @@ def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> 
                 size = np.minimum(start + count, offset + length) - begin
                 there = np.flatnonzero(size > 0)
                 if len(there):
-                    begin, seq = begin[there], there if near.numbers is None else near.numbers[there]
-                    positions = begin + (first - offset)[there]
-                    rows = begin + (anchor + base)[there]
-                    found.append(_Arrived(chunks[piece][0] if chunks else peer, seq, positions, size[there], rows))
+                    seq = (there if near.numbers is None else near.numbers.take(there)).astype(small)
+                    begin, size = begin.take(there), size.take(there)
+                    positions = begin + (first - offset).take(there)
+                    rows = begin + (anchor + base).take(there)
+                    found.append(_Arrived(chunks[piece][0] if chunks else peer, seq, positions, size, rows))
         base += block.size
     return found
 
 
 def _by_sequence(batch: Batch, arrived: list[_Arrived]) -> _Pieces:
     """The pieces sequence by sequence, those of each in the order given."""
-    seq = np.concatenate([a.seq for a in arrived]).astype(np.uint16 if batch.size < 2**16 else np.int64)
+    seq = np.concatenate([a.seq for a in arrived])
     order = np.argsort(seq, kind="stable")
-    first, count, row = (np.concatenate(x)[order] for x in zip(*(a[2:] for a in arrived), strict=True))
+    first, count, row = (np.concatenate(x).take(order) for x in zip(*(a[2:] for a in arrived), strict=True))
     ends = np.cumsum(np.bincount(seq, minlength=batch.size))
     return _Pieces(ends, first, first + count, row - first)

@@ -40,8 +40,8 @@ def place_launches(
         k, grad = _key_rows(slots, block), None if _same_rows(block, grads) else _key_rows(slots, grads)
         if not rows.all():
             there = np.flatnonzero(rows > 0)
-            q, rows, columns, k = q[there], rows[there], columns[there], k[there]
-            grad = grad if grad is None else grad[there]
+            q, rows, columns, k = (x.take(there) for x in (q, rows, columns, k))
+            grad = grad if grad is None else grad.take(there)
         found.append(
             draft_launch(tables, window, (q, rows), (k, columns), None if grad is None else (grad, columns), columns)
         )

@@ -55,7 +55,7 @@ class Tables:
         """Rows [start, start + count), span after span; empty spans are allowed."""
         if not count.all():
             there = np.flatnonzero(count > 0)
-            start, count = start[there], count[there]
+            start, count = start.take(there), count.take(there)  # faster than by brackets
         if not len(count):
             return slice(0, 0)
         total, begin, last = int(count.sum(dtype=count.dtype)), int(start[0]), int(start[-1])
