@@ -85,7 +85,6 @@ class Peers(ProcessPlayer):
     over NCCL neither. When the time is up nothing more is played.
     """
 
-    ranks: int = 2
     until = float("inf")
     aligned = False  # whether problems with odd strides are played with plain ones: their kernels end the process
 
@@ -94,7 +93,7 @@ class Peers(ProcessPlayer):
         if time.time() > self.until:
             return Played(task.level, task.tier, task.text, "missing", ("no time is left",))
         played = self._together(("play", task), task, self._limit_s)
-        if played.verdict in FAILING and not _alike(played, self.ranks):
+        if played.verdict in FAILING and not _alike(played, self._size):
             self.close()
         return played
 
@@ -115,7 +114,7 @@ def one(impl: str, device: str, ranks: int, tiers: tuple[str, ...], examples: in
     profile = replace(PROFILES["quick"], max_examples=examples, most_failures=4, shrink_s=12.0)
     record: dict[str, Any] = {"impl": impl, "ranks": ranks, "tiers": {}, "refused": {}, "failures": []}
     player = Peers(impl, device, 30.0, ranks)
-    player.ranks, player.until, player.aligned = ranks, until, device == "cuda"
+    player.until, player.aligned = until, device == "cuda"
     with closing(player):
         try:
             conduct = Conduct(player, profile, tiers, (ranks,), device)

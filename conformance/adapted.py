@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from conformance.capabilities import Capabilities, narrowed
 from conformance.case import Case
+from conformance.run import UnsupportedCase
 from cp_ref.spec import QKV_FORMATS, Problem
 
-__all__ = ["adapted", "first_of", "plainer"]
+__all__ = ["adapted", "first_of", "judged_plainly", "plainer"]
+
+Found = TypeVar("Found")
 
 _WITHOUT_PADDING = {
     "padding": "no_mask",
@@ -70,6 +73,22 @@ def plainer(case: Case, capabilities: Capabilities) -> Iterator[Case]:
             yield replace(same, return_max_logit=False)
         if case.return_lse:
             yield replace(same, return_max_logit=False, return_lse=False, loss="out")
+
+
+def judged_plainly(case: Case, capabilities: Capabilities, judge: Callable[[Case], Found]) -> tuple[Case, Found]:
+    """The first case of `plainer` that is not refused, and what `judge` says of it.
+
+    Raises:
+        UnsupportedCase: all of them are refused; with the reason of the case as it is.
+    """
+    reason: UnsupportedCase | None = None
+    for attempt in plainer(case, capabilities):
+        try:
+            return attempt, judge(attempt)
+        except UnsupportedCase as refusal:
+            reason = reason or refusal
+    assert reason is not None
+    raise reason
 
 
 def first_of(capabilities: Capabilities, axis: str, preferred: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from conformance.adapted import adapted, plainer
+from conformance.adapted import adapted, judged_plainly
 from conformance.capabilities import capabilities_of
 from conformance.case import Case
 from conformance.implementation import Implementation
@@ -82,17 +82,15 @@ class Entry:
         Raises:
             UnsupportedCase: the implementation has none of these; with the reason of the case as it is.
         """
-        reason: UnsupportedCase | None = None
+
+        def judge(attempt: Case) -> list[str]:
+            if self.change is not None and tier == "logic":
+                return logic.check_tensors(impl, attempt, self.change(build(attempt, device)))
+            return _TIERS[tier](impl, attempt, device)
+
         capabilities = capabilities_of(impl, device)
-        for attempt in plainer(adapted(case, capabilities, self.free), capabilities):
-            try:
-                if self.change is not None and tier == "logic":
-                    return str(attempt), logic.check_tensors(impl, attempt, self.change(build(attempt, device)))
-                return str(attempt), _TIERS[tier](impl, attempt, device)
-            except UnsupportedCase as refusal:
-                reason = reason or refusal
-        assert reason is not None
-        raise reason
+        attempt, findings = judged_plainly(adapted(case, capabilities, self.free), capabilities, judge)
+        return str(attempt), findings
 
     def _attempts(self, impl: Implementation, device: str) -> Iterator[tuple[str, Callable[[], Attempt]]]:
         for case in self.cases:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from conformance.adapted import adapted, plainer
+from conformance.adapted import adapted, judged_plainly
 from conformance.capabilities import Capabilities, capabilities_of
 from conformance.case import Case
 from conformance.implementation import Implementation
@@ -89,19 +89,22 @@ def _each(problems: Iterable[Case], impl: Implementation, judge: Callable[[Case]
     refused: UnsupportedCase | None = None
     capabilities = capabilities_of(impl, device)
     for problem in problems:
-        for plain in plainer(adapted(problem, capabilities, _FREE), capabilities):
-            case = replace(plain, deterministic=True)  # bits are compared
-            try:
-                findings = judge(case)
-            except UnsupportedCase as refusal:
-                became[str(case)], refused = "unsupported", refused or refusal
-                continue
-            became[str(case)] = "wrong" if findings else "right"
-            found += findings
-            break
+        nearest = adapted(problem, capabilities, _FREE)
+        try:
+            case, findings = judged_plainly(nearest, capabilities, lambda plain: judge(_comparable(plain)))
+        except UnsupportedCase as refusal:
+            became[str(_comparable(nearest))], refused = "unsupported", refusal
+            continue
+        became[str(_comparable(case))] = "wrong" if findings else "right"
+        found += findings
     if refused is not None and set(became.values()) == {"unsupported"}:
         raise refused
     return Judged(found, cases=became)
+
+
+def _comparable(case: Case) -> Case:
+    """The same, deterministic: bits are compared."""
+    return replace(case, deterministic=True)
 
 
 def _claim(impl: Implementation, name: str) -> Any:

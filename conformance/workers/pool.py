@@ -72,10 +72,14 @@ class RemotePlayer(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ended(self, task: Task, verdict: Verdict, findings: list[str], began: float) -> Played:
-        """A problem that took its workers along."""
+    def _end(self) -> None:
+        """End the processes for good; what is played next starts others."""
         self.close()
         self.restarts += 1
+
+    def _ended(self, task: Task, verdict: Verdict, findings: list[str], began: float) -> Played:
+        """A problem that took its workers along."""
+        self._end()
         seconds = round(time.monotonic() - began, 4)
         return Played(task.level, task.tier, task.text, verdict, tuple(findings), {}, seconds)
 
@@ -147,25 +151,28 @@ class IsolatedPlayer(RemotePlayer):
         return [] if self._worker is None else [self._worker]
 
     def _question(self, message: tuple[str, Any]) -> tuple[bool, str]:
-        worker = self._start()
         try:
-            worker.send(message)
-            word, answer = worker.receive(max(self._limit_s, _QUESTION_S))
+            return self._ask(message, max(self._limit_s, _QUESTION_S))
         except (TimeoutError, WorkerDied):
             self.close()
             return True, ""
+
+    def _ask(self, message: tuple[str, Any], limit_s: float) -> Any:
+        """The worker's answer, after which it may be spent. Raises ValueError, TimeoutError, WorkerDied."""
+        worker = self._start()
+        worker.send(message)
+        word, answer = worker.receive(limit_s)
         if word == "refused":
             raise ValueError(answer)
         if word == "spent":
-            self.close()
+            self._end()
         return answer
 
     def play(self, task: Task) -> Played:
         """Play a problem."""
         worker, began = self._start(), time.monotonic()
         try:
-            worker.send(("play", task))
-            word, answer = worker.receive(self._limit_s)
+            answer = self._ask(("play", task), self._limit_s)
         except TimeoutError:
             places = "; ".join(worker.where()) or "nobody can say where"
             return self._ended(
@@ -174,24 +181,17 @@ class IsolatedPlayer(RemotePlayer):
         except WorkerDied as death:
             verdict = "out of memory" if death.by_memory else "crashed"
             return self._ended(task, verdict, [f"the worker process died: {death}"], began)
-        if word == "refused":
-            raise ValueError(answer)
-        if word == "spent" or answer.verdict in ("hung", "out of memory"):  # threads are left behind, or memory
-            self.close()
-            self.restarts += 1
+        if answer.verdict in ("hung", "out of memory") and self._worker is not None:  # threads are left, or memory
+            self._end()
         return answer
 
     def pairs(self, case: str) -> Pairs | None:
         """Who saw whom in a small case."""
-        worker = self._start()
         try:
-            worker.send(("pairs", case))
-            word, found = worker.receive(self._limit_s)
+            return self._ask(("pairs", case), self._limit_s)
         except (TimeoutError, WorkerDied):
-            word, found = "spent", None
-        if word == "spent":
             self.close()
-        return found
+            return None
 
     def close(self) -> None:
         """End the process."""
@@ -310,6 +310,5 @@ class ProcessPlayer(RemotePlayer):
         if word == "refused":
             raise ValueError(answer)
         if "spent" in (word for word, _ in turn.answers.values()):
-            self.close()
-            self.restarts += 1
+            self._end()
         return answer

@@ -12,6 +12,7 @@ of one unit lie side by side in its buffer, because a chunk is only padded where
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
 from typing import NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 
 from cp_ref.spec import Problem
 
-__all__ = ["FAR", "Array", "Batch", "Edge", "Owned", "position_spans", "spread"]
+__all__ = ["FAR", "Array", "Batch", "Edge", "Owned", "by_sequence", "position_spans", "spread"]
 
 Array = np.ndarray
 Chunk = tuple[int, int]  # a piece of a unit, by the numbers of its first chunk and of the one behind it
@@ -37,6 +38,15 @@ def spread(start: Array, count: Array) -> Array:
     """
     total, ends = int(count.sum()), np.cumsum(count, dtype=count.dtype)
     return np.repeat(start - ends + count, count) + np.arange(total, dtype=start.dtype)
+
+
+def by_sequence(columns: Sequence[Array]) -> Array:
+    """Columns with one number a sequence, side by side: all of the first sequence, then all of the second.
+
+    >>> by_sequence([np.array([1, 2]), np.array([3, 4])]).tolist()
+    [1, 3, 2, 4]
+    """
+    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1).ravel()
 
 
 def position_spans(problem: Problem, rank: int) -> tuple[Array, Array]:

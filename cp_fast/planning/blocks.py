@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.batch import Array, Batch, Owned
+from cp_fast.planning.batch import Array, Batch, Owned, by_sequence
 from cp_fast.planning.tables import RowKey, Tables
 
 __all__ = ["Block", "Range", "farther", "message_rows", "packed", "reach", "rows_in", "seen", "seen_within"]
@@ -135,7 +135,4 @@ def message_rows(tables: Tables, block: Block, anchor: Array, ranges: tuple[Rang
 
 def rows_in(anchor: Array, ranges: tuple[Range, ...]) -> tuple[Array, Array]:
     """(first row, number of rows) of ranges in a buffer with one anchor, sequence after sequence."""
-    if len(ranges) == 1:
-        return ranges[0].start + anchor, ranges[0].count
-    starts = np.stack([r.start + anchor for r in ranges], axis=1).ravel()
-    return starts, np.stack([r.count for r in ranges], axis=1).ravel()
+    return by_sequence([r.start + anchor for r in ranges]), by_sequence([r.count for r in ranges])

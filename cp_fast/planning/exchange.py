@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.batch import Array, Batch
+from cp_fast.planning.batch import Array, Batch, by_sequence
 from cp_fast.planning.blocks import Block, Range, packed
 from cp_fast.planning.tables import RowKey, Tables
 
@@ -52,8 +52,7 @@ def draft_side(batch: Batch, rank: int, side: str, block: Block, tables: Tables)
     np.maximum(counts, 0, out=counts)
     sizes = tuple(counts.sum(axis=(1, 2)).tolist())
     own = rank - first
-    begins = [np.maximum(begin, start) for begin, _ in spans[own]]
-    home = tables.rows(_flat(_home_rows(batch, side, rank, begins)), counts[own].ravel())
+    home = tables.rows(by_sequence(_home_rows(batch, side, rank, start)), counts[own].ravel())
     group = tables.rows(rows.ravel(), counts.ravel())
     return DraftSide(home, home, sizes[own], group, group, sizes)
 
@@ -72,15 +71,10 @@ def _minus(edge: int | Array | None) -> int | Array | None:
     return None if edge is None else -edge
 
 
-def _home_rows(batch: Batch, side: str, rank: int, begins: list[Array]) -> list[Array]:
+def _home_rows(batch: Batch, side: str, rank: int, start: Array) -> list[Array]:
     """The own row of the first position that takes part, piece by piece."""
     row, found = batch.home_rows(side, rank), []
-    for begin, (slots_begin, slots_end) in zip(begins, batch.spans(side, batch.problem.cp_size, rank), strict=True):
-        found.append(row + begin - slots_begin)
-        row = row + (slots_end - slots_begin)
+    for begin, end in batch.spans(side, batch.problem.cp_size, rank):
+        found.append(row + np.maximum(begin, start) - begin)
+        row = row + (end - begin)
     return found
-
-
-def _flat(columns: list[Array]) -> Array:
-    """Piece after piece of sequence after sequence."""
-    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1).ravel()

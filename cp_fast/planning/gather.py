@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.batch import Array, Batch
+from cp_fast.planning.batch import Array, Batch, by_sequence
 from cp_fast.planning.blocks import Block, message_rows, packed, seen
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake, draft_launch
 from cp_fast.planning.placing import place_launches
@@ -163,8 +163,7 @@ def _launch(
     tables: Tables,
 ) -> DraftLaunch:
     q, rows, begin, columns = (
-        np.stack(x, axis=1).ravel()
-        for x in zip(*((s.q + q_anchor, s.rows, s.k, s.columns) for s in slots), strict=True)
+        by_sequence(x) for x in zip(*((s.q + q_anchor, s.rows, s.k, s.columns) for s in slots), strict=True)
     )
     there = np.flatnonzero(rows > 0)
     q, rows, begin, end = (x.take(there) for x in (q, rows, begin, begin + columns))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.batch import Array
+from cp_fast.planning.batch import Array, by_sequence
 from cp_fast.planning.blocks import Block
 from cp_fast.planning.drafts import DraftLaunch, draft_launch
 from cp_fast.planning.tables import Tables
@@ -34,9 +34,9 @@ def place_launches(
     """Tiles on token axes to launches on rows: key rows of the block in hand, and of the buffer of its gradients."""
     found: list[DraftLaunch] = []
     for window, slots in placed:
-        q = _flat([s.q + q_anchor for s in slots])
-        rows = _flat([s.rows for s in slots])
-        columns = _flat([s.columns for s in slots])
+        q = by_sequence([s.q + q_anchor for s in slots])
+        rows = by_sequence([s.rows for s in slots])
+        columns = by_sequence([s.columns for s in slots])
         k, grad = _key_rows(slots, block), None if _same_rows(block, grads) else _key_rows(slots, grads)
         if not rows.all():
             there = np.flatnonzero(rows > 0)
@@ -56,9 +56,4 @@ def _same_rows(block: Block, grads: Block) -> bool:
 
 
 def _key_rows(slots: list[Slot], block: Block) -> Array:
-    return _flat([s.k + block.anchors[min(s.piece, len(block.anchors) - 1)] for s in slots])
-
-
-def _flat(columns: list[Array]) -> Array:
-    """Sequence after sequence, so that a sequence's rows lie side by side."""
-    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1).ravel()
+    return by_sequence([s.k + block.anchors[min(s.piece, len(block.anchors) - 1)] for s in slots])
