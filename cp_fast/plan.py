@@ -15,7 +15,8 @@ from cp_fast.devices import read_device
 from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import forget, handle_for
 from cp_fast.packing import Packing
-from cp_fast.planning.batch import position_spans, spread
+from cp_fast.planning.batch import position_spans
+from cp_fast.planning.columns import spread
 from cp_fast.planning.compile import DraftProgram, compile_program, draft_program
 from cp_fast.planning.fixed import FixedProgram
 from cp_fast.planning.shape import shape_of

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from cp_fast.comm import all_to_all
 from cp_fast.context import ContextParallel
 from cp_fast.devices import check_usable, read_device
-from cp_fast.planning.batch import spread
+from cp_fast.planning.columns import spread
 from cp_ref.spec import check_context, gathered_spans, position_spans, slice_axis, slice_spans
 
 __all__ = ["numbers", "position_ids", "shard", "unshard"]

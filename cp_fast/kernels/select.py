@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from cp_fast.kernels.base import Kernels
 
-__all__ = ["NAMES", "VARIABLE", "chosen", "kernels", "use", "why_not"]
+__all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "use", "why_not"]
 
 NAMES = ("native", "numba", "torch")
 VARIABLE = "CP_FAST_KERNELS"
@@ -46,11 +46,11 @@ def chosen(device_type: str) -> tuple[str, str]:
     ...     chosen("cpu")
     ('torch', "use('torch')")
     """
-    asked, by = _asked()
-    if asked is not None:
-        if (reason := why_not(asked, device_type)) is not None:
-            raise RuntimeError(f"{by} asks for the kernels {asked!r}, which cannot be had: {reason}")
-        return asked, by
+    name, by = asked()
+    if name is not None:
+        if (reason := why_not(name, device_type)) is not None:
+            raise RuntimeError(f"{by} asks for the kernels {name!r}, which cannot be had: {reason}")
+        return name, by
     missing = []
     for name in NAMES:
         if (reason := why_not(name, device_type)) is None:
@@ -69,7 +69,7 @@ def kernels(device_type: str, name: str | None = None) -> Kernels:
     'torch'
     """
     if name is None:
-        return _cached(device_type, *_asked())
+        return _cached(device_type, *asked())
     if (reason := why_not(name, device_type)) is not None:
         raise RuntimeError(f"the kernels {name!r} cannot be had: {reason}")
     return _loaded(name, device_type)
@@ -90,8 +90,8 @@ def use(name: str) -> Iterator[None]:
         _used.pop()
 
 
-def _asked() -> tuple[str | None, str]:
-    """The name that was asked for, and how."""
+def asked() -> tuple[str | None, str]:
+    """The name that was asked for, None where the choice is free, and how it was."""
     if _used:
         return _used[-1], f"use({_used[-1]!r})"
     if name := os.environ.get(VARIABLE):
@@ -100,7 +100,7 @@ def _asked() -> tuple[str | None, str]:
 
 
 @lru_cache
-def _cached(device_type: str, asked: str | None, by: str) -> Kernels:
+def _cached(device_type: str, name: str | None, by: str) -> Kernels:
     """`chosen`, looked up once for every way of asking."""
     return _loaded(chosen(device_type)[0], device_type)
 

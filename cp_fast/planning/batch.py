@@ -1,52 +1,22 @@
-"""A problem as arrays with one number a sequence, and what each unit owns of it.
-
-A unit is a rank, or a group of `a2a_size` ranks (see `cp_ref.spec.units`). Its real tokens of a sequence form one axis,
-the *token axis*: 0 is its first real token, whatever gap lies between its two chunks.
-
-    dual_chunk, 2 units, 8 slots, 7 real tokens      position    0 1 2 3 4 5 6 .
-    unit 0 has two pieces, [0, 2) and [6, 7)         token axis  0 1         2
-
-A window is a range of positions, so on the token axis it is a range again, whichever pieces it touches; and real tokens
-of one unit lie side by side in its buffer, because a chunk is only padded where no later chunk has a token.
-"""
+"""A problem as columns (see `columns`), and what each unit owns of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
+from cp_fast.planning.columns import Array, Band, Owned
+from cp_fast.planning.loops import Loops, loops
 from cp_ref.spec import Problem
 
-__all__ = ["FAR", "Array", "Batch", "Edge", "Owned", "by_sequence", "position_spans", "spread"]
+__all__ = ["FAR", "Batch", "Edge", "position_spans"]
 
-Array = np.ndarray
 Chunk = tuple[int, int]  # a piece of a unit, by the numbers of its first chunk and of the one behind it
 Edge = int | Array | None  # one side of the sequences' bands: the same for all, one each, or unbounded
 
 FAR = 2**30  # beyond every position (or 2**60, where positions need 64 bits)
-
-
-def spread(start: Array, count: Array) -> Array:
-    """The numbers of spans, one span behind the other.
-
-    >>> spread(np.array([4, 9]), np.array([2, 3])).tolist()
-    [4, 5, 9, 10, 11]
-    """
-    total, ends = int(count.sum()), np.cumsum(count, dtype=count.dtype)
-    return np.repeat(start - ends + count, count) + np.arange(total, dtype=start.dtype)
-
-
-def by_sequence(columns: Sequence[Array]) -> Array:
-    """Columns with one number a sequence, side by side: all of the first sequence, then all of the second.
-
-    >>> by_sequence([np.array([1, 2]), np.array([3, 4])]).tolist()
-    [1, 3, 2, 4]
-    """
-    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1).ravel()
 
 
 def position_spans(problem: Problem, rank: int) -> tuple[Array, Array]:
@@ -59,43 +29,12 @@ def position_spans(problem: Problem, rank: int) -> tuple[Array, Array]:
     return first[chosen].ravel().astype(np.int64), count[chosen].ravel().astype(np.int64)
 
 
-class Owned(NamedTuple):
-    """The real tokens of one unit on one side, in one or two pieces a sequence.
-
-    Piece p has the positions [first[p], stop[p]), `count[p]` of them (0 if there is none); `total` is the length of the
-    token axis. Of two pieces the second is empty wherever the first is not full.
-    """
-
-    first: tuple[Array, ...]
-    stop: tuple[Array, ...]
-    count: tuple[Array, ...]
-    total: Array
-
-    def below(self, position: Array | int) -> Array:
-        """How many of the tokens lie before a position: where it falls on the token axis."""
-        found = _clipped(position, self.first[0], self.stop[0])
-        for first, stop in zip(self.first[1:], self.stop[1:], strict=True):
-            found += _clipped(position, first, stop)
-        return found
-
-    @property
-    def offset(self) -> tuple[Array | int, ...]:
-        """Where each piece begins on the token axis."""
-        return (0, self.count[0])[: len(self.first)]
-
-
-def _clipped(position: Array | int, first: Array, stop: Array) -> Array:
-    """How many of the positions from `first` to `stop` lie before this one."""
-    found = np.maximum(position, first)
-    np.minimum(found, stop, out=found)
-    return np.subtract(found, first, out=found)
-
-
 class Batch:
     """The arrays of one problem. Positions are int32 where that is enough, which halves the time."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.loops: Loops = loops()
         self.unit_size = problem.a2a_size
         self.count = problem.cp_size // problem.a2a_size
         self.dual = problem.layout == "dual_chunk"
@@ -121,13 +60,19 @@ class Batch:
         self.numbers: Array | None = None  # of these sequences in the problem; None for all
         self.kept = 8  # units whose tokens are remembered: in a ring, fresh memory for all costs more than asking again
         self._owned: dict[tuple[str, int], Owned] = {}
-        self._shares: dict[tuple[str, int], Array] = {}
+        self._chunk_slots: dict[tuple[str, int], Array] = {}
         self._near: dict[int, Batch] = {}
 
     @cached_property
     def alike(self) -> bool:
         """Whether queries and keys of every sequence have the same lengths and slots."""
         return self._same(self.len_q, self.len_kv) and self._same(self.slots_q, self.slots_kv)
+
+    @cached_property
+    def band(self) -> Band:
+        """The sequences' bands as columns."""
+        edges = (-self.far if self.lo is None else self.lo, self.far if self.hi is None else self.hi, self.shift)
+        return Band(*(x if isinstance(x, np.ndarray) else np.full(self.size, x, dtype=self.dtype) for x in edges))
 
     @cached_property
     def chunk_sizes(self) -> tuple[int, int]:
@@ -151,7 +96,7 @@ class Batch:
         if largest >= self.chunk_sizes[1]:
             return self
         if largest not in self._near:
-            chunk = self._share("q", 2 * self.count if self.dual else self.count)
+            chunk = self._chunk("q", self.count)
             self._near[largest] = self._some(np.flatnonzero(chunk <= largest))
         return self._near[largest]
 
@@ -177,8 +122,9 @@ class Batch:
         found.len_q = found.len_kv = self.len_q[numbers]
         found.slots_q = found.slots_kv = self.slots_q[numbers]
         found.nothing = self.nothing[: len(numbers)]
-        found._owned, found._shares, found._near = {}, {}, {}
-        found.__dict__.pop("chunk_sizes", None)
+        found._owned, found._chunk_slots, found._near = {}, {}, {}
+        for cached in ("chunk_sizes", "band"):
+            found.__dict__.pop(cached, None)
         return found
 
     @staticmethod
@@ -230,11 +176,12 @@ class Batch:
         lengths = self.lengths(side)
         if self.count == 1:
             return Owned((self.nothing,), (lengths,), (lengths,), lengths)
-        spans = self.spans(side, self.count, unit)
-        first = tuple(start for start, _ in spans)
-        stop = tuple(np.maximum(np.minimum(end, lengths), start) for start, end in spans)
-        count = tuple(b - a for a, b in zip(first, stop, strict=True))
-        return Owned(first, stop, count, count[0] if len(count) == 1 else count[0] + count[1])
+        chunks = self._chunks(self.count, unit)
+        if chunks is not None:
+            return self.loops.owned(lengths, self._chunk(side, self.count), chunks)
+        ((start, end),) = self.spans(side, self.count, unit)
+        stop = np.maximum(np.minimum(end, lengths), start)
+        return Owned((start,), (stop,), (stop - start,), stop - start)
 
     def chunks(self, unit: int) -> tuple[Chunk, ...] | None:
         """The pieces of a unit in chunks; None where sequences are not cut alike."""
@@ -253,7 +200,7 @@ class Batch:
         """The slots [start, stop) of every sequence that one of `parts` equal shares has."""
         chunks = self._chunks(parts, part)
         if chunks is not None:
-            chunk = self._share(side, 2 * parts if self.dual else parts)
+            chunk = self._chunk(side, parts)
             return [(chunk * a, chunk * b) for a, b in chunks]
         slots = self.slots(side)
         ends = np.cumsum(slots, dtype=self.dtype)
@@ -262,11 +209,11 @@ class Batch:
         start = np.minimum(np.maximum(part * share - starts, 0), slots)
         return [(start, np.maximum(np.minimum((part + 1) * share - starts, slots), start))]
 
-    def _share(self, side: str, parts: int) -> Array:
-        """One of `parts` equal parts of every sequence's slots."""
-        if (side, parts) not in self._shares:
-            self._shares[side, parts] = self.slots(side) // parts
-        return self._shares[side, parts]
+    def _chunk(self, side: str, parts: int) -> Array:
+        """The slots of one chunk of every sequence, of `parts` shares."""
+        if (side, parts) not in self._chunk_slots:
+            self._chunk_slots[side, parts] = self.slots(side) // (2 * parts if self.dual else parts)
+        return self._chunk_slots[side, parts]
 
     def home_rows(self, side: str, rank: int) -> Array:
         """The row of a rank's buffer where its slots of each sequence begin."""

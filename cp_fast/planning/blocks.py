@@ -10,17 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.batch import Array, Batch, Owned, by_sequence
+from cp_fast.planning.batch import Batch
+from cp_fast.planning.columns import Array, Owned, Range, by_sequence
 from cp_fast.planning.tables import RowKey, Tables
 
-__all__ = ["Block", "Range", "farther", "message_rows", "packed", "reach", "rows_in", "seen", "seen_within"]
-
-
-class Range(NamedTuple):
-    """Tokens [start, start + count) of a token axis, one range a sequence."""
-
-    start: Array
-    count: Array
+__all__ = ["Block", "farther", "message_rows", "packed", "reach", "rows_in", "seen", "seen_within"]
 
 
 class Block(NamedTuple):
@@ -38,15 +32,11 @@ def reach(batch: Batch, unit: int) -> Array:
     """How far a unit sees: the position behind the last key, or where only the left side is bounded, that of the first
     one; beyond all keys where it has no query. `farther` combines units.
     """
-    spans = batch.spans("q", batch.count, unit % batch.count)
+    queries = batch.owned("q", unit)
     if batch.hi is None and batch.lo is not None:
-        first = spans[0][0]  # the second piece is empty where the first one is
-        return np.where(first < np.minimum(spans[0][1], batch.len_q), first + batch.lo, batch.far)
-    last: Array | int = -batch.far
-    for start, stop in spans:
-        stop = np.minimum(stop, batch.len_q)
-        last = np.where(start < stop, stop, last)
-    assert isinstance(last, np.ndarray)
+        # the second piece is empty where the first one is
+        return np.where(queries.count[0] > 0, queries.first[0] + batch.lo, batch.far)
+    last = batch.loops.ends(queries, batch.far)
     return last + batch.hi if isinstance(batch.hi, np.ndarray) or batch.hi else last
 
 
@@ -55,22 +45,9 @@ def farther(batch: Batch, one: Array, other: Array) -> Array:
     return np.minimum(one, other) if batch.hi is None and batch.lo is not None else np.maximum(one, other)
 
 
-def packed(ranges: tuple[Range, ...]) -> Block:
-    """The buffer that holds these ranges and nothing else, sequence after sequence.
-
-    >>> one = packed((Range(np.array([4, 0]), np.array([2, 3])),))     # rows 0:2 and 2:5
-    >>> one.size, one.anchors[0].tolist()
-    (5, [-4, 2])
-    """
-    total = ranges[0].count
-    for r in ranges[1:]:
-        total = total + r.count
-    ends = np.cumsum(total, dtype=total.dtype)
-    row, anchors = ends - total, []
-    for r in ranges:
-        anchors.append(row - r.start)
-        row = row + r.count
-    return Block(ranges, tuple(anchors), int(ends[-1]) if len(ends) else 0, dense=True)
+def packed(batch: Batch, ranges: tuple[Range, ...]) -> Block:
+    """The buffer that holds these ranges and nothing else, sequence after sequence."""
+    return Block(ranges, *batch.loops.packed(ranges), dense=True)
 
 
 def seen(batch: Batch, reader: int, owner: int) -> tuple[Range, ...]:
@@ -84,13 +61,9 @@ def seen(batch: Batch, reader: int, owner: int) -> tuple[Range, ...]:
     for piece, (first, count) in enumerate(zip(queries.first, queries.count, strict=True)):
         found = _whole_pieces(batch, reader, piece, owner)
         if found is None:
-            start, stop = keys.below(first + batch.lo), keys.below(first + count + batch.hi)
-            there = count > 0
-            start, stop = np.where(there, start, 0), np.where(there, stop, 0)
-            found = Range(start, stop - start)
+            found = batch.loops.through_window(first, count, batch.band, keys)
         if ranges and found.count is not batch.nothing and ranges[0].count is not batch.nothing:
-            start = np.maximum(found.start, ranges[0].start + ranges[0].count)
-            found = Range(start, np.maximum(found.start + found.count - start, 0))
+            found = batch.loops.behind(found, ranges[0])
         ranges.append(found)
     return tuple(ranges)
 
@@ -108,19 +81,16 @@ def _whole_pieces(batch: Batch, reader: int, piece: int, owner: int) -> Range | 
     if not plain:
         return Range(batch.nothing, batch.nothing)
     count = keys.total if len(plain) == len(keys.first) else keys.count[plain[0]]
-    start = keys.offset[plain[0]] + batch.nothing
-    there = queries.count[piece] > 0
-    return Range(np.where(there, start, 0), np.where(there, count, 0))
+    start = batch.nothing if plain[0] == 0 else keys.count[0]
+    return batch.loops.only(queries.count[piece], Range(start, count))
 
 
 def seen_within(batch: Batch, reached: Array, keys: Owned) -> Range:
     """The keys that any of the units of a reach sees, in bands that are open on one side at least."""
-    if batch.hi is not None:
-        return Range(batch.nothing, keys.below(reached))
-    if batch.lo is None:
+    if batch.hi is None and batch.lo is None:
         return Range(batch.nothing, np.where(reached >= 0, keys.total, 0))
-    start = keys.below(reached)
-    return Range(start, keys.total - start)
+    below = batch.loops.below(keys, reached)
+    return Range(batch.nothing, below) if batch.hi is not None else Range(below, keys.total - below)
 
 
 def message_rows(tables: Tables, block: Block, anchor: Array, ranges: tuple[Range, ...]) -> tuple[RowKey, int]:

@@ -11,7 +11,8 @@ from cp_fast.backends import Segments
 from cp_fast.backends.lengths import Cumulative
 from cp_fast.heads import HeadExchange, Side
 from cp_fast.planning.batch import Batch
-from cp_fast.planning.blocks import Block, Range
+from cp_fast.planning.blocks import Block
+from cp_fast.planning.columns import Range
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake
 from cp_fast.planning.exchange import DraftSide, draft_side, group_block
 from cp_fast.planning.gather import draft_gather
@@ -48,7 +49,8 @@ def compile_program(problem: Problem, rank: int, device: torch.device) -> RankPr
 
 def draft_program(problem: Problem, rank: int) -> DraftProgram:
     """One rank's program, on the host."""
-    batch, tables = Batch(problem), Tables()
+    batch = Batch(problem)
+    tables = Tables(batch.loops)
     draft_hops = draft_halo if batch.windowed else draft_ring
     sides = None
     if problem.cp_comm_type in ("a2a", "a2a+p2p"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cp_fast.planning.batch import Array
+from cp_fast.planning.columns import Array
 from cp_fast.planning.tables import Key, RowKey, Tables
 
 __all__ = ["DraftGive", "DraftLaunch", "DraftStep", "DraftTake", "draft_launch"]

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.batch import Array, Batch, by_sequence
-from cp_fast.planning.blocks import Block, Range, packed
+from cp_fast.planning.batch import Batch
+from cp_fast.planning.blocks import Block, packed
+from cp_fast.planning.columns import Array, Range, by_sequence
 from cp_fast.planning.tables import RowKey, Tables
 
 __all__ = ["DraftSide", "draft_side", "group_block"]
@@ -32,29 +33,21 @@ def group_block(batch: Batch, unit: int, side: str) -> Block:
     """The buffer of a unit's queries ("q") or keys ("kv") that take part."""
     owned = batch.owned(side, unit)
     start, stop = _taking_part(batch, side)
-    begin = owned.below(start)
-    return packed((Range(begin, np.maximum(owned.below(stop) - begin, 0)),))
+    begin, end = (batch.loops.below(owned, x) for x in (start, stop))
+    return packed(batch, (Range(begin, np.maximum(end - begin, 0)),))
 
 
 def draft_side(batch: Batch, rank: int, side: str, block: Block, tables: Tables) -> DraftSide:
     """The rows of every rank of the group, in its buffers; and the own ones at home."""
     first = rank - rank % batch.unit_size
-    start, stop = _taking_part(batch, side)
+    positions = _taking_part(batch, side)
     owned = batch.owned(side, first // batch.unit_size)
-    spans = [batch.spans(side, batch.problem.cp_size, first + n) for n in range(batch.unit_size)]
-    shape = (len(spans), batch.size, len(spans[0]))  # rank by rank, sequence by sequence, piece by piece
-    rows, counts = (np.empty(shape, dtype=batch.dtype) for _ in range(2))  # written once: fresh memory is what costs
-    for n, pieces in enumerate(spans):
-        for piece, (begin, end) in enumerate(pieces):
-            taken = np.maximum(begin, start)
-            np.add(owned.below(taken), block.anchors[0], out=rows[n, :, piece])
-            np.subtract(np.minimum(end, stop), taken, out=counts[n, :, piece])
-    np.maximum(counts, 0, out=counts)
-    sizes = tuple(counts.sum(axis=(1, 2)).tolist())
+    shares = [batch.spans(side, batch.problem.cp_size, first + n) for n in range(batch.unit_size)]
+    rows, counts, sizes = batch.loops.exchanged(owned, shares, positions, block.anchors[0])
     own = rank - first
-    home = tables.rows(by_sequence(_home_rows(batch, side, rank, start)), counts[own].ravel())
+    home = tables.rows(by_sequence(_home_rows(batch, side, rank, positions[0])), counts[own].ravel())
     group = tables.rows(rows.ravel(), counts.ravel())
-    return DraftSide(home, home, sizes[own], group, group, sizes)
+    return DraftSide(home, home, sizes[own], group, group, tuple(sizes))
 
 
 def _taking_part(batch: Batch, side: str) -> tuple[Array, Array]:
@@ -62,7 +55,7 @@ def _taking_part(batch: Batch, side: str) -> tuple[Array, Array]:
     mine, other = (batch.len_q, batch.len_kv) if side == "q" else (batch.len_kv, batch.len_q)
     # query i sees keys i + lo ... i + hi, so key j is seen by queries j - hi ... j - lo
     low, high = (batch.lo, batch.hi) if side == "kv" else (_minus(batch.hi), _minus(batch.lo))
-    start = np.zeros_like(mine) if low is None else np.maximum(low, 0) + np.zeros_like(mine)
+    start = np.zeros_like(mine) if low is None else np.maximum(np.zeros_like(mine) + low, 0)
     stop = mine if high is None else np.minimum(mine, other + high)
     return start, np.where(other > 0, stop, 0)
 

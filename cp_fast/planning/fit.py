@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from cp_fast.planning.batch import Array, position_spans, spread
+from cp_fast.planning.batch import position_spans
+from cp_fast.planning.columns import Array, spread
 from cp_fast.planning.compile import DraftProgram
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake
 from cp_fast.planning.exchange import DraftSide

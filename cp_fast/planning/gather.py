@@ -8,42 +8,18 @@ the order of their positions.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from cp_fast.planning.batch import Array, Batch, by_sequence
+from cp_fast.planning.batch import Batch
 from cp_fast.planning.blocks import Block, message_rows, packed, seen
+from cp_fast.planning.columns import Array, Arrived, Cut, Owned, Pieces, Range, Slot
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake, draft_launch
 from cp_fast.planning.placing import place_launches
 from cp_fast.planning.tables import Tables
-from cp_fast.planning.tiles import Cut, Slot, cut, join, launches, see
+from cp_fast.planning.tiles import cut, join, launches, see
 from cp_ref.spec.schedule import tag
 
 __all__ = ["draft_gather"]
-
-
-class _Arrived(NamedTuple):
-    """A piece of keys of a peer in the gathered block, for every sequence that has it: the number of the sequence, the
-    first position, the length, the first row. In every sequence the pieces lie in the order of `place`.
-    """
-
-    place: int
-    seq: Array
-    first: Array
-    count: Array
-    row: Array
-
-
-class _Pieces(NamedTuple):
-    """All of them, by sequence: how many there are up to the end of each sequence; positions [first, stop) of each
-    piece, and what is to be added to a position for its row.
-    """
-
-    ends: Array
-    first: Array
-    stop: Array
-    anchor: Array
 
 
 def draft_gather(
@@ -63,7 +39,8 @@ def draft_gather(
             third.take_dkv.append(DraftTake(peer, scatter, size, rows, True))
     start = 0
     for peer in peers:
-        block = packed(seen(batch.near(rank, peer), rank, peer))
+        near = batch.near(rank, peer)
+        block = packed(near, seen(near, rank, peer))
         blocks.append(block)
         if block.size:
             rows = slice(start, start + block.size)
@@ -71,7 +48,7 @@ def draft_gather(
             third.give_dkv.append(DraftGive(peer, scatter, rows, False))
         start += block.size
     second.grad_size = start
-    first.launches = place_launches(tables, see(batch, rank, rank), q_anchor, own, own)
+    first.launches = place_launches(batch, tables, see(batch, rank, rank), q_anchor, own, own)
     if start:
         launched = _remote_plain(batch, rank, peers, blocks, q_anchor, tables)
         second.launches = _remote(batch, rank, peers, blocks, q_anchor, tables) if launched is None else launched
@@ -100,24 +77,28 @@ def _remote_plain(
     base = np.cumsum([0, *(block.size for block in blocks)])
     found: list[DraftLaunch] = []
     for piece, pairs in enumerate(visible[:1] if together else visible):
-        keys = [(batch.owned("kv", peers[n]), other) for n, other in pairs]
-        counts = np.array([owned.count[other] for owned, other in keys]).reshape(-1, batch.size)
-        rows = queries.total if together else queries.count[piece]
-        columns = counts.sum(axis=0, dtype=batch.dtype)
-        there = (rows > 0) & (columns > 0)
-        if not there.any():
+        if not pairs:
             continue
-        starts = np.empty_like(counts)
-        for row, (n, other), (owned, _) in zip(starts, pairs, keys, strict=True):
-            anchors = blocks[n].anchors
-            np.add(anchors[min(piece, len(anchors) - 1)], owned.offset[other], out=row)
-            row += base[n]
-        if not there.all():
-            starts, counts = starts[:, there], counts[:, there]
-        q = q_anchor + (0 if together else queries.offset[piece])
-        spans = (starts.T.ravel(), counts.T.ravel())  # sequence after sequence
-        found.append(draft_launch(tables, (None, None), (q[there], rows[there]), spans, None, columns[there]))
+        keys = [batch.owned("kv", peers[n]) for n, _ in pairs]
+        rows = queries.total if together else queries.count[piece]
+        columns, spans = batch.loops.gathered_whole(
+            rows,
+            [owned.count[other] for owned, (_, other) in zip(keys, pairs, strict=True)],
+            [blocks[n].anchors[min(piece, len(blocks[n].anchors) - 1)] for n, _ in pairs],
+            [_offset(batch, owned, other) for owned, (_, other) in zip(keys, pairs, strict=True)],
+            base.take([n for n, _ in pairs]),
+        )
+        offset = batch.nothing if together else _offset(batch, queries, piece)
+        every = Slot(offset, rows * (columns > 0), batch.nothing, columns)  # the keys' rows are those of the spans
+        q, rows, _, columns, _ = batch.loops.tiles([every], q_anchor, [batch.nothing], None)
+        if len(rows):
+            found.append(draft_launch(tables, (None, None), (q, rows), spans, None, columns))
     return found
+
+
+def _offset(batch: Batch, owned: Owned, piece: int) -> Array:
+    """Where a piece begins on the token axis."""
+    return owned.count[0] if piece else batch.nothing
 
 
 def _remote(
@@ -129,9 +110,9 @@ def _remote(
     full: list[Slot] = []
     wide: dict[tuple[int, int], Slot] = {}
     for piece, (first, count) in enumerate(zip(queries.first, queries.count, strict=True)):
-        offset = (queries.offset[piece] - first, 0)
-        here = [cut(batch, first, first + count, *gap, offset, piece) for gap in gaps]
-        wide[piece, 0], left_over = _over_gaps(here)
+        offsets = (queries.offset[piece] - first, batch.nothing)
+        here = [cut(batch, Range(first, count), gap, offsets, piece) for gap in gaps]
+        wide[piece, 0], left_over = _over_gaps(batch, here, piece)
         full += left_over
         cuts += here
     placed = launches(
@@ -143,66 +124,39 @@ def _remote(
         [c.own for c in cuts],
     )
     arrived = _arrived(batch, rank, peers, blocks)
-    orders: dict[bool, _Pieces] = {}
+    orders: dict[bool, Pieces] = {}
     found: list[DraftLaunch] = []
     for window, slots in placed:
         any_order = window == (None, None)  # then in the block's own, which may be a slice of it
         if any_order not in orders:
-            ordered = arrived if any_order else sorted(arrived, key=lambda piece: piece.place)
-            orders[any_order] = _by_sequence(batch, ordered)
-        found.append(_launch(batch, window, slots, orders[any_order], q_anchor, tables))
+            ordered = arrived if any_order else sorted(arrived, key=lambda piece: piece[0])
+            orders[any_order] = batch.loops.pieces([piece for _, piece in ordered], batch.size)
+        q, spans, columns = batch.loops.gathered(slots, q_anchor, orders[any_order])
+        found.append(draft_launch(tables, window, q, spans, None, columns))
     return found
 
 
-def _launch(
-    batch: Batch,
-    window: tuple[int | None, int | None],
-    slots: list[Slot],
-    pieces: _Pieces,
-    q_anchor: Array,
-    tables: Tables,
-) -> DraftLaunch:
-    q, rows, begin, columns = (
-        by_sequence(x) for x in zip(*((s.q + q_anchor, s.rows, s.k, s.columns) for s in slots), strict=True)
-    )
-    there = np.flatnonzero(rows > 0)
-    q, rows, begin, end = (x.take(there) for x in (q, rows, begin, begin + columns))
-    seqs = there // len(slots)
-    number = np.diff(pieces.ends, prepend=0).take(seqs)  # pieces of each segment's sequence
-    behind = np.cumsum(number)
-    piece = np.repeat(pieces.ends.take(seqs) - behind, number)
-    piece += np.arange(behind[-1])
-    start = pieces.first.take(piece)
-    np.maximum(start, np.repeat(begin, number), out=start)
-    length = pieces.stop.take(piece)
-    np.minimum(length, np.repeat(end, number), out=length)
-    length -= start
-    np.maximum(length, 0, out=length)
-    total = np.add.reduceat(length, behind - number)
-    there = np.flatnonzero(length > 0)
-    spans = (pieces.anchor.take(piece.take(there)) + start.take(there), length.take(there))
-    return draft_launch(tables, window, (q, rows), spans, None, total)
-
-
-def _gaps(batch: Batch, rank: int) -> list[tuple[Array, Array]]:
+def _gaps(batch: Batch, rank: int) -> list[Range]:
     """The positions of every sequence's keys that are not the rank's own: before its first piece, between its pieces,
     behind its last.
     """
     begin, gaps = np.zeros_like(batch.len_kv), []
     for start, stop in batch.spans("kv", batch.count, rank):
-        gaps.append((begin, np.minimum(np.maximum(start, begin), batch.len_kv)))
+        end = np.minimum(np.maximum(start, begin), batch.len_kv)
+        gaps.append(Range(begin, end - begin))
         begin = np.minimum(np.maximum(stop, begin), batch.len_kv)
-    return [*gaps, (begin, batch.len_kv)]
+    return [*gaps, Range(begin, batch.len_kv - begin)]
 
 
-def _over_gaps(cuts: list[Cut]) -> tuple[Slot, list[Slot]]:
+def _over_gaps(batch: Batch, cuts: list[Cut], piece: int) -> tuple[Slot, list[Slot]]:
     """Unmasked tiles of one piece of queries: those with the same rows as the first become one, whose range of
     positions goes on over the own keys (nothing is hidden from these rows in between); and what is left over. The keys
     of a gap that has a tile of the user's window are not for a second one that reaches over them.
     """
-    whole, left_over = cuts[0].full, []
+    nothing = Slot(batch.nothing, batch.nothing, batch.nothing, batch.nothing, piece)
+    whole, left_over = cuts[0].full or nothing, []
     blocked = np.zeros_like(whole.rows, dtype=bool)
-    for slot, natural in ((c.full, c.natural) for c in cuts[1:]):
+    for slot, natural in ((c.full or nothing, c.natural or nothing) for c in cuts[1:]):
         empty = whole.rows == 0
         blocked = blocked | (~empty & (natural.rows > 0))
         same = (slot.rows > 0) & (empty | (~blocked & (slot.q == whole.q) & (slot.rows == whole.rows)))
@@ -212,38 +166,24 @@ def _over_gaps(cuts: list[Cut]) -> tuple[Slot, list[Slot]]:
             np.where(same, slot.rows, whole.rows),
             np.where(same, begin, whole.k),
             np.where(same, slot.k + slot.columns - begin, whole.columns),
-            whole.piece,
+            piece,
         )
         left_over.append(slot.only(~same))
     return whole, left_over
 
 
-def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> list[_Arrived]:
-    """Every piece of the gathered block, in the order of its rows."""
+def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> list[tuple[int, Arrived]]:
+    """Every piece of the gathered block, in the order of its rows; before it its place among all pieces: in every
+    sequence they lie in that order.
+    """
     base, found = 0, []
-    small = np.uint16 if batch.size < 2**16 else np.int64  # sorts fast, and takes little fresh memory
     for peer, block in zip(peers, blocks, strict=True):
         near = batch.near(rank, peer)
         keys, chunks = near.owned("kv", peer), near.chunks(peer)
-        for (start, count), anchor in zip(block.ranges, block.anchors, strict=True):
-            for piece, (offset, first, length) in enumerate(zip(keys.offset, keys.first, keys.count, strict=True)):
-                begin = np.maximum(start, offset)
-                size = np.minimum(start + count, offset + length) - begin
-                there = np.flatnonzero(size > 0)
-                if len(there):
-                    seq = (there if near.numbers is None else near.numbers.take(there)).astype(small)
-                    begin, size = begin.take(there), size.take(there)
-                    positions = begin + (first - offset).take(there)
-                    rows = begin + (anchor + base).take(there)
-                    found.append(_Arrived(chunks[piece][0] if chunks else peer, seq, positions, size, rows))
+        for tokens, anchor in zip(block.ranges, block.anchors, strict=True):
+            for piece in range(len(keys.first)):
+                here = batch.loops.held(tokens, keys, piece, anchor, base, near.numbers)
+                if here is not None:
+                    found.append((chunks[piece][0] if chunks else peer, here))
         base += block.size
     return found
-
-
-def _by_sequence(batch: Batch, arrived: list[_Arrived]) -> _Pieces:
-    """The pieces sequence by sequence, those of each in the order given."""
-    seq = np.concatenate([a.seq for a in arrived])
-    order = np.argsort(seq, kind="stable")
-    first, count, row = (np.concatenate(x).take(order) for x in zip(*(a[2:] for a in arrived), strict=True))
-    ends = np.cumsum(np.bincount(seq, minlength=batch.size))
-    return _Pieces(ends, first, first + count, row - first)

@@ -26,7 +26,7 @@ def draft_halo(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftSt
     given: list[tuple[RowKey, int]] = []  # own rows that the unit s + 1 ahead sees, and their number
     near, block = batch, place.own
     for s in range(count):
-        launches = place_launches(tables, see(near, unit, unit - s), near.of(place.q_anchor), block, block)
+        launches = place_launches(near, tables, see(near, unit, unit - s), near.of(place.q_anchor), block, block)
         forward.append(DraftStep(launches=launches, own=s == 0, grad_size=block.size))
         if s + 1 == count:
             break
@@ -37,7 +37,7 @@ def draft_halo(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftSt
         if size:
             forward[s].give_kv = [DraftGive(place.rank_of(ahead % count), number, rows, True)]
         near = batch.near(unit, behind)
-        block = packed(seen(near, unit, behind))
+        block = packed(near, seen(near, unit, behind))
         if block.size:
             rows = slice(0, block.size)
             forward[s].take_kv = [DraftTake(place.rank_of(behind % count), number, block.size, rows, False)]

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from cp_fast.planning.batch import Array
+from cp_fast.planning.columns import Array
 from cp_fast.planning.tables import Key, Lengths, Uploaded
 
 __all__ = ["PaddedTables", "pad"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from cp_fast.planning.batch import Array, by_sequence
+from cp_fast.planning.batch import Batch
 from cp_fast.planning.blocks import Block
+from cp_fast.planning.columns import Array, Slot
 from cp_fast.planning.drafts import DraftLaunch, draft_launch
 from cp_fast.planning.tables import Tables
-from cp_fast.planning.tiles import Placed, Slot
+from cp_fast.planning.tiles import Placed
 
 __all__ = ["Place", "place_launches"]
 
@@ -29,31 +28,23 @@ class Place(NamedTuple):
 
 
 def place_launches(
-    tables: Tables, placed: Sequence[Placed], q_anchor: Array, block: Block, grads: Block
+    batch: Batch, tables: Tables, placed: Sequence[Placed], q_anchor: Array, block: Block, grads: Block
 ) -> list[DraftLaunch]:
     """Tiles on token axes to launches on rows: key rows of the block in hand, and of the buffer of its gradients."""
     found: list[DraftLaunch] = []
+    same = block is grads or _same_rows(batch, block, grads)
     for window, slots in placed:
-        q = by_sequence([s.q + q_anchor for s in slots])
-        rows = by_sequence([s.rows for s in slots])
-        columns = by_sequence([s.columns for s in slots])
-        k, grad = _key_rows(slots, block), None if _same_rows(block, grads) else _key_rows(slots, grads)
-        if not rows.all():
-            there = np.flatnonzero(rows > 0)
-            q, rows, columns, k = (x.take(there) for x in (q, rows, columns, k))
-            grad = grad if grad is None else grad.take(there)
-        found.append(
-            draft_launch(tables, window, (q, rows), (k, columns), None if grad is None else (grad, columns), columns)
-        )
+        of_grads = None if same else _anchors(slots, grads)
+        q, rows, k, columns, grad = batch.loops.tiles(slots, q_anchor, _anchors(slots, block), of_grads)
+        of_grads = None if grad is None else (grad, columns)
+        found.append(draft_launch(tables, window, (q, rows), (k, columns), of_grads, columns))
     return found
 
 
-def _same_rows(block: Block, grads: Block) -> bool:
+def _same_rows(batch: Batch, block: Block, grads: Block) -> bool:
     """Whether both have every token in the same row."""
-    if block is grads:
-        return True
-    return block.size == grads.size and all(map(np.array_equal, block.anchors, grads.anchors))
+    return block.size == grads.size and all(map(batch.loops.same, block.anchors, grads.anchors))
 
 
-def _key_rows(slots: list[Slot], block: Block) -> Array:
-    return by_sequence([s.k + block.anchors[min(s.piece, len(block.anchors) - 1)] for s in slots])
+def _anchors(slots: list[Slot], block: Block) -> list[Array]:
+    return [block.anchors[min(s.piece, len(block.anchors) - 1)] for s in slots]

@@ -39,9 +39,9 @@ def draft_ring(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftSt
         keys = batch.owned("kv", unit - s)
         before = next(visited) if s > 1 else None
         if s > 0:
-            block = packed((seen_within(batch, together(own, to_visit[s]) if s + 1 < count else own, keys),))
-            grads = packed((seen_within(batch, own if before is None else together(own, before), keys),))
-        launches = place_launches(tables, see(batch, unit, unit - s), place.q_anchor, block, grads)
+            block = packed(batch, (seen_within(batch, together(own, to_visit[s]) if s + 1 < count else own, keys),))
+            grads = packed(batch, (seen_within(batch, own if before is None else together(own, before), keys),))
+        launches = place_launches(batch, tables, see(batch, unit, unit - s), place.q_anchor, block, grads)
         step = DraftStep(launches=launches, own=s == 0, grad_size=grads.size)
         if s > 0 and block.size:
             number, rows = tag(place.first_step + s - 1, "kv"), slice(0, block.size)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_fast.planning.batch import Array, spread
+from cp_fast.planning.columns import Array, spread
+from cp_fast.planning.loops import BY_NUMPY, Loops
 from cp_fast.rows import Rows
 
 __all__ = ["Key", "Lengths", "RowKey", "Tables", "Uploaded"]
@@ -45,7 +46,8 @@ class Tables:
     [4, 5, 9, 10, 11]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loops: Loops = BY_NUMPY) -> None:
+        self._loops = loops
         self._spans: list[tuple[Array, Array, int]] = []  # first rows, numbers of rows, their sum
         self._lengths: list[Array] = []
         self._known: dict[tuple[int, ...], list[tuple[Key, Array, Array]]] = {}  # by what is quickly compared
@@ -53,35 +55,31 @@ class Tables:
 
     def rows(self, start: Array, count: Array) -> RowKey:
         """Rows [start, start + count), span after span; empty spans are allowed."""
-        if not count.all():
-            there = np.flatnonzero(count > 0)
-            start, count = start.take(there), count.take(there)  # faster than by brackets
+        start, count, total, contiguous = self._loops.spans(start, count)
         if not len(count):
             return slice(0, 0)
-        total, begin, last = int(count.sum(dtype=count.dtype)), int(start[0]), int(start[-1])
-        if last + int(count[-1]) - begin == total and bool((start[1:] == start[:-1] + count[:-1]).all()):
+        begin, same = int(start[0]), self._loops.same
+        if contiguous:
             return slice(begin, begin + total)
-        same = self._known.setdefault((len(count), total, begin, last), [])
-        for key, known_start, known_count in same:
-            if np.array_equal(start, known_start) and np.array_equal(count, known_count):
+        known = self._known.setdefault((len(count), total, begin, int(start[-1])), [])
+        for key, known_start, known_count in known:
+            if same(start, known_start) and same(count, known_count):
                 return key
         key = Key(len(self._spans))
         self._spans.append((start, count, total))
-        same.append((key, start, count))
+        known.append((key, start, count))
         return key
 
     def lengths(self, count: Array) -> Key:
         """The cumulative sum of these, from 0."""
-        cumulative = np.empty(len(count) + 1, dtype=np.int32)
-        cumulative[0] = 0
-        np.cumsum(count, out=cumulative[1:])
-        same = self._known_lengths.setdefault((len(count), int(cumulative[-1])), [])
-        for key, known in same:
-            if np.array_equal(cumulative, known):
+        cumulative = self._loops.cumulative(count)
+        known = self._known_lengths.setdefault((len(count), int(cumulative[-1])), [])
+        for key, known_lengths in known:
+            if self._loops.same(cumulative, known_lengths):
                 return key
         key = Key(len(self._lengths))
         self._lengths.append(cumulative)
-        same.append((key, cumulative))
+        known.append((key, cumulative))
         return key
 
     def numbers(self, key: RowKey) -> Array:

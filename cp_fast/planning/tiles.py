@@ -21,43 +21,20 @@ and sbhd, where the sequences have the same corners anyway.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.batch import Array, Batch, Owned
+from cp_fast.planning.batch import Batch
+from cp_fast.planning.columns import Array, Cut, Owned, Range, Slot
 
-__all__ = ["LARGE", "Cut", "Placed", "Slot", "cut", "join", "launches", "see"]
+__all__ = ["LARGE", "Placed", "cut", "join", "launches", "see"]
 
 Window = tuple[int | None, int | None]
+Slots = Sequence[Slot | None]
 
 LARGE = 2048  # query rows from which a tile has its own window
-
-
-class Slot(NamedTuple):
-    """One tile a sequence, on the token axes of queries and keys: `rows` queries from `q`, `columns` keys from `k`;
-    all zero where a sequence has none. `piece` numbers the queries' piece. For tiles with windows of their own, `left`
-    and `right` have them, -1 where unbounded.
-    """
-
-    q: Array
-    rows: Array
-    k: Array
-    columns: Array
-    piece: int = 0
-    left: Array | None = None
-    right: Array | None = None
-
-    def only(self, where: Array) -> Slot:
-        """The tiles of some sequences."""
-        q, rows, k, columns = (x * where for x in (self.q, self.rows, self.k, self.columns))
-        return self._replace(q=q, rows=rows, k=k, columns=columns)
-
-    def meets(self, other: Slot) -> bool:
-        """Whether any sequence has a query row or a key row in both."""
-        in_q = (self.q < other.q + other.rows) & (other.q < self.q + self.rows)
-        in_k = (self.k < other.k + other.columns) & (other.k < self.k + self.columns)
-        return bool((in_q | in_k).any())
 
 
 class Placed(NamedTuple):
@@ -65,16 +42,6 @@ class Placed(NamedTuple):
 
     window: Window
     slots: list[Slot]
-
-
-class Cut(NamedTuple):
-    """A rectangle's tiles, by kind."""
-
-    natural: Slot
-    right: Slot
-    full: Slot
-    left: Slot
-    own: Slot
 
 
 def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
@@ -94,58 +61,24 @@ def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
         return launches(batch, [], [], _plain(queries, keys, plain), [], [])
     found = {(p, o): _tiles(batch, queries, keys, p, o, square) for p, o in plain + crossed}
     cuts = [found[pair] for pair in sorted(found)]
-    natural = [c.natural for c in cuts]
+    whole = None
     if square is not None and square.any():
-        natural.insert(0, Slot(_zero(queries), queries.total, _zero(queries), keys.total).only(square))
-    full = join({pair: found[pair].full for pair in found})
-    return launches(batch, natural, [c.right for c in cuts], full, [c.left for c in cuts], [c.own for c in cuts])
-
-
-def cut(
-    batch: Batch, q0: Array, q1: Array, k0: Array, k1: Array, offset: tuple[Array | int, Array | int], piece: int
-) -> Cut:
-    """The tiles of rectangles [q0, q1) x [k0, k1) of positions; `offset` is (token - position) of queries and keys."""
-    lo, hi = batch.lo, batch.hi
-    row0 = q0 if hi is None else np.maximum(q0, k0 - hi)
-    row1 = q1 if lo is None else np.minimum(q1, k1 - lo)
-    end = k1 if hi is None else np.minimum(k1, q1 + hi)
-    begin = k0 if lo is None else np.maximum(k0, q0 + lo)
-    there = (q0 < q1) & (k0 < k1) & (row0 < row1) & (begin < end)
-    if not there.any():
-        return Cut(*[Slot(batch.nothing, batch.nothing, batch.nothing, batch.nothing, piece)] * 5)
-    nothing = np.zeros_like(there)
-    cut_right = nothing if hi is None else there & (end - 1 - row0 > hi)
-    cut_left = nothing if lo is None else there & (begin - (row1 - 1) < lo)
-    natural = nothing if lo is None and hi is None else there & (end - row1 == batch.shift)
-    rest = there & ~natural
-
-    split = row0 if hi is None else np.where(cut_right, end - hi, row0)  # rows from here on see every key on the right
-    below = rest & (split < row1)
-    start = begin if lo is None else np.maximum(begin, split + lo)
-    edge = start if lo is None else np.where(start - (row1 - 1) < lo, row1 + lo, start)
-    has_right, has_left, has_full = rest & cut_right, below & (start < edge), below & (edge < end)
-    several = has_right.astype(np.int8) + has_left + has_full > 1
-    if batch.problem.qkv_format == "thd":
-        several &= row1 - row0 >= LARGE
-
-    def slot(where: Array, a: Array, b: Array, c: Array, d: Array) -> Slot:
-        if not where.any():
-            return Slot(batch.nothing, batch.nothing, batch.nothing, batch.nothing, piece)
-        return Slot(a + offset[0], b - a, c + offset[1], d - c, piece).only(where)
-
-    own = slot(several, row0, row1, begin, end)
-    if several.any():
-        none = np.full_like(row0, -1)
-        left = none if lo is None else np.where(cut_left, end - row1 - lo, -1)
-        right = none if hi is None else np.where(cut_right, hi + row1 - end, -1)
-        own = own._replace(left=left, right=right)
-    return Cut(
-        natural=slot(natural, row0, row1, begin, end),
-        right=slot(has_right & ~several, row0, split, begin, end),
-        full=slot(has_full & ~several, split, row1, edge, end),
-        left=slot(has_left & ~several, split, row1, start, edge),
-        own=own,
+        whole = Slot(_zero(queries), queries.total, _zero(queries), keys.total).only(square)
+    return launches(
+        batch,
+        [whole, *(c.natural for c in cuts)],
+        [c.right for c in cuts],
+        join({pair: c.full for pair, c in found.items() if c.full is not None}),
+        [c.left for c in cuts],
+        [c.own for c in cuts],
     )
+
+
+def cut(batch: Batch, q: Range, k: Range, offsets: tuple[Array, Array], piece: int) -> Cut:
+    """The tiles of rectangles of positions; `offsets` are (token - position) of queries and keys."""
+    bounded = batch.lo is not None or batch.hi is not None
+    large = LARGE if batch.problem.qkv_format == "thd" else 0
+    return batch.loops.cut(q, k, batch.band, bounded, large, offsets, piece)
 
 
 def join(full: dict[tuple[int, int], Slot]) -> list[Slot]:
@@ -161,14 +94,14 @@ def join(full: dict[tuple[int, int], Slot]) -> list[Slot]:
 
 
 def launches(
-    batch: Batch, natural: list[Slot], right: list[Slot], full: list[Slot], left: list[Slot], own: list[Slot]
+    batch: Batch, natural: Slots, right: Slots, full: Slots, left: Slots, own: Slots
 ) -> list[Placed]:
-    """The launches of tiles by kind. Slots without a row in common share one; each sequence keeps the order of its
-    tiles.
+    """The launches of tiles by kind; None is no tile. Slots without a row in common share one; each sequence keeps the
+    order of its tiles.
     """
     width = None if batch.window[0] is None or batch.window[1] is None else batch.window[0] + batch.window[1]
     placed: list[Placed] = []
-    kinds: list[tuple[Window, list[Slot]]] = [
+    kinds: list[tuple[Window, Slots]] = [
         (batch.window, natural),
         ((width, 0), right),
         ((None, None), full),
@@ -177,22 +110,20 @@ def launches(
     for window, slots in kinds:
         together: list[Slot] = []
         for slot in slots:
-            if not slot.rows.any():
+            if slot is None or not slot.rows.any():
                 continue
-            if any(slot.meets(other) for other in together):
+            if any(batch.loops.meet(slot, other) for other in together):
                 placed.append(Placed(window, together))
                 together = []
             together.append(slot)
         if together:
             placed.append(Placed(window, together))
     for slot in own:
-        placed += _with_own_windows(slot)
+        placed += _with_own_windows(slot) if slot is not None else []
     return placed
 
 
 def _with_own_windows(slot: Slot) -> list[Placed]:
-    if not slot.rows.any():
-        return []
     assert slot.left is not None
     assert slot.right is not None
     there = slot.rows > 0
@@ -245,8 +176,8 @@ def _along(owned: Owned, pieces: list[int]) -> tuple[Array, Array]:
 def _tiles(batch: Batch, queries: Owned, keys: Owned, piece: int, other: int, square: Array | None) -> Cut:
     q0, k0 = queries.first[piece], keys.first[other]
     rows = queries.count[piece] if square is None else np.where(square, 0, queries.count[piece])
-    offset = (queries.offset[piece] - q0, keys.offset[other] - k0)
-    return cut(batch, q0, q0 + rows, k0, k0 + keys.count[other], offset, piece)
+    offsets = (queries.offset[piece] - q0, keys.offset[other] - k0)
+    return cut(batch, Range(q0, rows), Range(k0, keys.count[other]), offsets, piece)
 
 
 def _joined(

@@ -1,0 +1,128 @@
+"""What planners know of ten thousand sequences: columns, which are arrays with one number a sequence.
+
+A unit is a rank, or a group of `a2a_size` ranks (see `cp_ref.spec.units`). Its real tokens of a sequence form one axis,
+the *token axis*: 0 is its first real token, whatever gap lies between its two chunks.
+
+    dual_chunk, 2 units, 8 slots, 7 real tokens      position    0 1 2 3 4 5 6 .
+    unit 0 has two pieces, [0, 2) and [6, 7)         token axis  0 1         2
+
+A window is a range of positions, so on the token axis it is a range again, whichever pieces it touches; and real tokens
+of one unit lie side by side in its buffer, because a chunk is only padded where no later chunk has a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Array", "Arrived", "Band", "Cut", "Owned", "Pieces", "Range", "Slot", "by_sequence", "spread"]
+
+Array = np.ndarray
+
+
+def spread(start: Array, count: Array) -> Array:
+    """The numbers of spans, one span behind the other.
+
+    >>> spread(np.array([4, 9]), np.array([2, 3])).tolist()
+    [4, 5, 9, 10, 11]
+    """
+    total, ends = int(count.sum()), np.cumsum(count, dtype=count.dtype)
+    return np.repeat(start - ends + count, count) + np.arange(total, dtype=start.dtype)
+
+
+def by_sequence(columns: Sequence[Array]) -> Array:
+    """Columns side by side: all of the first sequence, then all of the second.
+
+    >>> by_sequence([np.array([1, 2]), np.array([3, 4])]).tolist()
+    [1, 3, 2, 4]
+    """
+    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1).ravel()
+
+
+class Owned(NamedTuple):
+    """The real tokens of one unit on one side, in one or two pieces a sequence.
+
+    Piece p has the positions [first[p], stop[p]), `count[p]` of them (0 if there is none); `total` is the length of the
+    token axis. Of two pieces the second is empty wherever the first is not full.
+    """
+
+    first: tuple[Array, ...]
+    stop: tuple[Array, ...]
+    count: tuple[Array, ...]
+    total: Array
+
+    @property
+    def offset(self) -> tuple[Array | int, ...]:
+        """Where each piece begins on the token axis."""
+        return (0, self.count[0])[: len(self.first)]
+
+
+class Range(NamedTuple):
+    """[start, start + count) of a token axis, or of positions: one range a sequence."""
+
+    start: Array
+    count: Array
+
+
+class Band(NamedTuple):
+    """Query i sees key j of its sequence if lo <= j - i <= hi; on a side that is unbounded, `lo` and `hi` are beyond
+    all positions. `shift` is the diagonal of the last query and the last key.
+    """
+
+    lo: Array
+    hi: Array
+    shift: Array
+
+
+class Slot(NamedTuple):
+    """One tile a sequence, on the token axes of queries and keys: `rows` queries from `q`, `columns` keys from `k`;
+    all zero where a sequence has none. `piece` numbers the queries' piece. For tiles with windows of their own, `left`
+    and `right` have them, -1 where unbounded.
+    """
+
+    q: Array
+    rows: Array
+    k: Array
+    columns: Array
+    piece: int = 0
+    left: Array | None = None
+    right: Array | None = None
+
+    def only(self, where: Array) -> Slot:
+        """The tiles of some sequences."""
+        q, rows, k, columns = (x * where for x in (self.q, self.rows, self.k, self.columns))
+        return self._replace(q=q, rows=rows, k=k, columns=columns)
+
+
+class Cut(NamedTuple):
+    """A rectangle's tiles, by kind; None where no sequence has one."""
+
+    natural: Slot | None = None
+    right: Slot | None = None
+    full: Slot | None = None
+    left: Slot | None = None
+    own: Slot | None = None
+
+
+class Arrived(NamedTuple):
+    """A piece of keys of a peer in the gathered block, for every sequence that has it: the number of the sequence, the
+    first position, the length, the first row.
+    """
+
+    seq: Array
+    first: Array
+    count: Array
+    row: Array
+
+
+class Pieces(NamedTuple):
+    """Pieces of keys by sequence: how many there are up to the end of each sequence; positions [first, stop) of each
+    piece, and what is to be added to a position for its row.
+    """
+
+    ends: Array
+    first: Array
+    stop: Array
+    anchor: Array

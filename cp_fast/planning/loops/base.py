@@ -1,0 +1,133 @@
+"""What planning spends its time on: loops over the sequences of a batch, each of them one method.
+
+A planner is steps, messages and launches in Python, and in between a few dozen of these a step. Columns have one number
+a sequence, int32 or int64, the same for all of a call; ranges, slots and bands are those of `columns`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from cp_fast.planning.columns import Array, Arrived, Band, Cut, Owned, Pieces, Range, Slot
+
+__all__ = ["Chunks", "Loops", "Spans", "Tiles"]
+
+Chunks = Sequence[tuple[int, int]]  # pieces by the numbers of their first chunk and of the one behind the last
+Spans = tuple[Array, Array]  # first rows, numbers of rows
+Tiles = tuple[Array, Array, Array, Array, Array | None]  # first query rows, rows, first key rows, columns, gradients'
+
+
+class Loops(ABC):
+    """The loops. None of them writes to what it is given."""
+
+    name: str
+
+    # ---- which tokens a unit has, and which of them are seen
+
+    @abstractmethod
+    def owned(self, lengths: Array, chunk: Array, chunks: Chunks) -> Owned:
+        """The real tokens in one or two pieces of sequences that are cut into chunks of `chunk` slots."""
+
+    @abstractmethod
+    def ends(self, owned: Owned, far: int) -> Array:
+        """The position behind the last token; -far without one."""
+
+    @abstractmethod
+    def below(self, owned: Owned, position: Array) -> Array:
+        """How many of the tokens lie before a position: where it falls on the token axis."""
+
+    @abstractmethod
+    def through_window(self, first: Array, count: Array, band: Band, keys: Owned) -> Range:
+        """What queries [first, first + count) see of the keys; nothing where there is no query."""
+
+    @abstractmethod
+    def only(self, there: Array, tokens: Range) -> Range:
+        """The range where `there` is above zero; else nothing."""
+
+    @abstractmethod
+    def behind(self, tokens: Range, before: Range) -> Range:
+        """What of a range lies behind another one, which does not begin behind it."""
+
+    @abstractmethod
+    def packed(self, ranges: tuple[Range, ...]) -> tuple[tuple[Array, ...], int]:
+        """The buffer that holds one or two ranges a sequence, sequence after sequence: what is to be added to a token
+        of each range for its row, and the number of rows.
+        """
+
+    # ---- tiles
+
+    @abstractmethod
+    def cut(
+        self, q: Range, k: Range, band: Band, bounded: bool, large: int, offsets: tuple[Array, Array], piece: int
+    ) -> Cut:
+        """The tiles of rectangles of positions (see `tiles`). `bounded`: the band has an edge; `large`: the rows from
+        which a tile that would be cut keeps a window of its own; `offsets`: token - position, of queries and keys.
+        """
+
+    @abstractmethod
+    def meet(self, one: Slot, other: Slot) -> bool:
+        """Whether any sequence has a query row or a key row in both."""
+
+    @abstractmethod
+    def tiles(
+        self, slots: Sequence[Slot], q_anchor: Array, k_anchors: Sequence[Array], grad_anchors: Sequence[Array] | None
+    ) -> Tiles:
+        """All tiles, those of the first sequence first; rows by what is added to tokens, for each slot."""
+
+    # ---- spans of rows
+
+    @abstractmethod
+    def spans(self, start: Array, count: Array) -> tuple[Array, Array, int, bool]:
+        """The spans that are not empty, their sum, and whether they are one range of rows."""
+
+    @abstractmethod
+    def cumulative(self, count: Array) -> Array:
+        """The cumulative sum from 0, int32 [n + 1]."""
+
+    @abstractmethod
+    def same(self, one: Array, other: Array) -> bool:
+        """Whether two arrays of one length are equal."""
+
+    @abstractmethod
+    def exchanged(
+        self, owned: Owned, shares: Sequence[Sequence[tuple[Array, Array]]], positions: tuple[Array, Array], row: Array
+    ) -> tuple[Array, Array, list[int]]:
+        """The rows of every rank's share of a unit's tokens that take part: first rows and numbers of rows
+        [ranks, sequences, pieces], and their sum for each rank.
+
+        Args:
+            owned: the unit's tokens.
+            shares: the pieces [start, stop) of positions of each rank.
+            positions: those [start, stop) that take part.
+            row: what is added to a token for its row.
+        """
+
+    # ---- keys that were gathered
+
+    @abstractmethod
+    def held(
+        self, tokens: Range, keys: Owned, piece: int, anchor: Array, base: int, numbers: Array | None
+    ) -> Arrived | None:
+        """The part of a range that a piece of the keys has; None where no sequence has any. Rows are by `anchor` and
+        `base` together; `numbers` are those of the sequences, None where they count up.
+        """
+
+    @abstractmethod
+    def pieces(self, arrived: Sequence[Arrived], size: int) -> Pieces:
+        """All of them by sequence, those of each in the order given; `size` sequences."""
+
+    @abstractmethod
+    def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:
+        """Tiles whose keys are the positions [k, k + columns) of a sequence: their query rows, those of the first
+        sequence first; the spans of their keys' rows, none of them empty; and how many rows of keys each tile has.
+        """
+
+    @abstractmethod
+    def gathered_whole(
+        self, rows: Array, counts: Sequence[Array], anchors: Sequence[Array], offsets: Sequence[Array], bases: Array
+    ) -> tuple[Array, Spans]:
+        """Tiles that see every one of many pieces of keys in full: their columns; and the spans of pieces that are not
+        empty, for tiles with `rows` above zero, one tile after the other. A piece begins in the row anchor + offset +
+        base.
+        """

@@ -1,0 +1,221 @@
+"""The loops as operations on whole arrays, where there is no compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cp_fast.planning.columns import Array, Arrived, Band, Cut, Owned, Pieces, Range, Slot, by_sequence
+from cp_fast.planning.loops.base import Chunks, Loops, Spans, Tiles
+
+__all__ = ["ByNumpy"]
+
+
+class ByNumpy(Loops):
+    """A few operations each. `.take` is faster than brackets, and fresh memory costs more than arithmetic."""
+
+    name = "numpy"
+
+    def owned(self, lengths: Array, chunk: Array, chunks: Chunks) -> Owned:
+        first = tuple(chunk * a for a, _ in chunks)
+        stop = tuple(np.maximum(np.minimum(chunk * b, lengths), a) for a, (_, b) in zip(first, chunks, strict=True))
+        count = tuple(b - a for a, b in zip(first, stop, strict=True))
+        return Owned(first, stop, count, count[0] if len(count) == 1 else count[0] + count[1])
+
+    def ends(self, owned: Owned, far: int) -> Array:
+        found: Array | int = -far
+        for count, stop in zip(owned.count, owned.stop, strict=True):
+            found = np.where(count > 0, stop, found)
+        assert isinstance(found, np.ndarray)
+        return found
+
+    def below(self, owned: Owned, position: Array) -> Array:
+        found = _clipped(position, owned.first[0], owned.stop[0])
+        for first, stop in zip(owned.first[1:], owned.stop[1:], strict=True):
+            found += _clipped(position, first, stop)
+        return found
+
+    def through_window(self, first: Array, count: Array, band: Band, keys: Owned) -> Range:
+        start, stop = self.below(keys, first + band.lo), self.below(keys, first + count + band.hi)
+        return self.only(count, Range(start, stop - start))
+
+    def only(self, there: Array, tokens: Range) -> Range:
+        where = there > 0
+        return Range(np.where(where, tokens.start, 0), np.where(where, tokens.count, 0))
+
+    def behind(self, tokens: Range, before: Range) -> Range:
+        start = np.maximum(tokens.start, before.start + before.count)
+        return Range(start, np.maximum(tokens.start + tokens.count - start, 0))
+
+    def packed(self, ranges: tuple[Range, ...]) -> tuple[tuple[Array, ...], int]:
+        total = ranges[0].count
+        for r in ranges[1:]:
+            total = total + r.count
+        ends = np.cumsum(total, dtype=total.dtype)
+        row, anchors = ends - total, []
+        for r in ranges:
+            anchors.append(row - r.start)
+            row = row + r.count
+        return tuple(anchors), int(ends[-1]) if len(ends) else 0
+
+    def cut(
+        self, q: Range, k: Range, band: Band, bounded: bool, large: int, offsets: tuple[Array, Array], piece: int
+    ) -> Cut:
+        (q0, rows), (k0, columns), (lo, hi, shift) = q, k, band
+        q1, k1 = q0 + rows, k0 + columns
+        row0, row1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
+        begin, end = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+        there = (q0 < q1) & (k0 < k1) & (row0 < row1) & (begin < end)
+        if not there.any():
+            return Cut()
+        cut_right = there & (end - 1 - row0 > hi)
+        cut_left = there & (begin - (row1 - 1) < lo)
+        natural = there & (end - row1 == shift) & bounded
+        rest = there & ~natural
+
+        split = np.where(cut_right, end - hi, row0)  # rows from here on see every key on the right
+        below = rest & (split < row1)
+        start = np.maximum(begin, split + lo)
+        edge = np.where(start - (row1 - 1) < lo, row1 + lo, start)
+        has_right, has_left, has_full = rest & cut_right, below & (start < edge), below & (edge < end)
+        several = (has_right.astype(np.int8) + has_left + has_full > 1) & (row1 - row0 >= large)
+
+        def slot(where: Array, a: Array, b: Array, c: Array, d: Array) -> Slot | None:
+            if not where.any():
+                return None
+            return Slot(a + offsets[0], b - a, c + offsets[1], d - c, piece).only(where)
+
+        own = slot(several, row0, row1, begin, end)
+        if own is not None:
+            left, right = np.where(cut_left, end - row1 - lo, -1), np.where(cut_right, hi + row1 - end, -1)
+            own = own._replace(left=left, right=right)
+        return Cut(
+            natural=slot(natural, row0, row1, begin, end),
+            right=slot(has_right & ~several, row0, split, begin, end),
+            full=slot(has_full & ~several, split, row1, edge, end),
+            left=slot(has_left & ~several, split, row1, start, edge),
+            own=own,
+        )
+
+    def meet(self, one: Slot, other: Slot) -> bool:
+        in_q = (one.q < other.q + other.rows) & (other.q < one.q + one.rows)
+        in_k = (one.k < other.k + other.columns) & (other.k < one.k + one.columns)
+        return bool((in_q | in_k).any())
+
+    def tiles(
+        self, slots: Sequence[Slot], q_anchor: Array, k_anchors: Sequence[Array], grad_anchors: Sequence[Array] | None
+    ) -> Tiles:
+        q, rows, columns = (
+            by_sequence(x) for x in zip(*((s.q + q_anchor, s.rows, s.columns) for s in slots), strict=True)
+        )
+        k = by_sequence([s.k + anchor for s, anchor in zip(slots, k_anchors, strict=True)])
+        grad = None
+        if grad_anchors is not None:
+            grad = by_sequence([s.k + anchor for s, anchor in zip(slots, grad_anchors, strict=True)])
+        if not rows.all():
+            there = np.flatnonzero(rows > 0)
+            q, rows, k, columns = (x.take(there) for x in (q, rows, k, columns))
+            grad = grad if grad is None else grad.take(there)
+        return q, rows, k, columns, grad
+
+    def spans(self, start: Array, count: Array) -> tuple[Array, Array, int, bool]:
+        if not count.all():
+            there = np.flatnonzero(count > 0)
+            start, count = start.take(there), count.take(there)
+        total = int(count.sum(dtype=count.dtype))
+        if not len(count) or int(start[-1]) + int(count[-1]) - int(start[0]) != total:
+            return start, count, total, not len(count)
+        return start, count, total, bool((start[1:] == start[:-1] + count[:-1]).all())
+
+    def cumulative(self, count: Array) -> Array:
+        found = np.empty(len(count) + 1, dtype=np.int32)
+        found[0] = 0
+        np.cumsum(count, out=found[1:])
+        return found
+
+    def same(self, one: Array, other: Array) -> bool:
+        return bool((one == other).all())
+
+    def exchanged(
+        self, owned: Owned, shares: Sequence[Sequence[tuple[Array, Array]]], positions: tuple[Array, Array], row: Array
+    ) -> tuple[Array, Array, list[int]]:
+        shape = (len(shares), len(row), len(shares[0]))
+        rows, counts = (np.empty(shape, dtype=row.dtype) for _ in range(2))  # written once
+        for n, pieces in enumerate(shares):
+            for piece, (begin, end) in enumerate(pieces):
+                taken = np.maximum(begin, positions[0])
+                np.add(self.below(owned, taken), row, out=rows[n, :, piece])
+                np.subtract(np.minimum(end, positions[1]), taken, out=counts[n, :, piece])
+        np.maximum(counts, 0, out=counts)
+        return rows, counts, counts.sum(axis=(1, 2)).tolist()
+
+    def held(
+        self, tokens: Range, keys: Owned, piece: int, anchor: Array, base: int, numbers: Array | None
+    ) -> Arrived | None:
+        offset = keys.offset[piece]
+        begin = np.maximum(tokens.start, offset)
+        size = np.minimum(tokens.start + tokens.count, offset + keys.count[piece]) - begin
+        there = np.flatnonzero(size > 0)
+        if not len(there):
+            return None
+        seq = there if numbers is None else numbers.take(there)
+        begin, size = begin.take(there), size.take(there)
+        return Arrived(
+            seq, begin + (keys.first[piece] - offset).take(there), size, begin + (anchor + base).take(there)
+        )
+
+    def pieces(self, arrived: Sequence[Arrived], size: int) -> Pieces:
+        small = np.uint16 if size < 2**16 else np.int64  # sorts fast
+        seq = np.concatenate([a.seq.astype(small) for a in arrived])
+        order = np.argsort(seq, kind="stable")
+        first, count, row = (np.concatenate(x).take(order) for x in zip(*(a[1:] for a in arrived), strict=True))
+        ends = np.cumsum(np.bincount(seq, minlength=size))
+        return Pieces(ends, first, first + count, row - first)
+
+    def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:
+        q, rows, begin, columns = (
+            by_sequence(x) for x in zip(*((s.q + q_anchor, s.rows, s.k, s.columns) for s in slots), strict=True)
+        )
+        there = np.flatnonzero(rows > 0)
+        q, rows, begin, end = (x.take(there) for x in (q, rows, begin, begin + columns))
+        seq = there // len(slots)
+        number = np.diff(pieces.ends, prepend=0).take(seq)  # pieces of each tile's sequence
+        behind = np.cumsum(number)
+        piece = np.repeat(pieces.ends.take(seq) - behind, number)
+        piece += np.arange(behind[-1])
+        start = pieces.first.take(piece)
+        np.maximum(start, np.repeat(begin, number), out=start)
+        length = pieces.stop.take(piece)
+        np.minimum(length, np.repeat(end, number), out=length)
+        length -= start
+        np.maximum(length, 0, out=length)
+        total = np.add.reduceat(length, behind - number)
+        there = np.flatnonzero(length > 0)
+        spans = (pieces.anchor.take(piece.take(there)) + start.take(there), length.take(there))
+        return (q, rows), spans, total
+
+    def gathered_whole(
+        self, rows: Array, counts: Sequence[Array], anchors: Sequence[Array], offsets: Sequence[Array], bases: Array
+    ) -> tuple[Array, Spans]:
+        all_counts = np.array(counts).reshape(-1, len(rows))
+        starts = np.empty_like(all_counts)
+        for start, anchor, offset, base in zip(starts, anchors, offsets, bases.tolist(), strict=True):
+            np.add(anchor, offset, out=start)
+            start += base
+        columns = all_counts.sum(axis=0, dtype=rows.dtype)
+        there = rows > 0
+        if not there.all():
+            starts, all_counts = starts[:, there], all_counts[:, there]
+        start, count = starts.T.ravel(), all_counts.T.ravel()  # sequence after sequence
+        if not count.all():
+            there = np.flatnonzero(count > 0)
+            start, count = start.take(there), count.take(there)
+        return columns, (start, count)
+
+
+def _clipped(position: Array, first: Array, stop: Array) -> Array:
+    """How many of the positions from `first` to `stop` lie before this one."""
+    found = np.maximum(position, first)
+    np.minimum(found, stop, out=found)
+    return np.subtract(found, first, out=found)
