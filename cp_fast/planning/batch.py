@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cp_fast.planning.columns import Array, Band, Owned
+from cp_fast.planning.columns import Array, Band, Chunked, Owned, Spanned
 from cp_fast.planning.loops import Loops, loops
 from cp_ref.spec import Problem
 
@@ -175,13 +175,17 @@ class Batch:
     def _find(self, side: str, unit: int) -> Owned:
         lengths = self.lengths(side)
         if self.count == 1:
-            return Owned((self.nothing,), (lengths,), (lengths,), lengths)
+            return self.loops.owned(Spanned(self.nothing, lengths))
         chunks = self._chunks(self.count, unit)
         if chunks is not None:
-            return self.loops.owned(lengths, self._chunk(side, self.count), chunks)
+            numbers = np.array([*chunks[0], *(chunks[1] if len(chunks) > 1 else (-1, -1))], dtype=np.int64)
+            return self.loops.owned(Chunked(lengths, self._chunk(side, self.count), numbers))
         ((start, end),) = self.spans(side, self.count, unit)
-        stop = np.maximum(np.minimum(end, lengths), start)
-        return Owned((start,), (stop,), (stop - start,), stop - start)
+        return self.loops.owned(Spanned(start, np.maximum(np.minimum(end, lengths), start)))
+
+    def offset(self, owned: Owned, piece: int) -> Array:
+        """Where a piece begins on the token axis."""
+        return owned.count[0] if piece else self.nothing
 
     def chunks(self, unit: int) -> tuple[Chunk, ...] | None:
         """The pieces of a unit in chunks; None where sequences are not cut alike."""

@@ -80,9 +80,8 @@ def _whole_pieces(batch: Batch, reader: int, piece: int, owner: int) -> Range | 
     plain = [other for other, how in enumerate(relations) if how == "plain"]
     if not plain:
         return Range(batch.nothing, batch.nothing)
-    count = keys.total if len(plain) == len(keys.first) else keys.count[plain[0]]
-    start = batch.nothing if plain[0] == 0 else keys.count[0]
-    return batch.loops.only(queries.count[piece], Range(start, count))
+    count = keys.total if len(plain) == keys.pieces else keys.count[plain[0]]
+    return batch.loops.only(queries.count[piece], Range(batch.offset(keys, plain[0]), count))
 
 
 def seen_within(batch: Batch, reached: Array, keys: Owned) -> Range:

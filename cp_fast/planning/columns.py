@@ -12,12 +12,13 @@ of one unit lie side by side in its buffer, because a chunk is only padded where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Array", "Arrived", "Band", "Cut", "Owned", "Pieces", "Range", "Slot", "by_sequence", "spread"]
+__all__ = ["Array", "Arrived", "Band", "Chunked", "Cut", "Owned", "Pieces", "Range", "Slot", "Spanned", "by_sequence", "spread"]
 
 Array = np.ndarray
 
@@ -41,22 +42,68 @@ def by_sequence(columns: Sequence[Array]) -> Array:
     return columns[0] if len(columns) == 1 else np.stack(columns, axis=1).ravel()
 
 
-class Owned(NamedTuple):
+class Chunked(NamedTuple):
+    """Tokens of sequences that are cut into equal chunks, in one or two pieces a sequence.
+
+    `numbers`, int64 [4]: the chunks [first, stop) of the first piece, and of the second; -1 where there is none.
+    """
+
+    lengths: Array
+    chunk: Array
+    numbers: Array
+
+
+class Spanned(NamedTuple):
+    """Tokens in one piece a sequence: the positions [first, stop)."""
+
+    first: Array
+    stop: Array
+
+
+OwnedColumns = tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...], Array]
+
+
+class Owned:
     """The real tokens of one unit on one side, in one or two pieces a sequence.
 
     Piece p has the positions [first[p], stop[p]), `count[p]` of them (0 if there is none); `total` is the length of the
-    token axis. Of two pieces the second is empty wherever the first is not full.
+    token axis. Of two pieces the second is empty wherever the first is not full. The columns are made when somebody
+    looks at them: most loops need `tokens` alone.
     """
 
-    first: tuple[Array, ...]
-    stop: tuple[Array, ...]
-    count: tuple[Array, ...]
-    total: Array
+    def __init__(self, tokens: Chunked | Spanned, columns: Callable[[Chunked | Spanned], OwnedColumns]) -> None:
+        self.tokens = tokens
+        self._columns = columns
+
+    @cached_property
+    def columns(self) -> OwnedColumns:
+        """first, stop, count, total."""
+        return self._columns(self.tokens)
 
     @property
-    def offset(self) -> tuple[Array | int, ...]:
-        """Where each piece begins on the token axis."""
-        return (0, self.count[0])[: len(self.first)]
+    def pieces(self) -> int:
+        """How many."""
+        return 2 if isinstance(self.tokens, Chunked) and self.tokens.numbers[2] >= 0 else 1
+
+    @property
+    def first(self) -> tuple[Array, ...]:
+        """The first position of each piece."""
+        return self.columns[0]
+
+    @property
+    def stop(self) -> tuple[Array, ...]:
+        """The position behind each piece."""
+        return self.columns[1]
+
+    @property
+    def count(self) -> tuple[Array, ...]:
+        """The number of tokens of each piece."""
+        return self.columns[2]
+
+    @property
+    def total(self) -> Array:
+        """The length of the token axis."""
+        return self.columns[3]
 
 
 class Range(NamedTuple):

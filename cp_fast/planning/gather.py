@@ -8,11 +8,13 @@ the order of their positions.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 
 from cp_fast.planning.batch import Batch
 from cp_fast.planning.blocks import Block, message_rows, packed, seen
-from cp_fast.planning.columns import Array, Arrived, Cut, Owned, Pieces, Range, Slot
+from cp_fast.planning.columns import Array, Arrived, Cut, Pieces, Range, Slot
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake, draft_launch
 from cp_fast.planning.placing import place_launches
 from cp_fast.planning.tables import Tables
@@ -74,31 +76,24 @@ def _remote_plain(
                     visible[-1].append((n, other))
     queries = batch.owned("q", rank)
     together = len(visible) == 2 and visible[0] == visible[1]
-    base = np.cumsum([0, *(block.size for block in blocks)])
+    base = list(accumulate((block.size for block in blocks), initial=0))
     found: list[DraftLaunch] = []
     for piece, pairs in enumerate(visible[:1] if together else visible):
         if not pairs:
             continue
-        keys = [batch.owned("kv", peers[n]) for n, _ in pairs]
         rows = queries.total if together else queries.count[piece]
         columns, spans = batch.loops.gathered_whole(
             rows,
-            [owned.count[other] for owned, (_, other) in zip(keys, pairs, strict=True)],
+            [(batch.owned("kv", peers[n]), other) for n, other in pairs],
             [blocks[n].anchors[min(piece, len(blocks[n].anchors) - 1)] for n, _ in pairs],
-            [_offset(batch, owned, other) for owned, (_, other) in zip(keys, pairs, strict=True)],
-            base.take([n for n, _ in pairs]),
+            [base[n] for n, _ in pairs],
         )
-        offset = batch.nothing if together else _offset(batch, queries, piece)
+        offset = batch.nothing if together else batch.offset(queries, piece)
         every = Slot(offset, rows * (columns > 0), batch.nothing, columns)  # the keys' rows are those of the spans
         q, rows, _, columns, _ = batch.loops.tiles([every], q_anchor, [batch.nothing], None)
         if len(rows):
             found.append(draft_launch(tables, (None, None), (q, rows), spans, None, columns))
     return found
-
-
-def _offset(batch: Batch, owned: Owned, piece: int) -> Array:
-    """Where a piece begins on the token axis."""
-    return owned.count[0] if piece else batch.nothing
 
 
 def _remote(
@@ -110,7 +105,7 @@ def _remote(
     full: list[Slot] = []
     wide: dict[tuple[int, int], Slot] = {}
     for piece, (first, count) in enumerate(zip(queries.first, queries.count, strict=True)):
-        offsets = (queries.offset[piece] - first, batch.nothing)
+        offsets = (batch.offset(queries, piece) - first, batch.nothing)
         here = [cut(batch, Range(first, count), gap, offsets, piece) for gap in gaps]
         wide[piece, 0], left_over = _over_gaps(batch, here, piece)
         full += left_over
@@ -181,7 +176,7 @@ def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> 
         near = batch.near(rank, peer)
         keys, chunks = near.owned("kv", peer), near.chunks(peer)
         for tokens, anchor in zip(block.ranges, block.anchors, strict=True):
-            for piece in range(len(keys.first)):
+            for piece in range(keys.pieces):
                 here = batch.loops.held(tokens, keys, piece, anchor, base, near.numbers)
                 if here is not None:
                     found.append((chunks[piece][0] if chunks else peer, here))

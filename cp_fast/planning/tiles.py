@@ -50,20 +50,20 @@ def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
     readers, owners = batch.chunks(unit), batch.chunks(owner)
     square = _squares(batch, queries, keys) if (unit - owner) % batch.count == 0 else None
     if square is not None and square.all():
-        return launches(batch, [Slot(_zero(queries), queries.total, _zero(queries), keys.total)], [], [], [], [])
+        return launches(batch, [batch.loops.plain(queries, None, keys, None)], [], [], [], [])
     plain, crossed = [], []
-    for piece in range(len(queries.first)):
-        for other in range(len(keys.first)):
+    for piece in range(queries.pieces):
+        for other in range(keys.pieces):
             how = "crossed" if readers is None or owners is None else batch.relation(readers[piece], owners[other])
             if how != "hidden":
                 (crossed if how == "crossed" else plain).append((piece, other))
     if not crossed:
-        return launches(batch, [], [], _plain(queries, keys, plain), [], [])
+        return launches(batch, [], [], _plain(batch, queries, keys, plain), [], [])
     found = {(p, o): _tiles(batch, queries, keys, p, o, square) for p, o in plain + crossed}
     cuts = [found[pair] for pair in sorted(found)]
     whole = None
     if square is not None and square.any():
-        whole = Slot(_zero(queries), queries.total, _zero(queries), keys.total).only(square)
+        whole = batch.loops.plain(queries, None, keys, None).only(square)
     return launches(
         batch,
         [whole, *(c.natural for c in cuts)],
@@ -141,7 +141,7 @@ def _squares(batch: Batch, queries: Owned, keys: Owned) -> Array | None:
     """The sequences whose own two chunks of queries and keys are one causal square in the buffers; None if none can
     be.
     """
-    if len(queries.first) == 1 or batch.hi is None:
+    if queries.pieces == 1 or batch.hi is None:
         return None
     if batch.alike and batch.lo is None and isinstance(batch.hi, int):
         return np.ones(batch.size, dtype=bool) if batch.hi == 0 else None
@@ -149,34 +149,20 @@ def _squares(batch: Batch, queries: Owned, keys: Owned) -> Array | None:
     return same if batch.lo is None else same & (np.asarray(batch.lo) <= 1 - batch.len_q)
 
 
-def _plain(queries: Owned, keys: Owned, pairs: list[tuple[int, int]]) -> list[Slot]:
+def _plain(batch: Batch, queries: Owned, keys: Owned, pairs: list[tuple[int, int]]) -> list[Slot]:
     """Tiles with nothing hidden, of all sequences alike."""
     pieces, others = sorted({p for p, _ in pairs}), sorted({o for _, o in pairs})
     if len(pairs) == len(pieces) * len(others) and pairs:  # a full grid is one rectangle, and alone
-        q, rows = _along(queries, pieces)
-        k, columns = _along(keys, others)
-        rows = rows * (columns > 0)
-        return [Slot(q, rows, k, columns * (rows > 0), pieces[0])]
-    return join(
-        {
-            (p, o): Slot(
-                queries.offset[p] + _zero(queries), queries.count[p], keys.offset[o] + _zero(keys), keys.count[o], p
-            ).only((queries.count[p] > 0) & (keys.count[o] > 0))
-            for p, o in pairs
-        }
-    )
-
-
-def _along(owned: Owned, pieces: list[int]) -> tuple[Array, Array]:
-    if len(pieces) == len(owned.first):
-        return _zero(owned), owned.total
-    return owned.offset[pieces[0]] + _zero(owned), owned.count[pieces[0]]
+        piece = None if len(pieces) == queries.pieces else pieces[0]
+        other = None if len(others) == keys.pieces else others[0]
+        return [batch.loops.plain(queries, piece, keys, other)]
+    return join({(p, o): batch.loops.plain(queries, p, keys, o) for p, o in pairs})
 
 
 def _tiles(batch: Batch, queries: Owned, keys: Owned, piece: int, other: int, square: Array | None) -> Cut:
     q0, k0 = queries.first[piece], keys.first[other]
     rows = queries.count[piece] if square is None else np.where(square, 0, queries.count[piece])
-    offsets = (queries.offset[piece] - q0, keys.offset[other] - k0)
+    offsets = (batch.offset(queries, piece) - q0, batch.offset(keys, other) - k0)
     return cut(batch, Range(q0, rows), Range(k0, keys.count[other]), offsets, piece)
 
 
@@ -194,7 +180,3 @@ def _joined(
         both &= (a.k == b.k) & (a.columns == b.columns) & (a.q + a.rows == b.q)
         joined = a._replace(rows=a.rows + np.where(both, b.rows, 0))
     return {**full, one: joined, two: b.only(~both)}
-
-
-def _zero(owned: Owned) -> Array:
-    return np.zeros_like(owned.total)

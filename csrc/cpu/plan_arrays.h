@@ -72,11 +72,6 @@ class Array {
   View view_;
 };
 
-template <typename T>
-struct Out : Array<T> {
-  Out(Object object, int64_t size) : Array<T>(object, size, true) {}
-};
-
 // f(I{}) for the integers of a plan: 64 bits or 32.
 template <typename F>
 int64_t typed(int64_t wide, F f) {

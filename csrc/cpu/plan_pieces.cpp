@@ -2,28 +2,10 @@
 // computes is said in cp_fast/planning/loops/base.py.
 #include "plan_pieces.h"
 
-#include <cstring>
-
 namespace cp {
 namespace plans {
 
 Python python;
-
-namespace {
-
-// Every range's anchors in the buffer that holds the ranges sequence after sequence.
-template <typename I, int ranges>
-int64_t pack(I* const* anchors, const I* const* starts, const I* const* counts, int64_t n) {
-  I row = 0;
-  for (int64_t i = 0; i < n; ++i)
-    for (int r = 0; r < ranges; ++r) {
-      anchors[r][i] = row - starts[r][i];
-      row += counts[r][i];
-    }
-  return row;
-}
-
-}  // namespace
 
 CP_PLAN cp_plan_python(decltype(Python::get_buffer) get_buffer, decltype(Python::release_buffer) release_buffer,
                        decltype(Python::tuple_size) tuple_size, decltype(Python::tuple_item) tuple_item,
@@ -32,97 +14,96 @@ CP_PLAN cp_plan_python(decltype(Python::get_buffer) get_buffer, decltype(Python:
   return 0;
 }
 
-CP_PLAN cp_plan_pieces(int64_t wide, int64_t n, Object out, Object lengths, Object chunk, int64_t pieces,
-                       int64_t first0, int64_t stop0, int64_t first1, int64_t stop1) {
+// One piece: first, stop, count. Two pieces: first and second of each, and the total.
+CP_PLAN cp_plan_columns(int64_t wide, int64_t n, Object out, Object tokens) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    const int64_t edges[2][2] = {{first0, stop0}, {first1, stop1}};
-    Out<I> all(out, (pieces == 1 ? 3 : 7) * n);
-    Array<I> length(lengths, n), size(chunk, n);
-    const I *real = length.data(), *slots = size.data();
-    for (int64_t p = 0; p < pieces; ++p) {
-      I *first = all.data() + p * n, *stop = first + pieces * n, *count = stop + pieces * n;
-      I from = static_cast<I>(edges[p][0]), to = static_cast<I>(edges[p][1]);
+    return Owned<I>(tokens, n).visit([&](auto held) {
+      constexpr int pieces = decltype(held)::pieces;
+      Columns<I, pieces == 1 ? 3 : 7> to(out, n);
+      auto write = [&](auto piece, int p) {
+        I *first = to[p], *stop = to[pieces + p], *count = to[2 * pieces + p];
 #pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) {
-        I start = slots[i] * from, end = std::max(std::min(slots[i] * to, real[i]), start);
-        first[i] = start;
-        stop[i] = end;
-        count[i] = end - start;
+        for (int64_t i = 0; i < n; ++i) {
+          first[i] = piece.first(i);
+          stop[i] = piece.stop(i);
+          count[i] = piece.stop(i) - piece.first(i);
+        }
+      };
+      write(held.one, 0);
+      if constexpr (pieces == 2) {
+        write(held.two, 1);
+        I* total = to[6];
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n; ++i) total[i] = held.total(i);
       }
-    }
-    if (pieces == 2) {
-      const I *one = all.data() + 4 * n, *two = one + n;
-      I* total = all.data() + 6 * n;
-#pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) total[i] = one[i] + two[i];
-    }
-    return int64_t{0};
-  });
-}
-
-CP_PLAN cp_plan_ends(int64_t wide, int64_t n, Object out, Object owned, int64_t far) {
-  return typed(wide, [&](auto zero) {
-    using I = decltype(zero);
-    Out<I> ends(out, n);
-    I *end = ends.data(), none = static_cast<I>(far);
-    Owned<I>(owned, n).visit([&](auto pieces) {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) end[i] = pieces.end(i, none);
+      return int64_t{0};
     });
-    return int64_t{0};
   });
 }
 
-CP_PLAN cp_plan_below(int64_t wide, int64_t n, Object out, Object owned, Object position) {
+CP_PLAN cp_plan_ends(int64_t wide, int64_t n, Object out, Object tokens, int64_t far) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<I> out_(out, n);
-    Array<I> position_(position, n);
+    Array<I> out_(out, n, true);
+    I *end = out_.data(), none = static_cast<I>(far);
+    return Owned<I>(tokens, n).visit([&](auto held) {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) end[i] = held.end(i, none);
+      return int64_t{0};
+    });
+  });
+}
+
+CP_PLAN cp_plan_below(int64_t wide, int64_t n, Object out, Object tokens, Object position) {
+  return typed(wide, [&](auto zero) {
+    using I = decltype(zero);
+    Array<I> out_(out, n, true), position_(position, n);
     I* found = out_.data();
     const I* at = position_.data();
-    Owned<I>(owned, n).visit([&](auto pieces) {
+    return Owned<I>(tokens, n).visit([&](auto held) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) found[i] = pieces.below(i, at[i]);
+      for (int64_t i = 0; i < n; ++i) found[i] = held.below(i, at[i]);
+      return int64_t{0};
     });
-    return int64_t{0};
   });
 }
 
 CP_PLAN cp_plan_through_window(int64_t wide, int64_t n, Object out, Object first, Object count, Object band,
-                               Object owned) {
+                               Object tokens) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<I> out_(out, 2 * n);
+    Columns<I, 2> to(out, n);
     Array<I> first_(first, n), count_(count, n);
     Band<I> band_(band, n);
-    I *start = out_.data(), *size = start + n;
+    I *start = to[0], *size = to[1];
     const I *from = first_.data(), *rows = count_.data(), *lo = band_.lo.data(), *hi = band_.hi.data();
-    Owned<I>(owned, n).visit([&](auto pieces) {
+    return Owned<I>(tokens, n).visit([&](auto held) {
 #pragma GCC ivdep
       for (int64_t i = 0; i < n; ++i) {
-        I there = rows[i] > 0, begin = pieces.below(i, from[i] + lo[i]);
-        I end = pieces.below(i, from[i] + rows[i] + hi[i]);
+        I there = rows[i] > 0, begin = held.below(i, from[i] + lo[i]);
+        I end = held.below(i, from[i] + rows[i] + hi[i]);
         start[i] = begin * there;
         size[i] = (end - begin) * there;
       }
+      return int64_t{0};
     });
-    return int64_t{0};
   });
 }
 
-CP_PLAN cp_plan_only(int64_t wide, int64_t n, Object out, Object there, Object start, Object count) {
+CP_PLAN cp_plan_only(int64_t wide, int64_t n, Object out, Object there, Object range) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<I> out_(out, 2 * n);
-    Array<I> there_(there, n), start_(start, n), count_(count, n);
-    I *begin = out_.data(), *size = begin + n;
-    const I *rows = there_.data(), *from = start_.data(), *all = count_.data();
+    Columns<I, 2> to(out, n);
+    Array<I> there_(there, n);
+    Range<I> given(range, n);
+    I *start = to[0], *count = to[1];
+    const I *rows = there_.data(), *from = given.start.data(), *all = given.count.data();
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
       I any = rows[i] > 0;
-      begin[i] = from[i] * any;
-      size[i] = all[i] * any;
+      start[i] = from[i] * any;
+      count[i] = all[i] * any;
     }
     return int64_t{0};
   });
@@ -131,10 +112,11 @@ CP_PLAN cp_plan_only(int64_t wide, int64_t n, Object out, Object there, Object s
 CP_PLAN cp_plan_behind(int64_t wide, int64_t n, Object out, Object range, Object before) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<I> out_(out, 2 * n);
-    Array<I> start_(item(range, 0), n), count_(item(range, 1), n), first_(item(before, 0), n), size_(item(before, 1), n);
-    I *begin = out_.data(), *left = begin + n;
-    const I *start = start_.data(), *count = count_.data(), *first = first_.data(), *size = size_.data();
+    Columns<I, 2> to(out, n);
+    Range<I> given(range, n), earlier(before, n);
+    I *begin = to[0], *left = to[1];
+    const I *start = given.start.data(), *count = given.count.data();
+    const I *first = earlier.start.data(), *size = earlier.count.data();
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
       begin[i] = std::max(start[i], static_cast<I>(first[i] + size[i]));
@@ -144,44 +126,56 @@ CP_PLAN cp_plan_behind(int64_t wide, int64_t n, Object out, Object range, Object
   });
 }
 
-CP_PLAN cp_plan_packed(int64_t wide, int64_t n, Object out, Object ranges) {
+CP_PLAN cp_plan_packed_one(int64_t wide, int64_t n, Object anchor, Object range) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    int64_t number = size_of(ranges);
-    Out<I> out_(out, number * n);
-    Array<I> start0(item(item(ranges, 0), 0), n), count0(item(item(ranges, 0), 1), n);
-    I* anchors[2] = {out_.data(), out_.data() + n};
-    if (number == 1) {
-      const I *starts[1] = {start0.data()}, *counts[1] = {count0.data()};
-      return pack<I, 1>(anchors, starts, counts, n);
+    Array<I> anchor_(anchor, n, true);
+    Range<I> given(range, n);
+    I *to = anchor_.data(), row = 0;
+    const I *start = given.start.data(), *count = given.count.data();
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = row - start[i];
+      row += count[i];
     }
-    if (number != 2) throw Wrong{};
-    Array<I> start1(item(item(ranges, 1), 0), n), count1(item(item(ranges, 1), 1), n);
-    const I *starts[2] = {start0.data(), start1.data()}, *counts[2] = {count0.data(), count1.data()};
-    return pack<I, 2>(anchors, starts, counts, n);
+    return int64_t{row};
+  });
+}
+
+CP_PLAN cp_plan_packed_two(int64_t wide, int64_t n, Object anchors, Object one, Object two) {
+  return typed(wide, [&](auto zero) {
+    using I = decltype(zero);
+    Columns<I, 2> to(anchors, n);
+    Range<I> first(one, n), second(two, n);
+    I row = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      to[0][i] = row - first.start[i];
+      row += first.count[i];
+      to[1][i] = row - second.start[i];
+      row += second.count[i];
+    }
+    return int64_t{row};
   });
 }
 
 CP_PLAN cp_plan_exchanged(int64_t wide, int64_t n, Object rows, Object counts, int64_t pieces, int64_t piece,
-                          Object owned, Object begin, Object end, Object start, Object stop, Object anchor) {
+                          Object tokens, Object share, Object positions, Object anchor) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<I> rows_(rows, n * pieces), counts_(counts, n * pieces);
-    Array<I> begin_(begin, n), end_(end, n), start_(start, n), stop_(stop, n), anchor_(anchor, n);
+    Array<I> rows_(rows, n * pieces, true), counts_(counts, n * pieces, true), anchor_(anchor, n);
+    Array<I> begin(item(share, 0), n), end(item(share, 1), n), start(item(positions, 0), n), stop(item(positions, 1), n);
     I *row = rows_.data() + piece, *count = counts_.data() + piece;
-    const I *from = begin_.data(), *to = end_.data(), *first = start_.data(), *last = stop_.data();
-    const I* where = anchor_.data();
-    int64_t total = 0;
-    Owned<I>(owned, n).visit([&](auto held) {
+    const I *from = begin.data(), *to = end.data(), *first = start.data(), *last = stop.data(), *by = anchor_.data();
+    return Owned<I>(tokens, n).visit([&](auto held) {
+      int64_t total = 0;
 #pragma GCC ivdep
       for (int64_t i = 0; i < n; ++i) {
         I taken = std::max(from[i], first[i]), size = std::max(static_cast<I>(std::min(to[i], last[i]) - taken), I{0});
-        row[i * pieces] = held.below(i, taken) + where[i];
+        row[i * pieces] = held.below(i, taken) + by[i];
         count[i * pieces] = size;
         total += size;
       }
+      return total;
     });
-    return total;
   });
 }
 

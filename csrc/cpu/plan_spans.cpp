@@ -42,7 +42,7 @@ class Gathered {
 CP_PLAN cp_plan_look(int64_t wide, int64_t n, Object said, Object start, Object count) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<int64_t> said_(said, 3);
+    Array<int64_t> said_(said, 3, true);
     Array<I> start_(start, n), count_(count, n);
     const I* size = count_.data();
     I total = 0, kept = 0;
@@ -58,13 +58,15 @@ CP_PLAN cp_plan_look(int64_t wide, int64_t n, Object said, Object start, Object 
 CP_PLAN cp_plan_drop_empty(int64_t wide, int64_t n, Object out, int64_t room, Object start, Object count) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<I> out_(out, 2 * room);
+    Columns<I, 2> to(out, room);
     Array<I> start_(start, n), count_(count, n);
-    I *to_start = out_.data(), *to_count = to_start + room;
+    I *to_start = to[0], *to_count = to[1];
     const I *from = start_.data(), *size = count_.data();
-    int64_t at = 0;
+    int64_t kept = 0, at = 0;
+    for (int64_t i = 0; i < n; ++i) kept += size[i] > 0;
+    if (kept != room - 1) throw Wrong{};
+#pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
-      if (at >= room) throw Wrong{};
       to_start[at] = from[i];
       to_count[at] = size[i];
       at += size[i] > 0;
@@ -76,7 +78,7 @@ CP_PLAN cp_plan_drop_empty(int64_t wide, int64_t n, Object out, int64_t room, Ob
 CP_PLAN cp_plan_cumulative(int64_t wide, int64_t n, Object out, Object count) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<int32_t> out_(out, n + 1);
+    Array<int32_t> out_(out, n + 1, true);
     Array<I> count_(count, n);
     int32_t* sum = out_.data();
     const I* size = count_.data();
@@ -97,45 +99,51 @@ CP_PLAN cp_plan_same(int64_t wide, int64_t n, Object one, Object other) {
 
 // ---- keys that were gathered
 
+namespace {
+
+// f(i, first token, number of tokens) for what a piece of the keys has of a range of their token axis.
+template <typename I, typename F>
+void each_held(int64_t n, const Range<I>& range, const Owned<I>& owned, int64_t piece, F f) {
+  const I *start = range.start.data(), *count = range.count.data();
+  owned.visit([&](auto keys) {
+    for (int64_t i = 0; i < n; ++i) {
+      I offset = piece ? keys.count(i, 0) : 0, begin = std::max(start[i], offset);
+      f(keys, i, begin, std::min(static_cast<I>(start[i] + count[i]), static_cast<I>(offset + keys.count(i, piece))) - begin);
+    }
+  });
+}
+
+}  // namespace
+
 // The part of a range of a token axis that a piece of it has, for the sequences in which that is something: how many.
-CP_PLAN cp_plan_count_held(int64_t wide, int64_t n, Object range, Object offset, Object length) {
+CP_PLAN cp_plan_count_held(int64_t wide, int64_t n, Object range, Object keys, int64_t piece) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Array<I> start_(item(range, 0), n), count_(item(range, 1), n), offset_(offset, n), length_(length, n);
-    const I *start = start_.data(), *count = count_.data(), *from = offset_.data(), *size = length_.data();
     I found = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      I begin = std::max(start[i], from[i]);
-      I end = std::min(static_cast<I>(start[i] + count[i]), static_cast<I>(from[i] + size[i]));
-      found += end > begin;
-    }
+    each_held(n, Range<I>(range, n), Owned<I>(keys, n), piece, [&](auto, int64_t, I, I size) { found += size > 0; });
     return int64_t{found};
   });
 }
 
 // The same: the number of the sequence (`numbers` has them, or they count up), the first position, the length, the
 // row. With room for one more.
-CP_PLAN cp_plan_held(int64_t wide, int64_t n, Object out, int64_t room, Object range, Object offset, Object first,
-                     Object length, Object anchor, int64_t base, int64_t numbered, Object numbers) {
+CP_PLAN cp_plan_held(int64_t wide, int64_t n, Object out, int64_t room, Object range, Object keys, int64_t piece,
+                     Object anchor, int64_t base, Object numbers) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<I> out_(out, 4 * room);
-    Array<I> start_(item(range, 0), n), count_(item(range, 1), n), offset_(offset, n), length_(length, n);
-    Array<I> first_(first, n), anchor_(anchor, n);
+    Columns<I, 4> to(out, room);
+    Array<I> anchor_(anchor, n);
     std::optional<Array<int64_t>> numbers_;
-    if (numbered) numbers_.emplace(numbers, n);
-    I *seq = out_.data(), *position = seq + room, *length_out = position + room, *row = length_out + room;
+    if (size_of(numbers)) numbers_.emplace(item(numbers, 0), n);
     int64_t at = 0;
-    for (int64_t i = 0; i < n; ++i) {
+    each_held(n, Range<I>(range, n), Owned<I>(keys, n), piece, [&](auto tokens, int64_t i, I begin, I size) {
+      if (size <= 0) return;
       if (at >= room) throw Wrong{};
-      I begin = std::max(start_[i], offset_[i]);
-      I end = std::min(static_cast<I>(start_[i] + count_[i]), static_cast<I>(offset_[i] + length_[i]));
-      seq[at] = static_cast<I>(numbered ? (*numbers_)[i] : i);
-      position[at] = begin + first_[i] - offset_[i];
-      length_out[at] = end - begin;
-      row[at] = begin + anchor_[i] + static_cast<I>(base);
-      at += end > begin;
-    }
+      to[0][at] = static_cast<I>(numbers_ ? (*numbers_)[i] : i);
+      to[1][at] = begin + tokens.position(i, piece);
+      to[2][at] = size;
+      to[3][at++] = begin + anchor_[i] + static_cast<I>(base);
+    });
     return at;
   });
 }
@@ -146,21 +154,19 @@ CP_PLAN cp_plan_by_sequence(int64_t wide, int64_t n, Object ends, int64_t total,
                             Object sizes, Object pieces) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<I> ends_(ends, n), out_(out, 3 * total);
+    Array<I> ends_(ends, n, true);
+    Columns<I, 3> to(out, total);
     Array<int64_t> size(sizes, groups);
     I* end = ends_.data();
     std::fill(end, end + n, I{0});
-    auto each = [&](auto f) {
-      for (int64_t g = 0; g < groups; ++g) {
-        Array<I> seq(item(item(pieces, g), 0), size[g]), first(item(item(pieces, g), 1), size[g]);
-        Array<I> count(item(item(pieces, g), 2), size[g]), row(item(item(pieces, g), 3), size[g]);
-        for (int64_t i = 0; i < size[g]; ++i) {
-          if (seq[i] < 0 || seq[i] >= n) throw Wrong{};
-          f(seq[i], first[i], count[i], row[i]);
-        }
+    for (int64_t g = 0; g < groups; ++g) {
+      Array<I> seqs(item(item(pieces, g), 0), size[g]);
+      const I* seq = seqs.data();
+      for (int64_t i = 0; i < size[g]; ++i) {
+        if (seq[i] < 0 || seq[i] >= n) throw Wrong{};
+        ++end[seq[i]];
       }
-    };
-    each([&](I seq, I, I, I) { ++end[seq]; });
+    }
     I sum = 0;
     for (int64_t i = 0; i < n; ++i) {  // where the next one goes; `end` again when all have been put
       I here = end[i];
@@ -168,13 +174,19 @@ CP_PLAN cp_plan_by_sequence(int64_t wide, int64_t n, Object ends, int64_t total,
       sum += here;
     }
     if (sum != total) throw Wrong{};
-    I *to_first = out_.data(), *to_stop = to_first + total, *to_anchor = to_stop + total;
-    each([&](I seq, I first, I count, I row) {
-      I at = end[seq]++;
-      to_first[at] = first;
-      to_stop[at] = first + count;
-      to_anchor[at] = row - first;
-    });
+    I *to_first = to[0], *to_stop = to[1], *to_anchor = to[2];
+    for (int64_t g = 0; g < groups; ++g) {
+      Object piece = item(pieces, g);
+      Array<I> seqs(item(piece, 0), size[g]), firsts(item(piece, 1), size[g]);
+      Array<I> counts(item(piece, 2), size[g]), rows(item(piece, 3), size[g]);
+      const I *seq = seqs.data(), *first = firsts.data(), *count = counts.data(), *row = rows.data();
+      for (int64_t i = 0; i < size[g]; ++i) {
+        I at = end[seq[i]]++;
+        to_first[at] = first[i];
+        to_stop[at] = first[i] + count[i];
+        to_anchor[at] = row[i] - first[i];
+      }
+    }
     return int64_t{0};
   });
 }
@@ -203,10 +215,10 @@ CP_PLAN cp_plan_gathered(int64_t wide, int64_t n, Object out, int64_t room, Obje
     using I = decltype(zero);
     Slots<I> given(slots, n);
     Gathered<I> gathered(n, total, pieces);
-    Out<I> out_(out, 2 * room), tiles_(tiles, 3 * tile_room);
+    Columns<I, 2> spans(out, room);
+    Columns<I, 3> found(tiles, tile_room);
     Array<I> anchor(q_anchor, n);
-    I *start = out_.data(), *length = start + room;
-    I *to_q = tiles_.data(), *to_rows = to_q + tile_room, *to_columns = to_rows + tile_room;
+    I *start = spans[0], *length = spans[1], *to_q = found[0], *to_rows = found[1], *to_columns = found[2];
     int64_t at = 0, tile = 0;
     for (int64_t i = 0; i < n; ++i)
       for (int64_t s = 0; s < given.number; ++s) {
@@ -229,60 +241,98 @@ CP_PLAN cp_plan_gathered(int64_t wide, int64_t n, Object out, int64_t room, Obje
 
 // ---- whole pieces of gathered keys
 
-// For tiles of `rows` queries over all pieces of keys: their columns, and how many pieces all tiles have.
-CP_PLAN cp_plan_count_whole(int64_t wide, int64_t n, Object columns, int64_t pieces, Object counts, Object rows) {
+namespace {
+
+// Pieces of chunked tokens, all of one problem; `numbers` [pieces, 5]: the chunks [first, stop) of a piece, those of the
+// piece before it, and the row of its peer's block.
+template <typename I>
+class WholePieces {
+ public:
+  struct Piece {
+    Chunks<I> here, before;
+    I base;
+  };
+
+  WholePieces(int64_t n, Object tokens, int64_t pieces, Object numbers)
+      : lengths_(item(tokens, 0), n), chunk_(item(tokens, 1), n), numbers_(numbers, 5 * pieces) {}
+
+  Piece operator[](int64_t p) const {
+    auto number = [&](int64_t k) { return static_cast<I>(numbers_[5 * p + k]); };
+    return {{lengths_.data(), chunk_.data(), number(0), number(1)}, {lengths_.data(), chunk_.data(), number(2), number(3)},
+            number(4)};
+  }
+
+ private:
+  Array<I> lengths_, chunk_;
+  Array<int64_t> numbers_;
+};
+
+template <typename I>
+I tokens_of(const Chunks<I>& chunks, int64_t i) {
+  return chunks.stop(i) - chunks.first(i);
+}
+
+}  // namespace
+
+// For tiles of `rows` queries over all pieces of keys: their columns and numbers of pieces, and how many pieces all
+// tiles have together.
+CP_PLAN cp_plan_count_whole(int64_t wide, int64_t n, Object out, Object tokens, int64_t pieces, Object numbers,
+                            Object rows) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<I> columns_(columns, 2 * n);  // columns, and numbers of pieces
+    Columns<I, 2> to(out, n);
     Array<I> rows_(rows, n);
-    I *sum = columns_.data(), *number = sum + n;
-    std::fill(sum, number + n, I{0});
+    WholePieces<I> all(n, tokens, pieces, numbers);
+    I *sum = to[0], *number = to[1];
+    std::fill(sum, sum + n, I{0});
+    std::fill(number, number + n, I{0});
     for (int64_t p = 0; p < pieces; ++p) {
-      Array<I> count_(item(counts, p), n);
-      const I* count = count_.data();
+      auto piece = all[p];
 #pragma GCC ivdep
       for (int64_t i = 0; i < n; ++i) {
-        sum[i] += count[i];
-        number[i] += count[i] > 0;
+        I count = tokens_of(piece.here, i);
+        sum[i] += count;
+        number[i] += count > 0;
       }
     }
-    int64_t all = 0;
-    for (int64_t i = 0; i < n; ++i) all += rows_[i] > 0 ? number[i] : 0;
-    return all;
+    int64_t together = 0;
+    for (int64_t i = 0; i < n; ++i) together += rows_[i] > 0 ? number[i] : 0;
+    return together;
   });
 }
 
 // The pieces, sequence after sequence. A few sequences at a time, so that what is read lies side by side.
-CP_PLAN cp_plan_whole(int64_t wide, int64_t n, Object out, int64_t room, Object numbers, int64_t pieces, Object counts,
-                      Object anchors, Object offsets, Object bases, Object rows) {
+CP_PLAN cp_plan_whole(int64_t wide, int64_t n, Object out, int64_t room, Object tokens, int64_t pieces, Object numbers,
+                      Object rows, Object number, Object anchors) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Out<I> out_(out, 2 * room);
-    Array<I> rows_(rows, n), number(numbers, n);
-    Array<int64_t> base(bases, pieces);
-    std::deque<Array<I>> count, anchor, offset;
-    for (int64_t p = 0; p < pieces; ++p) {
-      count.emplace_back(item(counts, p), n);
-      anchor.emplace_back(item(anchors, p), n);
-      offset.emplace_back(item(offsets, p), n);
-    }
-    I *start = out_.data(), *length = start + room;
+    Columns<I, 2> spans(out, room);
+    Array<I> rows_(rows, n), number_(number, n);
+    WholePieces<I> all(n, tokens, pieces, numbers);
+    std::deque<Array<I>> held;
+    for (int64_t p = 0; p < pieces; ++p) held.emplace_back(item(anchors, p), n);
+    I *start = spans[0], *length = spans[1];
     constexpr int64_t few = 64;
     int64_t at = 0;
     for (int64_t from = 0; from < n; from += few) {
       int64_t here = std::min(few, n - from), next[few];
       for (int64_t j = 0; j < here; ++j) {
         next[j] = at;
-        at += rows_[from + j] > 0 ? number[from + j] : 0;
+        at += rows_[from + j] > 0 ? number_[from + j] : 0;
       }
       if (at > room) throw Wrong{};
       for (int64_t p = 0; p < pieces; ++p) {
-        const I *size = count[p].data() + from, *to = anchor[p].data() + from, *by = offset[p].data() + from;
-        I first = static_cast<I>(base[p]);
+        auto piece = all[p];
+        const I* anchor = held[p].data() + from;
+        I first[few], count[few];
         for (int64_t j = 0; j < here; ++j) {
-          if (rows_[from + j] <= 0 || size[j] <= 0) continue;
-          start[next[j]] = to[j] + by[j] + first;
-          length[next[j]++] = size[j];
+          first[j] = anchor[j] + tokens_of(piece.before, from + j) + piece.base;
+          count[j] = rows_[from + j] > 0 ? tokens_of(piece.here, from + j) : 0;
+        }
+        for (int64_t j = 0; j < here; ++j) {
+          if (count[j] <= 0) continue;
+          start[next[j]] = first[j];
+          length[next[j]++] = count[j];
         }
       }
     }

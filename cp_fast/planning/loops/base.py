@@ -9,11 +9,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from cp_fast.planning.columns import Array, Arrived, Band, Cut, Owned, Pieces, Range, Slot
+from cp_fast.planning.columns import (
+    Array,
+    Arrived,
+    Band,
+    Chunked,
+    Cut,
+    Owned,
+    OwnedColumns,
+    Pieces,
+    Range,
+    Slot,
+    Spanned,
+)
 
-__all__ = ["Chunks", "Loops", "Spans", "Tiles"]
+__all__ = ["Loops", "Spans", "Tiles"]
 
-Chunks = Sequence[tuple[int, int]]  # pieces by the numbers of their first chunk and of the one behind the last
 Spans = tuple[Array, Array]  # first rows, numbers of rows
 Tiles = tuple[Array, Array, Array, Array, Array | None]  # first query rows, rows, first key rows, columns, gradients'
 
@@ -25,9 +36,13 @@ class Loops(ABC):
 
     # ---- which tokens a unit has, and which of them are seen
 
+    def owned(self, tokens: Chunked | Spanned) -> Owned:
+        """These tokens, whose columns are made when somebody looks at them."""
+        return Owned(tokens, self.columns)
+
     @abstractmethod
-    def owned(self, lengths: Array, chunk: Array, chunks: Chunks) -> Owned:
-        """The real tokens in one or two pieces of sequences that are cut into chunks of `chunk` slots."""
+    def columns(self, tokens: Chunked | Spanned) -> OwnedColumns:
+        """First and stop positions and numbers of tokens of each piece, and the length of the token axis."""
 
     @abstractmethod
     def ends(self, owned: Owned, far: int) -> Array:
@@ -56,6 +71,10 @@ class Loops(ABC):
         """
 
     # ---- tiles
+
+    @abstractmethod
+    def plain(self, queries: Owned, piece: int | None, keys: Owned, other: int | None) -> Slot:
+        """One tile a sequence: a piece of the queries, or all of them (None), and a piece of the keys, or all."""
 
     @abstractmethod
     def cut(
@@ -125,9 +144,13 @@ class Loops(ABC):
 
     @abstractmethod
     def gathered_whole(
-        self, rows: Array, counts: Sequence[Array], anchors: Sequence[Array], offsets: Sequence[Array], bases: Array
+        self, rows: Array, keys: Sequence[tuple[Owned, int]], anchors: Sequence[Array], bases: Sequence[int]
     ) -> tuple[Array, Spans]:
         """Tiles that see every one of many pieces of keys in full: their columns; and the spans of pieces that are not
-        empty, for tiles with `rows` above zero, one tile after the other. A piece begins in the row anchor + offset +
-        base.
+        empty, for tiles with `rows` above zero, one tile after the other.
+
+        Args:
+            rows: of the tiles, one a sequence.
+            keys: pieces of `Chunked` tokens of one problem, by their number in these.
+            anchors, bases: together what is added to a token of each piece for its row.
         """

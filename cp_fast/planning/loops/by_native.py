@@ -16,14 +16,24 @@ import numpy as np
 
 from cp_fast import build
 from cp_fast.kernels import native
-from cp_fast.planning.columns import Array, Arrived, Band, Cut, Owned, Pieces, Range, Slot
-from cp_fast.planning.loops.base import Chunks, Loops, Spans, Tiles
+from cp_fast.planning.columns import (
+    Array,
+    Arrived,
+    Band,
+    Chunked,
+    Cut,
+    Owned,
+    OwnedColumns,
+    Pieces,
+    Range,
+    Slot,
+    Spanned,
+)
+from cp_fast.planning.loops.base import Loops, Spans, Tiles
 
 __all__ = ["ByNative", "load"]
 
-_KINDS = Cut._fields
-_OWN = _KINDS.index("own")
-_MOST_SLOTS = 16
+_OWN = Cut._fields.index("own")
 
 
 @lru_cache
@@ -43,111 +53,125 @@ def load() -> ByNative:
 
 
 class ByNative(Loops):
-    """One pass over the sequences each, or two where the first says how large the result is."""
+    """One pass over the sequences each, or two where the first says how large the result is.
+
+    Every column is memory of its own: small pieces that are given back are used again, large ones are fresh every time,
+    and fresh memory costs more than the loops.
+    """
 
     name = "native"
 
     def __init__(self, library: ctypes.PyDLL) -> None:
         self._said = np.zeros(3, dtype=np.int64)
-        self._zeros = {np.dtype(kind): np.zeros(1, dtype=kind) for kind in (np.int32, np.int64)}
         call = partial(_function, library)
-        self._owned = call("pieces", "ooonnnnn")
+        self._columns = call("columns", "oo")
         self._ends = call("ends", "oon")
         self._below = call("below", "ooo")
         self._through_window = call("through_window", "ooooo")
-        self._only = call("only", "oooo")
+        self._only = call("only", "ooo")
         self._behind = call("behind", "ooo")
-        self._packed = call("packed", "oo")
-        self._crossings = call("crossings", "ooooonn")
-        self._cut = call("cut", "onooooonnoo")
-        self._meet = call("meet", "oo")
+        self._packed_one = call("packed_one", "oo")
+        self._packed_two = call("packed_two", "ooo")
+        self._plain = call("plain", "oonon")
+        self._crossings = call("crossings", "ooonn")
+        self._cut = call("cut", "onooonnoo")
+        self._windows = call("windows", "oooonn")
+        self._meet = call("meet", "o")
         self._count_tiles = call("count_tiles", "o")
-        self._tiles = call("tiles", "onnoooo")
+        self._tiles = call("tiles", "onoooo")
         self._look = call("look", "ooo")
         self._drop_empty = call("drop_empty", "onoo")
         self._cumulative = call("cumulative", "oo")
         self._same = call("same", "oo")
-        self._exchanged = call("exchanged", "oonnoooooo")
-        self._count_held = call("count_held", "ooo")
-        self._held = call("held", "onooooonno")
+        self._exchanged = call("exchanged", "oonnoooo")
+        self._count_held = call("count_held", "oon")
+        self._held = call("held", "onoonono")
         self._by_sequence = call("by_sequence", "ononoo")
         self._count_gathered = call("count_gathered", "ono")
         self._gathered = call("gathered", "ononoono")
-        self._count_whole = call("count_whole", "onoo")
-        self._whole = call("whole", "ononooooo")
+        self._count_whole = call("count_whole", "oonoo")
+        self._whole = call("whole", "ononoooo")
 
     # ---- which tokens a unit has, and which of them are seen
 
-    def owned(self, lengths: Array, chunk: Array, chunks: Chunks) -> Owned:
-        n, pieces = len(lengths), len(chunks)
-        out = np.empty((3 if pieces == 1 else 7, n), dtype=lengths.dtype)
-        self._owned(_wide(lengths), n, out, lengths, chunk, pieces, *chunks[0], *chunks[-1])
-        if pieces == 1:
-            first, stop, count = out
-            return Owned((first,), (stop,), (count,), count)
-        first, first2, stop, stop2, count, count2, total = out
-        return Owned((first, first2), (stop, stop2), (count, count2), total)
+    def columns(self, tokens: Chunked | Spanned) -> OwnedColumns:
+        if isinstance(tokens, Spanned):
+            count = tokens.stop - tokens.first
+            return (tokens.first,), (tokens.stop,), (count,), count
+        pieces = 1 if tokens.numbers[2] < 0 else 2
+        out = _new(tokens.lengths, 3 if pieces == 1 else 7)
+        self._columns(_wide(tokens.lengths), len(tokens.lengths), out, tokens)
+        return out[:pieces], out[pieces : 2 * pieces], out[2 * pieces : 3 * pieces], out[-1]
 
     def ends(self, owned: Owned, far: int) -> Array:
-        out = np.empty_like(owned.total)
-        self._ends(_wide(out), len(out), out, owned, far)
+        out = np.empty_like(owned.tokens[0])
+        self._ends(_wide(out), len(out), out, owned.tokens, far)
         return out
 
     def below(self, owned: Owned, position: Array) -> Array:
-        out = np.empty_like(owned.total)
-        self._below(_wide(out), len(out), out, owned, position)
+        out = np.empty_like(position)
+        self._below(_wide(out), len(out), out, owned.tokens, position)
         return out
 
     def through_window(self, first: Array, count: Array, band: Band, keys: Owned) -> Range:
-        out = np.empty((2, len(first)), dtype=first.dtype)
-        self._through_window(_wide(out), len(first), out, first, count, band, keys)
+        out = _new(first, 2)
+        self._through_window(_wide(first), len(first), out, first, count, band, keys.tokens)
         return Range(*out)
 
     def only(self, there: Array, tokens: Range) -> Range:
-        out = np.empty((2, len(there)), dtype=there.dtype)
-        self._only(_wide(out), len(there), out, there, *tokens)
+        out = _new(there, 2)
+        self._only(_wide(there), len(there), out, there, tokens)
         return Range(*out)
 
     def behind(self, tokens: Range, before: Range) -> Range:
-        out = np.empty((2, len(tokens.start)), dtype=tokens.start.dtype)
-        self._behind(_wide(out), len(tokens.start), out, tokens, before)
+        out = _new(tokens.start, 2)
+        self._behind(_wide(tokens.start), len(tokens.start), out, tokens, before)
         return Range(*out)
 
     def packed(self, ranges: tuple[Range, ...]) -> tuple[tuple[Array, ...], int]:
-        out = np.empty((len(ranges), len(ranges[0].start)), dtype=ranges[0].start.dtype)
-        size = self._packed(_wide(out), len(ranges[0].start), out, ranges)
-        return tuple(out), size
+        start = ranges[0].start
+        out = _new(start, len(ranges))
+        if len(ranges) == 1:
+            return out, self._packed_one(_wide(start), len(start), *out, *ranges)
+        return out, self._packed_two(_wide(start), len(start), out, *ranges)
 
     # ---- tiles
+
+    def plain(self, queries: Owned, piece: int | None, keys: Owned, other: int | None) -> Slot:
+        lengths = queries.tokens[0]
+        out = _new(lengths, 4)
+        numbers = (-1 if n is None else n for n in (piece, other))
+        self._plain(_wide(lengths), len(lengths), out, queries.tokens, next(numbers), keys.tokens, next(numbers))
+        return Slot(*out, piece or 0)
 
     def cut(
         self, q: Range, k: Range, band: Band, bounded: bool, large: int, offsets: tuple[Array, Array], piece: int
     ) -> Cut:
-        n, wide = len(q.start), _wide(q.start)
-        there = self._crossings(wide, n, *q, *k, band, bounded, large)
-        if not there:
-            return Cut()
-        kinds = [name for number, name in enumerate(_KINDS) if there >> number & 1]
-        out = np.empty((4 * len(kinds) + 2 * (there >> _OWN & 1), n), dtype=q.start.dtype)
-        self._cut(wide, n, out, there, *q, *k, band, bounded, large, *offsets)
-        slots = {name: Slot(*out[4 * at : 4 * at + 4], piece) for at, name in enumerate(kinds)}
-        if "own" in slots:
-            slots["own"] = slots["own"]._replace(left=out[-2], right=out[-1])
-        return Cut(**slots)
+        n, wide, given = len(q.start), _wide(q.start), (q, k, band, bounded, large)
+        there = self._crossings(wide, n, *given)
+        found: list[Slot | None] = [None] * len(Cut._fields)
+        for kind in range(len(found)):
+            if there >> kind & 1:
+                out = _new(q.start, 4)
+                self._cut(wide, n, out, kind, *given, *offsets)
+                found[kind] = Slot(*out, piece)
+        if (own := found[_OWN]) is not None:
+            windows = _new(q.start, 2)
+            self._windows(wide, n, windows, *given)
+            found[_OWN] = own._replace(left=windows[0], right=windows[1])
+        return Cut(*found)
 
     def meet(self, one: Slot, other: Slot) -> bool:
-        return bool(self._meet(_wide(one.q), len(one.q), one, other))
+        return bool(self._meet(_wide(one.q), len(one.q), (one, other)))
 
     def tiles(
         self, slots: Sequence[Slot], q_anchor: Array, k_anchors: Sequence[Array], grad_anchors: Sequence[Array] | None
     ) -> Tiles:
-        assert len(slots) <= _MOST_SLOTS
         n, wide, given = len(q_anchor), _wide(q_anchor), tuple(slots)
         room = self._count_tiles(wide, n, given) + 1
-        out = np.empty((4 if grad_anchors is None else 5, room), dtype=q_anchor.dtype)
-        of_grads = () if grad_anchors is None else tuple(grad_anchors)
-        self._tiles(wide, n, out, room, len(out), given, q_anchor, tuple(k_anchors), of_grads)
-        q, rows, k, columns, *grad = out[:, :-1]
+        out = _new(q_anchor, 4 if grad_anchors is None else 5, room)
+        self._tiles(wide, n, out, room, given, q_anchor, tuple(k_anchors), tuple(grad_anchors or ()))
+        q, rows, k, columns, *grad = (x[:-1] for x in out)
         return q, rows, k, columns, grad[0] if grad else None
 
     # ---- spans of rows
@@ -157,9 +181,9 @@ class ByNative(Loops):
         self._look(wide, n, self._said, start, count)
         kept, total, contiguous = self._said.tolist()
         if kept < n:
-            out = np.empty((2, kept + 1), dtype=count.dtype)
+            out = _new(count, 2, kept + 1)
             contiguous = self._drop_empty(wide, n, out, kept + 1, start, count)
-            start, count = out[:, :-1]
+            start, count = (x[:-1] for x in out)
         return start, count, total, bool(contiguous)
 
     def cumulative(self, count: Array) -> Array:
@@ -173,17 +197,14 @@ class ByNative(Loops):
     def exchanged(
         self, owned: Owned, shares: Sequence[Sequence[tuple[Array, Array]]], positions: tuple[Array, Array], row: Array
     ) -> tuple[Array, Array, list[int]]:
-        n, pieces = len(row), len(shares[0])
-        rows, counts = np.empty((2, len(shares), n, pieces), dtype=row.dtype)
-        sizes = [
-            sum(
-                self._exchanged(
-                    _wide(row), n, rows[rank], counts[rank], pieces, piece, owned, *share[piece], *positions, row
+        n, wide, pieces = len(row), _wide(row), len(shares[0])
+        rows, counts = (np.empty((len(shares), n, pieces), dtype=row.dtype) for _ in range(2))
+        sizes = [0] * len(shares)
+        for rank, share in enumerate(shares):
+            for piece in range(pieces):
+                sizes[rank] += self._exchanged(
+                    wide, n, rows[rank], counts[rank], pieces, piece, owned.tokens, share[piece], positions, row
                 )
-                for piece in range(pieces)
-            )
-            for rank, share in enumerate(shares)
-        ]
         return rows, counts, sizes
 
     # ---- keys that were gathered
@@ -191,49 +212,49 @@ class ByNative(Loops):
     def held(
         self, tokens: Range, keys: Owned, piece: int, anchor: Array, base: int, numbers: Array | None
     ) -> Arrived | None:
-        n, wide = len(anchor), _wide(anchor)
-        offset = self._nothing(anchor) if piece == 0 else keys.offset[piece]
-        found = self._count_held(wide, n, tokens, offset, keys.count[piece])
+        n, wide, given = len(anchor), _wide(anchor), (tokens, keys.tokens, piece)
+        found = self._count_held(wide, n, *given)
         if not found:
             return None
-        out = np.empty((4, found + 1), dtype=anchor.dtype)
-        numbered = numbers is not None
-        self._held(
-            wide, n, out, found + 1, tokens, offset, keys.first[piece], keys.count[piece], anchor, base, numbered,
-            numbers if numbered else anchor,
-        )  # fmt: skip
-        return Arrived(*out[:, :-1])
+        out = _new(anchor, 4, found)
+        self._held(wide, n, out, found, *given, anchor, base, () if numbers is None else (numbers,))
+        return Arrived(*out)
 
     def pieces(self, arrived: Sequence[Arrived], size: int) -> Pieces:
-        sizes = np.array([len(a.seq) for a in arrived], dtype=np.int64)
-        kind = arrived[0].first.dtype
-        ends, out = np.empty(size, dtype=kind), np.empty((3, int(sizes.sum())), dtype=kind)
-        self._by_sequence(_wide(ends), size, ends, out.shape[1], out, len(sizes), sizes, tuple(arrived))
+        sizes, like = np.array([len(a.seq) for a in arrived], dtype=np.int64), arrived[0].first
+        total = int(sizes.sum())
+        ends, out = np.empty(size, dtype=like.dtype), _new(like, 3, total)
+        self._by_sequence(_wide(like), size, ends, total, out, len(sizes), sizes, tuple(arrived))
         return Pieces(ends, *out)
 
     def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:
         n, wide, given = len(q_anchor), _wide(q_anchor), (tuple(slots), len(pieces.first), pieces)
-        room = self._count_gathered(wide, n, *given)
-        tiles = self._count_tiles(wide, n, given[0])
-        spans, found = np.empty((2, room), dtype=q_anchor.dtype), np.empty((3, tiles), dtype=q_anchor.dtype)
-        self._gathered(wide, n, spans, room, found, tiles, q_anchor, *given)
-        return (found[0], found[1]), (spans[0], spans[1]), found[2]
+        room, tiles = self._count_gathered(wide, n, *given), self._count_tiles(wide, n, given[0])
+        (start, count), (q, rows, columns) = _new(q_anchor, 2, room), _new(q_anchor, 3, tiles)
+        self._gathered(wide, n, (start, count), room, (q, rows, columns), tiles, q_anchor, *given)
+        return (q, rows), (start, count), columns
 
     def gathered_whole(
-        self, rows: Array, counts: Sequence[Array], anchors: Sequence[Array], offsets: Sequence[Array], bases: Array
+        self, rows: Array, keys: Sequence[tuple[Owned, int]], anchors: Sequence[Array], bases: Sequence[int]
     ) -> tuple[Array, Spans]:
-        n, wide, number, given = len(rows), _wide(rows), len(counts), tuple(counts)
-        columns = np.empty((2, n), dtype=rows.dtype)
-        room = self._count_whole(wide, n, columns, number, given, rows)
-        out = np.empty((2, room), dtype=rows.dtype)
-        self._whole(wide, n, out, room, columns[1], number, given, tuple(anchors), tuple(offsets), bases, rows)
-        return columns[0], (out[0], out[1])
+        n, wide, tokens = len(rows), _wide(rows), keys[0][0].tokens
+        numbers = []
+        for (owned, piece), base in zip(keys, bases, strict=True):
+            assert isinstance(owned.tokens, Chunked)
+            a, b, c, d = owned.tokens.numbers.tolist()
+            numbers.append((c, d, a, b, base) if piece else (a, b, 0, 0, base))
+        given = (tokens, len(keys), np.array(numbers, dtype=np.int64), rows)
+        columns, pieces = _new(rows, 2)
+        room = self._count_whole(wide, n, (columns, pieces), *given)
+        out = _new(rows, 2, room)
+        self._whole(wide, n, out, room, *given, pieces, tuple(anchors))
+        return columns, (out[0], out[1])
 
-    def _nothing(self, like: Array) -> Array:
-        """Zeros of the same length and dtype, not to be written to."""
-        if len(self._zeros[like.dtype]) < len(like):
-            self._zeros[like.dtype] = np.zeros(len(like), dtype=like.dtype)
-        return self._zeros[like.dtype][: len(like)]
+
+def _new(like: Array, number: int, size: int | None = None) -> tuple[Array, ...]:
+    """Columns, not yet written."""
+    size, kind = len(like) if size is None else size, like.dtype
+    return tuple(np.empty(size, kind) for _ in range(number))
 
 
 def _wide(x: Array) -> int:

@@ -6,8 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cp_fast.planning.columns import Array, Arrived, Band, Cut, Owned, Pieces, Range, Slot, by_sequence
-from cp_fast.planning.loops.base import Chunks, Loops, Spans, Tiles
+from cp_fast.planning.columns import (
+    Array,
+    Arrived,
+    Band,
+    Chunked,
+    Cut,
+    Owned,
+    OwnedColumns,
+    Pieces,
+    Range,
+    Slot,
+    Spanned,
+    by_sequence,
+)
+from cp_fast.planning.loops.base import Loops, Spans, Tiles
 
 __all__ = ["ByNumpy"]
 
@@ -17,11 +30,19 @@ class ByNumpy(Loops):
 
     name = "numpy"
 
-    def owned(self, lengths: Array, chunk: Array, chunks: Chunks) -> Owned:
-        first = tuple(chunk * a for a, _ in chunks)
-        stop = tuple(np.maximum(np.minimum(chunk * b, lengths), a) for a, (_, b) in zip(first, chunks, strict=True))
+    def columns(self, tokens: Chunked | Spanned) -> OwnedColumns:
+        if isinstance(tokens, Spanned):
+            count = tokens.stop - tokens.first
+            return (tokens.first,), (tokens.stop,), (count,), count
+        (a, b, c, d), chunk = tokens.numbers.tolist(), tokens.chunk
+        edges = [(a, b), (c, d)] if c >= 0 else [(a, b)]
+        first = tuple(chunk * start for start, _ in edges)
+        stop = tuple(
+            np.maximum(np.minimum(chunk * end, tokens.lengths), start)
+            for start, (_, end) in zip(first, edges, strict=True)
+        )
         count = tuple(b - a for a, b in zip(first, stop, strict=True))
-        return Owned(first, stop, count, count[0] if len(count) == 1 else count[0] + count[1])
+        return first, stop, count, count[0] if len(count) == 1 else count[0] + count[1]
 
     def ends(self, owned: Owned, far: int) -> Array:
         found: Array | int = -far
@@ -58,6 +79,12 @@ class ByNumpy(Loops):
             anchors.append(row - r.start)
             row = row + r.count
         return tuple(anchors), int(ends[-1]) if len(ends) else 0
+
+    def plain(self, queries: Owned, piece: int | None, keys: Owned, other: int | None) -> Slot:
+        q, rows = _part(queries, piece)
+        k, columns = _part(keys, other)
+        there = (rows > 0) & (columns > 0)
+        return Slot(q * there, rows * there, k * there, columns * there, piece or 0)
 
     def cut(
         self, q: Range, k: Range, band: Band, bounded: bool, large: int, offsets: tuple[Array, Array], piece: int
@@ -153,9 +180,9 @@ class ByNumpy(Loops):
     def held(
         self, tokens: Range, keys: Owned, piece: int, anchor: Array, base: int, numbers: Array | None
     ) -> Arrived | None:
-        offset = keys.offset[piece]
+        offset, count = _part(keys, piece)
         begin = np.maximum(tokens.start, offset)
-        size = np.minimum(tokens.start + tokens.count, offset + keys.count[piece]) - begin
+        size = np.minimum(tokens.start + tokens.count, offset + count) - begin
         there = np.flatnonzero(size > 0)
         if not len(there):
             return None
@@ -196,22 +223,29 @@ class ByNumpy(Loops):
         return (q, rows), spans, total
 
     def gathered_whole(
-        self, rows: Array, counts: Sequence[Array], anchors: Sequence[Array], offsets: Sequence[Array], bases: Array
+        self, rows: Array, keys: Sequence[tuple[Owned, int]], anchors: Sequence[Array], bases: Sequence[int]
     ) -> tuple[Array, Spans]:
-        all_counts = np.array(counts).reshape(-1, len(rows))
-        starts = np.empty_like(all_counts)
-        for start, anchor, offset, base in zip(starts, anchors, offsets, bases.tolist(), strict=True):
-            np.add(anchor, offset, out=start)
+        counts = np.array([owned.count[piece] for owned, piece in keys])
+        starts = np.empty_like(counts)
+        for start, (owned, piece), anchor, base in zip(starts, keys, anchors, bases, strict=True):
+            np.add(anchor, owned.count[0] if piece else 0, out=start)
             start += base
-        columns = all_counts.sum(axis=0, dtype=rows.dtype)
+        columns = counts.sum(axis=0, dtype=rows.dtype)
         there = rows > 0
         if not there.all():
-            starts, all_counts = starts[:, there], all_counts[:, there]
-        start, count = starts.T.ravel(), all_counts.T.ravel()  # sequence after sequence
+            starts, counts = starts[:, there], counts[:, there]
+        start, count = starts.T.ravel(), counts.T.ravel()  # sequence after sequence
         if not count.all():
             there = np.flatnonzero(count > 0)
             start, count = start.take(there), count.take(there)
         return columns, (start, count)
+
+
+def _part(owned: Owned, piece: int | None) -> tuple[Array, Array]:
+    """Where a piece begins on the token axis, and how long it is; the whole of it for None."""
+    if piece is None:
+        return np.zeros_like(owned.total), owned.total
+    return owned.count[0] if piece else np.zeros_like(owned.total), owned.count[piece]
 
 
 def _clipped(position: Array, first: Array, stop: Array) -> Array:
