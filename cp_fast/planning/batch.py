@@ -62,6 +62,7 @@ class Batch:
         self._owned: dict[tuple[str, int], Owned] = {}
         self._chunk_slots: dict[tuple[str, int], Array] = {}
         self._near: dict[int, Batch] = {}
+        self._relations: dict[tuple[int, int], str] = {}
 
     @cached_property
     def alike(self) -> bool:
@@ -122,7 +123,7 @@ class Batch:
         found.len_q = found.len_kv = self.len_q[numbers]
         found.slots_q = found.slots_kv = self.slots_q[numbers]
         found.nothing = self.nothing[: len(numbers)]
-        found._owned, found._chunk_slots, found._near = {}, {}, {}
+        found._owned, found._chunk_slots, found._near, found._relations = {}, {}, {}, {}
         for cached in ("chunk_sizes", "band"):
             found.__dict__.pop(cached, None)
         return found
@@ -148,16 +149,23 @@ class Batch:
         """
         if not self.alike:
             return "crossed"
-        lo, hi = self.lo, self.hi
-        assert not isinstance(lo, np.ndarray)
-        assert not isinstance(hi, np.ndarray)
         (a0, a1), (b0, b1) = queries, keys
         if a0 == a1 or b0 == b1:
             return "hidden"
+        away = (b0 - a1, b1 - a0)
+        if away not in self._relations:
+            self._relations[away] = self._relation(*away)
+        return self._relations[away]
+
+    def _relation(self, nearest: int, farthest: int) -> str:
+        """The same, by what lies between the pieces, in chunks."""
+        lo, hi = self.lo, self.hi
+        assert not isinstance(lo, np.ndarray)
+        assert not isinstance(hi, np.ndarray)
         # key - query lies between these; both are linear in the size of a chunk
         small, large = self.chunk_sizes
-        lowest, lowest_large = (b0 - a1) * small + 1, (b0 - a1) * large + 1
-        highest, highest_large = (b1 - a0) * small - 1, (b1 - a0) * large - 1
+        lowest, lowest_large = nearest * small + 1, nearest * large + 1
+        highest, highest_large = farthest * small - 1, farthest * large - 1
         if (hi is not None and min(lowest, lowest_large) > hi) or (lo is not None and max(highest, highest_large) < lo):
             return "hidden"
         if (hi is None or max(highest, highest_large) <= hi) and (lo is None or min(lowest, lowest_large) >= lo):
@@ -173,14 +181,20 @@ class Batch:
         return self.len_q if side == "q" else self.len_kv
 
     def _find(self, side: str, unit: int) -> Owned:
-        lengths = self.lengths(side)
         if self.count == 1:
-            return self.loops.owned(Spanned(self.nothing, lengths))
-        chunks = self._chunks(self.count, unit)
+            return self.loops.owned(Spanned(self.nothing, self.lengths(side)))
+        return self._part(side, self.count, unit, self.lengths(side))
+
+    def share(self, side: str, parts: int, part: int) -> Owned:
+        """The slots of every sequence that one of `parts` equal shares has, as tokens."""
+        return self._part(side, parts, part, self.slots(side))
+
+    def _part(self, side: str, parts: int, part: int, lengths: Array) -> Owned:
+        chunks = self._chunks(parts, part)
         if chunks is not None:
             numbers = np.array([*chunks[0], *(chunks[1] if len(chunks) > 1 else (-1, -1))], dtype=np.int64)
-            return self.loops.owned(Chunked(lengths, self._chunk(side, self.count), numbers))
-        ((start, end),) = self.spans(side, self.count, unit)
+            return self.loops.owned(Chunked(lengths, self._chunk(side, parts), numbers))
+        ((start, end),) = self.spans(side, parts, part)
         return self.loops.owned(Spanned(start, np.maximum(np.minimum(end, lengths), start)))
 
     def offset(self, owned: Owned, piece: int) -> Array:

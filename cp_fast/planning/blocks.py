@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.planning.batch import Batch
-from cp_fast.planning.columns import Array, Owned, Range, by_sequence
+from cp_fast.planning.columns import Array, Owned, Range
 from cp_fast.planning.tables import RowKey, Tables
 
-__all__ = ["Block", "farther", "message_rows", "packed", "reach", "rows_in", "seen", "seen_within"]
+__all__ = ["Block", "farther", "message_rows", "packed", "reach", "seen", "seen_within"]
 
 
 class Block(NamedTuple):
@@ -58,10 +58,10 @@ def seen(batch: Batch, reader: int, owner: int) -> tuple[Range, ...]:
     if not batch.windowed:
         return (seen_within(batch, reach(batch, reader), keys),)
     ranges: list[Range] = []
-    for piece, (first, count) in enumerate(zip(queries.first, queries.count, strict=True)):
+    for piece in range(queries.pieces):
         found = _whole_pieces(batch, reader, piece, owner)
         if found is None:
-            found = batch.loops.through_window(first, count, batch.band, keys)
+            found = batch.loops.through_window(queries, piece, batch.band, keys)
         if ranges and found.count is not batch.nothing and ranges[0].count is not batch.nothing:
             found = batch.loops.behind(found, ranges[0])
         ranges.append(found)
@@ -76,12 +76,12 @@ def _whole_pieces(batch: Batch, reader: int, piece: int, owner: int) -> Range | 
     relations = [batch.relation(readers[piece], chunks) for chunks in owners]
     if "crossed" in relations:
         return None
-    queries, keys = batch.owned("q", reader), batch.owned("kv", owner)
     plain = [other for other, how in enumerate(relations) if how == "plain"]
     if not plain:
         return Range(batch.nothing, batch.nothing)
-    count = keys.total if len(plain) == keys.pieces else keys.count[plain[0]]
-    return batch.loops.only(queries.count[piece], Range(batch.offset(keys, plain[0]), count))
+    other = None if len(plain) == len(owners) else plain[0]
+    tile = batch.loops.plain(batch.owned("q", reader), piece, batch.owned("kv", owner), other)
+    return Range(tile.k, tile.columns)
 
 
 def seen_within(batch: Batch, reached: Array, keys: Owned) -> Range:
@@ -94,14 +94,8 @@ def seen_within(batch: Batch, reached: Array, keys: Owned) -> Range:
 
 def message_rows(tables: Tables, block: Block, anchor: Array, ranges: tuple[Range, ...]) -> tuple[RowKey, int]:
     """The rows of a message in a buffer with one anchor, and their number."""
-    sizes = [int(r.count.sum(dtype=r.count.dtype)) for r in ranges]
-    size = sum(sizes)
+    number, size = tables.loops.tokens(ranges)
     if size == 0 or (block.dense and size == block.size):
         return slice(0, size), size
-    there = tuple(r for r, n in zip(ranges, sizes, strict=True) if n)
-    return tables.rows(*rows_in(anchor, there)), size
-
-
-def rows_in(anchor: Array, ranges: tuple[Range, ...]) -> tuple[Array, Array]:
-    """(first row, number of rows) of ranges in a buffer with one anchor, sequence after sequence."""
-    return by_sequence([r.start + anchor for r in ranges]), by_sequence([r.count for r in ranges])
+    start, count, contiguous = tables.loops.rows(ranges, anchor, number)
+    return tables.spans(start, count, size, contiguous=contiguous), size

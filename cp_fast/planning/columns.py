@@ -154,22 +154,22 @@ class Cut(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A piece of keys of a peer in the gathered block, for every sequence that has it: the number of the sequence, the
-    first position, the length, the first row.
+    """What has arrived of one piece of a peer's keys: its part of a range of their token axis. A token's row is the token
+    + `anchor` + `base`. `numbers` are those of the sequences, None where they count up.
     """
 
-    seq: Array
-    first: Array
-    count: Array
-    row: Array
+    tokens: Range
+    keys: Owned
+    piece: int
+    anchor: Array
+    base: int
+    numbers: Array | None
 
 
 class Pieces(NamedTuple):
-    """Pieces of keys by sequence: how many there are up to the end of each sequence; positions [first, stop) of each
-    piece, and what is to be added to a position for its row.
+    """Pieces of keys by sequence: how many there are up to the end of each sequence; and of each piece [n, 3] the
+    positions [first, stop), and what is to be added to a position for its row.
     """
 
     ends: Array
-    first: Array
-    stop: Array
-    anchor: Array
+    pieces: Array

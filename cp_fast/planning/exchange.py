@@ -42,11 +42,12 @@ def draft_side(batch: Batch, rank: int, side: str, block: Block, tables: Tables)
     first = rank - rank % batch.unit_size
     positions = _taking_part(batch, side)
     owned = batch.owned(side, first // batch.unit_size)
-    shares = [batch.spans(side, batch.problem.cp_size, first + n) for n in range(batch.unit_size)]
-    rows, counts, sizes = batch.loops.exchanged(owned, shares, positions, block.anchors[0])
+    size = batch.problem.cp_size
+    shares = [batch.share(side, size, first + n) for n in range(batch.unit_size)]
+    spans, sizes = batch.loops.exchanged(owned, shares, positions, block.anchors[0])
     own = rank - first
-    home = tables.rows(by_sequence(_home_rows(batch, side, rank, positions[0])), counts[own].ravel())
-    group = tables.rows(rows.ravel(), counts.ravel())
+    home = tables.rows(*map(by_sequence, _home_spans(batch, side, rank, positions)))
+    group = tables.rows(*spans)
     return DraftSide(home, home, sizes[own], group, group, tuple(sizes))
 
 
@@ -64,10 +65,14 @@ def _minus(edge: int | Array | None) -> int | Array | None:
     return None if edge is None else -edge
 
 
-def _home_rows(batch: Batch, side: str, rank: int, start: Array) -> list[Array]:
-    """The own row of the first position that takes part, piece by piece."""
-    row, found = batch.home_rows(side, rank), []
+def _home_spans(batch: Batch, side: str, rank: int, positions: tuple[Array, Array]) -> tuple[list[Array], list[Array]]:
+    """The own rows of positions that take part, piece by piece: the first one, and their number."""
+    row = batch.home_rows(side, rank)
+    rows: list[Array] = []
+    counts: list[Array] = []
     for begin, end in batch.spans(side, batch.problem.cp_size, rank):
-        found.append(row + np.maximum(begin, start) - begin)
+        taken = np.maximum(begin, positions[0])
+        rows.append(row + taken - begin)
+        counts.append(np.maximum(np.minimum(end, positions[1]) - taken, 0))
         row = row + (end - begin)
-    return found
+    return rows, counts

@@ -177,8 +177,7 @@ def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> 
         keys, chunks = near.owned("kv", peer), near.chunks(peer)
         for tokens, anchor in zip(block.ranges, block.anchors, strict=True):
             for piece in range(keys.pieces):
-                here = batch.loops.held(tokens, keys, piece, anchor, base, near.numbers)
-                if here is not None:
-                    found.append((chunks[piece][0] if chunks else peer, here))
+                here = Arrived(tokens, keys, piece, anchor, base, near.numbers)
+                found.append((chunks[piece][0] if chunks else peer, here))
         base += block.size
     return found

@@ -47,7 +47,7 @@ class Tables:
     """
 
     def __init__(self, loops: Loops = BY_NUMPY) -> None:
-        self._loops = loops
+        self.loops = loops
         self._spans: list[tuple[Array, Array, int]] = []  # first rows, numbers of rows, their sum
         self._lengths: list[Array] = []
         self._known: dict[tuple[int, ...], list[tuple[Key, Array, Array]]] = {}  # by what is quickly compared
@@ -55,10 +55,14 @@ class Tables:
 
     def rows(self, start: Array, count: Array) -> RowKey:
         """Rows [start, start + count), span after span; empty spans are allowed."""
-        start, count, total, contiguous = self._loops.spans(start, count)
-        if not len(count):
+        start, count, total, contiguous = self.loops.spans(start, count)
+        return self.spans(start, count, total, contiguous=contiguous)
+
+    def spans(self, start: Array, count: Array, total: int, *, contiguous: bool) -> RowKey:
+        """The same for spans of which none is empty, with their sum, and whether they are one range of rows."""
+        if not total:
             return slice(0, 0)
-        begin, same = int(start[0]), self._loops.same
+        begin, same = int(start[0]), self.loops.same
         if contiguous:
             return slice(begin, begin + total)
         known = self._known.setdefault((len(count), total, begin, int(start[-1])), [])
@@ -72,10 +76,10 @@ class Tables:
 
     def lengths(self, count: Array) -> Key:
         """The cumulative sum of these, from 0."""
-        cumulative = self._loops.cumulative(count)
+        cumulative = self.loops.cumulative(count)
         known = self._known_lengths.setdefault((len(count), int(cumulative[-1])), [])
         for key, known_lengths in known:
-            if self._loops.same(cumulative, known_lengths):
+            if self.loops.same(cumulative, known_lengths):
                 return key
         key = Key(len(self._lengths))
         self._lengths.append(cumulative)

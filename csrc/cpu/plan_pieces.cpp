@@ -2,6 +2,8 @@
 // computes is said in cp_fast/planning/loops/base.py.
 #include "plan_pieces.h"
 
+#include <deque>
+
 namespace cp {
 namespace plans {
 
@@ -69,43 +71,31 @@ CP_PLAN cp_plan_below(int64_t wide, int64_t n, Object out, Object tokens, Object
   });
 }
 
-CP_PLAN cp_plan_through_window(int64_t wide, int64_t n, Object out, Object first, Object count, Object band,
-                               Object tokens) {
+CP_PLAN cp_plan_through_window(int64_t wide, int64_t n, Object out, Object queries, int64_t piece, Object band,
+                               Object keys) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
     Columns<I, 2> to(out, n);
-    Array<I> first_(first, n), count_(count, n);
     Band<I> band_(band, n);
     I *start = to[0], *size = to[1];
-    const I *from = first_.data(), *rows = count_.data(), *lo = band_.lo.data(), *hi = band_.hi.data();
-    return Owned<I>(tokens, n).visit([&](auto held) {
+    const I *lo = band_.lo.data(), *hi = band_.hi.data();
+    return Owned<I>(queries, n).visit([&](auto reader) {
+      return Owned<I>(keys, n).visit([&](auto owner) {
+        auto write = [=](auto tokens) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) {
-        I there = rows[i] > 0, begin = held.below(i, from[i] + lo[i]);
-        I end = held.below(i, from[i] + rows[i] + hi[i]);
-        start[i] = begin * there;
-        size[i] = (end - begin) * there;
-      }
-      return int64_t{0};
+          for (int64_t i = 0; i < n; ++i) {
+            I first = tokens.first(i), stop = tokens.stop(i), there = stop > first;
+            I begin = owner.below(i, first + lo[i]), end = owner.below(i, stop + hi[i]);
+            start[i] = begin * there;
+            size[i] = (end - begin) * there;
+          }
+          return int64_t{0};
+        };
+        if constexpr (decltype(reader)::pieces == 2)
+          if (piece) return write(reader.two);
+        return write(reader.one);
+      });
     });
-  });
-}
-
-CP_PLAN cp_plan_only(int64_t wide, int64_t n, Object out, Object there, Object range) {
-  return typed(wide, [&](auto zero) {
-    using I = decltype(zero);
-    Columns<I, 2> to(out, n);
-    Array<I> there_(there, n);
-    Range<I> given(range, n);
-    I *start = to[0], *count = to[1];
-    const I *rows = there_.data(), *from = given.start.data(), *all = given.count.data();
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) {
-      I any = rows[i] > 0;
-      start[i] = from[i] * any;
-      count[i] = all[i] * any;
-    }
-    return int64_t{0};
   });
 }
 
@@ -157,24 +147,79 @@ CP_PLAN cp_plan_packed_two(int64_t wide, int64_t n, Object anchors, Object one, 
   });
 }
 
-CP_PLAN cp_plan_exchanged(int64_t wide, int64_t n, Object rows, Object counts, int64_t pieces, int64_t piece,
-                          Object tokens, Object share, Object positions, Object anchor) {
+namespace {
+
+// Every rank's share of a unit's tokens, as far as it takes part.
+template <typename I>
+class Shares {
+ public:
+  Shares(int64_t n, int64_t ranks, Object shares, Object positions)
+      : n_(n), start_(item(positions, 0), n), stop_(item(positions, 1), n) {
+    for (int64_t rank = 0; rank < ranks; ++rank) shares_.emplace_back(item(shares, rank), n);
+  }
+
+  // f(rank, sequence, first position, number of positions): empty ones too
+  template <typename F>
+  void each(F f) const {
+    const I *start = start_.data(), *stop = stop_.data();
+    int64_t rank = 0;
+    for (const Owned<I>& share : shares_) {
+      share.visit([&](auto held) {
+        auto put = [&](int64_t i, auto piece) {
+          I first = std::max(piece.first(i), start[i]);
+          f(rank, i, first, static_cast<I>(std::min(piece.stop(i), stop[i]) - first));
+        };
+        for (int64_t i = 0; i < n_; ++i) {
+          put(i, held.one);
+          if constexpr (decltype(held)::pieces == 2) put(i, held.two);
+        }
+      });
+      ++rank;
+    }
+  }
+
+ private:
+  int64_t n_;
+  Array<I> start_, stop_;
+  std::deque<Owned<I>> shares_;
+};
+
+}  // namespace
+
+// How many spans there are that are not empty; `sizes`: the rows of each rank.
+CP_PLAN cp_plan_count_exchanged(int64_t wide, int64_t n, Object sizes, Object, int64_t ranks, Object shares,
+                                Object positions) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    Array<I> rows_(rows, n * pieces, true), counts_(counts, n * pieces, true), anchor_(anchor, n);
-    Array<I> begin(item(share, 0), n), end(item(share, 1), n), start(item(positions, 0), n), stop(item(positions, 1), n);
-    I *row = rows_.data() + piece, *count = counts_.data() + piece;
-    const I *from = begin.data(), *to = end.data(), *first = start.data(), *last = stop.data(), *by = anchor_.data();
+    Array<int64_t> sizes_(sizes, ranks, true);
+    int64_t* size = sizes_.data();
+    std::fill(size, size + ranks, 0);
+    int64_t found = 0;
+    Shares<I>(n, ranks, shares, positions).each([&](int64_t rank, int64_t, I, I count) {
+      found += count > 0;
+      size[rank] += std::max(count, I{0});
+    });
+    return found;
+  });
+}
+
+CP_PLAN cp_plan_exchanged(int64_t wide, int64_t n, Object out, int64_t room, Object row, Object tokens, int64_t ranks,
+                          Object shares, Object positions) {
+  return typed(wide, [&](auto zero) {
+    using I = decltype(zero);
+    Columns<I, 2> to(out, room);
+    Array<I> row_(row, n);
+    const I* by = row_.data();
+    I *start = to[0], *length = to[1];
     return Owned<I>(tokens, n).visit([&](auto held) {
-      int64_t total = 0;
-#pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) {
-        I taken = std::max(from[i], first[i]), size = std::max(static_cast<I>(std::min(to[i], last[i]) - taken), I{0});
-        row[i * pieces] = held.below(i, taken) + by[i];
-        count[i * pieces] = size;
-        total += size;
-      }
-      return total;
+      int64_t at = 0;
+      Shares<I>(n, ranks, shares, positions).each([&](int64_t, int64_t i, I first, I count) {
+        if (count <= 0) return;
+        if (at >= room) throw Wrong{};
+        start[at] = held.below(i, first) + by[i];
+        length[at++] = count;
+      });
+      return at;
     });
   });
 }

@@ -20,20 +20,19 @@ bool contiguous(const I* start, const I* count, int64_t n) {
 template <typename I>
 class Gathered {
  public:
-  Gathered(int64_t n, int64_t total, Object pieces)
-      : ends_(item(pieces, 0), n), first_(item(pieces, 1), total), stop_(item(pieces, 2), total),
-        anchor_(item(pieces, 3), total) {}
+  Gathered(int64_t n, int64_t total, Object pieces) : ends_(item(pieces, 0), n), pieces_(item(pieces, 1), 3 * total) {}
 
   template <typename F>
   void each(int64_t seq, I begin, I end, F f) const {
+    const I* pieces = pieces_.data();
     for (I p = seq ? ends_[seq - 1] : 0; p < ends_[seq]; ++p) {
-      I from = std::max(first_[p], begin), size = std::min(stop_[p], end) - from;
-      if (size > 0) f(from + anchor_[p], size);
+      I from = std::max(pieces[3 * p], begin), size = std::min(pieces[3 * p + 1], end) - from;
+      if (size > 0) f(from + pieces[3 * p + 2], size);
     }
   }
 
  private:
-  Array<I> ends_, first_, stop_, anchor_;
+  Array<I> ends_, pieces_;
 };
 
 }  // namespace
@@ -75,6 +74,54 @@ CP_PLAN cp_plan_drop_empty(int64_t wide, int64_t n, Object out, int64_t room, Ob
   });
 }
 
+// `said`: how many ranges are not empty, and the sum of all.
+CP_PLAN cp_plan_tokens(int64_t wide, int64_t n, Object said, Object ranges) {
+  return typed(wide, [&](auto zero) {
+    using I = decltype(zero);
+    Array<int64_t> said_(said, 3, true);
+    int64_t number = size_of(ranges), total = 0, kept = 0;
+    for (int64_t r = 0; r < number; ++r) {
+      Range<I> range(item(ranges, r), n);
+      const I* count = range.count.data();
+      I sum = 0, some = 0;
+      for (int64_t i = 0; i < n; ++i) sum += count[i], some += count[i] > 0;
+      total += sum;
+      kept += some;
+    }
+    said_[0] = kept;
+    said_[1] = total;
+    return int64_t{0};
+  });
+}
+
+// The ranges that are not empty as spans of rows, with room for one more; whether they are one range of rows.
+CP_PLAN cp_plan_rows(int64_t wide, int64_t n, Object out, int64_t room, Object ranges, Object anchor) {
+  return typed(wide, [&](auto zero) {
+    using I = decltype(zero);
+    constexpr int64_t most = 2;
+    Columns<I, 2> to(out, room);
+    Array<I> anchor_(anchor, n);
+    std::optional<Range<I>> held[most];
+    const I *start[most], *count[most], *by = anchor_.data();
+    int64_t number = size_of(ranges), kept = 0, at = 0;
+    if (number > most) throw Wrong{};
+    for (int64_t r = 0; r < number; ++r) {
+      held[r].emplace(item(ranges, r), n);
+      start[r] = held[r]->start.data(), count[r] = held[r]->count.data();
+      for (int64_t i = 0; i < n; ++i) kept += count[r][i] > 0;
+    }
+    if (kept != room - 1) throw Wrong{};
+    I *to_start = to[0], *to_count = to[1];
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t r = 0; r < number; ++r) {
+        to_start[at] = start[r][i] + by[i];
+        to_count[at] = count[r][i];
+        at += count[r][i] > 0;
+      }
+    return int64_t{contiguous(to_start, to_count, at)};
+  });
+}
+
 CP_PLAN cp_plan_cumulative(int64_t wide, int64_t n, Object out, Object count) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
@@ -101,92 +148,79 @@ CP_PLAN cp_plan_same(int64_t wide, int64_t n, Object one, Object other) {
 
 namespace {
 
-// f(i, first token, number of tokens) for what a piece of the keys has of a range of their token axis.
-template <typename I, typename F>
-void each_held(int64_t n, const Range<I>& range, const Owned<I>& owned, int64_t piece, F f) {
-  const I *start = range.start.data(), *count = range.count.data();
-  owned.visit([&](auto keys) {
-    for (int64_t i = 0; i < n; ++i) {
-      I offset = piece ? keys.count(i, 0) : 0, begin = std::max(start[i], offset);
-      f(keys, i, begin, std::min(static_cast<I>(start[i] + count[i]), static_cast<I>(offset + keys.count(i, piece))) - begin);
+// What has arrived of pieces of keys: `Arrived` of cp_fast/planning/columns.py; `numbers` [groups, 3]: how many sequences
+// each has, the number of its piece, and the row of its peer's block.
+template <typename I>
+class Groups {
+ public:
+  Groups(int64_t groups, Object numbers, Object arrived) : groups_(groups), numbers_(numbers, 3 * groups), arrived_(arrived) {}
+
+  // f(sequence, first position, number of positions, what is added for the row), in the order given
+  template <typename F>
+  void each(int64_t sequences, F f) const {
+    for (int64_t g = 0; g < groups_; ++g) {
+      int64_t n = numbers_[3 * g], piece = numbers_[3 * g + 1];
+      I base = static_cast<I>(numbers_[3 * g + 2]);
+      Object group = item(arrived_, g), numbers = item(group, 3);
+      Range<I> range(item(group, 0), n);
+      Array<I> anchor(item(group, 2), n);
+      std::optional<Array<int64_t>> held;
+      if (size_of(numbers)) held.emplace(item(numbers, 0), n);
+      const I *start = range.start.data(), *count = range.count.data(), *by = anchor.data();
+      const int64_t* number = held ? held->data() : nullptr;
+      Owned<I>(item(group, 1), n).visit([&](auto keys) {
+        for (int64_t i = 0; i < n; ++i) {
+          I offset = piece ? keys.count(i, 0) : 0, begin = std::max(start[i], offset);
+          I end = std::min(static_cast<I>(start[i] + count[i]), static_cast<I>(offset + keys.count(i, piece)));
+          if (end <= begin) continue;
+          int64_t seq = number ? number[i] : i;
+          if (seq < 0 || seq >= sequences) throw Wrong{};
+          I position = keys.position(i, piece);
+          f(seq, begin + position, end - begin, by[i] + base - position);
+        }
+      });
     }
-  });
-}
+  }
+
+ private:
+  int64_t groups_;
+  Array<int64_t> numbers_;
+  Object arrived_;
+};
 
 }  // namespace
 
-// The part of a range of a token axis that a piece of it has, for the sequences in which that is something: how many.
-CP_PLAN cp_plan_count_held(int64_t wide, int64_t n, Object range, Object keys, int64_t piece) {
-  return typed(wide, [&](auto zero) {
-    using I = decltype(zero);
-    I found = 0;
-    each_held(n, Range<I>(range, n), Owned<I>(keys, n), piece, [&](auto, int64_t, I, I size) { found += size > 0; });
-    return int64_t{found};
-  });
-}
-
-// The same: the number of the sequence (`numbers` has them, or they count up), the first position, the length, the
-// row. With room for one more.
-CP_PLAN cp_plan_held(int64_t wide, int64_t n, Object out, int64_t room, Object range, Object keys, int64_t piece,
-                     Object anchor, int64_t base, Object numbers) {
-  return typed(wide, [&](auto zero) {
-    using I = decltype(zero);
-    Columns<I, 4> to(out, room);
-    Array<I> anchor_(anchor, n);
-    std::optional<Array<int64_t>> numbers_;
-    if (size_of(numbers)) numbers_.emplace(item(numbers, 0), n);
-    int64_t at = 0;
-    each_held(n, Range<I>(range, n), Owned<I>(keys, n), piece, [&](auto tokens, int64_t i, I begin, I size) {
-      if (size <= 0) return;
-      if (at >= room) throw Wrong{};
-      to[0][at] = static_cast<I>(numbers_ ? (*numbers_)[i] : i);
-      to[1][at] = begin + tokens.position(i, piece);
-      to[2][at] = size;
-      to[3][at++] = begin + anchor_[i] + static_cast<I>(base);
-    });
-    return at;
-  });
-}
-
-// Pieces sorted by sequence, those of each in the order given: `ends` counts them up to the end of each sequence; then
-// first and stop positions, and what is to be added to a position for its row.
-CP_PLAN cp_plan_by_sequence(int64_t wide, int64_t n, Object ends, int64_t total, Object out, int64_t groups,
-                            Object sizes, Object pieces) {
+// How many pieces there are; `ends`: where those of each sequence begin.
+CP_PLAN cp_plan_count_pieces(int64_t wide, int64_t n, Object ends, int64_t groups, Object numbers, Object arrived) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
     Array<I> ends_(ends, n, true);
-    Columns<I, 3> to(out, total);
-    Array<int64_t> size(sizes, groups);
-    I* end = ends_.data();
+    I *end = ends_.data(), sum = 0;
     std::fill(end, end + n, I{0});
-    for (int64_t g = 0; g < groups; ++g) {
-      Array<I> seqs(item(item(pieces, g), 0), size[g]);
-      const I* seq = seqs.data();
-      for (int64_t i = 0; i < size[g]; ++i) {
-        if (seq[i] < 0 || seq[i] >= n) throw Wrong{};
-        ++end[seq[i]];
-      }
-    }
-    I sum = 0;
-    for (int64_t i = 0; i < n; ++i) {  // where the next one goes; `end` again when all have been put
+    Groups<I>(groups, numbers, arrived).each(n, [&](int64_t seq, I, I, I) { ++end[seq]; });
+    for (int64_t i = 0; i < n; ++i) {
       I here = end[i];
       end[i] = sum;
       sum += here;
     }
-    if (sum != total) throw Wrong{};
-    I *to_first = to[0], *to_stop = to[1], *to_anchor = to[2];
-    for (int64_t g = 0; g < groups; ++g) {
-      Object piece = item(pieces, g);
-      Array<I> seqs(item(piece, 0), size[g]), firsts(item(piece, 1), size[g]);
-      Array<I> counts(item(piece, 2), size[g]), rows(item(piece, 3), size[g]);
-      const I *seq = seqs.data(), *first = firsts.data(), *count = counts.data(), *row = rows.data();
-      for (int64_t i = 0; i < size[g]; ++i) {
-        I at = end[seq[i]]++;
-        to_first[at] = first[i];
-        to_stop[at] = first[i] + count[i];
-        to_anchor[at] = row[i] - first[i];
-      }
-    }
+    return int64_t{sum};
+  });
+}
+
+// The pieces; `ends`: where those of each sequence end.
+CP_PLAN cp_plan_pieces(int64_t wide, int64_t n, Object out, Object ends, int64_t total, int64_t groups, Object numbers,
+                       Object arrived) {
+  return typed(wide, [&](auto zero) {
+    using I = decltype(zero);
+    Array<I> ends_(ends, n, true), out_(out, 3 * total, true);
+    I *end = ends_.data(), *to = out_.data();
+    Groups<I>(groups, numbers, arrived).each(n, [&](int64_t seq, I first, I count, I anchor) {
+      I at = end[seq]++;
+      if (at >= total) throw Wrong{};
+      to[3 * at] = first;
+      to[3 * at + 1] = first + count;
+      to[3 * at + 2] = anchor;
+    });
     return int64_t{0};
   });
 }

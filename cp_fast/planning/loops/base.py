@@ -53,12 +53,8 @@ class Loops(ABC):
         """How many of the tokens lie before a position: where it falls on the token axis."""
 
     @abstractmethod
-    def through_window(self, first: Array, count: Array, band: Band, keys: Owned) -> Range:
-        """What queries [first, first + count) see of the keys; nothing where there is no query."""
-
-    @abstractmethod
-    def only(self, there: Array, tokens: Range) -> Range:
-        """The range where `there` is above zero; else nothing."""
+    def through_window(self, queries: Owned, piece: int, band: Band, keys: Owned) -> Range:
+        """What a piece of the queries sees of the keys; nothing where there is no query."""
 
     @abstractmethod
     def behind(self, tokens: Range, before: Range) -> Range:
@@ -101,6 +97,16 @@ class Loops(ABC):
         """The spans that are not empty, their sum, and whether they are one range of rows."""
 
     @abstractmethod
+    def tokens(self, ranges: tuple[Range, ...]) -> tuple[int, int]:
+        """How many of these ranges are not empty, over all sequences, and how many tokens they have."""
+
+    @abstractmethod
+    def rows(self, ranges: tuple[Range, ...], anchor: Array, number: int) -> tuple[Array, Array, bool]:
+        """The ranges that are not empty as spans of rows, all of the first sequence and then of the next, and whether
+        they are one range of rows. `number` of them; `anchor` is what is added to a token for its row.
+        """
+
+    @abstractmethod
     def cumulative(self, count: Array) -> Array:
         """The cumulative sum from 0, int32 [n + 1]."""
 
@@ -110,14 +116,14 @@ class Loops(ABC):
 
     @abstractmethod
     def exchanged(
-        self, owned: Owned, shares: Sequence[Sequence[tuple[Array, Array]]], positions: tuple[Array, Array], row: Array
-    ) -> tuple[Array, Array, list[int]]:
-        """The rows of every rank's share of a unit's tokens that take part: first rows and numbers of rows
-        [ranks, sequences, pieces], and their sum for each rank.
+        self, owned: Owned, shares: Sequence[Owned], positions: tuple[Array, Array], row: Array
+    ) -> tuple[Spans, list[int]]:
+        """The rows of every rank's share of a unit's tokens that take part: spans, none of them empty, rank by rank and
+        sequence by sequence; and the number of rows of each rank.
 
         Args:
             owned: the unit's tokens.
-            shares: the pieces [start, stop) of positions of each rank.
+            shares: the positions of each rank.
             positions: those [start, stop) that take part.
             row: what is added to a token for its row.
         """
@@ -125,16 +131,8 @@ class Loops(ABC):
     # ---- keys that were gathered
 
     @abstractmethod
-    def held(
-        self, tokens: Range, keys: Owned, piece: int, anchor: Array, base: int, numbers: Array | None
-    ) -> Arrived | None:
-        """The part of a range that a piece of the keys has; None where no sequence has any. Rows are by `anchor` and
-        `base` together; `numbers` are those of the sequences, None where they count up.
-        """
-
-    @abstractmethod
     def pieces(self, arrived: Sequence[Arrived], size: int) -> Pieces:
-        """All of them by sequence, those of each in the order given; `size` sequences."""
+        """All that has arrived by sequence, in the order given; `size` sequences."""
 
     @abstractmethod
     def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:

@@ -67,8 +67,7 @@ class ByNative(Loops):
         self._columns = call("columns", "oo")
         self._ends = call("ends", "oon")
         self._below = call("below", "ooo")
-        self._through_window = call("through_window", "ooooo")
-        self._only = call("only", "ooo")
+        self._through_window = call("through_window", "oonoo")
         self._behind = call("behind", "ooo")
         self._packed_one = call("packed_one", "oo")
         self._packed_two = call("packed_two", "ooo")
@@ -83,10 +82,12 @@ class ByNative(Loops):
         self._drop_empty = call("drop_empty", "onoo")
         self._cumulative = call("cumulative", "oo")
         self._same = call("same", "oo")
-        self._exchanged = call("exchanged", "oonnoooo")
-        self._count_held = call("count_held", "oon")
-        self._held = call("held", "onoonono")
-        self._by_sequence = call("by_sequence", "ononoo")
+        self._tokens = call("tokens", "oo")
+        self._rows = call("rows", "onoo")
+        self._count_exchanged = call("count_exchanged", "oonoo")
+        self._exchanged = call("exchanged", "onoonoo")
+        self._count_pieces = call("count_pieces", "onoo")
+        self._pieces = call("pieces", "oonnoo")
         self._count_gathered = call("count_gathered", "ono")
         self._gathered = call("gathered", "ononoono")
         self._count_whole = call("count_whole", "oonoo")
@@ -113,14 +114,9 @@ class ByNative(Loops):
         self._below(_wide(out), len(out), out, owned.tokens, position)
         return out
 
-    def through_window(self, first: Array, count: Array, band: Band, keys: Owned) -> Range:
-        out = _new(first, 2)
-        self._through_window(_wide(first), len(first), out, first, count, band, keys.tokens)
-        return Range(*out)
-
-    def only(self, there: Array, tokens: Range) -> Range:
-        out = _new(there, 2)
-        self._only(_wide(there), len(there), out, there, tokens)
+    def through_window(self, queries: Owned, piece: int, band: Band, keys: Owned) -> Range:
+        out = _new(band.lo, 2)
+        self._through_window(_wide(band.lo), len(band.lo), out, queries.tokens, piece, band, keys.tokens)
         return Range(*out)
 
     def behind(self, tokens: Range, before: Range) -> Range:
@@ -186,6 +182,17 @@ class ByNative(Loops):
             start, count = (x[:-1] for x in out)
         return start, count, total, bool(contiguous)
 
+    def tokens(self, ranges: tuple[Range, ...]) -> tuple[int, int]:
+        count = ranges[0].count
+        self._tokens(_wide(count), len(count), self._said, ranges)
+        number, total, _ = self._said.tolist()
+        return number, total
+
+    def rows(self, ranges: tuple[Range, ...], anchor: Array, number: int) -> tuple[Array, Array, bool]:
+        start, count = out = _new(anchor, 2, number + 1)
+        contiguous = self._rows(_wide(anchor), len(anchor), out, number + 1, ranges, anchor)
+        return start[:-1], count[:-1], bool(contiguous)
+
     def cumulative(self, count: Array) -> Array:
         out = np.empty(len(count) + 1, dtype=np.int32)
         self._cumulative(_wide(count), len(count), out, count)
@@ -195,40 +202,32 @@ class ByNative(Loops):
         return bool(self._same(_wide(one), len(one), one, other))
 
     def exchanged(
-        self, owned: Owned, shares: Sequence[Sequence[tuple[Array, Array]]], positions: tuple[Array, Array], row: Array
-    ) -> tuple[Array, Array, list[int]]:
-        n, wide, pieces = len(row), _wide(row), len(shares[0])
-        rows, counts = (np.empty((len(shares), n, pieces), dtype=row.dtype) for _ in range(2))
-        sizes = [0] * len(shares)
-        for rank, share in enumerate(shares):
-            for piece in range(pieces):
-                sizes[rank] += self._exchanged(
-                    wide, n, rows[rank], counts[rank], pieces, piece, owned.tokens, share[piece], positions, row
-                )
-        return rows, counts, sizes
+        self, owned: Owned, shares: Sequence[Owned], positions: tuple[Array, Array], row: Array
+    ) -> tuple[Spans, list[int]]:
+        n, wide, ranks = len(row), _wide(row), len(shares)
+        given = tuple(share.tokens for share in shares)
+        sizes = np.empty(ranks, dtype=np.int64)
+        room = self._count_exchanged(wide, n, sizes, owned.tokens, ranks, given, positions)
+        start, count = out = _new(row, 2, room)
+        self._exchanged(wide, n, out, room, row, owned.tokens, ranks, given, positions)
+        return (start, count), sizes.tolist()
 
     # ---- keys that were gathered
 
-    def held(
-        self, tokens: Range, keys: Owned, piece: int, anchor: Array, base: int, numbers: Array | None
-    ) -> Arrived | None:
-        n, wide, given = len(anchor), _wide(anchor), (tokens, keys.tokens, piece)
-        found = self._count_held(wide, n, *given)
-        if not found:
-            return None
-        out = _new(anchor, 4, found)
-        self._held(wide, n, out, found, *given, anchor, base, () if numbers is None else (numbers,))
-        return Arrived(*out)
-
     def pieces(self, arrived: Sequence[Arrived], size: int) -> Pieces:
-        sizes, like = np.array([len(a.seq) for a in arrived], dtype=np.int64), arrived[0].first
-        total = int(sizes.sum())
-        ends, out = np.empty(size, dtype=like.dtype), _new(like, 3, total)
-        self._by_sequence(_wide(like), size, ends, total, out, len(sizes), sizes, tuple(arrived))
-        return Pieces(ends, *out)
+        wide, kind = _wide(arrived[0].anchor), arrived[0].anchor.dtype
+        given = tuple(
+            (a.tokens, a.keys.tokens, a.anchor, () if a.numbers is None else (a.numbers,)) for a in arrived
+        )
+        numbers = np.array([(len(a.anchor), a.piece, a.base) for a in arrived], dtype=np.int64)
+        ends = np.empty(size, dtype=kind)
+        total = self._count_pieces(wide, size, ends, len(given), numbers, given)
+        found = np.empty((total, 3), dtype=kind)
+        self._pieces(wide, size, found, ends, total, len(given), numbers, given)
+        return Pieces(ends, found)
 
     def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:
-        n, wide, given = len(q_anchor), _wide(q_anchor), (tuple(slots), len(pieces.first), pieces)
+        n, wide, given = len(q_anchor), _wide(q_anchor), (tuple(slots), len(pieces.pieces), pieces)
         room, tiles = self._count_gathered(wide, n, *given), self._count_tiles(wide, n, given[0])
         (start, count), (q, rows, columns) = _new(q_anchor, 2, room), _new(q_anchor, 3, tiles)
         self._gathered(wide, n, (start, count), room, (q, rows, columns), tiles, q_anchor, *given)

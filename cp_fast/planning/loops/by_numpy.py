@@ -57,13 +57,10 @@ class ByNumpy(Loops):
             found += _clipped(position, first, stop)
         return found
 
-    def through_window(self, first: Array, count: Array, band: Band, keys: Owned) -> Range:
-        start, stop = self.below(keys, first + band.lo), self.below(keys, first + count + band.hi)
-        return self.only(count, Range(start, stop - start))
-
-    def only(self, there: Array, tokens: Range) -> Range:
-        where = there > 0
-        return Range(np.where(where, tokens.start, 0), np.where(where, tokens.count, 0))
+    def through_window(self, queries: Owned, piece: int, band: Band, keys: Owned) -> Range:
+        first, there = queries.first[piece], queries.count[piece] > 0
+        start, stop = self.below(keys, first + band.lo), self.below(keys, queries.stop[piece] + band.hi)
+        return Range(np.where(there, start, 0), np.where(there, stop - start, 0))
 
     def behind(self, tokens: Range, before: Range) -> Range:
         start = np.maximum(tokens.start, before.start + before.count)
@@ -155,6 +152,15 @@ class ByNumpy(Loops):
             return start, count, total, not len(count)
         return start, count, total, bool((start[1:] == start[:-1] + count[:-1]).all())
 
+    def tokens(self, ranges: tuple[Range, ...]) -> tuple[int, int]:
+        number = sum(int(np.count_nonzero(r.count)) for r in ranges)
+        return number, sum(int(r.count.sum(dtype=r.count.dtype)) for r in ranges)
+
+    def rows(self, ranges: tuple[Range, ...], anchor: Array, number: int) -> tuple[Array, Array, bool]:
+        start, count = by_sequence([r.start + anchor for r in ranges]), by_sequence([r.count for r in ranges])
+        start, count, _, contiguous = self.spans(start, count)
+        return start, count, contiguous
+
     def cumulative(self, count: Array) -> Array:
         found = np.empty(len(count) + 1, dtype=np.int32)
         found[0] = 0
@@ -165,40 +171,35 @@ class ByNumpy(Loops):
         return bool((one == other).all())
 
     def exchanged(
-        self, owned: Owned, shares: Sequence[Sequence[tuple[Array, Array]]], positions: tuple[Array, Array], row: Array
-    ) -> tuple[Array, Array, list[int]]:
-        shape = (len(shares), len(row), len(shares[0]))
+        self, owned: Owned, shares: Sequence[Owned], positions: tuple[Array, Array], row: Array
+    ) -> tuple[Spans, list[int]]:
+        shape = (len(shares), len(row), shares[0].pieces)
         rows, counts = (np.empty(shape, dtype=row.dtype) for _ in range(2))  # written once
-        for n, pieces in enumerate(shares):
-            for piece, (begin, end) in enumerate(pieces):
-                taken = np.maximum(begin, positions[0])
+        for n, share in enumerate(shares):
+            for piece in range(share.pieces):
+                taken = np.maximum(share.first[piece], positions[0])
                 np.add(self.below(owned, taken), row, out=rows[n, :, piece])
-                np.subtract(np.minimum(end, positions[1]), taken, out=counts[n, :, piece])
+                np.subtract(np.minimum(share.stop[piece], positions[1]), taken, out=counts[n, :, piece])
         np.maximum(counts, 0, out=counts)
-        return rows, counts, counts.sum(axis=(1, 2)).tolist()
-
-    def held(
-        self, tokens: Range, keys: Owned, piece: int, anchor: Array, base: int, numbers: Array | None
-    ) -> Arrived | None:
-        offset, count = _part(keys, piece)
-        begin = np.maximum(tokens.start, offset)
-        size = np.minimum(tokens.start + tokens.count, offset + count) - begin
-        there = np.flatnonzero(size > 0)
-        if not len(there):
-            return None
-        seq = there if numbers is None else numbers.take(there)
-        begin, size = begin.take(there), size.take(there)
-        return Arrived(
-            seq, begin + (keys.first[piece] - offset).take(there), size, begin + (anchor + base).take(there)
-        )
+        sizes = counts.sum(axis=(1, 2)).tolist()
+        return self.spans(rows.ravel(), counts.ravel())[:2], sizes
 
     def pieces(self, arrived: Sequence[Arrived], size: int) -> Pieces:
         small = np.uint16 if size < 2**16 else np.int64  # sorts fast
-        seq = np.concatenate([a.seq.astype(small) for a in arrived])
+        seqs: list[Array] = []
+        found: list[Array] = []
+        for tokens, keys, piece, anchor, base, numbers in arrived:
+            offset, count = _part(keys, piece)
+            begin = np.maximum(tokens.start, offset)
+            length = np.minimum(tokens.start + tokens.count, offset + count) - begin
+            there = np.flatnonzero(length > 0)
+            seqs.append((there if numbers is None else numbers.take(there)).astype(small))
+            first = (begin + keys.first[piece] - offset).take(there)
+            row = (begin + anchor + base).take(there)
+            found.append(np.stack([first, first + length.take(there), row - first], axis=1))
+        seq = np.concatenate(seqs)
         order = np.argsort(seq, kind="stable")
-        first, count, row = (np.concatenate(x).take(order) for x in zip(*(a[1:] for a in arrived), strict=True))
-        ends = np.cumsum(np.bincount(seq, minlength=size))
-        return Pieces(ends, first, first + count, row - first)
+        return Pieces(np.cumsum(np.bincount(seq, minlength=size)), np.concatenate(found).take(order, axis=0))
 
     def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:
         q, rows, begin, columns = (
@@ -211,15 +212,16 @@ class ByNumpy(Loops):
         behind = np.cumsum(number)
         piece = np.repeat(pieces.ends.take(seq) - behind, number)
         piece += np.arange(behind[-1])
-        start = pieces.first.take(piece)
+        first, stop, anchor = pieces.pieces.T
+        start = first.take(piece)
         np.maximum(start, np.repeat(begin, number), out=start)
-        length = pieces.stop.take(piece)
+        length = stop.take(piece)
         np.minimum(length, np.repeat(end, number), out=length)
         length -= start
         np.maximum(length, 0, out=length)
         total = np.add.reduceat(length, behind - number)
         there = np.flatnonzero(length > 0)
-        spans = (pieces.anchor.take(piece.take(there)) + start.take(there), length.take(there))
+        spans = (anchor.take(piece.take(there)) + start.take(there), length.take(there))
         return (q, rows), spans, total
 
     def gathered_whole(
