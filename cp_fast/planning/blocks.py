@@ -97,5 +97,4 @@ def message_rows(tables: Tables, block: Block, anchor: Array, ranges: tuple[Rang
     number, size = tables.loops.tokens(ranges)
     if size == 0 or (block.dense and size == block.size):
         return slice(0, size), size
-    start, count, contiguous = tables.loops.rows(ranges, anchor, number)
-    return tables.spans(start, count, size, contiguous=contiguous), size
+    return tables.spans(tables.loops.rows(ranges, anchor, number, size)), size

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Array", "Arrived", "Band", "Chunked", "Cut", "Owned", "Pieces", "Range", "Slot", "Spanned", "by_sequence", "spread"]
+__all__ = ["Array", "Arrived", "Band", "Chunked", "Cut", "Owned", "Pieces", "Range", "Slot", "Spanned", "Spans", "by_sequence", "spread"]
 
 Array = np.ndarray
 
@@ -61,6 +61,15 @@ class Spanned(NamedTuple):
 
 
 OwnedColumns = tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...], Array]
+
+
+class Spans(NamedTuple):
+    """Rows [start, start + count), none of them empty; their number, and whether they are one range of rows."""
+
+    start: Array
+    count: Array
+    total: int
+    contiguous: bool
 
 
 class Owned:

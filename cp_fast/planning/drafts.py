@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cp_fast.planning.columns import Array
+from cp_fast.planning.columns import Array, Spans
 from cp_fast.planning.tables import Key, RowKey, Tables
 
 __all__ = ["DraftGive", "DraftLaunch", "DraftStep", "DraftTake", "draft_launch"]
@@ -65,22 +65,22 @@ class DraftStep:
 def draft_launch(
     tables: Tables,
     window: tuple[int | None, int | None],
-    q: tuple[Array, Array],
-    kv: tuple[Array, Array],
-    grad: tuple[Array, Array] | None,
-    columns: Array,
+    q: Spans,
+    kv: Spans,
+    grad: Spans | None,
+    sums: tuple[Array, Array],
 ) -> DraftLaunch:
-    """A launch of segments: their query rows (first row, number), their key rows and rows of the grads (spans; None
-    for the same rows), and their numbers of columns; nothing is empty.
+    """A launch of segments: their query rows, their key rows and rows of the grads (None for the same rows), and the
+    cumulative lengths of queries and keys.
     """
-    q_rows, kv_rows = tables.rows(*q), tables.rows(*kv)
+    q_rows, kv_rows = tables.spans(q), tables.spans(kv)
     return DraftLaunch(
         q_rows=q_rows,
         out_rows=q_rows,
         kv_rows=kv_rows,
-        grad_rows=kv_rows if grad is None else tables.rows(*grad),
+        grad_rows=kv_rows if grad is None else tables.spans(grad),
         left=window[0],
         right=window[1],
-        cu_q=tables.lengths(q[1]),
-        cu_kv=tables.lengths(columns),
+        cu_q=tables.sums(sums[0]),
+        cu_kv=tables.sums(sums[1]),
     )

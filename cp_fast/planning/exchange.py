@@ -47,7 +47,7 @@ def draft_side(batch: Batch, rank: int, side: str, block: Block, tables: Tables)
     spans, sizes = batch.loops.exchanged(owned, shares, positions, block.anchors[0])
     own = rank - first
     home = tables.rows(*map(by_sequence, _home_spans(batch, side, rank, positions)))
-    group = tables.rows(*spans)
+    group = tables.spans(spans)
     return DraftSide(home, home, sizes[own], group, group, tuple(sizes))
 
 

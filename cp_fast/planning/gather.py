@@ -82,7 +82,7 @@ def _remote_plain(
         if not pairs:
             continue
         rows = queries.total if together else queries.count[piece]
-        columns, spans = batch.loops.gathered_whole(
+        columns, kv = batch.loops.gathered_whole(
             rows,
             [(batch.owned("kv", peers[n]), other) for n, other in pairs],
             [blocks[n].anchors[min(piece, len(blocks[n].anchors) - 1)] for n, _ in pairs],
@@ -92,7 +92,8 @@ def _remote_plain(
         every = Slot(offset, rows * (columns > 0), batch.nothing, columns)  # the keys' rows are those of the spans
         q, rows, _, columns, _ = batch.loops.tiles([every], q_anchor, [batch.nothing], None)
         if len(rows):
-            found.append(draft_launch(tables, (None, None), (q, rows), spans, None, columns))
+            sums = (batch.loops.cumulative(rows), batch.loops.cumulative(columns))
+            found.append(draft_launch(tables, (None, None), batch.loops.spans(q, rows), kv, None, sums))
     return found
 
 
@@ -126,8 +127,9 @@ def _remote(
         if any_order not in orders:
             ordered = arrived if any_order else sorted(arrived, key=lambda piece: piece[0])
             orders[any_order] = batch.loops.pieces([piece for _, piece in ordered], batch.size)
-        q, spans, columns = batch.loops.gathered(slots, q_anchor, orders[any_order])
-        found.append(draft_launch(tables, window, q, spans, None, columns))
+        q, kv, columns = batch.loops.gathered(slots, q_anchor, orders[any_order])
+        sums = (batch.loops.cumulative(q.count), batch.loops.cumulative(columns))
+        found.append(draft_launch(tables, window, q, kv, None, sums))
     return found
 
 
@@ -174,9 +176,12 @@ def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> 
     base, found = 0, []
     for peer, block in zip(peers, blocks, strict=True):
         near = batch.near(rank, peer)
-        keys, chunks = near.owned("kv", peer), near.chunks(peer)
-        for tokens, anchor in zip(block.ranges, block.anchors, strict=True):
+        keys, chunks, readers = near.owned("kv", peer), near.chunks(peer), near.chunks(rank)
+        for reader, (tokens, anchor) in enumerate(zip(block.ranges, block.anchors, strict=True)):
             for piece in range(keys.pieces):
+                one_each = readers and chunks and len(block.ranges) == len(readers)
+                if one_each and near.relation(readers[reader], chunks[piece]) == "hidden":
+                    continue
                 here = Arrived(tokens, keys, piece, anchor, base, near.numbers)
                 found.append((chunks[piece][0] if chunks else peer, here))
         base += block.size

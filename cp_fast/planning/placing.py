@@ -36,8 +36,9 @@ def place_launches(
     for window, slots in placed:
         of_grads = None if same else _anchors(slots, grads)
         q, rows, k, columns, grad = batch.loops.tiles(slots, q_anchor, _anchors(slots, block), of_grads)
-        of_grads = None if grad is None else (grad, columns)
-        found.append(draft_launch(tables, window, (q, rows), (k, columns), of_grads, columns))
+        spans, sums = batch.loops.spans, (batch.loops.cumulative(rows), batch.loops.cumulative(columns))
+        of_grads = None if grad is None else spans(grad, columns)
+        found.append(draft_launch(tables, window, spans(q, rows), spans(k, columns), of_grads, sums))
     return found
 
 

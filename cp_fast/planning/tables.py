@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_fast.planning.columns import Array, spread
+from cp_fast.planning.columns import Array, Spans, spread
 from cp_fast.planning.loops import BY_NUMPY, Loops
 from cp_fast.rows import Rows
 
@@ -55,11 +55,11 @@ class Tables:
 
     def rows(self, start: Array, count: Array) -> RowKey:
         """Rows [start, start + count), span after span; empty spans are allowed."""
-        start, count, total, contiguous = self.loops.spans(start, count)
-        return self.spans(start, count, total, contiguous=contiguous)
+        return self.spans(self.loops.spans(start, count))
 
-    def spans(self, start: Array, count: Array, total: int, *, contiguous: bool) -> RowKey:
-        """The same for spans of which none is empty, with their sum, and whether they are one range of rows."""
+    def spans(self, spans: Spans) -> RowKey:
+        """The same for rows that have been looked at."""
+        start, count, total, contiguous = spans
         if not total:
             return slice(0, 0)
         begin, same = int(start[0]), self.loops.same
@@ -76,8 +76,11 @@ class Tables:
 
     def lengths(self, count: Array) -> Key:
         """The cumulative sum of these, from 0."""
-        cumulative = self.loops.cumulative(count)
-        known = self._known_lengths.setdefault((len(count), int(cumulative[-1])), [])
+        return self.sums(self.loops.cumulative(count))
+
+    def sums(self, cumulative: Array) -> Key:
+        """The same for a cumulative sum."""
+        known = self._known_lengths.setdefault((len(cumulative), int(cumulative[-1])), [])
         for key, known_lengths in known:
             if self.loops.same(cumulative, known_lengths):
                 return key

@@ -29,7 +29,7 @@ import numpy as np
 from cp_fast.planning.batch import Batch
 from cp_fast.planning.columns import Array, Cut, Owned, Range, Slot
 
-__all__ = ["LARGE", "Placed", "cut", "join", "launches", "see"]
+__all__ = ["LARGE", "Placed", "Whole", "Window", "cut", "join", "launches", "see", "see_whole"]
 
 Window = tuple[int | None, int | None]
 Slots = Sequence[Slot | None]
@@ -44,21 +44,29 @@ class Placed(NamedTuple):
     slots: list[Slot]
 
 
+class Whole(NamedTuple):
+    """One tile a sequence that nothing is hidden from but by its window: the piece of the queries and of the keys, or
+    all of them (None); None for no tile.
+    """
+
+    window: Window
+    pieces: tuple[int | None, int | None] | None
+
+
 def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
     """The tiles of a unit's queries with an owner's keys, as launches in order."""
     queries, keys = batch.owned("q", unit), batch.owned("kv", owner)
-    readers, owners = batch.chunks(unit), batch.chunks(owner)
-    square = _squares(batch, queries, keys) if (unit - owner) % batch.count == 0 else None
-    if square is not None and square.all():
-        return launches(batch, [batch.loops.plain(queries, None, keys, None)], [], [], [], [])
-    plain, crossed = [], []
-    for piece in range(queries.pieces):
-        for other in range(keys.pieces):
-            how = "crossed" if readers is None or owners is None else batch.relation(readers[piece], owners[other])
-            if how != "hidden":
-                (crossed if how == "crossed" else plain).append((piece, other))
+    whole = see_whole(batch, unit, owner)
+    if whole is not None:
+        if whole.pieces is None:
+            return []
+        tile = batch.loops.plain(queries, whole.pieces[0], keys, whole.pieces[1])
+        return [Placed(whole.window, [tile])] if tile.rows.any() else []
+    plain, crossed = _pairs(batch, unit, owner)
     if not crossed:
-        return launches(batch, [], [], _plain(batch, queries, keys, plain), [], [])
+        full = {(p, o): batch.loops.plain(queries, p, keys, o) for p, o in plain}
+        return launches(batch, [], [], join(full), [], [])
+    square = _squares(batch, queries, keys) if (unit - owner) % batch.count == 0 else None
     found = {(p, o): _tiles(batch, queries, keys, p, o, square) for p, o in plain + crossed}
     cuts = [found[pair] for pair in sorted(found)]
     whole = None
@@ -72,6 +80,36 @@ def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
         [c.left for c in cuts],
         [c.own for c in cuts],
     )
+
+
+def see_whole(batch: Batch, unit: int, owner: int) -> Whole | None:
+    """The same where it is one tile a sequence, of the same pieces in all sequences; None where it may be more."""
+    queries, keys = batch.owned("q", unit), batch.owned("kv", owner)
+    if (unit - owner) % batch.count == 0:
+        square = _squares(batch, queries, keys)
+        if square is not None and square.all():
+            return Whole(batch.window, (None, None))
+    plain, crossed = _pairs(batch, unit, owner)
+    pieces, others = sorted({p for p, _ in plain}), sorted({o for _, o in plain})
+    if crossed or len(plain) < len(pieces) * len(others):
+        return None
+    if not plain:
+        return Whole((None, None), None)
+    piece = None if len(pieces) == queries.pieces else pieces[0]
+    return Whole((None, None), (piece, None if len(others) == keys.pieces else others[0]))
+
+
+def _pairs(batch: Batch, unit: int, owner: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The pieces of queries and of keys between which nothing is hidden, and those where something may be."""
+    readers, owners = batch.chunks(unit), batch.chunks(owner)
+    plain: list[tuple[int, int]] = []
+    crossed: list[tuple[int, int]] = []
+    for piece in range(batch.owned("q", unit).pieces):
+        for other in range(batch.owned("kv", owner).pieces):
+            how = "crossed" if readers is None or owners is None else batch.relation(readers[piece], owners[other])
+            if how != "hidden":
+                (crossed if how == "crossed" else plain).append((piece, other))
+    return plain, crossed
 
 
 def cut(batch: Batch, q: Range, k: Range, offsets: tuple[Array, Array], piece: int) -> Cut:
@@ -147,16 +185,6 @@ def _squares(batch: Batch, queries: Owned, keys: Owned) -> Array | None:
         return np.ones(batch.size, dtype=bool) if batch.hi == 0 else None
     same = (batch.len_q == batch.len_kv) & (batch.slots_q == batch.slots_kv) & (np.asarray(batch.hi) == 0)
     return same if batch.lo is None else same & (np.asarray(batch.lo) <= 1 - batch.len_q)
-
-
-def _plain(batch: Batch, queries: Owned, keys: Owned, pairs: list[tuple[int, int]]) -> list[Slot]:
-    """Tiles with nothing hidden, of all sequences alike."""
-    pieces, others = sorted({p for p, _ in pairs}), sorted({o for _, o in pairs})
-    if len(pairs) == len(pieces) * len(others) and pairs:  # a full grid is one rectangle, and alone
-        piece = None if len(pieces) == queries.pieces else pieces[0]
-        other = None if len(others) == keys.pieces else others[0]
-        return [batch.loops.plain(queries, piece, keys, other)]
-    return join({(p, o): batch.loops.plain(queries, p, keys, o) for p, o in pairs})
 
 
 def _tiles(batch: Batch, queries: Owned, keys: Owned, piece: int, other: int, square: Array | None) -> Cut:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from cp_fast.planning.columns import (
     Array,
@@ -21,12 +22,53 @@ from cp_fast.planning.columns import (
     Range,
     Slot,
     Spanned,
+    Spans,
 )
 
-__all__ = ["Loops", "Spans", "Tiles"]
+__all__ = ["Loops", "Ring", "RingStep", "Tiles"]
 
-Spans = tuple[Array, Array]  # first rows, numbers of rows
 Tiles = tuple[Array, Array, Array, Array, Array | None]  # first query rows, rows, first key rows, columns, gradients'
+
+
+class Ring(NamedTuple):
+    """What a ring of `count` units is about, seen from one of them.
+
+    Attributes:
+        unit: its number.
+        tokens: the keys of every unit, `Chunked` tokens of one problem, which are its queries too.
+        hi: how far behind a query it sees keys; None without a bound. Ahead of it there is none.
+        pieces: of every step's tile, the piece of the queries and of the keys, or all (None); None for no tile.
+        q_anchor, own_anchor: what is added to a token for its row, of the queries and of the own keys.
+    """
+
+    unit: int
+    tokens: Sequence[Owned]
+    hi: int | None
+    pieces: Sequence[tuple[int | None, int | None] | None]
+    q_anchor: Array
+    own_anchor: Array
+
+
+class RingStep(NamedTuple):
+    """What a step of a ring comes to.
+
+    Attributes:
+        size, grad_size: rows of the block in hand, and of the buffer of its gradients.
+        q, kv, grad: rows of the step's tiles; `grad` is None where gradients have the rows of the keys.
+        cu_q, cu_kv: the cumulative lengths of the tiles.
+        sent: rows of the block that go on; None in the last step.
+        got: rows of the gradients that come; None in the first two steps.
+    """
+
+    size: int
+    grad_size: int
+    q: Spans
+    kv: Spans
+    grad: Spans | None
+    cu_q: Array
+    cu_kv: Array
+    sent: Spans | None
+    got: Spans | None
 
 
 class Loops(ABC):
@@ -66,6 +108,10 @@ class Loops(ABC):
         of each range for its row, and the number of rows.
         """
 
+    def ring(self, ring: Ring) -> list[RingStep] | None:
+        """Every step of a ring in which no tile is cut; None where one step after the other is the way."""
+        return None
+
     # ---- tiles
 
     @abstractmethod
@@ -93,17 +139,17 @@ class Loops(ABC):
     # ---- spans of rows
 
     @abstractmethod
-    def spans(self, start: Array, count: Array) -> tuple[Array, Array, int, bool]:
-        """The spans that are not empty, their sum, and whether they are one range of rows."""
+    def spans(self, start: Array, count: Array) -> Spans:
+        """Those that are not empty."""
 
     @abstractmethod
     def tokens(self, ranges: tuple[Range, ...]) -> tuple[int, int]:
         """How many of these ranges are not empty, over all sequences, and how many tokens they have."""
 
     @abstractmethod
-    def rows(self, ranges: tuple[Range, ...], anchor: Array, number: int) -> tuple[Array, Array, bool]:
-        """The ranges that are not empty as spans of rows, all of the first sequence and then of the next, and whether
-        they are one range of rows. `number` of them; `anchor` is what is added to a token for its row.
+    def rows(self, ranges: tuple[Range, ...], anchor: Array, number: int, total: int) -> Spans:
+        """The ranges that are not empty as rows, all of the first sequence and then of the next: `number` of them, with
+        `total` tokens. `anchor` is what is added to a token for its row.
         """
 
     @abstractmethod
@@ -118,8 +164,8 @@ class Loops(ABC):
     def exchanged(
         self, owned: Owned, shares: Sequence[Owned], positions: tuple[Array, Array], row: Array
     ) -> tuple[Spans, list[int]]:
-        """The rows of every rank's share of a unit's tokens that take part: spans, none of them empty, rank by rank and
-        sequence by sequence; and the number of rows of each rank.
+        """The rows of every rank's share of a unit's tokens that take part, rank by rank and sequence by sequence; and
+        their number for each rank.
 
         Args:
             owned: the unit's tokens.
@@ -137,15 +183,15 @@ class Loops(ABC):
     @abstractmethod
     def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:
         """Tiles whose keys are the positions [k, k + columns) of a sequence: their query rows, those of the first
-        sequence first; the spans of their keys' rows, none of them empty; and how many rows of keys each tile has.
+        sequence first; the rows of their keys; and how many of these each tile has.
         """
 
     @abstractmethod
     def gathered_whole(
         self, rows: Array, keys: Sequence[tuple[Owned, int]], anchors: Sequence[Array], bases: Sequence[int]
     ) -> tuple[Array, Spans]:
-        """Tiles that see every one of many pieces of keys in full: their columns; and the spans of pieces that are not
-        empty, for tiles with `rows` above zero, one tile after the other.
+        """Tiles that see every one of many pieces of keys in full: their columns; and the rows of the pieces, for tiles
+        with `rows` above zero, one tile after the other.
 
         Args:
             rows: of the tiles, one a sequence.

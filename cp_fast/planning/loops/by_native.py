@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,9 @@ from cp_fast.planning.columns import (
     Range,
     Slot,
     Spanned,
+    Spans,
 )
-from cp_fast.planning.loops.base import Loops, Spans, Tiles
+from cp_fast.planning.loops.base import Loops, Ring, RingStep, Tiles
 
 __all__ = ["ByNative", "load"]
 
@@ -71,6 +72,8 @@ class ByNative(Loops):
         self._behind = call("behind", "ooo")
         self._packed_one = call("packed_one", "oo")
         self._packed_two = call("packed_two", "ooo")
+        self._ring_facts = call("ring_facts", "oonnnn")
+        self._ring = call("ring", "ooonnnn")
         self._plain = call("plain", "oonon")
         self._crossings = call("crossings", "ooonn")
         self._cut = call("cut", "onooonnoo")
@@ -131,6 +134,21 @@ class ByNative(Loops):
             return out, self._packed_one(_wide(start), len(start), *out, *ranges)
         return out, self._packed_two(_wide(start), len(start), out, *ranges)
 
+    def ring(self, ring: Ring) -> list[RingStep] | None:
+        like, count, bounded = ring.q_anchor, len(ring.tokens), ring.hi is not None
+        (lengths, chunk, _), wide = ring.tokens[0].tokens, _wide(like)
+        numbers = np.concatenate([owned.tokens.numbers for owned in ring.tokens])
+        pieces = [(-2, -2) if p is None else tuple(-1 if n is None else n for n in p) for p in ring.pieces]
+        arrays = (lengths, chunk, numbers, np.array(pieces, dtype=np.int64), ring.q_anchor, ring.own_anchor)
+        given = (arrays, count, ring.unit, bounded, ring.hi or 0)
+        facts = np.zeros((count, len(_Facts._fields)), dtype=np.int64)
+        self._ring_facts(wide, len(like), facts, *given)
+        out = tuple(_step_arrays(like, _Facts(*fact)) for fact in facts.tolist())
+        self._ring(wide, len(like), facts, out, *given)
+        return [
+            _ring_step(_Facts(*fact), arrays, s, count) for s, (fact, arrays) in enumerate(zip(facts.tolist(), out, strict=True))
+        ]
+
     # ---- tiles
 
     def plain(self, queries: Owned, piece: int | None, keys: Owned, other: int | None) -> Slot:
@@ -172,7 +190,7 @@ class ByNative(Loops):
 
     # ---- spans of rows
 
-    def spans(self, start: Array, count: Array) -> tuple[Array, Array, int, bool]:
+    def spans(self, start: Array, count: Array) -> Spans:
         n, wide = len(count), _wide(count)
         self._look(wide, n, self._said, start, count)
         kept, total, contiguous = self._said.tolist()
@@ -180,7 +198,7 @@ class ByNative(Loops):
             out = _new(count, 2, kept + 1)
             contiguous = self._drop_empty(wide, n, out, kept + 1, start, count)
             start, count = (x[:-1] for x in out)
-        return start, count, total, bool(contiguous)
+        return Spans(start, count, total, bool(contiguous))
 
     def tokens(self, ranges: tuple[Range, ...]) -> tuple[int, int]:
         count = ranges[0].count
@@ -188,10 +206,10 @@ class ByNative(Loops):
         number, total, _ = self._said.tolist()
         return number, total
 
-    def rows(self, ranges: tuple[Range, ...], anchor: Array, number: int) -> tuple[Array, Array, bool]:
+    def rows(self, ranges: tuple[Range, ...], anchor: Array, number: int, total: int) -> Spans:
         start, count = out = _new(anchor, 2, number + 1)
         contiguous = self._rows(_wide(anchor), len(anchor), out, number + 1, ranges, anchor)
-        return start[:-1], count[:-1], bool(contiguous)
+        return Spans(start[:-1], count[:-1], total, bool(contiguous))
 
     def cumulative(self, count: Array) -> Array:
         out = np.empty(len(count) + 1, dtype=np.int32)
@@ -210,7 +228,7 @@ class ByNative(Loops):
         room = self._count_exchanged(wide, n, sizes, owned.tokens, ranks, given, positions)
         start, count = out = _new(row, 2, room)
         self._exchanged(wide, n, out, room, row, owned.tokens, ranks, given, positions)
-        return (start, count), sizes.tolist()
+        return self.spans(start, count), sizes.tolist()
 
     # ---- keys that were gathered
 
@@ -231,7 +249,7 @@ class ByNative(Loops):
         room, tiles = self._count_gathered(wide, n, *given), self._count_tiles(wide, n, given[0])
         (start, count), (q, rows, columns) = _new(q_anchor, 2, room), _new(q_anchor, 3, tiles)
         self._gathered(wide, n, (start, count), room, (q, rows, columns), tiles, q_anchor, *given)
-        return (q, rows), (start, count), columns
+        return self.spans(q, rows), self.spans(start, count), columns
 
     def gathered_whole(
         self, rows: Array, keys: Sequence[tuple[Owned, int]], anchors: Sequence[Array], bases: Sequence[int]
@@ -247,7 +265,46 @@ class ByNative(Loops):
         room = self._count_whole(wide, n, (columns, pieces), *given)
         out = _new(rows, 2, room)
         self._whole(wide, n, out, room, *given, pieces, tuple(anchors))
-        return columns, (out[0], out[1])
+        return columns, self.spans(*out)
+
+
+class _Facts(NamedTuple):
+    """What csrc/cpu/plan_ring.cpp finds out of a step, in this order. `contiguous` has a bit for each kind of rows."""
+
+    tiles: int
+    size: int
+    grad_size: int
+    apart: int
+    sent: int
+    sent_total: int
+    got: int
+    got_total: int
+    contiguous: int
+
+
+def _step_arrays(like: Array, fact: _Facts) -> tuple[Any, ...]:
+    """What is written of a step, in the order of `_ring_step`; every array with room for one more."""
+    q, rows, k, columns = _new(like, 4, fact.tiles + 1)
+    grad = _new(like, 1, fact.tiles + 1)[0] if fact.apart else ()
+    cu_q, cu_kv = (np.empty(fact.tiles + 1, dtype=np.int32) for _ in range(2))
+    return q, rows, k, columns, grad, cu_q, cu_kv, *_new(like, 2, fact.sent + 1), *_new(like, 2, fact.got + 1)
+
+
+def _ring_step(fact: _Facts, arrays: tuple[Any, ...], s: int, count: int) -> RingStep:
+    q, rows, k, columns, grad, cu_q, cu_kv, sent, sent_count, got, got_count = arrays
+    one = [bool(fact.contiguous >> kind & 1) for kind in range(5)]
+    rows, columns, queries, keys = rows[:-1], columns[:-1], int(cu_q[-1]), int(cu_kv[-1])
+    return RingStep(
+        size=fact.size,
+        grad_size=fact.grad_size,
+        q=Spans(q[:-1], rows, queries, one[0]),
+        kv=Spans(k[:-1], columns, keys, one[1]),
+        grad=Spans(grad[:-1], columns, keys, one[2]) if fact.apart else None,
+        cu_q=cu_q,
+        cu_kv=cu_kv,
+        sent=Spans(sent[:-1], sent_count[:-1], fact.sent_total, one[3]) if s + 1 < count else None,
+        got=Spans(got[:-1], got_count[:-1], fact.got_total, one[4]) if s > 1 else None,
+    )
 
 
 def _new(like: Array, number: int, size: int | None = None) -> tuple[Array, ...]:

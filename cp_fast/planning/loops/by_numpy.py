@@ -18,9 +18,10 @@ from cp_fast.planning.columns import (
     Range,
     Slot,
     Spanned,
+    Spans,
     by_sequence,
 )
-from cp_fast.planning.loops.base import Loops, Spans, Tiles
+from cp_fast.planning.loops.base import Loops, Tiles
 
 __all__ = ["ByNumpy"]
 
@@ -143,23 +144,21 @@ class ByNumpy(Loops):
             grad = grad if grad is None else grad.take(there)
         return q, rows, k, columns, grad
 
-    def spans(self, start: Array, count: Array) -> tuple[Array, Array, int, bool]:
+    def spans(self, start: Array, count: Array) -> Spans:
         if not count.all():
             there = np.flatnonzero(count > 0)
             start, count = start.take(there), count.take(there)
         total = int(count.sum(dtype=count.dtype))
         if not len(count) or int(start[-1]) + int(count[-1]) - int(start[0]) != total:
-            return start, count, total, not len(count)
-        return start, count, total, bool((start[1:] == start[:-1] + count[:-1]).all())
+            return Spans(start, count, total, not len(count))
+        return Spans(start, count, total, bool((start[1:] == start[:-1] + count[:-1]).all()))
 
     def tokens(self, ranges: tuple[Range, ...]) -> tuple[int, int]:
         number = sum(int(np.count_nonzero(r.count)) for r in ranges)
         return number, sum(int(r.count.sum(dtype=r.count.dtype)) for r in ranges)
 
-    def rows(self, ranges: tuple[Range, ...], anchor: Array, number: int) -> tuple[Array, Array, bool]:
-        start, count = by_sequence([r.start + anchor for r in ranges]), by_sequence([r.count for r in ranges])
-        start, count, _, contiguous = self.spans(start, count)
-        return start, count, contiguous
+    def rows(self, ranges: tuple[Range, ...], anchor: Array, number: int, total: int) -> Spans:
+        return self.spans(by_sequence([r.start + anchor for r in ranges]), by_sequence([r.count for r in ranges]))
 
     def cumulative(self, count: Array) -> Array:
         found = np.empty(len(count) + 1, dtype=np.int32)
@@ -182,7 +181,7 @@ class ByNumpy(Loops):
                 np.subtract(np.minimum(share.stop[piece], positions[1]), taken, out=counts[n, :, piece])
         np.maximum(counts, 0, out=counts)
         sizes = counts.sum(axis=(1, 2)).tolist()
-        return self.spans(rows.ravel(), counts.ravel())[:2], sizes
+        return self.spans(rows.ravel(), counts.ravel()), sizes
 
     def pieces(self, arrived: Sequence[Arrived], size: int) -> Pieces:
         small = np.uint16 if size < 2**16 else np.int64  # sorts fast
@@ -221,8 +220,8 @@ class ByNumpy(Loops):
         np.maximum(length, 0, out=length)
         total = np.add.reduceat(length, behind - number)
         there = np.flatnonzero(length > 0)
-        spans = (anchor.take(piece.take(there)) + start.take(there), length.take(there))
-        return (q, rows), spans, total
+        kv = self.spans(anchor.take(piece.take(there)) + start.take(there), length.take(there))
+        return self.spans(q, rows), kv, total
 
     def gathered_whole(
         self, rows: Array, keys: Sequence[tuple[Owned, int]], anchors: Sequence[Array], bases: Sequence[int]
@@ -236,11 +235,7 @@ class ByNumpy(Loops):
         there = rows > 0
         if not there.all():
             starts, counts = starts[:, there], counts[:, there]
-        start, count = starts.T.ravel(), counts.T.ravel()  # sequence after sequence
-        if not count.all():
-            there = np.flatnonzero(count > 0)
-            start, count = start.take(there), count.take(there)
-        return columns, (start, count)
+        return columns, self.spans(starts.T.ravel(), counts.T.ravel())  # sequence after sequence
 
 
 def _part(owned: Owned, piece: int | None) -> tuple[Array, Array]:
