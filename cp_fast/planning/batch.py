@@ -34,7 +34,6 @@ class Batch:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.loops: Loops = loops()
         self.unit_size = problem.a2a_size
         self.count = problem.cp_size // problem.a2a_size
         self.dual = problem.layout == "dual_chunk"
@@ -63,6 +62,11 @@ class Batch:
         self._chunk_slots: dict[tuple[str, int], Array] = {}
         self._near: dict[int, Batch] = {}
         self._relations: dict[tuple[int, int], str] = {}
+
+    @cached_property
+    def loops(self) -> Loops:
+        """The loops over these sequences."""
+        return loops()
 
     @cached_property
     def alike(self) -> bool:

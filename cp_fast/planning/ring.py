@@ -6,7 +6,7 @@ last query (or the first) of all of them, so running maxima over the units answe
 both sides there is no ring: see `halo`.
 
     _by_steps   one step after the other, whatever becomes of the tiles
-    _at_once    where sequences are cut alike, and no tile is cut, one loop has the answers of all steps
+    _by_chunks  where sequences are cut alike, and no tile is cut: a step is one loop
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Step:
 def draft_ring(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftStep], list[DraftStep]]:
     """The forward and the backward steps of one rank."""
     ahead, behind = (place.rank_of((place.unit + n) % batch.count) for n in (1, -1))
-    steps = _at_once(batch, place, tables) or list(_by_steps(batch, place, tables))
+    steps = _by_chunks(batch, place, tables) or list(_by_steps(batch, place, tables))
     forward: list[DraftStep] = []
     for s, step in enumerate(steps):
         draft = DraftStep(launches=step.launches, own=s == 0, grad_size=step.grad_size)
@@ -87,8 +87,8 @@ def _by_steps(batch: Batch, place: Place, tables: Tables) -> Iterator[_Step]:
         yield _Step(launches, block.size, grads.size, leaving, arriving)
 
 
-def _at_once(batch: Batch, place: Place, tables: Tables) -> list[_Step] | None:
-    """None where a tile is cut, or where the loops have no way to do it."""
+def _by_chunks(batch: Batch, place: Place, tables: Tables) -> list[_Step] | None:
+    """None where a tile is cut, or where the loops have nothing for it."""
     count, unit = batch.count, place.unit
     if count == 1 or batch.lo is not None or isinstance(batch.hi, np.ndarray) or batch.chunks(unit) is None:
         return None
@@ -101,7 +101,10 @@ def _at_once(batch: Batch, place: Place, tables: Tables) -> list[_Step] | None:
     steps = batch.loops.ring(ring)
     if steps is None:
         return None
-    return [_placed(tables, tile.window, step, place.own.size if s == 0 else None) for s, (tile, step) in enumerate(zip(whole, steps, strict=True))]
+    return [
+        _placed(tables, tile.window, step, place.own.size if s == 0 else None)
+        for s, (tile, step) in enumerate(zip(whole, steps, strict=True))
+    ]
 
 
 def _placed(tables: Tables, window: Window, step: RingStep, own: int | None) -> _Step:

@@ -18,7 +18,7 @@ BY_NUMPY = ByNumpy()
 
 
 def loops() -> Loops:
-    """The loops for this call.
+    """The loops for one plan.
 
     Raises:
         ValueError, RuntimeError, cp_fast.build.BuildError: as `cp_fast.kernels.select.kernels`.
@@ -32,5 +32,5 @@ def loops() -> Loops:
     if asked not in (None, "native"):
         return BY_NUMPY
     if select.chosen("cpu")[0] == "native":
-        return importlib.import_module("cp_fast.planning.loops.by_native").load()
+        return importlib.import_module("cp_fast.planning.loops.by_native").load().for_one_plan()
     return BY_NUMPY

@@ -7,7 +7,7 @@ a sequence, int32 or int64, the same for all of a call; ranges, slots and bands 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from cp_fast.planning.columns import (
@@ -108,8 +108,8 @@ class Loops(ABC):
         of each range for its row, and the number of rows.
         """
 
-    def ring(self, ring: Ring) -> list[RingStep] | None:
-        """Every step of a ring in which no tile is cut; None where one step after the other is the way."""
+    def ring(self, ring: Ring) -> Iterator[RingStep] | None:
+        """The steps of a ring in which no tile is cut, one after the other; None where loops have nothing for it."""
         return None
 
     # ---- tiles

@@ -8,7 +8,8 @@ is held (`PyDLL`). What has several columns is one array, each column a row of i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from cp_fast.planning.columns import (
     Spans,
 )
 from cp_fast.planning.loops.base import Loops, Ring, RingStep, Tiles
+from cp_fast.planning.loops.memory import Memory
 
 __all__ = ["ByNative", "load"]
 
@@ -64,6 +66,7 @@ class ByNative(Loops):
 
     def __init__(self, library: ctypes.PyDLL) -> None:
         self._said = np.zeros(3, dtype=np.int64)
+        self._memory = Memory()
         call = partial(_function, library)
         self._columns = call("columns", "oo")
         self._ends = call("ends", "oon")
@@ -72,8 +75,9 @@ class ByNative(Loops):
         self._behind = call("behind", "ooo")
         self._packed_one = call("packed_one", "oo")
         self._packed_two = call("packed_two", "ooo")
-        self._ring_facts = call("ring_facts", "oonnnn")
-        self._ring = call("ring", "ooonnnn")
+        self._ring = call("ring", "onnn")
+        self._ring_facts = call("ring_facts", "oonnnnnn")
+        self._ring_step = call("ring_step", "oonnnnnnooo")
         self._plain = call("plain", "oonon")
         self._crossings = call("crossings", "ooonn")
         self._cut = call("cut", "onooonnoo")
@@ -95,6 +99,16 @@ class ByNative(Loops):
         self._gathered = call("gathered", "ononoono")
         self._count_whole = call("count_whole", "oonoo")
         self._whole = call("whole", "ononoooo")
+
+    def for_one_plan(self) -> ByNative:
+        """The same with memory for a plan."""
+        found = copy(self)
+        found._memory = Memory()
+        return found
+
+    def _kept(self, like: Array, number: int, size: int) -> tuple[Array, ...]:
+        """Columns, not yet written, that are kept until the plan is made."""
+        return tuple(self._memory.array(size, like.dtype) for _ in range(number))
 
     # ---- which tokens a unit has, and which of them are seen
 
@@ -134,20 +148,20 @@ class ByNative(Loops):
             return out, self._packed_one(_wide(start), len(start), *out, *ranges)
         return out, self._packed_two(_wide(start), len(start), out, *ranges)
 
-    def ring(self, ring: Ring) -> list[RingStep] | None:
+    def ring(self, ring: Ring) -> Iterator[RingStep] | None:
         like, count, bounded = ring.q_anchor, len(ring.tokens), ring.hi is not None
-        (lengths, chunk, _), wide = ring.tokens[0].tokens, _wide(like)
+        n, wide, said = len(like), _wide(like), np.zeros(len(_Facts._fields), dtype=np.int64)
+        lengths, chunk, _ = ring.tokens[0].tokens
         numbers = np.concatenate([owned.tokens.numbers for owned in ring.tokens])
-        pieces = [(-2, -2) if p is None else tuple(-1 if n is None else n for n in p) for p in ring.pieces]
-        arrays = (lengths, chunk, numbers, np.array(pieces, dtype=np.int64), ring.q_anchor, ring.own_anchor)
-        given = (arrays, count, ring.unit, bounded, ring.hi or 0)
-        facts = np.zeros((count, len(_Facts._fields)), dtype=np.int64)
-        self._ring_facts(wide, len(like), facts, *given)
-        out = tuple(_step_arrays(like, _Facts(*fact)) for fact in facts.tolist())
-        self._ring(wide, len(like), facts, out, *given)
-        return [
-            _ring_step(_Facts(*fact), arrays, s, count) for s, (fact, arrays) in enumerate(zip(facts.tolist(), out, strict=True))
-        ]
+        given = (lengths, chunk, numbers, *self._kept(like, 2, count * n))  # how far units reach together
+        self._ring(wide, n, given, count, ring.unit, ring.hi or 0)
+        for s, tile in enumerate(ring.pieces):
+            pieces = (-2, -2) if tile is None else (-1 if x is None else x for x in tile)
+            step = (given, count, ring.unit, s, *pieces, bounded)
+            self._ring_facts(wide, n, said, *step)
+            arrays = _step_arrays(like, _Facts(*said.tolist()))
+            self._ring_step(wide, n, said, *step, arrays, ring.q_anchor, ring.own_anchor)
+            yield _ring_step(_Facts(*said.tolist()), arrays, s, count)
 
     # ---- tiles
 
@@ -226,7 +240,7 @@ class ByNative(Loops):
         given = tuple(share.tokens for share in shares)
         sizes = np.empty(ranks, dtype=np.int64)
         room = self._count_exchanged(wide, n, sizes, owned.tokens, ranks, given, positions)
-        start, count = out = _new(row, 2, room)
+        start, count = out = self._kept(row, 2, room)
         self._exchanged(wide, n, out, room, row, owned.tokens, ranks, given, positions)
         return self.spans(start, count), sizes.tolist()
 
@@ -240,14 +254,14 @@ class ByNative(Loops):
         numbers = np.array([(len(a.anchor), a.piece, a.base) for a in arrived], dtype=np.int64)
         ends = np.empty(size, dtype=kind)
         total = self._count_pieces(wide, size, ends, len(given), numbers, given)
-        found = np.empty((total, 3), dtype=kind)
+        found = self._memory.array(3 * total, kind).reshape(total, 3)
         self._pieces(wide, size, found, ends, total, len(given), numbers, given)
         return Pieces(ends, found)
 
     def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:
         n, wide, given = len(q_anchor), _wide(q_anchor), (tuple(slots), len(pieces.pieces), pieces)
         room, tiles = self._count_gathered(wide, n, *given), self._count_tiles(wide, n, given[0])
-        (start, count), (q, rows, columns) = _new(q_anchor, 2, room), _new(q_anchor, 3, tiles)
+        (start, count), (q, rows, columns) = self._kept(q_anchor, 2, room), self._kept(q_anchor, 3, tiles)
         self._gathered(wide, n, (start, count), room, (q, rows, columns), tiles, q_anchor, *given)
         return self.spans(q, rows), self.spans(start, count), columns
 
@@ -263,7 +277,7 @@ class ByNative(Loops):
         given = (tokens, len(keys), np.array(numbers, dtype=np.int64), rows)
         columns, pieces = _new(rows, 2)
         room = self._count_whole(wide, n, (columns, pieces), *given)
-        out = _new(rows, 2, room)
+        out = self._kept(rows, 2, room)
         self._whole(wide, n, out, room, *given, pieces, tuple(anchors))
         return columns, self.spans(*out)
 
@@ -308,7 +322,9 @@ def _ring_step(fact: _Facts, arrays: tuple[Any, ...], s: int, count: int) -> Rin
 
 
 def _new(like: Array, number: int, size: int | None = None) -> tuple[Array, ...]:
-    """Columns, not yet written."""
+    """Columns, not yet written, that are soon given back: small ones, which the next ones get while they are in the
+    cache.
+    """
     size, kind = len(like) if size is None else size, like.dtype
     return tuple(np.empty(size, kind) for _ in range(number))
 
