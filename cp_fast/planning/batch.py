@@ -11,7 +11,7 @@ from cp_fast.planning.columns import Array, Band, Chunked, Owned, Spanned
 from cp_fast.planning.loops import Loops, loops
 from cp_ref.spec import Problem
 
-__all__ = ["FAR", "Batch", "Edge", "position_spans"]
+__all__ = ["FAR", "Batch", "Chunk", "Edge", "position_spans"]
 
 Chunk = tuple[int, int]  # a piece of a unit, by the numbers of its first chunk and of the one behind it
 Edge = int | Array | None  # one side of the sequences' bands: the same for all, one each, or unbounded
@@ -61,7 +61,8 @@ class Batch:
         self._owned: dict[tuple[str, int], Owned] = {}
         self._chunk_slots: dict[tuple[str, int], Array] = {}
         self._near: dict[int, Batch] = {}
-        self._relations: dict[tuple[int, int], str] = {}
+        self._relations: dict[tuple[int, int], str] = {}  # by the distance in chunks, as the next one
+        self._largest: dict[tuple[int, int], int] = {}
 
     @cached_property
     def loops(self) -> Loops:
@@ -97,7 +98,7 @@ class Batch:
         readers, owners = self.chunks(reader), self.chunks(owner)
         if not (self.windowed and self.alike and readers and owners):
             return self
-        largest = max(self._largest_chunk(a, b) for a in readers for b in owners)
+        largest = max([self._largest_chunk(a, b) for a in readers for b in owners])
         if largest >= self.chunk_sizes[1]:
             return self
         if largest not in self._near:
@@ -107,13 +108,20 @@ class Batch:
 
     def _largest_chunk(self, queries: Chunk, keys: Chunk) -> int:
         """The size of chunk up to which queries may see keys, given by chunk numbers; -1 if they never do."""
-        assert isinstance(self.lo, int)
-        assert isinstance(self.hi, int)
         (a0, a1), (b0, b1) = queries, keys
         if a0 == a1 or b0 == b1:
             return -1
+        away = (b0 - a1, a0 - b1)
+        if away not in self._largest:
+            self._largest[away] = self._largest_away(*away)
+        return self._largest[away]
+
+    def _largest_away(self, behind: int, before: int) -> int:
+        """The same, by how many chunks the keys begin behind the queries' end, and the queries behind the keys'."""
+        assert isinstance(self.lo, int)
+        assert isinstance(self.hi, int)
         found = self.far
-        for away, edge in ((b0 - a1, self.hi), (a0 - b1, -self.lo)):  # away * chunk + 1 <= edge, on both sides
+        for away, edge in ((behind, self.hi), (before, -self.lo)):  # away * chunk + 1 <= edge, on both sides
             if away > 0:
                 found = min(found, (edge - 1) // away)
             elif away == 0 and edge < 1:

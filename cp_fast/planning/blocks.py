@@ -6,12 +6,14 @@ chunks of queries look through a window. With `anchor = row - token`, a range's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.batch import Batch
+from cp_fast.planning.batch import Batch, Chunk
 from cp_fast.planning.columns import Array, Owned, Range
+from cp_fast.planning.loops.base import Sight
 from cp_fast.planning.tables import RowKey, Tables
 
 __all__ = ["Block", "farther", "message_rows", "packed", "reach", "seen", "seen_within"]
@@ -57,31 +59,26 @@ def seen(batch: Batch, reader: int, owner: int) -> tuple[Range, ...]:
     queries, keys = batch.owned("q", reader), batch.owned("kv", owner)
     if not batch.windowed:
         return (seen_within(batch, reach(batch, reader), keys),)
-    ranges: list[Range] = []
-    for piece in range(queries.pieces):
-        found = _whole_pieces(batch, reader, piece, owner)
-        if found is None:
-            found = batch.loops.through_window(queries, piece, batch.band, keys)
-        if ranges and found.count is not batch.nothing and ranges[0].count is not batch.nothing:
-            found = batch.loops.behind(found, ranges[0])
-        ranges.append(found)
-    return tuple(ranges)
-
-
-def _whole_pieces(batch: Batch, reader: int, piece: int, owner: int) -> Range | None:
-    """What a piece of queries sees where no piece of keys is cut in any sequence; None where one may be."""
     readers, owners = batch.chunks(reader), batch.chunks(owner)
     if readers is None or owners is None:
-        return None
-    relations = [batch.relation(readers[piece], chunks) for chunks in owners]
-    if "crossed" in relations:
-        return None
-    plain = [other for other, how in enumerate(relations) if how == "plain"]
+        how: list[int | Sight] = [Sight.WINDOW] * queries.pieces
+    else:
+        how = [_sight(batch, chunk, owners) for chunk in readers]
+    return batch.loops.seen(queries, how, batch.band, keys)
+
+
+def _sight(batch: Batch, queries: Chunk, owners: Sequence[Chunk]) -> int | Sight:
+    """What a piece of queries sees of the pieces of keys, in all sequences alike where none of these is cut."""
+    plain: list[int] = []
+    for other, keys in enumerate(owners):
+        how = batch.relation(queries, keys)
+        if how == "crossed":
+            return Sight.WINDOW
+        if how == "plain":
+            plain.append(other)
     if not plain:
-        return Range(batch.nothing, batch.nothing)
-    other = None if len(plain) == len(owners) else plain[0]
-    tile = batch.loops.plain(batch.owned("q", reader), piece, batch.owned("kv", owner), other)
-    return Range(tile.k, tile.columns)
+        return Sight.NOTHING
+    return Sight.ALL if len(plain) == len(owners) else plain[0]
 
 
 def seen_within(batch: Batch, reached: Array, keys: Owned) -> Range:

@@ -89,6 +89,12 @@ class Owned:
         """first, stop, count, total."""
         return self._columns(self.tokens)
 
+    @cached_property
+    def shifts(self) -> tuple[Array, ...]:
+        """What is to be added to a position of each piece for its place on the token axis."""
+        first, count = self.first, self.count
+        return (-first[0], *(before - after for before, after in zip(count, first[1:], strict=False)))
+
     @property
     def pieces(self) -> int:
         """How many."""

@@ -106,7 +106,7 @@ def _remote(
     full: list[Slot] = []
     wide: dict[tuple[int, int], Slot] = {}
     for piece, (first, count) in enumerate(zip(queries.first, queries.count, strict=True)):
-        offsets = (batch.offset(queries, piece) - first, batch.nothing)
+        offsets = (queries.shifts[piece], batch.nothing)
         here = [cut(batch, Range(first, count), gap, offsets, piece) for gap in gaps]
         wide[piece, 0], left_over = _over_gaps(batch, here, piece)
         full += left_over

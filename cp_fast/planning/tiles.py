@@ -33,6 +33,7 @@ __all__ = ["LARGE", "Placed", "Whole", "Window", "cut", "join", "launches", "see
 
 Window = tuple[int | None, int | None]
 Slots = Sequence[Slot | None]
+Pair = tuple[int, int]  # a piece of the queries, and one of the keys
 
 LARGE = 2048  # query rows from which a tile has its own window
 
@@ -56,17 +57,17 @@ class Whole(NamedTuple):
 def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
     """The tiles of a unit's queries with an owner's keys, as launches in order."""
     queries, keys = batch.owned("q", unit), batch.owned("kv", owner)
-    whole = see_whole(batch, unit, owner)
+    square = _squares(batch, queries, keys) if (unit - owner) % batch.count == 0 else None
+    plain, crossed = _pairs(batch, unit, owner)
+    whole = _whole(batch, square, queries, plain, keys, crossed)
     if whole is not None:
         if whole.pieces is None:
             return []
         tile = batch.loops.plain(queries, whole.pieces[0], keys, whole.pieces[1])
         return [Placed(whole.window, [tile])] if tile.rows.any() else []
-    plain, crossed = _pairs(batch, unit, owner)
     if not crossed:
         full = {(p, o): batch.loops.plain(queries, p, keys, o) for p, o in plain}
         return launches(batch, [], [], join(full), [], [])
-    square = _squares(batch, queries, keys) if (unit - owner) % batch.count == 0 else None
     found = {(p, o): _tiles(batch, queries, keys, p, o, square) for p, o in plain + crossed}
     cuts = [found[pair] for pair in sorted(found)]
     whole = None
@@ -85,25 +86,30 @@ def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
 def see_whole(batch: Batch, unit: int, owner: int) -> Whole | None:
     """The same where it is one tile a sequence, of the same pieces in all sequences; None where it may be more."""
     queries, keys = batch.owned("q", unit), batch.owned("kv", owner)
-    if (unit - owner) % batch.count == 0:
-        square = _squares(batch, queries, keys)
-        if square is not None and square.all():
-            return Whole(batch.window, (None, None))
+    square = _squares(batch, queries, keys) if (unit - owner) % batch.count == 0 else None
     plain, crossed = _pairs(batch, unit, owner)
-    pieces, others = sorted({p for p, _ in plain}), sorted({o for _, o in plain})
+    return _whole(batch, square, queries, plain, keys, crossed)
+
+
+def _whole(
+    batch: Batch, square: Array | None, queries: Owned, plain: list[Pair], keys: Owned, crossed: list[Pair]
+) -> Whole | None:
+    if square is not None and square.all():
+        return Whole(batch.window, (None, None))
+    pieces, others = {p for p, _ in plain}, {o for _, o in plain}
     if crossed or len(plain) < len(pieces) * len(others):
         return None
     if not plain:
         return Whole((None, None), None)
-    piece = None if len(pieces) == queries.pieces else pieces[0]
-    return Whole((None, None), (piece, None if len(others) == keys.pieces else others[0]))
+    piece = None if len(pieces) == queries.pieces else min(pieces)
+    return Whole((None, None), (piece, None if len(others) == keys.pieces else min(others)))
 
 
-def _pairs(batch: Batch, unit: int, owner: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _pairs(batch: Batch, unit: int, owner: int) -> tuple[list[Pair], list[Pair]]:
     """The pieces of queries and of keys between which nothing is hidden, and those where something may be."""
     readers, owners = batch.chunks(unit), batch.chunks(owner)
-    plain: list[tuple[int, int]] = []
-    crossed: list[tuple[int, int]] = []
+    plain: list[Pair] = []
+    crossed: list[Pair] = []
     for piece in range(batch.owned("q", unit).pieces):
         for other in range(batch.owned("kv", owner).pieces):
             how = "crossed" if readers is None or owners is None else batch.relation(readers[piece], owners[other])
@@ -190,8 +196,7 @@ def _squares(batch: Batch, queries: Owned, keys: Owned) -> Array | None:
 def _tiles(batch: Batch, queries: Owned, keys: Owned, piece: int, other: int, square: Array | None) -> Cut:
     q0, k0 = queries.first[piece], keys.first[other]
     rows = queries.count[piece] if square is None else np.where(square, 0, queries.count[piece])
-    offsets = (batch.offset(queries, piece) - q0, batch.offset(keys, other) - k0)
-    return cut(batch, Range(q0, rows), Range(k0, keys.count[other]), offsets, piece)
+    return cut(batch, Range(q0, rows), Range(k0, keys.count[other]), (queries.shifts[piece], keys.shifts[other]), piece)
 
 
 def _joined(

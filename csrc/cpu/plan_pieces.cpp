@@ -71,48 +71,79 @@ CP_PLAN cp_plan_below(int64_t wide, int64_t n, Object out, Object tokens, Object
   });
 }
 
-CP_PLAN cp_plan_through_window(int64_t wide, int64_t n, Object out, Object queries, int64_t piece, Object band,
-                               Object keys) {
-  return typed(wide, [&](auto zero) {
-    using I = decltype(zero);
-    Columns<I, 2> to(out, n);
-    Band<I> band_(band, n);
-    I *start = to[0], *size = to[1];
-    const I *lo = band_.lo.data(), *hi = band_.hi.data();
-    return Owned<I>(queries, n).visit([&](auto reader) {
-      return Owned<I>(keys, n).visit([&](auto owner) {
-        auto write = [=](auto tokens) {
+namespace {
+
+// What a piece of queries sees: what the window of each of its queries has of the keys together.
+template <typename I, typename Piece, typename Keys>
+void through_window(I* start, I* count, int64_t n, Piece piece, Keys keys, const I* lo, const I* hi) {
 #pragma GCC ivdep
-          for (int64_t i = 0; i < n; ++i) {
-            I first = tokens.first(i), stop = tokens.stop(i), there = stop > first;
-            I begin = owner.below(i, first + lo[i]), end = owner.below(i, stop + hi[i]);
-            start[i] = begin * there;
-            size[i] = (end - begin) * there;
-          }
-          return int64_t{0};
-        };
-        if constexpr (decltype(reader)::pieces == 2)
-          if (piece) return write(reader.two);
-        return write(reader.one);
-      });
-    });
-  });
+  for (int64_t i = 0; i < n; ++i) {
+    I first = piece.first(i), stop = piece.stop(i), there = stop > first;
+    I begin = keys.below(i, first + lo[i]), end = keys.below(i, stop + hi[i]);
+    start[i] = begin * there;
+    count[i] = (end - begin) * there;
+  }
 }
 
-CP_PLAN cp_plan_behind(int64_t wide, int64_t n, Object out, Object range, Object before) {
-  return typed(wide, [&](auto zero) {
-    using I = decltype(zero);
-    Columns<I, 2> to(out, n);
-    Range<I> given(range, n), earlier(before, n);
-    I *begin = to[0], *left = to[1];
-    const I *start = given.start.data(), *count = given.count.data();
-    const I *first = earlier.start.data(), *size = earlier.count.data();
+// The same where it is one piece of the keys, or all of them (-1).
+template <typename I, typename Piece, typename Keys>
+void see_whole(I* start, I* count, int64_t n, Piece piece, Keys keys, int64_t other) {
+  auto write = [&](auto size, auto offset) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
-      begin[i] = std::max(start[i], static_cast<I>(first[i] + size[i]));
-      left[i] = std::max(static_cast<I>(start[i] + count[i] - begin[i]), I{0});
+      I there = piece.stop(i) > piece.first(i);
+      start[i] = offset(i) * there;
+      count[i] = size(i) * there;
     }
-    return int64_t{0};
+  };
+  auto none = [](int64_t) { return I{0}; };
+  if (other < 0)
+    write([=](int64_t i) { return keys.total(i); }, none);
+  else if (other == 0)
+    write([=](int64_t i) { return keys.count(i, 0); }, none);
+  else
+    write([=](int64_t i) { return keys.count(i, 1); }, [=](int64_t i) { return keys.count(i, 0); });
+}
+
+}  // namespace
+
+// Of every piece of queries, what it sees of the keys, without what the piece before it sees: of one piece of them, of
+// all (-1), through its window (-2), or nothing, which is not written (-3).
+CP_PLAN cp_plan_seen(int64_t wide, int64_t n, Object out, Object queries, int64_t one, int64_t two, Object band,
+                     Object keys) {
+  return typed(wide, [&](auto zero) {
+    using I = decltype(zero);
+    Band<I> band_(band, n);
+    const I *lo = band_.lo.data(), *hi = band_.hi.data();
+    Owned<I> owner_(keys, n);
+    return Owned<I>(queries, n).visit([&](auto reader) {
+      return owner_.visit([&](auto owner) {
+        auto write = [&](auto piece, int64_t how, Object range) {
+          if (how == -3) return;
+          Columns<I, 2> to(range, n);
+          if (how == -2)
+            through_window(to[0], to[1], n, piece, owner, lo, hi);
+          else
+            see_whole(to[0], to[1], n, piece, owner, how);
+        };
+        write(reader.one, one, item(out, 0));
+        if constexpr (decltype(reader)::pieces == 2) {
+          write(reader.two, two, item(out, 1));
+          if (one != -3 && two != -3) {
+            Columns<I, 2> first(item(out, 0), n), second(item(out, 1), n);
+            const I *before = first[0], *size = first[1];
+            I *start = second[0], *count = second[1];
+#pragma GCC ivdep
+            for (int64_t i = 0; i < n; ++i) {
+              I begin = std::max(start[i], static_cast<I>(before[i] + size[i]));
+              count[i] = std::max(static_cast<I>(start[i] + count[i] - begin), I{0});
+              start[i] = begin;
+            }
+          }
+        }
+        return int64_t{0};
+      });
+    });
   });
 }
 

@@ -197,22 +197,27 @@ struct Step {
   void put(int64_t begin, int64_t here, const Look<I>& found, const I* q_by, const I* block_by,
            const I* grads_by) {
     int64_t tile = at_tile, out = at_sent, in = at_got;
+    I *to_q = to[q], *to_rows = to[rows], *to_k = to[k], *to_columns = to[columns];
+    I* to_grad = to[grad] ? to[grad] : to_k;  // or written before the keys, and over
+#pragma GCC ivdep
     for (int64_t j = 0; j < here; ++j) {
-      to[q][tile] = found.q[j] + q_by[begin + j];
-      to[rows][tile] = found.rows[j];
-      to[k][tile] = found.k[j] + block_by[j];
-      to[columns][tile] = found.columns[j];
-      if (to[grad]) to[grad][tile] = found.k[j] + grads_by[j];
+      to_q[tile] = found.q[j] + q_by[begin + j];
+      to_rows[tile] = found.rows[j];
+      to_grad[tile] = found.k[j] + grads_by[j];
+      to_k[tile] = found.k[j] + block_by[j];
+      to_columns[tile] = found.columns[j];
       tile += found.rows[j] > 0;
     }
+    I *to_sent = to[sent_start], *sizes = to[sent_count];
     for (int64_t j = 0; j < here; ++j) {
-      to[sent_start][out] = block_by[j];
-      to[sent_count][out] = found.sent[j];
+      to_sent[out] = block_by[j];
+      sizes[out] = found.sent[j];
       out += found.sent[j] > 0;
     }
+    to_sent = to[got_start], sizes = to[got_count];
     for (int64_t j = 0; j < here; ++j) {
-      to[got_start][in] = grads_by[j];
-      to[got_count][in] = found.got[j];
+      to_sent[in] = grads_by[j];
+      sizes[in] = found.got[j];
       in += found.got[j] > 0;
     }
     at_tile = tile, at_sent = out, at_got = in;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 from cp_fast.planning.columns import (
@@ -25,9 +26,17 @@ from cp_fast.planning.columns import (
     Spans,
 )
 
-__all__ = ["Loops", "Ring", "RingStep", "Tiles"]
+__all__ = ["Loops", "Ring", "RingStep", "Sight", "Tiles"]
 
 Tiles = tuple[Array, Array, Array, Array, Array | None]  # first query rows, rows, first key rows, columns, gradients'
+
+
+class Sight(Enum):
+    """What a piece of queries sees of a unit's keys in every sequence."""
+
+    ALL = -1
+    WINDOW = -2  # what its window has of them
+    NOTHING = -3
 
 
 class Ring(NamedTuple):
@@ -95,12 +104,10 @@ class Loops(ABC):
         """How many of the tokens lie before a position: where it falls on the token axis."""
 
     @abstractmethod
-    def through_window(self, queries: Owned, piece: int, band: Band, keys: Owned) -> Range:
-        """What a piece of the queries sees of the keys; nothing where there is no query."""
-
-    @abstractmethod
-    def behind(self, tokens: Range, before: Range) -> Range:
-        """What of a range lies behind another one, which does not begin behind it."""
+    def seen(self, queries: Owned, how: Sequence[int | Sight], band: Band, keys: Owned) -> tuple[Range, ...]:
+        """What each piece of the queries sees of the keys, without what the piece before it sees; nothing where it has
+        no query. `how`: one piece of the keys, by its number, or as `Sight` says.
+        """
 
     @abstractmethod
     def packed(self, ranges: tuple[Range, ...]) -> tuple[tuple[Array, ...], int]:

@@ -31,7 +31,7 @@ from cp_fast.planning.columns import (
     Spanned,
     Spans,
 )
-from cp_fast.planning.loops.base import Loops, Ring, RingStep, Tiles
+from cp_fast.planning.loops.base import Loops, Ring, RingStep, Sight, Tiles
 from cp_fast.planning.loops.memory import Memory
 
 __all__ = ["ByNative", "load"]
@@ -71,8 +71,7 @@ class ByNative(Loops):
         self._columns = call("columns", "oo")
         self._ends = call("ends", "oon")
         self._below = call("below", "ooo")
-        self._through_window = call("through_window", "oonoo")
-        self._behind = call("behind", "ooo")
+        self._seen = call("seen", "oonnoo")
         self._packed_one = call("packed_one", "oo")
         self._packed_two = call("packed_two", "ooo")
         self._ring = call("ring", "onnn")
@@ -131,15 +130,14 @@ class ByNative(Loops):
         self._below(_wide(out), len(out), out, owned.tokens, position)
         return out
 
-    def through_window(self, queries: Owned, piece: int, band: Band, keys: Owned) -> Range:
-        out = _new(band.lo, 2)
-        self._through_window(_wide(band.lo), len(band.lo), out, queries.tokens, piece, band, keys.tokens)
-        return Range(*out)
-
-    def behind(self, tokens: Range, before: Range) -> Range:
-        out = _new(tokens.start, 2)
-        self._behind(_wide(tokens.start), len(tokens.start), out, tokens, before)
-        return Range(*out)
+    def seen(self, queries: Owned, how: Sequence[int | Sight], band: Band, keys: Owned) -> tuple[Range, ...]:
+        nothing = Range(_zeros(band.lo), _zeros(band.lo))
+        ranges = tuple(nothing if sight is Sight.NOTHING else Range(*_new(band.lo, 2)) for sight in how)
+        numbers = [sight.value if isinstance(sight, Sight) else sight for sight in how]
+        self._seen(
+            _wide(band.lo), len(band.lo), ranges, queries.tokens, numbers[0], numbers[-1], band, keys.tokens
+        )  # fmt: skip
+        return ranges
 
     def packed(self, ranges: tuple[Range, ...]) -> tuple[tuple[Array, ...], int]:
         start = ranges[0].start
@@ -327,6 +325,18 @@ def _new(like: Array, number: int, size: int | None = None) -> tuple[Array, ...]
     """
     size, kind = len(like) if size is None else size, like.dtype
     return tuple(np.empty(size, kind) for _ in range(number))
+
+
+def _zeros(like: Array) -> Array:
+    """Zeros of the same length and dtype, not to be written to."""
+    return _zeros_of(len(like), like.dtype)
+
+
+@lru_cache(maxsize=8)
+def _zeros_of(size: int, dtype: np.dtype[np.signedinteger]) -> Array:
+    found = np.zeros(size, dtype)
+    found.flags.writeable = False
+    return found
 
 
 def _wide(x: Array) -> int:

@@ -21,7 +21,7 @@ from cp_fast.planning.columns import (
     Spans,
     by_sequence,
 )
-from cp_fast.planning.loops.base import Loops, Tiles
+from cp_fast.planning.loops.base import Loops, Sight, Tiles
 
 __all__ = ["ByNumpy"]
 
@@ -58,14 +58,25 @@ class ByNumpy(Loops):
             found += _clipped(position, first, stop)
         return found
 
-    def through_window(self, queries: Owned, piece: int, band: Band, keys: Owned) -> Range:
-        first, there = queries.first[piece], queries.count[piece] > 0
-        start, stop = self.below(keys, first + band.lo), self.below(keys, queries.stop[piece] + band.hi)
-        return Range(np.where(there, start, 0), np.where(there, stop - start, 0))
-
-    def behind(self, tokens: Range, before: Range) -> Range:
-        start = np.maximum(tokens.start, before.start + before.count)
-        return Range(start, np.maximum(tokens.start + tokens.count - start, 0))
+    def seen(self, queries: Owned, how: Sequence[int | Sight], band: Band, keys: Owned) -> tuple[Range, ...]:
+        nothing = np.zeros_like(band.lo)
+        ranges: list[Range] = []
+        for piece, sight in enumerate(how):
+            there = queries.count[piece] > 0
+            if sight is Sight.NOTHING:
+                start, count = nothing, nothing
+            elif sight is Sight.WINDOW:
+                start = self.below(keys, queries.first[piece] + band.lo)
+                count = self.below(keys, queries.stop[piece] + band.hi) - start
+            else:
+                start, count = _part(keys, None if isinstance(sight, Sight) else sight)
+            start, count = np.where(there, start, 0), np.where(there, count, 0)
+            if ranges and sight is not Sight.NOTHING:
+                before = ranges[0].start + ranges[0].count
+                begin = np.maximum(start, before)
+                start, count = begin, np.maximum(start + count - begin, 0)
+            ranges.append(Range(start, count))
+        return tuple(ranges)
 
     def packed(self, ranges: tuple[Range, ...]) -> tuple[tuple[Array, ...], int]:
         total = ranges[0].count
