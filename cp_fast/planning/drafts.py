@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cp_fast.planning.columns import Array, Spans
+from cp_fast.planning.loops.base import Tiles
 from cp_fast.planning.tables import Key, RowKey, Tables
 
 __all__ = ["DraftGive", "DraftLaunch", "DraftStep", "DraftTake", "draft_launch"]
@@ -62,25 +62,16 @@ class DraftStep:
     grad_size: int = 0
 
 
-def draft_launch(
-    tables: Tables,
-    window: tuple[int | None, int | None],
-    q: Spans,
-    kv: Spans,
-    grad: Spans | None,
-    sums: tuple[Array, Array],
-) -> DraftLaunch:
-    """A launch of segments: their query rows, their key rows and rows of the grads (None for the same rows), and the
-    cumulative lengths of queries and keys.
-    """
-    q_rows, kv_rows = tables.spans(q), tables.spans(kv)
+def draft_launch(tables: Tables, window: tuple[int | None, int | None], tiles: Tiles) -> DraftLaunch:
+    """A launch of tiles, each of them a segment."""
+    q_rows, kv_rows = tables.spans(tiles.q), tables.spans(tiles.kv)
     return DraftLaunch(
         q_rows=q_rows,
         out_rows=q_rows,
         kv_rows=kv_rows,
-        grad_rows=kv_rows if grad is None else tables.spans(grad),
+        grad_rows=kv_rows if tiles.grad is None else tables.spans(tiles.grad),
         left=window[0],
         right=window[1],
-        cu_q=tables.sums(sums[0]),
-        cu_kv=tables.sums(sums[1]),
+        cu_q=tables.sums(tiles.cu_q),
+        cu_kv=tables.sums(tiles.cu_kv),
     )

@@ -18,7 +18,7 @@ from cp_fast.planning.columns import Array, Arrived, Cut, Pieces, Range, Slot
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake, draft_launch
 from cp_fast.planning.placing import place_launches
 from cp_fast.planning.tables import Tables
-from cp_fast.planning.tiles import cut, join, launches, see
+from cp_fast.planning.tiles import Pair, cut, join, launches, see
 from cp_ref.spec.schedule import tag
 
 __all__ = ["draft_gather"]
@@ -33,6 +33,7 @@ def draft_gather(
     gather, scatter = tag(0, "kv"), tag(2, "dkv")
     first, second, third = DraftStep(own=True, grad_size=own.size), DraftStep(), DraftStep()
     blocks: list[Block] = []
+    visible = _visible(batch, rank, peers)
     for peer in peers:
         near = batch.near(peer, rank)
         rows, size = message_rows(tables, own, near.of(own.anchors[0]), seen(near, peer, rank))
@@ -43,7 +44,8 @@ def draft_gather(
     for peer in peers:
         near = batch.near(rank, peer)
         block = packed(near, seen(near, rank, peer))
-        blocks.append(block)
+        # ranges are needed where pieces are cut; kept for nothing they would be most of a plan's memory
+        blocks.append(block if visible is None else block._replace(ranges=()))
         if block.size:
             rows = slice(start, start + block.size)
             first.take_kv.append(DraftTake(peer, gather, block.size, rows, False))
@@ -52,28 +54,41 @@ def draft_gather(
     second.grad_size = start
     first.launches = place_launches(batch, tables, see(batch, rank, rank), q_anchor, own, own)
     if start:
-        launched = _remote_plain(batch, rank, peers, blocks, q_anchor, tables)
-        second.launches = _remote(batch, rank, peers, blocks, q_anchor, tables) if launched is None else launched
+        if visible is None:
+            second.launches = _remote(batch, rank, peers, blocks, q_anchor, tables)
+        else:
+            second.launches = _remote_plain(batch, rank, peers, visible, blocks, q_anchor, tables)
     return [first, second], [first, second, third]
 
 
-def _remote_plain(
-    batch: Batch, rank: int, peers: list[int], blocks: list[Block], q_anchor: Array, tables: Tables
-) -> list[DraftLaunch] | None:
-    """The launches over the gathered keys, where no piece of them is cut in any sequence; else None."""
+def _visible(batch: Batch, rank: int, peers: list[int]) -> list[list[Pair]] | None:
+    """What each piece of queries sees: (number of the peer, piece of its keys). None where a piece may be cut."""
     readers = batch.chunks(rank)
     if readers is None:
         return None
-    visible: list[list[tuple[int, int]]] = []  # (number of the peer, piece of keys) by piece of queries
+    found: list[list[Pair]] = []
     for queries in readers:
-        visible.append([])
+        found.append([])
         for n, peer in enumerate(peers):
             for other, keys in enumerate(batch.chunks(peer) or ()):
                 how = batch.relation(queries, keys)
                 if how == "crossed":
                     return None
                 if how == "plain":
-                    visible[-1].append((n, other))
+                    found[-1].append((n, other))
+    return found
+
+
+def _remote_plain(
+    batch: Batch,
+    rank: int,
+    peers: list[int],
+    visible: list[list[Pair]],
+    blocks: list[Block],
+    q_anchor: Array,
+    tables: Tables,
+) -> list[DraftLaunch]:
+    """The launches over the gathered keys, where no piece of them is cut in any sequence."""
     queries = batch.owned("q", rank)
     together = len(visible) == 2 and visible[0] == visible[1]
     base = list(accumulate((block.size for block in blocks), initial=0))
@@ -90,10 +105,9 @@ def _remote_plain(
         )
         offset = batch.nothing if together else batch.offset(queries, piece)
         every = Slot(offset, rows * (columns > 0), batch.nothing, columns)  # the keys' rows are those of the spans
-        q, rows, _, columns, _ = batch.loops.tiles([every], q_anchor, [batch.nothing], None)
-        if len(rows):
-            sums = (batch.loops.cumulative(rows), batch.loops.cumulative(columns))
-            found.append(draft_launch(tables, (None, None), batch.loops.spans(q, rows), kv, None, sums))
+        tiles = batch.loops.tiles([every], q_anchor, [batch.nothing], None)
+        if tiles.q.total:
+            found.append(draft_launch(tables, (None, None), tiles._replace(kv=kv)))
     return found
 
 
@@ -127,9 +141,7 @@ def _remote(
         if any_order not in orders:
             ordered = arrived if any_order else sorted(arrived, key=lambda piece: piece[0])
             orders[any_order] = batch.loops.pieces([piece for _, piece in ordered], batch.size)
-        q, kv, columns = batch.loops.gathered(slots, q_anchor, orders[any_order])
-        sums = (batch.loops.cumulative(q.count), batch.loops.cumulative(columns))
-        found.append(draft_launch(tables, window, q, kv, None, sums))
+        found.append(draft_launch(tables, window, batch.loops.gathered(slots, q_anchor, orders[any_order])))
     return found
 
 

@@ -35,10 +35,8 @@ def place_launches(
     same = block is grads or _same_rows(batch, block, grads)
     for window, slots in placed:
         of_grads = None if same else _anchors(slots, grads)
-        q, rows, k, columns, grad = batch.loops.tiles(slots, q_anchor, _anchors(slots, block), of_grads)
-        spans, sums = batch.loops.spans, (batch.loops.cumulative(rows), batch.loops.cumulative(columns))
-        of_grads = None if grad is None else spans(grad, columns)
-        found.append(draft_launch(tables, window, spans(q, rows), spans(k, columns), of_grads, sums))
+        tiles = batch.loops.tiles(slots, q_anchor, _anchors(slots, block), of_grads)
+        found.append(draft_launch(tables, window, tiles))
     return found
 
 

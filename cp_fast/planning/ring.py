@@ -109,7 +109,7 @@ def _by_chunks(batch: Batch, place: Place, tables: Tables) -> list[_Step] | None
 
 def _placed(tables: Tables, window: Window, step: RingStep, own: int | None) -> _Step:
     """A step with its rows in the tables. `own`: the rows of the own keys' buffer, in the first step."""
-    launches = [draft_launch(tables, window, step.q, step.kv, step.grad, (step.cu_q, step.cu_kv))] if step.q.total else []
+    launches = [draft_launch(tables, window, step.tiles)] if step.tiles.q.total else []
     sizes = (step.size, step.grad_size) if own is None else (own, own)
     leaving = _message(tables, step.sent, None if own is not None else step.size)
     return _Step(launches, *sizes, leaving, _message(tables, step.got, step.grad_size))

@@ -29,7 +29,7 @@ import numpy as np
 from cp_fast.planning.batch import Batch
 from cp_fast.planning.columns import Array, Cut, Owned, Range, Slot
 
-__all__ = ["LARGE", "Placed", "Whole", "Window", "cut", "join", "launches", "see", "see_whole"]
+__all__ = ["LARGE", "Pair", "Placed", "Whole", "Window", "cut", "join", "launches", "see", "see_whole"]
 
 Window = tuple[int | None, int | None]
 Slots = Sequence[Slot | None]

@@ -252,10 +252,24 @@ int64_t count_tiles(const Slots<I>& slots, int64_t n) {
   return found;
 }
 
+template <typename I>
+int64_t in_one(const I* start, const I* count, int64_t size) {
+  I breaks = 0;
+  for (int64_t i = 0; i + 1 < size; ++i) breaks |= start[i + 1] ^ (start[i] + count[i]);
+  return breaks == 0;
+}
+
+template <typename I>
+void add_up(Object out, const I* count, int64_t size) {
+  Array<int32_t> sums(out, size + 1, true);
+  int32_t *sum = sums.data(), total = 0;
+  sum[0] = 0;
+  for (int64_t i = 0; i < size; ++i) sum[i + 1] = total += static_cast<int32_t>(count[i]);
+}
+
 template <typename I, int columns>
-int64_t place(Object out, int64_t room, const Slots<I>& slots, const I* q_by, const I* const* k_by,
-              const I* const* grad_by, int64_t n) {
-  Columns<I, columns> to(out, room);
+void place(const Columns<I, columns>& to, int64_t room, const Slots<I>& slots, const I* q_by, const I* const* k_by,
+           const I* const* grad_by, int64_t n) {
   I *to_q = to[0], *to_rows = to[1], *to_k = to[2], *to_columns = to[3], *to_grad = to[columns - 1];
   int64_t at = 0;
   auto put = [&](int64_t i, const I* q, const I* rows, const I* k, const I* size, const I* by, const I* grad) {
@@ -271,21 +285,20 @@ int64_t place(Object out, int64_t room, const Slots<I>& slots, const I* q_by, co
     if (room == n + 1) {
 #pragma GCC ivdep
       for (at = 0; at < n; ++at) put(at, q, rows, k, size, by, grad);
-      return at;
+      return;
     }
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
       put(i, q, rows, k, size, by, grad);
       at += rows[i] > 0;
     }
-    return at;
+    return;
   }
   for (int64_t i = 0; i < n; ++i)
     for (int64_t s = 0; s < slots.number; ++s) {
       put(i, slots.q(s), slots.rows(s), slots.k(s), slots.columns(s), k_by[s], grad_by[s]);
       at += slots.rows(s)[i] > 0;
     }
-  return at;
 }
 
 }  // namespace
@@ -297,13 +310,15 @@ CP_PLAN cp_plan_count_tiles(int64_t wide, int64_t n, Object slots) {
 
 // The tiles of all slots, all of one sequence and then of the next: first query rows, rows, first key rows, columns, and
 // the first rows of the gradients where `grad_anchors` has any. There is room for one more: every slot is written, and
-// the next one over it where it has no tile.
-CP_PLAN cp_plan_tiles(int64_t wide, int64_t n, Object out, int64_t room, Object slots, Object q_anchor, Object k_anchors,
-                      Object grad_anchors) {
+// the next one over it where it has no tile. `sums`: the cumulative rows and columns. The answer has a bit each where the
+// rows of queries, of keys, of gradients are one range.
+CP_PLAN cp_plan_tiles(int64_t wide, int64_t n, Object out, int64_t room, Object sums, Object slots, Object q_anchor,
+                      Object k_anchors, Object grad_anchors) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
     Slots<I> given(slots, n);
-    if (count_tiles(given, n) != room - 1) throw Wrong{};
+    int64_t number = room - 1;
+    if (count_tiles(given, n) != number) throw Wrong{};
     Array<I> q_by(q_anchor, n);
     bool grads = size_of(grad_anchors) > 0;
     std::optional<Array<I>> held[most_slots], held_grads[most_slots];
@@ -312,8 +327,18 @@ CP_PLAN cp_plan_tiles(int64_t wide, int64_t n, Object out, int64_t room, Object 
       k_by[s] = held[s].emplace(item(k_anchors, s), n).data();
       grad_by[s] = grads ? held_grads[s].emplace(item(grad_anchors, s), n).data() : nullptr;
     }
-    return grads ? place<I, 5>(out, room, given, q_by.data(), k_by, grad_by, n)
-                 : place<I, 4>(out, room, given, q_by.data(), k_by, grad_by, n);
+    auto write = [&](auto& to) {
+      place(to, room, given, q_by.data(), k_by, grad_by, n);
+      add_up(item(sums, 0), to[1], number);
+      add_up(item(sums, 1), to[3], number);
+      return in_one(to[0], to[1], number) | in_one(to[2], to[3], number) << 1;
+    };
+    if (!grads) {
+      Columns<I, 4> to(out, room);
+      return write(to);
+    }
+    Columns<I, 5> to(out, room);
+    return write(to) | in_one(to[4], to[3], number) << 2;
   });
 }
 

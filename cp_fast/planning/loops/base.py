@@ -28,7 +28,17 @@ from cp_fast.planning.columns import (
 
 __all__ = ["Loops", "Ring", "RingStep", "Sight", "Tiles"]
 
-Tiles = tuple[Array, Array, Array, Array, Array | None]  # first query rows, rows, first key rows, columns, gradients'
+
+class Tiles(NamedTuple):
+    """Tiles on rows: of the queries, of the keys, of the gradients (None for the rows of the keys); and the cumulative
+    lengths of their rows and columns, int32 [n + 1].
+    """
+
+    q: Spans
+    kv: Spans
+    grad: Spans | None
+    cu_q: Array
+    cu_kv: Array
 
 
 class Sight(Enum):
@@ -63,19 +73,14 @@ class RingStep(NamedTuple):
 
     Attributes:
         size, grad_size: rows of the block in hand, and of the buffer of its gradients.
-        q, kv, grad: rows of the step's tiles; `grad` is None where gradients have the rows of the keys.
-        cu_q, cu_kv: the cumulative lengths of the tiles.
+        tiles: the tiles.
         sent: rows of the block that go on; None in the last step.
         got: rows of the gradients that come; None in the first two steps.
     """
 
     size: int
     grad_size: int
-    q: Spans
-    kv: Spans
-    grad: Spans | None
-    cu_q: Array
-    cu_kv: Array
+    tiles: Tiles
     sent: Spans | None
     got: Spans | None
 
@@ -188,9 +193,9 @@ class Loops(ABC):
         """All that has arrived by sequence, in the order given; `size` sequences."""
 
     @abstractmethod
-    def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:
-        """Tiles whose keys are the positions [k, k + columns) of a sequence: their query rows, those of the first
-        sequence first; the rows of their keys; and how many of these each tile has.
+    def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> Tiles:
+        """Tiles whose keys are the positions [k, k + columns) of a sequence, wherever their rows are; those of the first
+        sequence first.
         """
 
     @abstractmethod

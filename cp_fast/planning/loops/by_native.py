@@ -83,7 +83,7 @@ class ByNative(Loops):
         self._windows = call("windows", "oooonn")
         self._meet = call("meet", "o")
         self._count_tiles = call("count_tiles", "o")
-        self._tiles = call("tiles", "onoooo")
+        self._tiles = call("tiles", "onooooo")
         self._look = call("look", "ooo")
         self._drop_empty = call("drop_empty", "onoo")
         self._cumulative = call("cumulative", "oo")
@@ -195,10 +195,9 @@ class ByNative(Loops):
     ) -> Tiles:
         n, wide, given = len(q_anchor), _wide(q_anchor), tuple(slots)
         room = self._count_tiles(wide, n, given) + 1
-        out = _new(q_anchor, 4 if grad_anchors is None else 5, room)
-        self._tiles(wide, n, out, room, given, q_anchor, tuple(k_anchors), tuple(grad_anchors or ()))
-        q, rows, k, columns, *grad = (x[:-1] for x in out)
-        return q, rows, k, columns, grad[0] if grad else None
+        out, sums = _new(q_anchor, 4 if grad_anchors is None else 5, room), _sums(room)
+        one = self._tiles(wide, n, out, room, sums, given, q_anchor, tuple(k_anchors), tuple(grad_anchors or ()))
+        return _tiles(*out[:4], *sums, one, *out[4:])
 
     # ---- spans of rows
 
@@ -256,12 +255,13 @@ class ByNative(Loops):
         self._pieces(wide, size, found, ends, total, len(given), numbers, given)
         return Pieces(ends, found)
 
-    def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:
+    def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> Tiles:
         n, wide, given = len(q_anchor), _wide(q_anchor), (tuple(slots), len(pieces.pieces), pieces)
         room, tiles = self._count_gathered(wide, n, *given), self._count_tiles(wide, n, given[0])
         (start, count), (q, rows, columns) = self._kept(q_anchor, 2, room), self._kept(q_anchor, 3, tiles)
         self._gathered(wide, n, (start, count), room, (q, rows, columns), tiles, q_anchor, *given)
-        return self.spans(q, rows), self.spans(start, count), columns
+        sums = (self.cumulative(rows), self.cumulative(columns))
+        return Tiles(self.spans(q, rows), self.spans(start, count), None, *sums)
 
     def gathered_whole(
         self, rows: Array, keys: Sequence[tuple[Owned, int]], anchors: Sequence[Array], bases: Sequence[int]
@@ -298,25 +298,36 @@ def _step_arrays(like: Array, fact: _Facts) -> tuple[Any, ...]:
     """What is written of a step, in the order of `_ring_step`; every array with room for one more."""
     q, rows, k, columns = _new(like, 4, fact.tiles + 1)
     grad = _new(like, 1, fact.tiles + 1)[0] if fact.apart else ()
-    cu_q, cu_kv = (np.empty(fact.tiles + 1, dtype=np.int32) for _ in range(2))
-    return q, rows, k, columns, grad, cu_q, cu_kv, *_new(like, 2, fact.sent + 1), *_new(like, 2, fact.got + 1)
+    sums = _sums(fact.tiles + 1)
+    return q, rows, k, columns, grad, *sums, *_new(like, 2, fact.sent + 1), *_new(like, 2, fact.got + 1)
 
 
 def _ring_step(fact: _Facts, arrays: tuple[Any, ...], s: int, count: int) -> RingStep:
     q, rows, k, columns, grad, cu_q, cu_kv, sent, sent_count, got, got_count = arrays
-    one = [bool(fact.contiguous >> kind & 1) for kind in range(5)]
-    rows, columns, queries, keys = rows[:-1], columns[:-1], int(cu_q[-1]), int(cu_kv[-1])
+    sends, gets = fact.contiguous >> 3 & 1, fact.contiguous >> 4 & 1
     return RingStep(
         size=fact.size,
         grad_size=fact.grad_size,
-        q=Spans(q[:-1], rows, queries, one[0]),
-        kv=Spans(k[:-1], columns, keys, one[1]),
-        grad=Spans(grad[:-1], columns, keys, one[2]) if fact.apart else None,
-        cu_q=cu_q,
-        cu_kv=cu_kv,
-        sent=Spans(sent[:-1], sent_count[:-1], fact.sent_total, one[3]) if s + 1 < count else None,
-        got=Spans(got[:-1], got_count[:-1], fact.got_total, one[4]) if s > 1 else None,
+        tiles=_tiles(q, rows, k, columns, cu_q, cu_kv, fact.contiguous, *([grad] if fact.apart else [])),
+        sent=Spans(sent[:-1], sent_count[:-1], fact.sent_total, bool(sends)) if s + 1 < count else None,
+        got=Spans(got[:-1], got_count[:-1], fact.got_total, bool(gets)) if s > 1 else None,
     )
+
+
+def _tiles(
+    q: Array, rows: Array, k: Array, columns: Array, cu_q: Array, cu_kv: Array, one: int, grad: Array | None = None
+) -> Tiles:
+    """What was written of tiles, with room for one more. `one`: bits of the rows that are one range."""
+    rows, columns, queries, keys = rows[:-1], columns[:-1], int(cu_q[-1]), int(cu_kv[-1])
+    of_grads = None if grad is None else Spans(grad[:-1], columns, keys, bool(one & 4))
+    return Tiles(
+        Spans(q[:-1], rows, queries, bool(one & 1)), Spans(k[:-1], columns, keys, bool(one & 2)), of_grads, cu_q, cu_kv
+    )
+
+
+def _sums(size: int) -> tuple[Array, Array]:
+    """Cumulative lengths, not yet written."""
+    return np.empty(size, dtype=np.int32), np.empty(size, dtype=np.int32)
 
 
 def _new(like: Array, number: int, size: int | None = None) -> tuple[Array, ...]:

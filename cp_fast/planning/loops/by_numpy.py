@@ -153,7 +153,9 @@ class ByNumpy(Loops):
             there = np.flatnonzero(rows > 0)
             q, rows, k, columns = (x.take(there) for x in (q, rows, k, columns))
             grad = grad if grad is None else grad.take(there)
-        return q, rows, k, columns, grad
+        of_grads = None if grad is None else self.spans(grad, columns)
+        sums = (self.cumulative(rows), self.cumulative(columns))
+        return Tiles(self.spans(q, rows), self.spans(k, columns), of_grads, *sums)
 
     def spans(self, start: Array, count: Array) -> Spans:
         if not count.all():
@@ -211,7 +213,7 @@ class ByNumpy(Loops):
         order = np.argsort(seq, kind="stable")
         return Pieces(np.cumsum(np.bincount(seq, minlength=size)), np.concatenate(found).take(order, axis=0))
 
-    def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> tuple[Spans, Spans, Array]:
+    def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> Tiles:
         q, rows, begin, columns = (
             by_sequence(x) for x in zip(*((s.q + q_anchor, s.rows, s.k, s.columns) for s in slots), strict=True)
         )
@@ -232,7 +234,7 @@ class ByNumpy(Loops):
         total = np.add.reduceat(length, behind - number)
         there = np.flatnonzero(length > 0)
         kv = self.spans(anchor.take(piece.take(there)) + start.take(there), length.take(there))
-        return self.spans(q, rows), kv, total
+        return Tiles(self.spans(q, rows), kv, None, self.cumulative(rows), self.cumulative(total))
 
     def gathered_whole(
         self, rows: Array, keys: Sequence[tuple[Owned, int]], anchors: Sequence[Array], bases: Sequence[int]
