@@ -11,7 +11,7 @@ from cp_fast.planning.columns import Array, Band, Chunked, Owned, Spanned
 from cp_fast.planning.loops import Loops, loops
 from cp_ref.spec import Problem
 
-__all__ = ["FAR", "Batch", "Chunk", "Edge", "position_spans"]
+__all__ = ["FAR", "Batch", "Edge", "position_spans"]
 
 Chunk = tuple[int, int]  # a piece of a unit, by the numbers of its first chunk and of the one behind it
 Edge = int | Array | None  # one side of the sequences' bands: the same for all, one each, or unbounded
@@ -61,8 +61,6 @@ class Batch:
         self._owned: dict[tuple[str, int], Owned] = {}
         self._chunk_slots: dict[tuple[str, int], Array] = {}
         self._near: dict[int, Batch] = {}
-        self._relations: dict[tuple[int, int], str] = {}  # by the distance in chunks, as the next one
-        self._largest: dict[tuple[int, int], int] = {}
 
     @cached_property
     def loops(self) -> Loops:
@@ -91,42 +89,13 @@ class Batch:
         """What these sequences have, of an array with one number for each sequence of the problem."""
         return one_each if self.numbers is None else one_each[self.numbers]
 
-    def near(self, reader: int, owner: int) -> Batch:
-        """The sequences in which a query of `reader` may see a key of `owner` through a window on both sides: where
-        units are far apart, those with small chunks. All, where sequences are not cut alike.
-        """
-        readers, owners = self.chunks(reader), self.chunks(owner)
-        if not (self.windowed and self.alike and readers and owners):
-            return self
-        largest = max([self._largest_chunk(a, b) for a in readers for b in owners])
+    def of_chunks_up_to(self, largest: int) -> Batch:
+        """The sequences whose chunks are not larger; their lengths must be cut alike."""
         if largest >= self.chunk_sizes[1]:
             return self
         if largest not in self._near:
-            chunk = self._chunk("q", self.count)
-            self._near[largest] = self._some(np.flatnonzero(chunk <= largest))
+            self._near[largest] = self._some(np.flatnonzero(self._chunk("q", self.count) <= largest))
         return self._near[largest]
-
-    def _largest_chunk(self, queries: Chunk, keys: Chunk) -> int:
-        """The size of chunk up to which queries may see keys, given by chunk numbers; -1 if they never do."""
-        (a0, a1), (b0, b1) = queries, keys
-        if a0 == a1 or b0 == b1:
-            return -1
-        away = (b0 - a1, a0 - b1)
-        if away not in self._largest:
-            self._largest[away] = self._largest_away(*away)
-        return self._largest[away]
-
-    def _largest_away(self, behind: int, before: int) -> int:
-        """The same, by how many chunks the keys begin behind the queries' end, and the queries behind the keys'."""
-        assert isinstance(self.lo, int)
-        assert isinstance(self.hi, int)
-        found = self.far
-        for away, edge in ((behind, self.hi), (before, -self.lo)):  # away * chunk + 1 <= edge, on both sides
-            if away > 0:
-                found = min(found, (edge - 1) // away)
-            elif away == 0 and edge < 1:
-                found = -1
-        return found
 
     def _some(self, numbers: Array) -> Batch:
         """Some sequences of a problem whose sequences are all cut alike."""
@@ -135,7 +104,7 @@ class Batch:
         found.len_q = found.len_kv = self.len_q[numbers]
         found.slots_q = found.slots_kv = self.slots_q[numbers]
         found.nothing = self.nothing[: len(numbers)]
-        found._owned, found._chunk_slots, found._near, found._relations = {}, {}, {}, {}
+        found._owned, found._chunk_slots, found._near = {}, {}, {}
         for cached in ("chunk_sizes", "band"):
             found.__dict__.pop(cached, None)
         return found
@@ -154,35 +123,6 @@ class Batch:
         if len(self._owned) > self.kept:
             del self._owned[next(iter(self._owned))]
         return found
-
-    def relation(self, queries: Chunk, keys: Chunk) -> str:
-        """What a piece of queries and one of keys, given by chunk numbers, are to each other in all sequences: "plain"
-        (every pair is visible), "hidden" (none is), or "crossed" (they may differ).
-        """
-        if not self.alike:
-            return "crossed"
-        (a0, a1), (b0, b1) = queries, keys
-        if a0 == a1 or b0 == b1:
-            return "hidden"
-        away = (b0 - a1, b1 - a0)
-        if away not in self._relations:
-            self._relations[away] = self._relation(*away)
-        return self._relations[away]
-
-    def _relation(self, nearest: int, farthest: int) -> str:
-        """The same, by what lies between the pieces, in chunks."""
-        lo, hi = self.lo, self.hi
-        assert not isinstance(lo, np.ndarray)
-        assert not isinstance(hi, np.ndarray)
-        # key - query lies between these; both are linear in the size of a chunk
-        small, large = self.chunk_sizes
-        lowest, lowest_large = nearest * small + 1, nearest * large + 1
-        highest, highest_large = farthest * small - 1, farthest * large - 1
-        if (hi is not None and min(lowest, lowest_large) > hi) or (lo is not None and max(highest, highest_large) < lo):
-            return "hidden"
-        if (hi is None or max(highest, highest_large) <= hi) and (lo is None or min(lowest, lowest_large) >= lo):
-            return "plain"
-        return "crossed"
 
     def slots(self, side: str) -> Array:
         """Every sequence's slots."""

@@ -6,15 +6,14 @@ chunks of queries look through a window. With `anchor = row - token`, a range's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.batch import Batch, Chunk
+from cp_fast.planning.batch import Batch
 from cp_fast.planning.columns import Array, Owned, Range
-from cp_fast.planning.loops.base import Sight
 from cp_fast.planning.tables import RowKey, Tables
+from cp_fast.planning.views import View
 
 __all__ = ["Block", "farther", "message_rows", "packed", "reach", "seen", "seen_within"]
 
@@ -52,33 +51,13 @@ def packed(batch: Batch, ranges: tuple[Range, ...]) -> Block:
     return Block(ranges, *batch.loops.packed(ranges), dense=True)
 
 
-def seen(batch: Batch, reader: int, owner: int) -> tuple[Range, ...]:
-    """The keys of `owner` that `reader`'s queries see: one range, or under a two-sided window one for each piece of
-    queries, disjoint.
-    """
-    queries, keys = batch.owned("q", reader), batch.owned("kv", owner)
+def seen(view: View) -> tuple[Range, ...]:
+    """The keys that queries see: one range, or under a two-sided window one for each piece of queries, disjoint."""
+    batch = view.batch
+    queries, keys = batch.owned("q", view.reader), batch.owned("kv", view.owner)
     if not batch.windowed:
-        return (seen_within(batch, reach(batch, reader), keys),)
-    readers, owners = batch.chunks(reader), batch.chunks(owner)
-    if readers is None or owners is None:
-        how: list[int | Sight] = [Sight.WINDOW] * queries.pieces
-    else:
-        how = [_sight(batch, chunk, owners) for chunk in readers]
-    return batch.loops.seen(queries, how, batch.band, keys)
-
-
-def _sight(batch: Batch, queries: Chunk, owners: Sequence[Chunk]) -> int | Sight:
-    """What a piece of queries sees of the pieces of keys, in all sequences alike where none of these is cut."""
-    plain: list[int] = []
-    for other, keys in enumerate(owners):
-        how = batch.relation(queries, keys)
-        if how == "crossed":
-            return Sight.WINDOW
-        if how == "plain":
-            plain.append(other)
-    if not plain:
-        return Sight.NOTHING
-    return Sight.ALL if len(plain) == len(owners) else plain[0]
+        return (seen_within(batch, reach(batch, view.reader), keys),)
+    return batch.loops.seen(queries, view.sights, batch.band, keys)
 
 
 def seen_within(batch: Batch, reached: Array, keys: Owned) -> Range:

@@ -18,7 +18,8 @@ from cp_fast.planning.columns import Array, Arrived, Cut, Pieces, Range, Slot
 from cp_fast.planning.drafts import DraftGive, DraftLaunch, DraftStep, DraftTake, draft_launch
 from cp_fast.planning.placing import place_launches
 from cp_fast.planning.tables import Tables
-from cp_fast.planning.tiles import Pair, cut, join, launches, see
+from cp_fast.planning.tiles import cut, join, launches, see
+from cp_fast.planning.views import Pair, View, Views
 from cp_ref.spec.schedule import tag
 
 __all__ = ["draft_gather"]
@@ -33,17 +34,18 @@ def draft_gather(
     gather, scatter = tag(0, "kv"), tag(2, "dkv")
     first, second, third = DraftStep(own=True, grad_size=own.size), DraftStep(), DraftStep()
     blocks: list[Block] = []
-    visible = _visible(batch, rank, peers)
+    views = Views(batch, rank)
+    visible = _visible(views, rank, peers)
     for peer in peers:
-        near = batch.near(peer, rank)
-        rows, size = message_rows(tables, own, near.of(own.anchors[0]), seen(near, peer, rank))
+        view = views.of(peer, rank)
+        rows, size = message_rows(tables, own, view.batch.of(own.anchors[0]), seen(view))
         if size:
             first.give_kv.append(DraftGive(peer, gather, rows, True))
             third.take_dkv.append(DraftTake(peer, scatter, size, rows, True))
     start = 0
     for peer in peers:
-        near = batch.near(rank, peer)
-        block = packed(near, seen(near, rank, peer))
+        view = views.of(rank, peer)
+        block = packed(view.batch, seen(view))
         # ranges are needed where pieces are cut; kept for nothing they would be most of a plan's memory
         blocks.append(block if visible is None else block._replace(ranges=()))
         if block.size:
@@ -52,30 +54,24 @@ def draft_gather(
             third.give_dkv.append(DraftGive(peer, scatter, rows, False))
         start += block.size
     second.grad_size = start
-    first.launches = place_launches(batch, tables, see(batch, rank, rank), q_anchor, own, own)
+    first.launches = place_launches(batch, tables, see(views.of(rank, rank)), q_anchor, own, own)
     if start:
         if visible is None:
-            second.launches = _remote(batch, rank, peers, blocks, q_anchor, tables)
+            second.launches = _remote(batch, rank, peers, views, blocks, q_anchor, tables)
         else:
             second.launches = _remote_plain(batch, rank, peers, visible, blocks, q_anchor, tables)
     return [first, second], [first, second, third]
 
 
-def _visible(batch: Batch, rank: int, peers: list[int]) -> list[list[Pair]] | None:
+def _visible(views: Views, rank: int, peers: list[int]) -> list[list[Pair]] | None:
     """What each piece of queries sees: (number of the peer, piece of its keys). None where a piece may be cut."""
-    readers = batch.chunks(rank)
-    if readers is None:
-        return None
-    found: list[list[Pair]] = []
-    for queries in readers:
-        found.append([])
-        for n, peer in enumerate(peers):
-            for other, keys in enumerate(batch.chunks(peer) or ()):
-                how = batch.relation(queries, keys)
-                if how == "crossed":
-                    return None
-                if how == "plain":
-                    found[-1].append((n, other))
+    found: list[list[Pair]] = [[] for _ in views.of(rank, rank).sights]
+    for n, peer in enumerate(peers):
+        view = views.of(rank, peer)
+        if view.crossed:
+            return None
+        for piece, other in view.plain:
+            found[piece].append((n, other))
     return found
 
 
@@ -112,7 +108,13 @@ def _remote_plain(
 
 
 def _remote(
-    batch: Batch, rank: int, peers: list[int], blocks: list[Block], q_anchor: Array, tables: Tables
+    batch: Batch,
+    rank: int,
+    peers: list[int],
+    views: Views,
+    blocks: list[Block],
+    q_anchor: Array,
+    tables: Tables,
 ) -> list[DraftLaunch]:
     """The launches over the gathered keys. Tiles keep the keys' positions: the keys belong to many token axes."""
     queries, gaps = batch.owned("q", rank), _gaps(batch, rank)
@@ -133,7 +135,7 @@ def _remote(
         [c.left for c in cuts],
         [c.own for c in cuts],
     )
-    arrived = _arrived(batch, rank, peers, blocks)
+    arrived = _arrived([views.of(rank, peer) for peer in peers], blocks)
     orders: dict[bool, Pieces] = {}
     found: list[DraftLaunch] = []
     for window, slots in placed:
@@ -181,20 +183,19 @@ def _over_gaps(batch: Batch, cuts: list[Cut], piece: int) -> tuple[Slot, list[Sl
     return whole, left_over
 
 
-def _arrived(batch: Batch, rank: int, peers: list[int], blocks: list[Block]) -> list[tuple[int, Arrived]]:
+def _arrived(views: list[View], blocks: list[Block]) -> list[tuple[int, Arrived]]:
     """Every piece of the gathered block, in the order of its rows; before it its place among all pieces: in every
     sequence they lie in that order.
     """
     base, found = 0, []
-    for peer, block in zip(peers, blocks, strict=True):
-        near = batch.near(rank, peer)
-        keys, chunks, readers = near.owned("kv", peer), near.chunks(peer), near.chunks(rank)
+    for view, block in zip(views, blocks, strict=True):
+        near = view.batch
+        keys, chunks = near.owned("kv", view.owner), near.chunks(view.owner)
+        some = {*view.plain, *view.crossed}
         for reader, (tokens, anchor) in enumerate(zip(block.ranges, block.anchors, strict=True)):
             for piece in range(keys.pieces):
-                one_each = readers and chunks and len(block.ranges) == len(readers)
-                if one_each and near.relation(readers[reader], chunks[piece]) == "hidden":
-                    continue
-                here = Arrived(tokens, keys, piece, anchor, base, near.numbers)
-                found.append((chunks[piece][0] if chunks else peer, here))
+                if len(block.ranges) == 1 or (reader, piece) in some:
+                    here = Arrived(tokens, keys, piece, anchor, base, near.numbers)
+                    found.append((chunks[piece][0] if chunks else view.owner, here))
         base += block.size
     return found

@@ -14,6 +14,7 @@ from cp_fast.planning.drafts import DraftGive, DraftStep, DraftTake
 from cp_fast.planning.placing import Place, place_launches
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.planning.tiles import see
+from cp_fast.planning.views import Views
 from cp_ref.spec.schedule import tag
 
 __all__ = ["draft_halo"]
@@ -24,20 +25,22 @@ def draft_halo(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftSt
     count, unit = batch.count, place.unit
     forward: list[DraftStep] = []
     given: list[tuple[RowKey, int]] = []  # own rows that the unit s + 1 ahead sees, and their number
-    near, block = batch, place.own
+    views, block = Views(batch, unit), place.own
     for s in range(count):
-        launches = place_launches(near, tables, see(near, unit, unit - s), near.of(place.q_anchor), block, block)
+        view = views.of(unit, unit - s)
+        q_anchor = view.batch.of(place.q_anchor)
+        launches = place_launches(view.batch, tables, see(view), q_anchor, block, block)
         forward.append(DraftStep(launches=launches, own=s == 0, grad_size=block.size))
         if s + 1 == count:
             break
         number, ahead, behind = tag(place.first_step + s, "kv"), unit + s + 1, unit - s - 1
-        near = batch.near(ahead, unit)
-        rows, size = message_rows(tables, place.own, near.of(place.own.anchors[0]), seen(near, ahead, unit))
+        view = views.of(ahead, unit)
+        rows, size = message_rows(tables, place.own, view.batch.of(place.own.anchors[0]), seen(view))
         given.append((rows, size))
         if size:
             forward[s].give_kv = [DraftGive(place.rank_of(ahead % count), number, rows, True)]
-        near = batch.near(unit, behind)
-        block = packed(near, seen(near, unit, behind))
+        view = views.of(unit, behind)
+        block = packed(view.batch, seen(view))
         if block.size:
             rows = slice(0, block.size)
             forward[s].take_kv = [DraftTake(place.rank_of(behind % count), number, block.size, rows, False)]

@@ -26,6 +26,7 @@ from cp_fast.planning.loops.base import Ring, RingStep
 from cp_fast.planning.placing import Place, place_launches
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.planning.tiles import Window, see, see_whole
+from cp_fast.planning.views import Views
 from cp_ref.spec.schedule import tag
 
 __all__ = ["draft_ring"]
@@ -49,7 +50,8 @@ class _Step:
 def draft_ring(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftStep], list[DraftStep]]:
     """The forward and the backward steps of one rank."""
     ahead, behind = (place.rank_of((place.unit + n) % batch.count) for n in (1, -1))
-    steps = _by_chunks(batch, place, tables) or list(_by_steps(batch, place, tables))
+    views = Views(batch, place.unit)
+    steps = _by_chunks(batch, place, tables, views) or list(_by_steps(batch, place, tables, views))
     forward: list[DraftStep] = []
     for s, step in enumerate(steps):
         draft = DraftStep(launches=step.launches, own=s == 0, grad_size=step.grad_size)
@@ -65,7 +67,7 @@ def draft_ring(batch: Batch, place: Place, tables: Tables) -> tuple[list[DraftSt
     return forward, _backward(forward, arriving, place, (ahead, behind))
 
 
-def _by_steps(batch: Batch, place: Place, tables: Tables) -> Iterator[_Step]:
+def _by_steps(batch: Batch, place: Place, tables: Tables, views: Views) -> Iterator[_Step]:
     count, unit = batch.count, place.unit
     together = partial(farther, batch)
     own, *others = (reach(batch, unit + n) for n in range(count))
@@ -78,7 +80,7 @@ def _by_steps(batch: Batch, place: Place, tables: Tables) -> Iterator[_Step]:
         if s > 0:
             block = packed(batch, (seen_within(batch, together(own, to_visit[s]) if s + 1 < count else own, keys),))
             grads = packed(batch, (seen_within(batch, own if before is None else together(own, before), keys),))
-        launches = place_launches(batch, tables, see(batch, unit, unit - s), place.q_anchor, block, grads)
+        launches = place_launches(batch, tables, see(views.of(unit, unit - s)), place.q_anchor, block, grads)
         leaving = arriving = None
         if s + 1 < count:
             leaving = message_rows(tables, block, block.anchors[0], (seen_within(batch, to_visit[s], keys),))
@@ -87,12 +89,12 @@ def _by_steps(batch: Batch, place: Place, tables: Tables) -> Iterator[_Step]:
         yield _Step(launches, block.size, grads.size, leaving, arriving)
 
 
-def _by_chunks(batch: Batch, place: Place, tables: Tables) -> list[_Step] | None:
+def _by_chunks(batch: Batch, place: Place, tables: Tables, views: Views) -> list[_Step] | None:
     """None where a tile is cut, or where the loops have nothing for it."""
     count, unit = batch.count, place.unit
     if count == 1 or batch.lo is not None or isinstance(batch.hi, np.ndarray) or batch.chunks(unit) is None:
         return None
-    tiles = [see_whole(batch, unit, unit - s) for s in range(count)]
+    tiles = [see_whole(views.of(unit, unit - s)) for s in range(count)]
     whole = [tile for tile in tiles if tile is not None]
     if len(whole) < count:
         return None

@@ -28,12 +28,12 @@ import numpy as np
 
 from cp_fast.planning.batch import Batch
 from cp_fast.planning.columns import Array, Cut, Owned, Range, Slot
+from cp_fast.planning.views import View
 
-__all__ = ["LARGE", "Pair", "Placed", "Whole", "Window", "cut", "join", "launches", "see", "see_whole"]
+__all__ = ["LARGE", "Placed", "Whole", "Window", "cut", "join", "launches", "see", "see_whole"]
 
 Window = tuple[int | None, int | None]
 Slots = Sequence[Slot | None]
-Pair = tuple[int, int]  # a piece of the queries, and one of the keys
 
 LARGE = 2048  # query rows from which a tile has its own window
 
@@ -54,12 +54,12 @@ class Whole(NamedTuple):
     pieces: tuple[int | None, int | None] | None
 
 
-def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
+def see(view: View) -> list[Placed]:
     """The tiles of a unit's queries with an owner's keys, as launches in order."""
-    queries, keys = batch.owned("q", unit), batch.owned("kv", owner)
-    square = _squares(batch, queries, keys) if (unit - owner) % batch.count == 0 else None
-    plain, crossed = _pairs(batch, unit, owner)
-    whole = _whole(batch, square, queries, plain, keys, crossed)
+    batch, plain, crossed = view.batch, view.plain, view.crossed
+    queries, keys = batch.owned("q", view.reader), batch.owned("kv", view.owner)
+    square = _squares(batch, queries, keys) if view.reader == view.owner else None
+    whole = _whole(view, square, queries, keys)
     if whole is not None:
         if whole.pieces is None:
             return []
@@ -68,7 +68,7 @@ def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
     if not crossed:
         full = {(p, o): batch.loops.plain(queries, p, keys, o) for p, o in plain}
         return launches(batch, [], [], join(full), [], [])
-    found = {(p, o): _tiles(batch, queries, keys, p, o, square) for p, o in plain + crossed}
+    found = {(p, o): _tiles(batch, queries, keys, p, o, square) for p, o in (*plain, *crossed)}
     cuts = [found[pair] for pair in sorted(found)]
     whole = None
     if square is not None and square.any():
@@ -83,39 +83,24 @@ def see(batch: Batch, unit: int, owner: int) -> list[Placed]:
     )
 
 
-def see_whole(batch: Batch, unit: int, owner: int) -> Whole | None:
+def see_whole(view: View) -> Whole | None:
     """The same where it is one tile a sequence, of the same pieces in all sequences; None where it may be more."""
-    queries, keys = batch.owned("q", unit), batch.owned("kv", owner)
-    square = _squares(batch, queries, keys) if (unit - owner) % batch.count == 0 else None
-    plain, crossed = _pairs(batch, unit, owner)
-    return _whole(batch, square, queries, plain, keys, crossed)
+    batch = view.batch
+    queries, keys = batch.owned("q", view.reader), batch.owned("kv", view.owner)
+    return _whole(view, _squares(batch, queries, keys) if view.reader == view.owner else None, queries, keys)
 
 
-def _whole(
-    batch: Batch, square: Array | None, queries: Owned, plain: list[Pair], keys: Owned, crossed: list[Pair]
-) -> Whole | None:
+def _whole(view: View, square: Array | None, queries: Owned, keys: Owned) -> Whole | None:
     if square is not None and square.all():
-        return Whole(batch.window, (None, None))
+        return Whole(view.batch.window, (None, None))
+    plain = view.plain
     pieces, others = {p for p, _ in plain}, {o for _, o in plain}
-    if crossed or len(plain) < len(pieces) * len(others):
+    if view.crossed or len(plain) < len(pieces) * len(others):
         return None
     if not plain:
         return Whole((None, None), None)
     piece = None if len(pieces) == queries.pieces else min(pieces)
     return Whole((None, None), (piece, None if len(others) == keys.pieces else min(others)))
-
-
-def _pairs(batch: Batch, unit: int, owner: int) -> tuple[list[Pair], list[Pair]]:
-    """The pieces of queries and of keys between which nothing is hidden, and those where something may be."""
-    readers, owners = batch.chunks(unit), batch.chunks(owner)
-    plain: list[Pair] = []
-    crossed: list[Pair] = []
-    for piece in range(batch.owned("q", unit).pieces):
-        for other in range(batch.owned("kv", owner).pieces):
-            how = "crossed" if readers is None or owners is None else batch.relation(readers[piece], owners[other])
-            if how != "hidden":
-                (crossed if how == "crossed" else plain).append((piece, other))
-    return plain, crossed
 
 
 def cut(batch: Batch, q: Range, k: Range, offsets: tuple[Array, Array], piece: int) -> Cut:
