@@ -27,12 +27,12 @@ class Cumulative(Sequence[int]):
         self.values = values
         self.bound = bound
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """The largest difference of neighbours, 0 if there is none; or the bound."""
         if self.bound is not None:
             return self.bound
-        return int(np.diff(self.values).max(initial=0))
+        return int((self.values[1:] - self.values[:-1]).max(initial=0))
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:

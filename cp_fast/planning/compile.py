@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from cp_fast.backends import Segments
-from cp_fast.backends.lengths import Cumulative
 from cp_fast.heads import HeadExchange, Side
 from cp_fast.planning.batch import Batch
 from cp_fast.planning.blocks import Block
@@ -122,7 +121,7 @@ def _launch(launch: DraftLaunch, tables: Uploaded, made: dict[int, Launch]) -> L
     if id(launch) not in made:
         q, kv = tables.lengths(launch.cu_q), tables.lengths(launch.cu_kv)
         bounds = launch.bounds or (None, None)
-        cu_q, cu_kv = Cumulative(q.host, bounds[0]), Cumulative(kv.host, bounds[1])
+        cu_q, cu_kv = tables.cumulative(launch.cu_q, bounds[0]), tables.cumulative(launch.cu_kv, bounds[1])
         made[id(launch)] = Launch(
             q_rows=tables.rows(launch.q_rows),
             out_rows=tables.rows(launch.out_rows),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from cp_fast.backends.lengths import Cumulative
 from cp_fast.planning.columns import Array, Spans, spread
 from cp_fast.planning.loops import BY_NUMPY, Loops
 from cp_fast.rows import Rows
@@ -141,6 +142,7 @@ class Uploaded:
 
     def __init__(self, rows: list[torch.Tensor], lengths: list[Lengths]) -> None:
         self._rows, self._lengths = rows, lengths
+        self._cumulative: dict[tuple[Key, int | None], Cumulative] = {}
 
     def rows(self, key: RowKey) -> Rows:
         """A slice as it is, or the row numbers."""
@@ -153,6 +155,12 @@ class Uploaded:
     def lengths(self, key: Key) -> Lengths:
         """Cumulative lengths."""
         return self._lengths[key]
+
+    def cumulative(self, key: Key, bound: int | None) -> Cumulative:
+        """Those on the host, as backends get them; launches with equal ones share them, and look for the longest once."""
+        if (key, bound) not in self._cumulative:
+            self._cumulative[key, bound] = Cumulative(self._lengths[key].host, bound)
+        return self._cumulative[key, bound]
 
 
 _TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}

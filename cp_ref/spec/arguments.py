@@ -194,10 +194,12 @@ def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> Seq[Sequence]:
     ):
         if len(values) != len(cu_q):
             raise ValueError(f"{name} has {len(values)} entries and cu_seqlens_q has {len(cu_q)}; they must be equal")
-    lengths: dict[int, list[int]] = {id(cu): differences(cu) for cu in (cu_q, cu_kv, slots_q, slots_kv)}
+    given_once = {id(cu): cu for cu in (cu_q, cu_kv, slots_q, slots_kv)}  # often the same, and ten thousand long
+    lengths = {which: differences(cu) for which, cu in given_once.items()}
     len_q, len_kv, room_q, room_kv = (lengths[id(cu)] for cu in (cu_q, cu_kv, slots_q, slots_kv))
-    for side, real, padded in (("q", len_q, room_q), ("kv", len_kv, room_kv)):
-        if any(map(gt, real, padded)):
+    sides = [("q", len_q, room_q), *([("kv", len_kv, room_kv)] if (len_kv, room_kv) != (len_q, room_q) else [])]
+    for side, real, padded in sides:
+        if real is not padded and any(map(gt, real, padded)):
             n = next(n for n, (length, slots) in enumerate(zip(real, padded, strict=True)) if length > slots)
             raise ValueError(
                 f"cu_seqlens_{side}_padded gives sequence {n} {padded[n]} slots, but it has {real[n]} tokens by "

@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
-from operator import mod
+from math import gcd
 
 from cp_ref.spec.problem import Problem
 
@@ -78,7 +77,7 @@ def check_divides(slots: Seq[int], layout: str, per_sequence: bool, cp_size: int
     """Raise ValueError where a length cannot be cut evenly; the arguments are those of `ownership`."""
     unit = divisor(layout, cp_size)
     if layout == "dual_chunk":
-        if any(map(mod, slots, repeat(unit))):
+        if gcd(*slots) % unit:  # of all of them at once
             seq, length = next((n, length) for n, length in enumerate(slots) if length % unit)
             raise ValueError(
                 f"sequence {seq} has length {length}, padding included, but layout 'dual_chunk' at cp_size {cp_size} "
