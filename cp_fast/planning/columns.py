@@ -18,7 +18,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Array", "Arrived", "Band", "Chunked", "Cut", "Owned", "Pieces", "Range", "Slot", "Spanned", "Spans", "by_sequence", "spread"]
+__all__ = [
+    "Array",
+    "Arrived",
+    "Band",
+    "Chunked",
+    "Cut",
+    "Owned",
+    "Pieces",
+    "Range",
+    "Slot",
+    "Spanned",
+    "Spans",
+    "by_sequence",
+    "spread",
+]
 
 Array = np.ndarray
 
@@ -169,8 +183,8 @@ class Cut(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What has arrived of one piece of a peer's keys: its part of a range of their token axis. A token's row is the token
-    + `anchor` + `base`. `numbers` are those of the sequences, None where they count up.
+    """What has arrived of one piece of a peer's keys: its part of a range of their token axis. A token's row is the
+    token + `anchor` + `base`. `numbers` are those of the sequences, None where they count up.
     """
 
     tokens: Range

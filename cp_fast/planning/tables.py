@@ -157,7 +157,7 @@ class Uploaded:
         return self._lengths[key]
 
     def cumulative(self, key: Key, bound: int | None) -> Cumulative:
-        """Those on the host, as backends get them; launches with equal ones share them, and look for the longest once."""
+        """Those on the host, as backends get them: shared by launches, which look for the longest once."""
         if (key, bound) not in self._cumulative:
             self._cumulative[key, bound] = Cumulative(self._lengths[key].host, bound)
         return self._cumulative[key, bound]

@@ -122,9 +122,7 @@ def join(full: dict[tuple[int, int], Slot]) -> list[Slot]:
     return [found[pair] for pair in sorted(found)]
 
 
-def launches(
-    batch: Batch, natural: Slots, right: Slots, full: Slots, left: Slots, own: Slots
-) -> list[Placed]:
+def launches(batch: Batch, natural: Slots, right: Slots, full: Slots, left: Slots, own: Slots) -> list[Placed]:
     """The launches of tiles by kind; None is no tile. Slots without a row in common share one; each sequence keeps the
     order of its tiles.
     """

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <exception>
 
 // What Python calls, by ctypes and holding the GIL. The answer is a number of elements or a set of bits. Where an array
 // has another size or element than it must have, Python's error is set, which ctypes raises.
@@ -80,6 +81,8 @@ int64_t typed(int64_t wide, F f) {
   } catch (const Wrong&) {
     python.set_error(python.kind_of_error, "a planner's loop got an array of another size or dtype");
   } catch (const HasError&) {
+  } catch (const std::exception& error) {  // no memory
+    python.set_error(python.kind_of_error, error.what());
   }
   return -1;
 }

@@ -218,7 +218,7 @@ class Shares {
 }  // namespace
 
 // How many spans there are that are not empty; `sizes`: the rows of each rank.
-CP_PLAN cp_plan_count_exchanged(int64_t wide, int64_t n, Object sizes, Object, int64_t ranks, Object shares,
+CP_PLAN cp_plan_count_exchanged(int64_t wide, int64_t n, Object sizes, int64_t ranks, Object shares,
                                 Object positions) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);

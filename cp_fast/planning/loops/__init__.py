@@ -1,7 +1,7 @@
 """Which implementation of the planner's loops is in use: the rule of `cp_fast.kernels.select`, for the CPU.
 
-    native   C++, built on first use    where the native kernels for the CPU can be had
-    numpy    operations on arrays       where they cannot, or where other kernels are asked for
+native   C++, built on first use    where the native kernels for the CPU can be had
+numpy    operations on arrays       where they cannot, or where other kernels are asked for
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ class Loops(ABC):
 
     @abstractmethod
     def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> Tiles:
-        """Tiles whose keys are the positions [k, k + columns) of a sequence, wherever their rows are; those of the first
-        sequence first.
+        """Tiles whose keys are the positions [k, k + columns) of a sequence, wherever their rows are; those of the
+        first sequence first.
         """
 
     @abstractmethod

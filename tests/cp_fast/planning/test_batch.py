@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cp_fast.planning.batch import Batch
+from cp_fast.planning.views import Views
 from cp_ref.spec import Problem, Sequence
 
 CHUNKS = (1, 2, 3, 5, 0, 8, 4, 2)
@@ -30,7 +31,7 @@ def test_near_are_the_sequences_in_which_a_query_sees_a_key(layout: str, mask: s
             )
             batch = Batch(problem)
             for reader, owner in product(range(cp_size), range(cp_size)):
-                near = batch.near(reader, owner)
+                near = Views(batch, reader).of(reader, owner).batch
                 if near.numbers is None:
                     continue  # all of them
                 fewer += 1
