@@ -2,6 +2,8 @@
 
     python benchmarks/planning.py --out benchmarks/results/planning.csv
 
+The loops over sequences are native ones, or numpy's where there is no compiler (or with CP_FAST_KERNELS=torch).
+
 A plan is made as `make_plan` makes it, for one rank of a group that is only pretended (every other rank says the same):
 
     read      arguments to a checked problem, from cu_seqlens tensors on the host
@@ -35,6 +37,7 @@ import typer
 from cp_fast.features import required
 from cp_fast.packing import Packing
 from cp_fast.planning.compile import draft_program, link_program
+from cp_fast.planning.loops import loops
 from cp_fast.planning.tables import Tables
 from cp_ref.spec import Agreement, Parcel, Pending, Problem, Sizes, agree, read_problem
 
@@ -61,6 +64,7 @@ class Row:
     host_cpu_ms: float  # of all stages but spread
     spread_cpu_ms: float
     launches: int  # of the forward pass
+    loops: str  # "native", "numpy"
     device: str
     processor: str
     load: float  # of the machine, one minute's average, while this was measured
@@ -140,7 +144,7 @@ def _measure(
         del host, tables, draft, program  # so that giving their memory back is not in the next plan's time
     medians = {f"{name}_ms": round(statistics.median(t[name] for t in times[1:]), 3) for name in times[0]}
     return Row(
-        count, cp_size, comm, window, lengths, **medians, launches=launches,
+        count, cp_size, comm, window, lengths, **medians, launches=launches, loops=loops().name,
         device=str(device), processor=_processor(), load=round(_load(), 1),
     )  # fmt: skip
 

@@ -1,10 +1,13 @@
 """One rank's plan of a batch, worked out for all sequences at once.
 
-The specification plans with one object a tile and a message piece; here each step is a few operations on arrays with
-one number a sequence, so that ten thousand sequences take milliseconds. What is sent and computed is the same, message
-by message and step by step, and the tests compare the two.
+The specification plans with one object a tile and a message piece; here each step is a few loops over columns, arrays
+with one number a sequence, so that ten thousand sequences take milliseconds. What is sent and computed is the same,
+message by message and step by step, and the tests compare the two.
 
-    batch       who owns what: lengths, bands, and the real tokens of a unit as one axis a sequence
+    columns     what is known of all sequences: tokens, ranges, bands, tiles, rows
+    loops       the loops over them: C++, or numpy where there is no compiler; plans are the same, bit for bit
+    batch       a problem's columns: lengths, bands, and who owns what
+    views       what two units are to each other by their chunks, without a look at the sequences
     tiles       what a unit sees of another: rectangles cut into shapes that share few windows
     blocks      where tokens lie in a buffer, and which of them travel
     placing     tiles to launches on rows

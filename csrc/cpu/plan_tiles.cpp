@@ -160,7 +160,8 @@ CP_PLAN cp_plan_tiles(int64_t wide, int64_t n, Object out, int64_t room, Object 
       return write(to);
     }
     Columns<I, 5> to(out, room);
-    return write(to) | in_one(to[4], to[3], number) << 2;
+    int64_t others = write(to);
+    return others | in_one(to[4], to[3], number) << 2;
   });
 }
 

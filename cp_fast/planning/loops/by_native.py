@@ -106,9 +106,9 @@ class ByNative(Loops):
         self._whole = call("whole", "ononoooo")
 
     def for_one_plan(self) -> ByNative:
-        """The same with memory for a plan."""
+        """The same with memory of its own: plans may be made by several threads at once."""
         found = copy(self)
-        found._memory = Memory()
+        found._memory, found._said = Memory(), np.zeros(3, dtype=np.int64)
         return found
 
     def _kept(self, like: Array, number: int, size: int) -> tuple[Array, ...]:

@@ -45,11 +45,17 @@ class Memory:
 def _block(space: int) -> Array:
     """A block with so much space: one that nobody uses, or a new one."""
     with _lock:
-        for block in _blocks:
-            # the list's reference, this loop's, and that of the argument
-            if len(block) >= space and sys.getrefcount(block) == 3:
-                return block
+        for n in range(len(_blocks)):
+            if _references(_blocks, n) == _UNUSED and len(_blocks[n]) >= space:
+                return _blocks[n]
         block = np.empty(max(space, _BLOCK), dtype=np.uint8)
         if len(_blocks) < _KEPT:
             _blocks.append(block)
         return block
+
+
+def _references(blocks: list[Array], n: int) -> int:
+    return sys.getrefcount(blocks[n])
+
+
+_UNUSED = _references([np.empty(0, dtype=np.uint8)], 0)  # of a block that nothing but the list refers to

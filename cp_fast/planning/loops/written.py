@@ -1,7 +1,7 @@
 """What the native loops write: columns, and what these become.
 
-Arrays of which nobody knows the length before they are written have room for one more: a loop writes every sequence, and
-the next one over it where it has nothing, so that there is no branch to guess wrong.
+What leaves some sequences out is written to arrays with room for one more: a loop writes every sequence, and the next
+one over it where it has nothing, so that there is no branch to guess wrong.
 """
 
 from __future__ import annotations
