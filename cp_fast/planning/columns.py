@@ -86,6 +86,10 @@ class Spans(NamedTuple):
     contiguous: bool
 
 
+class Borrowed(Spans):
+    """Rows in arrays that will be written over: who keeps them makes a copy."""
+
+
 class Owned:
     """The real tokens of one unit on one side, in one or two pieces a sequence.
 

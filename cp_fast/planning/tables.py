@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from cp_fast.backends.lengths import Cumulative
-from cp_fast.planning.columns import Array, Spans, spread
+from cp_fast.planning.columns import Array, Borrowed, Spans, spread
 from cp_fast.planning.loops import BY_NUMPY, Loops
 from cp_fast.rows import Rows
 
@@ -70,6 +70,8 @@ class Tables:
         for key, known_start, known_count in known:
             if same(start, known_start) and same(count, known_count):
                 return key
+        if isinstance(spans, Borrowed):
+            start, count = self.loops.copied(start), self.loops.copied(count)
         key = Key(len(self._spans))
         self._spans.append((start, count, total))
         known.append((key, start, count))
@@ -85,6 +87,8 @@ class Tables:
         for key, known_lengths in known:
             if self.loops.same(cumulative, known_lengths):
                 return key
+        if cumulative.base is not None:  # a part of something that is longer, and may be written over
+            cumulative = cumulative.copy()
         key = Key(len(self._lengths))
         self._lengths.append(cumulative)
         known.append((key, cumulative))

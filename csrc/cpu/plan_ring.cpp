@@ -1,6 +1,7 @@
 // The steps of a ring where all sequences are cut into chunks alike and no tile is cut: the keys that go on and
 // the gradients that come depend on the farthest query of the units before and behind, which is a running maximum. What
 // is computed is said in cp_fast/planning/loops/base.py.
+#include "plan_keep.h"
 #include "plan_pieces.h"
 
 namespace cp {
@@ -12,7 +13,7 @@ constexpr int64_t few = 64;  // sequences at a time, so that what is found out o
 // What is found out of each step.
 enum Fact { tiles, block_rows, grad_rows, apart, sent, sent_rows, got, got_rows, contiguous, facts };
 
-// The arrays of a step, in the order in which they are given; empty tuples where nothing is wanted.
+// The arrays of a step, in the order in which they are given.
 enum Place { q, rows, k, columns, grad, cu_q, cu_kv, sent_start, sent_count, got_start, got_count, places };
 
 template <typename I>
@@ -135,47 +136,9 @@ CP_PLAN cp_plan_ring(int64_t wide, int64_t n, Object given, int64_t count, int64
   });
 }
 
-// What is found out of a step; `piece` and `other` are the tile's pieces of queries and keys: -1 for all, -2 for none.
-CP_PLAN cp_plan_ring_facts(int64_t wide, int64_t n, Object said, Object given, int64_t count, int64_t unit, int64_t s,
-                           int64_t piece, int64_t other, int64_t bounded) {
-  return typed(wide, [&](auto zero) {
-    using I = decltype(zero);
-    Array<int64_t> said_(said, facts, true);
-    Ring<I> ring(n, given, count, unit, false);
-    Look<I> found(ring, s, piece, other, bounded);
-    int64_t* fact = said_.data();
-    std::fill(fact, fact + facts, 0);
-    for (int64_t begin = 0; begin < n; begin += few) {
-      int64_t here = std::min(few, n - begin);
-      found.at(begin, here);
-      I with_tile = 0, block = 0, grads = 0, differ = 0, with_sent = 0, all_sent = 0, with_got = 0, all_got = 0;
-      for (int64_t j = 0; j < here; ++j) {
-        with_tile += found.rows[j] > 0;
-        block += found.block[j];
-        grads += found.grads[j];
-        differ |= found.block[j] ^ found.grads[j];
-        with_sent += found.sent[j] > 0;
-        all_sent += found.sent[j];
-        with_got += found.got[j] > 0;
-        all_got += found.got[j];
-      }
-      fact[tiles] += with_tile;
-      fact[block_rows] += block;
-      fact[grad_rows] += grads;
-      fact[apart] |= s > 0 && differ;  // some token has its gradient in another row
-      fact[sent] += with_sent;
-      fact[sent_rows] += all_sent;
-      fact[got] += with_got;
-      fact[got_rows] += all_got;
-    }
-    return int64_t{0};
-  });
-}
-
 namespace {
 
-// Where a step is written. Every array has room for one more: each sequence is written, and the next one over it where
-// it has nothing.
+// Where a step is written, into arrays that are long enough for all sequences.
 template <typename I>
 struct Step {
   std::optional<Array<I>> held[places];
@@ -183,44 +146,27 @@ struct Step {
   I* to[places] = {};
   int64_t at_tile = 0, at_sent = 0, at_got = 0;
 
-  void take(Object arrays, const int64_t* fact) {
+  Step(Object arrays, int64_t n) {
     for (int place = 0; place < places; ++place) {
-      int64_t size = 1 + (place < sent_start ? fact[tiles] : place < got_start ? fact[sent] : fact[got]);
       if (place == cu_q || place == cu_kv)
-        sums[place - cu_q].emplace(item(arrays, place), size, true);
-      else if (place != grad || fact[apart])
-        to[place] = held[place].emplace(item(arrays, place), size, true).data();
+        sums[place - cu_q].emplace(item(arrays, place), n + 1, true);
+      else
+        to[place] = held[place].emplace(item(arrays, place), n + spare, true).data();
     }
   }
 
   // Sequences [begin, begin + here), whose keys lie from block_by and grads_by on.
-  void put(int64_t begin, int64_t here, const Look<I>& found, const I* q_by, const I* block_by,
-           const I* grads_by) {
-    int64_t tile = at_tile, out = at_sent, in = at_got;
-    I *to_q = to[q], *to_rows = to[rows], *to_k = to[k], *to_columns = to[columns];
-    I* to_grad = to[grad] ? to[grad] : to_k;  // or written before the keys, and over
-#pragma GCC ivdep
+  void put(int64_t begin, int64_t here, const Look<I>& found, const I* q_by, const I* block_by, const I* grads_by) {
+    I queries[few], keys[few], of_grads[few];
     for (int64_t j = 0; j < here; ++j) {
-      to_q[tile] = found.q[j] + q_by[begin + j];
-      to_rows[tile] = found.rows[j];
-      to_grad[tile] = found.k[j] + grads_by[j];
-      to_k[tile] = found.k[j] + block_by[j];
-      to_columns[tile] = found.columns[j];
-      tile += found.rows[j] > 0;
+      queries[j] = found.q[j] + q_by[begin + j];
+      keys[j] = found.k[j] + block_by[j];
+      of_grads[j] = found.k[j] + grads_by[j];
     }
-    I *to_sent = to[sent_start], *sizes = to[sent_count];
-    for (int64_t j = 0; j < here; ++j) {
-      to_sent[out] = block_by[j];
-      sizes[out] = found.sent[j];
-      out += found.sent[j] > 0;
-    }
-    to_sent = to[got_start], sizes = to[got_count];
-    for (int64_t j = 0; j < here; ++j) {
-      to_sent[in] = grads_by[j];
-      sizes[in] = found.got[j];
-      in += found.got[j] > 0;
-    }
-    at_tile = tile, at_sent = out, at_got = in;
+    at_tile = keep<I, 5>(found.rows, {queries, found.rows, keys, found.columns, of_grads},
+                         {to[q], to[rows], to[k], to[columns], to[grad]}, here, at_tile);
+    at_sent = keep<I, 2>(found.sent, {block_by, found.sent}, {to[sent_start], to[sent_count]}, here, at_sent);
+    at_got = keep<I, 2>(found.got, {grads_by, found.got}, {to[got_start], to[got_count]}, here, at_got);
   }
 
   int64_t in_one(int start, int count, int64_t size) const {
@@ -236,15 +182,17 @@ struct Step {
       sum[0] = 0;
       for (int64_t i = 0; i < at_tile; ++i) sum[i + 1] = total += static_cast<int32_t>(size[i]);
     }
+    fact[tiles] = at_tile, fact[sent] = at_sent, fact[got] = at_got;
     fact[contiguous] = in_one(q, rows, at_tile) | in_one(k, columns, at_tile) << 1 |
-                       (to[grad] ? in_one(grad, columns, at_tile) << 2 : 0) |
-                       in_one(sent_start, sent_count, at_sent) << 3 | in_one(got_start, got_count, at_got) << 4;
+                       in_one(grad, columns, at_tile) << 2 | in_one(sent_start, sent_count, at_sent) << 3 |
+                       in_one(got_start, got_count, at_got) << 4;
   }
 };
 
 }  // namespace
 
-// The step itself: `out` are its arrays. In the first step the keys are the own ones, with rows of their own.
+// A step: `out` are its arrays; `piece` and `other` are the tile's pieces of queries and keys: -1 for all, -2 for none. In
+// the first step the keys are the own ones, with rows of their own.
 CP_PLAN cp_plan_ring_step(int64_t wide, int64_t n, Object said, Object given, int64_t count, int64_t unit, int64_t s,
                           int64_t piece, int64_t other, int64_t bounded, Object out, Object q_anchor,
                           Object own_anchor) {
@@ -254,27 +202,33 @@ CP_PLAN cp_plan_ring_step(int64_t wide, int64_t n, Object said, Object given, in
     Array<I> q_by(q_anchor, n), own_by(own_anchor, n);
     Ring<I> ring(n, given, count, unit, false);
     Look<I> found(ring, s, piece, other, bounded);
-    Step<I> step;
-    step.take(out, said_.data());
-    I block = 0, grads = 0;
+    Step<I> step(out, n);
+    I block = 0, grads = 0, differ = 0, all_sent = 0, all_got = 0;
     for (int64_t begin = 0; begin < n; begin += few) {
       int64_t here = std::min(few, n - begin);
       found.at(begin, here);
-      const I* own = own_by.data() + begin;
-      if (s == 0) {
-        step.put(begin, here, found, q_by.data(), own, own);
-        continue;
-      }
       I block_by[few], grads_by[few];
+      for (int64_t j = 0; j < here; ++j) {
+        differ |= found.block[j] ^ found.grads[j];
+        all_sent += found.sent[j];
+        all_got += found.got[j];
+      }
       for (int64_t j = 0; j < here; ++j) {
         block_by[j] = block;
         grads_by[j] = grads;
         block += found.block[j];
         grads += found.grads[j];
       }
-      step.put(begin, here, found, q_by.data(), block_by, grads_by);
+      const I* own = own_by.data() + begin;
+      step.put(begin, here, found, q_by.data(), s ? block_by : own, s ? grads_by : own);
     }
-    step.finish(said_.data());
+    int64_t* fact = said_.data();
+    step.finish(fact);
+    fact[block_rows] = block;
+    fact[grad_rows] = grads;
+    fact[apart] = s > 0 && differ;  // some token has its gradient in another row
+    fact[sent_rows] = all_sent;
+    fact[got_rows] = all_got;
     return int64_t{0};
   });
 }

@@ -2,6 +2,7 @@
 // cp_fast/planning/loops/base.py.
 #include <cstring>
 
+#include "plan_keep.h"
 #include "plan_pieces.h"
 
 namespace cp {
@@ -33,24 +34,18 @@ CP_PLAN cp_plan_look(int64_t wide, int64_t n, Object said, Object start, Object 
   });
 }
 
-// Those that are not empty, with room for one more; whether they are one range of rows.
+// Those that are not empty, with room to spare; whether they are one range of rows.
 CP_PLAN cp_plan_drop_empty(int64_t wide, int64_t n, Object out, int64_t room, Object start, Object count) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
     Columns<I, 2> to(out, room);
     Array<I> start_(start, n), count_(count, n);
-    I *to_start = to[0], *to_count = to[1];
     const I *from = start_.data(), *size = count_.data();
-    int64_t kept = 0, at = 0;
+    int64_t kept = 0;
     for (int64_t i = 0; i < n; ++i) kept += size[i] > 0;
-    if (kept != room - 1) throw Wrong{};
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) {
-      to_start[at] = from[i];
-      to_count[at] = size[i];
-      at += size[i] > 0;
-    }
-    return int64_t{contiguous(to_start, to_count, at)};
+    if (kept != room - spare) throw Wrong{};
+    keep<I, 2>(size, {from, size}, {to[0], to[1]}, n, 0);
+    return int64_t{contiguous(to[0], to[1], kept)};
   });
 }
 
@@ -74,31 +69,35 @@ CP_PLAN cp_plan_tokens(int64_t wide, int64_t n, Object said, Object ranges) {
   });
 }
 
-// The ranges that are not empty as spans of rows, with room for one more; whether they are one range of rows.
+// The ranges that are not empty as spans of rows, with room to spare; whether they are one range of rows.
 CP_PLAN cp_plan_rows(int64_t wide, int64_t n, Object out, int64_t room, Object ranges, Object anchor) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
-    constexpr int64_t most = 2;
+    constexpr int64_t most = 2, few = 64;
     Columns<I, 2> to(out, room);
     Array<I> anchor_(anchor, n);
     std::optional<Range<I>> held[most];
-    const I *start[most], *count[most], *by = anchor_.data();
     int64_t number = size_of(ranges), kept = 0, at = 0;
     if (number > most) throw Wrong{};
     for (int64_t r = 0; r < number; ++r) {
-      held[r].emplace(item(ranges, r), n);
-      start[r] = held[r]->start.data(), count[r] = held[r]->count.data();
-      for (int64_t i = 0; i < n; ++i) kept += count[r][i] > 0;
+      const I* count = held[r].emplace(item(ranges, r), n).count.data();
+      for (int64_t i = 0; i < n; ++i) kept += count[i] > 0;
     }
-    if (kept != room - 1) throw Wrong{};
-    I *to_start = to[0], *to_count = to[1];
-    for (int64_t i = 0; i < n; ++i)
+    if (kept != room - spare) throw Wrong{};
+    I start[most * few], size[most * few];
+    for (int64_t begin = 0; begin < n; begin += few) {
+      int64_t here = std::min(few, n - begin);
       for (int64_t r = 0; r < number; ++r) {
-        to_start[at] = start[r][i] + by[i];
-        to_count[at] = count[r][i];
-        at += count[r][i] > 0;
+        const I *from = held[r]->start.data() + begin, *count = held[r]->count.data() + begin;
+        const I* by = anchor_.data() + begin;
+        for (int64_t j = 0; j < here; ++j) {
+          start[j * number + r] = from[j] + by[j];
+          size[j * number + r] = count[j];
+        }
       }
-    return int64_t{contiguous(to_start, to_count, at)};
+      at = keep<I, 2>(size, {start, size}, {to[0], to[1]}, here * number, at);
+    }
+    return int64_t{contiguous(to[0], to[1], at)};
   });
 }
 

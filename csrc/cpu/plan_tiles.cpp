@@ -1,4 +1,5 @@
 // Tiles of whole pieces, and tiles placed on rows. What each loop computes is said in cp_fast/planning/loops/base.py.
+#include "plan_keep.h"
 #include "plan_pieces.h"
 
 namespace cp {
@@ -89,38 +90,33 @@ void add_up(Object out, const I* count, int64_t size) {
   for (int64_t i = 0; i < size; ++i) sum[i + 1] = total += static_cast<int32_t>(count[i]);
 }
 
+// A few sequences at a time: their tiles, all of one sequence and then of the next, and then those that there are.
 template <typename I, int columns>
-void place(const Columns<I, columns>& to, int64_t room, const Slots<I>& slots, const I* q_by, const I* const* k_by,
-           const I* const* grad_by, int64_t n) {
-  I *to_q = to[0], *to_rows = to[1], *to_k = to[2], *to_columns = to[3], *to_grad = to[columns - 1];
-  int64_t at = 0;
-  auto put = [&](int64_t i, const I* q, const I* rows, const I* k, const I* size, const I* by, const I* grad) {
-    to_q[at] = q[i] + q_by[i];
-    to_rows[at] = rows[i];
-    to_k[at] = k[i] + by[i];
-    to_columns[at] = size[i];
-    if constexpr (columns == 5) to_grad[at] = k[i] + grad[i];
-  };
-  if (slots.number == 1) {
-    const I *q = slots.q(0), *rows = slots.rows(0), *k = slots.k(0), *size = slots.columns(0);
-    const I *by = k_by[0], *grad = grad_by[0];
-    if (room == n + 1) {
-#pragma GCC ivdep
-      for (at = 0; at < n; ++at) put(at, q, rows, k, size, by, grad);
-      return;
+int64_t place(const Columns<I, columns>& to, const Slots<I>& slots, const I* q_by, const I* const* k_by,
+              const I* const* grad_by, int64_t n) {
+  constexpr int64_t few = 64;
+  int64_t at = 0, number = slots.number;
+  I q[few * most_slots], rows[few * most_slots], k[few * most_slots], size[few * most_slots], grad[few * most_slots];
+  for (int64_t begin = 0; begin < n; begin += few) {
+    int64_t here = std::min(few, n - begin);
+    for (int64_t s = 0; s < number; ++s) {
+      const I *from = slots.q(s) + begin, *count = slots.rows(s) + begin, *key = slots.k(s) + begin;
+      const I *width = slots.columns(s) + begin, *by = k_by[s] + begin, *to_grads = grad_by[s] + begin;
+      for (int64_t j = 0; j < here; ++j) {
+        int64_t place = j * number + s;
+        q[place] = from[j] + q_by[begin + j];
+        rows[place] = count[j];
+        k[place] = key[j] + by[j];
+        size[place] = width[j];
+        if constexpr (columns == 5) grad[place] = key[j] + to_grads[j];
+      }
     }
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) {
-      put(i, q, rows, k, size, by, grad);
-      at += rows[i] > 0;
-    }
-    return;
+    if constexpr (columns == 5)
+      at = keep<I, 5>(rows, {q, rows, k, size, grad}, {to[0], to[1], to[2], to[3], to[4]}, here * number, at);
+    else
+      at = keep<I, 4>(rows, {q, rows, k, size}, {to[0], to[1], to[2], to[3]}, here * number, at);
   }
-  for (int64_t i = 0; i < n; ++i)
-    for (int64_t s = 0; s < slots.number; ++s) {
-      put(i, slots.q(s), slots.rows(s), slots.k(s), slots.columns(s), k_by[s], grad_by[s]);
-      at += slots.rows(s)[i] > 0;
-    }
+  return at;
 }
 
 }  // namespace
@@ -131,15 +127,14 @@ CP_PLAN cp_plan_count_tiles(int64_t wide, int64_t n, Object slots) {
 }
 
 // The tiles of all slots, all of one sequence and then of the next: first query rows, rows, first key rows, columns, and
-// the first rows of the gradients where `grad_anchors` has any. There is room for one more: every slot is written, and
-// the next one over it where it has no tile. `sums`: the cumulative rows and columns. The answer has a bit each where the
-// rows of queries, of keys, of gradients are one range.
+// the first rows of the gradients where `grad_anchors` has any; with room to spare. `sums`: the cumulative rows and
+// columns. The answer has a bit each where the rows of queries, of keys, of gradients are one range.
 CP_PLAN cp_plan_tiles(int64_t wide, int64_t n, Object out, int64_t room, Object sums, Object slots, Object q_anchor,
                       Object k_anchors, Object grad_anchors) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
     Slots<I> given(slots, n);
-    int64_t number = room - 1;
+    int64_t number = room - spare;
     if (count_tiles(given, n) != number) throw Wrong{};
     Array<I> q_by(q_anchor, n);
     bool grads = size_of(grad_anchors) > 0;
@@ -147,10 +142,10 @@ CP_PLAN cp_plan_tiles(int64_t wide, int64_t n, Object out, int64_t room, Object 
     const I *k_by[most_slots], *grad_by[most_slots];
     for (int64_t s = 0; s < given.number; ++s) {
       k_by[s] = held[s].emplace(item(k_anchors, s), n).data();
-      grad_by[s] = grads ? held_grads[s].emplace(item(grad_anchors, s), n).data() : nullptr;
+      grad_by[s] = grads ? held_grads[s].emplace(item(grad_anchors, s), n).data() : k_by[s];
     }
     auto write = [&](auto& to) {
-      place(to, room, given, q_by.data(), k_by, grad_by, n);
+      place(to, given, q_by.data(), k_by, grad_by, n);
       add_up(item(sums, 0), to[1], number);
       add_up(item(sums, 1), to[3], number);
       return in_one(to[0], to[1], number) | in_one(to[2], to[3], number) << 1;

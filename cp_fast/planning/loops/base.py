@@ -121,7 +121,9 @@ class Loops(ABC):
         """
 
     def ring(self, ring: Ring) -> Iterator[RingStep] | None:
-        """The steps of a ring in which no tile is cut, one after the other; None where loops have nothing for it."""
+        """The steps of a ring in which no tile is cut; None where loops have nothing for it. What a step has is written
+        over by the next one.
+        """
         return None
 
     # ---- tiles
@@ -167,6 +169,10 @@ class Loops(ABC):
     @abstractmethod
     def cumulative(self, count: Array) -> Array:
         """The cumulative sum from 0, int32 [n + 1]."""
+
+    def copied(self, x: Array) -> Array:
+        """A copy for as long as the plan is made."""
+        return x.copy()
 
     @abstractmethod
     def same(self, one: Array, other: Array) -> bool:

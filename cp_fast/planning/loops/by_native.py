@@ -34,6 +34,7 @@ from cp_fast.planning.columns import (
 from cp_fast.planning.loops.base import Loops, Ring, RingStep, Sight, Tiles
 from cp_fast.planning.loops.memory import Memory
 from cp_fast.planning.loops.written import (
+    SPARE,
     Facts,
     is_wide,
     new_columns,
@@ -81,7 +82,6 @@ class ByNative(Loops):
         self._packed_one = call("packed_one", "oo")
         self._packed_two = call("packed_two", "ooo")
         self._ring = call("ring", "onnn")
-        self._ring_facts = call("ring_facts", "oonnnnnn")
         self._ring_step = call("ring_step", "oonnnnnnooo")
         self._plain = call("plain", "oonon")
         self._crossings = call("crossings", "ooonn")
@@ -160,11 +160,10 @@ class ByNative(Loops):
         lengths, chunk, *_ = tokens[0]
         given = (lengths, chunk, numbers, *self._kept(like, 2, count * n))  # how far units reach together
         self._ring(wide, n, given, count, ring.unit, ring.hi or 0)
+        arrays = step_arrays(like)
         for s, tile in enumerate(ring.pieces):
             pieces = (-2, -2) if tile is None else (-1 if x is None else x for x in tile)
             step = (given, count, ring.unit, s, *pieces, bounded)
-            self._ring_facts(wide, n, said, *step)
-            arrays = step_arrays(like, Facts(*said.tolist()))
             self._ring_step(wide, n, said, *step, arrays, ring.q_anchor, ring.own_anchor)
             yield ring_step(Facts(*said.tolist()), arrays, s, count)
 
@@ -203,8 +202,9 @@ class ByNative(Loops):
         self, slots: Sequence[Slot], q_anchor: Array, k_anchors: Sequence[Array], grad_anchors: Sequence[Array] | None
     ) -> Tiles:
         n, wide, given = len(q_anchor), is_wide(q_anchor), tuple(slots)
-        room = self._count_tiles(wide, n, given) + 1
-        out, (cu_q, cu_kv) = new_columns(q_anchor, 4 if grad_anchors is None else 5, room), new_sums(room)
+        found = self._count_tiles(wide, n, given)
+        room = found + SPARE
+        out, (cu_q, cu_kv) = new_columns(q_anchor, 4 if grad_anchors is None else 5, room), new_sums(found)
         one = self._tiles(
             wide, n, out, room, (cu_q, cu_kv), given, q_anchor, tuple(k_anchors), tuple(grad_anchors or ())
         )
@@ -218,9 +218,9 @@ class ByNative(Loops):
         self._look(wide, n, self._said, start, count)
         kept, total, contiguous = self._said.tolist()
         if kept < n:
-            out = new_columns(count, 2, kept + 1)
-            contiguous = self._drop_empty(wide, n, out, kept + 1, start, count)
-            start, count = (x[:-1] for x in out)
+            out = new_columns(count, 2, kept + SPARE)
+            contiguous = self._drop_empty(wide, n, out, kept + SPARE, start, count)
+            start, count = (x[:-SPARE] for x in out)
         return Spans(start, count, total, bool(contiguous))
 
     def tokens(self, ranges: tuple[Range, ...]) -> tuple[int, int]:
@@ -230,14 +230,19 @@ class ByNative(Loops):
         return number, total
 
     def rows(self, ranges: tuple[Range, ...], anchor: Array, number: int, total: int) -> Spans:
-        start, count = out = new_columns(anchor, 2, number + 1)
-        contiguous = self._rows(is_wide(anchor), len(anchor), out, number + 1, ranges, anchor)
-        return Spans(start[:-1], count[:-1], total, bool(contiguous))
+        start, count = out = new_columns(anchor, 2, number + SPARE)
+        contiguous = self._rows(is_wide(anchor), len(anchor), out, number + SPARE, ranges, anchor)
+        return Spans(start[:-SPARE], count[:-SPARE], total, bool(contiguous))
 
     def cumulative(self, count: Array) -> Array:
         out = np.empty(len(count) + 1, dtype=np.int32)
         self._cumulative(is_wide(count), len(count), out, count)
         return out
+
+    def copied(self, x: Array) -> Array:
+        found = self._memory.array(len(x), x.dtype)
+        found[:] = x
+        return found
 
     def same(self, one: Array, other: Array) -> bool:
         return bool(self._same(is_wide(one), len(one), one, other))

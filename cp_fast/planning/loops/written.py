@@ -1,20 +1,22 @@
 """What the native loops write: columns, and what these become.
 
-What leaves some sequences out is written to arrays with room for one more: a loop writes every sequence, and the next
-one over it where it has nothing, so that there is no branch to guess wrong.
+What leaves some sequences out is written in whole vectors, to arrays with room for `SPARE` elements more.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.columns import Array, Spans
+from cp_fast.planning.columns import Array, Borrowed, Spans
 from cp_fast.planning.loops.base import RingStep, Tiles
 
-__all__ = ["Facts", "is_wide", "new_columns", "new_sums", "ring_step", "step_arrays", "tiles_of", "zeros"]
+__all__ = ["SPARE", "Facts", "is_wide", "new_columns", "new_sums", "ring_step", "step_arrays", "tiles_of", "zeros"]
+
+
+SPARE = 16
 
 
 class Facts(NamedTuple):
@@ -39,51 +41,46 @@ class Facts(NamedTuple):
     contiguous: int
 
 
-def step_arrays(like: Array, fact: Facts) -> tuple[Any, ...]:
-    """What is written of a step, in the order of `ring_step`; every array with room for one more."""
-    q, rows, k, columns = new_columns(like, 4, fact.tiles + 1)
-    grad = new_columns(like, 1, fact.tiles + 1)[0] if fact.apart else ()
-    cu_q, cu_kv = new_sums(fact.tiles + 1)
-    return (
-        q,
-        rows,
-        k,
-        columns,
-        grad,
-        cu_q,
-        cu_kv,
-        *new_columns(like, 2, fact.sent + 1),
-        *new_columns(like, 2, fact.got + 1),
-    )
+def step_arrays(like: Array) -> tuple[Array, ...]:
+    """What the steps of a ring are written to, one after the other, in the order of `ring_step`."""
+    size = len(like)
+    return *new_columns(like, 5, size + SPARE), *new_sums(size), *new_columns(like, 4, size + SPARE)
 
 
-def ring_step(fact: Facts, arrays: tuple[Any, ...], s: int, count: int) -> RingStep:
-    """Step s of a ring of `count`, from what was written of it."""
+def ring_step(fact: Facts, arrays: tuple[Array, ...], s: int, count: int) -> RingStep:
+    """Step s of a ring of `count`, from what was written of it, which the next step is written over."""
     q, rows, k, columns, grad, cu_q, cu_kv, sent, sent_count, got, got_count = arrays
-    sends, gets = fact.contiguous >> 3 & 1, fact.contiguous >> 4 & 1
+    n, sends, gets = fact.tiles, s + 1 < count, s > 1
+    rows, columns, one = rows[:n], columns[:n], fact.contiguous
+    cu_q, cu_kv = cu_q[: n + 1], cu_kv[: n + 1]
+    queries, keys = int(cu_q[n]), int(cu_kv[n])
     return RingStep(
         size=fact.size,
         grad_size=fact.grad_size,
-        tiles=tiles_of(q, rows, k, columns, cu_q, cu_kv, fact.contiguous, *([grad] if fact.apart else [])),
-        sent=Spans(sent[:-1], sent_count[:-1], fact.sent_total, bool(sends)) if s + 1 < count else None,
-        got=Spans(got[:-1], got_count[:-1], fact.got_total, bool(gets)) if s > 1 else None,
+        tiles=Tiles(
+            q=Borrowed(q[:n], rows, queries, bool(one & 1)),
+            kv=Borrowed(k[:n], columns, keys, bool(one & 2)),
+            grad=Borrowed(grad[:n], columns, keys, bool(one & 4)) if fact.apart else None,
+            cu_q=cu_q,
+            cu_kv=cu_kv,
+        ),
+        sent=Borrowed(sent[: fact.sent], sent_count[: fact.sent], fact.sent_total, bool(one & 8)) if sends else None,
+        got=Borrowed(got[: fact.got], got_count[: fact.got], fact.got_total, bool(one & 16)) if gets else None,
     )
 
 
 def tiles_of(
     q: Array, rows: Array, k: Array, columns: Array, cu_q: Array, cu_kv: Array, one: int, grad: Array | None = None
 ) -> Tiles:
-    """What was written of tiles, with room for one more. `one`: bits of the rows that are one range."""
-    rows, columns, queries, keys = rows[:-1], columns[:-1], int(cu_q[-1]), int(cu_kv[-1])
-    of_grads = None if grad is None else Spans(grad[:-1], columns, keys, bool(one & 4))
-    return Tiles(
-        Spans(q[:-1], rows, queries, bool(one & 1)), Spans(k[:-1], columns, keys, bool(one & 2)), of_grads, cu_q, cu_kv
-    )
+    """What was written of tiles, with room to spare. `one`: bits of the rows that are one range."""
+    q, rows, k, columns, queries, keys = *(x[:-SPARE] for x in (q, rows, k, columns)), int(cu_q[-1]), int(cu_kv[-1])
+    of_grads = None if grad is None else Spans(grad[:-SPARE], columns, keys, bool(one & 4))
+    return Tiles(Spans(q, rows, queries, bool(one & 1)), Spans(k, columns, keys, bool(one & 2)), of_grads, cu_q, cu_kv)
 
 
 def new_sums(size: int) -> tuple[Array, Array]:
-    """Cumulative lengths, not yet written."""
-    return np.empty(size, dtype=np.int32), np.empty(size, dtype=np.int32)
+    """Cumulative lengths of so many tiles, not yet written."""
+    return np.empty(size + 1, dtype=np.int32), np.empty(size + 1, dtype=np.int32)
 
 
 def new_columns(like: Array, number: int, size: int | None = None) -> tuple[Array, ...]:
