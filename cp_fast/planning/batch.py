@@ -58,6 +58,7 @@ class Batch:
         self.nothing = np.zeros(self.size, dtype=self.dtype)  # not to be written to
         self.numbers: Array | None = None  # of these sequences in the problem; None for all
         self.kept = 8  # units whose tokens are remembered: in a ring, fresh memory for all costs more than asking again
+        self.last_reach: tuple[int, Array] | None = None  # see `blocks.reach`; often asked for one unit again and again
         self._owned: dict[tuple[str, int], Owned] = {}
         self._chunk_slots: dict[tuple[str, int], Array] = {}
         self._near: dict[int, Batch] = {}
@@ -103,7 +104,7 @@ class Batch:
         found.numbers, found.size = numbers, len(numbers)
         found.len_q = found.len_kv = self.len_q[numbers]
         found.slots_q = found.slots_kv = self.slots_q[numbers]
-        found.nothing = self.nothing[: len(numbers)]
+        found.nothing, found.last_reach = self.nothing[: len(numbers)], None
         found._owned, found._chunk_slots, found._near = {}, {}, {}
         for cached in ("chunk_sizes", "band"):
             found.__dict__.pop(cached, None)

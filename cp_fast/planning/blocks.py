@@ -33,7 +33,12 @@ def reach(batch: Batch, unit: int) -> Array:
     """How far a unit sees: the position behind the last key, or where only the left side is bounded, that of the first
     one; beyond all keys where it has no query. `farther` combines units.
     """
-    queries = batch.owned("q", unit)
+    if batch.last_reach is None or batch.last_reach[0] != unit:
+        batch.last_reach = (unit, _reach(batch, batch.owned("q", unit)))
+    return batch.last_reach[1]
+
+
+def _reach(batch: Batch, queries: Owned) -> Array:
     if batch.hi is None and batch.lo is not None:
         # the second piece is empty where the first one is
         return np.where(queries.count[0] > 0, queries.first[0] + batch.lo, batch.far)

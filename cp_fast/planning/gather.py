@@ -142,7 +142,8 @@ def _remote(
         any_order = window == (None, None)  # then in the block's own, which may be a slice of it
         if any_order not in orders:
             ordered = arrived if any_order else sorted(arrived, key=lambda piece: piece[0])
-            orders[any_order] = batch.loops.pieces([piece for _, piece in ordered], batch.size)
+            ends = next((other.ends for other in orders.values()), None)
+            orders[any_order] = batch.loops.pieces([piece for _, piece in ordered], batch.size, ends)
         found.append(draft_launch(tables, window, batch.loops.gathered(slots, q_anchor, orders[any_order])))
     return found
 

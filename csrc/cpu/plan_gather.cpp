@@ -108,19 +108,20 @@ CP_PLAN cp_plan_pieces(int64_t wide, int64_t n, Object out, Object ends, int64_t
   });
 }
 
-// How many pieces the tiles' keys meet.
-CP_PLAN cp_plan_count_gathered(int64_t wide, int64_t n, Object slots, int64_t total, Object pieces) {
+// How many pieces the tiles' keys meet at most: all that their sequences have.
+CP_PLAN cp_plan_most_gathered(int64_t wide, int64_t n, Object slots, Object ends) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
     Slots<I> given(slots, n);
-    Gathered<I> gathered(n, total, pieces);
-    int64_t found = 0;
+    Array<I> ends_(ends, n);
+    const I* end = ends_.data();
+    int64_t most = 0;
     for (int64_t s = 0; s < given.number; ++s) {
-      const I *rows = given.rows(s), *k = given.k(s), *columns = given.columns(s);
-      for (int64_t i = 0; i < n; ++i)
-        if (rows[i] > 0) gathered.each(i, k[i], k[i] + columns[i], [&](I, I) { ++found; });
+      const I* rows = given.rows(s);
+      if (n) most += rows[0] > 0 ? end[0] : 0;
+      for (int64_t i = 1; i < n; ++i) most += rows[i] > 0 ? end[i] - end[i - 1] : 0;
     }
-    return found;
+    return most;
   });
 }
 

@@ -195,8 +195,8 @@ class Loops(ABC):
     # ---- keys that were gathered
 
     @abstractmethod
-    def pieces(self, arrived: Sequence[Arrived], size: int) -> Pieces:
-        """All that has arrived by sequence, in the order given; `size` sequences."""
+    def pieces(self, arrived: Sequence[Arrived], size: int, ends: Array | None) -> Pieces:
+        """All that has arrived by sequence, in the order given; `size` sequences. `ends`: those of another order."""
 
     @abstractmethod
     def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> Tiles:

@@ -100,7 +100,7 @@ class ByNative(Loops):
         self._exchanged = call("exchanged", "onoonoo")
         self._count_pieces = call("count_pieces", "onoo")
         self._pieces = call("pieces", "oonnoo")
-        self._count_gathered = call("count_gathered", "ono")
+        self._most_gathered = call("most_gathered", "oo")
         self._gathered = call("gathered", "ononoono")
         self._count_whole = call("count_whole", "oonoo")
         self._whole = call("whole", "ononoooo")
@@ -260,21 +260,25 @@ class ByNative(Loops):
 
     # ---- keys that were gathered
 
-    def pieces(self, arrived: Sequence[Arrived], size: int) -> Pieces:
+    def pieces(self, arrived: Sequence[Arrived], size: int, ends: Array | None) -> Pieces:
         wide, kind = is_wide(arrived[0].anchor), arrived[0].anchor.dtype
         given = tuple((a.tokens, a.keys.tokens, a.anchor, () if a.numbers is None else (a.numbers,)) for a in arrived)
         numbers = np.array([(len(a.anchor), a.piece, a.base) for a in arrived], dtype=np.int64)
-        ends = np.empty(size, dtype=kind)
-        total = self._count_pieces(wide, size, ends, len(given), numbers, given)
+        if ends is None:
+            cursors = np.empty(size, dtype=kind)
+            total = self._count_pieces(wide, size, cursors, len(given), numbers, given)
+        else:
+            total, cursors = int(ends[-1]), np.concatenate([ends[:1] * 0, ends[:-1]])
         found = self._memory.array(3 * total, kind).reshape(total, 3)
-        self._pieces(wide, size, found, ends, total, len(given), numbers, given)
-        return Pieces(ends, found)
+        self._pieces(wide, size, found, cursors, total, len(given), numbers, given)
+        return Pieces(cursors, found)
 
     def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> Tiles:
         n, wide, given = len(q_anchor), is_wide(q_anchor), (tuple(slots), len(pieces.pieces), pieces)
-        room, tiles = self._count_gathered(wide, n, *given), self._count_tiles(wide, n, given[0])
+        room, tiles = self._most_gathered(wide, n, given[0], pieces.ends), self._count_tiles(wide, n, given[0])
         (start, count), (q, rows, columns) = self._kept(q_anchor, 2, room), self._kept(q_anchor, 3, tiles)
-        self._gathered(wide, n, (start, count), room, (q, rows, columns), tiles, q_anchor, *given)
+        found = self._gathered(wide, n, (start, count), room, (q, rows, columns), tiles, q_anchor, *given)
+        start, count = start[:found], count[:found]
         sums = (self.cumulative(rows), self.cumulative(columns))
         return Tiles(self.spans(q, rows), self.spans(start, count), None, *sums)
 

@@ -196,7 +196,7 @@ class ByNumpy(Loops):
         sizes = counts.sum(axis=(1, 2)).tolist()
         return self.spans(rows.ravel(), counts.ravel()), sizes
 
-    def pieces(self, arrived: Sequence[Arrived], size: int) -> Pieces:
+    def pieces(self, arrived: Sequence[Arrived], size: int, ends: Array | None) -> Pieces:
         small = np.uint16 if size < 2**16 else np.int64  # sorts fast
         seqs: list[Array] = []
         found: list[Array] = []
@@ -211,7 +211,8 @@ class ByNumpy(Loops):
             found.append(np.stack([first, first + length.take(there), row - first], axis=1))
         seq = np.concatenate(seqs)
         order = np.argsort(seq, kind="stable")
-        return Pieces(np.cumsum(np.bincount(seq, minlength=size)), np.concatenate(found).take(order, axis=0))
+        ends = np.cumsum(np.bincount(seq, minlength=size)) if ends is None else ends
+        return Pieces(ends, np.concatenate(found).take(order, axis=0))
 
     def gathered(self, slots: Sequence[Slot], q_anchor: Array, pieces: Pieces) -> Tiles:
         q, rows, begin, columns = (
