@@ -78,7 +78,7 @@ CP_PLAN cp_plan_rows(int64_t wide, int64_t n, Object out, int64_t room, Object r
     Array<I> anchor_(anchor, n);
     std::optional<Range<I>> held[most];
     int64_t number = size_of(ranges), kept = 0, at = 0;
-    if (number > most) throw Wrong{};
+    if (number < 1 || number > most) throw Wrong{};
     for (int64_t r = 0; r < number; ++r) {
       const I* count = held[r].emplace(item(ranges, r), n).count.data();
       for (int64_t i = 0; i < n; ++i) kept += count[i] > 0;
@@ -87,12 +87,20 @@ CP_PLAN cp_plan_rows(int64_t wide, int64_t n, Object out, int64_t room, Object r
     I start[most * few], size[most * few];
     for (int64_t begin = 0; begin < n; begin += few) {
       int64_t here = std::min(few, n - begin);
-      for (int64_t r = 0; r < number; ++r) {
-        const I *from = held[r]->start.data() + begin, *count = held[r]->count.data() + begin;
-        const I* by = anchor_.data() + begin;
+      const I* by = anchor_.data() + begin;
+      const I *from = held[0]->start.data() + begin, *count = held[0]->count.data() + begin;
+      if (number == 1) {
         for (int64_t j = 0; j < here; ++j) {
-          start[j * number + r] = from[j] + by[j];
-          size[j * number + r] = count[j];
+          start[j] = from[j] + by[j];
+          size[j] = count[j];
+        }
+      } else {
+        const I *second = held[1]->start.data() + begin, *second_count = held[1]->count.data() + begin;
+        for (int64_t j = 0; j < here; ++j) {
+          start[2 * j] = from[j] + by[j];
+          start[2 * j + 1] = second[j] + by[j];
+          size[2 * j] = count[j];
+          size[2 * j + 1] = second_count[j];
         }
       }
       at = keep<I, 2>(size, {start, size}, {to[0], to[1]}, here * number, at);

@@ -1,4 +1,6 @@
 // Tiles of whole pieces, and tiles placed on rows. What each loop computes is said in cp_fast/planning/loops/base.py.
+#include <type_traits>
+
 #include "plan_keep.h"
 #include "plan_pieces.h"
 
@@ -99,18 +101,24 @@ int64_t place(const Columns<I, columns>& to, const Slots<I>& slots, const I* q_b
   I q[few * most_slots], rows[few * most_slots], k[few * most_slots], size[few * most_slots], grad[few * most_slots];
   for (int64_t begin = 0; begin < n; begin += few) {
     int64_t here = std::min(few, n - begin);
-    for (int64_t s = 0; s < number; ++s) {
-      const I *from = slots.q(s) + begin, *count = slots.rows(s) + begin, *key = slots.k(s) + begin;
-      const I *width = slots.columns(s) + begin, *by = k_by[s] + begin, *to_grads = grad_by[s] + begin;
-      for (int64_t j = 0; j < here; ++j) {
-        int64_t place = j * number + s;
-        q[place] = from[j] + q_by[begin + j];
-        rows[place] = count[j];
-        k[place] = key[j] + by[j];
-        size[place] = width[j];
-        if constexpr (columns == 5) grad[place] = key[j] + to_grads[j];
+    auto write = [&](auto stride) {  // a constant where there is one slot, as in most launches: then it is vectors
+      for (int64_t s = 0; s < number; ++s) {
+        const I *from = slots.q(s) + begin, *count = slots.rows(s) + begin, *key = slots.k(s) + begin;
+        const I *width = slots.columns(s) + begin, *by = k_by[s] + begin, *to_grads = grad_by[s] + begin;
+        for (int64_t j = 0; j < here; ++j) {
+          int64_t place = j * stride + s;
+          q[place] = from[j] + q_by[begin + j];
+          rows[place] = count[j];
+          k[place] = key[j] + by[j];
+          size[place] = width[j];
+          if constexpr (columns == 5) grad[place] = key[j] + to_grads[j];
+        }
       }
-    }
+    };
+    if (number == 1)
+      write(std::integral_constant<int64_t, 1>());
+    else
+      write(number);
     if constexpr (columns == 5)
       at = keep<I, 5>(rows, {q, rows, k, size, grad}, {to[0], to[1], to[2], to[3], to[4]}, here * number, at);
     else
