@@ -17,22 +17,26 @@ class Cumulative(Sequence[int]):
     a plan has hundreds of launches of thousands of sequences.
 
     `bound`: what no length will ever exceed, where lengths are to be replaced by others; it is then called the longest.
+    `longest`: the largest length, where it is known.
 
     >>> cu = Cumulative(np.array([0, 3, 5]))
     >>> cu == (0, 3, 5), cu[-1], cu[0:2], len(cu), cu.longest, Cumulative(np.array([0, 3, 5]), bound=8).longest
     (True, 5, (0, 3), 3, 3, 8)
     """
 
-    def __init__(self, values: np.ndarray, bound: int | None = None) -> None:
+    def __init__(self, values: np.ndarray, bound: int | None = None, longest: int | None = None) -> None:
         self.values = values
         self.bound = bound
+        self._longest = longest
 
-    @cached_property
+    @property
     def longest(self) -> int:
         """The largest difference of neighbours, 0 if there is none; or the bound."""
         if self.bound is not None:
             return self.bound
-        return int((self.values[1:] - self.values[:-1]).max(initial=0))
+        if self._longest is None:
+            self._longest = int(np.diff(self.values).max(initial=0))
+        return self._longest
 
     @cached_property
     def _numbers(self) -> tuple[int, ...]:

@@ -31,10 +31,11 @@ RowKey = slice | Key
 
 
 class Lengths(NamedTuple):
-    """Cumulative lengths [n + 1], int32, on the host and on the device."""
+    """Cumulative lengths [n + 1], int32, on the host and on the device; the longest where it is known."""
 
     host: Array
     device: torch.Tensor
+    longest: int | None = None
 
 
 class Tables:
@@ -51,6 +52,7 @@ class Tables:
         self.loops = loops
         self._spans: list[tuple[Array, Array, int]] = []  # first rows, numbers of rows, their sum
         self._lengths: list[Array] = []
+        self._longest: list[int] = []  # of each of them
         self._known: dict[tuple[int, ...], list[tuple[Key, Array, Array]]] = {}  # by what is quickly compared
         self._known_lengths: dict[tuple[int, int], list[tuple[Key, Array]]] = {}
 
@@ -91,6 +93,7 @@ class Tables:
             cumulative = cumulative.copy()
         key = Key(len(self._lengths))
         self._lengths.append(cumulative)
+        self._longest.append(self.loops.longest(cumulative))
         known.append((key, cumulative))
         return key
 
@@ -132,7 +135,7 @@ class Tables:
         half = len(spans) // 2
         rows = _spread(spans[:half], spans[half:], sum(sizes)) if half else spans
         on_device = buffer[len(buffer) - sum(cumulative) :].split(cumulative)
-        return Uploaded(list(rows.split(sizes)), list(map(Lengths, self._lengths, on_device)))
+        return Uploaded(list(rows.split(sizes)), list(map(Lengths, self._lengths, on_device, self._longest)))
 
     def _dtype(self) -> np.dtype[np.signedinteger]:
         """Of the rows: 32 bits where all of them fit, and the number of rows of all tables together."""
@@ -163,7 +166,8 @@ class Uploaded:
     def cumulative(self, key: Key, bound: int | None) -> Cumulative:
         """Those on the host, as backends get them: shared by launches, which look for the longest once."""
         if (key, bound) not in self._cumulative:
-            self._cumulative[key, bound] = Cumulative(self._lengths[key].host, bound)
+            host, _, longest = self._lengths[key]
+            self._cumulative[key, bound] = Cumulative(host, bound, longest)
         return self._cumulative[key, bound]
 
 

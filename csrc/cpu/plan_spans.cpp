@@ -123,6 +123,17 @@ CP_PLAN cp_plan_cumulative(int64_t wide, int64_t n, Object out, Object count) {
   });
 }
 
+// Of cumulative lengths, which have 32 bits.
+CP_PLAN cp_plan_longest(int64_t wide, int64_t n, Object cumulative) {
+  return typed(wide, [&](auto) {
+    Array<int32_t> sums(cumulative, n);
+    const int32_t* sum = sums.data();
+    int32_t found = 0;
+    for (int64_t i = 0; i + 1 < n; ++i) found = std::max(found, sum[i + 1] - sum[i]);
+    return int64_t{found};
+  });
+}
+
 CP_PLAN cp_plan_same(int64_t wide, int64_t n, Object one, Object other) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);

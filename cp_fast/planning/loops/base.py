@@ -170,6 +170,10 @@ class Loops(ABC):
     def cumulative(self, count: Array) -> Array:
         """The cumulative sum from 0, int32 [n + 1]."""
 
+    @abstractmethod
+    def longest(self, cumulative: Array) -> int:
+        """The largest difference of neighbours, of int32; 0 without any."""
+
     def copied(self, x: Array) -> Array:
         """A copy for as long as the plan is made."""
         return x.copy()

@@ -94,6 +94,7 @@ class ByNative(Loops):
         self._drop_empty = call("drop_empty", "onoo")
         self._cumulative = call("cumulative", "oo")
         self._same = call("same", "oo")
+        self._longest = call("longest", "o")
         self._tokens = call("tokens", "oo")
         self._rows = call("rows", "onoo")
         self._count_exchanged = call("count_exchanged", "onoo")
@@ -138,7 +139,7 @@ class ByNative(Loops):
 
     def seen(self, queries: Owned, how: Sequence[int | Sight], band: Band, keys: Owned) -> tuple[Range, ...]:
         nothing = Range(zeros(band.lo), zeros(band.lo))
-        ranges = tuple(nothing if sight is Sight.NOTHING else Range(*new_columns(band.lo, 2)) for sight in how)
+        ranges = tuple([nothing if sight is Sight.NOTHING else Range(*new_columns(band.lo, 2)) for sight in how])
         numbers = [sight.value if isinstance(sight, Sight) else sight for sight in how]
         self._seen(
             is_wide(band.lo), len(band.lo), ranges, queries.tokens, numbers[0], numbers[-1], band, keys.tokens
@@ -238,6 +239,9 @@ class ByNative(Loops):
         out = np.empty(len(count) + 1, dtype=np.int32)
         self._cumulative(is_wide(count), len(count), out, count)
         return out
+
+    def longest(self, cumulative: Array) -> int:
+        return self._longest(False, len(cumulative), cumulative)
 
     def copied(self, x: Array) -> Array:
         found = self._memory.array(len(x), x.dtype)

@@ -179,6 +179,9 @@ class ByNumpy(Loops):
         np.cumsum(count, out=found[1:])
         return found
 
+    def longest(self, cumulative: Array) -> int:
+        return int((cumulative[1:] - cumulative[:-1]).max(initial=0))
+
     def same(self, one: Array, other: Array) -> bool:
         return bool((one == other).all())
 

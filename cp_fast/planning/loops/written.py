@@ -87,8 +87,8 @@ def new_columns(like: Array, number: int, size: int | None = None) -> tuple[Arra
     """Columns, not yet written. Each is memory of its own: a small piece that was given back is got again while it is
     in the cache.
     """
-    size, kind = len(like) if size is None else size, like.dtype
-    return tuple(np.empty(size, kind) for _ in range(number))
+    size, kind, empty = len(like) if size is None else size, like.dtype, np.empty
+    return tuple([empty(size, kind) for _ in range(number)])  # a generator would take as long as what it makes
 
 
 def zeros(like: Array) -> Array:
