@@ -138,7 +138,10 @@ def _remote(
     arrived = _arrived([views.of(rank, peer) for peer in peers], blocks)
     orders: dict[bool, Pieces] = {}
     found: list[DraftLaunch] = []
-    for window, slots in placed:
+    for window, given in placed:
+        slots = [slot for slot in given if slot.rows.any()]
+        if not slots:
+            continue
         any_order = window == (None, None)  # then in the block's own, which may be a slice of it
         if any_order not in orders:
             ordered = arrived if any_order else sorted(arrived, key=lambda piece: piece[0])

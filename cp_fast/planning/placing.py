@@ -36,7 +36,8 @@ def place_launches(
     for window, slots in placed:
         of_grads = None if same else _anchors(slots, grads)
         tiles = batch.loops.tiles(slots, q_anchor, _anchors(slots, block), of_grads)
-        found.append(draft_launch(tables, window, tiles))
+        if tiles.q.total:
+            found.append(draft_launch(tables, window, tiles))
     return found
 
 

@@ -39,7 +39,7 @@ LARGE = 2048  # query rows from which a tile has its own window
 
 
 class Placed(NamedTuple):
-    """One launch: a window, and its slots."""
+    """One launch: a window, and its slots. It may turn out that no sequence has a tile in them: then it is none."""
 
     window: Window
     slots: list[Slot]
@@ -64,7 +64,7 @@ def see(view: View) -> list[Placed]:
         if whole.pieces is None:
             return []
         tile = batch.loops.plain(queries, whole.pieces[0], keys, whole.pieces[1])
-        return [Placed(whole.window, [tile])] if tile.rows.any() else []
+        return [Placed(whole.window, [tile])]
     if not crossed:
         full = {(p, o): batch.loops.plain(queries, p, keys, o) for p, o in plain}
         return launches(batch, [], [], join(full), [], [])
@@ -137,7 +137,7 @@ def launches(batch: Batch, natural: Slots, right: Slots, full: Slots, left: Slot
     for window, slots in kinds:
         together: list[Slot] = []
         for slot in slots:
-            if slot is None or not slot.rows.any():
+            if slot is None:
                 continue
             if any(batch.loops.meet(slot, other) for other in together):
                 placed.append(Placed(window, together))

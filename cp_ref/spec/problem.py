@@ -86,10 +86,10 @@ class Problem:
         """32 bytes that are equal for equal problems, and for no others; made from the columns in a millisecond."""
         digest = blake2b(repr([getattr(self, f.name) for f in fields(self) if f.name != "sequences"]).encode())
         columns = self.lengths.columns
-        for column in columns:  # often the same, and ten thousand long: then its number does
+        for number, column in enumerate(columns):  # of equal ones, ten thousand long, the first: of others its number
             same = next(n for n, other in enumerate(columns) if other is column or other == column)
             digest.update(bytes([same]))
-            if columns[same] is column:
+            if same == number:
                 digest.update(column.tobytes())
         return digest.digest()[:32]
 
