@@ -70,12 +70,12 @@ def see(view: View) -> list[Placed]:
         return launches(batch, [], [], join(full), [], [])
     found = {(p, o): _tiles(batch, queries, keys, p, o, square) for p, o in (*plain, *crossed)}
     cuts = [found[pair] for pair in sorted(found)]
-    whole = None
+    squares = None
     if square is not None and square.any():
-        whole = batch.loops.plain(queries, None, keys, None).only(square)
+        squares = batch.loops.plain(queries, None, keys, None).only(square)
     return launches(
         batch,
-        [whole, *(c.natural for c in cuts)],
+        [squares, *(c.natural for c in cuts)],
         [c.right for c in cuts],
         join({pair: c.full for pair, c in found.items() if c.full is not None}),
         [c.left for c in cuts],

@@ -5,7 +5,7 @@ namespace cp {
 namespace plans {
 namespace {
 
-// The bits of the answer of `cp_plan_cut`, and the order of its tiles.
+// The bits of the answer of `cp_plan_crossings`, and the kinds of `cp_plan_cut`.
 enum Kind { natural, right, full, left, own };
 
 // Comparisons as arithmetic: all bits set, or none. From conditions the compiler makes branches, and then no vectors.
@@ -70,21 +70,20 @@ struct Rectangles {
   }
 };
 
-// The tiles of one kind: edges(crossing, ...) gives their rows, their columns, and whether they are there.
-template <typename I, typename Edges>
-void write_tiles(Object out, int64_t n, const Rectangles<I>& all, const I* q_offset, const I* k_offset, Edges edges) {
+// The tiles of one kind: rows and columns between edges of the crossing, where `there` says that there is one.
+template <auto row, auto stop, auto column, auto end, auto there, typename I>
+int64_t write_tiles(Object out, int64_t n, const Rectangles<I>& all, const I* q_offset, const I* k_offset) {
   Columns<I, 4> to(out, n);
   I *q = to[0], *rows = to[1], *k = to[2], *columns = to[3];
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
     Crossing<I> c = all[i];
-    I row, stop, column, end, there;
-    edges(c, row, stop, column, end, there);
-    q[i] = (row + q_offset[i]) & there;
-    rows[i] = (stop - row) & there;
-    k[i] = (column + k_offset[i]) & there;
-    columns[i] = (end - column) & there;
+    q[i] = (c.*row + q_offset[i]) & c.*there;
+    rows[i] = (c.*stop - c.*row) & c.*there;
+    k[i] = (c.*column + k_offset[i]) & c.*there;
+    columns[i] = (c.*end - c.*column) & c.*there;
   }
+  return 0;
 }
 
 // The rectangles of a call.
@@ -134,32 +133,19 @@ CP_PLAN cp_plan_cut(int64_t wide, int64_t n, Object out, int64_t kind, Object q,
     Given<I> given(n, q, k, band, bounded, large);
     Rectangles<I> all = given.rectangles();
     Array<I> q_by(q_offset, n), k_by(k_offset, n);
-    auto write = [&](auto edges) {
-      write_tiles(out, n, all, q_by.data(), k_by.data(), edges);
-      return int64_t{0};
-    };
-    using C = const Crossing<I>&;
+    const I *q_to = q_by.data(), *k_to = k_by.data();
+    using C = Crossing<I>;
     switch (kind) {
       case natural:
-        return write([](C c, I& row, I& stop, I& column, I& end, I& there) {
-          row = c.row0, stop = c.row1, column = c.begin, end = c.end, there = c.has_natural;
-        });
+        return write_tiles<&C::row0, &C::row1, &C::begin, &C::end, &C::has_natural>(out, n, all, q_to, k_to);
       case right:
-        return write([](C c, I& row, I& stop, I& column, I& end, I& there) {
-          row = c.row0, stop = c.split, column = c.begin, end = c.end, there = c.has_right;
-        });
+        return write_tiles<&C::row0, &C::split, &C::begin, &C::end, &C::has_right>(out, n, all, q_to, k_to);
       case full:
-        return write([](C c, I& row, I& stop, I& column, I& end, I& there) {
-          row = c.split, stop = c.row1, column = c.edge, end = c.end, there = c.has_full;
-        });
+        return write_tiles<&C::split, &C::row1, &C::edge, &C::end, &C::has_full>(out, n, all, q_to, k_to);
       case left:
-        return write([](C c, I& row, I& stop, I& column, I& end, I& there) {
-          row = c.split, stop = c.row1, column = c.start, end = c.edge, there = c.has_left;
-        });
+        return write_tiles<&C::split, &C::row1, &C::start, &C::edge, &C::has_left>(out, n, all, q_to, k_to);
       default:
-        return write([](C c, I& row, I& stop, I& column, I& end, I& there) {
-          row = c.row0, stop = c.row1, column = c.begin, end = c.end, there = c.has_own;
-        });
+        return write_tiles<&C::row0, &C::row1, &C::begin, &C::end, &C::has_own>(out, n, all, q_to, k_to);
     }
   });
 }

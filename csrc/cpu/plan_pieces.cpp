@@ -88,21 +88,14 @@ void through_window(I* start, I* count, int64_t n, Piece piece, Keys keys, const
 // The same where it is one piece of the keys, or all of them (-1).
 template <typename I, typename Piece, typename Keys>
 void see_whole(I* start, I* count, int64_t n, Piece piece, Keys keys, int64_t other) {
-  auto write = [&](auto size, auto offset) {
+  visit_part<I>(keys, other, [=](auto offset, auto size) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
       I there = piece.stop(i) > piece.first(i);
       start[i] = offset(i) * there;
       count[i] = size(i) * there;
     }
-  };
-  auto none = [](int64_t) { return I{0}; };
-  if (other < 0)
-    write([=](int64_t i) { return keys.total(i); }, none);
-  else if (other == 0)
-    write([=](int64_t i) { return keys.count(i, 0); }, none);
-  else
-    write([=](int64_t i) { return keys.count(i, 1); }, [=](int64_t i) { return keys.count(i, 0); });
+  });
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <optional>
 
 #include "plan_arrays.h"
@@ -107,6 +106,35 @@ struct Range {
   Range(Object range, int64_t n) : start(item(range, 0), n), count(item(range, 1), n) {}
   Array<I> start, count;
 };
+
+// Whether spans of rows, none of them empty, are one range.
+template <typename I>
+bool contiguous(const I* start, const I* count, int64_t n) {
+  I apart = 0;
+  for (int64_t i = 0; i + 1 < n; ++i) apart |= start[i + 1] ^ (start[i] + count[i]);
+  return apart == 0;
+}
+
+// Cumulative lengths, n + 1 of them.
+template <typename I>
+void add_up(int32_t* sum, const I* count, int64_t n) {
+  int32_t total = 0;
+  sum[0] = 0;
+  for (int64_t i = 0; i < n; ++i) sum[i + 1] = total += static_cast<int32_t>(count[i]);
+}
+
+// f(offset, size): where a piece begins on its token axis, and its length, as functions of the sequence; -1 for all pieces.
+template <typename I, typename Tokens, typename F>
+void visit_part(const Tokens& tokens, int64_t piece, F f) {
+  auto none = [](int64_t) { return I{0}; };
+  auto first = [=](int64_t i) { return tokens.count(i, 0); };
+  if (piece < 0)
+    f(none, [=](int64_t i) { return tokens.total(i); });
+  else if (piece == 0)
+    f(none, first);
+  else
+    f(first, [=](int64_t i) { return tokens.count(i, 1); });
+}
 
 // Key j is seen by query i if lo <= j - i <= hi, for every sequence; beyond all positions where a side is unbounded.
 template <typename I>

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t few = 64;  // sequences at a time, so that what is found out of them stays near
 
 // What is found out of each step.
-enum Fact { tiles, block_rows, grad_rows, apart, sent, sent_rows, got, got_rows, contiguous, facts };
+enum Fact { tiles, block_rows, grad_rows, apart, sent, sent_rows, got, got_rows, in_one_range, facts };
 
 // The arrays of a step, in the order in which they are given.
 enum Place { q, rows, k, columns, grad, cu_q, cu_kv, sent_start, sent_count, got_start, got_count, places };
@@ -103,7 +103,7 @@ class Look {
 
 }  // namespace
 
-// How far units reach together: `given` without what this writes is given already.
+// How far units reach together, into the last two arrays of `given`.
 CP_PLAN cp_plan_ring(int64_t wide, int64_t n, Object given, int64_t count, int64_t unit, int64_t hi) {
   return typed(wide, [&](auto zero) {
     using I = decltype(zero);
@@ -169,21 +169,13 @@ struct Step {
     at_got = keep<I, 2>(found.got, {grads_by, found.got}, {to[got_start], to[got_count]}, here, at_got);
   }
 
-  int64_t in_one(int start, int count, int64_t size) const {
-    I breaks = 0;
-    for (int64_t i = 0; i + 1 < size; ++i) breaks |= to[start][i + 1] ^ (to[start][i] + to[count][i]);
-    return breaks == 0;
-  }
+  int64_t in_one(int start, int count, int64_t size) const { return contiguous(to[start], to[count], size); }
 
   void finish(int64_t* fact) const {
-    for (int side = 0; side < 2; ++side) {
-      int32_t *sum = sums[side]->data(), total = 0;
-      const I* size = to[side ? columns : rows];
-      sum[0] = 0;
-      for (int64_t i = 0; i < at_tile; ++i) sum[i + 1] = total += static_cast<int32_t>(size[i]);
-    }
+    add_up(sums[0]->data(), to[rows], at_tile);
+    add_up(sums[1]->data(), to[columns], at_tile);
     fact[tiles] = at_tile, fact[sent] = at_sent, fact[got] = at_got;
-    fact[contiguous] = in_one(q, rows, at_tile) | in_one(k, columns, at_tile) << 1 |
+    fact[in_one_range] = in_one(q, rows, at_tile) | in_one(k, columns, at_tile) << 1 |
                        in_one(grad, columns, at_tile) << 2 | in_one(sent_start, sent_count, at_sent) << 3 |
                        in_one(got_start, got_count, at_got) << 4;
   }

@@ -7,16 +7,6 @@
 
 namespace cp {
 namespace plans {
-namespace {
-
-template <typename I>
-bool contiguous(const I* start, const I* count, int64_t n) {
-  I apart = 0;
-  for (int64_t i = 0; i + 1 < n; ++i) apart |= start[i + 1] ^ (start[i] + count[i]);
-  return apart == 0;
-}
-
-}  // namespace
 
 // `said`: how many spans are not empty; the sum of all; where none is empty, whether they are one range of rows.
 CP_PLAN cp_plan_look(int64_t wide, int64_t n, Object said, Object start, Object count) {
@@ -114,11 +104,7 @@ CP_PLAN cp_plan_cumulative(int64_t wide, int64_t n, Object out, Object count) {
     using I = decltype(zero);
     Array<int32_t> out_(out, n + 1, true);
     Array<I> count_(count, n);
-    int32_t* sum = out_.data();
-    const I* size = count_.data();
-    int32_t total = 0;
-    sum[0] = 0;
-    for (int64_t i = 0; i < n; ++i) sum[i + 1] = total += static_cast<int32_t>(size[i]);
+    add_up(out_.data(), count_.data(), n);
     return int64_t{0};
   });
 }

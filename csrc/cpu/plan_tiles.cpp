@@ -16,20 +16,13 @@ CP_PLAN cp_plan_plain(int64_t wide, int64_t n, Object out, Object queries, int64
     return Owned<I>(queries, n).visit([&](auto reader) {
       return Owned<I>(keys, n).visit([&](auto owner) {
         auto write = [&](auto tokens, int64_t wanted, I* start, I* count) {
-          auto each = [&](auto size, auto offset) {
+          visit_part<I>(tokens, wanted, [=](auto offset, auto size) {
 #pragma GCC ivdep
             for (int64_t i = 0; i < n; ++i) {
               count[i] = size(i);
               start[i] = offset(i);
             }
-          };
-          auto none = [](int64_t) { return I{0}; };
-          if (wanted < 0)
-            each([=](int64_t i) { return tokens.total(i); }, none);
-          else if (wanted == 0)
-            each([=](int64_t i) { return tokens.count(i, 0); }, none);
-          else
-            each([=](int64_t i) { return tokens.count(i, 1); }, [=](int64_t i) { return tokens.count(i, 0); });
+          });
         };
         write(reader, piece, q, rows);
         write(owner, other, k, columns);
@@ -75,21 +68,6 @@ int64_t count_tiles(const Slots<I>& slots, int64_t n) {
     found += here;
   }
   return found;
-}
-
-template <typename I>
-int64_t in_one(const I* start, const I* count, int64_t size) {
-  I breaks = 0;
-  for (int64_t i = 0; i + 1 < size; ++i) breaks |= start[i + 1] ^ (start[i] + count[i]);
-  return breaks == 0;
-}
-
-template <typename I>
-void add_up(Object out, const I* count, int64_t size) {
-  Array<int32_t> sums(out, size + 1, true);
-  int32_t *sum = sums.data(), total = 0;
-  sum[0] = 0;
-  for (int64_t i = 0; i < size; ++i) sum[i + 1] = total += static_cast<int32_t>(count[i]);
 }
 
 // A few sequences at a time: their tiles, all of one sequence and then of the next, and then those that there are.
@@ -152,11 +130,12 @@ CP_PLAN cp_plan_tiles(int64_t wide, int64_t n, Object out, int64_t room, Object 
       k_by[s] = held[s].emplace(item(k_anchors, s), n).data();
       grad_by[s] = grads ? held_grads[s].emplace(item(grad_anchors, s), n).data() : k_by[s];
     }
+    Array<int32_t> cu_q(item(sums, 0), number + 1, true), cu_kv(item(sums, 1), number + 1, true);
     auto write = [&](auto& to) {
       place(to, given, q_by.data(), k_by, grad_by, n);
-      add_up(item(sums, 0), to[1], number);
-      add_up(item(sums, 1), to[3], number);
-      return in_one(to[0], to[1], number) | in_one(to[2], to[3], number) << 1;
+      add_up(cu_q.data(), to[1], number);
+      add_up(cu_kv.data(), to[3], number);
+      return int64_t{contiguous(to[0], to[1], number)} | int64_t{contiguous(to[2], to[3], number)} << 1;
     };
     if (!grads) {
       Columns<I, 4> to(out, room);
@@ -164,7 +143,7 @@ CP_PLAN cp_plan_tiles(int64_t wide, int64_t n, Object out, int64_t room, Object 
     }
     Columns<I, 5> to(out, room);
     int64_t others = write(to);
-    return others | in_one(to[4], to[3], number) << 2;
+    return others | int64_t{contiguous(to[4], to[3], number)} << 2;
   });
 }
 

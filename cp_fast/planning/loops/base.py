@@ -96,9 +96,16 @@ class Loops(ABC):
         """These tokens, whose columns are made when somebody looks at them."""
         return Owned(tokens, self.columns)
 
-    @abstractmethod
     def columns(self, tokens: Chunked | Spanned) -> OwnedColumns:
         """First and stop positions and numbers of tokens of each piece, and the length of the token axis."""
+        if isinstance(tokens, Chunked):
+            return self.chunked(tokens)
+        count = tokens.stop - tokens.first
+        return (tokens.first,), (tokens.stop,), (count,), count
+
+    @abstractmethod
+    def chunked(self, tokens: Chunked) -> OwnedColumns:
+        """The same, of chunks."""
 
     @abstractmethod
     def ends(self, owned: Owned, far: int) -> Array:

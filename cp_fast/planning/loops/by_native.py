@@ -28,7 +28,6 @@ from cp_fast.planning.columns import (
     Pieces,
     Range,
     Slot,
-    Spanned,
     Spans,
 )
 from cp_fast.planning.loops.base import Loops, Ring, RingStep, Sight, Tiles
@@ -118,10 +117,7 @@ class ByNative(Loops):
 
     # ---- which tokens a unit has, and which of them are seen
 
-    def columns(self, tokens: Chunked | Spanned) -> OwnedColumns:
-        if isinstance(tokens, Spanned):
-            count = tokens.stop - tokens.first
-            return (tokens.first,), (tokens.stop,), (count,), count
+    def chunked(self, tokens: Chunked) -> OwnedColumns:
         pieces = 1 if tokens.numbers[2] < 0 else 2
         out = new_columns(tokens.lengths, 3 if pieces == 1 else 7)
         self._columns(is_wide(tokens.lengths), len(tokens.lengths), out, tokens)

@@ -17,7 +17,6 @@ from cp_fast.planning.columns import (
     Pieces,
     Range,
     Slot,
-    Spanned,
     Spans,
     by_sequence,
 )
@@ -31,10 +30,7 @@ class ByNumpy(Loops):
 
     name = "numpy"
 
-    def columns(self, tokens: Chunked | Spanned) -> OwnedColumns:
-        if isinstance(tokens, Spanned):
-            count = tokens.stop - tokens.first
-            return (tokens.first,), (tokens.stop,), (count,), count
+    def chunked(self, tokens: Chunked) -> OwnedColumns:
         (a, b, c, d), chunk = tokens.numbers.tolist(), tokens.chunk
         edges = [(a, b), (c, d)] if c >= 0 else [(a, b)]
         first = tuple(chunk * start for start, _ in edges)
