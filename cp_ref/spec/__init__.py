@@ -1,42 +1,53 @@
-"""The contract that both implementations share: problems, masks, layouts, schedules as data. Standard library only."""
+"""The contract that both implementations share: problems, masks, layouts, schedules as data. Standard library and numpy."""
 
 from cp_ref.spec.a2a import head_ranges
+from cp_ref.spec.areas import UNBOUNDED, Areas
 from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
 from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_owner, check_settled
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import gathered_spans
 from cp_ref.spec.group import Group, Parcel, Pending, agree
-from cp_ref.spec.layout import Fragment, divisor, kv_fragments, local_slots, ownership, q_fragments
+from cp_ref.spec.layout import divisor
 from cp_ref.spec.mask import Band, Rect
+from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.pair import PairGroup
 from cp_ref.spec.plan_arguments import signature_of, split_plan_arguments
 from cp_ref.spec.planners import make_program, make_schedule
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
 from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
-from cp_ref.spec.schedule import Message, Piece, Program, Schedule, Step, Tile
-from cp_ref.spec.slices import position_spans, slice_axis, slice_spans, spans_of
-from cp_ref.spec.units import Units, common, real_rows
+from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, Program, Schedule, Step, Tiles, tag
+from cp_ref.spec.slices import position_spans, position_spans_of, slice_axis, slice_spans
+from cp_ref.spec.table import Column, Table, joined, ranges
+from cp_ref.spec.units import Units
 from cp_ref.spec.values import check_choice, check_data, check_flag, read_count
 from cp_ref.spec.verify import InvalidSchedule, verify
+from cp_ref.spec.workload import Workload, areas_of, slot_fragments, workload_of
 
 __all__ = [
     "CP_COMM_TYPES",
+    "KINDS",
     "LAYOUTS",
     "MASKS",
+    "OPERANDS",
     "QKV_FORMATS",
+    "RESULTS",
     "SOFTMAX_TYPES",
+    "UNBOUNDED",
     "Agreement",
+    "Areas",
     "Band",
+    "Column",
     "Feature",
-    "Fragment",
+    "Fragments",
     "Group",
     "InvalidSchedule",
     "Message",
+    "Ownership",
     "PairGroup",
     "Parcel",
     "Pending",
-    "Piece",
+    "Pieces",
     "Problem",
     "Program",
     "RankCost",
@@ -48,10 +59,13 @@ __all__ = [
     "Sequences",
     "Sizes",
     "Step",
-    "Tile",
+    "Table",
+    "Tiles",
     "Units",
     "Unsupported",
+    "Workload",
     "agree",
+    "areas_of",
     "check_choice",
     "check_context",
     "check_data",
@@ -61,31 +75,32 @@ __all__ = [
     "check_plan_owner",
     "check_room_tensors",
     "check_settled",
-    "common",
+    "contiguous",
     "describe",
     "divisor",
+    "dual_chunk",
     "gathered_spans",
     "head_ranges",
-    "kv_fragments",
-    "local_slots",
+    "joined",
     "make_program",
     "make_schedule",
     "message_bytes",
     "message_rows",
     "next_batch",
-    "ownership",
     "position_spans",
-    "q_fragments",
+    "position_spans_of",
+    "ranges",
     "read_count",
     "read_problem",
     "read_room",
     "read_sizes",
-    "real_rows",
     "report",
     "signature_of",
     "slice_axis",
     "slice_spans",
-    "spans_of",
+    "slot_fragments",
     "split_plan_arguments",
+    "tag",
     "verify",
+    "workload_of",
 ]

@@ -19,74 +19,69 @@ From DeepSpeed-Ulysses (Jacobs et al., 2023) and USP (Fang and Zhao, 2024).
 
 from __future__ import annotations
 
-from cp_ref.spec.p2p import Place, ring_programs
-from cp_ref.spec.problem import Problem
-from cp_ref.spec.schedule import Message, Piece, Program, Step, tag
-from cp_ref.spec.units import Units, common, real_rows
+from cp_ref.spec.ownership import Fragments
+from cp_ref.spec.p2p import RingMember, ring_programs
+from cp_ref.spec.schedule import Heads, Message, Pieces, Program, Step, tag
+from cp_ref.spec.units import Units, spans_by
+from cp_ref.spec.workload import Workload
 
 __all__ = ["head_ranges", "plan_a2a_rank"]
 
 
-def head_ranges(problem: Problem, a2a_rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
     """The query heads of a rank of an a2a group, and the kv heads that they use.
 
-    >>> eight_over_two = Problem(4, (), "a2a", 4, heads_q=8, heads_kv=2)
+    >>> from cp_ref.spec.problem import Problem
+    >>> eight_over_two = Problem(4, (), "a2a", 4, heads_q=8, heads_kv=2).workload
     >>> [head_ranges(eight_over_two, r) for r in range(4)]
     [((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 6), (1, 2)), ((6, 8), (1, 2))]
     """
-    share = problem.heads_q // problem.a2a_size
+    share = work.heads_q // work.a2a_size
     first, last = a2a_rank * share, (a2a_rank + 1) * share
-    return (first, last), (first // problem.group_size, -(-last // problem.group_size))
+    return (first, last), (first // work.group_size, -(-last // work.group_size))
 
 
 def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
     """One rank's forward and backward program: exchange, a ring across the groups (one step in `a2a`), exchange
     back.
     """
-    problem = units.problem
-    unit, a2a_rank = divmod(rank, problem.a2a_size)
-    q_heads, kv_heads = head_ranges(problem, a2a_rank)
-    place = Place(unit, lambda other: other * problem.a2a_size + a2a_rank, q_heads, kv_heads, first_step=1)
-    ring_forward, ring_backward = ring_programs(units, place)
-    forward = (
-        _gather_rows(units, rank, ("q", "kv"), 0),
-        *ring_forward,
-        _return_rows(units, rank, ("out",), len(ring_forward) + 1),
-    )
-    backward = (
-        _gather_rows(units, rank, ("do",), 0),
-        *ring_backward,
-        _return_rows(units, rank, ("dq", "dkv"), len(ring_backward) + 1),
-    )
+    size = units.size
+    unit, a2a_rank = divmod(rank, size)
+    heads = [head_ranges(units.workload, other) for other in range(size)]
+    member = RingMember(unit, lambda other: other * size + a2a_rank, *heads[a2a_rank], first_step=1)
+    ring_forward, ring_backward = ring_programs(units, member)
+    active = _active_rows(units, unit)
+    peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
+
+    def rows_for_heads(kinds: tuple[str, ...], step: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """The own rows for the peers' heads, and the peers' rows for the own heads."""
+
+        def message(kind: str, peer: int, rows_of: int, heads_of: int) -> list[Message]:
+            side = int(kind in ("kv", "dkv"))
+            rows = active[side][rows_of]
+            pieces = Pieces.spans(rows.start, rows.stop, heads[heads_of][side])
+            return [Message(kind, unit * size + peer, tag(step, kind), pieces)] if len(rows) else []
+
+        out = [m for kind in kinds for peer in peers for m in message(kind, peer, a2a_rank, peer)]
+        back = [m for kind in kinds for peer in peers for m in message(kind, peer, peer, a2a_rank)]
+        return tuple(out), tuple(back)
+
+    def results_home(kinds: tuple[str, ...], step: int) -> Step:
+        out, back = rows_for_heads(kinds, step)
+        return Step(back, out)
+
+    forward = Step(*rows_for_heads(("q", "kv"), 0)), *ring_forward, results_home(("out",), len(ring_forward) + 1)
+    backward = Step(*rows_for_heads(("do",), 0)), *ring_backward, results_home(("dq", "dkv"), len(ring_backward) + 1)
     return forward, backward
 
 
-def _gather_rows(units: Units, rank: int, kinds: tuple[str, ...], number: int) -> Step:
-    """Give every rank of the group its heads of the own rows, and get the own heads of its rows."""
-    peers = _group(units, rank)
-    return Step(
-        tuple(m for what in kinds for peer in peers for m in _message(units, what, rank, peer, peer, number)),
-        tuple(m for what in kinds for peer in peers for m in _message(units, what, peer, rank, peer, number)),
+def _active_rows(units: Units, unit: int) -> tuple[list[Fragments], list[Fragments]]:
+    """Of each rank of the group the query rows that see anything, and the key rows that anybody sees."""
+    sees, seen = units.sees(unit), units.seen(unit)
+    queries = spans_by(sees.reader - unit, sees.q_start, sees.q_stop).of(0)
+    keys = spans_by(seen.owner - unit, seen.k_start, seen.k_stop).of(0)
+    ranks, ownership = range(unit * units.size, (unit + 1) * units.size), units.workload.ownership
+    return (
+        [ownership.q.of(rank).within(*queries) for rank in ranks],
+        [ownership.kv.of(rank).within(*keys) for rank in ranks],
     )
-
-
-def _return_rows(units: Units, rank: int, kinds: tuple[str, ...], number: int) -> Step:
-    """The way back: results for the own heads to the owners of the rows."""
-    there = _gather_rows(units, rank, kinds, number)
-    return Step(there.recvs, there.sends)
-
-
-def _group(units: Units, rank: int) -> list[int]:
-    """The other ranks of the a2a group, the next one first, so that not all of them begin with the same."""
-    size = units.problem.a2a_size
-    return [rank - rank % size + (rank + n) % size for n in range(1, size)]
-
-
-def _message(units: Units, what: str, rows_of: int, heads_of: int, peer: int, number: int) -> list[Message]:
-    """The rows of one rank, as far as they see or are seen by anything, for the heads of another."""
-    problem, side = units.problem, "kv" if what in ("kv", "dkv") else "q"
-    q_heads, kv_heads = head_ranges(problem, heads_of % problem.a2a_size)
-    heads = kv_heads if side == "kv" else q_heads
-    rows = common(real_rows(problem, rows_of, side), units.active(rows_of // problem.a2a_size, side))
-    pieces = tuple(Piece(p.seq, p.start, p.stop, heads) for p in rows)
-    return [Message(what, pieces, peer, tag(number, what))] if pieces else []

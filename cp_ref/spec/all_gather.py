@@ -12,23 +12,26 @@ From Llama 3 (Grattafiori et al., 2024).
 
 from __future__ import annotations
 
-from cp_ref.spec.schedule import Message, Piece, Program, Step, Tile, tag
-from cp_ref.spec.units import Units
+import numpy as np
+
+from cp_ref.spec.p2p import tiles_of
+from cp_ref.spec.schedule import Message, Pieces, Program, Step, tag
+from cp_ref.spec.units import Spans, Units, spans_by
 
 __all__ = ["plan_all_gather_rank"]
 
 
 def plan_all_gather_rank(units: Units, rank: int) -> tuple[Program, Program]:
     """One rank's forward and backward program."""
+    work, sees, seen = units.workload, units.sees(rank), units.seen(rank)
+    own, remote = tiles_of(sees, np.where(sees.owner == rank, 0, 1), 2, (0, work.heads_q))
+    received = spans_by(sees.owner, sees.k_start, sees.k_stop)
+    given = spans_by(seen.reader, seen.k_start, seen.k_stop)
     peers = [(rank + n) % units.count for n in range(1, units.count)]
-    gather_sends = tuple(m for p in peers for m in _message("kv", units.seen(p, rank), p, 0))
-    gather_recvs = tuple(m for p in peers for m in _message("kv", units.seen(rank, p), p, 0))
-    remote: tuple[Tile, ...] = tuple(t for p in peers for t in units.tiles(rank, p))
-    attend = (Step(gather_sends, gather_recvs, units.tiles(rank, rank)), Step(tiles=remote))
-    scatter_sends = tuple(m for p in peers for m in _message("dkv", units.seen(rank, p), p, 2))
-    scatter_recvs = tuple(m for p in peers for m in _message("dkv", units.seen(p, rank), p, 2))
-    return attend, (*attend, Step(scatter_sends, scatter_recvs))
 
+    def messages(kind: str, rows: Spans, step: int) -> tuple[Message, ...]:
+        pieces = {peer: Pieces.spans(*rows.of(peer), (0, work.heads_kv)) for peer in peers}
+        return tuple(Message(kind, peer, tag(step, kind), pieces[peer]) for peer in peers if len(pieces[peer]))
 
-def _message(what: str, pieces: tuple[Piece, ...], peer: int, number: int) -> tuple[Message, ...]:
-    return (Message(what, pieces, peer, tag(number, what)),) if pieces else ()
+    attend = Step(messages("kv", given, 0), messages("kv", received, 0), own), Step(tiles=remote)
+    return attend, (*attend, Step(messages("dkv", received, 2), messages("dkv", given, 2)))

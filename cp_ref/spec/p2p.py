@@ -25,81 +25,104 @@ From Ring Attention (Liu et al., 2023); the dual_chunk balance from Striped Atte
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from cp_ref.spec.schedule import Message, Piece, Program, Step, Tile, tag
-from cp_ref.spec.units import Units
+import numpy as np
 
-__all__ = ["Place", "ring_programs"]
+from cp_ref.spec.schedule import Heads, Message, Pieces, Program, Step, Tiles, tag
+from cp_ref.spec.table import Column
+from cp_ref.spec.units import Sights, Spans, Units, spans_by
 
-Messages = tuple[Message, ...]
+__all__ = ["RingMember", "plan_p2p_rank", "ring_programs", "tiles_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank stands: its unit, the rank of its ring in another unit, its heads (None for all), the first
-    step's number.
-    """
+class RingMember(NamedTuple):
+    """A rank in a ring of units: its unit, the rank that stands for another unit, its heads, its first step's number."""
 
     unit: int
     rank_of: Callable[[int], int]
-    q_heads: tuple[int, int] | None = None
-    kv_heads: tuple[int, int] | None = None
+    q_heads: Heads
+    kv_heads: Heads
     first_step: int = 0
 
 
-def ring_programs(units: Units, place: Place) -> tuple[Program, Program]:
+class Hop(NamedTuple):
+    """A message to or from a unit, and the rows that travel by distance 1, 2, ... of what is sent."""
+
+    unit_at: Callable[[int], int]
+    rows: Spans
+
+
+class Route(NamedTuple):
+    """How blocks and their gradients travel: the block at distance h arrives at step h - 1, its gradients leave at
+    step h + 1.
+    """
+
+    kv_out: Hop
+    kv_in: Hop
+    dkv_out: Hop
+    dkv_in: Hop
+
+
+def plan_p2p_rank(units: Units, rank: int) -> tuple[Program, Program]:
+    """One rank's forward and backward program."""
+    work = units.workload
+    return ring_programs(units, RingMember(rank, lambda unit: unit, (0, work.heads_q), (0, work.heads_kv)))
+
+
+def ring_programs(units: Units, member: RingMember) -> tuple[Program, Program]:
     """The forward and backward steps of one rank: at step s it computes on the block of unit - s."""
-    route = _halo if units.windowed else _ring
-    unit, last = place.unit, units.count - 1
-    forward: list[Step] = []
-    backward: list[Step] = []
-    for s in range(units.count):
-        tiles = tuple(_with_heads(tile, place) for tile in units.tiles(unit, unit - s))
-        sends, recvs = route(units, place, s) if s < last else ((), ())
-        forward.append(Step(sends, recvs, tiles))
-        grad_sends, grad_recvs = _gradients(units, place, s) if s >= 2 else ((), ())
-        backward.append(Step(sends + grad_sends, recvs + grad_recvs, tiles))
-    if last > 0:
-        backward.append(Step(*_gradients(units, place, units.count)))
-    return tuple(forward), tuple(backward)
+    count = units.count
+    sees = units.sees(member.unit)
+    distance = (member.unit - sees.owner) % count
+    tiles = tiles_of(sees, distance, count, member.q_heads)
+    if count == 1:
+        return (Step(tiles=tiles[0]),), (Step(tiles=tiles[0]),)
+    route = _halo(units, member.unit, sees, distance) if units.windowed else _ring(units, member.unit)
+
+    def messages(kind: str, hop: Hop, h: int, step: int) -> tuple[Message, ...]:
+        start, stop = hop.rows.of(h)
+        if not 0 < h < count or not len(start):
+            return ()
+        peer = member.rank_of(hop.unit_at(h) % count)
+        return (Message(kind, peer, tag(member.first_step + step, kind), Pieces.spans(start, stop, member.kv_heads)),)
+
+    kv = [(messages("kv", route.kv_out, s + 1, s), messages("kv", route.kv_in, s + 1, s)) for s in range(count + 1)]
+    dkv = [(messages("dkv", route.dkv_out, s - 1, s), messages("dkv", route.dkv_in, s - 1, s)) for s in range(count + 1)]
+    forward = [Step(*kv[s], tiles[s]) for s in range(count)]
+    backward = [Step(kv[s][0] + dkv[s][0], kv[s][1] + dkv[s][1], tiles[s]) for s in range(count)]
+    return tuple(forward), (*backward, Step(*dkv[count]))
 
 
-def _ring(units: Units, place: Place, s: int) -> tuple[Messages, Messages]:
-    """Pass the block in hand to the next unit: the rows that it or a unit behind it still needs."""
-    unit, last = place.unit, units.count - 1
-    out = _message(units, place, "kv", units.seen_by_some(unit - s, s + 1, last), unit + 1, s)
-    back = _message(units, place, "kv", units.seen_by_some(unit - 1 - s, s + 1, last), unit - 1, s)
-    return out, back
+def tiles_of(sees: Sights, step: Column, steps: int, heads: Heads) -> list[Tiles]:
+    """What is seen as tiles, by step."""
+    order = np.argsort(step.astype(np.int16), kind="stable") if steps > 1 else slice(None)
+    area, q0, q1, k0, k1 = (x[order] for x in (sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop))
+    tiles = Tiles(area, q0, q1, k0, k1, np.full_like(area, heads[0]), np.full_like(area, heads[1]))
+    ends = np.searchsorted(step[order], np.arange(steps + 1)).tolist()
+    return [tiles.take(slice(ends[s], ends[s + 1])) for s in range(steps)]
 
 
-def _halo(units: Units, place: Place, s: int) -> tuple[Messages, Messages]:
-    """Give the unit that is s + 1 ahead what it sees of the own block."""
-    unit = place.unit
-    out = _message(units, place, "kv", units.seen(unit + s + 1, unit), unit + s + 1, s)
-    back = _message(units, place, "kv", units.seen(unit, unit - s - 1), unit - s - 1, s)
-    return out, back
+def _halo(units: Units, unit: int, sees: Sights, distance: Column) -> Route:
+    """Every unit gets what it sees of the unit h behind it, straight from there, and gives the gradients back."""
+    seen = units.seen(unit)
+    received = spans_by(distance, sees.k_start, sees.k_stop)
+    given = spans_by((seen.reader - unit) % units.count, seen.k_start, seen.k_stop)
+    ahead, behind = (lambda h: unit + h), (lambda h: unit - h)
+    return Route(Hop(ahead, given), Hop(behind, received), Hop(behind, received), Hop(ahead, given))
 
 
-def _gradients(units: Units, place: Place, s: int) -> tuple[Messages, Messages]:
-    """What was added at step s - 1: on to the next unit with the ring's sum so far, or straight home."""
-    unit, hop = place.unit, s - 1
-    if units.windowed:
-        out = _message(units, place, "dkv", units.seen(unit, unit - hop), unit - hop, s)
-        back = _message(units, place, "dkv", units.seen(unit + hop, unit), unit + hop, s)
-    else:
-        out = _message(units, place, "dkv", units.seen_by_some(unit - hop, 1, hop), unit + 1, s)
-        back = _message(units, place, "dkv", units.seen_by_some(unit - 1 - hop, 1, hop), unit - 1, s)
-    return out, back
-
-
-def _message(units: Units, place: Place, what: str, pieces: tuple[Piece, ...], unit: int, s: int) -> Messages:
-    """A message to or from this rank's ring in another unit; none where there is nothing to say."""
-    if not pieces:
-        return ()
-    mine = tuple(replace(p, heads=place.kv_heads) for p in pieces)
-    return (Message(what, mine, place.rank_of(unit % units.count), tag(place.first_step + s, what)),)
-
-
-def _with_heads(tile: Tile, place: Place) -> Tile:
-    return replace(tile, heads=place.q_heads)
+def _ring(units: Units, unit: int) -> Route:
+    """The block in hand goes on to the next unit: the rows that it or a unit behind it still needs. Gradients follow:
+    the rows that a unit has seen on the way.
+    """
+    count = units.count
+    here = (unit - units.key_areas.owner) % count  # how far each row's block has come when this unit has it
+    ahead, behind = (unit + np.arange(count)) % count, (unit - np.arange(count)) % count
+    to_next, from_last = (lambda _: unit + 1), (lambda _: unit - 1)
+    return Route(
+        Hop(to_next, units.needed(here + 1, np.roll(ahead, -1), count - 2 - here)),
+        Hop(from_last, units.needed(here, ahead, count - 1 - here)),
+        Hop(to_next, units.needed(here, behind, here - 1)),
+        Hop(from_last, units.needed((here - 1) % count, np.roll(behind, -1), (here - 1) % count - 1)),
+    )

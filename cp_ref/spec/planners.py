@@ -6,20 +6,15 @@ from collections.abc import Callable
 
 from cp_ref.spec.a2a import plan_a2a_rank
 from cp_ref.spec.all_gather import plan_all_gather_rank
-from cp_ref.spec.p2p import Place, ring_programs
+from cp_ref.spec.p2p import plan_p2p_rank
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.schedule import Program, Schedule
 from cp_ref.spec.units import Units
 
 __all__ = ["make_program", "make_schedule"]
 
-
-def _plan_p2p_rank(units: Units, rank: int) -> tuple[Program, Program]:
-    return ring_programs(units, Place(rank, lambda unit: unit))
-
-
 _RANK_PLANNERS: dict[str, Callable[[Units, int], tuple[Program, Program]]] = {
-    "p2p": _plan_p2p_rank,
+    "p2p": plan_p2p_rank,
     "all_gather": plan_all_gather_rank,
     "a2a": plan_a2a_rank,
     "a2a+p2p": plan_a2a_rank,
@@ -27,29 +22,31 @@ _RANK_PLANNERS: dict[str, Callable[[Units, int], tuple[Program, Program]]] = {
 _SAVED = {"p2p": (), "all_gather": (), "a2a": ("q", "kv"), "a2a+p2p": ("q", "kv")}
 
 
+
 def make_schedule(problem: Problem) -> Schedule:
     """The schedule of all ranks.
 
     >>> from cp_ref.spec.problem import Sequence
     >>> print(str(make_schedule(Problem(2, (Sequence(4, 4, 4, 4),)))).split("forward rank 1")[0].strip())
-    schedule p2p cp_size 2 saved -
+    schedule p2p cp_size 2 heads 1/1 saved -
     forward rank 0
       step
-        send kv 0[0:1] to 1 tag 0
-        recv kv 0[1:3] from 1 tag 0
-        tile 0 q[0:1] kv[0:1]
-        tile 0 q[3:4] kv[0:1]
-        tile 0 q[3:4] kv[3:4]
+        send kv [0:1] to 1 tag 0
+        recv kv [1:3] from 1 tag 0
+        tile 0 q[0:1] k[0:1]
+        tile 0 q[3:4] k[0:1]
+        tile 0 q[3:4] k[3:4]
       step
-        tile 0 q[3:4] kv[1:2]
-        tile 0 q[3:4] kv[2:3]
+        tile 0 q[3:4] k[1:2]
+        tile 0 q[3:4] k[2:3]
     """
-    units, of_rank = Units(problem), _RANK_PLANNERS[problem.cp_comm_type]
+    units, of_rank = Units(problem.workload), _RANK_PLANNERS[problem.cp_comm_type]
     programs = [of_rank(units, rank) for rank in range(problem.cp_size)]
+    heads = problem.heads_q, problem.heads_kv
     forward, backward = tuple(f for f, _ in programs), tuple(b for _, b in programs)
-    return Schedule(problem.cp_comm_type, forward, backward, _SAVED[problem.cp_comm_type])
+    return Schedule(problem.cp_comm_type, heads, forward, backward, _SAVED[problem.cp_comm_type])
 
 
 def make_program(problem: Problem, rank: int) -> tuple[Program, Program]:
     """One rank's forward and backward program: what `make_schedule` has for it, without planning all of the others."""
-    return _RANK_PLANNERS[problem.cp_comm_type](Units(problem), rank)
+    return _RANK_PLANNERS[problem.cp_comm_type](Units(problem.workload), rank)

@@ -12,9 +12,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from cp_ref.spec.mask import Band, Rect
 from cp_ref.spec.sequences import Sequence, Sequences
+
+if TYPE_CHECKING:
+    from cp_ref.spec.workload import Workload
 
 __all__ = ["CP_COMM_TYPES", "LAYOUTS", "MASKS", "QKV_FORMATS", "SOFTMAX_TYPES", "Problem", "Sequence", "Sequences"]
 
@@ -92,6 +96,13 @@ class Problem:
             if same == number:
                 digest.update(column.tobytes())
         return digest.digest()[:32]
+
+    @cached_property
+    def workload(self) -> Workload:
+        """The problem as tables: who may see whom, and who has what."""
+        from cp_ref.spec.workload import workload_of
+
+        return workload_of(self)
 
     @cached_property
     def starts_q(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A schedule as data: for every rank, step by step, what it sends, what it receives and which tiles it computes.
+"""A schedule as data: what every rank sends, receives and computes, step by step. The third of the three tables.
 
 What a step means
     1. at its start the rank posts all its sends and receives; a send carries what the rank has at that moment,
@@ -7,124 +7,131 @@ What a step means
 
 So the messages of a step travel while its tiles are computed, and a schedule shows what hides behind what.
 
-What travels, by name
+What travels, by kind
     operands, copied to the receiver:    q     query rows                    kv    key and value rows
                                          do    rows of the output's gradient, with the final lse and delta
     results, handed over and added up:   out   partial output rows with their lse (the receiver merges them by lse)
                                          dq    gradient of query rows        dkv   gradient of key and value rows
 
 A tile of the forward pass needs q and kv and adds to out; a tile of the backward pass needs q, kv and do, and adds to
-dq and dkv.
+dq and dkv. Rows are those of the global packed buffers; a tile is a rectangle of one area, whose band masks it.
 
-The text form, one line each, reads back to an equal schedule:
+The text form, one line each, reads back to an equal schedule (heads are shown where they are not all heads):
 
-    schedule p2p cp_size 2 saved -
+    schedule p2p cp_size 2 heads 8/2 saved -
     forward rank 0
       step
-        send kv 0[0:2] 0[6:8] to 1 tag 0
-        recv kv 0[2:6] from 1 tag 0
-        tile 0 q[0:2] kv[0:2]
+        send kv [0:2] [6:8] to 1 tag 0
+        recv kv [2:6] from 1 tag 0
+        tile 0 q[0:2] k[0:2]
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from cp_ref.spec.mask import Rect
+import numpy as np
 
-__all__ = ["OPERANDS", "RESULTS", "Message", "Piece", "Schedule", "Step", "Tile", "tag"]
+from cp_ref.spec.table import Column, Table
+
+__all__ = ["KINDS", "OPERANDS", "RESULTS", "Message", "Pieces", "Program", "Schedule", "Step", "Tiles", "tag"]
 
 OPERANDS = ("kv", "q", "do")
 RESULTS = ("out", "dq", "dkv")
 KINDS = OPERANDS + RESULTS
 
+
 Heads = tuple[int, int]
 
 
-def tag(step: int, what: str) -> int:
+def tag(step: int, kind: str) -> int:
     """The tag of a step's messages of one kind.
 
     >>> tag(0, "kv"), tag(1, "kv")
     (0, 6)
     """
-    return step * len(KINDS) + KINDS.index(what)
+    return step * len(KINDS) + KINDS.index(kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Positions [start, stop) of one sequence, for heads [heads[0], heads[1]), or None for all heads.
+@dataclass(frozen=True, eq=False)
+class Pieces(Table):
+    """What messages carry: rows [start, stop) of a global buffer, for heads [head_start, head_stop).
 
     Heads count query heads in q, do, out and dq, and kv heads in kv and dkv.
     """
 
-    seq: int
-    start: int
-    stop: int
-    heads: Heads | None = None
+    start: Column
+    stop: Column
+    head_start: Column
+    head_stop: Column
 
-    def __str__(self) -> str:
-        return f"{self.seq}[{self.start}:{self.stop}]{_heads_text(self.heads)}"
+    @staticmethod
+    def spans(start: Column, stop: Column, heads: Heads) -> Pieces:
+        """Pieces of the same heads."""
+        return Pieces(start, stop, np.full_like(start, heads[0]), np.full_like(start, heads[1]))
+
+    @property
+    def size(self) -> int:
+        """How many rows all of them have; a row of some of the heads counts as one."""
+        return int((self.stop - self.start).sum())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
+class Tiles(Table):
+    """What is computed: rectangles of areas, for query heads [head_start, head_stop). `area` is a row of `Areas`."""
+
+    area: Column
+    q_start: Column
+    q_stop: Column
+    k_start: Column
+    k_stop: Column
+    head_start: Column
+    head_stop: Column
+
+
+@dataclass(frozen=True, eq=False)
 class Message:
     """Pieces of one kind to, or from, one peer. A send and its receive are equal but for the peer."""
 
-    what: str
-    pieces: tuple[Piece, ...]
+    kind: str
     peer: int
     tag: int
+    pieces: Pieces
 
-    def text(self, verb: str) -> str:
-        """`verb` is "send" or "recv"."""
-        pieces = " ".join(map(str, self.pieces))
-        return f"{verb} {self.what} {pieces} {'to' if verb == 'send' else 'from'} {self.peer} tag {self.tag}"
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Message):
+            return NotImplemented
+        mine, theirs = (self.kind, self.peer, self.tag), (other.kind, other.peer, other.tag)
+        return mine == theirs and self.pieces == other.pieces
 
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A rectangle of one sequence's score matrix, for the query heads `heads` (None for all). The mask is the
-    problem's.
-    """
-
-    seq: int
-    rect: Rect
-    heads: Heads | None = None
-
-    def __str__(self) -> str:
-        r = self.rect
-        return f"tile {self.seq}{_heads_text(self.heads)} q[{r.q0}:{r.q1}] kv[{r.k0}:{r.k1}]"
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # pieces are arrays
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """Messages posted together, and the tiles that are computed meanwhile."""
 
     sends: tuple[Message, ...] = ()
     recvs: tuple[Message, ...] = ()
-    tiles: tuple[Tile, ...] = ()
-
-    def lines(self) -> Iterator[str]:
-        """The step's lines, without indentation."""
-        yield from (m.text("send") for m in self.sends)
-        yield from (m.text("recv") for m in self.recvs)
-        yield from map(str, self.tiles)
+    tiles: Tiles = Tiles.of_rows([])
 
 
 Program = tuple[Step, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """Both passes of every rank: `forward[rank][step]`, `backward[rank][step]`.
 
-    `saved` names the operands that a rank keeps after the forward pass, received ones included, and has again at the
-    start of the backward pass; otherwise it starts the backward pass with what it owns.
+    `heads` are the numbers of query heads and of kv heads. `saved` names the operands that a rank keeps after the
+    forward pass, received ones included, and has again at the start of the backward pass; otherwise it starts the
+    backward pass with what it owns.
     """
 
     name: str
+    heads: Heads
     forward: tuple[Program, ...]
     backward: tuple[Program, ...]
     saved: tuple[str, ...] = ()
@@ -134,26 +141,49 @@ class Schedule:
         """How many ranks it is for."""
         return len(self.forward)
 
+    def all_heads(self, kind: str) -> Heads:
+        """All heads of one kind of operand or result: (0, number of heads)."""
+        return 0, self.heads[1] if kind in ("kv", "dkv") else self.heads[0]
+
     def __str__(self) -> str:
-        lines = [f"schedule {self.name} cp_size {self.cp_size} saved {','.join(self.saved) or '-'}"]
+        heads, saved = f"{self.heads[0]}/{self.heads[1]}", ",".join(self.saved) or "-"
+        lines = [f"schedule {self.name} cp_size {self.cp_size} heads {heads} saved {saved}"]
         for direction, programs in (("forward", self.forward), ("backward", self.backward)):
             for rank, program in enumerate(programs):
                 lines.append(f"{direction} rank {rank}")
                 for step in program:
                     lines.append("  step")
-                    lines += [f"    {line}" for line in step.lines()]
+                    lines += [f"    {line}" for line in self.lines(step)]
         return "\n".join(lines) + "\n"
+
+    def lines(self, step: Step) -> Iterator[str]:
+        """The text of a step, line by line, without indentation."""
+        yield from (self.message_text(m, "send") for m in step.sends)
+        yield from (self.message_text(m, "recv") for m in step.recvs)
+        for row in step.tiles.rows():
+            yield self.tile_text(row)
+
+    def message_text(self, message: Message, verb: str) -> str:
+        """A message as a line; `verb` is "send" or "recv"."""
+        whole = self.all_heads(message.kind)
+        pieces = " ".join(f"[{a}:{b}]{_heads_text((h0, h1), whole)}" for a, b, h0, h1 in message.pieces.rows())
+        return f"{verb} {message.kind} {pieces} {'to' if verb == 'send' else 'from'} {message.peer} tag {message.tag}"
+
+    def tile_text(self, tile: Sequence[int]) -> str:
+        """A row of `Tiles` as a line."""
+        area, q0, q1, k0, k1, h0, h1 = tile
+        return f"tile {area}{_heads_text((h0, h1), self.all_heads('q'))} q[{q0}:{q1}] k[{k0}:{k1}]"
 
     @staticmethod
     def parse(text: str) -> Schedule:
         """The schedule that `str` printed. Raises ValueError naming the first line that is not understood."""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        head = re.fullmatch(r"schedule (\S+) cp_size (\d+) saved (\S+)", lines[0] if lines else "")
+        head = re.fullmatch(r"schedule (\S+) cp_size (\d+) heads (\d+)/(\d+) saved (\S+)", lines[0] if lines else "")
         if head is None:
-            raise ValueError("a schedule begins with 'schedule NAME cp_size N saved KINDS'")
-        cp_size = int(head[2])
-        programs: dict[str, list[list[Step]]] = {d: [[] for _ in range(cp_size)] for d in ("forward", "backward")}
-        program: list[Step] | None = None
+            raise ValueError("a schedule begins with 'schedule NAME cp_size N heads Q/KV saved KINDS'")
+        cp_size, heads = int(head[2]), (int(head[3]), int(head[4]))
+        programs: dict[str, list[list[_StepText]]] = {d: [[] for _ in range(cp_size)] for d in ("forward", "backward")}
+        program: list[_StepText] | None = None
         for line in lines[1:]:
             if found := re.fullmatch(r"(forward|backward) rank (\d+)", line):
                 if int(found[2]) >= cp_size:
@@ -162,39 +192,48 @@ class Schedule:
             elif program is None:
                 raise ValueError(f"{line!r} stands before any 'forward rank R'")
             elif line == "step":
-                program.append(Step())
+                program.append(_StepText([], [], []))
             elif program:
-                program[-1] = _with_line(program[-1], line)
+                program[-1].read(line, heads)
             else:
                 raise ValueError(f"{line!r} stands before any 'step'")
-        forward, backward = (tuple(map(tuple, programs[d])) for d in ("forward", "backward"))
-        return Schedule(head[1], forward, backward, () if head[3] == "-" else tuple(head[3].split(",")))
+        forward, backward = (tuple(tuple(s.step() for s in p) for p in programs[d]) for d in ("forward", "backward"))
+        return Schedule(head[1], heads, forward, backward, () if head[5] == "-" else tuple(head[5].split(",")))
 
 
 _HEADS = r"(?:h(\d+):(\d+))?"
-_PIECE = re.compile(rf"(\d+)\[(\d+):(\d+)\]{_HEADS}")
+_PIECE = re.compile(rf"\[(\d+):(\d+)\]{_HEADS}")
 _MESSAGE = re.compile(r"(send|recv) (\S+) (.*?) ?(?:to|from) (\d+) tag (\d+)")
-_TILE = re.compile(rf"tile (\d+){_HEADS} q\[(\d+):(\d+)\] kv\[(\d+):(\d+)\]")
+_TILE = re.compile(rf"tile (\d+){_HEADS} q\[(\d+):(\d+)\] k\[(\d+):(\d+)\]")
 
 
-def _heads_text(heads: Heads | None) -> str:
-    return "" if heads is None else f"h{heads[0]}:{heads[1]}"
+def _heads_text(heads: Heads, whole: Heads) -> str:
+    return "" if heads == whole else f"h{heads[0]}:{heads[1]}"
 
 
-def _heads(first: str | None, last: str | None) -> Heads | None:
-    return None if first is None or last is None else (int(first), int(last))
+class _StepText(NamedTuple):
+    """A step while its lines are read."""
 
+    sends: list[Message]
+    recvs: list[Message]
+    tiles: list[tuple[int, ...]]
 
-def _with_line(step: Step, line: str) -> Step:
-    if found := _TILE.fullmatch(line):
-        rect = Rect(*(int(found[n]) for n in (4, 5, 6, 7)))
-        return Step(step.sends, step.recvs, (*step.tiles, Tile(int(found[1]), rect, _heads(found[2], found[3]))))
-    if found := _MESSAGE.fullmatch(line):
-        words = [_PIECE.fullmatch(word) for word in found[3].split()]
-        if found[2] in OPERANDS + RESULTS and all(words):
-            pieces = tuple(Piece(int(w[1]), int(w[2]), int(w[3]), _heads(w[4], w[5])) for w in words if w)
-            message = Message(found[2], pieces, int(found[4]), int(found[5]))
-            if found[1] == "send":
-                return Step((*step.sends, message), step.recvs, step.tiles)
-            return Step(step.sends, (*step.recvs, message), step.tiles)
-    raise ValueError(f"{line!r} is no line of a schedule")
+    def step(self) -> Step:
+        return Step(tuple(self.sends), tuple(self.recvs), Tiles.of_rows(self.tiles))
+
+    def read(self, line: str, heads: Heads) -> None:
+        if found := _TILE.fullmatch(line):
+            span = (0, heads[0]) if found[2] is None else (int(found[2]), int(found[3]))
+            self.tiles.append((int(found[1]), *(int(found[n]) for n in (4, 5, 6, 7)), *span))
+            return
+        if (found := _MESSAGE.fullmatch(line)) and found[2] in KINDS:
+            words = [_PIECE.fullmatch(word) for word in found[3].split()]
+            if all(words):
+                whole = (0, heads[1] if found[2] in ("kv", "dkv") else heads[0])
+                pieces = Pieces.of_rows(
+                    (int(w[1]), int(w[2]), *(whole if w[3] is None else (int(w[3]), int(w[4])))) for w in words if w
+                )
+                message = Message(found[2], int(found[4]), int(found[5]), pieces)
+                (self.sends if found[1] == "send" else self.recvs).append(message)
+                return
+        raise ValueError(f"{line!r} is no line of a schedule")

@@ -4,14 +4,19 @@ position_ids share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import pairwise
 from typing import Any
 
-from cp_ref.spec.layout import Fragment, ownership
+import numpy as np
+
+from cp_ref.spec.layout import check_divides
+from cp_ref.spec.ownership import Fragments, layout_fragments
 from cp_ref.spec.problem import QKV_FORMATS
+from cp_ref.spec.table import Column
 from cp_ref.spec.values import check_choice, check_data, read_count, read_lengths
 
-__all__ = ["position_spans", "slice_axis", "slice_spans", "spans_of"]
+__all__ = ["position_spans", "position_spans_of", "slice_axis", "slice_spans"]
 
 Span = tuple[int, int]
 
@@ -43,7 +48,7 @@ def slice_spans(layout: str, cp_size: int, rank: int, size: int, qkv_format: str
     """
     if qkv_format != "thd":
         _refuse_lengths(qkv_format, cu_seqlens_padded)
-        return [(f.start, f.stop) for f in ownership([size], layout, True, cp_size, rank)]
+        return _spans(_fragments(layout, [size], False, cp_size, rank))
     slots = _thd_slots(cu_seqlens_padded)
     total = sum(slots)
     tail, rest = divmod(size - total, cp_size)
@@ -52,10 +57,7 @@ def slice_spans(layout: str, cp_size: int, rank: int, size: int, qkv_format: str
             f"x has {size} tokens and cu_seqlens_padded ends at {total}: the tail of {size - total} must be a "
             f"non-negative multiple of cp_size = {cp_size}"
         )
-    starts = [0]
-    for length in slots:
-        starts.append(starts[-1] + length)
-    own = [(starts[f.seq] + f.start, starts[f.seq] + f.stop) for f in ownership(slots, layout, False, cp_size, rank)]
+    own = _spans(_fragments(layout, slots, True, cp_size, rank))
     return [*own, (total + rank * tail, total + (rank + 1) * tail)]
 
 
@@ -80,12 +82,28 @@ def position_spans(
         if seqlen is not None:
             raise ValueError(f"seqlen is {seqlen!r}, but qkv_format 'thd' takes its lengths from cu_seqlens_padded")
         slots = _thd_slots(cu_seqlens_padded)
-    return spans_of(ownership(slots, layout, qkv_format != "thd", cp_size, rank))
+    return position_spans_of(layout, slots, qkv_format == "thd", cp_size, rank)
 
 
-def spans_of(fragments: tuple[Fragment, ...]) -> list[Span]:
-    """The fragments' positions."""
-    return [(f.start, f.stop) for f in fragments]
+def position_spans_of(layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int) -> list[Span]:
+    """The positions inside their sequences of the slots that `rank` holds, for sequences of these slots."""
+    starts = _starts(slots)
+    fragments = _fragments(layout, slots, packed, cp_size, rank).within(starts[:-1], starts[1:])
+    first = starts[np.searchsorted(starts, fragments.start, side="right") - 1]  # of the sequence that it is a part of
+    return list(zip((fragments.start - first).tolist(), (fragments.stop - first).tolist(), strict=True))
+
+
+def _fragments(layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int) -> Fragments:
+    check_divides(slots, layout, not packed, cp_size)
+    return layout_fragments(layout, _starts(slots), packed, cp_size).of(rank)
+
+
+def _starts(slots: Seq[int]) -> Column:
+    return np.append(0, np.cumsum(np.array(slots, dtype=np.int64)))
+
+
+def _spans(fragments: Fragments) -> list[Span]:
+    return list(zip(fragments.start.tolist(), fragments.stop.tolist(), strict=True))
 
 
 def _refuse_lengths(qkv_format: str, cu_seqlens_padded: Any) -> None:

@@ -11,135 +11,159 @@ again a dual chunk:
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from cp_ref.spec.layout import Fragment, kv_fragments, q_fragments
-from cp_ref.spec.mask import Rect
-from cp_ref.spec.problem import Problem
-from cp_ref.spec.schedule import Piece, Tile
+import numpy as np
 
-__all__ = ["Units", "common", "real_rows", "union"]
+from cp_ref.spec.areas import UNBOUNDED, crop
+from cp_ref.spec.ownership import Fragments, grouped
+from cp_ref.spec.table import Column, Table, joined
+from cp_ref.spec.workload import Workload
+
+__all__ = ["Sights", "Spans", "Units", "spans_by"]
+
+
+@dataclass(frozen=True, eq=False)
+class Sights(Table):
+    """What units see of each other: cropped rectangles of areas, one for each fragment of queries and of keys."""
+
+    reader: Column  # the unit that has the queries
+    owner: Column  # the unit that has the keys
+    area: Column
+    q_start: Column
+    q_stop: Column
+    k_start: Column
+    k_stop: Column
 
 
 class Units:
-    """A problem's units, their rows, and what they see of each other. Each answer is worked out once.
+    """The units of a workload, their rows, and what they see of each other."""
 
-    Unit numbers are taken modulo the number of units, so that a ring can count on and on.
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.areas, self.size = workload, workload.areas, workload.a2a_size
+        self.count = workload.cp_size // self.size
+
+    @cached_property
+    def queries(self) -> Fragments:
+        """The rows of the units' queries, sorted by global row; `rank` is the unit."""
+        return self._rows("q")
+
+    @cached_property
+    def keys(self) -> Fragments:
+        """The same of keys."""
+        return self.queries if self.workload.ownership.kv is self.workload.ownership.q else self._rows("kv")
+
+    def _rows(self, side: str) -> Fragments:
+        fragments = self.workload.ownership.side(side)
+        return (fragments if self.size == 1 else grouped(fragments, self.size)).sorted()
+
+    @cached_property
+    def windowed(self) -> bool:
+        """Whether every area is bounded on both sides, so that units see little of most others."""
+        return len(self.areas) > 0 and bool(((self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)).all())
+
+    def sees(self, unit: int) -> Sights:
+        """What the queries of one unit see of every unit's keys."""
+        return self._sights(self.queries.take(self.queries.rank == unit), self.keys)
+
+    def seen(self, unit: int) -> Sights:
+        """What every unit's queries see of the keys of one unit."""
+        return self._sights(self.queries, self.keys.take(self.keys.rank == unit))
+
+    @cached_property
+    def key_areas(self) -> KeyAreas:
+        """Who owns which key rows of each area."""
+        areas, keys = self.areas, self.keys
+        area, k = joined(areas.k_start, areas.k_stop, keys.start, keys.stop)
+        start, stop = np.maximum(areas.k_start[area], keys.start[k]), np.minimum(areas.k_stop[area], keys.stop[k])
+        return KeyAreas(area, keys.rank[k], start, stop)
+
+    def needed(self, group: Column, readers: Column, last: Column) -> Spans:
+        """Of all key rows those that some units see, by group: of row n of `key_areas`, which belongs to `group[n]`,
+        what lies between the first and the last key that any of the units readers[0] ... readers[last[n]] sees in its
+        area. Groups below 1 and from the number of units on are left out.
+        """
+        there = np.flatnonzero((group > 0) & (group < self.count))
+        keys, last = self.key_areas.take(there), last[there]
+        first_key, behind_last_key = self._seen_by_each
+        start = np.maximum(keys.start, np.minimum.accumulate(first_key[:, readers], axis=1)[keys.area, last])
+        stop = np.minimum(keys.stop, np.maximum.accumulate(behind_last_key[:, readers], axis=1)[keys.area, last])
+        some = start < stop
+        return spans_by(group[there][some], start[some], stop[some])
+
+    @cached_property
+    def _seen_by_each(self) -> tuple[Column, Column]:
+        """(first key that a unit sees in an area, the one behind the last), [areas, units]; (far, -far) for none."""
+        areas, far = self.areas, 2 * UNBOUNDED
+        first, behind = (np.full((len(areas), self.count), x, dtype=np.int64) for x in (far, -far))
+        area, q = joined(areas.q_start, areas.q_stop, self.queries.start, self.queries.stop)
+        unit = self.queries.rank[q]
+        q0, q1 = np.maximum(areas.q_start[area], self.queries.start[q]), np.minimum(areas.q_stop[area], self.queries.stop[q])
+        np.minimum.at(first, (area, unit), q0 + areas.lo[area])
+        np.maximum.at(behind, (area, unit), q1 + areas.hi[area])
+        return first, behind
+
+    def _sights(self, queries: Fragments, keys: Fragments) -> Sights:
+        areas = self.areas
+        area, q = joined(areas.q_start, areas.q_stop, queries.start, queries.stop)
+        q0, q1 = np.maximum(areas.q_start[area], queries.start[q]), np.minimum(areas.q_stop[area], queries.stop[q])
+        k0 = np.maximum(areas.k_start[area], q0 + areas.lo[area])  # what these rows see lies between the two
+        k1 = np.minimum(areas.k_stop[area], q1 + areas.hi[area])
+        n, k = joined(k0, k1, keys.start, keys.stop)
+        area, reader = area[n], queries.rank[q][n]
+        k0, k1 = np.maximum(k0[n], keys.start[k]), np.minimum(k1[n], keys.stop[k])
+        q0, q1, k0, k1 = crop(q0[n], q1[n], k0, k1, areas.lo[area], areas.hi[area])
+        found = Sights(reader, keys.rank[k], area, q0, q1, k0, k1)
+        there = (q0 < q1) & (k0 < k1)
+        return found if there.all() else found.take(there)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyAreas(Table):
+    """Key rows [start, stop) of an area that one unit owns."""
+
+    area: Column
+    owner: Column
+    start: Column
+    stop: Column
+
+
+class Spans(NamedTuple):
+    """Spans of rows by group: those of group g are number `ends[g]` to `ends[g + 1]`."""
+
+    start: Column
+    stop: Column
+    ends: Column
+
+    def of(self, group: int) -> tuple[Column, Column]:
+        """(start, stop) of one group's spans, sorted and disjoint."""
+        if not 0 <= group < len(self.ends) - 1:
+            return self.start[:0], self.stop[:0]
+        here = slice(int(self.ends[group]), int(self.ends[group + 1]))
+        return self.start[here], self.stop[here]
+
+
+def spans_by(group: Column, start: Column, stop: Column) -> Spans:
+    """The rows of each group as few spans.
+
+    >>> spans = spans_by(np.array([0, 0, 2, 0]), np.array([4, 0, 2, 6]), np.array([8, 4, 3, 9]))
+    >>> [[x.tolist() for x in spans.of(group)] for group in range(3)]
+    [[[0], [9]], [[], []], [[2], [3]]]
     """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.unit_size = problem.a2a_size
-        self.count = problem.cp_size // self.unit_size
-        bands = [problem.band(s) for s in problem.sequences]
-        self.windowed = bool(bands) and all(b.lo is not None and b.hi is not None for b in bands)
-        self._tiles: dict[tuple[int, int], tuple[Tile, ...]] = {}
-        self._seen: dict[tuple[int, int], tuple[Piece, ...]] = {}
-        self._seen_by_some: dict[tuple[int, int, int], tuple[Piece, ...]] = {}
-        self._active: dict[tuple[str, int], tuple[Piece, ...]] = {}
-        self._rows: dict[tuple[str, int], dict[int, list[Piece]]] = {}
-
-    def tiles(self, unit: int, owner: int) -> tuple[Tile, ...]:
-        """What `unit`'s queries see of `owner`'s keys, as cropped rectangles; real tokens only."""
-        where = (unit % self.count, owner % self.count)
-        if where not in self._tiles:
-            self._tiles[where] = tuple(self._find_tiles(*where))
-        return self._tiles[where]
-
-    def seen(self, unit: int, owner: int) -> tuple[Piece, ...]:
-        """The rows of `owner`'s block that `unit` sees."""
-        where = (unit % self.count, owner % self.count)
-        if where not in self._seen:
-            self._seen[where] = union(Piece(t.seq, t.rect.k0, t.rect.k1) for t in self.tiles(*where))
-        return self._seen[where]
-
-    def seen_by_some(self, owner: int, first: int, last: int) -> tuple[Piece, ...]:
-        """The rows of `owner`'s block that any of the units owner + first ... owner + last sees."""
-        where = (owner % self.count, first, last)
-        if where not in self._seen_by_some:
-            hops = range(first, last + 1)
-            self._seen_by_some[where] = union(p for hop in hops for p in self.seen(owner + hop, owner))
-        return self._seen_by_some[where]
-
-    def active(self, unit: int, side: str) -> tuple[Piece, ...]:
-        """The query rows ("q") of a unit that see anything, or the key rows ("kv") that anybody sees."""
-        where = (side, unit % self.count)
-        if where not in self._active:
-            others = range(self.count)
-            if side == "q":
-                pieces = (Piece(t.seq, t.rect.q0, t.rect.q1) for other in others for t in self.tiles(unit, other))
-            else:
-                pieces = (Piece(t.seq, t.rect.k0, t.rect.k1) for other in others for t in self.tiles(other, unit))
-            self._active[where] = union(pieces)
-        return self._active[where]
-
-    def _find_tiles(self, unit: int, owner: int) -> Iterable[Tile]:
-        keys = self._unit_rows("kv", owner)
-        for seq, queries in self._unit_rows("q", unit).items():
-            band = self.problem.band(self.problem.sequences[seq])
-            for q in queries:
-                for k in keys.get(seq, ()):
-                    if (rect := band.crop(Rect(q.start, q.stop, k.start, k.stop))) is not None:
-                        yield Tile(seq, rect)
-
-    def _unit_rows(self, side: str, unit: int) -> dict[int, list[Piece]]:
-        if (side, unit) not in self._rows:
-            ranks = range(unit * self.unit_size, (unit + 1) * self.unit_size)
-            pieces = [p for rank in ranks for p in real_rows(self.problem, rank, side)]
-            # one rank's chunks stay apart, as they lie in its buffer; the chunks of a group are joined
-            rows = union(pieces) if self.unit_size > 1 else pieces
-            by_sequence: dict[int, list[Piece]] = defaultdict(list)
-            for piece in rows:
-                by_sequence[piece.seq].append(piece)
-            self._rows[side, unit] = by_sequence
-        return self._rows[side, unit]
-
-
-def real_rows(problem: Problem, rank: int, side: str) -> list[Piece]:
-    """The real tokens that a rank owns, fragment by fragment; `side` is "q" or "kv".
-
-    >>> from cp_ref.spec.problem import Sequence
-    >>> [str(p) for p in real_rows(Problem(2, (Sequence(7, 7, 8, 8),)), 0, "q")]
-    ['0[0:2]', '0[6:7]']
-    """
-    fragments: tuple[Fragment, ...] = (q_fragments if side == "q" else kv_fragments)(problem, rank)
-    pieces: list[Piece] = []
-    for f in fragments:
-        sequence = problem.sequences[f.seq]
-        stop = min(f.stop, sequence.len_q if side == "q" else sequence.len_kv)
-        if f.start < stop:
-            pieces.append(Piece(f.seq, f.start, stop))
-    return pieces
-
-
-def common(pieces: Iterable[Piece], others: Iterable[Piece]) -> list[Piece]:
-    """The positions that are in both, cut as in `pieces`.
-
-    >>> [str(p) for p in common([Piece(0, 0, 4), Piece(0, 6, 8), Piece(1, 0, 2)], [Piece(0, 2, 7)])]
-    ['0[2:4]', '0[6:7]']
-    """
-    by_sequence: dict[int, list[Piece]] = defaultdict(list)
-    for p in others:
-        by_sequence[p.seq].append(p)
-    found: list[Piece] = []
-    for p in pieces:
-        for other in by_sequence[p.seq]:
-            if (start := max(p.start, other.start)) < (stop := min(p.stop, other.stop)):
-                found.append(Piece(p.seq, start, stop))
-    return found
-
-
-def union(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The same positions as few pieces, sorted; all heads.
-
-    >>> [str(p) for p in union([Piece(0, 4, 8), Piece(0, 0, 4), Piece(1, 2, 3), Piece(0, 6, 9)])]
-    ['0[0:9]', '1[2:3]']
-    """
-    merged: list[Piece] = []
-    for p in sorted(pieces, key=lambda p: (p.seq, p.start)):
-        if merged and merged[-1].seq == p.seq and p.start <= merged[-1].stop:
-            merged[-1] = Piece(p.seq, merged[-1].start, max(merged[-1].stop, p.stop))
-        else:
-            merged.append(Piece(p.seq, p.start, p.stop))
-    return tuple(merged)
+    order = np.argsort(group.astype(np.int16), kind="stable")  # sorts by counting
+    group, start, stop = group[order], start[order], stop[order]
+    same = group[1:] == group[:-1]
+    if bool((same & (start[1:] < stop[:-1])).any()):
+        order = np.lexsort((start, group))
+        start, stop = start[order], stop[order]
+    if len(group):
+        width = int(stop.max()) + 1  # groups side by side on one axis, with a gap between them
+        reach = np.maximum.accumulate(stop + group * width)
+        begin = np.flatnonzero(np.append(True, start[1:] + group[1:] * width > reach[:-1]))
+        if len(begin) < len(group):
+            last = np.append(begin[1:], len(group)) - 1
+            group, start, stop = group[begin], start[begin], reach[last] - group[begin] * width
+    largest = int(group[-1]) if len(group) else -1
+    return Spans(start, stop, np.searchsorted(group, np.arange(largest + 2)))

@@ -1,0 +1,179 @@
+"""Ownership: which rank holds which rows, in which order in its buffer. The second of the three tables.
+
+One `Fragments` table for the query side and one for keys and values: rank r holds rows [start, stop) of the global
+packed buffer from row `row` of its own buffer on. A layout is a maker of such tables:
+
+    dual_chunk, cp_size 2, one sequence of 8      contiguous, cp_size 2, sequences of 4 and 8 as one buffer
+    row of the global buffer   0 1 2 3 4 5 6 7    0 1 2 3 4 5 6 7 8 9 10 11
+    rank                       0 0 1 1 1 1 0 0    0 0 0 0 0 0 1 1 1 1  1  1
+    row of the rank's buffer   0 1 0 1 2 3 2 3    0 1 2 3 4 5 0 1 2 3  4  5
+
+Under a causal mask a late chunk sees much, so dual_chunk gives the rank of an early one the late one too: chunk c sees
+c and a half chunks, so chunks r and 2 * cp_size - 1 - r together see 2 * cp_size, on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_ref.spec.table import Column, Table, joined
+
+__all__ = ["Fragments", "Ownership", "contiguous", "dual_chunk", "grouped", "layout_fragments"]
+
+
+@dataclass(frozen=True, eq=False)
+class Fragments(Table):
+    """Rows [start, stop) of a global packed buffer that lie at rows [row, row + stop - start) of `rank`'s buffer.
+
+    Sorted by rank, then by row; none is empty, and no two of them share a global row.
+    """
+
+    rank: Column
+    start: Column
+    stop: Column
+    row: Column
+
+    def of(self, rank: int) -> Fragments:
+        """The fragments of one rank."""
+        first, last = np.searchsorted(self.rank, [rank, rank + 1])
+        return self.take(slice(int(first), int(last)))
+
+    def sorted(self) -> Fragments:
+        """The same, sorted by global row."""
+        return self.take(np.argsort(self.start, kind="stable"))
+
+    def within(self, start: Column, stop: Column) -> Fragments:
+        """What lies in these global spans, which are sorted and disjoint: real tokens without their padding.
+
+        >>> cut = Fragments.of_rows([(0, 0, 4, 0), (1, 4, 8, 0)]).within(np.array([0, 6]), np.array([3, 8]))
+        >>> list(cut.rows())
+        [(0, 0, 3, 0), (1, 6, 8, 2)]
+        """
+        some = start < stop
+        number, span = joined(self.start, self.stop, start[some], stop[some])
+        cut = self.take(number)
+        first, last = np.maximum(cut.start, start[some][span]), np.minimum(cut.stop, stop[some][span])
+        return Fragments(cut.rank, first, last, cut.row + first - cut.start)
+
+
+@dataclass(frozen=True, eq=False)
+class Ownership:
+    """Who holds which rows on both sides, and the size of every rank's buffers (padding and tail included)."""
+
+    cp_size: int
+    q: Fragments
+    kv: Fragments
+
+    def side(self, side: str) -> Fragments:
+        """`side` is "q" or "kv"."""
+        return self.q if side == "q" else self.kv
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ownership):
+            return NotImplemented
+        return (self.cp_size, self.q, self.kv) == (other.cp_size, other.q, other.kv)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # columns are arrays
+
+    def __str__(self) -> str:
+        lines = [f"ownership cp_size {self.cp_size}\n"]
+        for side in ("q", "kv"):
+            rows = self.side(side).rows()
+            lines += [f"rank {rank} {side}[{start}:{stop}] row {row}\n" for rank, start, stop, row in rows]
+        return "".join(lines)
+
+    @staticmethod
+    def parse(text: str) -> Ownership:
+        """The ownership that `str` printed. Raises ValueError naming the first line that is not understood.
+
+        >>> rows = Fragments.of_rows([(0, 0, 4, 0), (1, 4, 8, 0)])
+        >>> Ownership.parse(str(Ownership(2, rows, rows))) == Ownership(2, rows, rows)
+        True
+        """
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        head = re.fullmatch(r"ownership cp_size (\d+)", lines[0] if lines else "")
+        if head is None:
+            raise ValueError("an ownership begins with 'ownership cp_size N'")
+        rows: dict[str, list[tuple[int, ...]]] = {"q": [], "kv": []}
+        for line in lines[1:]:
+            if (found := _LINE.fullmatch(line)) is None:
+                raise ValueError(f"{line!r} is no fragment, which has the form 'rank 0 q[0:4] row 0'")
+            rows[found[2]].append(tuple(int(found[n]) for n in (1, 3, 4, 5)))
+        return Ownership(int(head[1]), Fragments.of_rows(rows["q"]), Fragments.of_rows(rows["kv"]))
+
+
+_LINE = re.compile(r"rank (\d+) (q|kv)\[(\d+):(\d+)\] row (\d+)")
+
+
+def dual_chunk(starts: Column, cp_size: int) -> Fragments:
+    """Every sequence is cut in 2 * cp_size equal chunks; rank r holds chunk r and then chunk 2 * cp_size - 1 - r.
+
+    Args:
+        starts: where each sequence begins in the global buffer, and where the last ends, [b + 1]; every length divides
+            by 2 * cp_size.
+
+    >>> list(dual_chunk(np.array([0, 8]), 2).rows())
+    [(0, 0, 2, 0), (0, 6, 8, 2), (1, 2, 4, 0), (1, 4, 6, 2)]
+    """
+    chunk = np.diff(starts) // (2 * cp_size)
+    ranks = np.arange(cp_size, dtype=starts.dtype)
+    number = np.stack([ranks, 2 * cp_size - 1 - ranks], axis=1)[:, None, :]  # [rank, 1, early or late]
+    start = starts[:-1, None] + chunk[:, None] * number  # [rank, sequence, early or late]
+    row = (np.cumsum(2 * chunk) - 2 * chunk)[:, None] + chunk[:, None] * np.arange(2)  # [sequence, early or late]
+    return _fragments(start, chunk[:, None], row)
+
+
+def contiguous(starts: Column, cp_size: int) -> Fragments:
+    """Every stretch of the global buffer is cut in cp_size equal parts; rank r holds the r-th of each.
+
+    Args:
+        starts: where each stretch begins, and where the last ends, [n + 1]: the sequences in bshd and sbhd, one stretch
+            in thd; every length divides by cp_size.
+
+    >>> list(contiguous(np.array([0, 4, 12]), 2).rows())
+    [(0, 0, 2, 0), (0, 4, 8, 2), (1, 2, 4, 0), (1, 8, 12, 2)]
+    """
+    part = np.diff(starts) // cp_size
+    start = starts[:-1] + part * np.arange(cp_size, dtype=starts.dtype)[:, None]  # [rank, stretch]
+    return _fragments(start, part, np.cumsum(part) - part)
+
+
+def layout_fragments(layout: str, starts: Column, packed: bool, cp_size: int) -> Fragments:
+    """Who holds which slots under a layout, by its name.
+
+    Args:
+        starts: where each sequence begins in the global buffer, padding included, and where the last ends, [b + 1].
+        packed: whether "contiguous" cuts the buffer as a whole (thd), or every sequence (bshd, sbhd).
+    """
+    if layout == "dual_chunk":
+        return dual_chunk(starts, cp_size)
+    return contiguous(starts[[0, -1]] if packed else starts, cp_size)
+
+
+def _fragments(start: Column, size: Column, row: Column) -> Fragments:
+    """Fragments from arrays whose first axis is the rank; empty ones are left out."""
+    rank = np.arange(len(start), dtype=start.dtype).reshape(-1, *[1] * (start.ndim - 1))
+    columns = (np.broadcast_to(x, start.shape).ravel() for x in (rank, start, start + size, row))
+    found = Fragments(*columns)
+    return found if len(size) and size.all() else found.take(found.start < found.stop)
+
+
+def grouped(fragments: Fragments, size: int) -> Fragments:
+    """The rows of groups of `size` neighbouring ranks: `rank` is the group's number, touching fragments are one, and
+    `row` counts the group's rows in the order of the global buffer.
+
+    >>> list(grouped(dual_chunk(np.array([0, 8]), 4), 2).rows())
+    [(0, 0, 2, 0), (0, 6, 8, 2), (1, 2, 6, 0)]
+    """
+    unit = fragments.rank // size
+    order = np.lexsort((fragments.start, unit))
+    unit, start, stop = unit[order], fragments.start[order], fragments.stop[order]
+    first = np.ones(len(unit), dtype=bool)
+    first[1:] = (unit[1:] != unit[:-1]) | (start[1:] != stop[:-1])
+    begin = np.flatnonzero(first)
+    unit, start, stop = unit[begin], start[begin], stop[np.append(begin[1:], len(stop)) - 1]
+    row = np.cumsum(stop - start) - (stop - start)
+    return Fragments(unit, start, stop, row - row[np.searchsorted(unit, unit)])

@@ -1,0 +1,94 @@
+"""Tables of integers: columns of equal length, one entry a row. Areas, ownership and schedules are made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Column", "Table", "joined", "ranges"]
+
+Column = NDArray[Any]  # [n], signed integers of 32 or 64 bits
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The base of all tables: a dataclass whose fields are columns. Tables are not changed once they are made.
+
+    >>> @dataclass(frozen=True, eq=False)
+    ... class Spans(Table):
+    ...     start: Column
+    ...     stop: Column
+    >>> spans = Spans.of_rows([(0, 4), (6, 9)])
+    >>> len(spans), spans.stop.tolist(), list(spans.take(spans.start > 0).rows()), spans == spans.take(slice(None))
+    (2, [4, 9], [(6, 9)], True)
+    """
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Sequence[int]]) -> Self:
+        """A table from its rows, each with a number for every column; int64."""
+        names = [f.name for f in fields(cls)]
+        values = np.array(list(rows), dtype=np.int64).reshape(-1, len(names))
+        return cls(*(np.ascontiguousarray(values[:, n]) for n in range(len(names))))
+
+    @classmethod
+    def concat(cls, tables: Sequence[Self]) -> Self:
+        """The rows of several tables, one table behind the other."""
+        if len(tables) == 1:
+            return tables[0]
+        columns = zip(*(table.columns for table in tables), strict=True)
+        return cls(*map(np.concatenate, columns)) if tables else cls.of_rows([])
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns, in the order of the fields."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def take(self, which: Column | slice) -> Self:
+        """The rows at these indices, of this mask, or of this slice."""
+        if isinstance(which, np.ndarray) and which.dtype == np.bool_:
+            which = np.flatnonzero(which)
+        return type(self)(*(column[which] for column in self.columns))
+
+    def rows(self) -> Iterator[tuple[int, ...]]:
+        """The rows as tuples of Python's integers."""
+        return zip(*(column.tolist() for column in self.columns), strict=True)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(np.array_equal(a, b) for a, b in zip(self.columns, other.columns, strict=True))
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # columns are arrays
+
+
+def ranges(first: Column, count: Column) -> Column:
+    """The numbers first, first + 1, ... of every range, one range behind the other.
+
+    >>> ranges(np.array([4, 9]), np.array([2, 3])).tolist()
+    [4, 5, 9, 10, 11]
+    """
+    ends = np.cumsum(count, dtype=first.dtype)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(first - ends + count, count) + np.arange(total, dtype=first.dtype)
+
+
+def joined(start: Column, stop: Column, others_start: Column, others_stop: Column) -> tuple[Column, Column]:
+    """All pairs (number of a span, number of another span) that have an element in common, by the span's number.
+
+    `others` are sorted and disjoint; empty spans of either side have nothing in common with any.
+
+    >>> [pair.tolist() for pair in joined(*np.array([[0, 5], [4, 9]]), *np.array([[0, 3, 6], [2, 5, 9]]))]
+    [[0, 0, 1], [0, 1, 2]]
+    """
+    first = np.searchsorted(others_stop, start, side="right")
+    last = np.searchsorted(others_start, stop, side="left")
+    count = np.where(start < stop, last - first, 0)
+    np.maximum(count, 0, out=count)
+    return np.repeat(np.arange(len(start)), count), ranges(first, count)

@@ -1,0 +1,104 @@
+"""A problem as two tables: who may see whom, and who has what. All that planners, `verify` and executors know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_ref.spec.areas import UNBOUNDED, Areas, crop
+from cp_ref.spec.ownership import Fragments, Ownership, layout_fragments
+from cp_ref.spec.problem import Problem
+from cp_ref.spec.table import Column
+
+__all__ = ["Workload", "areas_of", "slot_fragments", "workload_of"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Areas, ownership of real tokens (padding is nobody's), heads, and how many ranks exchange heads for sequence."""
+
+    areas: Areas
+    ownership: Ownership
+    heads_q: int = 1
+    heads_kv: int = 1
+    a2a_size: int = 1
+
+    @property
+    def cp_size(self) -> int:
+        """How many ranks there are."""
+        return self.ownership.cp_size
+
+    @property
+    def group_size(self) -> int:
+        """How many query heads share a kv head."""
+        return self.heads_q // self.heads_kv
+
+
+def workload_of(problem: Problem) -> Workload:
+    """The tables of a problem.
+
+    >>> from cp_ref.spec.problem import Sequence
+    >>> tables = workload_of(Problem(2, (Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal"))
+    >>> print(str(tables.areas) + str(tables.ownership), end="")
+    area q[0:7] k[0:7] band *:0
+    ownership cp_size 2
+    rank 0 q[0:2] row 0
+    rank 0 q[6:7] row 2
+    rank 1 q[2:4] row 0
+    rank 1 q[4:6] row 2
+    rank 0 kv[0:2] row 0
+    rank 0 kv[6:7] row 2
+    rank 1 kv[2:4] row 0
+    rank 1 kv[4:6] row 2
+    """
+    return Workload(areas_of(problem), _ownership_of(problem), problem.heads_q, problem.heads_kv, problem.a2a_size)
+
+
+def areas_of(problem: Problem) -> Areas:
+    """One area a sequence: its real tokens, cut down to the rows and columns that see anything. Sequences of which
+    nothing is visible have none.
+    """
+    (q_start, q_len), (k_start, k_len) = _tokens(problem, "q"), _tokens(problem, "kv")
+    left, right = problem.window_size
+    diagonal = k_start - q_start + (k_len - q_len if problem.bottom_right else 0)  # of the mask, in global rows
+    right = 0 if problem.causal else right
+    lo = np.full_like(diagonal, -UNBOUNDED) if left < 0 else diagonal - min(left, UNBOUNDED // 2)
+    hi = np.full_like(diagonal, UNBOUNDED) if right < 0 else diagonal + min(right, UNBOUNDED // 2)
+    q0, q1, k0, k1 = crop(q_start, q_start + q_len, k_start, k_start + k_len, lo, hi)
+    there = (q0 < q1) & (k0 < k1) & (q_len > 0) & (k_len > 0) & (lo <= hi)
+    # an edge that hides nothing is unbounded: equal areas are equal rows
+    lo, hi = np.where(lo <= k0 - (q1 - 1), -UNBOUNDED, lo), np.where(hi >= k1 - 1 - q0, UNBOUNDED, hi)
+    areas = Areas(q0, q1, k0, k1, lo, hi)
+    return areas if there.all() else areas.take(there)
+
+
+def slot_fragments(problem: Problem, side: str) -> Fragments:
+    """Who holds which slots of one side ("q" or "kv"), padding included: the layout's own table."""
+    packed = problem.qkv_format == "thd"
+    return layout_fragments(problem.layout, _starts(problem, side), packed, problem.cp_size)
+
+
+def _ownership_of(problem: Problem) -> Ownership:
+    lengths, q = problem.lengths, _real(problem, "q")
+    same = lengths.len_q == lengths.len_kv and lengths.slots_q == lengths.slots_kv
+    return Ownership(problem.cp_size, q, q if same else _real(problem, "kv"))
+
+
+def _real(problem: Problem, side: str) -> Fragments:
+    """Who holds which real tokens."""
+    slots, (start, length) = slot_fragments(problem, side), _tokens(problem, side)
+    padded = bool((start + length < _starts(problem, side)[1:]).any())
+    return slots.within(start, start + length) if padded else slots
+
+
+def _starts(problem: Problem, side: str) -> Column:
+    """Where each sequence begins in the global buffer, padding included, and where the last ends."""
+    slots = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
+    return np.append(0, np.cumsum(np.array(slots, dtype=np.int64)))
+
+
+def _tokens(problem: Problem, side: str) -> tuple[Column, Column]:
+    """Where the real tokens of each sequence begin in the global buffer, and how many there are."""
+    lengths = problem.lengths.len_q if side == "q" else problem.lengths.len_kv
+    return _starts(problem, side)[:-1], np.array(lengths, dtype=np.int64)
