@@ -172,8 +172,8 @@ class Schedule:
         """A message as a line; `verb` is "send" or "recv"."""
         whole = self.all_heads(message.kind)
         pieces = " ".join(f"[{a}:{b}]{_heads_text((h0, h1), whole)}" for a, b, h0, h1 in message.pieces.rows())
-        verb = f"{verb} complete" if message.complete else verb
-        return f"{verb} {message.kind} {pieces} {'to' if verb == 'send' else 'from'} {message.peer} tag {message.tag}"
+        kind = f"complete {message.kind}" if message.complete else message.kind
+        return f"{verb} {kind} {pieces} {'to' if verb == 'send' else 'from'} {message.peer} tag {message.tag}"
 
     def tile_text(self, tile: Sequence[int]) -> str:
         """A row of `Tiles` as a line."""
