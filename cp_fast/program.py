@@ -39,8 +39,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Results of one kind: `size` rows of heads [heads[0], heads[1]). `home`: the rank's own rows, in the order of its
-    buffer. `complete`: nothing will be added by others, so they may be rounded before they are sent.
+    """Results of one kind: `size` rows of heads [heads[0], heads[1]). `home`: the rank's own rows, as many as its tensors
+    have. `complete`: nothing will be added by others, so they may be rounded before they are sent.
     """
 
     kind: str
@@ -69,11 +69,16 @@ class Copy(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Send(Generic[R]):
-    """Operands that are sent. `tag` is that of its first tensor."""
+    """The same rows of a buffer to one peer or several, to each of them `heads` heads from its first one on. `tags` are
+    those of each peer's first tensor.
+    """
 
-    peer: int
-    tag: int
-    what: Operand[R]
+    peers: tuple[int, ...]
+    tags: tuple[int, ...]
+    buffer: int
+    rows: R
+    first_heads: tuple[int, ...]
+    heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ class Contribution(Generic[R]):
     rows: R  # of the partial result
     heads: Heads  # of the partial result
     into: R  # rows of the sums
+    into_heads: Heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +167,8 @@ class Program(Generic[R]):
         forward, backward: the steps.
         buffers: every operand buffer by number; those of `OWN` are the rank's own.
         sums: everything that results are added up in, by number.
-        saved: buffers of the forward pass that the backward pass needs, and `saved_sums`: complete results that were
-            sent and are the `res` buffers of the backward pass, by sums -> buffer.
+        saved: buffers that the backward pass needs of those that the forward pass had, the own q and kv included.
+        saved_sums: complete results that were sent and are `res` buffers of the backward pass, by sums -> buffer.
         real_q_rows: the local rows that hold real query tokens; in a plan that is updated in place a mask of all rows.
         spare_rows: how many rows lie behind those of every buffer that results are added to, to be written and never
             read: in a plan that is updated in place tables have a constant size, and what pads them is written there.
@@ -177,3 +183,25 @@ class Program(Generic[R]):
     real_q_rows: R
     spare_rows: int = 0
     position_ids: Any = None  # int64 [t], in a plan that is updated in place
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether the backward pass needs the rank's own q, k and v."""
+        return any(number in self.saved for number in (OWN["q"], OWN["kv"]))
+
+    @property
+    def kept(self) -> str:
+        """What the forward pass keeps for the backward pass beside its arguments and results: a letter for each tensor,
+        "x" for rows of the input's dtype, "l" for an lse.
+        """
+        letters = {"kv": "xx", "res": "xl"}
+        numbers = [number for number in self.saved if number not in OWN.values()]
+        kinds = [self.buffers[number].kind for number in numbers]
+        return "".join(letters.get(kind, "x") for kind in kinds) + "xl" * len(self.saved_sums)
+
+    @property
+    def sends_do(self) -> bool:
+        """Whether rows of the output's gradient travel; so on every rank of a schedule in which they do."""
+        return any(self.buffers[send.buffer].kind == "do" for step in self.backward for send in step.sends) or any(
+            self.buffers[recv.buffer].kind == "do" for step in self.backward for recv in step.recvs
+        )
