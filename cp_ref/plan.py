@@ -25,11 +25,10 @@ from cp_ref.spec import (
     check_plan_owner,
     make_schedule,
     next_batch,
-    q_fragments,
+    position_spans_of,
     read_problem,
     read_room,
     signature_of,
-    spans_of,
     split_plan_arguments,
 )
 
@@ -62,10 +61,9 @@ class Plan:
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
         sbhd. With `room`, [max_tokens_q / cp], 0 in the tail.
         """
-        fragments = q_fragments(self.problem, self.rank)
-        if self.problem.qkv_format != "thd":
-            fragments = tuple(f for f in fragments if f.seq == 0)
-        ids = numbers(spans_of(fragments), self.device)
+        p, packed = self.problem, self.problem.qkv_format == "thd"
+        slots = p.lengths.slots_q if packed else p.lengths.slots_q[:1]
+        ids = numbers(position_spans_of(p.layout, slots, packed, p.cp_size, self.rank), self.device)
         return ids if self.room is None else torch.nn.functional.pad(ids, (0, self.room.rows_q - len(ids)))
 
     def update(
