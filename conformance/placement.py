@@ -1,4 +1,4 @@
-"""From the ranks' slices to the global tensor, by `cp_ref.spec`'s ownership and not by the implementation's `unshard`."""
+"""From the ranks' slices to the global tensor, by the specified ownership instead of the implementation's `unshard`."""
 
 from __future__ import annotations
 
