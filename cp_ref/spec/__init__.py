@@ -15,14 +15,14 @@ from cp_ref.spec.pair import PairGroup
 from cp_ref.spec.plan_arguments import signature_of, split_plan_arguments
 from cp_ref.spec.planners import make_program, make_schedule
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
-from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
+from cp_ref.spec.report import RankCost, Report, message_bytes, report, tile_pairs
 from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
 from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, Program, Schedule, Step, Tiles, tag
 from cp_ref.spec.slices import position_spans, position_spans_of, slice_axis, slice_spans
 from cp_ref.spec.table import Column, Table, joined, ranges
 from cp_ref.spec.units import Units
 from cp_ref.spec.values import check_choice, check_data, check_flag, read_count
-from cp_ref.spec.verify import InvalidSchedule, verify
+from cp_ref.spec.verify import InvalidSchedule, verify, verify_tables
 from cp_ref.spec.workload import Workload, areas_of, slot_fragments, workload_of
 
 __all__ = [
@@ -87,7 +87,6 @@ __all__ = [
     "make_program",
     "make_schedule",
     "message_bytes",
-    "message_rows",
     "next_batch",
     "position_spans",
     "position_spans_of",
@@ -103,6 +102,8 @@ __all__ = [
     "slot_fragments",
     "split_plan_arguments",
     "tag",
+    "tile_pairs",
     "verify",
+    "verify_tables",
     "workload_of",
 ]
