@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_ref.spec import Problem, Schedule
-from cp_ref.spec.drawing import title
+from cp_ref.spec.title import title
 
 __all__ = ["DIRECTIONS", "KINDS", "OF_KEYS", "WHOLE", "Item", "Piece", "Trace"]
 

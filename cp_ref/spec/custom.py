@@ -39,7 +39,7 @@ def check_schedule(schedule: Any, problem: Problem, room: Room | None, group: Gr
         )
     if room is not None:
         raise ValueError(
-            f"schedule is given, but max_sequences is {room.max_sequences}; a schedule is for one batch, and a plan with "
+            f"schedule is given, but max_sequences is {room.max_sequences}; a schedule is for one batch, a plan with "
             "max_sequences is for several"
         )
     verify(problem, schedule)
@@ -56,5 +56,5 @@ def _check_reach(schedule: Schedule, group: PairGroup) -> None:
                     if not group.joins(rank, message.peer):
                         raise ValueError(
                             f"schedule has {schedule.message_text(message, 'send')!r} in {direction} step {number} of "
-                            f"rank {rank}, but these two ranks have neither their a2a group nor their p2p group in common"
+                            f"rank {rank}, but the two ranks have neither their a2a group nor their p2p group in common"
                         )
