@@ -95,7 +95,7 @@ def queries_travel(problem: Problem) -> Schedule:
     def partial(kind: str, rank: int, owner: int, peer: int) -> tuple[Message, ...]:
         """The results of a rank's queries that are computed at the owner of the keys."""
         tiles = tiles_between(work, rank, owner, heads)
-        start, stop = spans_by(np.zeros(len(tiles)), tiles.q_start, tiles.q_stop).of(0)
+        start, stop = spans_by(np.zeros(len(tiles), dtype=np.int64), tiles.q_start, tiles.q_stop).of(0)
         return (Message(kind, peer, tag(2, kind), Pieces.spans(start, stop, (0, work.heads_q))),) if len(start) else ()
 
     def program(rank: int, operands: tuple[str, ...], result: str) -> Program:
