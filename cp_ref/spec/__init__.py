@@ -4,6 +4,7 @@ from cp_ref.spec.a2a import head_ranges
 from cp_ref.spec.areas import UNBOUNDED, Areas
 from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
 from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_owner, check_settled
+from cp_ref.spec.custom import check_schedule
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import gathered_spans
 from cp_ref.spec.group import Group, Parcel, Pending, agree
@@ -74,6 +75,7 @@ __all__ = [
     "check_offset",
     "check_plan_owner",
     "check_room_tensors",
+    "check_schedule",
     "check_settled",
     "contiguous",
     "describe",

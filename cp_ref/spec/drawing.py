@@ -23,7 +23,7 @@ from cp_ref.spec.mask import Band, Rect
 from cp_ref.spec.problem import Problem, Sequence
 from cp_ref.spec.schedule import Schedule, Tile
 
-__all__ = ["Block", "Owner", "Part", "Plane", "Point", "area", "band_edge", "centre", "plane", "staircase", "title"]
+__all__ = ["Block", "Owner", "Part", "Plane", "Point", "area", "band_edge", "centre", "plane", "staircase"]
 
 Point = tuple[float, float]  # x along the keys, y along the queries
 
@@ -111,14 +111,6 @@ def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: 
     owners_q = _owners(problem, q_fragments, {n: (b.y, b.sequence.len_q) for n, b in blocks.items()})
     owners_kv = _owners(problem, kv_fragments, {n: (b.x, b.sequence.len_kv) for n, b in blocks.items()})
     return Plane(rows, columns, tuple(blocks.values()), tuple(parts), owners_q, owners_kv)
-
-
-def title(problem: Problem, schedule: Schedule) -> str:
-    """What is shown, in a few words."""
-    words = [schedule.name, f"cp_size {problem.cp_size}", problem.qkv_format, problem.layout, problem.attn_mask_type]
-    if problem.window_size != (-1, -1):
-        words.append(f"window {problem.window_size}")
-    return ", ".join(words)
 
 
 def _owners(

@@ -27,7 +27,8 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import Literal
 
-from cp_ref.spec.drawing import Block, Owner, Plane, plane, title
+from cp_ref.spec.drawing import Block, Owner, Plane, plane
+from cp_ref.spec.title import title
 from cp_ref.spec.layout import divisor
 from cp_ref.spec.mask import Rect
 from cp_ref.spec.problem import Problem

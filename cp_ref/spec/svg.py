@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import defaultdict
 from xml.sax.saxutils import escape
 
-from cp_ref.spec.drawing import Plane, plane, title
+from cp_ref.spec.drawing import Plane, plane
+from cp_ref.spec.title import title
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.report import report
 from cp_ref.spec.schedule import Schedule
