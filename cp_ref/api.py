@@ -209,4 +209,4 @@ def _sink(problem: Problem, offset: torch.Tensor | None, lse: torch.Tensor) -> t
 def _real_rows(plan: Plan, device: torch.device) -> torch.Tensor:
     """The local packed rows that hold real query tokens, int64."""
     own = own_fragments(plan.problem.workload, plan.rank, "q")
-    return torch.from_numpy(ranges(own.row, own.stop - own.start)).to(device)
+    return torch.tensor(ranges(own.row, own.stop - own.start), dtype=torch.int64, device=device)

@@ -51,15 +51,15 @@ def trace(call: int = 0) -> Generator[Trace]:
     ...     outs = SimGroup(2).run(fn)
     >>> for item in t.select(rank=0, name="lse"):
     ...     print(item)
-    forward step 0 rank 0: tile lse 0[0:2] of tile 0 q[0:2] kv[0:2], float32 [2, 1]
-    forward step 0 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[0:2], float32 [2, 1]
-    forward step 0 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[6:8], float32 [2, 1]
-    forward step 1 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[2:4], float32 [2, 1]
-    forward step 1 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[4:6], float32 [2, 1]
-    forward step 2 rank 0: merged lse 0[0:2], float32 [2, 1]
-    forward step 2 rank 0: merged lse 0[6:8], float32 [2, 1]
-    forward step 2 rank 0: final lse 0[0:2], float32 [2, 1]
-    forward step 2 rank 0: final lse 0[6:8], float32 [2, 1]
+    forward step 0 rank 0: tile lse [0:2]h0:1 of tile 0 q[0:2] k[0:2], float32 [2, 1]
+    forward step 0 rank 0: tile lse [6:8]h0:1 of tile 0 q[6:8] k[0:2], float32 [2, 1]
+    forward step 0 rank 0: tile lse [6:8]h0:1 of tile 0 q[6:8] k[6:8], float32 [2, 1]
+    forward step 1 rank 0: tile lse [6:8]h0:1 of tile 0 q[6:8] k[2:4], float32 [2, 1]
+    forward step 1 rank 0: tile lse [6:8]h0:1 of tile 0 q[6:8] k[4:6], float32 [2, 1]
+    forward step 2 rank 0: merged lse [0:2]h0:1, float32 [2, 1]
+    forward step 2 rank 0: merged lse [6:8]h0:1, float32 [2, 1]
+    forward step 2 rank 0: final lse [0:2]h0:1, float32 [2, 1]
+    forward step 2 rank 0: final lse [6:8]h0:1, float32 [2, 1]
     """
     global _now
     if _now is not None:
