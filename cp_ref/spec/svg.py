@@ -81,7 +81,7 @@ class _Page:
         dims = f"d {p.d_qk}" if p.d_v == p.d_qk else f"d {p.d_qk}/{p.d_v}"
         heads = f"{_counted(p.heads_q, 'query head')} over {p.heads_kv}, {dims}"
         what = f"{count}, {_counted(tokens, 'query token')}; {heads}, {p.dtype}"
-        if any(part.tile.heads is not None for part in self.view.parts):
+        if self.view.some_heads:
             what += f"; query head {self.head} shown"
         self._text(_LEFT, 75, what, size=13.5, colour=SOFT)
 
