@@ -1,4 +1,4 @@
-"""From the ranks' slices to the global tensor, by `cp_ref.spec.ownership` and not by the implementation's `unshard`."""
+"""From the ranks' slices to the global tensor, by the specified ownership instead of the implementation's `unshard`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from conformance.case import Case
-from cp_ref.spec import Problem, ownership
+from cp_ref.spec import Problem, ranges, slot_fragments
 
 __all__ = ["assemble", "global_rows", "positions", "take_slice", "where"]
 
@@ -19,15 +19,10 @@ def global_rows(problem: Problem, side: str, tail: int, rank: int) -> tuple[int,
     In bshd and sbhd that axis is one sequence's slots; in thd it is the packed buffer.
     """
     starts = problem.starts_q if side == "q" else problem.starts_kv
+    own = slot_fragments(problem, side).of(rank)
     if problem.qkv_format != "thd":
-        slots = [getattr(problem.sequences[0], f"slots_{side}")]
-        starts, per_sequence = (0,), True
-    else:
-        slots = [getattr(s, f"slots_{side}") for s in problem.sequences]
-        per_sequence = False
-    rows: list[int] = []
-    for f in ownership(slots, problem.layout, per_sequence, problem.cp_size, rank):
-        rows += range(starts[f.seq] + f.start, starts[f.seq] + f.stop)
+        own = own.take(own.start < starts[1])
+    rows: list[int] = ranges(own.start, own.stop - own.start).tolist()
     part, total = tail // problem.cp_size, starts[-1]
     return (*rows, *range(total + rank * part, total + (rank + 1) * part)) if tail else tuple(rows)
 

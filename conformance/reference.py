@@ -16,7 +16,7 @@ from conformance.case import Case
 from conformance.implementation import Missing, context
 from conformance.tensors import GlobalTensors, attention_arguments
 from cp_ref import SimGroup, dense_attention, thd
-from cp_ref.spec import Band, Problem, Rect
+from cp_ref.spec import UNBOUNDED, Problem
 from cp_ref.tile import tile_backward, tile_forward, visible_pairs
 
 __all__ = [
@@ -222,8 +222,8 @@ def exact_tile(
 ) -> dict[str, torch.Tensor]:
     """The oracle's results of one band tile (see `conformance.implementation`), float64: out, lse, dq, dk, dv."""
     n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
-    band = Band(None if left is None else m - n - left, None if right is None else m - n + right)
-    visible = visible_pairs(band, Rect(0, n, 0, m), q.device)
+    lo, hi = -UNBOUNDED if left is None else m - n - left, UNBOUNDED if right is None else m - n + right
+    visible = visible_pairs(slice(0, n), slice(0, m), lo, hi, q.device)
     q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     if m == 0:  # no key: a row of scores has no largest one

@@ -25,9 +25,10 @@ from cp_ref.spec import (
     check_plan_owner,
     check_room_tensors,
     check_settled,
-    q_fragments,
+    ranges,
     read_sizes,
 )
+from cp_ref.world import own_fragments
 
 __all__ = ["attention"]
 
@@ -207,8 +208,5 @@ def _sink(problem: Problem, offset: torch.Tensor | None, lse: torch.Tensor) -> t
 
 def _real_rows(plan: Plan, device: torch.device) -> torch.Tensor:
     """The local packed rows that hold real query tokens, int64."""
-    rows = [torch.empty(0, dtype=torch.int64)]
-    for f in q_fragments(plan.problem, plan.rank):
-        count = min(f.stop, plan.problem.sequences[f.seq].len_q) - f.start
-        rows.append(torch.arange(f.row, f.row + max(count, 0)))
-    return torch.cat(rows).to(device)
+    own = own_fragments(plan.problem.workload, plan.rank, "q")
+    return torch.tensor(ranges(own.row, own.stop - own.start), dtype=torch.int64, device=device)

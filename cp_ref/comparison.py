@@ -10,6 +10,7 @@ intermediates, but the same inputs and results: these are compared in global pos
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -18,8 +19,8 @@ from itertools import zip_longest
 import torch
 
 from cp_ref.differences import Comparison, Difference
-from cp_ref.spec import Piece, Problem
-from cp_ref.tracing import DIRECTIONS, WHOLE, Item, Trace
+from cp_ref.spec import Problem
+from cp_ref.tracing import DIRECTIONS, OF_KEYS, WHOLE, Item, Piece, Trace
 
 __all__ = ["compare"]
 
@@ -56,7 +57,8 @@ def compare(trace_a: Trace, trace_b: Trace, *, rtol: float | None = None, atol: 
     if unlike := _field_differences(problem_a, problem_b, _SIZES):
         return Comparison((), 0, plans, (f"the results are of different sizes: {'; '.join(unlike)}",), "")
     notes: list[str] = []
-    same_steps = trace_a.schedule == trace_b.schedule and problem_a.layout == problem_b.layout
+    same_rows = problem_a.workload.ownership == problem_b.workload.ownership
+    same_steps = same_rows and trace_a.schedule == trace_b.schedule
     items_a, items_b = (_common_parts if same_steps else _wholes)(trace_a, trace_b, notes)
     coarse: set[torch.dtype] = (
         {getattr(torch, p.dtype) for p in (problem_a, problem_b)} if problem_a.dtype != problem_b.dtype else set()
@@ -67,7 +69,8 @@ def compare(trace_a: Trace, trace_b: Trace, *, rtol: float | None = None, atol: 
     for a, b in pairs:
         dtype = max({x.tensor.dtype for x in (a, b) if x is not None} | coarse, key=lambda d: _TOLERANCE[d])
         used[dtype] = _TOLERANCE[dtype]
-        difference = _difference(a, b, used[dtype] if rtol is None else rtol, used[dtype] if atol is None else atol)
+        tolerances = (used[dtype] if rtol is None else rtol), (used[dtype] if atol is None else atol)
+        difference = _difference(problem_a, a, b, *tolerances)
         found += [] if difference is None else [difference]
     return Comparison(tuple(found), len(pairs), plans, tuple(notes), _tolerance_text(used, rtol, atol))
 
@@ -133,19 +136,24 @@ def _wholes(trace_a: Trace, trace_b: Trace, notes: list[str]) -> tuple[list[Item
         complete += [] if missing else [direction]
         if missing:
             notes.append(f"left out, as it takes all ranks: the {direction} pass ({'; '.join(missing)})")
-    items_a, items_b = ([i for i in _whole_items(t) if i.direction in complete] for t in (trace_a, trace_b))
+    items_a, items_b = (
+        [i for i in _whole_items(t, trace_a.problem) if i.direction in complete] for t in (trace_a, trace_b)
+    )
     return items_a, items_b
 
 
-def _whole_items(trace: Trace) -> list[Item]:
+def _whole_items(trace: Trace, rows_of: Problem | None) -> list[Item]:
+    """Inputs and results, one item a sequence, at the rows that it has in the problem `rows_of`."""
+    assert rows_of is not None
     found: list[Item] = []
     for name, (direction, kind) in WHOLE.items():
         parts = trace.select(direction, kind=kind, name=name)
         if parts and parts[0].piece is None:  # one value a head, the same on every rank
             found.append(replace(parts[0], step=0, rank=-1))
         elif parts:
-            for seq, x in enumerate(trace.whole(name)):
-                found.append(Item(direction, 0, -1, kind, "", name, Piece(seq, 0, len(x)), x))
+            starts = rows_of.starts_kv if name in OF_KEYS else rows_of.starts_q
+            for start, x in zip(starts, trace.whole(name), strict=False):
+                found.append(Item(direction, 0, -1, kind, "", name, Piece(start, start + len(x), 0, x.shape[1]), x))
     return found
 
 
@@ -167,7 +175,8 @@ def _numbered(items: list[Item]) -> dict[tuple[object, ...], Item]:
     return found
 
 
-def _difference(a: Item | None, b: Item | None, rtol: float, atol: float) -> Difference | None:
+def _difference(problem: Problem, a: Item | None, b: Item | None, rtol: float, atol: float) -> Difference | None:
+    """How two items differ; `problem` has the rows of both."""
     if a is None or b is None:
         return Difference(a, b)
     x, y = a.tensor.double(), b.tensor.double()
@@ -177,9 +186,10 @@ def _difference(a: Item | None, b: Item | None, rtol: float, atol: float) -> Dif
     gap = (x - y).abs().nan_to_num(nan=float("inf")).masked_fill(~unlike, -1.0)
     where = [int(n) for n in torch.unravel_index(gap.argmax(), gap.shape)]
     values = x[tuple(where)].item(), y[tuple(where)].item()
-    piece, head, element = a.piece, where[0], None
-    if piece is not None:
-        head = where[1] + (0 if piece.heads is None else piece.heads[0])
+    seq, position, head, element = None, None, where[0], None
+    if a.piece is not None:
+        starts, row = problem.starts_kv if a.name in OF_KEYS else problem.starts_q, a.piece.start + where[0]
+        seq = bisect_right(starts, row) - 1
+        position, head = row - starts[seq], a.piece.head_start + where[1]
         element = where[2] if len(where) > 2 else None
-    seq, position = (None, None) if piece is None else (piece.seq, piece.start + where[0])
     return Difference(a, b, int(unlike.sum()), unlike.numel(), seq, position, head, element, *values)

@@ -1,17 +1,27 @@
 """Playing one rank's program: post the step's messages, compute its tiles meanwhile, take the messages in.
 
-The same few lines run every schedule, in both directions; what differs between schedules is the data.
+The same few lines run every legal schedule, in both directions; what differs between schedules is the data. Messages of
+any kind may go from any rank to any other; a tile may have any query heads, also some of those that share a kv head.
+
+What stands beside the schedule, the same for all of them:
+
+    kv heads     a query head reads the kv head of its group, wherever that lies, and adds its gradients to it
+    max_logit    each rank's largest logit over its tiles; the caller takes the maximum over all ranks
+    the sink     is no key and in no tile: the caller adds it to the merged out and lse, before the backward pass
+                 begins, and reduces its gradient over all ranks
+    delta        sum(dout * out) - dlse, by row: the caller computes it where the rows are owned; with dout and the
+                 final lse it is the operand "do"
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from cp_ref.recorder import SILENT, Recorder
-from cp_ref.spec import Group, Problem, Program, Schedule, Tile
+from cp_ref.spec import Group, Problem, Program, Schedule
 from cp_ref.tile import tile_backward, tile_forward, visible_pairs
 from cp_ref.world import World, accumulator_dtype
 
@@ -28,15 +38,15 @@ class Results(NamedTuple):
 
 
 def run_program(
-    program: Program, world: World, group: Group, compute: Callable[[Tile], None], recorder: Recorder = SILENT
+    program: Program, world: World, group: Group, compute: Callable[[Sequence[int]], None], recorder: Recorder = SILENT
 ) -> None:
-    """Play the steps. `compute` does one tile with the world's operands and adds to its results."""
+    """Play the steps. `compute` does one tile, a row of `Tiles`, with the world's operands and adds to its results."""
     for number, step in enumerate(program):
         recorder.step(number)
         sends = [parcel for message in step.sends for parcel in world.pack(message)]
         boxes = [world.boxes(message) for message in step.recvs]
         pending = group.exchange(sends, [parcel for box in boxes for parcel in box])
-        for tile in step.tiles:
+        for tile in step.tiles.rows():
             compute(tile)
         pending.wait()
         for message, box in zip(step.recvs, boxes, strict=True):
@@ -62,20 +72,20 @@ def run_forward(
     recorder.begin("forward")
     recorder.own("given", q=q, k=k, v=v)
     wide = accumulator_dtype(q.dtype)
-    world = World(problem, group.rank, q.device)
+    world = World(problem.workload, group.rank, q.device)
     world.put_own("q", q)
     world.put_own("kv", k, v)
     world.start_result("out", ((problem.heads_q, problem.d_v), wide, 0.0), ((problem.heads_q,), wide, float("-inf")))
     max_logit = q.new_full((problem.heads_q,), float("-inf"), dtype=wide)
 
-    def compute(tile: Tile) -> None:
+    def compute(tile: Sequence[int]) -> None:
         rows, columns, heads, kv_heads = _slices(world, tile)
         (q_all,), (k_all, v_all) = world.tensors["q"], world.tensors["kv"]
         part = tile_forward(
             q_all[rows, heads].to(wide),
             k_all[columns, kv_heads].to(wide),
             v_all[columns, kv_heads].to(wide),
-            visible_pairs(problem.band(problem.sequences[tile.seq]), tile.rect, q.device),
+            _visible(world, tile),
             scale=problem.scale,
             softcap=problem.softcap,
         )
@@ -88,7 +98,7 @@ def run_forward(
     lse = out.new_full(out.shape[:2], float("-inf"))
     world.own("out", out, lse)
     recorder.own("merged", out=out, lse=lse)
-    return Results(out, lse, max_logit, {what: world.tensors[what] for what in schedule.saved})
+    return Results(out, lse, max_logit, {kind: world.tensors[kind] for kind in schedule.saved})
 
 
 def run_backward(
@@ -113,7 +123,7 @@ def run_backward(
     recorder.begin("backward")
     recorder.own("given", dout=dout, lse=lse, delta=delta)
     wide = accumulator_dtype(q.dtype)
-    world = World(problem, group.rank, q.device)
+    world = World(problem.workload, group.rank, q.device)
     world.put_own("q", q)
     world.put_own("kv", k, v)
     world.tensors |= kept
@@ -122,9 +132,9 @@ def run_backward(
     kv_shapes = (problem.heads_kv, problem.d_qk), (problem.heads_kv, problem.d_v)
     world.start_result("dkv", *((shape, wide, 0.0) for shape in kv_shapes))
 
-    def compute(tile: Tile) -> None:
+    def compute(tile: Sequence[int]) -> None:
         rows, columns, heads, kv_heads = _slices(world, tile)
-        (q_all,), (k_all, v_all), (dout_all, lse_all, delta_all) = (world.tensors[what] for what in ("q", "kv", "do"))
+        (q_all,), (k_all, v_all), (dout_all, lse_all, delta_all) = (world.tensors[kind] for kind in ("q", "kv", "do"))
         part = tile_backward(
             q_all[rows, heads].to(wide),
             k_all[columns, kv_heads].to(wide),
@@ -132,11 +142,11 @@ def run_backward(
             dout_all[rows, heads].to(wide),
             lse_all[rows, heads],
             delta_all[rows, heads],
-            visible_pairs(problem.band(problem.sequences[tile.seq]), tile.rect, q.device),
+            _visible(world, tile),
             scale=problem.scale,
             softcap=problem.softcap,
         )
-        dk, dv = (_by_kv_head(x, kv_heads, problem) for x in (part.dk, part.dv))
+        dk, dv = (_by_kv_head(x, kv_heads, problem.heads_kv) for x in (part.dk, part.dv))
         recorder.tile(tile, dq=part.dq, dk=dk, dv=dv)
         world.add("dq", rows, heads, part.dq)
         world.add("dkv", columns, slice(None), dk, dv)
@@ -149,15 +159,20 @@ def run_backward(
     return dq, dk, dv
 
 
-def _slices(world: World, tile: Tile) -> tuple[slice, slice, slice, torch.Tensor]:
+def _slices(world: World, tile: Sequence[int]) -> tuple[slice, slice, slice, torch.Tensor]:
     """A tile's query rows, key rows, query heads, and for each of these the number of its kv head."""
-    problem, rect = world.problem, tile.rect
-    first, last = tile.heads or (0, problem.heads_q)
-    kv_heads = torch.arange(first, last, device=world.device) // problem.group_size
-    rows, columns = world.rows("q", tile.seq, rect.q0, rect.q1), world.rows("kv", tile.seq, rect.k0, rect.k1)
-    return rows, columns, slice(first, last), kv_heads
+    _, q_start, q_stop, k_start, k_stop, head_start, head_stop = tile
+    kv_heads = torch.arange(head_start, head_stop, device=world.device) // world.work.group_size
+    return slice(q_start, q_stop), slice(k_start, k_stop), slice(head_start, head_stop), kv_heads
 
 
-def _by_kv_head(grads: torch.Tensor, kv_heads: torch.Tensor, problem: Problem) -> torch.Tensor:
+def _visible(world: World, tile: Sequence[int]) -> torch.Tensor:
+    """Which pairs of a tile are visible, bool [n, m]: those in the band of its area."""
+    area, q_start, q_stop, k_start, k_stop, *_ = tile
+    lo, hi = int(world.work.areas.lo[area]), int(world.work.areas.hi[area])
+    return visible_pairs(slice(q_start, q_stop), slice(k_start, k_stop), lo, hi, world.device)
+
+
+def _by_kv_head(grads: torch.Tensor, kv_heads: torch.Tensor, heads_kv: int) -> torch.Tensor:
     """Sum the query heads' gradients [m, h, d] of K or V into the kv heads they share: [m, h_kv, d]."""
-    return grads.new_zeros(grads.shape[0], problem.heads_kv, grads.shape[2]).index_add_(1, kv_heads, grads)
+    return grads.new_zeros(grads.shape[0], heads_kv, grads.shape[2]).index_add_(1, kv_heads, grads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,13 +23,13 @@ from cp_ref.spec import (
     check_context,
     check_flag,
     check_plan_owner,
+    check_schedule,
     make_schedule,
     next_batch,
-    q_fragments,
+    position_spans_of,
     read_problem,
     read_room,
     signature_of,
-    spans_of,
     split_plan_arguments,
 )
 
@@ -45,27 +45,28 @@ class Plan:
         rank: this rank.
         device: where `position_ids` lie.
         room: what `update` has room for; None for a plan that is not updated.
+        custom: the schedule that `make_plan` was given; None for the planner's.
     """
 
     problem: Problem
     rank: int
     device: torch.device
     room: Room | None = None
+    custom: Schedule | None = field(default=None, hash=False)  # tables have no hash
 
     @cached_property
     def schedule(self) -> Schedule:
         """What every rank sends, receives and computes, step by step."""
-        return make_schedule(self.problem)
+        return make_schedule(self.problem) if self.custom is None else self.custom
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
         sbhd. With `room`, [max_tokens_q / cp], 0 in the tail.
         """
-        fragments = q_fragments(self.problem, self.rank)
-        if self.problem.qkv_format != "thd":
-            fragments = tuple(f for f in fragments if f.seq == 0)
-        ids = numbers(spans_of(fragments), self.device)
+        p, packed = self.problem, self.problem.qkv_format == "thd"
+        slots = p.lengths.slots_q if packed else p.lengths.slots_q[:1]
+        ids = numbers(position_spans_of(p.layout, slots, packed, p.cp_size, self.rank), self.device)
         return ids if self.room is None else torch.nn.functional.pad(ids, (0, self.room.rows_q - len(ids)))
 
     def update(
@@ -130,6 +131,7 @@ def make_plan(
     max_sequences: int | None = None,
     max_tokens_q: int | None = None,
     max_tokens_kv: int | None = None,
+    schedule: Schedule | None = None,
 ) -> Plan:
     """Plan one batch. Collective: every rank calls it, and all of them find out here when their problems differ.
 
@@ -142,15 +144,19 @@ def make_plan(
         max_tokens_q, max_tokens_kv: with max_sequences; global, tails included: every rank's q (k, v) then has exactly
             max_tokens_q / cp_size rows. Default to what this batch needs; max_tokens_kv to max_tokens_q without
             `cu_seqlens_kv`.
+        schedule: for all ranks; any that `cp_ref.spec.verify` accepts for this problem, such as `Schedule.parse(text)`.
+            By default the one that `cp_comm_type` names. Not with max_sequences.
 
     Returns:
         The plan, for `attention(q, k, v, cp=cp, plan=plan)`; `plan.schedule`, `plan.position_ids`, `str(plan)`.
 
     Raises:
         ValueError, TypeError: an argument is wrong, here or on another rank. Unsupported: naming what is missing.
+        InvalidSchedule: `schedule` does not compute this problem; it has every finding.
     """
     arguments = dict(locals())  # every argument, by name
-    return plan_together(cp, lambda: _read_plan_arguments(**arguments))
+    plan = plan_together(cp, lambda: _read_plan_arguments(**arguments))
+    return replace(plan, custom=schedule)
 
 
 @signature_of(make_plan)
@@ -176,7 +182,9 @@ def _read_plan_arguments(**arguments: Any) -> tuple[Agreement, torch.device]:
     device = read_device(arguments["device"])
     check_usable(device)
     problem = read_call(arguments["cp"], sizes, **of_the_problem)
-    return Agreement(problem, read_room(problem, arguments)), device
+    room = read_room(problem, arguments)
+    agreed = check_schedule(arguments.get("schedule"), problem, room, arguments["cp"].comm)
+    return Agreement(problem, room, agreed), device
 
 
 def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 
 import torch
 
-from cp_ref.spec import Message, Parcel, Piece, Problem, Schedule, Tile, kv_fragments, q_fragments
-from cp_ref.tracing import Item, Trace
-from cp_ref.world import World
+from cp_ref.spec import Message, Parcel, Problem, Schedule
+from cp_ref.tracing import OF_KEYS, Item, Piece, Trace
+from cp_ref.world import World, own_fragments
 
 __all__ = ["SILENT", "Recorder", "recording", "trace"]
 
 _PER_HEAD = ("max_logit", "softmax_offset", "dsoftmax_offset")
-_OF_KEYS = ("k", "v", "dk", "dv")
 _NAMES = {  # the tensors of a message, as in `cp_ref.world`
     "q": ("q",),
     "kv": ("k", "v"),
@@ -52,15 +51,15 @@ def trace(call: int = 0) -> Generator[Trace]:
     ...     outs = SimGroup(2).run(fn)
     >>> for item in t.select(rank=0, name="lse"):
     ...     print(item)
-    forward step 0 rank 0: tile lse 0[0:2] of tile 0 q[0:2] kv[0:2], float32 [2, 1]
-    forward step 0 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[0:2], float32 [2, 1]
-    forward step 0 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[6:8], float32 [2, 1]
-    forward step 1 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[2:4], float32 [2, 1]
-    forward step 1 rank 0: tile lse 0[6:8] of tile 0 q[6:8] kv[4:6], float32 [2, 1]
-    forward step 2 rank 0: merged lse 0[0:2], float32 [2, 1]
-    forward step 2 rank 0: merged lse 0[6:8], float32 [2, 1]
-    forward step 2 rank 0: final lse 0[0:2], float32 [2, 1]
-    forward step 2 rank 0: final lse 0[6:8], float32 [2, 1]
+    forward step 0 rank 0: tile lse [0:2]h0:1 of tile 0 q[0:2] k[0:2], float32 [2, 1]
+    forward step 0 rank 0: tile lse [6:8]h0:1 of tile 0 q[6:8] k[0:2], float32 [2, 1]
+    forward step 0 rank 0: tile lse [6:8]h0:1 of tile 0 q[6:8] k[6:8], float32 [2, 1]
+    forward step 1 rank 0: tile lse [6:8]h0:1 of tile 0 q[6:8] k[2:4], float32 [2, 1]
+    forward step 1 rank 0: tile lse [6:8]h0:1 of tile 0 q[6:8] k[4:6], float32 [2, 1]
+    forward step 2 rank 0: merged lse [0:2]h0:1, float32 [2, 1]
+    forward step 2 rank 0: merged lse [6:8]h0:1, float32 [2, 1]
+    forward step 2 rank 0: final lse [0:2]h0:1, float32 [2, 1]
+    forward step 2 rank 0: final lse [6:8]h0:1, float32 [2, 1]
     """
     global _now
     if _now is not None:
@@ -84,9 +83,9 @@ class Recorder:
     def received(self, world: World, message: Message, boxes: Sequence[Parcel]) -> None:
         """A message has arrived: its flat tensors."""
 
-    def tile(self, tile: Tile, **results: torch.Tensor) -> None:
-        """A tile is computed. Results of query rows [n, h, ...] for the tile's heads, of key rows [m, h_kv, ...] for
-        all kv heads.
+    def tile(self, tile: Sequence[int], **results: torch.Tensor) -> None:
+        """A tile, a row of `Tiles`, is computed. Results of query rows [n, h, ...] for the tile's heads, of key rows
+        [m, h_kv, ...] for all kv heads.
         """
 
     def own(self, kind: str, **tensors: torch.Tensor | None) -> None:
@@ -108,14 +107,14 @@ def recording(problem: Problem, schedule: Schedule, rank: int) -> Recorder:
         _now.problem, _now.schedule = problem, schedule
     elif _now.problem != problem:
         raise ValueError(f"call {number} of rank {rank} is {problem}, but another rank's is {_now.problem}")
-    return _Recording(_now, problem, rank)
+    return _Recording(_now, problem, schedule, rank)
 
 
 class _Recording(Recorder):
     """Hooks that record into a trace for as long as its block lasts."""
 
-    def __init__(self, trace: Trace, problem: Problem, rank: int) -> None:
-        self._trace, self._problem, self._rank = trace, problem, rank
+    def __init__(self, trace: Trace, problem: Problem, schedule: Schedule, rank: int) -> None:
+        self._trace, self._problem, self._schedule, self._rank = trace, problem, schedule, rank
         self._direction, self._step = "forward", 0
 
     def begin(self, direction: str) -> None:
@@ -125,25 +124,24 @@ class _Recording(Recorder):
         self._step = number
 
     def received(self, world: World, message: Message, boxes: Sequence[Parcel]) -> None:
-        for name, box, x in zip(_NAMES[message.what], boxes, world.tensors[message.what], strict=True):
-            offset, text = 0, message.text("recv")
-            for piece in message.pieces:
-                heads = x.shape[1] if piece.heads is None else piece.heads[1] - piece.heads[0]
-                shape = (piece.stop - piece.start, heads, *x.shape[2:])
+        text = self._schedule.message_text(message, "recv")
+        for name, box, x in zip(_NAMES[message.kind], boxes, world.tensors[message.kind], strict=True):
+            offset = 0
+            for piece in (Piece(*row) for row in message.pieces.rows()):
+                shape = (piece.stop - piece.start, piece.head_stop - piece.head_start, *x.shape[2:])
                 flat = box.tensor[offset : offset + torch.Size(shape).numel()]
                 self._add("received", text, name, piece, flat.view(shape))
                 offset += flat.numel()
 
-    def tile(self, tile: Tile, **results: torch.Tensor) -> None:
-        group, rect = self._problem.group_size, tile.rect
+    def tile(self, tile: Sequence[int], **results: torch.Tensor) -> None:
+        _, q_start, q_stop, k_start, k_stop, head_start, head_stop = tile
+        text, group = self._schedule.tile_text(tile), self._problem.group_size
+        first, last = head_start // group, -(-head_stop // group)  # the kv heads
         for name, x in results.items():
-            if name in _OF_KEYS:
-                heads = None if tile.heads is None else (tile.heads[0] // group, -(-tile.heads[1] // group))
-                piece = Piece(tile.seq, rect.k0, rect.k1, heads)
-                x = x if heads is None else x[:, slice(*heads)]
+            if name in OF_KEYS:
+                self._add("tile", text, name, Piece(k_start, k_stop, first, last), x[:, first:last])
             else:
-                piece = Piece(tile.seq, rect.q0, rect.q1, tile.heads)
-            self._add("tile", str(tile), name, piece, x)
+                self._add("tile", text, name, Piece(q_start, q_stop, head_start, head_stop), x)
 
     def own(self, kind: str, **tensors: torch.Tensor | None) -> None:
         for name, x in tensors.items():
@@ -152,13 +150,9 @@ class _Recording(Recorder):
             if name in _PER_HEAD:
                 self._add(kind, "", name, None, x)
                 continue
-            on_keys = name in _OF_KEYS
-            for f in (kv_fragments if on_keys else q_fragments)(self._problem, self._rank):
-                sequence = self._problem.sequences[f.seq]
-                stop = min(f.stop, sequence.len_kv if on_keys else sequence.len_q)
-                if f.start < stop:
-                    rows = x[f.row : f.row + stop - f.start]
-                    self._add(kind, "", name, Piece(f.seq, f.start, stop), rows)
+            own = own_fragments(self._problem.workload, self._rank, "kv" if name in OF_KEYS else "q")
+            for _, start, stop, row in own.rows():
+                self._add(kind, "", name, Piece(start, stop, 0, x.shape[1]), x[row : row + stop - start])
 
     def _add(self, kind: str, source: str, name: str, piece: Piece | None, x: torch.Tensor) -> None:
         if self._trace is _now:

@@ -1,4 +1,4 @@
-"""One tile: some queries against some keys of one sequence, forward and backward, written out.
+"""One tile: some queries against some keys of one area, forward and backward, written out.
 
     legend   n = query rows, m = key rows, h = query heads; every tensor has its rows first
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-
-from cp_ref.spec import Band, Rect
 
 __all__ = ["TileGradients", "TileResult", "tile_backward", "tile_forward", "visible_pairs"]
 
@@ -32,21 +30,15 @@ class TileGradients(NamedTuple):
     dv: torch.Tensor  # [m, h, d_v]
 
 
-def visible_pairs(band: Band, rect: Rect, device: torch.device) -> torch.Tensor:
-    """Which pairs of the rectangle the band shows, bool [n, m].
+def visible_pairs(rows: slice, columns: slice, lo: int, hi: int, device: torch.device) -> torch.Tensor:
+    """Which pairs of a rectangle its band shows, bool [n, m]: lo <= j - i <= hi for row i and column j.
 
-    >>> visible_pairs(Band(None, 0), Rect(2, 4, 1, 4), torch.device("cpu")).int().tolist()
+    >>> visible_pairs(slice(2, 4), slice(1, 4), -2**40, 0, torch.device("cpu")).int().tolist()
     [[1, 1, 0], [1, 1, 1]]
     """
-    offset = (
-        torch.arange(rect.k0, rect.k1, device=device)[None, :] - torch.arange(rect.q0, rect.q1, device=device)[:, None]
-    )
-    visible = torch.ones_like(offset, dtype=torch.bool)
-    if band.lo is not None:
-        visible &= offset >= band.lo
-    if band.hi is not None:
-        visible &= offset <= band.hi
-    return visible
+    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    j = torch.arange(columns.start, columns.stop, device=device)[None, :]
+    return (lo <= j - i) & (j - i <= hi)
 
 
 def tile_forward(

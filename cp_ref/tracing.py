@@ -13,8 +13,8 @@
                the end  rank 0   merged    dq, dk, dv                  their sums, wide
                                  final     dq, dk, dv                  what the caller gets
 
-An item is one tensor: rows [n, h, d] or [n, h] of one span of one sequence, so that every number in it has a position
-and a head. Padding and tail are not recorded.
+An item is one tensor: rows [n, h, d] or [n, h] of one span of the packed global buffer, so that every number in it has
+a sequence, a position and a head. Padding and tail are not recorded.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ import glob
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from cp_ref.spec import Piece, Problem, Schedule
-from cp_ref.spec.drawing import title
+from cp_ref.spec import Problem, Schedule
+from cp_ref.spec.title import title
 
-__all__ = ["DIRECTIONS", "KINDS", "WHOLE", "Item", "Trace"]
+__all__ = ["DIRECTIONS", "KINDS", "OF_KEYS", "WHOLE", "Item", "Piece", "Trace"]
 
 DIRECTIONS = ("forward", "backward")
 KINDS = ("given", "received", "tile", "merged", "final")
+OF_KEYS = ("k", "v", "dk", "dv")  # the names of items whose rows are rows of keys
 
 # where to find what goes in and comes out of a call
 WHOLE = {
@@ -42,6 +43,22 @@ WHOLE = {
     "dout": ("backward", "given"),
     **dict.fromkeys(("dq", "dk", "dv", "dsoftmax_offset"), ("backward", "final")),
 }
+
+
+class Piece(NamedTuple):
+    """Rows [start, stop) of the packed global buffer of queries, or of keys, for heads [head_start, head_stop).
+
+    >>> str(Piece(2, 4, 0, 1))
+    '[2:4]h0:1'
+    """
+
+    start: int
+    stop: int
+    head_start: int
+    head_stop: int
+
+    def __str__(self) -> str:
+        return f"[{self.start}:{self.stop}]h{self.head_start}:{self.head_stop}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +72,7 @@ class Item:
         kind: "given", "received", "tile", "merged" or "final".
         source: the line of the schedule that it comes from, a message or a tile; "" for the rank's own rows.
         name: "q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"; "max_logit" and the like.
-        piece: which positions and heads it is; None for one value a head.
+        piece: which rows and heads it is; None for one value a head.
         tensor: [n, h, d] or [n, h]; [h] where `piece` is None. On the CPU, in its own dtype.
     """
 
@@ -149,17 +166,14 @@ class Trace:
         if self.problem is None:
             return []
         direction, kind = WHOLE[name]
-        items = self.select(direction, kind=kind, name=name)
-        on_kv = name in ("k", "v", "dk", "dv")
-        found: list[torch.Tensor] = []
-        for number, sequence in enumerate(self.problem.sequences):
-            pieces = [(i.piece, i.tensor) for i in items if i.piece is not None and i.piece.seq == number]
-            shape, dtype = (items[0].tensor.shape[1:], items[0].tensor.dtype) if items else ((), torch.float32)
-            x = torch.full((sequence.len_kv if on_kv else sequence.len_q, *shape), float("nan"), dtype=dtype)
-            for piece, tensor in pieces:
-                x[piece.start : piece.stop] = tensor
-            found.append(x)
-        return found
+        items, lengths, on_kv = self.select(direction, kind=kind, name=name), self.problem.lengths, name in OF_KEYS
+        starts, counts = (self.problem.starts_kv, lengths.len_kv) if on_kv else (self.problem.starts_q, lengths.len_q)
+        shape, dtype = (items[0].tensor.shape[1:], items[0].tensor.dtype) if items else ((), torch.float32)
+        x = torch.full((starts[-1], *shape), float("nan"), dtype=dtype)
+        for item in items:
+            if item.piece is not None:
+                x[item.piece.start : item.piece.stop] = item.tensor
+        return [x[start : start + count] for start, count in zip(starts, counts, strict=False)]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to a file, for `Trace.load`."""
@@ -244,7 +258,7 @@ def _row(step: int, first: bool, items: list[Item]) -> str:
 
 def _pack(item: Item) -> dict[str, Any]:
     """An item as plain values, which `torch.load` reads without running any code."""
-    piece = item.piece and (item.piece.seq, item.piece.start, item.piece.stop, item.piece.heads)
+    piece = item.piece and tuple(item.piece)
     values = {name: getattr(item, name) for name in ("direction", "step", "rank", "kind", "source", "name", "tensor")}
     return values | {"piece": piece}
 

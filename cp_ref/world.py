@@ -1,7 +1,7 @@
 """What one rank knows: global-size tensors, NaN where it has nothing.
 
-A row of these tensors is a global slot: position p of sequence s is row starts[s] + p on every rank. So a piece of a
-message, a tile and a rank's own tokens are all plain slices, and whatever a schedule forgot to send shows as NaN in the
+A row of these tensors is a row of the packed global buffer, on every rank. So a piece of a message, a side of a tile
+and a fragment of the rank's own tokens are all plain slices, and whatever a schedule forgot to send shows as NaN in the
 result.
 
     operands   q, kv = (k, v), do = (dout, lse, delta)      in the tensors' own dtypes, NaN until they arrive
@@ -10,12 +10,14 @@ result.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from cp_ref.merge import merge
-from cp_ref.spec import Message, Parcel, Piece, Problem, kv_fragments, q_fragments
+from cp_ref.spec import OPERANDS, RESULTS, Fragments, Message, Parcel, Pieces, Workload
 
-__all__ = ["World", "accumulator_dtype"]
+__all__ = ["World", "accumulator_dtype", "own_fragments"]
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -23,45 +25,45 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def own_fragments(work: Workload, rank: int, kind: str) -> Fragments:
+    """The real tokens that a rank owns on the side of this kind of operand or result."""
+    return work.ownership.side(_side(kind)).of(rank)
+
+
 class World:
     """One rank's operands and results during one pass."""
 
-    def __init__(self, problem: Problem, rank: int, device: torch.device) -> None:
-        self.problem, self.rank, self.device = problem, rank, device
+    def __init__(self, work: Workload, rank: int, device: torch.device) -> None:
+        self.work, self.rank, self.device = work, rank, device
         self.tensors: dict[str, tuple[torch.Tensor, ...]] = {}
 
-    def put_own(self, what: str, *local: torch.Tensor) -> None:
+    def put_own(self, kind: str, *local: torch.Tensor) -> None:
         """Start an operand: the rank's own packed rows [t_local, h, ...], real tokens only; NaN everywhere else."""
-        rows = self._starts(what)[-1]
-        self.tensors[what] = tuple(x.new_full((rows, *x.shape[1:]), float("nan")) for x in local)
-        for here, there in self._own_rows(what):
-            for x, mine in zip(self.tensors[what], local, strict=True):
+        rows = self._global_rows(kind)
+        self.tensors[kind] = tuple(x.new_full((rows, *x.shape[1:]), float("nan")) for x in local)
+        for here, there in self._own_rows(kind):
+            for x, mine in zip(self.tensors[kind], local, strict=True):
                 x[there] = mine[here]
 
-    def start_result(self, what: str, *like: tuple[tuple[int, ...], torch.dtype, float]) -> None:
+    def start_result(self, kind: str, *like: tuple[tuple[int, ...], torch.dtype, float]) -> None:
         """Start a result: for each of its tensors (shape behind the rows, dtype, value of nothing)."""
-        rows = self._starts(what)[-1]
-        self.tensors[what] = tuple(
+        rows = self._global_rows(kind)
+        self.tensors[kind] = tuple(
             torch.full((rows, *shape), nothing, dtype=dtype, device=self.device) for shape, dtype, nothing in like
         )
 
-    def own(self, what: str, *local: torch.Tensor) -> None:
+    def own(self, kind: str, *local: torch.Tensor) -> None:
         """Copy a result's own rows into packed local tensors [t_local, h, ...]; rows of padding and tail keep what
         they have.
         """
-        for here, there in self._own_rows(what):
-            for x, mine in zip(self.tensors[what], local, strict=True):
+        for here, there in self._own_rows(kind):
+            for x, mine in zip(self.tensors[kind], local, strict=True):
                 mine[here] = x[there].to(mine.dtype)
 
-    def rows(self, what: str, seq: int, start: int, stop: int) -> slice:
-        """Positions [start, stop) of a sequence as rows of the global tensors of `what`."""
-        offset = self._starts(what)[seq]
-        return slice(offset + start, offset + stop)
-
-    def add(self, what: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
+    def add(self, kind: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
         """Add to a result: merge (out, lse) by lse, add gradients."""
-        mine = tuple(x[rows, heads] for x in self.tensors[what])
-        if what == "out":
+        mine = tuple(x[rows, heads] for x in self.tensors[kind])
+        if kind == "out":
             values = merge(*mine, *values)
             for x, value in zip(mine, values, strict=True):
                 x.copy_(value)
@@ -72,12 +74,13 @@ class World:
     def pack(self, message: Message) -> list[Parcel]:
         """A message's tensors, flat, one parcel each. A result that is sent is no longer here."""
         parcels: list[Parcel] = []
-        for number, x in enumerate(self.tensors[message.what]):
-            parts = [x[self._where(message.what, piece)] for piece in message.pieces]
-            parcels.append(Parcel(message.peer, _tag(message, number), torch.cat([part.reshape(-1) for part in parts])))
-            if message.what in ("out", "dq", "dkv"):
+        for number, x in enumerate(self.tensors[message.kind]):
+            parts = [x[where] for where in _slices(message.pieces)]
+            flat = torch.cat([x.new_empty(0), *(part.reshape(-1) for part in parts)])
+            parcels.append(Parcel(message.peer, _tag(message, number), flat))
+            if message.kind in RESULTS:
                 for part in parts:
-                    part.fill_(float("-inf") if (message.what, number) == ("out", 1) else 0.0)
+                    part.fill_(float("-inf") if (message.kind, number) == ("out", 1) else 0.0)
         return parcels
 
     def boxes(self, message: Message) -> list[Parcel]:
@@ -86,43 +89,44 @@ class World:
             Parcel(
                 message.peer,
                 _tag(message, number),
-                x.new_empty(sum(x[self._where(message.what, piece)].numel() for piece in message.pieces)),
+                x.new_empty(sum(x[where].numel() for where in _slices(message.pieces))),
             )
-            for number, x in enumerate(self.tensors[message.what])
+            for number, x in enumerate(self.tensors[message.kind])
         ]
 
     def unpack(self, message: Message, parcels: list[Parcel]) -> None:
         """Take a message in: operands are written where they belong, results are added."""
         offset = [0] * len(parcels)
-        for piece in message.pieces:
-            rows, heads = self._where(message.what, piece)
+        for rows, heads in _slices(message.pieces):
             values: list[torch.Tensor] = []
-            for number, (x, parcel) in enumerate(zip(self.tensors[message.what], parcels, strict=True)):
+            for number, (x, parcel) in enumerate(zip(self.tensors[message.kind], parcels, strict=True)):
                 target = x[rows, heads]
                 values.append(parcel.tensor[offset[number] : offset[number] + target.numel()].view(target.shape))
                 offset[number] += target.numel()
-            if message.what in ("q", "kv", "do"):
-                for x, value in zip(self.tensors[message.what], values, strict=True):
+            if message.kind in OPERANDS:
+                for x, value in zip(self.tensors[message.kind], values, strict=True):
                     x[rows, heads] = value
             else:
-                self.add(message.what, rows, heads, *values)
+                self.add(message.kind, rows, heads, *values)
 
-    def _where(self, what: str, piece: Piece) -> tuple[slice, slice]:
-        return self.rows(what, piece.seq, piece.start, piece.stop), slice(*(piece.heads or (None,)))
+    def _global_rows(self, kind: str) -> int:
+        """The rows of the global buffer up to the last real token."""
+        return int(self.work.ownership.side(_side(kind)).stop.max(initial=0))
 
-    def _starts(self, what: str) -> tuple[int, ...]:
-        return self.problem.starts_kv if what in ("kv", "dkv") else self.problem.starts_q
+    def _own_rows(self, kind: str) -> Iterator[tuple[slice, slice]]:
+        """The rank's real tokens: rows of its own buffer, rows of the global one."""
+        for _, start, stop, row in own_fragments(self.work, self.rank, kind).rows():
+            yield slice(row, row + stop - start), slice(start, stop)
 
-    def _own_rows(self, what: str) -> list[tuple[slice, slice]]:
-        """The rank's real tokens: local rows, global rows."""
-        on_kv = what in ("kv", "dkv")
-        found: list[tuple[slice, slice]] = []
-        for f in (kv_fragments if on_kv else q_fragments)(self.problem, self.rank):
-            sequence = self.problem.sequences[f.seq]
-            count = min(f.stop, sequence.len_kv if on_kv else sequence.len_q) - f.start
-            if count > 0:
-                found.append((slice(f.row, f.row + count), self.rows(what, f.seq, f.start, f.start + count)))
-        return found
+
+def _side(kind: str) -> str:
+    return "kv" if kind in ("kv", "dkv") else "q"
+
+
+def _slices(pieces: Pieces) -> Iterator[tuple[slice, slice]]:
+    """Rows and heads of each piece."""
+    for start, stop, head_start, head_stop in pieces.rows():
+        yield slice(start, stop), slice(head_start, head_stop)
 
 
 def _tag(message: Message, number: int) -> int:

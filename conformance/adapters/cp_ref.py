@@ -9,7 +9,7 @@ import torch
 import cp_ref as package
 from conformance.adapters.tiles import empty_tile, out_of_nothing
 from cp_ref.merge import merge as merge_two
-from cp_ref.spec import Band, Rect
+from cp_ref.spec import UNBOUNDED
 from cp_ref.tile import tile_backward as exact_backward
 from cp_ref.tile import tile_forward, visible_pairs
 
@@ -57,7 +57,7 @@ def tile_backward(
 def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Any:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     shift, (left, right) = len(k) - len(q), (options["left"], options["right"])
-    band = Band(None if left is None else shift - left, None if right is None else shift + right)
-    visible = visible_pairs(band, Rect(0, len(q), 0, len(k)), q.device)
+    lo, hi = -UNBOUNDED if left is None else shift - left, UNBOUNDED if right is None else shift + right
+    visible = visible_pairs(slice(0, len(q)), slice(0, len(k)), lo, hi, q.device)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(wide) for x in (k, v))
     return q.to(wide), k, v, visible, {name: options[name] for name in ("scale", "softcap")}

@@ -6,6 +6,8 @@ the name of another exception becomes that exception.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -19,6 +21,7 @@ from cp_fast.rows import Rows
 __all__ = ["Native", "load"]
 
 _ACTIONS = {"none": 0, "add": 1, "copy": 2}
+_ALLOCATION = re.compile(r"AllocationError: (?P<sizes>\[.*?\]) of (?P<item>\d+) bytes")
 _KINDS: dict[str, type[Exception]] = {"ValueError: ": ValueError, "TypeError: ": TypeError}
 
 
@@ -169,12 +172,21 @@ def _named(operator: Callable[..., Any]) -> Callable[..., Any]:
             return operator(*arguments)
         except RuntimeError as error:
             text = str(error)
+            if found := _ALLOCATION.match(text):
+                _allocate(found["sizes"], int(found["item"]), arguments)
             for prefix, kind in _KINDS.items():
                 if text.startswith(prefix):
                     raise kind(text.removeprefix(prefix)) from None
             raise
 
     return call
+
+
+def _allocate(sizes: str, item: int, arguments: Sequence[Any]) -> None:
+    """Ask PyTorch for the memory that an operator did not get for a result: it raises what it raises for its own."""
+    first = arguments[0]
+    device = (first if isinstance(first, torch.Tensor) else first[0]).device
+    torch.empty([*json.loads(sizes), item], dtype=torch.uint8, device=device)
 
 
 def _rows(rows: Rows, x: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from cp_ref import execute
-from cp_ref.spec import Message, Parcel, Tile, check_choice
+from cp_ref.spec import Message, Parcel, check_choice
 from cp_ref.world import World
 
 __all__ = ["PLANTS", "planted"]
@@ -39,7 +39,7 @@ def _lost_half(rank: int, unpack: Callable[..., None]) -> Callable[..., None]:
     """Keys and values are taken in before all of them are there: the second half of each message is still zero."""
 
     def wrong(world: World, message: Message, boxes: list[Parcel]) -> None:
-        if world.rank == rank and message.what == "kv":
+        if world.rank == rank and message.kind == "kv":
             for box in boxes:
                 box.tensor[box.tensor.numel() // 2 :] = 0.0
         unpack(world, message, boxes)
@@ -50,7 +50,7 @@ def _lost_half(rank: int, unpack: Callable[..., None]) -> Callable[..., None]:
 def _shifted_keys(rank: int, slices: Callable[..., Any]) -> Callable[..., Any]:
     """A tile reads its keys from one row too early, as with a wrong cumulative length."""
 
-    def wrong(world: World, tile: Tile) -> Any:
+    def wrong(world: World, tile: Sequence[int]) -> Any:
         rows, columns, heads, kv_heads = slices(world, tile)
         if world.rank == rank and columns.start > 0:
             columns = slice(columns.start - 1, columns.stop - 1)
@@ -62,13 +62,13 @@ def _shifted_keys(rank: int, slices: Callable[..., Any]) -> Callable[..., Any]:
 def _unscaled_merge(rank: int, add: Callable[..., None]) -> Callable[..., None]:
     """Partial outputs are added up without the weights that their log-sum-exps give them."""
 
-    def wrong(world: World, what: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
-        if world.rank == rank and what == "out":
+    def wrong(world: World, kind: str, rows: slice, heads: slice, *values: torch.Tensor) -> None:
+        if world.rank == rank and kind == "out":
             total = world.tensors["out"][0][rows, heads] + values[0]
-            add(world, what, rows, heads, *values)
+            add(world, kind, rows, heads, *values)
             world.tensors["out"][0][rows, heads] = total
         else:
-            add(world, what, rows, heads, *values)
+            add(world, kind, rows, heads, *values)
 
     return wrong
 
@@ -77,7 +77,7 @@ def _gradient_twice(rank: int, unpack: Callable[..., None]) -> Callable[..., Non
     """The gradients of keys and values that come from another rank are added twice."""
 
     def wrong(world: World, message: Message, boxes: list[Parcel]) -> None:
-        for _ in range(2 if world.rank == rank and message.what == "dkv" else 1):
+        for _ in range(2 if world.rank == rank and message.kind == "dkv" else 1):
             unpack(world, message, boxes)
 
     return wrong

@@ -13,8 +13,8 @@ from cp_ref.cli.words import span
 from cp_ref.formats import lse_to_packed, to_packed
 from cp_ref.merge import merge
 from cp_ref.oracle import dense_attention
-from cp_ref.spec import Piece, Problem
-from cp_ref.tracing import Item, Trace
+from cp_ref.spec import Problem
+from cp_ref.tracing import Item, Piece, Trace
 
 __all__ = ["checked_position", "show_values"]
 
@@ -26,8 +26,9 @@ def show_values(console: Console, request: Request, position: tuple[int, int], h
     problem, (seq, query) = request.problem, position
     with console.status("running all ranks"):
         trace = request.run()
-    partial = _partial_results(trace, seq, query, head)
-    final = {item.name: item for item in trace.select("forward", kind="final") if _holds(item.piece, seq, query, head)}
+    row = problem.starts_q[seq] + query
+    partial = _partial_results(trace, row, head)
+    final = {item.name: item for item in trace.select("forward", kind="final") if _holds(item.piece, row, head)}
     console.print(Rule(Text("One position, in numbers", "bold"), align="left"))
     start, stop = problem.band(problem.sequences[seq]).row(query, 0, problem.sequences[seq].len_kv)
     keys = f"sees keys {span(start, stop)}" if start < stop else "sees no key"
@@ -37,7 +38,7 @@ def show_values(console: Console, request: Request, position: tuple[int, int], h
         "a partial output, which is right for its own keys, and the log-sum-exp of its scores, which says how much "
         f"these keys weigh. The first {min(_SHOWN, problem.d_v)} of {problem.d_v} elements of each output are shown.",
     )
-    out, lse = _merge_table(console, problem, partial)
+    out, lse = _merge_table(console, problem, seq, partial)
     if len(partial) > 1:
         _spell_out(console, partial)
     _results(console, request, (out, lse), final, (seq, query, head))
@@ -55,28 +56,26 @@ def checked_position(problem: Problem, position: tuple[int, int] | None) -> tupl
     return seq, query
 
 
-def _holds(piece: Piece | None, seq: int, query: int, head: int) -> bool:
-    if piece is None or piece.seq != seq or not piece.start <= query < piece.stop:
-        return False
-    return piece.heads is None or piece.heads[0] <= head < piece.heads[1]
+def _holds(piece: Piece | None, row: int, head: int) -> bool:
+    return piece is not None and piece.start <= row < piece.stop and piece.head_start <= head < piece.head_stop
 
 
-def _at(item: Item, query: int, head: int) -> torch.Tensor:
-    """The numbers of one query and head: [d], or a scalar."""
+def _at(item: Item, row: int, head: int) -> torch.Tensor:
+    """The numbers of one row and head: [d], or a scalar."""
     assert item.piece is not None
-    return item.tensor[query - item.piece.start, head - (item.piece.heads or (0,))[0]]
+    return item.tensor[row - item.piece.start, head - item.piece.head_start]
 
 
-def _partial_results(trace: Trace, seq: int, query: int, head: int) -> list[tuple[Item, torch.Tensor, torch.Tensor]]:
-    """Every tile of the forward pass that has this query and head: its item, out [d_v] and lse []."""
-    tiles = [i for i in trace.select("forward", kind="tile") if _holds(i.piece, seq, query, head)]
+def _partial_results(trace: Trace, row: int, head: int) -> list[tuple[Item, torch.Tensor, torch.Tensor]]:
+    """Every tile of the forward pass that has this query row and head: its item, out [d_v] and lse []."""
+    tiles = [i for i in trace.select("forward", kind="tile") if _holds(i.piece, row, head)]
     outs = [i for i in tiles if i.name == "out"]
     lses = [i for i in tiles if i.name == "lse"]
-    return [(o, _at(o, query, head), _at(x, query, head)) for o, x in zip(outs, lses, strict=True)]
+    return [(o, _at(o, row, head), _at(x, row, head)) for o, x in zip(outs, lses, strict=True)]
 
 
 def _merge_table(
-    console: Console, problem: Problem, partial: list[tuple[Item, torch.Tensor, torch.Tensor]]
+    console: Console, problem: Problem, seq: int, partial: list[tuple[Item, torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tile by tile: its result, and the result so far. Returns (out, lse) of all."""
     rows = table(">step", ">rank", "keys", ">lse", "out", ">lse now", "out now")
@@ -84,9 +83,9 @@ def _merge_table(
     out, lse = torch.zeros(problem.d_v, dtype=wide), torch.tensor(float("-inf"), dtype=wide)
     for item, part, part_lse in partial:
         out, lse = merge(out, lse, part, part_lse)
-        first, last = item.source.rsplit("kv[", 1)[1].rstrip("]").split(":")
+        first, last = (int(row) - problem.starts_kv[seq] for row in item.source.rsplit(" k[", 1)[1][:-1].split(":"))
         numbers = _number(part_lse), _vector(part), _number(lse), _vector(out)
-        rows.add_row(str(item.step), str(item.rank), span(int(first), int(last)), *numbers)
+        rows.add_row(str(item.step), str(item.rank), span(first, last), *numbers)
     console.print(rows)
     console.print()
     return out, lse
@@ -117,7 +116,7 @@ def _results(
     row = problem.starts_q[seq] + query
     fmt = problem.qkv_format
     oracle = to_packed(out, fmt)[row, head], lse_to_packed(lse, fmt)[row, head]
-    returned = _at(final["out"], query, head), _at(final["lse"], query, head)
+    returned = _at(final["out"], row, head), _at(final["lse"], row, head)
     rows = table("", ">lse", "out", ">largest difference")
     for name, (o, x) in (("the tiles above, merged", merged), ("cp_ref.attention returned", returned)):
         rows.add_row(name, _number(x), _vector(o), f"{_difference(o, x, *oracle):.1e}")

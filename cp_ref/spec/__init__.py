@@ -4,6 +4,7 @@ from cp_ref.spec.a2a import head_ranges
 from cp_ref.spec.areas import UNBOUNDED, Areas
 from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
 from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_owner, check_settled
+from cp_ref.spec.custom import check_schedule
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import gathered_spans
 from cp_ref.spec.group import Group, Parcel, Pending, agree
@@ -14,14 +15,14 @@ from cp_ref.spec.pair import PairGroup
 from cp_ref.spec.plan_arguments import signature_of, split_plan_arguments
 from cp_ref.spec.planners import make_program, make_schedule
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
-from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
+from cp_ref.spec.report import RankCost, Report, message_bytes, report, tile_pairs
 from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
 from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, Program, Schedule, Step, Tiles, tag
 from cp_ref.spec.slices import position_spans, position_spans_of, slice_axis, slice_spans
 from cp_ref.spec.table import Column, Table, joined, ranges
 from cp_ref.spec.units import Units
 from cp_ref.spec.values import check_choice, check_data, check_flag, read_count
-from cp_ref.spec.verify import InvalidSchedule, verify
+from cp_ref.spec.verify import InvalidSchedule, verify, verify_tables
 from cp_ref.spec.workload import Workload, areas_of, slot_fragments, workload_of
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "check_offset",
     "check_plan_owner",
     "check_room_tensors",
+    "check_schedule",
     "check_settled",
     "contiguous",
     "describe",
@@ -85,7 +87,6 @@ __all__ = [
     "make_program",
     "make_schedule",
     "message_bytes",
-    "message_rows",
     "next_batch",
     "position_spans",
     "position_spans_of",
@@ -101,6 +102,8 @@ __all__ = [
     "slot_fragments",
     "split_plan_arguments",
     "tag",
+    "tile_pairs",
     "verify",
+    "verify_tables",
     "workload_of",
 ]

@@ -1,7 +1,7 @@
 """Is every visible (query, key) pair computed exactly once? Decided on a small grid, whatever the lengths.
 
-The tiles' edges cut a sequence's score matrix into cells; inside a cell every pair is covered by the same tiles. So it
-is enough to count the tiles over each cell, and to ask the band whether the cell has a visible pair at all.
+The tiles' edges cut an area into cells; inside a cell every pair is covered by the same tiles. So it is enough to count
+the tiles over each cell, and to ask the area's band whether the cell has a visible pair at all. Heads are a third axis.
 
           k0   k1        k2
        q0 .----.---------.        a cell covered by no tile, with a visible pair in it: computed never
@@ -13,100 +13,98 @@ is enough to count the tiles over each cell, and to ask the band whether the cel
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
 
-from cp_ref.spec.mask import Band, Rect
-from cp_ref.spec.problem import Problem
-from cp_ref.spec.schedule import Tile
+import numpy as np
 
-__all__ = ["TileUse", "coverage_errors"]
+from cp_ref.spec.areas import Areas, crop, pairs
+from cp_ref.spec.grid import edges_of
+from cp_ref.spec.schedule import Tiles
+from cp_ref.spec.table import Column
+
+__all__ = ["Pair", "TileUses", "coverage_errors"]
 
 
-@dataclass(frozen=True, slots=True)
-class TileUse:
-    """A tile, and where it is computed."""
+class Pair(NamedTuple):
+    """A query row and a key row, for query heads [head_start, head_stop)."""
 
-    tile: Tile
-    rank: int
-    step: int
+    area: int
+    q: int
+    k: int
+    head_start: int
+    head_stop: int
+
+
+class TileUses(NamedTuple):
+    """The tiles of a whole pass, and where each is computed."""
+
+    tiles: Tiles
+    rank: Column
+    step: Column
+
+    def where(self, tile: int) -> str:
+        """The place of one of them, in words."""
+        return f"rank {self.rank[tile]} step {self.step[tile]}"
 
 
 def coverage_errors(
-    problem: Problem,
-    direction: str,
-    uses: Sequence[TileUse],
-    head_cuts: Sequence[int],
-    holders: Callable[[int, int, int], str],
-) -> list[str]:
-    """One sentence for every cell that is computed twice or never. `holders(seq, q, k)` says who has a pair."""
-    errors: list[str] = []
-    by_sequence: dict[int, list[TileUse]] = defaultdict(list)
-    for use in uses:
-        by_sequence[use.tile.seq].append(use)
-        outside = use.tile.rect & _whole(problem, use.tile.seq)
-        if outside != use.tile.rect:
-            where = f"{direction} rank {use.rank} step {use.step}"
-            errors.append(f"{where}: {use.tile} reaches outside the real tokens of sequence {use.tile.seq}")
-    for seq in range(len(problem.sequences)):
-        for first, last in pairwise(head_cuts):
-            here = [
-                u
-                for u in by_sequence[seq]
-                if u.tile.heads is None or (u.tile.heads[0] < last and first < u.tile.heads[1])
-            ]
-            errors += _sequence_errors(problem, direction, seq, here, (first, last), holders)
-    return errors
-
-
-def _whole(problem: Problem, seq: int) -> Rect:
-    return Rect(0, problem.sequences[seq].len_q, 0, problem.sequences[seq].len_kv)
-
-
-def _sequence_errors(
-    problem: Problem,
-    direction: str,
-    seq: int,
-    uses: list[TileUse],
-    heads: tuple[int, int],
-    holders: Callable[[int, int, int], str],
-) -> list[str]:
-    whole, band = _whole(problem, seq), problem.band(problem.sequences[seq])
-    if whole.area == 0:
-        return []
-    rects = [use.tile.rect & whole for use in uses]
-    rows = sorted({whole.q0, whole.q1} | {q for r in rects for q in (r.q0, r.q1) if whole.q0 < q < whole.q1})
-    columns = sorted({whole.k0, whole.k1} | {k for r in rects for k in (r.k0, r.k1) if whole.k0 < k < whole.k1})
-    row_at = {q: n for n, q in enumerate(rows)}
-    column_at = {k: n for n, k in enumerate(columns)}
-    counts = [[0] * (len(columns) - 1) for _ in range(len(rows) - 1)]
-    for rect in rects:
-        if rect.area:
-            for n in range(row_at[rect.q0], row_at[rect.q1]):
-                for m in range(column_at[rect.k0], column_at[rect.k1]):
-                    counts[n][m] += 1
-    errors: list[str] = []
-    of_heads = f" of heads {heads[0]}:{heads[1]}" if heads != (0, problem.heads_q) else ""
-    for n, (q0, q1) in enumerate(pairwise(rows)):
-        for m, (k0, k1) in enumerate(pairwise(columns)):
-            cell = Rect(q0, q1, k0, k1)
-            if counts[n][m] == 1 or (seen := band.crop(cell)) is None:
-                continue
-            pair = _first_pair(band, seen)
-            name = f"{direction}: sequence {seq}, query {pair[0]}, key {pair[1]}{of_heads}"
-            if counts[n][m] == 0:
-                errors.append(f"{name}: computed never ({holders(seq, *pair)})")
+    areas: Areas, heads_q: int, uses: TileUses, name: Callable[[Pair], str], holders: Callable[[Pair], str]
+) -> Iterator[str]:
+    """One sentence for every cell that is computed twice or never. `name(pair)` says which pair is meant, and
+    `holders(pair)` who has it. The tiles lie inside their areas.
+    """
+    order = np.argsort(uses.tiles.area, kind="stable")
+    ends = np.searchsorted(uses.tiles.area[order], np.arange(len(areas) + 1)).tolist()
+    for area, rectangle in enumerate(areas.rows()):
+        here = order[ends[area] : ends[area + 1]]
+        tiles = uses.tiles.take(here)
+        for pair, over in _wrong_cells(area, rectangle, heads_q, tiles):
+            if not len(over):
+                yield f"{name(pair)}: computed never ({holders(pair)})"
             else:
-                places = [
-                    f"rank {u.rank} step {u.step}" for u, r in zip(uses, rects, strict=True) if (r & cell) == cell
-                ]
-                times = "twice" if len(places) == 2 else f"{len(places)} times"
-                errors.append(f"{name}: computed {times} ({', '.join(places)})")
-    return errors
+                times = "twice" if len(over) == 2 else f"{len(over)} times"
+                yield f"{name(pair)}: computed {times} ({', '.join(uses.where(int(here[n])) for n in over)})"
 
 
-def _first_pair(band: Band, rect: Rect) -> tuple[int, int]:
-    """A visible pair of a cropped rectangle, whose first row sees something by construction."""
-    return rect.q0, band.row(rect.q0, rect.k0, rect.k1)[0]
+def _wrong_cells(
+    area: int, rectangle: tuple[int, ...], heads_q: int, tiles: Tiles
+) -> Iterator[tuple[Pair, Column]]:
+    """A visible pair of every cell that is not covered once, and the numbers of the tiles over it."""
+    q_start, q_stop, k_start, k_stop, lo, hi = rectangle
+    starts, stops = (tiles.q_start, tiles.k_start, tiles.head_start), (tiles.q_stop, tiles.k_stop, tiles.head_stop)
+    whole = [np.array(x) for x in ((q_start, q_stop), (k_start, k_stop), (0, heads_q))]
+    axes = [edges_of(*edges) for edges in zip(whole, starts, stops, strict=True)]
+    boxes = [(np.searchsorted(x, a), np.searchsorted(x, b)) for x, a, b in zip(axes, starts, stops, strict=True)]
+    counts = _counts([len(x) - 1 for x in axes], boxes)
+    if (counts == 1).all():
+        return
+    rows, columns = np.meshgrid(np.arange(len(axes[0]) - 1), np.arange(len(axes[1]) - 1), indexing="ij")
+    band = np.broadcast_to(lo, rows.shape), np.broadcast_to(hi, rows.shape)
+    corners = axes[0][rows], axes[0][rows + 1], axes[1][columns], axes[1][columns + 1]
+    wrong = (counts != 1) & (pairs(*corners, *band) > 0)[:, :, None]
+    for n, m, h in np.argwhere(wrong).tolist():
+        cell = (axes[0][n : n + 1], axes[0][n + 1 : n + 2], axes[1][m : m + 1], axes[1][m + 1 : m + 2])
+        q0, _, k0, _ = (int(x[0]) for x in crop(*cell, np.array([lo]), np.array([hi])))
+        over = np.ones(len(tiles), dtype=bool)
+        for (start, stop), at in zip(boxes, (n, m, h), strict=True):
+            over &= (start <= at) & (at < stop)
+        heads = int(axes[2][h]), int(axes[2][h + 1])
+        yield Pair(area, q0, max(k0, q0 + lo), *heads), np.flatnonzero(over)
+
+
+def _counts(shape: Sequence[int], boxes: Sequence[tuple[Column, Column]]) -> Column:
+    """How many boxes lie over each cell of a grid: their corners are marked, and added up along each axis.
+
+        boxes 0:2 and 1:3 of 3 cells     corners + + - -     added up 1 2 1
+
+    >>> _counts([3], [(np.array([0, 1]), np.array([2, 3]))]).tolist()
+    [1, 2, 1]
+    """
+    counts = np.zeros([n + 1 for n in shape], dtype=np.int64)
+    for corner in product((0, 1), repeat=len(shape)):
+        np.add.at(counts, tuple(edges[c] for edges, c in zip(boxes, corner, strict=True)), (-1) ** sum(corner))
+    for axis in range(len(shape)):
+        np.cumsum(counts, axis=axis, out=counts)
+    return counts[tuple(slice(n) for n in shape)]

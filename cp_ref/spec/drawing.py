@@ -15,17 +15,71 @@ on its diagonal, as they lie in a packed buffer:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from cp_ref.spec.layout import Fragment, kv_fragments, q_fragments
-from cp_ref.spec.mask import Band, Rect
+import numpy as np
+
+from cp_ref.spec.areas import UNBOUNDED, crop, pairs
 from cp_ref.spec.problem import Problem, Sequence
-from cp_ref.spec.schedule import Schedule, Tile
+from cp_ref.spec.schedule import Schedule
+from cp_ref.spec.workload import slot_fragments
 
-__all__ = ["Block", "Owner", "Part", "Plane", "Point", "area", "band_edge", "centre", "plane", "staircase", "title"]
+__all__ = ["Block", "Box", "Owner", "Part", "Plane", "Point", "area", "band_edge", "centre", "plane", "staircase"]
 
 Point = tuple[float, float]  # x along the keys, y along the queries
+
+
+class Box(NamedTuple):
+    """A rectangle with a band, like a row of `Areas`: queries [q0, q1) x keys [k0, k1), lo <= k - q <= hi.
+
+    >>> causal = Box(0, 4, 0, 4, -UNBOUNDED, 0)
+    >>> causal.pairs, causal.size, causal.full, causal.row(2)
+    (10, 16, False, (0, 3))
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+
+    @property
+    def size(self) -> int:
+        """How many pairs it has, visible or not; 0 when either side is empty."""
+        return max(self.q1 - self.q0, 0) * max(self.k1 - self.k0, 0)
+
+    @property
+    def pairs(self) -> int:
+        """How many of its pairs are visible."""
+        return int(pairs(*(np.array([x]) for x in self))[0])
+
+    @property
+    def full(self) -> bool:
+        """Whether all of them are."""
+        return self.k1 - 1 - self.q0 <= self.hi and self.k0 - (self.q1 - 1) >= self.lo
+
+    def row(self, i: int) -> tuple[int, int]:
+        """The keys that query i sees, as a span [start, stop); empty when stop <= start."""
+        return max(self.k0, i + self.lo), min(self.k1, i + self.hi + 1)
+
+    def cropped(self) -> Box:
+        """The smallest box that holds every visible pair; of size 0 where there is none."""
+        q0, q1, k0, k1 = (int(x[0]) for x in crop(*(np.array([x]) for x in self)))
+        return Box(q0, q1, k0, k1, self.lo, self.hi)
+
+    def within(self, q0: int, q1: int, k0: int, k1: int) -> Box:
+        """What lies in a rectangle too."""
+        edges = max(self.q0, q0), min(self.q1, q1), max(self.k0, k0), min(self.k1, k1)
+        return Box(*edges, self.lo, self.hi)
+
+    def moved(self, down: int, right: int) -> Box:
+        """The same pairs elsewhere in the plane."""
+        rows = self.q0 + down, self.q1 + down, self.k0 + right, self.k1 + right
+        return Box(*rows, *(x if abs(x) >= UNBOUNDED else x + right - down for x in (self.lo, self.hi)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,36 +88,24 @@ class Block:
 
     number: int
     sequence: Sequence
-    band: Band
     x: int
     y: int
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tile where it lies: in which block, computed by whom and when."""
+    """A tile where it lies in the plane, computed by whom and when."""
 
     block: Block
-    tile: Tile
+    box: Box
+    text: str  # of the tile
     rank: int
     step: int
 
     @property
-    def rect(self) -> Rect:
-        """The tile's rectangle in the plane."""
-        r, y, x = self.tile.rect, self.block.y, self.block.x
-        return Rect(r.q0 + y, r.q1 + y, r.k0 + x, r.k1 + x)
-
-    @property
-    def plane_band(self) -> Band:
-        """The tile's band in the plane."""
-        shift = self.block.x - self.block.y
-        return Band(*(None if edge is None else edge + shift for edge in (self.block.band.lo, self.block.band.hi)))
-
-    @property
     def pairs(self) -> int:
         """How many of its pairs are visible."""
-        return self.block.band.count(self.tile.rect)
+        return self.box.pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +120,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Everything that is drawn."""
+    """Everything that is drawn. `some_heads`: tiles of some heads only are among it."""
 
     rows: int
     columns: int
@@ -86,6 +128,7 @@ class Plane:
     parts: tuple[Part, ...]
     owners_q: tuple[Owner, ...]
     owners_kv: tuple[Owner, ...]
+    some_heads: bool = False
 
     @property
     def steps(self) -> int:
@@ -99,73 +142,76 @@ def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: 
     rows = columns = 0
     for number in sequences:
         sequence = problem.sequences[number]
-        blocks[number] = Block(number, sequence, problem.band(sequence), columns, rows)
+        blocks[number] = Block(number, sequence, columns, rows)
         rows, columns = rows + sequence.slots_q, columns + sequence.slots_kv
-    parts = [
-        Part(blocks[tile.seq], tile, rank, n)
-        for rank, program in enumerate(schedule.forward)
-        for n, step in enumerate(program)
-        for tile in step.tiles
-        if tile.seq in blocks and (tile.heads is None or tile.heads[0] <= head < tile.heads[1])
-    ]
-    owners_q = _owners(problem, q_fragments, {n: (b.y, b.sequence.len_q) for n, b in blocks.items()})
-    owners_kv = _owners(problem, kv_fragments, {n: (b.x, b.sequence.len_kv) for n, b in blocks.items()})
-    return Plane(rows, columns, tuple(blocks.values()), tuple(parts), owners_q, owners_kv)
+    bands = [(lo, hi) for *_, lo, hi in problem.workload.areas.rows()]
+    parts: list[Part] = []
+    some_heads = False
+    for rank, step, tile in _tiles(schedule):
+        n, q0, q1, k0, k1, first, last = tile
+        block = blocks.get(bisect_right(problem.starts_q, q0) - 1)
+        if block is not None and first <= head < last:
+            down, right = block.y - problem.starts_q[block.number], block.x - problem.starts_kv[block.number]
+            box = Box(q0, q1, k0, k1, *bands[n]).moved(down, right)
+            parts.append(Part(block, box, schedule.tile_text(tile), rank, step))
+            some_heads |= (first, last) != (0, problem.heads_q)
+    owners_q = _owners(problem, "q", {n: (b.y, b.sequence.len_q) for n, b in blocks.items()})
+    owners_kv = _owners(problem, "kv", {n: (b.x, b.sequence.len_kv) for n, b in blocks.items()})
+    return Plane(rows, columns, tuple(blocks.values()), tuple(parts), owners_q, owners_kv, some_heads)
 
 
-def title(problem: Problem, schedule: Schedule) -> str:
-    """What is shown, in a few words."""
-    words = [schedule.name, f"cp_size {problem.cp_size}", problem.qkv_format, problem.layout, problem.attn_mask_type]
-    if problem.window_size != (-1, -1):
-        words.append(f"window {problem.window_size}")
-    return ", ".join(words)
+def _tiles(schedule: Schedule) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """(rank, step, tile) of the forward pass."""
+    for rank, program in enumerate(schedule.forward):
+        for number, step in enumerate(program):
+            yield from ((rank, number, tile) for tile in step.tiles.rows())
 
 
-def _owners(
-    problem: Problem, fragments: Callable[[Problem, int], tuple[Fragment, ...]], where: dict[int, tuple[int, int]]
-) -> tuple[Owner, ...]:
+def _owners(problem: Problem, side: str, where: dict[int, tuple[int, int]]) -> tuple[Owner, ...]:
+    """Who owns the slots of these sequences; `where`: number -> (place in the plane, real tokens)."""
     owners: list[Owner] = []
-    for rank in range(problem.cp_size):
-        for f in fragments(problem, rank):
-            if f.seq in where:
-                offset, length = where[f.seq]
-                real = max(min(f.stop, length) - f.start, 0)
-                owners.append(Owner(f.start + offset, f.stop + offset, real, rank))
+    starts = np.array(problem.starts_q if side == "q" else problem.starts_kv)
+    slots = slot_fragments(problem, side)
+    for seq, (offset, length) in where.items():
+        first = int(starts[seq])
+        for rank, start, stop, _ in slots.within(starts[seq : seq + 1], starts[seq + 1 : seq + 2]).rows():
+            real = max(min(stop - first, length) - (start - first), 0)
+            owners.append(Owner(start - first + offset, stop - first + offset, real, rank))
     return tuple(sorted(owners, key=lambda o: o.start))
 
 
-def staircase(band: Band, rect: Rect) -> list[Point]:
-    """The outline of the visible pairs of a cropped rectangle, square by square: exact, where a pair is large enough.
+def staircase(box: Box) -> list[Point]:
+    """The outline of the visible pairs of a cropped box, square by square: exact, where a pair is large enough.
 
-    >>> staircase(Band(None, 0), Rect(0, 2, 0, 2))
+    >>> staircase(Box(0, 2, 0, 2, -UNBOUNDED, 0))
     [(1, 0), (1, 1), (2, 1), (2, 2), (0, 2), (0, 0)]
     """
     right: list[Point] = []
     left: list[Point] = []
-    for i in range(rect.q0, rect.q1):
-        start, stop = band.row(i, rect.k0, rect.k1)
+    for i in range(box.q0, box.q1):
+        start, stop = box.row(i)
         right += [(stop, i), (stop, i + 1)]
         left += [(start, i), (start, i + 1)]
     return _without_middles(right + left[::-1])
 
 
-def band_edge(band: Band, rect: Rect) -> list[Point]:
+def band_edge(box: Box) -> list[Point]:
     """The same outline with the steps smoothed to straight lines: the rectangle clipped to the band.
 
     The lines run through the middles of the steps' edges, half a pair outside the middles of the outermost visible
     pairs, so that the area is right to 1/8 of a pair for every corner that is cut.
 
-    >>> band_edge(Band(None, 0), Rect(0, 4, 0, 4))
+    >>> band_edge(Box(0, 4, 0, 4, -UNBOUNDED, 0))
     [(0, 0), (0.5, 0.0), (4.0, 3.5), (4, 4), (0, 4)]
     """
-    outline: list[Point] = [(rect.k0, rect.q0), (rect.k1, rect.q0), (rect.k1, rect.q1), (rect.k0, rect.q1)]
-    if band.full(rect):
+    outline: list[Point] = [(box.k0, box.q0), (box.k1, box.q0), (box.k1, box.q1), (box.k0, box.q1)]
+    if box.full:
         return outline
-    if band.hi is not None:
-        hi = band.hi + 0.5
+    if box.hi < UNBOUNDED:
+        hi = box.hi + 0.5
         outline = _clip(outline, lambda x, y: hi - (x - y))
-    if band.lo is not None:
-        lo = band.lo - 0.5
+    if box.lo > -UNBOUNDED:
+        lo = box.lo - 0.5
         outline = _clip(outline, lambda x, y: (x - y) - lo)
     return outline
 

@@ -168,6 +168,8 @@ def grouped(fragments: Fragments, size: int) -> Fragments:
     >>> list(grouped(dual_chunk(np.array([0, 8]), 4), 2).rows())
     [(0, 0, 2, 0), (0, 6, 8, 2), (1, 2, 6, 0)]
     """
+    if not len(fragments):
+        return fragments
     unit = fragments.rank // size
     order = np.lexsort((fragments.start, unit))
     unit, start, stop = unit[order], fragments.start[order], fragments.stop[order]

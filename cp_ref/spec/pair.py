@@ -23,6 +23,10 @@ class PairGroup:
         self.rank = p2p.rank * a2a.size + a2a.rank
         self.size = p2p.size * a2a.size
 
+    def joins(self, rank: int, other: int) -> bool:
+        """Whether two ranks have their a2a group or their p2p group in common, so that messages go between them."""
+        return rank // self.a2a.size == other // self.a2a.size or rank % self.a2a.size == other % self.a2a.size
+
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
         """Post each message in the group that its peer shares with this rank."""
         row_sends, column_sends = self._split(sends)
@@ -51,7 +55,7 @@ class PairGroup:
         column: list[Parcel] = []
         for parcel in parcels:
             p2p_rank, a2a_rank = divmod(parcel.peer, self.a2a.size)
-            assert p2p_rank == self.p2p.rank or a2a_rank == self.a2a.rank, f"rank {parcel.peer} is in neither group"
+            assert self.joins(self.rank, parcel.peer), f"rank {parcel.peer} is in neither group"
             if p2p_rank == self.p2p.rank:
                 row.append(parcel._replace(peer=a2a_rank))
             else:

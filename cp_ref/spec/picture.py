@@ -27,12 +27,12 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import Literal
 
-from cp_ref.spec.drawing import Block, Owner, Plane, plane, title
+from cp_ref.spec.drawing import Block, Box, Owner, Plane, plane
 from cp_ref.spec.layout import divisor
-from cp_ref.spec.mask import Rect
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.schedule import Schedule
 from cp_ref.spec.svg import rank_colour, svg_picture
+from cp_ref.spec.title import title
 
 __all__ = ["rank_colour", "svg_picture", "text_picture"]
 
@@ -79,7 +79,7 @@ def text_picture(
         *wrap("R:S  computed by rank R at its step S, both from 0", width),
         *wrap(".    computed by nobody (masked, or padding)", width),
     ]
-    if any(part.tile.heads is not None for part in view.parts):
+    if view.some_heads:
         lines += wrap(f"The heads are spread over the ranks; this is query head {head}.", width)
     return "\n".join(line.rstrip() for line in lines)
 
@@ -141,28 +141,27 @@ def _cells(view: Plane, size: int, rows: int, columns: int) -> list[list[str]]:
     """The text of every cell: the tile that has most of its pairs, "." inside a sequence's block, nothing outside."""
     texts = [[""] * columns for _ in range(rows)]
     for block in view.blocks:
-        for r, c in _touched(_block_rect(block), size):
+        for r, c in _touched(_block_box(block), size):
             texts[r][c] = "."
     most = [[0] * columns for _ in range(rows)]
     for part in view.parts:
-        band = part.plane_band
-        for r, c in _touched(part.rect, size):
-            pairs = band.count(part.rect & Rect(r * size, (r + 1) * size, c * size, (c + 1) * size))
+        for r, c in _touched(part.box, size):
+            pairs = part.box.within(r * size, (r + 1) * size, c * size, (c + 1) * size).pairs
             if pairs > most[r][c]:
                 most[r][c], texts[r][c] = pairs, f"{part.rank}:{part.step}"
     return texts
 
 
-def _block_rect(block: Block) -> Rect:
-    return Rect(block.y, block.y + block.sequence.slots_q, block.x, block.x + block.sequence.slots_kv)
+def _block_box(block: Block) -> Box:
+    return Box(block.y, block.y + block.sequence.slots_q, block.x, block.x + block.sequence.slots_kv)
 
 
-def _touched(rect: Rect, size: int) -> list[tuple[int, int]]:
-    """The cells that a rectangle has a part in."""
-    if rect.area == 0:
+def _touched(box: Box, size: int) -> list[tuple[int, int]]:
+    """The cells that a box has a part in."""
+    if box.size == 0:
         return []
-    rows = range(rect.q0 // size, -(-rect.q1 // size))
-    columns = range(rect.k0 // size, -(-rect.k1 // size))
+    rows = range(box.q0 // size, -(-box.q1 // size))
+    columns = range(box.k0 // size, -(-box.k1 // size))
     return [(r, c) for r in rows for c in columns]
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_ref.spec.layout import local_slots, q_fragments
-from cp_ref.spec.problem import Problem
-from cp_ref.spec.schedule import Message, Program, Schedule
+import numpy as np
 
-__all__ = ["RankCost", "Report", "message_bytes", "message_rows", "report"]
+from cp_ref.spec.areas import Areas, pairs
+from cp_ref.spec.problem import Problem
+from cp_ref.spec.schedule import Message, Program, Schedule, Step, Tiles
+from cp_ref.spec.table import Column
+from cp_ref.spec.workload import slot_fragments
+
+__all__ = ["RankCost", "Report", "message_bytes", "report", "tile_pairs"]
 
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -45,31 +49,27 @@ class Report:
 
 def report(problem: Problem, schedule: Schedule) -> Report:
     """Count. The schedule is taken to be right: `verify` first."""
-    return Report(
-        tuple(
-            RankCost(
-                tokens=local_slots(q_fragments(problem, rank)),
-                tiles=sum(len(step.tiles) for step in schedule.forward[rank]),
-                pairs=_pairs(problem, schedule.forward[rank]),
-                forward_bytes=_sent(problem, schedule.forward[rank]),
-                backward_bytes=_sent(problem, schedule.backward[rank]),
-                held_rows=_held_rows(schedule.forward[rank]),
-            )
-            for rank in range(problem.cp_size)
-        )
-    )
+    slots = slot_fragments(problem, "q")
+    tokens = np.bincount(slots.rank, slots.stop - slots.start, minlength=problem.cp_size).astype(np.int64).tolist()
+    costs: list[RankCost] = []
+    for rank, program in enumerate(schedule.forward):
+        tiles = Tiles.concat([step.tiles for step in program])
+        work = tile_pairs(problem.workload.areas, tiles) * (tiles.head_stop - tiles.head_start)
+        sent = _sent(problem, program), _sent(problem, schedule.backward[rank])
+        costs.append(RankCost(tokens[rank], len(tiles), int(work.sum()), *sent, _held_rows(program)))
+    return Report(tuple(costs))
 
 
-def message_rows(message: Message) -> int:
-    """How many rows it has; a row of some of the heads counts as one."""
-    return sum(p.stop - p.start for p in message.pieces)
+def tile_pairs(areas: Areas, tiles: Tiles) -> Column:
+    """How many pairs of each tile are visible, for each head."""
+    band = areas.lo[tiles.area], areas.hi[tiles.area]
+    return pairs(tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop, *band)
 
 
 def message_bytes(problem: Problem, message: Message) -> int:
     """How many bytes travel: operands in the problem's dtype, results in float32 (float64 for float64)."""
     item = _ITEM_BYTES[problem.dtype]
     wide = max(item, 4)
-    heads = problem.heads_kv if message.what in ("kv", "dkv") else problem.heads_q
     row_bytes = {
         "q": problem.d_qk * item,
         "kv": (problem.d_qk + problem.d_v) * item,
@@ -77,40 +77,37 @@ def message_bytes(problem: Problem, message: Message) -> int:
         "out": (problem.d_v + 1) * wide,
         "dq": problem.d_qk * wide,
         "dkv": (problem.d_qk + problem.d_v) * wide,
-    }[message.what]
-    return sum((p.stop - p.start) * _head_count(p.heads, heads) for p in message.pieces) * row_bytes
-
-
-def _head_count(heads: tuple[int, int] | None, whole: int) -> int:
-    return whole if heads is None else heads[1] - heads[0]
+    }[message.kind]
+    pieces = message.pieces
+    return int(((pieces.stop - pieces.start) * (pieces.head_stop - pieces.head_start)).sum()) * row_bytes
 
 
 def _sent(problem: Problem, program: Program) -> int:
     return sum(message_bytes(problem, m) for step in program for m in step.sends)
 
 
-def _pairs(problem: Problem, program: Program) -> int:
-    pairs = 0
-    for step in program:
-        for tile in step.tiles:
-            band = problem.band(problem.sequences[tile.seq])
-            pairs += band.count(tile.rect) * _head_count(tile.heads, problem.heads_q)
-    return pairs
-
-
 def _held_rows(program: Program) -> int:
     """The high-water mark of received kv rows, each held from the step it travels in to the last step that uses it."""
-    held = [0] * (len(program) + 1)
+    held = np.zeros(len(program) + 1, dtype=np.int64)
+    used = [_used_keys(step) for step in program]
     for arrival, step in enumerate(program):
         for message in step.recvs:
-            for piece in message.pieces if message.what == "kv" else ():
-                last = arrival
-                for later in range(arrival + 1, len(program)):
-                    tiles = program[later].tiles
-                    sent = [p for m in program[later].sends if m.what == "kv" for p in m.pieces]
-                    used = any(t.seq == piece.seq and t.rect.k0 < piece.stop and piece.start < t.rect.k1 for t in tiles)
-                    if used or any(p.seq == piece.seq and p.start < piece.stop and piece.start < p.stop for p in sent):
-                        last = later
-                for now in range(arrival, last + 1):
-                    held[now] += piece.stop - piece.start
-    return max(held, default=0)
+            if message.kind != "kv":
+                continue
+            start, stop = message.pieces.start, message.pieces.stop
+            last = np.full_like(start, arrival)
+            for later in range(arrival + 1, len(program)):
+                begins, ends = used[later]  # a span meets one of these: more begin before its end than end before it
+                meets = np.searchsorted(begins, stop, side="left") > np.searchsorted(ends, start, side="right")
+                last[meets] = later
+            held[arrival] += int((stop - start).sum())
+            np.add.at(held, last + 1, start - stop)
+    return int(np.cumsum(held).max(initial=0))
+
+
+def _used_keys(step: Step) -> tuple[Column, Column]:
+    """The key rows that a step computes with or sends on: sorted starts and sorted stops of spans."""
+    sent = [m.pieces for m in step.sends if m.kind == "kv"]
+    starts = np.concatenate([step.tiles.k_start, *(pieces.start for pieces in sent)])
+    stops = np.concatenate([step.tiles.k_stop, *(pieces.stop for pieces in sent)])
+    return np.sort(starts), np.sort(stops)

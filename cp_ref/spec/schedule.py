@@ -126,7 +126,7 @@ class Step(NamedTuple):
 Program = tuple[Step, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """Both passes of every rank: `forward[rank][step]`, `backward[rank][step]`.
 
@@ -149,6 +149,9 @@ class Schedule:
     def all_heads(self, kind: str) -> Heads:
         """All heads of one kind of operand or result: (0, number of heads)."""
         return 0, self.heads[1] if kind in ("kv", "dkv") else self.heads[0]
+
+    def __repr__(self) -> str:
+        return f"Schedule.parse({str(self)!r})"
 
     def __str__(self) -> str:
         heads, saved = f"{self.heads[0]}/{self.heads[1]}", ",".join(self.saved) or "-"

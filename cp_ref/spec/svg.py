@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections import defaultdict
 from xml.sax.saxutils import escape
 
-from cp_ref.spec.drawing import Plane, plane, title
+from cp_ref.spec.drawing import Plane, plane
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.report import report
 from cp_ref.spec.schedule import Schedule
 from cp_ref.spec.svg_elements import FONT, HATCH, INK, LINE, MASKED, SOFT, box, rank_colour, words
 from cp_ref.spec.svg_matrix import STRIP, Matrix
+from cp_ref.spec.title import title
 
 __all__ = ["rank_colour", "svg_picture"]
 
@@ -80,7 +81,7 @@ class _Page:
         dims = f"d {p.d_qk}" if p.d_v == p.d_qk else f"d {p.d_qk}/{p.d_v}"
         heads = f"{_counted(p.heads_q, 'query head')} over {p.heads_kv}, {dims}"
         what = f"{count}, {_counted(tokens, 'query token')}; {heads}, {p.dtype}"
-        if any(part.tile.heads is not None for part in self.view.parts):
+        if self.view.some_heads:
             what += f"; query head {self.head} shown"
         self._text(_LEFT, 75, what, size=13.5, colour=SOFT)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.sax.saxutils import escape
 
-from cp_ref.spec.drawing import Block, Owner, Part, Plane, Point, band_edge, centre, staircase
-from cp_ref.spec.mask import Rect
+from cp_ref.spec.drawing import Block, Box, Owner, Part, Plane, Point, band_edge, centre, staircase
 from cp_ref.spec.svg_elements import MASKED, SOFT, box, ink_on, rank_colour, words
 
 __all__ = ["STRIP", "Matrix"]
@@ -43,26 +42,29 @@ class Matrix:
     def _block_label(self, block: Block) -> None:
         """The sequence's number in its upper right corner, where the mask leaves room for it."""
         s, text = block.sequence, f"sequence {block.number}"
-        corner = Rect(0, int(24 / self.sy), s.len_kv - int((7.5 * len(text) + 12) / self.sx), s.len_kv)
-        if corner.k0 > 0 and corner.q1 < s.len_q and block.band.count(corner) == 0:
+        rows, columns = int(24 / self.sy), int((7.5 * len(text) + 12) / self.sx)
+        right = block.x + s.len_kv
+        corner = block.y, block.y + rows, right - columns, right
+        free = not any(part.box.within(*corner).pairs for part in self.view.parts if part.block is block)
+        if columns < s.len_kv and rows < s.len_q and free:
             x, y = (block.x + s.len_kv) * self.sx - 6, block.y * self.sy + 16
             self._text(x, y, text, anchor="end")
 
     def tiles(self) -> None:
         """Every tile's visible pairs."""
         for part in self.view.parts:
-            rect, band = part.rect, part.plane_band
-            full, exact = band.full(rect), min(self.sx, self.sy) >= _EXACT or part.pairs < 4
-            outline = staircase(band, rect) if exact and not full else band_edge(band, rect)
+            box = part.box.cropped()
+            exact = min(self.sx, self.sy) >= _EXACT or part.pairs < 4
+            outline = staircase(box) if exact and not box.full else band_edge(box)
             colour = rank_colour(part.rank, part.step, self.steps)
-            wide, high = (rect.k1 - rect.k0) * self.sx, (rect.q1 - rect.q0) * self.sy
+            wide, high = (box.k1 - box.k0) * self.sx, (box.q1 - box.q0) * self.sy
             stroke = ' stroke="#ffffff" stroke-width="0.8"' if min(wide, high) >= 5 else ""
             points = " ".join(f"{x * self.sx:.2f},{y * self.sy:.2f}" for x, y in outline)
-            seen = f"{part.pairs:,} of {part.tile.rect.area:,} pairs visible"
-            name = escape(f"rank {part.rank} step {part.step}: {part.tile}, {seen}")
+            seen = f"{part.pairs:,} of {part.box.size:,} pairs visible"
+            name = escape(f"rank {part.rank} step {part.step}: {part.text}, {seen}")
             polygon = f'<polygon class="{self.kind}" points="{points}" fill="{colour}"{stroke}>'
             self.out.append(f"{polygon}<title>{name}</title></polygon>")
-            self._tile_label(part, outline, colour, *((wide, high) if full else (0.62 * wide, 0.62 * high)))
+            self._tile_label(part, outline, colour, *((wide, high) if box.full else (0.62 * wide, 0.62 * high)))
 
     def _tile_label(self, part: Part, outline: list[Point], colour: str, wide: float, high: float) -> None:
         """The rank and step, or the step alone, where there is room."""

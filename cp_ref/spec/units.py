@@ -61,8 +61,10 @@ class Units:
 
     @cached_property
     def windowed(self) -> bool:
-        """Whether every area is bounded on both sides, so that units see little of most others."""
-        return len(self.areas) > 0 and bool(((self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)).all())
+        """Whether an area is bounded on both sides: units see little of most others, and what several of them see of a
+        block need not be one stretch.
+        """
+        return bool(((self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)).any())
 
     def sees(self, unit: int) -> Sights:
         """What the queries of one unit see of every unit's keys."""

@@ -1,32 +1,40 @@
 """Proof by integers that a schedule computes its problem: no tensor, no float, no knowledge of how it was planned.
 
-`verify` plays the schedule on sets of positions. Every rank starts with what it owns; messages are matched in order
-between each pair of ranks and cost a rendezvous, as on a real wire; results carry the name of the tile they come from.
+`verify` plays the schedule on sets of rows. Every rank starts with what it owns; messages are matched in order
+between each pair of ranks and cost a rendezvous, as on a real wire; results carry the name of a tile they come from.
 It finds
 
     a pair computed twice or never          a receive without a send, a send without a receive
     an operand that is not there            messages that do not agree
     a result that does not reach its owner  a deadlock
 
-and names rank and step of each. What is left is a report: work, balance and bytes.
+and names rank and step of each. What is left is a report: work, balance and bytes. `verify_tables` knows nothing but
+the three tables: areas, ownership and the schedule.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from cp_ref.spec.coverage import TileUse, coverage_errors
-from cp_ref.spec.head_cuts import HeadCuts
+import numpy as np
+
+from cp_ref.spec.coverage import Pair, TileUses, coverage_errors
+from cp_ref.spec.grid import Grid, boxes_of, grids, side_of
+from cp_ref.spec.playing import Play, Store
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.report import Report, report
-from cp_ref.spec.schedule import RESULTS, Message, Piece, Program, Schedule, Tile
-from cp_ref.spec.spans import Spans
-from cp_ref.spec.units import real_rows
+from cp_ref.spec.schedule import Schedule
+from cp_ref.spec.table import Column
+from cp_ref.spec.well_formed import malformed
+from cp_ref.spec.workload import Workload
 
-__all__ = ["InvalidSchedule", "verify"]
+__all__ = ["InvalidSchedule", "verify", "verify_tables"]
 
 _MOST_ERRORS = 20
+
+Place = Callable[[str, int], str]  # (side, row) -> where that is for a reader who knows sequences; may be empty
 
 
 class InvalidSchedule(ValueError):
@@ -47,257 +55,119 @@ def verify(problem: Problem, schedule: Schedule) -> Report:
     Raises:
         InvalidSchedule: with every finding.
     """
-    if schedule.cp_size != problem.cp_size or len(schedule.backward) != problem.cp_size:
-        sizes = f"{schedule.cp_size} forward and {len(schedule.backward)} backward"
-        raise InvalidSchedule([f"the schedule has programs for {sizes} ranks, but cp_size is {problem.cp_size}"])
-    heads = HeadCuts(problem, schedule)
-    forward = _Pass("forward", problem, heads, schedule.forward, ("q", "kv"), "out")
-    forward.play([_owned(problem, heads, rank, ("q", "kv")) for rank in range(problem.cp_size)])
-    starts = [_owned(problem, heads, rank, ("q", "kv", "do")) for rank in range(problem.cp_size)]
-    for rank, start in enumerate(starts):
-        for (what, seq, cut), spans in forward.has[rank].items():
-            if what in schedule.saved:
-                for span in spans:
-                    start[what, seq, cut].add(*span)
-    backward = _Pass("backward", problem, heads, schedule.backward, ("q", "kv", "do"), "dq")
-    backward.play(starts)
-    errors = forward.errors + backward.errors
-    if errors:
-        raise InvalidSchedule(errors)
+
+    def place(side: str, row: int) -> str:
+        starts = problem.starts_q if side == "q" else problem.starts_kv
+        seq = bisect_right(starts, row) - 1
+        return f"position {row - starts[seq]} of sequence {seq}"
+
+    verify_tables(problem.workload, schedule, place)
     return report(problem, schedule)
 
 
-Key = tuple[str, int, int]  # what, sequence, head cut
-Store = defaultdict[Key, Spans]
-Record = tuple[int, int, int]  # start, stop, index of the tile in the pass
+def verify_tables(work: Workload, schedule: Schedule, place: Place = lambda side, row: "") -> None:
+    """Check that `schedule` computes all areas of `work`, each row starting and ending at its owner.
+
+    Args:
+        place: (side, row) -> what to call a row besides its number, such as "position 3 of sequence 0".
+
+    Raises:
+        InvalidSchedule: with every finding.
+    """
+    if errors := list(malformed(work, schedule)):
+        raise InvalidSchedule(errors)
+    names, sides = _Names(work, place), grids(work.ownership, schedule)
+    owned = [{side: _owned(work, sides[side], rank, side) for side in sides} for rank in range(work.cp_size)]
+
+    def starts(*kinds: str) -> list[Store]:
+        return [{kind: cells[side_of(kind)].copy() for kind in kinds} for cells in owned]
+
+    forward = Play("forward", schedule, sides, starts("q", "kv"), names.rows)
+    forward.run()
+    begin = starts("q", "kv", "do")
+    for store, had in zip(begin, forward.has, strict=True):
+        for kind in schedule.saved:
+            store[kind] |= had[kind]
+    backward = Play("backward", schedule, sides, begin, names.rows)
+    backward.run()
+    for play in (forward, backward):
+        errors += play.errors
+        if not play.stuck:
+            errors += _coverage(work, play, names)
+            errors += _misplaced(play, owned, names)
+    if errors:
+        raise InvalidSchedule(errors)
 
 
-def _owned(problem: Problem, heads: HeadCuts, rank: int, kinds: tuple[str, ...]) -> Store:
-    store: Store = defaultdict(Spans)
-    for what in kinds:
-        for seq, start, stop in _spans(problem, rank, what):
-            for cut in heads.of(what, None):
-                store[what, seq, cut].add(start, stop)
-    return store
+def _owned(work: Workload, grid: Grid, rank: int, side: str) -> Column:
+    """Which cells a rank owns, all heads of them."""
+    there, rows = np.zeros(grid.size, dtype=np.bool_), work.ownership.side(side).of(rank)
+    heads = (np.full_like(rows.start, edge) for edge in (grid.heads[0], grid.heads[-1]))
+    there[grid.cells(rows.start, rows.stop, *heads).cell] = True
+    return there
 
 
-def _spans(problem: Problem, rank: int, what: str) -> list[tuple[int, int, int]]:
-    """The real tokens (no padding) that a rank owns on the side of `what`, as (sequence, start, stop)."""
-    side = "kv" if what in ("kv", "dkv") else "q"
-    return [(p.seq, p.start, p.stop) for p in real_rows(problem, rank, side)]
+@dataclass(frozen=True)
+class _Names:
+    """Rows in words, by their number and by what the caller calls them."""
+
+    work: Workload
+    place: Place
+
+    def rows(self, kind: str, start: int, stop: int) -> str:
+        """Rows of a kind of operand or result."""
+        first = self.place(side_of(kind), start)
+        return f"{kind} [{start}:{stop}]{first and f' (from {first} on)'}"
+
+    def row(self, side: str, row: int) -> str:
+        """One row."""
+        place = self.place(side, row)
+        return f"row {row}{place and f' ({place})'}"
+
+    def owner(self, side: str, row: int) -> str:
+        """Who owns it."""
+        fragments = self.work.ownership.side(side)
+        owners = fragments.rank[(fragments.start <= row) & (row < fragments.stop)].tolist()
+        return f"rank {owners[0]}" if owners else "nobody"
 
 
-@dataclass
-class _Rank:
-    """Where one rank is in its program."""
+def _coverage(work: Workload, play: Play, names: _Names) -> Iterator[str]:
+    """Pairs that are computed twice or never."""
 
-    program: Program
-    step: int = 0
-    waiting: list[tuple[str, Message, int]] = field(
-        default_factory=list[tuple[str, Message, int]]
-    )  # verb, message, place in its channel
+    def name(pair: Pair) -> str:
+        heads = f" of heads {pair.head_start}:{pair.head_stop}"
+        some = heads if (pair.head_start, pair.head_stop) != (0, work.heads_q) else ""
+        return f"{play.name}: area {pair.area}, query {names.row('q', pair.q)}, key {names.row('kv', pair.k)}{some}"
 
-
-class _Pass:
-    """One pass (forward or backward) of all ranks, played until it ends or nothing moves."""
-
-    def __init__(
-        self,
-        name: str,
-        problem: Problem,
-        heads: HeadCuts,
-        programs: tuple[Program, ...],
-        needed: tuple[str, ...],
-        result: str,
-    ) -> None:
-        self.name, self.problem, self.heads, self.needed = name, problem, heads, needed
-        self.row_result = result  # what a tile adds to its query rows
-        self.ranks = [_Rank(program) for program in programs]
-        self.errors: list[str] = []
-        self.tiles: list[TileUse] = []
-        self.has: list[Store] = []
-        self.results: list[dict[Key, list[Record]]] = [{} for _ in programs]
-        size = range(len(programs))
-        # the messages posted so far from rank a to rank b, in order: each send with what it carries
-        self.sent: dict[tuple[int, int], list[tuple[Message, list[tuple[Key, list[Record]]], str]]] = {
-            (a, b): [] for a in size for b in size
-        }
-        self.awaited: dict[tuple[int, int], list[tuple[Message, str]]] = {(a, b): [] for a in size for b in size}
-
-    def play(self, starts: list[Store]) -> None:
-        """Run every rank as far as it goes; then look at what remains."""
-        self.has = starts
-        ready = deque(range(len(self.ranks)))
-        for rank in ready:
-            self._post(rank)
-        while ready:
-            rank = ready.popleft()
-            moved = False
-            while self._finished_step(rank):
-                moved = True
-            if moved:
-                ready.extend(r for r in range(len(self.ranks)) if r != rank and r not in ready)
-        if not self._stuck():
-            self.errors += coverage_errors(self.problem, self.name, self.tiles, self.heads.cuts, self._holders)
-            self._check_owners()
-
-    def _where(self, rank: int) -> str:
-        return f"{self.name} rank {rank} step {self.ranks[rank].step}"
-
-    def _post(self, rank: int) -> None:
-        """Begin the rank's current step: post its messages, note its tiles."""
-        state = self.ranks[rank]
-        if state.step >= len(state.program):
-            return
-        step, where = state.program[state.step], self._where(rank)
-        for message in step.sends + step.recvs:
-            if not 0 <= message.peer < len(self.ranks) or message.peer == rank:
-                self.errors.append(f"{where}: {message.what} to or from rank {message.peer}, which is no peer")
-        for message in step.sends:
-            channel = self.sent.setdefault((rank, message.peer), [])
-            state.waiting.append(("send", message, len(channel)))
-            channel.append((message, self._take(rank, message, where), where))
-        for message in step.recvs:
-            channel = self.awaited.setdefault((message.peer, rank), [])
-            state.waiting.append(("recv", message, len(channel)))
-            channel.append((message, where))
-        for tile in step.tiles:
-            self._compute(rank, tile, where)
-
-    def _take(self, rank: int, message: Message, where: str) -> list[tuple[Key, list[Record]]]:
-        """Check that the rank has what it sends; results leave it."""
-        taken: list[tuple[Key, list[Record]]] = []
-        for piece in message.pieces:
-            for cut in self.heads.of(message.what, piece.heads):
-                key = (message.what, piece.seq, cut)
-                if message.what in RESULTS:
-                    records = self.results[rank].get(key, [])
-                    moved, kept = _split(records, piece.start, piece.stop)
-                    self.results[rank][key] = kept
-                    there = Spans()
-                    for start, stop, _ in moved:
-                        there.add(start, stop)
-                    taken.append((key, moved))
-                else:
-                    there = self.has[rank][key]
-                if not there.cover(piece.start, piece.stop):
-                    self.errors.append(
-                        f"{where}: sends {message.what} {piece} to rank {message.peer}, but does not have it"
-                    )
-        return taken
-
-    def _compute(self, rank: int, tile: Tile, where: str) -> None:
-        rect, seq = tile.rect, tile.seq
-        for what in self.needed:
-            start, stop = (rect.k0, rect.k1) if what == "kv" else (rect.q0, rect.q1)
-            cuts = self.heads.kv_of_tile(tile.heads) if what == "kv" else self.heads.of(what, tile.heads)
-            if not all(self.has[rank][what, seq, cut].cover(start, stop) for cut in cuts):
-                self.errors.append(f"{where}: {tile} needs {what} {Piece(seq, start, stop)}, which is not there")
-        number = len(self.tiles)
-        self.tiles.append(TileUse(tile, rank, self.ranks[rank].step))
-        cuts = self.heads.of(self.row_result, tile.heads)
-        self._add(rank, [((self.row_result, seq, cut), [(rect.q0, rect.q1, number)]) for cut in cuts])
-        if self.name == "backward":
-            kv_cuts = self.heads.kv_of_tile(tile.heads)
-            self._add(rank, [(("dkv", seq, cut), [(rect.k0, rect.k1, number)]) for cut in kv_cuts])
-
-    def _add(self, rank: int, contributions: list[tuple[Key, list[Record]]]) -> None:
-        for key, records in contributions:
-            self.results[rank].setdefault(key, []).extend(records)
-
-    def _finished_step(self, rank: int) -> bool:
-        """End the rank's step if all its messages are matched, and begin the next."""
-        state = self.ranks[rank]
-        if state.step >= len(state.program):
-            return False
-        for verb, message, place in state.waiting:
-            other = (
-                self.awaited.get((rank, message.peer), [])
-                if verb == "send"
-                else self.sent.get((message.peer, rank), [])
-            )
-            if place >= len(other):
-                return False
-        for verb, message, place in state.waiting:
-            if verb == "recv":
-                self._receive(rank, message, *self.sent[message.peer, rank][place])
-        state.waiting = []
-        state.step += 1
-        self._post(rank)
-        return True
-
-    def _receive(
-        self, rank: int, message: Message, sent: Message, taken: list[tuple[Key, list[Record]]], sender: str
-    ) -> None:
-        if (sent.what, sent.pieces, sent.tag) != (message.what, message.pieces, message.tag):
-            self.errors.append(
-                f"{self._where(rank)}: expects {message.text('recv')!r}, "
-                f"but the next message is {sent.text('send')!r} ({sender})"
-            )
-        if sent.what in RESULTS:
-            self._add(rank, taken)
-            return
-        for piece in sent.pieces:
-            for cut in self.heads.of(sent.what, piece.heads):
-                self.has[rank][sent.what, piece.seq, cut].add(piece.start, piece.stop)
-
-    def _stuck(self) -> bool:
-        """Name what the ranks wait for when nothing moves any more."""
-        done = [state.step >= len(state.program) for state in self.ranks]
-        blocked: list[str] = []
-        for rank, state in enumerate(self.ranks):
-            for verb, message, place in state.waiting:
-                line = f"{self._where(rank)}: {message.text(verb)!r}"
-                peer_done = not 0 <= message.peer < len(done) or done[message.peer]
-                if verb == "recv" and place >= len(self.sent.get((message.peer, rank), [])):
-                    blocked.append(f"{line}: a receive without a send" if peer_done else f"{line}: waits")
-                if verb == "send" and place >= len(self.awaited.get((rank, message.peer), [])):
-                    blocked.append(f"{line}: a send without a receive" if peer_done else f"{line}: waits")
-        if blocked and not any("without" in line for line in blocked):
-            blocked = [f"{line} in a deadlock" for line in blocked]
-        self.errors += blocked
-        return not all(done)
-
-    def _holders(self, seq: int, q: int, k: int) -> str:
-        """Who has a pair's query and key at the end, for the message about a pair that nobody computed."""
-        ranks = range(len(self.ranks))
-        owners_q = [r for r in ranks if any(s == seq and a <= q < b for s, a, b in _spans(self.problem, r, "q"))]
-        owners_k = [r for r in ranks if any(s == seq and a <= k < b for s, a, b in _spans(self.problem, r, "kv"))]
+    def holders(pair: Pair) -> str:
+        """Who has a pair's query and key, and when the key comes."""
+        queries = work.ownership.q
         steps = [
-            f"rank {rank} step {step}"
-            for rank in owners_q
-            for step, now in enumerate(self.ranks[rank].program)
-            if any(p.seq == seq and p.start <= k < p.stop for m in now.recvs if m.what == "kv" for p in m.pieces)
+            f"rank {rank} step {number}"
+            for rank in queries.rank[(queries.start <= pair.q) & (pair.q < queries.stop)].tolist()
+            for number, step in enumerate(play.ranks[rank].program)
+            if any(bool(((m.pieces.start <= pair.k) & (pair.k < m.pieces.stop)).any()) for m in step.recvs if m.kind == "kv")
         ]
         met = f"; the key arrives during {', '.join(steps)}" if steps else ""
-        return f"query of rank {owners_q[0]}, key of rank {owners_k[0]}{met}"
+        return f"query of {names.owner('q', pair.q)}, key of {names.owner('kv', pair.k)}{met}"
 
-    def _check_owners(self) -> None:
-        """Every result has to end at the rank that owns its rows."""
-        for rank, results in enumerate(self.results):
-            for (what, seq, _), records in results.items():
-                owned = Spans()
-                for s, start, stop in _spans(self.problem, rank, what):
-                    if s == seq:
-                        owned.add(start, stop)
-                for start, stop, number in records:
-                    if not owned.cover(start, stop):
-                        use = self.tiles[number]
-                        self.errors.append(
-                            f"{self.name} rank {rank} step {len(self.ranks[rank].program)}: ends with {what} "
-                            f"{Piece(seq, start, stop)} of rank {use.rank} step {use.step}, "
-                            "which belongs to another rank"
-                        )
+    return coverage_errors(work.areas, work.heads_q, play.uses, name, holders)
 
 
-def _split(records: list[Record], start: int, stop: int) -> tuple[list[Record], list[Record]]:
-    """The parts of the records inside [start, stop), and the rest."""
-    inside: list[Record] = []
-    outside: list[Record] = []
-    for a, b, number in records:
-        if (low := max(a, start)) < (high := min(b, stop)):
-            inside.append((low, high, number))
-            outside += [(x, y, number) for x, y in ((a, low), (high, b)) if x < y]
-        else:
-            outside.append((a, b, number))
-    return inside, outside
+def _misplaced(play: Play, owned: list[dict[str, Column]], names: _Names) -> Iterator[str]:
+    """Every result has to end at the rank that owns its rows."""
+    uses = play.uses
+    for rank, results in enumerate(play.results):
+        for kind, tiles in results.items():
+            grid = play.grids[side_of(kind)]
+            wrong = np.flatnonzero((tiles >= 0) & ~owned[rank][side_of(kind)])
+            said: set[tuple[int, int]] = set()  # heads that share a row are one finding
+            for cell in wrong.tolist():
+                start, stop = grid.rows_of(cell)
+                if (start, stop) not in said:
+                    said.add((start, stop))
+                    yield (
+                        f"{play.name} rank {rank} step {len(play.ranks[rank].program)}: ends with "
+                        f"{names.rows(kind, start, stop)} of {uses.where(int(tiles[cell]))}, "
+                        "which belongs to another rank"
+                    )

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.spec import Band, Problem, Rect, Schedule, Sequence, Step, Tile, make_schedule
-from cp_ref.spec.drawing import Point, area, band_edge, centre, plane, staircase
+from cp_ref.spec import UNBOUNDED, Problem, Schedule, Sequence, Step, Tiles, make_schedule
+from cp_ref.spec.drawing import Box, Point, area, band_edge, centre, plane, staircase
 from cp_ref.spec.picture import rank_colour, svg_picture, text_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -101,8 +101,8 @@ def test_nothing_to_draw() -> None:
 
 def test_heads_spread_over_the_ranks() -> None:
     problem = Problem(cp_size=2, sequences=(Sequence(4, 4, 4, 4),), attn_mask_type="no_mask", heads_q=2, heads_kv=2)
-    programs = tuple((Step(tiles=(Tile(0, Rect(0, 4, 0, 4), heads=(rank, rank + 1)),)),) for rank in range(2))
-    schedule = Schedule("a2a", programs, programs)
+    programs = tuple((Step(tiles=Tiles.of_rows([(0, 0, 4, 0, 4, rank, rank + 1)])),) for rank in range(2))
+    schedule = Schedule("a2a", (2, 2), programs, programs)
     for head in (0, 1):
         picture = text_picture(problem, schedule, head=head)
         assert f"{head}:0" in picture
@@ -111,20 +111,43 @@ def test_heads_spread_over_the_ranks() -> None:
         assert f"query head {head} shown" in svg_picture(problem, schedule, head=head)
 
 
-@given(lo=st.none() | st.integers(-9, 9), hi=st.none() | st.integers(-9, 9), rect=st.tuples(*[st.integers(0, 9)] * 4))
-def test_outlines_have_the_area_of_the_visible_pairs(
-    lo: int | None, hi: int | None, rect: tuple[int, int, int, int]
-) -> None:
-    band = Band(lo, hi)
-    cropped = band.crop(Rect(rect[0], rect[0] + rect[1], rect[2], rect[2] + rect[3]))
-    if cropped is None:
+SIDES = st.integers(-9, 9)
+BOXES = st.builds(
+    lambda q, m, k, n, lo, hi: Box(q, q + m, k, k + n, lo, hi),
+    *[st.integers(0, 9)] * 4,
+    st.just(-UNBOUNDED) | SIDES,
+    st.just(UNBOUNDED) | SIDES,
+)
+
+
+@given(BOXES)
+def test_boxes_by_counting(box: Box) -> None:
+    seen = {(i, j) for i in range(box.q0, box.q1) for j in range(box.k0, box.k1) if box.lo <= j - i <= box.hi}
+    assert box.pairs == len(seen)
+    assert box.full == (len(seen) == box.size) or not box.size
+    for i in range(box.q0, box.q1):
+        assert set(range(*box.row(i))) == {j for q, j in seen if q == i}
+    cropped = box.cropped()
+    if seen:
+        rows, columns = {i for i, _ in seen}, {j for _, j in seen}
+        assert cropped[:4] == (min(rows), max(rows) + 1, min(columns), max(columns) + 1)
+    elif box.lo <= box.hi:
+        assert not cropped.size
+    moved = box.moved(3, 5)
+    assert (moved.pairs, moved.size) == (box.pairs, box.size)
+    assert moved.moved(-3, -5) == box
+
+
+@given(BOXES)
+def test_outlines_have_the_area_of_the_visible_pairs(box: Box) -> None:
+    if not box.pairs:
         return
-    pairs = band.count(cropped)
-    stairs = staircase(band, cropped)
-    assert area(stairs) == pairs
-    assert len(set(stairs)) == len(stairs) or lo == hi  # a band one pair wide touches itself at its corners
-    smooth = band_edge(band, cropped)
-    assert abs(area(smooth) - pairs) <= 0.5  # 1/8 for each corner that is cut
+    cropped = box.cropped()
+    stairs = staircase(cropped)
+    assert area(stairs) == box.pairs
+    assert len(set(stairs)) == len(stairs) or box.lo == box.hi  # a band one pair wide touches itself at its corners
+    smooth = band_edge(cropped)
+    assert abs(area(smooth) - box.pairs) <= 0.5  # 1/8 for each corner that is cut
     x, y = centre(smooth)
     assert cropped.k0 < x < cropped.k1
     assert cropped.q0 < y < cropped.q1
@@ -149,10 +172,8 @@ def test_svg_covers_what_is_visible(problem: Problem) -> None:
     shown = range(1 if problem.qkv_format != "thd" else len(problem.sequences))
     rows = sum(problem.sequences[s].slots_q for s in shown)
     columns = sum(problem.sequences[s].slots_kv for s in shown)
-    pairs = sum(
-        problem.band(problem.sequences[s]).count(Rect(0, problem.sequences[s].len_q, 0, problem.sequences[s].len_kv))
-        for s in shown
-    )
+    areas = problem.workload.areas
+    pairs = int(areas.pairs[areas.q_stop <= rows].sum())  # the sequences that are shown are the first ones
     scale = 640 / max(rows, columns)
     per_pair = max(rows * scale, 160) / rows * max(columns * scale, 160) / columns
     polygons = [
@@ -172,7 +193,7 @@ def test_svg_names_its_tiles_and_ranks() -> None:
     problem = packed([29, 11], 2)
     picture = svg_picture(problem, make_schedule(problem))
     titles = [t.text for t in ET.fromstring(picture).iter(f"{SVG}title")]
-    assert "rank 0 step 0: tile 0 q[0:8] kv[0:8], 36 of 64 pairs visible" in titles
+    assert "rank 0 step 0: tile 0 q[0:8] k[0:8], 36 of 64 pairs visible" in titles
     assert "rank 1 owns slots 8 to 15, 8 of them tokens" in titles
     assert "sequence 1: 11 queries x 11 keys in 12 x 12 slots" in titles
     for words in ("p2p, cp_size 2, thd, dual_chunk, padding_causal", "4 query heads over 2, d 8, float32", "padding"):

@@ -9,15 +9,15 @@ import pytest
 from cp_ref.spec import (
     InvalidSchedule,
     Message,
-    Piece,
+    Pieces,
     Problem,
-    Rect,
     Schedule,
     Sequence,
     Step,
-    Tile,
+    Tiles,
     make_schedule,
     verify,
+    verify_tables,
 )
 
 PROBLEM = Problem(3, (Sequence(12, 12, 12, 12),), qkv_format="thd", attn_mask_type="no_mask")
@@ -28,9 +28,13 @@ def change(rank: int, number: int, *, backward: bool = False, **changes: object)
     """The good schedule with one step of one rank changed."""
     programs = list(SCHEDULE.backward if backward else SCHEDULE.forward)
     steps = list(programs[rank])
-    steps[number] = replace(steps[number], **changes)
+    steps[number] = steps[number]._replace(**changes)
     programs[rank] = tuple(steps)
     return replace(SCHEDULE, **{"backward" if backward else "forward": tuple(programs)})
+
+
+def rows(start: int, stop: int) -> Pieces:
+    return Pieces.of_rows([(start, stop, 0, 1)])
 
 
 def errors(schedule: Schedule) -> list[str]:
@@ -55,18 +59,18 @@ def test_the_good_one() -> None:
 
 def test_a_lost_tile_is_a_pair_computed_never() -> None:
     lost = step(1, 1).tiles
-    found = errors(change(1, 1, tiles=lost[1:]))
+    found = errors(change(1, 1, tiles=lost.take(slice(1, None))))
     assert any("computed never" in e and "query of rank 1, key of rank 0" in e and "rank 1 step 0" in e for e in found)
 
 
 def test_a_tile_twice_is_a_pair_computed_twice() -> None:
     tiles = step(2, 1).tiles
-    found = errors(change(2, 1, tiles=(*tiles, tiles[0])))
+    found = errors(change(2, 1, tiles=Tiles.concat([tiles, tiles.take(slice(1))])))
     assert any("computed twice (rank 2 step 1, rank 2 step 1)" in e for e in found)
 
 
 def test_the_backward_pass_is_checked_too() -> None:
-    found = errors(change(0, 0, backward=True, tiles=step(0, 0).tiles[1:]))
+    found = errors(change(0, 0, backward=True, tiles=step(0, 0).tiles.take(slice(1, None))))
     assert found
     assert all(e.startswith("backward") for e in found)
 
@@ -88,21 +92,25 @@ def test_a_wrong_tag() -> None:
 
 
 def test_an_operand_that_is_not_there() -> None:
-    early = Tile(0, Rect(0, 2, 8, 10))
-    found = errors(change(0, 0, tiles=(*step(0, 0).tiles, early)))
-    assert any("forward rank 0 step 0: tile 0 q[0:2] kv[8:10] needs kv" in e and "not there" in e for e in found)
+    early = Tiles.of_rows([(0, 0, 2, 8, 10, 0, 1)])
+    found = errors(change(0, 0, tiles=Tiles.concat([step(0, 0).tiles, early])))
+    expected = "forward rank 0 step 0: tile 0 q[0:2] k[8:10] needs kv [8:10] (from position 8 of sequence 0 on), which"
+    assert any(e.startswith(expected) and "not there" in e for e in found)
 
 
 def test_sending_what_one_does_not_have() -> None:
     (good,) = step(0, 0).sends
-    found = errors(change(0, 0, sends=(replace(good, pieces=(Piece(0, 4, 6),)),)))
-    assert any("forward rank 0 step 0: sends kv 0[4:6] to rank 1, but does not have it" in e for e in found)
+    found = errors(change(0, 0, sends=(replace(good, pieces=rows(4, 6)),)))
+    assert any("forward rank 0 step 0: sends kv [4:6] (from position 4 of sequence 0 on) to rank 1, but does not have it" in e for e in found)
 
 
 def test_a_deadlock() -> None:
     """Each rank first waits for a message that the next one sends only later."""
     waiting = [
-        (Step((), (Message("kv", (Piece(0, 0, 2),), (r + 1) % 3, 0),), ()), Step((Message("kv", (), (r - 1) % 3, 0),)))
+        (
+            Step(recvs=(Message("kv", (r + 1) % 3, 0, rows(0, 2)),)),
+            Step(sends=(Message("kv", (r - 1) % 3, 0, rows(0, 2)),)),
+        )
         for r in range(3)
     ]
     found = errors(replace(SCHEDULE, forward=tuple(waiting)))
@@ -125,7 +133,7 @@ def test_another_group_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "nonsense", "schedule p2p cp_size 2 saved -\n  step", "schedule p2p cp_size 1 saved -\nforward rank 5"]
+    "text", ["", "nonsense", "schedule p2p cp_size 2 heads 1/1 saved -\n  step", "schedule p2p cp_size 1 heads 1/1 saved -\nforward rank 5"]
 )
 def test_texts_that_are_no_schedule(text: str) -> None:
     with pytest.raises(ValueError, match=r"schedule|stands before|cp_size"):

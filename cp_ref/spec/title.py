@@ -1,0 +1,16 @@
+"""What a picture, a trace or a report is of, in a few words."""
+
+from __future__ import annotations
+
+from cp_ref.spec.problem import Problem
+from cp_ref.spec.schedule import Schedule
+
+__all__ = ["title"]
+
+
+def title(problem: Problem, schedule: Schedule) -> str:
+    """What is shown, in a few words."""
+    words = [schedule.name, f"cp_size {problem.cp_size}", problem.qkv_format, problem.layout, problem.attn_mask_type]
+    if problem.window_size != (-1, -1):
+        words.append(f"window {problem.window_size}")
+    return ", ".join(words)

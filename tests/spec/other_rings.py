@@ -1,0 +1,60 @@
+"""Schedules that no planner has: the ring run backwards, and a ring of rings. Both are a list of whom to visit when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cp_ref.spec import Message, Pieces, Schedule, Step, Units, Workload, tag
+from cp_ref.spec.p2p import tiles_of
+from cp_ref.spec.units import spans_by
+
+__all__ = ["backward_ring", "ring_of_rings"]
+
+Route = Callable[[int, int], tuple[int, int]]  # (rank, step) -> (whose keys it computes with, who gave them to it)
+
+
+def backward_ring(work: Workload) -> Schedule:
+    """Blocks of keys travel to the rank before: at step s rank r has the block of r + s."""
+    n = work.cp_size
+    return _visits(work, "backward_ring", lambda rank, step: ((rank + step) % n, (rank + 1) % n))
+
+
+def ring_of_rings(work: Workload, size: int) -> Schedule:
+    """Blocks go round in groups of `size` neighbours, then all of a group's blocks move on to the next group, which has
+    them from the time they first came by.
+    """
+    n = work.cp_size
+
+    def route(rank: int, step: int) -> tuple[int, int]:
+        (group, place), (round_, turn) = divmod(rank, size), divmod(step, size)
+        owner = (group - round_) * size % n + (place - turn) % size
+        return owner, group * size + (place - 1) % size if turn else (group - 1) * size % n + place
+
+    return _visits(work, "ring_of_rings", route)
+
+
+def _visits(work: Workload, name: str, route: Route) -> Schedule:
+    """Each block arrives while the one before it is computed on; gradients of keys go straight home, a step later."""
+    units, n, heads, ranks = Units(work), work.cp_size, (0, work.heads_kv), range(work.cp_size)
+    steps = [[[Step() for _ in range(n + 1)] for _ in ranks] for _ in ("forward", "backward")]
+
+    def send(programs: list[list[Step]], step: int, kind: str, source: int, target: int, pieces: Pieces) -> None:
+        sends, recvs = (Message(kind, peer, tag(step, kind), pieces) for peer in (target, source))
+        programs[source][step] = programs[source][step]._replace(sends=(*programs[source][step].sends, sends))
+        programs[target][step] = programs[target][step]._replace(recvs=(*programs[target][step].recvs, recvs))
+
+    for rank in ranks:
+        sees, turn = units.sees(rank), np.argsort([route(rank, step)[0] for step in range(n)])  # owner -> step
+        for step, tiles in enumerate(tiles_of(sees, turn[sees.owner], n, (0, work.heads_q))):
+            owner, giver = route(rank, step)
+            block, seen = work.ownership.kv.of(owner), spans_by(turn[sees.owner], sees.k_start, sees.k_stop).of(step)
+            for programs in steps:
+                programs[rank][step] = programs[rank][step]._replace(tiles=tiles)
+                if step and len(block):
+                    send(programs, step - 1, "kv", giver, rank, Pieces.spans(block.start, block.stop, heads))
+            if step and len(seen[0]):
+                send(steps[1], step + 1, "dkv", rank, owner, Pieces.spans(*seen, heads))
+    forward, backward = (tuple(map(tuple, programs)) for programs in steps)
+    return Schedule(name, (work.heads_q, work.heads_kv), forward, backward)

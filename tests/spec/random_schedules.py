@@ -1,0 +1,284 @@
+"""Random legal schedules: whatever `verify` accepts, not only what a planner would make.
+
+A pass is drawn as one list of events that all ranks agree on: a message travels, or a rank computes a tile. Each event
+only uses what its rank has by then, so the list is right by construction. Every rank then cuts its own events, in this
+order, into steps wherever it likes: a step may not use what arrives in it, and that is the only rule. No such cut can
+deadlock: of all messages that have not travelled, the first one of the list is what both its ranks come to next.
+
+    drawn list      kv 0->1, tile at 0, kv 1->2, out 2->0, ...
+    rank 1          | recv kv from 0 | send kv to 2 ...           any bars, but one between these two, as it sends on
+                                                                  what it receives
+What is drawn
+    tiles           areas are split again and again, by query rows, keys or query heads (also inside a group that shares
+                    a kv head); forward and backward pass differently; cropped to what is visible, or not
+    ranks           any rank computes any tile, at any time
+    operands        come from their owner or from any rank that has them, through a third rank or not, early or late,
+                    just what is missing or all that the sender has
+    results         move to any other rank, whole or in part, before they go home
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from cp_ref.spec import (
+    KINDS,
+    LAYOUTS,
+    MASKS,
+    QKV_FORMATS,
+    Message,
+    Pieces,
+    Problem,
+    Program,
+    Schedule,
+    Step,
+    Tiles,
+    Workload,
+    tile_pairs,
+    verify_tables,
+)
+from cp_ref.spec import Sequence as Lengths
+from cp_ref.spec.areas import crop
+
+__all__ = ["random_schedules", "scheduled_problems", "small_problems"]
+
+_SPLITS = 5  # of the areas, at most
+_MOVES = 3  # of partial results, before they go home, at most
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+Cells = np.ndarray[Any, Any]  # [rows, heads], bool: what is meant, or what a rank has
+Tile = tuple[int, ...]  # a row of `Tiles`
+
+
+@st.composite
+def small_problems(draw: st.DrawFn, cp_sizes: Sequence[int] = (1, 2, 3, 4)) -> Problem:
+    """Problems with few rows: all formats, layouts and masks, padding and windows, groups of query heads."""
+    cp_size, fmt, mask = draw(st.sampled_from(cp_sizes)), draw(st.sampled_from(QKV_FORMATS)), draw(st.sampled_from(MASKS))
+    slots = st.integers(0, 2).map(lambda n: 2 * cp_size * n)
+    shape = draw(slots), draw(slots)
+    sequences: list[Lengths] = []
+    for _ in range(draw(st.integers(1, 3))):
+        slots_q, slots_kv = (draw(slots), draw(slots)) if fmt == "thd" else shape
+        full = fmt != "thd" and not mask.startswith("padding")
+        len_q = slots_q if full else draw(st.integers(0, slots_q))
+        len_kv = slots_kv if full else draw(st.integers(0, slots_kv))
+        sequences.append(Lengths(len_q, len_kv, slots_q, slots_kv))
+    heads_kv = draw(st.integers(1, 2))
+    side = st.one_of(st.just(-1), st.integers(0, 9))
+    return Problem(
+        cp_size,
+        tuple(sequences),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        qkv_format=fmt,
+        attn_mask_type=mask,
+        window_size=(draw(side), draw(side)),
+        heads_q=heads_kv * draw(st.integers(1, 3)),
+        heads_kv=heads_kv,
+    )
+
+
+@st.composite
+def scheduled_problems(draw: st.DrawFn, problems: st.SearchStrategy[Problem] | None = None) -> tuple[Problem, Schedule]:
+    """A problem, and a schedule for it."""
+    problem = draw(small_problems() if problems is None else problems)
+    return problem, draw(random_schedules(problem.workload))
+
+
+@st.composite
+def random_schedules(draw: st.DrawFn, work: Workload) -> Schedule:
+    """A legal schedule of this workload: `verify_tables` accepts it, which is asserted."""
+    saved = draw(st.sampled_from([(), ("q",), ("kv",), ("q", "kv")]))
+    forward = _Pass(work, ("q", "kv"), ("out",))
+    forward_programs = forward.draw(draw)
+    backward = _Pass(work, ("q", "kv", "do"), ("dq", "dkv"))
+    for start, end in zip(backward.has, forward.has, strict=True):
+        for kind in saved:
+            start[kind] |= end[kind]
+    schedule = Schedule("random", (work.heads_q, work.heads_kv), forward_programs, backward.draw(draw), saved)
+    verify_tables(work, schedule)
+    return schedule
+
+
+@dataclass(frozen=True)
+class _Event:
+    """Something that happens at one rank: `uses` what it has at the start of the step, `gives` what it has after it."""
+
+    verb: str  # "send", "recv" or "tile"
+    what: Message | Tile
+    uses: dict[str, Cells]
+    gives: dict[str, Cells]
+
+
+class _Pass:
+    """One pass while it is drawn: what every rank has, and what happened at every rank so far."""
+
+    def __init__(self, work: Workload, operands: tuple[str, ...], results: tuple[str, ...]) -> None:
+        self.work, self.operands, self.results = work, operands, results
+        self.has = [{kind: self._owned(rank, kind) for kind in operands} for rank in range(work.cp_size)]
+        self.sums = [{kind: self._nothing(kind) for kind in results} for _ in range(work.cp_size)]
+        self.events: list[list[_Event]] = [[] for _ in range(work.cp_size)]
+        self.messages = 0
+
+    def draw(self, draw: Draw) -> tuple[Program, ...]:
+        """The programs of all ranks."""
+        ranks = list(range(self.work.cp_size))
+        tiles = _tiles(draw, self.work)
+        where = [self._ranks_for(tile)[draw(st.integers(0, len(ranks) - 1))] for tile in tiles]
+        turns = [*range(len(tiles)), *range(len(tiles))]  # of a tile: its operands arrive, it is computed
+        if len(ranks) > 1:
+            turns += [-1] * draw(st.integers(0, _MOVES))
+        ready: set[int] = set()
+        for turn in draw(st.permutations(turns)):
+            if turn < 0:
+                self._move(draw)
+            elif turn not in ready:
+                ready.add(turn)
+                self._fetch(draw, where[turn], tiles[turn])
+            else:
+                self._compute(where[turn], tiles[turn])
+        for rank in ranks:
+            self._bring_home(rank)
+        return tuple(_steps(draw, events) for events in self.events)
+
+    def _ranks_for(self, tile: Tile) -> list[int]:
+        """All ranks, the one that owns the tile's first query first: the simplest one to draw."""
+        owner = next(r for r, has in enumerate(self.has) if has["q"][tile[1]].any())
+        return [(owner + n) % self.work.cp_size for n in range(self.work.cp_size)]
+
+    def _fetch(self, draw: Draw, rank: int, tile: Tile) -> None:
+        """Let everything arrive that a tile needs and its rank does not have."""
+        for kind in self.operands:
+            missing = self._of_tile(kind, tile) & ~self.has[rank][kind]
+            for owner in range(self.work.cp_size):
+                while (part := missing & self._owned(owner, kind)).any():
+                    sources = [r for r, has in enumerate(self.has) if (has[kind] & part).any() and r != rank]
+                    sources.sort(key=lambda r: r != owner)
+                    source = draw(st.sampled_from(sources))
+                    part = part & self.has[source][kind]
+                    if draw(st.booleans()):  # more than is needed
+                        part = self.has[source][kind].copy()
+                    others = [r for r in range(self.work.cp_size) if r not in (source, rank)]
+                    if others and draw(st.booleans()):
+                        relay = draw(st.sampled_from(others))
+                        self._send(kind, source, relay, part)
+                        source = relay
+                    self._send(kind, source, rank, part)
+                    missing &= ~part
+
+    def _compute(self, rank: int, tile: Tile) -> None:
+        gives = {kind: self._of_tile(kind, tile) for kind in self.results}
+        for kind, cells in gives.items():
+            self.sums[rank][kind] |= cells
+        self.events[rank].append(_Event("tile", tile, {k: self._of_tile(k, tile) for k in self.operands}, gives))
+
+    def _move(self, draw: Draw) -> None:
+        """Hand partial results to another rank, all of a kind or some rows of it; nothing where there are none."""
+        there = [(rank, kind) for rank, sums in enumerate(self.sums) for kind in self.results if sums[kind].any()]
+        if there:
+            rank, kind = draw(st.sampled_from(there))
+            peer = (rank + draw(st.integers(1, self.work.cp_size - 1))) % self.work.cp_size
+            cells = self.sums[rank][kind].copy()
+            rows = np.flatnonzero(cells.any(axis=1))
+            left = draw(st.integers(0, len(rows) - 1))  # so many rows stay
+            cells[rows[len(rows) - left - 1] + 1 :] = False
+            self._send(kind, rank, peer, cells)
+
+    def _bring_home(self, rank: int) -> None:
+        for kind in self.results:
+            for owner in range(self.work.cp_size):
+                cells = self.sums[rank][kind] & self._owned(owner, kind)
+                if owner != rank and cells.any():
+                    self._send(kind, rank, owner, cells)
+
+    def _send(self, kind: str, source: int, target: int, cells: Cells) -> None:
+        """A message travels."""
+        number, pieces = self.messages * len(KINDS) + KINDS.index(kind), Pieces.of_rows(_boxes(cells))
+        self.messages += 1
+        uses, gives = {kind: cells}, {kind: cells.copy()}
+        if kind in self.results:
+            self.sums[source][kind] &= ~cells
+            self.sums[target][kind] |= cells
+        else:
+            gives = {kind: cells & ~self.has[target][kind]}
+            self.has[target][kind] |= cells
+        self.events[source].append(_Event("send", Message(kind, target, number, pieces), uses, {}))
+        self.events[target].append(_Event("recv", Message(kind, source, number, pieces), {}, gives))
+
+    def _of_tile(self, kind: str, tile: Tile) -> Cells:
+        _, q0, q1, k0, k1, h0, h1 = tile
+        cells, size = self._nothing(kind), self.work.group_size
+        if kind in ("kv", "dkv"):
+            cells[k0:k1, h0 // size : -(-h1 // size)] = True
+        else:
+            cells[q0:q1, h0:h1] = True
+        return cells
+
+    def _owned(self, rank: int, kind: str) -> Cells:
+        cells = self._nothing(kind)
+        for _, start, stop, _ in self.work.ownership.side("kv" if kind in ("kv", "dkv") else "q").of(rank).rows():
+            cells[start:stop] = True
+        return cells
+
+    def _nothing(self, kind: str) -> Cells:
+        on_kv = kind in ("kv", "dkv")
+        rows = self.work.ownership.side("kv" if on_kv else "q").stop.max(initial=0)
+        return np.zeros((int(rows), self.work.heads_kv if on_kv else self.work.heads_q), dtype=np.bool_)
+
+
+def _tiles(draw: Draw, work: Workload) -> list[Tile]:
+    """Every area cut into tiles."""
+    areas = work.areas
+    tiles: list[Tile] = [(n, *row[:4], 0, work.heads_q) for n, row in enumerate(areas.rows())]
+    for _ in range(draw(st.integers(0, _SPLITS)) if tiles else 0):
+        number, axis = draw(st.integers(0, len(tiles) - 1)), draw(st.sampled_from([1, 3, 5]))
+        tile = tiles[number]
+        if tile[axis + 1] - tile[axis] > 1:
+            cut = draw(st.integers(tile[axis] + 1, tile[axis + 1] - 1))
+            tiles[number] = (*tile[: axis + 1], cut, *tile[axis + 2 :])
+            tiles.append((*tile[:axis], cut, *tile[axis + 1 :]))
+    if tiles and draw(st.booleans()):  # as planners do: no row or column that sees nothing
+        table = Tiles.of_rows(tiles)
+        edges = crop(*table.columns[1:5], areas.lo[table.area], areas.hi[table.area])
+        cropped = replace(table, **dict(zip(("q_start", "q_stop", "k_start", "k_stop"), edges, strict=True)))
+        tiles = list(cropped.take(tile_pairs(areas, table) > 0).rows())
+    return tiles
+
+
+def _boxes(cells: Cells) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, head_start, head_stop) of boxes that make up the cells: neighbouring rows with equal heads.
+
+    >>> list(_boxes(np.array([[1, 0, 1], [1, 0, 1], [0, 1, 1]], dtype=bool)))
+    [(0, 2, 0, 1), (0, 2, 2, 3), (2, 3, 1, 3)]
+    """
+    ends = [0, *(np.flatnonzero((cells[1:] != cells[:-1]).any(axis=1)) + 1).tolist(), len(cells)]
+    for start, stop in zip(ends[:-1], ends[1:], strict=True):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], cells[start].astype(int), [0]]))).tolist() if stop > start else []
+        for first, last in zip(edges[::2], edges[1::2], strict=True):
+            yield start, stop, first, last
+
+
+def _steps(draw: Draw, events: list[_Event]) -> Program:
+    """One rank's events as steps: cut where something is used that arrives in the same step, and anywhere else."""
+    steps: list[list[_Event]] = [[]]
+    fresh: dict[str, Cells] = {}
+    for event in events:
+        must = any(kind in fresh and (fresh[kind] & cells).any() for kind, cells in event.uses.items())
+        cut = draw(st.integers(0, 2))  # 2: with an empty step between the two
+        if must or cut:
+            steps += [[] for _ in range(max(cut, 1))]
+            fresh = {}
+        steps[-1].append(event)
+        for kind, cells in event.gives.items():
+            fresh[kind] = fresh[kind] | cells if kind in fresh else cells
+    return tuple(_step(step) for step in steps)
+
+
+def _step(events: list[_Event]) -> Step:
+    messages = {verb: tuple(e.what for e in events if e.verb == verb) for verb in ("send", "recv")}
+    tiles = Tiles.of_rows([e.what for e in events if e.verb == "tile" and isinstance(e.what, tuple)])
+    return Step(messages["send"], messages["recv"], tiles)  # type: ignore[arg-type]
