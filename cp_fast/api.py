@@ -8,11 +8,12 @@ import torch
 
 from cp_fast.autograd import Attention
 from cp_fast.backends import Backend
-from cp_fast.calls import autocast, check_planned_call
+from cp_fast.calls import check_planned_call
 from cp_fast.compiled import attention_in_graph
 from cp_fast.context import ContextParallel
-from cp_fast.derivatives import refuse_transforms
 from cp_fast.plan import Plan, backend_for, plan_together, read_call
+from cp_ref.common.casting import autocast
+from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.spec import (
     Agreement,
     check_context,

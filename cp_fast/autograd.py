@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.derivatives import differentiable_once
 from cp_fast.passes import Saved, backward_pass, forward_pass
 from cp_fast.plan import Plan
+from cp_ref.common.casting import no_autocast
+from cp_ref.common.derivatives import differentiable_once
 
 __all__ = ["Attention"]
 
@@ -30,7 +31,7 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        with no_autocast(q.device.type):
+        with no_autocast(q.device):
             out, lse, max_logit, saved = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
         for_offset = () if offset is None else (out, lse)
         ctx.save_for_backward(offset, *saved, *for_offset)
@@ -55,7 +56,7 @@ class Attention(torch.autograd.Function):
         offset, *tensors = ctx.saved_tensors
         saved, for_offset = Saved(*tensors[:5]), tensors[5:]
         out, lse = for_offset or saved[3:]
-        with no_autocast(saved.q.device.type):
+        with no_autocast(saved.q.device):
             dq, dk, dv, doffset = backward_pass(
                 ctx.plan,
                 ctx.cp,
@@ -71,8 +72,3 @@ class Attention(torch.autograd.Function):
                 lse_given=ctx.lse_given,
             )
         return None, None, None, None, None, dq, dk, dv, doffset
-
-
-def no_autocast(device: str) -> torch.autocast:
-    """Inside the passes every dtype is as it is meant to be."""
-    return torch.autocast(device, enabled=False)

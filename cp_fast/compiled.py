@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from cp_fast.autograd import no_autocast
 from cp_fast.calls import check_planned_call
 from cp_fast.context import ContextParallel
 from cp_fast.execute import wide_dtype
 from cp_fast.handles import object_of
 from cp_fast.passes import Saved, backward_pass, forward_pass
 from cp_fast.plan import Plan
+from cp_ref.common.casting import no_autocast
 
 __all__ = ["attention_in_graph"]
 
@@ -79,7 +79,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
     check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
-    with no_autocast(q.device.type):
+    with no_autocast(q.device):
         done = forward_pass(the_plan, context, q, k, v, offset, return_max_logit=return_max_logit)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
     kept = done.saved if group_rows else Saved(*(q.new_empty(0) for _ in Saved._fields))
@@ -139,7 +139,7 @@ def _backward(
     the_plan, context = object_of(plan), object_of(cp)
     packing = the_plan.packing
     rows = saved if group_rows else [*(packing.pack(x) for x in (*saved, out)), packing.pack_lse(lse)]
-    with no_autocast(out.device.type):
+    with no_autocast(out.device):
         dq, dk, dv, doffset = backward_pass(
             the_plan,
             context,

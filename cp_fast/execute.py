@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends import Backend
-from cp_fast.comm import during
 from cp_fast.kernels.base import Kernels
 from cp_fast.merge import Merged, Summed
 from cp_fast.overlap import head_start
 from cp_fast.program import Give, KVStep, RankProgram, Take
 from cp_fast.rows import Rows
+from cp_ref.common.processes import during
 from cp_ref.spec import Group, Parcel, Problem
 
 __all__ = ["Results", "run_backward", "run_forward", "wide_dtype"]

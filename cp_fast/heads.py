@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_fast.comm import during
 from cp_fast.kernels.base import Kernels
 from cp_fast.rows import Rows
+from cp_ref.common.processes import during
 from cp_ref.spec import Group, Parcel
 
 __all__ = ["HeadExchange"]

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.comm import all_reduce
 from cp_fast.context import ContextParallel
 from cp_fast.execute import run_backward, run_forward, wide_dtype
 from cp_fast.kernels.base import Kernels
@@ -17,6 +16,7 @@ from cp_fast.kernels.select import kernels
 from cp_fast.merge import add_sink
 from cp_fast.plan import Plan
 from cp_fast.rows import is_mask, take
+from cp_ref.common.collectives import all_reduce_max, all_reduce_sum
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = ["Forward", "Saved", "backward_pass", "forward_pass"]
@@ -67,7 +67,7 @@ def forward_pass(
     if return_max_logit and max_logit is not None:
         everywhere = max_logit.new_full((packing.packed_problem.heads_q,), float("-inf"))
         _own_heads(plan, everywhere).copy_(max_logit)
-        reduced = all_reduce(cp.comm, packing.heads_out(everywhere).amax(dim=0), torch.maximum)
+        reduced = all_reduce_max(cp.comm, packing.heads_out(everywhere).amax(dim=0))
     saved = Saved(inputs[0], inputs[1], inputs[2], out, lse)
     return Forward(packing.unpack(home_out), packing.unpack_lse(home_lse), reduced, saved)
 
@@ -105,7 +105,7 @@ def backward_pass(
     doffset = None
     if offset is not None and wants_offset:
         mine = _offset_gradient(plan, offset, dout, packing.pack(out), packing.pack_lse(lse), dlse)
-        doffset = all_reduce(cp.comm, mine, torch.add).to(offset.dtype)
+        doffset = all_reduce_sum(cp.comm, mine).to(offset.dtype)
     if heads is not None:
         dout, *rest = heads.to_group(cp.comm, movers, (heads.q, dout), *([] if dlse is None else [(heads.q, dlse.t())]))
         dlse = rest[0].t().contiguous() if rest else None

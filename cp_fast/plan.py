@@ -11,7 +11,6 @@ import torch
 
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
 from cp_fast.context import ContextParallel
-from cp_fast.devices import read_device
 from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import forget, handle_for
 from cp_fast.packing import Packing
@@ -21,6 +20,7 @@ from cp_fast.planning.compile import DraftProgram, compile_program, draft_progra
 from cp_fast.planning.fixed import FixedProgram
 from cp_fast.planning.shape import shape_of
 from cp_fast.program import RankProgram
+from cp_ref.common.devices import read_device
 from cp_ref.spec import (
     Agreement,
     Problem,

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from cp_fast.comm import all_to_all
 from cp_fast.context import ContextParallel
-from cp_fast.devices import check_usable, read_device
 from cp_fast.planning.columns import spread
+from cp_ref.common.collectives import all_gather, all_to_all
+from cp_ref.common.devices import check_usable, read_device
 from cp_ref.spec import check_context, gathered_spans, position_spans, slice_axis, slice_spans
 
 __all__ = ["numbers", "position_ids", "shard", "unshard"]
@@ -74,7 +74,7 @@ class _Unshard(torch.autograd.Function):
         shape = list(x.shape)
         shape[axis] *= cp.size
         whole = _as_bytes(x.new_empty(shape))
-        for of_rank, part in zip(rows, all_to_all(cp.comm, [_as_bytes(x)] * cp.size), strict=True):
+        for of_rank, part in zip(rows, all_gather(cp.comm, _as_bytes(x)), strict=True):
             whole.index_copy_(axis, of_rank, part)
         return _as_was(whole, x.dtype)
 

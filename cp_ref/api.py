@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import torch
 
-from cp_ref.casting import autocast, no_autocast
-from cp_ref.collectives import all_reduce_max, all_reduce_sum
+from cp_ref.common.casting import autocast, no_autocast
+from cp_ref.common.collectives import all_reduce_max, all_reduce_sum
+from cp_ref.common.derivatives import differentiable_once, refuse_transforms
 from cp_ref.context import ContextParallel
-from cp_ref.derivatives import differentiable_once, refuse_transforms
 from cp_ref.execute import run_backward, run_forward
 from cp_ref.formats import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.merge import add_sink

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from cp_ref.common.devices import check_usable, read_device
 from cp_ref.context import ContextParallel
-from cp_ref.devices import check_usable, read_device
 from cp_ref.sharding import numbers
 from cp_ref.spec import (
     Agreement,

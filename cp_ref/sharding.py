@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from cp_ref.collectives import all_gather, all_reduce_sum
+from cp_ref.common.collectives import all_gather, all_reduce_sum
+from cp_ref.common.devices import check_usable, read_device
 from cp_ref.context import ContextParallel
-from cp_ref.devices import check_usable, read_device
 from cp_ref.spec import check_context, gathered_spans, position_spans, slice_axis, slice_spans
 
 __all__ = ["numbers", "position_ids", "shard", "unshard"]
