@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ class PeerError(RuntimeError):
 
 
 @contextmanager
-def during(what: str) -> Iterator[None]:
+def during(what: str) -> Generator[None]:
     """Say what was being done when a peer did not answer.
 
     >>> with during("forward, step 1 of 3"):

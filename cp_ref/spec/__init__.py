@@ -5,11 +5,10 @@ from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
 from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_owner, check_settled
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import gathered_spans
-from cp_ref.spec.group import Group, Parcel, Pending, agree
+from cp_ref.spec.group import Group, Parcel, Pending, agree, read_together
 from cp_ref.spec.layout import Fragment, divisor, kv_fragments, local_slots, ownership, q_fragments
 from cp_ref.spec.mask import Band, Rect
 from cp_ref.spec.pair import PairGroup
-from cp_ref.spec.plan_arguments import signature_of, split_plan_arguments
 from cp_ref.spec.planners import make_program, make_schedule
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 from cp_ref.spec.report import RankCost, Report, message_bytes, message_rows, report
@@ -80,12 +79,11 @@ __all__ = [
     "read_problem",
     "read_room",
     "read_sizes",
+    "read_together",
     "real_rows",
     "report",
-    "signature_of",
     "slice_axis",
     "slice_spans",
     "spans_of",
-    "split_plan_arguments",
     "verify",
 ]
