@@ -28,13 +28,13 @@ the two reorders and `thd_read_half_tensor` are differentiable.
 from cp_fast.thd.batches import get_batch_on_this_cp_rank, pad_thd_sequences_for_cp
 from cp_fast.thd.corrections import thd_grad_correction, thd_out_correction, thd_second_half_lse_correction
 from cp_fast.thd.halves import thd_read_half_tensor, thd_read_second_half_lse
-from cp_fast.thd.head_dims import pad_v, trim_out
 from cp_fast.thd.indices import (
     thd_cp_rank_order_to_sequence_order,
     thd_get_partitioned_indices,
     thd_sequence_order_to_cp_rank_order,
 )
 from cp_fast.thd.valid import get_cu_seqlens_on_cp_rank, thd_copy_valid_tokens_from_per_split_to_rank_local
+from cp_ref.common.thd.head_dims import pad_v, trim_out
 
 __all__ = [
     "get_batch_on_this_cp_rank",

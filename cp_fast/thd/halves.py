@@ -1,94 +1,27 @@
-"""Reading one half of every sequence of a rank's slice.
-
-In layout dual_chunk a rank holds two chunks of every sequence, an early and a late one. Under a causal mask, in a ring
-step, the queries see all of an earlier rank's early chunk and nothing of its late one; and of a later rank's keys only
-the late chunk of queries sees anything, and it sees them all. So a ring works on halves:
-
-    diagonal        all rows      x  all keys          own keys, causal
-    lower tile      all rows      x  first halves      keys of an earlier rank, no mask
-    upper tile      second halves x  all keys          keys of a later rank, no mask
-
-LOCAL lengths: cu_seqlens_padded here are those of the rank's slice, the global ones divided by cp_size.
-
-    x, cu_seqlens_padded = [0, 4, 6]      a b A B | c C          t = 6
-    half 0                                a b | c                t / 2 = 3, cumulative lengths [0, 2, 3]
-    half 1                                A B | C
-"""
+"""Reading the first or second half of every sequence: operators."""
 
 from __future__ import annotations
 
 import torch
 
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import MOST_ROWS, check_count, check_lengths, check_lse, check_no_grad, half_of, token_axis
-from cp_fast.thd.tuples import Tensors, as_list, like
+from cp_fast.kernels.checks import check_no_grad
+from cp_ref.common.thd import halves
+from cp_ref.common.thd.tuples import Tensors, like
 
 __all__ = ["thd_read_half_tensor", "thd_read_second_half_lse"]
 
 
+@halves.thd_read_half_tensor
 def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int) -> Tensors:
-    """The first or the second half of every sequence.
-
-    Args:
-        x: [t], [t, d] or [t, h, d], or [2, t, h, d] (K and V in one tensor); any dtype. t is even. Or a
-            tuple of such tensors (K and V) with the same t, read in one launch.
-        cu_seqlens_padded: LOCAL cumulative lengths with padding (of x itself), int32 or int64 [b + 1]; every length is
-            even.
-        half: 0 for the first half, 1 for the second.
-
-    Returns:
-        A new tensor (a tuple for a tuple) with t / 2 tokens: a half of each sequence, in order, then the same half of
-        the tail. Its cumulative lengths are cu_seqlens_padded // 2. Differentiable.
-
-    Raises:
-        ValueError, TypeError: an odd length (naming the sequence), an odd t, another half, fewer tokens than lengths.
-
-    TransformerEngine: `tex.thd_read_half_tensor`.
-
-    >>> x = torch.tensor([10, 11, 12, 13, 20, 21])
-    >>> thd_read_half_tensor(x, torch.tensor([0, 4, 6]), half=0).tolist()
-    [10, 11, 20]
-    >>> thd_read_half_tensor(x, torch.tensor([0, 4, 6]), half=1).tolist()
-    [12, 13, 21]
-    """
-    xs = as_list(x, kv_axis=True)
-    for one in xs:
-        half_of("x", one, token_axis("x", one))
-    check_count("half", half, 0, below=2)
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
+    xs = halves.check_read_half(x, cu_seqlens_padded, half)
     return like(x, torch.ops.cp_attention.read_half(xs, cu_seqlens_padded, half))
 
 
+@halves.thd_read_second_half_lse
 def thd_read_second_half_lse(
     lse: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool, max_seqlen: int
 ) -> torch.Tensor:
-    """The LSE of the second half of every sequence: what the backward pass of an upper tile needs.
-
-    Args:
-        lse: float32 or float64, [h, t] if lse_packed, else [b, h, s].
-        cu_seqlens_padded: LOCAL cumulative lengths with padding (of whole sequences, not of the halves), int32 or int64
-            [b + 1]; every length is even.
-        lse_packed: which of the two shapes lse has.
-        max_seqlen: the size of the result's last axis: the sum of all half lengths (packed) or the longest half
-            (padded), or more.
-
-    Returns:
-        [h, max_seqlen] or [b, h, max_seqlen], of lse's dtype; 0 where there is no token.
-
-    Raises:
-        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype, a max_seqlen too small.
-
-    TransformerEngine: `tex.thd_read_second_half_lse`.
-
-    >>> packed = torch.tensor([[10.0, 11.0, 12.0, 13.0, 20.0, 21.0]])
-    >>> thd_read_second_half_lse(packed, torch.tensor([0, 4, 6]), True, 3).tolist()
-    [[12.0, 13.0, 21.0]]
-    >>> padded = torch.tensor([[[10.0, 11.0, 12.0, 13.0]], [[20.0, 21.0, 0.0, 0.0]]])
-    >>> thd_read_second_half_lse(padded, torch.tensor([0, 4, 6]), False, 2).tolist()
-    [[[12.0, 13.0]], [[21.0, 0.0]]]
-    """
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, getattr(lse, "device", torch.device("cpu")))
-    check_lse("lse", lse, len(cu_seqlens_padded) - 1, None, None, lse_packed)
-    check_count("max_seqlen", max_seqlen, 0, at_most=MOST_ROWS)
+    halves.check_read_second_half_lse(lse, cu_seqlens_padded, lse_packed, max_seqlen)
     check_no_grad(lse=lse)
     return torch.ops.cp_attention.read_second_half_lse(lse, cu_seqlens_padded, lse_packed, max_seqlen)

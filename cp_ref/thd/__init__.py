@@ -14,10 +14,10 @@ All of them take any number of sequences, sequences of length 0, a tail behind t
 What cannot be done right is refused with a ValueError or TypeError that names the argument, its value and the rule.
 """
 
+from cp_ref.common.thd.head_dims import pad_v, trim_out
 from cp_ref.thd.batches import get_batch_on_this_cp_rank, pad_thd_sequences_for_cp
 from cp_ref.thd.corrections import thd_grad_correction, thd_out_correction, thd_second_half_lse_correction
 from cp_ref.thd.halves import thd_read_half_tensor, thd_read_second_half_lse
-from cp_ref.thd.head_dims import pad_v, trim_out
 from cp_ref.thd.indices import (
     thd_cp_rank_order_to_sequence_order,
     thd_get_partitioned_indices,
