@@ -67,8 +67,20 @@ class Declaration(Generic[F]):
 
         Raises:
             TypeError: one that is not declared, or one that is missing.
+
+        >>> @declare
+        ... def scaled(*, x: int, by: int = 2) -> int: ...
+        >>> scaled.bind({"x": 1})
+        {'x': 1, 'by': 2}
+        >>> scaled.bind({"y": 1})
+        Traceback (most recent call last):
+            ...
+        TypeError: scaled(): missing a required argument: 'x'
         """
-        call = self.signature.bind(**arguments)
+        try:
+            call = self.signature.bind(**arguments)
+        except TypeError as error:
+            raise TypeError(f"{self.function.__qualname__}(): {error}") from None
         call.apply_defaults()
         return call.arguments
 
