@@ -61,7 +61,7 @@ class Runs(NamedTuple):
 
 
 def read_runs(name: str, cu_seqlens: Any, device: torch.device) -> Runs:
-    """Cumulative lengths, int32 or int64 [b + 1], as one run a sequence.
+    """Cumulative lengths, int32 or int64 [b + 1], as one run a sequence of data on `device`.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule.
@@ -72,6 +72,8 @@ def read_runs(name: str, cu_seqlens: Any, device: torch.device) -> Runs:
     values = read_lengths(name, cu_seqlens)
     if values is None:
         raise ValueError(f"{name} is None; it must be an int32 or int64 tensor [b + 1]")
+    if device.type == "meta":
+        raise ValueError("the data is on meta; it must be on a device where tensors have values")
     cumulative = torch.tensor(values, dtype=torch.int64, device=device)
     return Runs(cumulative[:-1], cumulative.diff())
 

@@ -107,6 +107,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"x has shape \[\]",
     ),
+    "meta": (lambda: thd.thd_read_half_tensor(X.to("meta"), CU, 0), ValueError, "on meta"),
     "half": (lambda: thd.thd_read_half_tensor(X, CU, 2), ValueError, "half is 2; it must be from 0 to 1"),
     "four axes": (
         lambda: thd.thd_read_half_tensor(X[None], CU, 0),
