@@ -44,7 +44,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)  # one plan is itself alone: its tables are tensors
-class Plan:
+class Plan(plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.
 
     Attributes:

@@ -34,7 +34,7 @@ __all__ = ["Plan", "make_plan", "plan_together", "supports"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.
 
     Attributes:

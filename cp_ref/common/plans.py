@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import declare, parameters_of
 from cp_ref.common.devices import read_device
-from cp_ref.spec import Agreement, Problem, Schedule, Sizes, check_context, check_flag, read_problem, read_room
+from cp_ref.spec import Agreement, Problem, Sizes, check_context, check_flag, read_problem, read_room
 
 __all__ = ["OF_THE_PROBLEM", "Plan", "make_plan", "read_call", "read_plan_arguments", "supports", "update"]
 
@@ -18,33 +18,12 @@ OF_THE_PROBLEM = frozenset(inspect.signature(read_problem).parameters)  # argume
 _SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqlen_kv")
 
 
-class Plan(Protocol):
-    """What the plans of both packages have."""
+class Plan:
+    """What the plans of both packages have: what is computed, the rank that it is for, where `position_ids` lie."""
 
-    @property
-    def problem(self) -> Problem:
-        """What is computed."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """The rank that it is for."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where `position_ids` lie."""
-        ...
-
-    @property
-    def schedule(self) -> Schedule:
-        """What every rank sends, receives and computes, step by step."""
-        ...
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """This rank's query positions inside each sequence, for RoPE."""
-        ...
+    problem: Problem
+    rank: int
+    device: torch.device
 
 
 @declare
