@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from cp_fast.autograd import no_autocast
 from cp_fast.calls import check_planned_call
 from cp_fast.context import ContextParallel
 from cp_fast.execute import wide_dtype
 from cp_fast.handles import object_of
 from cp_fast.passes import backward_pass, forward_pass
 from cp_fast.plan import Plan
+from cp_ref.common.casting import no_autocast
 
 __all__ = ["attention_in_graph"]
 
@@ -40,8 +40,7 @@ def attention_in_graph(
     offset: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `Attention.apply` does, as one operator. The call's arguments are checked when it runs."""
-    program = plan.program
-    how = plan.problem.qkv_format, program.kept, program.needs_inputs, deterministic, return_max_logit, return_lse
+    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, deterministic, return_max_logit, return_lse
     out, lse, max_logit, *_ = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
     return out, lse, max_logit
 
@@ -63,7 +62,7 @@ def _forward(
 ) -> list[Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
     check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
-    with no_autocast(q.device.type):
+    with no_autocast(q.device):
         done = forward_pass(the_plan, context, q, k, v, offset, return_max_logit=return_max_logit)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
     return [done.out.contiguous(), done.lse.contiguous(), max_logit, *done.kept]
@@ -115,7 +114,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
     packing = the_plan.packing
-    with no_autocast(out.device.type):
+    with no_autocast(out.device):
         dq, dk, dv, doffset = backward_pass(
             the_plan,
             context,

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends import Backend
-from cp_fast.comm import during
 from cp_fast.kernels.base import Kernels
 from cp_fast.merge import Part, Total, TotalShape, add_sink
 from cp_fast.overlap import head_start
 from cp_fast.program import OWN, Contribution, Copy, Heads, Operand, Program, ResultRecv, Send, Step, Sums
 from cp_fast.rows import Rows
+from cp_ref.common.processes import during
 from cp_ref.spec import Group, Parcel, Problem
 
 __all__ = ["Forward", "Inputs", "run_backward", "run_forward", "wide_dtype"]

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.comm import all_reduce
 from cp_fast.context import ContextParallel
 from cp_fast.execute import Inputs, run_backward, run_forward, wide_dtype
 from cp_fast.kernels.select import kernels
 from cp_fast.plan import Plan
 from cp_fast.rows import is_mask, take
+from cp_ref.common.collectives import all_reduce_max, all_reduce_sum
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = ["Results", "backward_pass", "forward_pass"]
@@ -46,7 +46,7 @@ def forward_pass(
     done = run_forward(_inputs(plan, cp, q.device), *(packing.pack(x) for x in (q, k, v)), sink)
     largest = None
     if return_max_logit and done.max_logit is not None:
-        largest = all_reduce(cp.comm, packing.heads_out(done.max_logit).amax(dim=0), torch.maximum)
+        largest = all_reduce_max(cp.comm, packing.heads_out(done.max_logit).amax(dim=0))
     return Results(packing.unpack(done.out), packing.unpack_lse(done.lse), largest, done.kept)
 
 
@@ -83,7 +83,7 @@ def backward_pass(
     doffset = None
     if offset is not None and wants_offset:
         mine = _offset_gradient(plan, offset, dout, packed_out, packed_lse, dlse)
-        doffset = all_reduce(cp.comm, mine, torch.add).to(offset.dtype)
+        doffset = all_reduce_sum(cp.comm, mine).to(offset.dtype)
     given = None if inputs is None else tuple(packing.pack(x) for x in inputs)
     results = run_backward(
         _inputs(plan, cp, out.device),

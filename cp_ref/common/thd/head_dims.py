@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.kernels.checks import check_count, check_tensor
+from cp_ref.common.thd.checks import check_count, check_tensor
 
 __all__ = ["pad_v", "trim_out"]
 

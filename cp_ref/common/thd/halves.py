@@ -17,21 +17,24 @@ LOCAL lengths: cu_seqlens_padded here are those of the rank's slice, the global 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import MOST_ROWS, check_count, check_lengths, check_lse, check_no_grad, half_of, token_axis
-from cp_fast.thd.tuples import Tensors, as_list, like
+from cp_ref.common.declared import declare
+from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_lengths, check_lse, device_of, half_of, token_axis
+from cp_ref.common.thd.tuples import Tensors, tensors_of
 
-__all__ = ["thd_read_half_tensor", "thd_read_second_half_lse"]
+__all__ = ["check_read_half", "check_read_second_half_lse", "thd_read_half_tensor", "thd_read_second_half_lse"]
 
 
+@declare
 def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int) -> Tensors:
     """The first or the second half of every sequence.
 
     Args:
         x: [t], [t, d] or [t, h, d], or [2, t, h, d] (K and V in one tensor); any dtype. t is even. Or a
-            tuple of such tensors (K and V) with the same t, read in one launch.
+            tuple of such tensors (K and V) with the same t, which `cp_fast` reads in one launch.
         cu_seqlens_padded: LOCAL cumulative lengths with padding (of x itself), int32 or int64 [b + 1]; every length is
             even.
         half: 0 for the first half, 1 for the second.
@@ -51,14 +54,10 @@ def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int)
     >>> thd_read_half_tensor(x, torch.tensor([0, 4, 6]), half=1).tolist()
     [12, 13, 21]
     """
-    xs = as_list(x, kv_axis=True)
-    for one in xs:
-        half_of("x", one, token_axis("x", one))
-    check_count("half", half, 0, below=2)
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
-    return like(x, torch.ops.cp_attention.read_half(xs, cu_seqlens_padded, half))
+    raise NotImplementedError
 
 
+@declare
 def thd_read_second_half_lse(
     lse: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool, max_seqlen: int
 ) -> torch.Tensor:
@@ -87,8 +86,21 @@ def thd_read_second_half_lse(
     >>> thd_read_second_half_lse(padded, torch.tensor([0, 4, 6]), False, 2).tolist()
     [[[12.0, 13.0]], [[21.0, 0.0]]]
     """
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, getattr(lse, "device", torch.device("cpu")))
+    raise NotImplementedError
+
+
+def check_read_half(x: Any, cu_seqlens_padded: Any, half: Any) -> list[torch.Tensor]:
+    """The arguments of `thd_read_half_tensor` -> the tensors of x."""
+    xs = tensors_of(x, kv_axis=True)
+    for one in xs:
+        half_of("x", one, token_axis("x", one))
+    check_count("half", half, 0, below=2)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
+    return xs
+
+
+def check_read_second_half_lse(lse: Any, cu_seqlens_padded: Any, lse_packed: Any, max_seqlen: Any) -> None:
+    """The arguments of `thd_read_second_half_lse`."""
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, device_of(lse))
     check_lse("lse", lse, len(cu_seqlens_padded) - 1, None, None, lse_packed)
     check_count("max_seqlen", max_seqlen, 0, at_most=MOST_ROWS)
-    check_no_grad(lse=lse)
-    return torch.ops.cp_attention.read_second_half_lse(lse, cu_seqlens_padded, lse_packed, max_seqlen)

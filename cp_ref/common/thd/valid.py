@@ -11,23 +11,31 @@ nothing else.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from cp_fast.kernels import ops  # noqa: F401  (registers the operators)
-from cp_fast.kernels.checks import (
+from cp_ref.common.declared import declare
+from cp_ref.common.thd.checks import (
     FLOATS,
+    check_both,
     check_count,
     check_device,
     check_flag,
-    check_lengths,
-    check_no_grad,
     check_tensor,
     check_written,
+    device_of,
 )
 
-__all__ = ["get_cu_seqlens_on_cp_rank", "thd_copy_valid_tokens_from_per_split_to_rank_local"]
+__all__ = [
+    "check_copy",
+    "check_rank_lengths",
+    "get_cu_seqlens_on_cp_rank",
+    "thd_copy_valid_tokens_from_per_split_to_rank_local",
+]
 
 
+@declare
 def get_cu_seqlens_on_cp_rank(
     cu_seqlens: torch.Tensor,
     cu_seqlens_padded: torch.Tensor,
@@ -64,15 +72,10 @@ def get_cu_seqlens_on_cp_rank(
     >>> get_cu_seqlens_on_cp_rank(*five_of_eight, cp_size=2, cp_rank=1, first_half=False, second_half=True).tolist()
     [0, 1]
     """
-    check_count("cp_size", cp_size, 1)
-    check_count("cp_rank", cp_rank, 0, below=cp_size)
-    check_flag("first_half", first_half)
-    check_flag("second_half", second_half)
-    device = getattr(cu_seqlens, "device", torch.device("cpu"))
-    _check_both(cu_seqlens, cu_seqlens_padded, device)
-    return torch.ops.cp_attention.rank_lengths(cu_seqlens, cu_seqlens_padded, cp_size, cp_rank, first_half, second_half)
+    raise NotImplementedError
 
 
+@declare
 def thd_copy_valid_tokens_from_per_split_to_rank_local(
     out: torch.Tensor, inp: torch.Tensor, cu_seqlens_padded: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> None:
@@ -106,6 +109,22 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     >>> out.tolist()                                                        # the late chunks of the picture
     [0, 0, 12, 13, 0, 21]
     """
+    raise NotImplementedError
+
+
+def check_rank_lengths(
+    cu_seqlens: Any, cu_seqlens_padded: Any, cp_size: Any, cp_rank: Any, first_half: Any, second_half: Any
+) -> None:
+    """The arguments of `get_cu_seqlens_on_cp_rank`."""
+    check_count("cp_size", cp_size, 1)
+    check_count("cp_rank", cp_rank, 0, below=cp_size)
+    check_flag("first_half", first_half)
+    check_flag("second_half", second_half)
+    check_both(cu_seqlens, cu_seqlens_padded, device_of(cu_seqlens))
+
+
+def check_copy(out: Any, inp: Any, cu_seqlens_padded: Any, cu_seqlens: Any) -> None:
+    """The arguments of `thd_copy_valid_tokens_from_per_split_to_rank_local`."""
     check_tensor("out", out)
     check_tensor("inp", inp)
     if out.ndim == 0 or inp.shape != out.shape:
@@ -116,17 +135,5 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
             "float32, float64"
         )
     check_device(inp=inp, out=out)
-    check_no_grad(out=out, inp=inp)
     check_written("out", out)
-    _check_both(cu_seqlens, cu_seqlens_padded, out.device)
-    torch.ops.cp_attention.copy_valid_(out, inp, cu_seqlens_padded, cu_seqlens)
-
-
-def _check_both(cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor, device: torch.device) -> None:
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, device)
-    check_lengths("cu_seqlens", cu_seqlens, device)
-    if len(cu_seqlens) != len(cu_seqlens_padded):
-        raise ValueError(
-            f"cu_seqlens has {len(cu_seqlens)} entries and cu_seqlens_padded has {len(cu_seqlens_padded)}; they must "
-            "be equal"
-        )
+    check_both(cu_seqlens, cu_seqlens_padded, out.device)

@@ -1,4 +1,4 @@
-"""One tensor, or a tuple of them (K and V), which go through memory in one launch."""
+"""One tensor, or a tuple of them (K and V), which a helper moves alike."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TypeVar, cast
 
 import torch
 
-from cp_fast.kernels.checks import check_tensor
+from cp_ref.common.thd.checks import check_tensor
 
-__all__ = ["Tensors", "as_list", "like"]
+__all__ = ["Tensors", "like", "tensors_of"]
 
 Tensors = TypeVar("Tensors", torch.Tensor, tuple[torch.Tensor, ...])
 
 
-def as_list(x: torch.Tensor | tuple[torch.Tensor, ...], kv_axis: bool = False) -> list[torch.Tensor]:
+def tensors_of(x: torch.Tensor | tuple[torch.Tensor, ...], kv_axis: bool = False) -> list[torch.Tensor]:
     """The tensors, which have the same tokens on the same device. kv_axis: [2, t, h, d] has them on axis 1."""
     if not isinstance(x, tuple):
         check_tensor("x", x)
@@ -31,7 +31,11 @@ def as_list(x: torch.Tensor | tuple[torch.Tensor, ...], kv_axis: bool = False) -
 
 
 def like(x: Tensors, results: Sequence[torch.Tensor]) -> Tensors:
-    """The results as x was given."""
+    """The results as x was given.
+
+    >>> like((torch.tensor(1), torch.tensor(2)), [torch.tensor(3), torch.tensor(4)])
+    (tensor(3), tensor(4))
+    """
     return cast("Tensors", tuple(results) if isinstance(x, tuple) else results[0])
 
 

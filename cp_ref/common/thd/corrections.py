@@ -14,27 +14,37 @@ Arithmetic is in float32, or in float64 where an operand is float64; the result 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from cp_fast.kernels import ops  # noqa: F401  (registers the operators)
-from cp_fast.kernels.checks import (
+from cp_ref.common.declared import declare
+from cp_ref.common.thd.checks import (
     check_device,
     check_flag,
     check_lengths,
     check_lse,
-    check_no_grad,
     check_tensor,
     check_written,
+    device_of,
     half_of,
     token_axis,
 )
 from cp_ref.spec import check_choice
 
-__all__ = ["thd_grad_correction", "thd_out_correction", "thd_second_half_lse_correction"]
+__all__ = [
+    "check_grad_correction",
+    "check_lse_correction",
+    "check_out_correction",
+    "thd_grad_correction",
+    "thd_out_correction",
+    "thd_second_half_lse_correction",
+]
 
 ACTIONS = ("add", "copy", "none")
 
 
+@declare
 def thd_second_half_lse_correction(
     lse: torch.Tensor, lse_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool
 ) -> None:
@@ -61,17 +71,10 @@ def thd_second_half_lse_correction(
     >>> [round(x, 4) for x in lse.exp().flatten().tolist()]               # 4 + 3 and 5 + 0
     [1.0, 2.0, 7.0, 5.0]
     """
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, getattr(lse, "device", torch.device("cpu")))
-    sequences = len(cu_seqlens_padded) - 1
-    check_lse("lse", lse, sequences, None, None, lse_packed)
-    step_tokens = half_of("lse", lse, 1) if lse_packed else None
-    check_lse("lse_step", lse_step, sequences, step_tokens, lse.shape[-2], lse_packed)
-    check_device(lse=lse, lse_step=lse_step)
-    check_no_grad(lse=lse, lse_step=lse_step)
-    check_written("lse", lse)
-    torch.ops.cp_attention.lse_correction_(lse, lse_step, cu_seqlens_padded, lse_packed)
+    raise NotImplementedError
 
 
+@declare
 def thd_out_correction(
     out: torch.Tensor,
     out_step: torch.Tensor,
@@ -112,29 +115,10 @@ def thd_out_correction(
     >>> [round(x, 4) for x in out.flatten().tolist()]                      # 5 * 2/2, and 1 * 6/8 + 9 * 2/8
     [5.0, 3.0]
     """
-    check_tensor("out", out, floats_only=True)
-    check_tensor("out_step", out_step, floats_only=True)
-    check_flag("only_second_half", only_second_half)
-    if out.ndim != 3:
-        raise ValueError(f"out has shape {list(out.shape)}; it must be [t, h, d]")
-    tokens, heads, _ = out.shape
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, out.device)
-    step_tokens = half_of("out", out, 0) if only_second_half else tokens
-    if tuple(out_step.shape) != (step_tokens, *out.shape[1:]):
-        raise ValueError(
-            f"out_step has shape {list(out_step.shape)}; with out {list(out.shape)} and "
-            f"only_second_half={only_second_half} it must be {[step_tokens, *out.shape[1:]]}"
-        )
-    check_lse("lse", lse, len(cu_seqlens_padded) - 1, tokens, heads, lse_packed)
-    check_lse("lse_step", lse_step, len(cu_seqlens_padded) - 1, step_tokens, heads, lse_packed)
-    check_device(out=out, out_step=out_step, lse=lse, lse_step=lse_step)
-    check_no_grad(out=out, out_step=out_step, lse=lse, lse_step=lse_step)
-    check_written("out", out)
-    torch.ops.cp_attention.out_correction_(
-        out, out_step, lse, lse_step, cu_seqlens_padded, only_second_half, lse_packed
-    )
+    raise NotImplementedError
 
 
+@declare
 def thd_grad_correction(
     grad: torch.Tensor, grad_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, first_half: str, second_half: str
 ) -> None:
@@ -166,6 +150,45 @@ def thd_grad_correction(
     >>> grad.tolist()
     [6.0, 8.0, 7.0, 8.0]
     """
+    raise NotImplementedError
+
+
+def check_lse_correction(lse: Any, lse_step: Any, cu_seqlens_padded: Any, lse_packed: Any) -> None:
+    """The arguments of `thd_second_half_lse_correction`."""
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, device_of(lse))
+    sequences = len(cu_seqlens_padded) - 1
+    check_lse("lse", lse, sequences, None, None, lse_packed)
+    step_tokens = half_of("lse", lse, 1) if lse_packed else None
+    check_lse("lse_step", lse_step, sequences, step_tokens, lse.shape[-2], lse_packed)
+    check_device(lse=lse, lse_step=lse_step)
+    check_written("lse", lse)
+
+
+def check_out_correction(
+    out: Any, out_step: Any, lse: Any, lse_step: Any, cu_seqlens_padded: Any, only_second_half: Any, lse_packed: Any
+) -> None:
+    """The arguments of `thd_out_correction`."""
+    check_tensor("out", out, floats_only=True)
+    check_tensor("out_step", out_step, floats_only=True)
+    check_flag("only_second_half", only_second_half)
+    if out.ndim != 3:
+        raise ValueError(f"out has shape {list(out.shape)}; it must be [t, h, d]")
+    tokens, heads, _ = out.shape
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, out.device)
+    step_tokens = half_of("out", out, 0) if only_second_half else tokens
+    if tuple(out_step.shape) != (step_tokens, *out.shape[1:]):
+        raise ValueError(
+            f"out_step has shape {list(out_step.shape)}; with out {list(out.shape)} and "
+            f"only_second_half={only_second_half} it must be {[step_tokens, *out.shape[1:]]}"
+        )
+    check_lse("lse", lse, len(cu_seqlens_padded) - 1, tokens, heads, lse_packed)
+    check_lse("lse_step", lse_step, len(cu_seqlens_padded) - 1, step_tokens, heads, lse_packed)
+    check_device(out=out, out_step=out_step, lse=lse, lse_step=lse_step)
+    check_written("out", out)
+
+
+def check_grad_correction(grad: Any, grad_step: Any, cu_seqlens_padded: Any, first_half: Any, second_half: Any) -> None:
+    """The arguments of `thd_grad_correction`."""
     check_choice("first_half", first_half, ACTIONS)
     check_choice("second_half", second_half, ACTIONS)
     axis = token_axis("grad", grad)
@@ -182,6 +205,4 @@ def thd_grad_correction(
             f"second_half {second_half!r} it must be {' or '.join(map(str, shapes))}"
         )
     check_device(grad=grad, grad_step=grad_step)
-    check_no_grad(grad=grad, grad_step=grad_step)
     check_written("grad", grad)
-    torch.ops.cp_attention.grad_correction_(grad, grad_step, cu_seqlens_padded, first_half, second_half)

@@ -1,21 +1,17 @@
-"""Communication: torch.distributed behind the small interface of `cp_ref.spec.Group`, and the collectives built on
-it.
-"""
+"""torch.distributed process groups as `cp_ref.spec.Group`: one process a rank, over gloo or NCCL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from typing import Any
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_ref.spec import Group, PairGroup, Parcel
+from cp_ref.spec import Group, PairGroup, Parcel, Pending
 
-__all__ = ["PeerError", "ProcessMember", "all_reduce", "all_to_all", "as_group", "during"]
+__all__ = ["PeerError", "ProcessMember", "as_group", "during"]
 
 
 class PeerError(RuntimeError):
@@ -23,8 +19,15 @@ class PeerError(RuntimeError):
 
 
 @contextmanager
-def during(what: str) -> Iterator[None]:
-    """Say what was being done when a peer did not answer."""
+def during(what: str) -> Generator[None]:
+    """Say what was being done when a peer did not answer.
+
+    >>> with during("forward, step 1 of 3"):
+    ...     raise PeerError("rank 0: nothing came from rank 1")
+    Traceback (most recent call last):
+        ...
+    cp_ref.common.processes.PeerError: forward, step 1 of 3: rank 0: nothing came from rank 1
+    """
     try:
         yield
     except PeerError as error:
@@ -32,7 +35,7 @@ def during(what: str) -> Iterator[None]:
 
 
 class ProcessMember:
-    """This process's place in a torch.distributed group, over NCCL or gloo.
+    """This process's place in a torch.distributed group, over gloo or NCCL.
 
     NCCL runs an exchange on a stream of its own: it begins when what the current stream has so far is done, and `wait`
     makes the current stream wait for it, not the host. So kernels launched between the two overlap with it.
@@ -45,7 +48,7 @@ class ProcessMember:
         self._global = dist.get_process_group_ranks(group)
         self.ranks = frozenset(self._global)
 
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> _Works:
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
         """Post all messages as one batch, so that NCCL runs them in one kernel and no order of ranks can block."""
         ops = [dist.P2POp(dist.isend, p.tensor, self._global[p.peer], self._group, p.tag) for p in sends]
         ops += [dist.P2POp(dist.irecv, p.tensor, self._global[p.peer], self._group, p.tag) for p in recvs]
@@ -59,7 +62,7 @@ class ProcessMember:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Reads from the device on NCCL: for plans, not for the hot path."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._group)  # pyright: ignore[reportUnknownMemberType]  # untyped
         return values
 
 
@@ -93,7 +96,7 @@ def as_group(group: Any, cp_comm_type: str) -> Group:
 
     Args:
         group: for "a2a+p2p" a pair (a2a_group, p2p_group) or a 2-D DeviceMesh [p2p, a2a]; for the others one group: a
-            ProcessGroup, a 1-D DeviceMesh, or anything with the members of `cp_ref.spec.Group`.
+            ProcessGroup, a 1-D DeviceMesh, or anything with the members of `cp_ref.spec.Group` (a SimGroup's member).
 
     Raises:
         TypeError: it is none of them. ValueError: the two groups of a pair have more than this rank in common.
@@ -101,8 +104,9 @@ def as_group(group: Any, cp_comm_type: str) -> Group:
     if cp_comm_type == "a2a+p2p":
         if isinstance(group, DeviceMesh) and group.ndim == 2:
             group = (group.get_group(1), group.get_group(0))
-        if isinstance(group, tuple | list) and len(group) == 2:
-            return _pair(*(_one_group(part) for part in group))
+        pair = cast(Sequence[Any], group) if isinstance(group, tuple | list) else ()
+        if len(pair) == 2:
+            return _pair(*(_one_group(part) for part in pair))
         raise TypeError(
             f"group is {group!r}; cp_comm_type 'a2a+p2p' needs a pair (a2a_group, p2p_group) or a 2-D DeviceMesh "
             "[p2p, a2a]"
@@ -129,29 +133,3 @@ def _one_group(group: Any) -> Group:
     raise TypeError(
         f"group is {group!r}; it must be a torch.distributed ProcessGroup, a 1-D DeviceMesh or one member of a SimGroup"
     )
-
-
-def all_to_all(group: Group, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Give `parts[r]` to rank r, all of one shape and dtype; return what each rank gave."""
-    if isinstance(group, PairGroup):
-        return _pair_all_to_all(group, parts)
-    peers = [r for r in range(group.size) if r != group.rank]
-    boxes = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]
-    boxes[group.rank] = parts[group.rank]
-    sends = [Parcel(r, 0, parts[r].contiguous()) for r in peers]
-    group.exchange(sends, [Parcel(r, 0, boxes[r]) for r in peers]).wait()
-    return boxes
-
-
-def _pair_all_to_all(group: PairGroup, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """In two hops: along the row to the column that a part goes to, then along that column."""
-    across, along = group.a2a.size, group.p2p.size
-    to_columns = [torch.stack([parts[p * across + a] for p in range(along)]) for a in range(across)]
-    from_row = all_to_all(group.a2a, to_columns)  # [a]: what rank a of this row has for this column, by its rows
-    to_rows = [torch.stack([from_row[a][p] for a in range(across)]) for p in range(along)]
-    return [part for row in all_to_all(group.p2p, to_rows) for part in row]
-
-
-def all_reduce(group: Group, x: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-    """Combine the ranks' tensors (small: h_q values) in rank order, so that the result has the same bits everywhere."""
-    return reduce(combine, all_to_all(group, [x] * group.size))

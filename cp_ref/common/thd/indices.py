@@ -12,19 +12,28 @@ chunk r and chunk 2 * cp_size - 1 - r of every sequence, and then the r-th part 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import MOST_ROWS, check_count, check_lengths
-from cp_fast.thd.tuples import Tensors, as_list, like
+from cp_ref.common.declared import declare
+from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_lengths, device_of
+from cp_ref.common.thd.tuples import Tensors, tensors_of
 
-__all__ = ["thd_cp_rank_order_to_sequence_order", "thd_get_partitioned_indices", "thd_sequence_order_to_cp_rank_order"]
+__all__ = [
+    "check_partition",
+    "check_reorder",
+    "thd_cp_rank_order_to_sequence_order",
+    "thd_get_partitioned_indices",
+    "thd_sequence_order_to_cp_rank_order",
+]
 
 
+@declare
 def thd_get_partitioned_indices(
     cu_seqlens_padded: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
-    """The global row of each of this rank's tokens, in the order of its slice: `x[indices]` is what `cp_fast.shard`
+    """The global row of each of this rank's tokens, in the order of its slice: `x[indices]` is what `shard`
     gives for layout dual_chunk.
 
     Args:
@@ -50,28 +59,23 @@ def thd_get_partitioned_indices(
     >>> thd_get_partitioned_indices(cu_seqlens_padded, 14, cp_size=2, cp_rank=1).tolist()
     [2, 3, 4, 5, 9, 10, 13]
     """
-    check_count("cp_size", cp_size, 1)
-    check_count("cp_rank", cp_rank, 0, below=cp_size)
-    check_count("total_tokens", total_tokens, 0, at_most=MOST_ROWS)
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, getattr(cu_seqlens_padded, "device", torch.device("cpu")))
-    if total_tokens > torch.iinfo(cu_seqlens_padded.dtype).max:
-        raise ValueError(f"total_tokens is {total_tokens}; {cu_seqlens_padded.dtype} lengths cannot count so many")
-    return torch.ops.cp_attention.partition_indices(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
+    raise NotImplementedError
 
 
+@declare
 def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
     """From sequence order to the slices of all ranks, one behind the other (what an all-to-all hands out in equal
     parts).
 
     Args:
         x: [t, ...], any dtype: the global buffer, which may have a tail. Or a tuple of such tensors (K and V) with
-            the same t, moved in one launch.
+            the same t, which `cp_fast` moves in one launch.
         cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]; see
             `thd_get_partitioned_indices`.
         cp_size: the number of ranks.
 
     Returns:
-        A new tensor of x's shape (a tuple for a tuple): `torch.cat` of `cp_fast.shard(x)` over all ranks. So a rank's
+        A new tensor of x's shape (a tuple for a tuple): `torch.cat` of `shard(x)` over all ranks. So a rank's
         part of the tail lies behind its own tokens, not at the end of the whole. Differentiable.
 
     Raises:
@@ -83,16 +87,17 @@ def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Ten
     >>> thd_sequence_order_to_cp_rank_order(x, torch.tensor([0, 8, 12]), cp_size=2).tolist()
     [10, 11, 16, 17, 20, 23, 12, 13, 14, 15, 21, 22]
     """
-    return _reorder(x, cu_seqlens_padded, cp_size, True)
+    raise NotImplementedError
 
 
+@declare
 def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
     """From the slices of all ranks, one behind the other (what an all-gather gives), back to sequence order: the
     inverse of `thd_sequence_order_to_cp_rank_order`.
 
     Args:
         x: [t, ...], any dtype: the ranks' slices, each with its part of the tail. Or a tuple of such tensors (K and V)
-            with the same t, moved in one launch.
+            with the same t, which `cp_fast` moves in one launch.
         cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]; see
             `thd_get_partitioned_indices`.
         cp_size: the number of ranks.
@@ -109,13 +114,24 @@ def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Ten
     >>> thd_cp_rank_order_to_sequence_order(x, torch.tensor([0, 8, 12]), cp_size=2).tolist()
     [10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23]
     """
-    return _reorder(x, cu_seqlens_padded, cp_size, False)
+    raise NotImplementedError
 
 
-def _reorder(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int, to_rank_order: bool) -> Tensors:
-    xs = as_list(x)
+def check_partition(cu_seqlens_padded: Any, total_tokens: Any, cp_size: Any, cp_rank: Any) -> None:
+    """The arguments of `thd_get_partitioned_indices`."""
+    check_count("cp_size", cp_size, 1)
+    check_count("cp_rank", cp_rank, 0, below=cp_size)
+    check_count("total_tokens", total_tokens, 0, at_most=MOST_ROWS)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, device_of(cu_seqlens_padded))
+    if total_tokens > torch.iinfo(cu_seqlens_padded.dtype).max:
+        raise ValueError(f"total_tokens is {total_tokens}; {cu_seqlens_padded.dtype} lengths cannot count so many")
+
+
+def check_reorder(x: Any, cu_seqlens_padded: Any, cp_size: Any) -> list[torch.Tensor]:
+    """The arguments of the two reorders -> the tensors of x."""
+    xs = tensors_of(x)
     check_count("cp_size", cp_size, 1)
     if xs[0].ndim == 0:
         raise ValueError("x has shape []; it must be [t, ...]")
     check_lengths("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
-    return like(x, torch.ops.cp_attention.reorder(xs, cu_seqlens_padded, cp_size, to_rank_order))
+    return xs
