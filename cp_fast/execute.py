@@ -340,9 +340,7 @@ class _Run:
             whole = c.heads == (0, rows[0].shape[1])
             mine = self.given.kernels.take_rows([x if whole else x[:, heads] for x in rows], c.rows)
             of_heads = None if lse is None else _columns([lse[heads]], c.rows)[0]
-            total, sums = self._total(c.sums), self.given.program.sums[c.sums]
-            assert c.into_heads == (0, sums.heads[1] - sums.heads[0])
-            total.add(Part(tuple(mine), of_heads, c.into))
+            self._total(c.sums).add(Part(tuple(mine), of_heads, c.into, slice(*c.into_heads)))
 
     def settle(self, results: Sequence[Contribution[Rows]]) -> None:
         """Merge what the last launch yielded, before the next one is launched."""
@@ -385,7 +383,7 @@ class _Run:
         mine = [n for n, sums in program.sums.items() if sums.kind == kind and sums.home]
         arrived = [(into, box) for into, of_kind, box in self._arrived if of_kind == kind]
         if len(mine) == 1 and not arrived and program.sums[mine[0]].heads == whole:
-            rows, lse, _ = self._total(mine[0]).finish()
+            rows, lse, *_ = self._total(mine[0]).finish()
         else:
             behind = tuple((whole[1], d) for d in self._dims[kind])
             dtype = self.wide if kind == "out" and self.sink is not None else self.dtype

@@ -16,11 +16,19 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Part(NamedTuple):
-    """A partial result: by row [n, h, ...] and, of outs, lse [h, n]; it goes into rows `into` of a total."""
+    """A partial result: by row [n, h, ...] and, of outs, lse [h, n]; it goes into rows `into` and `heads` of a total."""
 
     rows: Tensors
     lse: torch.Tensor | None
     into: Rows
+    heads: slice
+
+    def views(self, part: Part) -> Part:
+        """The heads of a total that a part goes into."""
+        if part.heads == self.heads:
+            return self
+        lse = None if self.lse is None else self.lse[part.heads]
+        return Part(tuple(x[:, part.heads] for x in self.rows), lse, self.into, part.heads)
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Total:
             narrow = first.dtype == dtype
             tensors = self._total.rows if narrow else tuple(x.to(self._shape.wide) for x in (first, *others))
             self._total = self._total._replace(rows=tensors)
-            self._put(self._total, part)
+            self._put(self._total.views(part), part)
 
     def finish(self) -> Part:
         """The total of all parts: in the first part's dtype if that had every row and at most one more came."""
@@ -83,11 +91,12 @@ class Total:
             return total
         size = self._shape.size
         lse = None if total.lse is None else total.lse[:, :size].contiguous()
-        return Part(tuple(x[:size] for x in total.rows), lse, slice(0, size))
+        return Part(tuple(x[:size] for x in total.rows), lse, slice(0, size), total.heads)
 
     def _first(self, parts: list[Part]) -> Part:
         """What the total begins with; it is taken from the parts. Wide rows of messages rather than a kernel's."""
-        whole = [part for part in parts if _is_whole(part.into, self._shape.size + self._shape.spare)]
+        size, heads = self._shape.size + self._shape.spare, slice(0, self._shape.behind[0][0])
+        whole = [part for part in parts if _is_whole(part.into, size) and part.heads == heads]
         chosen = next((part for part in whole if part.rows[0].dtype == self._shape.wide), next(iter(whole), None))
         if chosen is not None:
             parts[:] = [part for part in parts if part is not chosen]
@@ -96,12 +105,13 @@ class Total:
             return self._nothing(self._shape.wide)
         part = parts.pop()
         total = self._nothing(part.rows[0].dtype)
-        self._kernels.put_rows_(total.rows, part.rows, part.into)
-        if total.lse is not None and part.lse is not None:
+        here = total.views(part)
+        self._kernels.put_rows_(here.rows, part.rows, part.into)
+        if here.lse is not None and part.lse is not None:
             if isinstance(part.into, slice):
-                total.lse[:, part.into] = part.lse
+                here.lse[:, part.into] = part.lse
             else:
-                total.lse.index_copy_(1, part.into.long(), part.lse)
+                here.lse.index_copy_(1, part.into.long(), part.lse)
         return total
 
     def _nothing(self, dtype: torch.dtype) -> Part:
@@ -109,7 +119,7 @@ class Total:
         rows = tuple(torch.zeros(size, *behind, dtype=dtype, device=s.device) for behind in s.behind)
         shape = (s.behind[0][0], size)
         lse = torch.full(shape, float("-inf"), dtype=s.wide, device=s.device) if s.outs else None
-        return Part(rows, lse, slice(0, size))
+        return Part(rows, lse, slice(0, size), slice(0, shape[0]))
 
     def _put(self, total: Part, part: Part) -> None:
         if total.lse is not None and part.lse is not None:

@@ -25,8 +25,10 @@ def _folded(program: Program, problem: Problem) -> Program:
 
     def message(m: Message) -> Message:
         p = m.pieces
-        first = p.take(p.start < slots["kv" if m.kind in ("kv", "dkv") else "q"])
-        return replace(m, pieces=Pieces(first.start, first.stop, first.head_start, first.head_stop * batch))
+        end = slots["kv" if m.kind in ("kv", "dkv") else "q"]
+        first = p.take(p.start < end)  # a piece may go on in the next sequence
+        stop = np.minimum(first.stop, end)
+        return replace(m, pieces=Pieces(first.start, stop, first.head_start, first.head_stop * batch))
 
     def tiles(t: Tiles) -> Tiles:
         first = t.take(t.q_start < slots["q"])

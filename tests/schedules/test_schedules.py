@@ -1,4 +1,4 @@
-"""Schedules that no planner has, by `make_plan(..., schedule=...)`, against the oracle in float64."""
+"""Schedules that no planner has, by `make_plan(..., schedule=...)` of both packages, against the oracle in float64."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cp_fast
 import cp_ref
 from conformance.case import Case
 from conformance.tensors import plan_arguments
@@ -46,32 +47,39 @@ RINGS: dict[str, Callable[[Workload], Schedule]] = {
 }
 
 
-def check(problem: Problem, schedule: Schedule, tail: int = 0) -> None:
-    """The schedule, as its text reads back, gives every result of the oracle, forward and backward, to 1e-10."""
-    read = Schedule.parse(str(schedule))
+PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 
-    def plan_with_it(**arguments: Any) -> cp_ref.Plan:
-        plan = make_plan(**arguments, schedule=read)
+
+def check(package: str, problem: Problem, schedule: Schedule, tail: int = 0) -> None:
+    """The schedule, as its text reads back, gives every result of the oracle, forward and backward, to 1e-10."""
+    played, read = PACKAGES[package], Schedule.parse(str(schedule))
+
+    def plan_with_it(**arguments: Any) -> Any:
+        plan = played.make_plan(**arguments, schedule=read)
         assert plan.schedule is read
         return plan
 
     names = ("ContextParallel", "Unsupported", "attention", "shard", "supports")
-    implementation = SimpleNamespace(**{name: getattr(cp_ref, name) for name in names}, make_plan=plan_with_it)
+    implementation = SimpleNamespace(**{name: getattr(played, name) for name in names}, make_plan=plan_with_it)
     case = Case(problem, tail, tail, use_plan=True, return_lse=True, return_max_logit=True, loss="out+lse")
     assert logic.check(implementation, case) == []  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_rings_that_no_planner_has(name: str, ring: str) -> None:
-    check(PROBLEMS[name], RINGS[ring](PROBLEMS[name].workload))
+def test_rings_that_no_planner_has(name: str, ring: str, package: str) -> None:
+    check(package, PROBLEMS[name], RINGS[ring](PROBLEMS[name].workload))
 
 
+@pytest.mark.parametrize("package", PACKAGES)
 @settings(max_examples=int(os.environ.get("CP_SCHEDULES", "1000")))
 @given(scheduled_problems(), st.sampled_from(SOFTMAX_TYPES), st.sampled_from([0.0, 2.0]), st.integers(0, 1))
-def test_random_schedules(drawn: tuple[Problem, Schedule], softmax_type: str, softcap: float, tail: int) -> None:
+def test_random_schedules(
+    package: str, drawn: tuple[Problem, Schedule], softmax_type: str, softcap: float, tail: int
+) -> None:
     problem = replace(drawn[0], softmax_type=softmax_type, softcap=softcap, d_qk=3, d_v=2, dtype="float64")
-    check(problem, drawn[1], tail * problem.cp_size if problem.qkv_format == "thd" else 0)
+    check(package, problem, drawn[1], tail * problem.cp_size if problem.qkv_format == "thd" else 0)
 
 
 def errors(problem: Problem, of_rank: Callable[[SimMember], Any], comm: str = "p2p", **more: Any) -> list[Exception]:
