@@ -132,7 +132,7 @@ def heads_line(problem: Problem) -> str:
         return ""
     shares = []
     for place in range(min(problem.a2a_size, _FEW_SHARES)):
-        (first, stop), _ = head_ranges(problem, place)
+        (first, stop), _ = head_ranges(problem.workload, place)
         ranks = [str(rank) for rank in range(place, problem.cp_size, problem.a2a_size)]
         heads = str(first) if stop - first == 1 else f"{first}-{stop - 1}"
         shares.append(f"{heads}: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
@@ -155,7 +155,7 @@ def table(title: str, *columns: str) -> Table:
 
 def picture(problem: Problem, schedule: Schedule, width: int, head: int) -> Text:
     """The text picture of a query head, with every cell on its rank's colour, paler with each step, as in the SVG."""
-    steps = 1 + max((n for program in schedule.forward for n, step in enumerate(program) if step.tiles), default=0)
+    steps = 1 + max((n for program in schedule.forward for n, step in enumerate(program) if len(step.tiles)), default=0)
     lines = text_picture(problem, schedule, width=width, head=head).split("\n")
     cells = "\n".join(line + " " for line in lines)  # a cell's colour reaches over the gap behind it
     text = Text(cells, no_wrap=True, overflow="crop")

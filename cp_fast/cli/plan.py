@@ -11,7 +11,7 @@ from rich.table import Table
 
 from cp_fast.cli.common import check_head, heads_line, lengths, picture, readable_errors, size_text, table, window
 from cp_fast.cli.problem import Request, plan_of
-from cp_ref.spec import Message, Problem, Program, Report, Schedule, message_bytes, message_rows, verify
+from cp_ref.spec import Message, Problem, Program, Report, Schedule, message_bytes, tile_pairs, verify
 from cp_ref.spec.picture import svg_picture
 
 __all__ = ["plan"]
@@ -126,7 +126,7 @@ def _show(console: Console, problem: Problem, schedule: Schedule, costs: Report,
 
 def _add_steps(steps_table: Table, problem: Problem, rank: int, program: Program) -> None:
     for n, step in enumerate(program):
-        pairs = sum(problem.band(problem.sequences[t.seq]).count(t.rect) for t in step.tiles)
+        pairs = int(tile_pairs(problem.workload.areas, step.tiles).sum())
         steps_table.add_row(
             str(rank),
             str(n),
@@ -139,8 +139,8 @@ def _add_steps(steps_table: Table, problem: Problem, rank: int, program: Program
 
 
 def _message(problem: Problem, message: Message, towards: str) -> str:
-    rows, size = message_rows(message), size_text(message_bytes(problem, message))
-    return f"{message.what} {rows:,} rows {towards} {message.peer} ({size})"
+    rows, size = message.pieces.size, size_text(message_bytes(problem, message))
+    return f"{message.kind} {rows:,} rows {towards} {message.peer} ({size})"
 
 
 def _cost_table(problem: Problem, costs: Report) -> Table:

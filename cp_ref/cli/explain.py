@@ -29,7 +29,6 @@ from cp_ref.cli.words import (
 from cp_ref.spec import Problem, Schedule, Step, verify
 from cp_ref.spec.picture import rank_colour, svg_picture, text_picture
 from cp_ref.spec.svg_elements import ink_on
-from cp_ref.spec.units import real_rows
 
 __all__ = ["explain"]
 
@@ -115,14 +114,18 @@ class _Walk:
         return f"{what}, {p.cp_size} ranks"
 
     def _owners(self) -> None:
-        p, many = self.problem, len(self.problem.sequences) > 1
+        p = self.problem
         alike = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in p.sequences)
         owners = table(">rank", "tokens") if alike else table(">rank", "queries", "keys and values")
         for rank in range(p.cp_size):
-            sides = [rows_words(real_rows(p, rank, side), many) or "none" for side in ("q", "kv")]
+            sides = [self._owned(rank, side, heads) for side, heads in (("q", p.heads_q), ("kv", p.heads_kv))]
             owners.add_row(str(rank), *sides[: 1 if alike else 2])
         self.console.print(owners)
         self.console.print()
+
+    def _owned(self, rank: int, side: str, heads: int) -> str:
+        rows = self.problem.workload.ownership.side(side).of(rank).rows()
+        return rows_words(self.problem, side, ((start, stop, 0, heads) for _, start, stop, _ in rows)) or "none"
 
     def _pass(self, direction: str) -> None:
         """All steps of one pass: the forward pass with pictures, the backward pass has the same tiles."""
@@ -133,7 +136,7 @@ class _Walk:
             self._heading(f"{direction.capitalize()}, step {number} ({self._steps(direction)} in all)")
             steps = {r: self._step(direction, r, number) for r in range(self.problem.cp_size)}
             self._say(step_words(direction, steps.values()))
-            if direction == "forward" and any(step.tiles for step in steps.values()):
+            if direction == "forward" and any(len(step.tiles) for step in steps.values()):
                 self._picture(number)
             self._table({r: steps[r] for r in self.ranks})
 
@@ -152,7 +155,7 @@ class _Walk:
         for rank, step in steps.items():
             columns.add_row(
                 str(rank),
-                "\n".join(tile_words(p, tile) for tile in step.tiles) or "-",
+                "\n".join(tile_words(p, step.tiles)) or "-",
                 "\n".join(message_words(p, m, "to") for m in step.sends) or "-",
                 "\n".join(message_words(p, m, "from") for m in step.recvs) or "-",
             )

@@ -30,8 +30,7 @@ def show_values(console: Console, request: Request, position: tuple[int, int], h
     partial = _partial_results(trace, row, head)
     final = {item.name: item for item in trace.select("forward", kind="final") if _holds(item.piece, row, head)}
     console.print(Rule(Text("One position, in numbers", "bold"), align="left"))
-    start, stop = problem.band(problem.sequences[seq]).row(query, 0, problem.sequences[seq].len_kv)
-    keys = f"sees keys {span(start, stop)}" if start < stop else "sees no key"
+    keys = f"sees keys {seen}" if (seen := _seen(problem, seq, row)) else "sees no key"
     _say(
         console,
         f"Sequence {seq}, query {query}, head {head}; rank {final['out'].rank} owns it, and it {keys}. Each tile gives "
@@ -56,12 +55,21 @@ def checked_position(problem: Problem, position: tuple[int, int] | None) -> tupl
     return seq, query
 
 
+def _seen(problem: Problem, seq: int, row: int) -> str:
+    """The keys that a query row sees, as positions of its sequence; empty where there are none."""
+    for q0, q1, k0, k1, lo, hi in problem.workload.areas.rows():
+        start, stop = max(k0, row + lo), min(k1, row + hi + 1)
+        if q0 <= row < q1 and start < stop:
+            return span(start - problem.starts_kv[seq], stop - problem.starts_kv[seq])
+    return ""
+
+
 def _holds(piece: Piece | None, row: int, head: int) -> bool:
     return piece is not None and piece.start <= row < piece.stop and piece.head_start <= head < piece.head_stop
 
 
 def _at(item: Item, row: int, head: int) -> torch.Tensor:
-    """The numbers of one row and head: [d], or a scalar."""
+    """The numbers of one query row and head: [d], or a scalar."""
     assert item.piece is not None
     return item.tensor[row - item.piece.start, head - item.piece.head_start]
 
@@ -77,7 +85,9 @@ def _partial_results(trace: Trace, row: int, head: int) -> list[tuple[Item, torc
 def _merge_table(
     console: Console, problem: Problem, seq: int, partial: list[tuple[Item, torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tile by tile: its result, and the result so far. Returns (out, lse) of all."""
+    """Tile by tile: its result, and the result so far; `first_key`: the row of the sequence's first key. Returns
+    (out, lse) of all.
+    """
     rows = table(">step", ">rank", "keys", ">lse", "out", ">lse now", "out now")
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
     out, lse = torch.zeros(problem.d_v, dtype=wide), torch.tensor(float("-inf"), dtype=wide)

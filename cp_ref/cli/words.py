@@ -6,9 +6,10 @@ kv 0-1, 14-15 h2    key and value rows, of head 2 only              (3 of 4)    
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 
-from cp_ref.spec import Message, Piece, Problem, Step, Tile
+from cp_ref.spec import UNBOUNDED, Message, Problem, Step, Tiles, tile_pairs
 
 __all__ = [
     "BACKWARD",
@@ -67,8 +68,9 @@ _TRAVELS = {
 def about(problem: Problem) -> str:
     """What the problem's schedule does, in a few sentences."""
     said = _ABOUT[problem.cp_comm_type]
-    bands = [problem.band(s) for s in problem.sequences]
-    if problem.cp_comm_type in ("p2p", "a2a+p2p") and all(b.lo is not None and b.hi is not None for b in bands):
+    areas = problem.workload.areas
+    windowed = bool(((areas.lo > -UNBOUNDED) & (areas.hi < UNBOUNDED)).any())
+    if problem.cp_comm_type in ("p2p", "a2a+p2p") and windowed:
         said += " As the window hides most keys, nothing goes round: rows that are seen come straight from their owner."
     return said
 
@@ -93,51 +95,73 @@ def legend(problem: Problem) -> str:
 def step_words(direction: str, steps: Iterable[Step]) -> str:
     """What all ranks do in one step."""
     steps = list(steps)
-    kinds = list(dict.fromkeys(m.what for step in steps for m in step.sends))
+    kinds = list(dict.fromkeys(m.kind for step in steps for m in step.sends))
     if "q" in kinds:
         return (
             "Heads are exchanged for sequence: query, key and value rows go to the rank that has their head. "
             "Nothing can be computed yet."
         )
-    travels = "; ".join(_TRAVELS[what] for what in kinds)
-    if not any(step.tiles for step in steps):
+    travels = "; ".join(_TRAVELS[kind] for kind in kinds)
+    if not any(len(step.tiles) for step in steps):
         return f"Nothing is computed: {travels}." if travels else "Nothing is left to do."
     what = "partial outputs" if direction == "forward" else "gradients"
     said = f"Every rank computes {what} from the rows that it has at the start of the step."
     return f"{said} Meanwhile {travels}." if travels else f"{said} Nothing travels."
 
 
-def rows_words(pieces: Iterable[Piece], many: bool) -> str:
-    """Rows of one or more sequences, inclusive; `many`: say which sequence.
+def rows_words(problem: Problem, side: str, rows: Iterable[Sequence[int]]) -> str:
+    """Rows of the global buffer of one side ("q" or "kv"), by sequence and position, inclusive.
 
-    >>> rows_words([Piece(0, 0, 2), Piece(0, 6, 7), Piece(1, 0, 4, (2, 4))], True)
+    rows: (start, stop, first head, last head + 1) each.
+
+    >>> from cp_ref.spec import Sequence
+    >>> two = Problem(2, (Sequence(8, 8, 8, 8), Sequence(4, 4, 4, 4)), qkv_format="thd", heads_q=4)
+    >>> rows_words(two, "q", [(0, 2, 0, 4), (6, 7, 0, 4), (8, 12, 2, 4)])
     's0 0-1, 6; s1 0-3 h2-3'
     """
-    by_sequence: dict[tuple[int, tuple[int, int] | None], list[str]] = {}
-    for p in pieces:
-        by_sequence.setdefault((p.seq, p.heads), []).append(span(p.start, p.stop))
+    by_sequence: dict[tuple[int, str], list[str]] = {}
+    for start, stop, first, last in rows:
+        for seq, a, b in _positions(problem, side, start, stop):
+            by_sequence.setdefault((seq, _heads(problem, side, first, last)), []).append(span(a, b))
+    many = len(problem.sequences) > 1
     return "; ".join(
-        (f"s{seq} " if many else "") + ", ".join(spans) + _heads(heads) for (seq, heads), spans in by_sequence.items()
+        (f"s{seq} " if many else "") + ", ".join(spans) + heads for (seq, heads), spans in by_sequence.items()
     )
 
 
-def tile_words(problem: Problem, tile: Tile) -> str:
-    """A tile, and how many of its pairs the mask leaves.
+def tile_words(problem: Problem, tiles: Tiles) -> list[str]:
+    """Tiles, and how many of its pairs the mask leaves of each.
 
-    >>> from cp_ref.spec import Rect, Sequence
-    >>> tile_words(Problem(2, (Sequence(8, 8, 8, 8),)), Tile(0, Rect(2, 4, 2, 4)))
-    'q 2-3 x k 2-3 (3 of 4)'
+    >>> from cp_ref.spec import Sequence
+    >>> tile_words(Problem(2, (Sequence(8, 8, 8, 8),)), Tiles.of_rows([(0, 2, 4, 2, 4, 0, 1)]))
+    ['q 2-3 x k 2-3 (3 of 4)']
     """
-    r = tile.rect
-    seen = problem.band(problem.sequences[tile.seq]).count(r)
-    where = f"s{tile.seq} " if len(problem.sequences) > 1 else ""
-    part = f" ({seen} of {r.area})" if seen < r.area else ""
-    return f"{where}q {span(r.q0, r.q1)} x k {span(r.k0, r.k1)}{_heads(tile.heads)}{part}"
+    found: list[str] = []
+    for (_, q0, q1, k0, k1, first, last), seen in zip(
+        tiles.rows(), tile_pairs(problem.workload.areas, tiles).tolist(), strict=True
+    ):
+        ((seq, a, b),), ((_, c, d),) = _positions(problem, "q", q0, q1), _positions(problem, "kv", k0, k1)
+        where = f"s{seq} " if len(problem.sequences) > 1 else ""
+        size = (q1 - q0) * (k1 - k0)
+        part = f" ({seen} of {size})" if seen < size else ""
+        found.append(f"{where}q {span(a, b)} x k {span(c, d)}{_heads(problem, 'q', first, last)}{part}")
+    return found
 
 
 def message_words(problem: Problem, message: Message, arrow: str) -> str:
     """A message; `arrow` points to or from the peer."""
-    return f"{message.what} {rows_words(message.pieces, len(problem.sequences) > 1)} {arrow} {message.peer}"
+    side = "kv" if message.kind in ("kv", "dkv") else "q"
+    return f"{message.kind} {rows_words(problem, side, message.pieces.rows())} {arrow} {message.peer}"
+
+
+def _positions(problem: Problem, side: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(sequence, first position, last position + 1) of rows that may reach over several sequences."""
+    starts = problem.starts_q if side == "q" else problem.starts_kv
+    while start < stop:
+        seq = bisect_right(starts, start) - 1
+        end = min(stop, starts[seq + 1])
+        yield seq, start - starts[seq], end - starts[seq]
+        start = end
 
 
 def span(start: int, stop: int) -> str:
@@ -145,5 +169,5 @@ def span(start: int, stop: int) -> str:
     return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
 
 
-def _heads(heads: tuple[int, int] | None) -> str:
-    return "" if heads is None else f" h{span(*heads)}"
+def _heads(problem: Problem, side: str, first: int, last: int) -> str:
+    return "" if last - first == (problem.heads_q if side == "q" else problem.heads_kv) else f" h{span(first, last)}"

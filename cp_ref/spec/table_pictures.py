@@ -86,7 +86,8 @@ def _strip(fragments: Fragments, room: int) -> tuple[str, str, str]:
         for n in np.flatnonzero(share > most).tolist():
             ranks[n] = _NAMES[rank % len(_NAMES)]
         np.maximum(most, share, out=most)
-        heads[start // size], tails[start // size] = str(start), str(row)
+        if not heads[start // size]:
+            heads[start // size], tails[start // size] = str(start), str(row)
     return _spread(heads), " ".join(ranks), _spread(tails)
 
 
