@@ -18,7 +18,7 @@ from cp_fast.planning.fold import fold_batch
 from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower
 from cp_fast.planning.windows import WindowRule
-from cp_fast.program import Program
+from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows
 from cp_ref.common import plans
 from cp_ref.common.declared import implements
@@ -72,7 +72,7 @@ class Plan(plans.Plan):
     device: torch.device
     backend: Backend
     packing: Packing
-    program: Program[Rows]
+    program: LoweredProgram[Rows]
     steps: Steps = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None

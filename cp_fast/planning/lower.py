@@ -15,7 +15,20 @@ from cp_fast.planning.results import Parcels, Results, parcels_of
 from cp_fast.planning.rows import RowMap, Spans
 from cp_fast.planning.tables import Key, RowKey, Tables
 from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles
-from cp_fast.program import OWN, Contribution, Copy, Heads, Launch, Operand, Program, Recv, ResultRecv, ResultSend, Send, Step
+from cp_fast.program import (
+    OWN,
+    Contribution,
+    Copy,
+    Heads,
+    Launch,
+    LoweredProgram,
+    LoweredStep,
+    Operand,
+    Recv,
+    ResultRecv,
+    ResultSend,
+    Send,
+)
 from cp_ref.spec import OPERANDS, RESULTS, Tiles, Workload
 from cp_ref.spec import Program as Steps
 from cp_ref.spec import Step as Planned
@@ -24,7 +37,7 @@ __all__ = ["COMPLETE", "Draft", "SegmentKeys", "lower"]
 
 HeadGroup = tuple[Heads, Heads, BandTiles]  # query heads, kv heads, tiles
 
-COMPLETE = -1  # instead of sums: complete results that arrive are written to the rank's own rows
+COMPLETE = "complete"  # instead of sums: complete results that arrive are written to the rank's own rows
 
 
 class SegmentKeys(NamedTuple):
@@ -43,7 +56,7 @@ class SegmentKeys(NamedTuple):
 class Draft:
     """A lowered program on the host, and its tables."""
 
-    program: Program[RowKey]
+    program: LoweredProgram[RowKey]
     tables: Tables
 
 
@@ -63,34 +76,37 @@ def lower(
     operands, results = Operands(tables), Results(tables, {"out": own_q, "dq": own_q, "dkv": own_kv})
     for kind in OWN:
         heads = (0, work.heads_kv if kind == "kv" else work.heads_q)
-        operands.add(kind, heads, own_kv if kind == "kv" else own_q, 0)
+        operands.add(OWN[kind], kind, heads, own_kv if kind == "kv" else own_q, 0)
     own_inputs, own_gradients = operands.held[:2], operands.held[2:]
     operands.held = list(own_inputs)
     shared = work, rule, operands, results, _CompleteOuts.of(forward), _Known()
     drafts = _Pass(*shared, backward=False).lower(forward)
     kept = [held for held in operands.held if held in own_inputs or held.kind in saved]
-    complete = {sums: operands.add("res", heads, rows, 0) for sums, heads, rows in results.sent_complete()}
+    complete = {
+        sums: operands.add(f"{sums}, kept", "res", heads, rows, 0) for sums, heads, rows in results.sent_complete()
+    }
     dropped = [held for held in operands.held if held not in kept and held not in complete.values()]
     last_uses = {held: held.last_use for held in operands.held}
     operands.held = [*kept, *own_gradients, *complete.values()]
     for held in operands.held:
         held.last_use = -1
+    operands.direction = results.direction = "backward"
     back_drafts = _Pass(*shared, backward=True).lower(backward)
     needed = [held for held in kept if held.last_use >= 0]
-    saved_sums = {sums: held.number for sums, held in complete.items() if held.last_use >= 0}
+    saved_sums = {sums: held.name for sums, held in complete.items() if held.last_use >= 0}
     for held in [*dropped, *(held for held in kept if held not in own_inputs and held not in needed)]:
-        _free(drafts, held.number, last_uses[held])
+        _free(drafts, held.name, last_uses[held])
     for held in operands.held:
-        if held.number not in OWN.values() and held.last_use >= 0:
-            _free(back_drafts, held.number, held.last_use)
+        if held.name not in OWN.values() and held.last_use >= 0:
+            _free(back_drafts, held.name, held.last_use)
     real = own["q"]
     return Draft(
-        Program(
+        LoweredProgram(
             tuple(draft.step() for draft in drafts),
             tuple(draft.step() for draft in back_drafts),
             operands.buffers,
             results.sums,
-            tuple(held.number for held in needed),
+            tuple(held.name for held in needed),
             saved_sums,
             tables.rows(real.row, real.stop - real.start),
         ),
@@ -109,17 +125,17 @@ class _StepDraft:
     result_recvs: list[ResultRecv[RowKey]] = field(default_factory=list)
     copies: list[Copy[RowKey]] = field(default_factory=list)
     launches: list[Launch[RowKey]] = field(default_factory=list)
-    last_use: list[int] = field(default_factory=list)
+    last_use: list[str] = field(default_factory=list)
 
-    def step(self) -> Step[RowKey]:
+    def step(self) -> LoweredStep[RowKey]:
         lists = (getattr(self, f.name) for f in fields(self))
-        return Step(*map(tuple, lists))
+        return LoweredStep(*map(tuple, lists))
 
 
-def _free(drafts: list[_StepDraft], number: int, last_use: int) -> None:
+def _free(drafts: list[_StepDraft], name: str, last_use: int) -> None:
     """Let a buffer go after the step that needs it last; after the first where none does."""
     if drafts:
-        drafts[max(last_use, 0)].last_use.append(number)
+        drafts[max(last_use, 0)].last_use.append(name)
 
 
 @dataclass(frozen=True)
@@ -206,7 +222,9 @@ class _Pass:
         wanted: list[tuple[int, int, str, Heads, Spans]] = []  # peer, tag, kind, heads, rows
         for parcels in (p for m in step.sends if m.kind in OPERANDS for p in parcels_of(m)):
             wanted.append((parcels.peer, parcels.tag, parcels.kind, parcels.heads, parcels.spans))
-            if parcels.kind == "do" and not self.exchanged.cover(self.exchanged.received.get(parcels.peer, []), parcels):
+            if parcels.kind == "do" and not self.exchanged.cover(
+                self.exchanged.received.get(parcels.peer, []), parcels
+            ):
                 wanted.append((parcels.peer, parcels.tag + 4, "res", parcels.heads, parcels.spans))
         sends: list[tuple[int, int, Operand[RowKey]]] = []
         for peer, tag, kind, heads, spans in wanted:
@@ -228,7 +246,9 @@ class _Pass:
                     draft.result_recvs.append(self._receive_result(parcels, number))
                     continue
                 together.setdefault((parcels.kind, parcels.heads), []).append(parcels)
-                if parcels.kind == "do" and not self.exchanged.cover(self.exchanged.sent.get(parcels.peer, []), parcels):
+                if parcels.kind == "do" and not self.exchanged.cover(
+                    self.exchanged.sent.get(parcels.peer, []), parcels
+                ):
                     res = replace(parcels, kind="res", tag=parcels.tag + 4)
                     together.setdefault(("res", parcels.heads), []).append(res)
         arriving: list[Held] = []
@@ -236,8 +256,9 @@ class _Pass:
         for (kind, heads), group in together.items():
             for some in _without_common_rows(group):
                 spans = np.concatenate([p.start for p in some]), np.concatenate([p.stop for p in some])
-                made = self.operands.add(kind, heads, RowMap.packed(spans), sum(p.size for p in some))
-                draft.recvs += [Recv(p.peer, p.tag, made.number, p.size) for p in some]
+                name = f"{self.operands.direction} {number}: {kind} {heads[0]}:{heads[1]} received"
+                made = self.operands.add(name, kind, heads, RowMap.packed(spans), sum(p.size for p in some))
+                draft.recvs += [Recv(p.peer, p.tag, made.name, p.size) for p in some]
                 made.last_use = number
                 arriving.append(made)
         del self.operands.held[before:]  # they are there from the next step on
@@ -282,7 +303,9 @@ class _Pass:
     def _one_launch(self, table: LaunchTable, number: int, heads: Heads, kv_heads: Heads) -> Launch[RowKey]:
         q_spans, k_spans, tables = table.q_spans, table.k_spans, self.operands.tables
         q, kv = self._found("q", heads, q_spans, number), self._found("kv", kv_heads, k_spans, number)
-        segments = SegmentKeys(tables.lengths(table.lengths_q), tables.lengths(table.lengths_k), table.left, table.right)
+        segments = SegmentKeys(
+            tables.lengths(table.lengths_q), tables.lengths(table.lengths_k), table.left, table.right
+        )
         if not self.backward:
             out = self.results.goes_to("out", heads, q_spans, number)
             return Launch(q, kv, None, None, segments, heads[0], out)
@@ -339,7 +362,9 @@ def _packed_together(sends: list[tuple[int, int, Operand[RowKey]]]) -> list[Send
     groups: dict[tuple[object, ...], list[tuple[int, int, Operand[RowKey]]]] = {}
     for peer, tag, what in sends:
         rows = (what.rows.start, what.rows.stop) if isinstance(what.rows, slice) else what.rows
-        key = what.buffer, rows, what.heads[1] - what.heads[0]
+        key: tuple[object, ...] = what.buffer, rows, what.heads[1] - what.heads[0]
+        if any(other[2].heads == what.heads for other in groups.get(key, ())):
+            key = *key, peer, tag  # not other heads
         groups.setdefault(key, []).append((peer, tag, what))
     return [
         Send(

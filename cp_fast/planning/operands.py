@@ -19,7 +19,7 @@ __all__ = ["Held", "Operands"]
 class Held:
     """A buffer of a rank, and where global rows lie in it."""
 
-    number: int
+    name: str
     kind: str
     heads: Heads
     rows: RowMap
@@ -32,13 +32,16 @@ class Operands:
     """The buffers that a rank has, newest last."""
 
     tables: Tables
-    buffers: dict[int, Buffer] = field(default_factory=dict)
+    direction: str = "forward"
+    buffers: dict[str, Buffer] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
 
-    def add(self, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
+    def add(self, name: str, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
         """A new buffer."""
-        made = Held(len(self.buffers), kind, heads, rows, size)
-        self.buffers[made.number] = Buffer(kind, heads, size)
+        if name in self.buffers:
+            name = f"{name}, {len(self.buffers)}"
+        made = Held(name, kind, heads, rows, size)
+        self.buffers[made.name] = Buffer(kind, heads, size)
         self.held.append(made)
         return made
 
@@ -57,7 +60,8 @@ class Operands:
         spans = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
         sources = [held for held in self.held if held.kind == kind]
         rows = RowMap.packed(_merged(spans))
-        made = self.add(kind, heads, rows, count((rows.start, rows.stop)))
+        name = f"{self.direction} {step}: {kind} {heads[0]}:{heads[1]} joined"
+        made = self.add(name, kind, heads, rows, count((rows.start, rows.stop)))
         copies: list[Copy[RowKey]] = []
         for part in _cut(heads, (held.heads for held in sources)):
             missing: Spans = rows.start, rows.stop
@@ -79,7 +83,7 @@ class Operands:
     def _operand(self, held: Held, located: Located, heads: Heads, step: int) -> Operand[RowKey]:
         held.last_use = max(held.last_use, step)
         key = self.tables.rows(located.row, located.count)
-        return Operand(held.number, key, (heads[0] - held.heads[0], heads[1] - held.heads[0]))
+        return Operand(held.name, key, (heads[0] - held.heads[0], heads[1] - held.heads[0]))
 
 
 def _cut(heads: Heads, others: Iterable[Heads]) -> list[Heads]:

@@ -88,7 +88,9 @@ def ring_programs(units: Units, member: RingMember) -> tuple[Program, Program]:
         return (Message(kind, peer, tag(member.first_step + step, kind), Pieces.spans(start, stop, member.kv_heads)),)
 
     kv = [(messages("kv", route.kv_out, s + 1, s), messages("kv", route.kv_in, s + 1, s)) for s in range(count + 1)]
-    dkv = [(messages("dkv", route.dkv_out, s - 1, s), messages("dkv", route.dkv_in, s - 1, s)) for s in range(count + 1)]
+    dkv = [
+        (messages("dkv", route.dkv_out, s - 1, s), messages("dkv", route.dkv_in, s - 1, s)) for s in range(count + 1)
+    ]
     forward = [Step(*kv[s], tiles[s]) for s in range(count)]
     backward = [Step(kv[s][0] + dkv[s][0], kv[s][1] + dkv[s][1], tiles[s]) for s in range(count)]
     return tuple(forward), (*backward, Step(*dkv[count]))
@@ -108,7 +110,13 @@ def _halo(units: Units, unit: int, sees: Sights, distance: Column) -> Route:
     seen = units.seen(unit)
     received = spans_by(distance, sees.k_start, sees.k_stop)
     given = spans_by((seen.reader - unit) % units.count, seen.k_start, seen.k_stop)
-    ahead, behind = (lambda h: unit + h), (lambda h: unit - h)
+
+    def ahead(h: int) -> int:
+        return unit + h
+
+    def behind(h: int) -> int:
+        return unit - h
+
     return Route(Hop(ahead, given), Hop(behind, received), Hop(behind, received), Hop(ahead, given))
 
 
@@ -119,7 +127,13 @@ def _ring(units: Units, unit: int) -> Route:
     count = units.count
     here = (unit - units.key_areas.owner) % count  # how far each row's block has come when this unit has it
     ahead, behind = (unit + np.arange(count)) % count, (unit - np.arange(count)) % count
-    to_next, from_last = (lambda _: unit + 1), (lambda _: unit - 1)
+
+    def to_next(_: int) -> int:
+        return unit + 1
+
+    def from_last(_: int) -> int:
+        return unit - 1
+
     return Route(
         Hop(to_next, units.needed(here + 1, np.roll(ahead, -1), count - 2 - here)),
         Hop(from_last, units.needed(here, ahead, count - 1 - here)),

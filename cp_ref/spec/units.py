@@ -89,8 +89,9 @@ class Units:
         """
         keys, first_key, behind_last_key = self.key_areas, *self._seen_by_each
         last = np.clip(last, 0, self.count - 1)
-        start, stop = keys.start, np.minimum(
-            keys.stop, np.maximum.accumulate(behind_last_key[:, readers], axis=1)[keys.area, last]
+        start, stop = (
+            keys.start,
+            np.minimum(keys.stop, np.maximum.accumulate(behind_last_key[:, readers], axis=1)[keys.area, last]),
         )
         if first_key is not None:
             start = np.maximum(start, np.minimum.accumulate(first_key[:, readers], axis=1)[keys.area, last])

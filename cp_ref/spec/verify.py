@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ref.spec.coverage import Pair, TileUses, coverage_errors
-from cp_ref.spec.grid import Grid, boxes_of, grids, side_of
+from cp_ref.spec.coverage import Pair, coverage_errors
+from cp_ref.spec.grid import Grid, grids, side_of
 from cp_ref.spec.playing import Play, Store
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.report import Report, report
@@ -146,7 +146,11 @@ def _coverage(work: Workload, play: Play, names: _Names) -> Iterator[str]:
             f"rank {rank} step {number}"
             for rank in queries.rank[(queries.start <= pair.q) & (pair.q < queries.stop)].tolist()
             for number, step in enumerate(play.ranks[rank].program)
-            if any(bool(((m.pieces.start <= pair.k) & (pair.k < m.pieces.stop)).any()) for m in step.recvs if m.kind == "kv")
+            if any(
+                bool(((m.pieces.start <= pair.k) & (pair.k < m.pieces.stop)).any())
+                for m in step.recvs
+                if m.kind == "kv"
+            )
         ]
         met = f"; the key arrives during {', '.join(steps)}" if steps else ""
         return f"query of {names.owner('q', pair.q)}, key of {names.owner('kv', pair.k)}{met}"
