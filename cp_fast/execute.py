@@ -399,12 +399,15 @@ class _Run:
             assert lse is not None
             add_sink(rows[0], lse, self.sink, program.real_q_rows)
         rows = [x.to(self.dtype) for x in rows]
+        if arrived and program.spare_rows:  # what pads a table is written behind the rows
+            rows = [torch.cat([x, x.new_empty(program.spare_rows, *x.shape[1:])]) for x in rows]
+            lse = None if lse is None else torch.cat([lse, lse.new_empty(lse.shape[0], program.spare_rows)], 1)
         for into, box in arrived:
             heads = slice(*into.into_heads)
             self.given.kernels.put_rows_([x[:, heads] for x in rows], box.rows, into.into)
             if lse is not None:
                 _put_columns(lse[heads], box.columns[0], into.into)
-        return rows, lse
+        return [x[:size] for x in rows], None if lse is None else lse[:, :size].contiguous()
 
 
 def _by_tag(parcel: Parcel) -> int:
