@@ -22,7 +22,6 @@ _RANK_PLANNERS: dict[str, Callable[[Units, int], tuple[Program, Program]]] = {
 _SAVED = {"p2p": (), "all_gather": (), "a2a": ("q", "kv"), "a2a+p2p": ("q", "kv")}
 
 
-
 def make_schedule(problem: Problem) -> Schedule:
     """The schedule of all ranks.
 

@@ -146,7 +146,11 @@ def _coverage(work: Workload, play: Play, names: _Names) -> Iterator[str]:
             f"rank {rank} step {number}"
             for rank in queries.rank[(queries.start <= pair.q) & (pair.q < queries.stop)].tolist()
             for number, step in enumerate(play.ranks[rank].program)
-            if any(bool(((m.pieces.start <= pair.k) & (pair.k < m.pieces.stop)).any()) for m in step.recvs if m.kind == "kv")
+            if any(
+                bool(((m.pieces.start <= pair.k) & (pair.k < m.pieces.stop)).any())
+                for m in step.recvs
+                if m.kind == "kv"
+            )
         ]
         met = f"; the key arrives during {', '.join(steps)}" if steps else ""
         return f"query of {names.owner('q', pair.q)}, key of {names.owner('kv', pair.k)}{met}"

@@ -73,7 +73,9 @@ def test_areas_count_their_pairs_and_read_back(areas: Areas) -> None:
 
 @given(AREAS)
 def test_windows_of_areas_are_aligned_to_their_last_row_and_column(areas: Areas) -> None:
-    for (_, q1, _, k1, lo, hi), left, right in zip(areas.rows(), areas.left.tolist(), areas.right.tolist(), strict=True):
+    for (_, q1, _, k1, lo, hi), left, right in zip(
+        areas.rows(), areas.left.tolist(), areas.right.tolist(), strict=True
+    ):
         if lo > -UNBOUNDED:
             assert (q1 - 1) + lo == (k1 - 1) - left
         else:
@@ -97,7 +99,9 @@ def test_every_slot_has_one_owner_and_buffers_are_equal(problem: Problem) -> Non
         rows = [row for _, start, stop, _ in slots.rows() for row in range(start, stop)]
         assert sorted(rows) == list(range(starts[-1]))
         for rank in range(problem.cp_size):
-            local = [row for _, start, stop, first in slots.of(rank).rows() for row in range(first, first + stop - start)]
+            local = [
+                row for _, start, stop, first in slots.of(rank).rows() for row in range(first, first + stop - start)
+            ]
             assert local == list(range(starts[-1] // problem.cp_size))
 
 
@@ -112,9 +116,7 @@ def test_real_tokens_lie_where_their_slots_are(problem: Problem) -> None:
 
 def _by_row(fragments: Fragments) -> dict[int, tuple[int, int]]:
     """Global row -> (rank, row of its buffer)."""
-    return {
-        start + n: (rank, row + n) for rank, start, stop, row in fragments.rows() for n in range(stop - start)
-    }
+    return {start + n: (rank, row + n) for rank, start, stop, row in fragments.rows() for n in range(stop - start)}
 
 
 @given(problems())
@@ -133,7 +135,9 @@ LENGTHS, RANKS = st.lists(st.integers(0, 5), max_size=4), st.integers(1, 6)
 
 
 @given(LENGTHS, RANKS)
-def test_dual_chunk_gives_a_rank_an_early_chunk_and_the_late_one_that_mirrors_it(lengths: list[int], ranks: int) -> None:
+def test_dual_chunk_gives_a_rank_an_early_chunk_and_the_late_one_that_mirrors_it(
+    lengths: list[int], ranks: int
+) -> None:
     starts = np.append(0, np.cumsum(np.array(lengths, dtype=np.int64) * 2 * ranks))
     owners = _by_row(dual_chunk(starts, ranks))
     for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
