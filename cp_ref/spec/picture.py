@@ -28,11 +28,11 @@ from textwrap import wrap
 from typing import Literal
 
 from cp_ref.spec.drawing import Block, Box, Owner, Plane, plane
-from cp_ref.spec.title import title
 from cp_ref.spec.layout import divisor
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.schedule import Schedule
 from cp_ref.spec.svg import rank_colour, svg_picture
+from cp_ref.spec.title import title
 
 __all__ = ["rank_colour", "svg_picture", "text_picture"]
 

@@ -16,12 +16,12 @@ from collections import defaultdict
 from xml.sax.saxutils import escape
 
 from cp_ref.spec.drawing import Plane, plane
-from cp_ref.spec.title import title
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.report import report
 from cp_ref.spec.schedule import Schedule
 from cp_ref.spec.svg_elements import FONT, HATCH, INK, LINE, MASKED, SOFT, box, rank_colour, words
 from cp_ref.spec.svg_matrix import STRIP, Matrix
+from cp_ref.spec.title import title
 
 __all__ = ["rank_colour", "svg_picture"]
 

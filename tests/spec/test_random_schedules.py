@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from cp_ref.spec import Message, Problem, Schedule, Step, Units, Workload, verify, verify_tables
@@ -93,13 +93,7 @@ KINDS_OF_SCHEDULES: dict[str, Callable[[Problem, Schedule], bool]] = {
 
 @pytest.mark.parametrize("name", KINDS_OF_SCHEDULES)
 def test_there_is_every_kind(name: str) -> None:
-    rules = settings(
-        max_examples=2000,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-        database=None,
-        deadline=None,
-    )
+    rules = settings(max_examples=2000, phases=(Phase.generate,), database=None, deadline=None)
     find(scheduled_problems(), lambda drawn: KINDS_OF_SCHEDULES[name](*drawn), settings=rules)
 
 

@@ -127,7 +127,7 @@ def test_ownership_reads_back(problem: Problem) -> None:
 
 @pytest.mark.parametrize("text", ["", "ownership", "ownership cp_size 2\nrank 0 x[0:2] row 0"])
 def test_texts_that_are_no_ownership(text: str) -> None:
-    with pytest.raises(ValueError, match="an ownership begins with|is no fragment"):
+    with pytest.raises(ValueError, match=r"an ownership begins with|is no fragment"):
         Ownership.parse(text)
 
 
