@@ -91,6 +91,7 @@ KINDS_OF_SCHEDULES: dict[str, Callable[[Problem, Schedule], bool]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @pytest.mark.parametrize("name", KINDS_OF_SCHEDULES)
 def test_there_is_every_kind(name: str) -> None:
     rules = settings(max_examples=2000, phases=(Phase.generate,), database=None, deadline=None)
