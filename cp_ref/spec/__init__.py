@@ -1,4 +1,4 @@
-"""The contract that both implementations share: problems, masks, layouts, schedules as data. Standard library and numpy."""
+"""The contract that both implementations share: problems, areas, ownership and schedules as data. Needs numpy alone."""
 
 from cp_ref.spec.a2a import head_ranges
 from cp_ref.spec.areas import UNBOUNDED, Areas

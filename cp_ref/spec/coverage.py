@@ -68,9 +68,7 @@ def coverage_errors(
                 yield f"{name(pair)}: computed {times} ({', '.join(uses.where(int(here[n])) for n in over)})"
 
 
-def _wrong_cells(
-    area: int, rectangle: tuple[int, ...], heads_q: int, tiles: Tiles
-) -> Iterator[tuple[Pair, Column]]:
+def _wrong_cells(area: int, rectangle: tuple[int, ...], heads_q: int, tiles: Tiles) -> Iterator[tuple[Pair, Column]]:
     """A visible pair of every cell that is not covered once, and the numbers of the tiles over it."""
     q_start, q_stop, k_start, k_stop, lo, hi = rectangle
     starts, stops = (tiles.q_start, tiles.k_start, tiles.head_start), (tiles.q_stop, tiles.k_stop, tiles.head_stop)

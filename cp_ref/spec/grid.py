@@ -97,4 +97,3 @@ def boxes_of(side: str, tiles: Tiles, schedule: Schedule) -> tuple[Column, Colum
         return tiles.q_start, tiles.q_stop, tiles.head_start, tiles.head_stop
     size = schedule.heads[0] // schedule.heads[1]
     return tiles.k_start, tiles.k_stop, tiles.head_start // size, -(-tiles.head_stop // size)
-

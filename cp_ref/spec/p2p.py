@@ -88,7 +88,9 @@ def ring_programs(units: Units, member: RingMember) -> tuple[Program, Program]:
         return (Message(kind, peer, tag(member.first_step + step, kind), Pieces.spans(start, stop, member.kv_heads)),)
 
     kv = [(messages("kv", route.kv_out, s + 1, s), messages("kv", route.kv_in, s + 1, s)) for s in range(count + 1)]
-    dkv = [(messages("dkv", route.dkv_out, s - 1, s), messages("dkv", route.dkv_in, s - 1, s)) for s in range(count + 1)]
+    dkv = [
+        (messages("dkv", route.dkv_out, s - 1, s), messages("dkv", route.dkv_in, s - 1, s)) for s in range(count + 1)
+    ]
     forward = [Step(*kv[s], tiles[s]) for s in range(count)]
     backward = [Step(kv[s][0] + dkv[s][0], kv[s][1] + dkv[s][1], tiles[s]) for s in range(count)]
     return tuple(forward), (*backward, Step(*dkv[count]))

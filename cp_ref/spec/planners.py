@@ -22,7 +22,6 @@ _RANK_PLANNERS: dict[str, Callable[[Units, int], tuple[Program, Program]]] = {
 _SAVED = {"p2p": (), "all_gather": (), "a2a": ("q", "kv"), "a2a+p2p": ("q", "kv")}
 
 
-
 def make_schedule(problem: Problem, known: Mapping[int, tuple[Program, Program]] | None = None) -> Schedule:
     """The schedule of all ranks. `known`: what `make_program` gave for some of them.
 

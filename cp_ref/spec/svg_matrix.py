@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.sax.saxutils import escape
 
-from cp_ref.spec.drawing import Block, Box, Owner, Part, Plane, Point, band_edge, centre, staircase
+from cp_ref.spec.drawing import Block, Owner, Part, Plane, Point, band_edge, centre, staircase
 from cp_ref.spec.svg_elements import MASKED, SOFT, box, ink_on, rank_colour, words
 
 __all__ = ["STRIP", "Matrix"]

@@ -102,7 +102,10 @@ class Units:
         first, behind = (np.full((len(areas), self.count), x, dtype=np.int64) for x in (far, -far))
         area, q = joined(areas.q_start, areas.q_stop, self.queries.start, self.queries.stop)
         unit = self.queries.rank[q]
-        q0, q1 = np.maximum(areas.q_start[area], self.queries.start[q]), np.minimum(areas.q_stop[area], self.queries.stop[q])
+        q0, q1 = (
+            np.maximum(areas.q_start[area], self.queries.start[q]),
+            np.minimum(areas.q_stop[area], self.queries.stop[q]),
+        )
         np.minimum.at(first, (area, unit), q0 + areas.lo[area])
         np.maximum.at(behind, (area, unit), q1 + areas.hi[area])
         return first, behind
