@@ -148,40 +148,25 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert error < 1e-6, f"relative error {error:.1e}"
 
 
-def merge(tokens: int, heads: int, dim: int, halves: bool, target: Target) -> Case:
-    """`tokens` rows are merged; with `halves`, into the second halves of a buffer of twice as many."""
-    rows = tokens
-    tokens *= 2 if halves else 1
-    moved = rows * heads * (dim * (4 + 4 + 2) + 3 * 4)
+def merge(tokens: int, heads: int, dim: int, target: Target) -> Case:
+    moved = tokens * heads * (dim * (4 + 4 + 2) + 3 * 4)
 
     def make(device: str) -> Work:
-        out, step = random(device, tokens, heads, dim, dtype=torch.float32), random(device, rows, heads, dim)
-        lse, step_lse = (random(device, heads, n, dtype=torch.float32) for n in (tokens, rows))
-        lengths = lengths_of(tokens, 16, 2).to(device)
+        out, step = random(device, tokens, heads, dim, dtype=torch.float32), random(device, tokens, heads, dim)
+        lse, step_lse = (random(device, heads, tokens, dtype=torch.float32) for _ in range(2))
         copy, select = by_copy(moved, device)
 
-        def run(k: Kernels) -> None:
-            if halves:
-                k.merge_halves_(out, lse, step, step_lse, lengths, True)
-            else:
-                k.merge_(out, lse, step, step_lse, slice(0, tokens))
-
         def check(k: Kernels) -> None:
-            index = torch.arange(tokens, device=device)
-            if halves:
-                index = index.view(16, 2, -1)[:, 1].flatten()
-            old, new = lse[:, index].double(), torch.logaddexp(lse[:, index].double(), step_lse.double())
-            want = out.double()
-            parts = ((old, want[index]), (step_lse.double(), step.double()))
-            want[index] = sum((torch.exp(x - new).t()[..., None] * y for x, y in parts), torch.zeros_like(parts[0][1]))
-            run(k)
+            parts = ((lse.double(), out.double()), (step_lse.double(), step.double()))
+            new = torch.logaddexp(parts[0][0], parts[1][0])
+            want = sum((torch.exp(x - new).t()[..., None] * y for x, y in parts), torch.zeros_like(parts[0][1]))
+            k.merge_(out, lse, step, step_lse, slice(0, tokens))
             close(out, want)
-            close(lse[:, index], new)
+            close(lse, new)
 
-        return Work(run, copy, select, check)
+        return Work(lambda k: k.merge_(out, lse, step, step_lse, slice(0, tokens)), copy, select, check)
 
-    kernel = "merge_halves_" if halves else "merge_"
-    return Case(kernel, f"{rows} x {heads} x {dim}, bfloat16 into float32", moved, make, target)
+    return Case("merge_", f"{tokens} x {heads} x {dim}, bfloat16 into float32", moved, make, target)
 
 
 def exchange(tokens: int, heads: int, dim: int, cp_size: int, to_front: bool, target: Target) -> Case:
@@ -284,7 +269,7 @@ def cases(scale: int = 1) -> Sequence[Case]:
             ]
     copied, share = Target("at most 1.25 x copy", most_of_copy=1.25), Target("85 % of the limit", least_share=0.85)
     found += [valid(n // scale, 16, 64, 16, copied) for n in (4096, 8192, 16384, 32768, 65536)]
-    found += [merge(short, 32, 128, False, share), merge(short, 32, 128, True, share)]
+    found += [merge(short, 32, 128, share)]
     found += [exchange(short, 32, 128, 8, to_front, share) for to_front in (True, False)]
     found += [indices(million // 16 * 16, many, n, Target("at most 15 us", most_us=15.0)) for n in (2, 4, 8)]
     return [*found, add(short, 8, 128)]

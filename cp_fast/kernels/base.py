@@ -130,21 +130,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def merge_halves_(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        out_step: torch.Tensor,
-        lse_step: torch.Tensor,
-        lengths: torch.Tensor,
-        lse_packed: bool,
-    ) -> None:
-        """`merge_` into the second half of every sequence (local lengths): out_step [t / 2, h, d]; lse [h, t] and
-        lse_step [h, t / 2] if lse_packed, else [b, h, s] and [b, h, s2]; out in float32 or float64. Padding rows inside
-        `lengths` count as rows.
-        """
-        ...
-
     def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
         """out[rows] += x in one launch for all pairs; out [t, ...] and x [n, ...] of any float dtypes."""
         ...

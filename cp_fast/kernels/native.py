@@ -120,17 +120,6 @@ class Native(Kernels):
     ) -> None:
         self._ops["merge_"](out, lse, out_step, lse_step, *_rows(rows, out))
 
-    def merge_halves_(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        out_step: torch.Tensor,
-        lse_step: torch.Tensor,
-        lengths: torch.Tensor,
-        lse_packed: bool,
-    ) -> None:
-        self._ops["merge_halves_"](out, lse, out_step, lse_step, lengths, lse_packed)
-
     def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
         if outs:
             self._ops["add_rows_"](outs, xs, *_rows(rows, outs[0]))

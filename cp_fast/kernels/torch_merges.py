@@ -18,7 +18,6 @@ __all__ = [
     "grad_correction_",
     "lse_correction_",
     "merge_",
-    "merge_halves_",
     "out_correction_",
     "put",
     "read_second_half_lse",
@@ -53,26 +52,6 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_ste
     merged, new = _merged(taken(out, rows), old, out_step, lse_step.t())
     put(out, merged, rows)
     put(lse.t(), new, rows)
-
-
-def merge_halves_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    out_step: torch.Tensor,
-    lse_step: torch.Tensor,
-    lengths: torch.Tensor,
-    lse_packed: bool,
-) -> None:
-    """`Kernels.merge_halves_`."""
-    halves = _halves(lengths, out.shape[0], 1)
-    if len(lengths) == 1 or not len(halves.rows):
-        return
-    valid = halves.valid[:, None]
-    old, step = (_lse_of(x, at, lse_packed) for x, at in ((lse, halves.whole), (lse_step, halves.step)))
-    before = out.index_select(0, halves.rows)
-    merged, _ = _merged(before, old, out_step, step)
-    lse_correction_("merge_halves_", lse, lse_step, lengths, lse_packed)
-    out.index_copy_(0, halves.rows, torch.where(valid[..., None], merged.to(out.dtype), before))
 
 
 def lse_correction_(

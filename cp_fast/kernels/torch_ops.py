@@ -145,17 +145,6 @@ class TorchKernels:
     ) -> None:
         torch_merges.merge_(out, lse, out_step, lse_step, rows)
 
-    def merge_halves_(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        out_step: torch.Tensor,
-        lse_step: torch.Tensor,
-        lengths: torch.Tensor,
-        lse_packed: bool,
-    ) -> None:
-        torch_merges.merge_halves_(out, lse, out_step, lse_step, lengths, lse_packed)
-
     def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
         for out, x in zip(outs, xs, strict=True):
             wide = torch_merges.wide_dtype(out, x)

@@ -72,12 +72,10 @@ void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* fir
 // lse and step_lse are packed; out.dtype is f32 or f64
 void merge(Values out, Lse lse, Values step, Lse step_lse, RowSet rows, Stream);
 
-// lse.packed == step_lse.packed; lengths are local, those of out; step [t / 2, h, d]
-void merge_halves(Values out, Lse lse, Values step, Lse step_lse, Lengths lengths, Stream);
-
 // to[rows[i]] += from[i]
 void add_rows(const Pair* pairs, int64_t count, RowSet rows, Stream);
 
+// lse.packed == step_lse.packed; lengths are local, those of lse
 void lse_correction(Lse lse, Lse step_lse, Lengths lengths, Stream);
 
 void out_correction(Values out, Values step, Lse lse, Lse step_lse, Lengths lengths, bool only_second_half, Stream);

@@ -145,18 +145,6 @@ class NumbaKernels:
         kind, count, plan = _row_plan(rows, out.shape[0])
         weigh_("merge_", kind, False, out, out_step, lse, lse_step, True, count, plan)
 
-    def merge_halves_(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        out_step: torch.Tensor,
-        lse_step: torch.Tensor,
-        lengths: torch.Tensor,
-        lse_packed: bool,
-    ) -> None:
-        plan = _plan(lengths, out.shape[0])
-        weigh_("merge_halves_", "half", False, out, out_step, lse, lse_step, lse_packed, len(out_step), plan)
-
     def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
         kind, count, plan = _row_plan(rows, outs[0].shape[0])
         pairs_("add_rows_", kind, list(zip(outs, xs, strict=True)), count, plan)

@@ -83,12 +83,6 @@ def _merge(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return out, lse
 
 
-def _merge_halves(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    out, lse = t["out"].clone(), t["lse"].clone()
-    kernels(out.device.type).merge_halves_(out, lse, t["half_step"], t["half_lse"], t["local"], True)
-    return out, lse
-
-
 def _put(t: dict[str, torch.Tensor]) -> torch.Tensor:
     out = t["out"].clone()
     kernels(out.device.type).put_rows_([out], [t["half_step"].float()], t["rows"])
@@ -117,7 +111,6 @@ KERNELS: dict[str, Helper] = {  # what no helper is made of
     "put": _put,
     "add": _add,
     "merge": _merge,
-    "merge halves": _merge_halves,
 }
 
 

@@ -28,7 +28,6 @@ from tests.cp_fast.kernels.checks_of_sums import (
     grad_corrections,
     lse_corrections,
     merges,
-    merges_of_halves,
     out_corrections,
 )
 from tests.cp_fast.kernels.memory import Boxed, assert_same_bits
@@ -59,7 +58,6 @@ CHECKS: dict[str, Callable[[Where, Case], None]] = {
         out_corrections,
         grad_corrections,
         merges,
-        merges_of_halves,
         additions,
         rows_and_heads,
     )
@@ -90,7 +88,7 @@ def merged_shapes(where: Where, heads: int, dim: int) -> None:
         gaps = ((0, 0), (16, 0), (8, 4))[(seed + seed // 3) % 3]  # rows apart, and then heads apart as well
         chunks, dtypes = (2, 0, 3), (torch.float32, torch.float32)
         case = Case(2, chunks, (8, 0, 5), seed % 2, (heads, dim), dtypes, torch.int32, gaps, seed // 6 * 16, seed)
-        for check in (merges, merges_of_halves, out_corrections):
+        for check in (merges, out_corrections):
             check(where, case)
 
 

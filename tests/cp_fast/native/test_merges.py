@@ -98,34 +98,6 @@ def accepted(lse: torch.Tensor, sizes: list[int], packs: bool) -> torch.Tensor:
 
 
 @given(st.data())
-def test_merge_halves(data: st.DataObject) -> None:
-    sizes, tail = data.draw(packed(2, 2))
-    tokens, heads, dim, packs = (
-        sum(sizes) + tail,
-        data.draw(st.integers(1, 3)),
-        data.draw(st.integers(0, 9)),
-        data.draw(st.booleans()),
-    )
-    out = data.draw(guarded((tokens, heads, dim), WIDE, numbers=True))
-    step = data.draw(guarded((tokens // 2, heads, dim), FLOATS, numbers=True))
-    halves = [size // 2 for size in sizes]
-    lse = two_shapes(data, (heads, tokens), sizes, packs)
-    step_lse = two_shapes(data, (heads, tokens // 2), halves, packs)
-    starts = cumulative(sizes).tolist()
-    second = [row for i, n in enumerate(sizes) for row in range(starts[i] + n // 2, starts[i] + n)]
-    before_out, before = out.x.clone(), accepted(lse.x, sizes, packs)
-    expected, new = merged(out.x[second], before[second], step.x[: sum(halves)], accepted(step_lse.x, halves, packs))
-    native().merge_halves_(out.x, lse.x, step.x, step_lse.x, cumulative(sizes, data.draw(LENGTH_DTYPES)), packs)
-    assert_close(out.x[second], expected, 32)
-    after = accepted(lse.x, sizes, packs)
-    assert_close(after[second].to(lse.x.dtype), new)
-    first = [row for row in range(tokens) if row not in second]
-    assert torch.equal(out.x[first], before_out[first])
-    early = [row for row in first if row < sum(sizes)]
-    assert torch.equal(after[early], before[early])
-
-
-@given(st.data())
 def test_add_rows(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(0, 9))
     rows = data.draw(row_sets(tokens))

@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"x has shape \[12, 2, 4\] and strides \[16, 8, 2\]; the axes behind the heads must be contiguous",
     ),
     "an accumulator of 16 bits": (
-        lambda: native().merge_halves_(X.bfloat16(), LSE, X[:6], LSE[:, :6], LENGTHS, True),
+        lambda: native().heads_to_back_(X.bfloat16(), X[None], slice(0, 12), [0], True),
         TypeError,
         r"out has shape \[12, 2, 4\] in 16 bits; it must be float32 or float64",
     ),
