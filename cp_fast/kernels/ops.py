@@ -20,7 +20,7 @@ from cp_fast.kernels.checks import (
     sizes_of,
 )
 from cp_fast.kernels.layouts import lengths_on, plain, plain_out, rows, rows_out, touched
-from cp_fast.kernels.select import kernels
+from cp_fast.kernels.select import thd_kernels
 
 __all__ = ["LIBRARY", "operator"]
 
@@ -64,7 +64,7 @@ def _check_halves(cu_seqlens_padded: Tensor) -> None:
 )
 def _partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
     _check_chunks(cu_seqlens_padded, "total_tokens", total_tokens, cp_size)
-    use = kernels(cu_seqlens_padded.device.type)
+    use = thd_kernels(cu_seqlens_padded.device.type)
     return use.partition_indices(cu_seqlens_padded.contiguous(), total_tokens, cp_size, cp_rank)
 
 
@@ -80,7 +80,7 @@ def _rank_lengths(
     check_divisible("cu_seqlens_padded", slots, 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
     check_fits(real, slots)
     padded = lengths_on("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens.device)
-    use = kernels(cu_seqlens.device.type)
+    use = thd_kernels(cu_seqlens.device.type)
     return use.rank_lengths(cu_seqlens.contiguous(), padded, cp_size, cp_rank, first_half, second_half)
 
 
@@ -94,7 +94,7 @@ def _rank_lengths(
 def _partition(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> list[Tensor]:
     _check_chunks(cu_seqlens_padded, "x.shape[0]", xs[0].shape[0], cp_size)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
-    results = kernels(xs[0].device.type).partition([rows(x) for x in xs], lengths, cp_size, cp_rank)
+    results = thd_kernels(xs[0].device.type).partition([rows(x) for x in xs], lengths, cp_size, cp_rank)
     return [result.view(x.shape[0] // cp_size, *x.shape[1:]) for x, result in zip(xs, results, strict=True)]
 
 
@@ -105,7 +105,7 @@ def _partition(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, cp
 def _reorder(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, to_rank_order: bool) -> list[Tensor]:
     _check_chunks(cu_seqlens_padded, "x.shape[0]", xs[0].shape[0], cp_size)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
-    results = kernels(xs[0].device.type).reorder([rows(x) for x in xs], lengths, cp_size, to_rank_order)
+    results = thd_kernels(xs[0].device.type).reorder([rows(x) for x in xs], lengths, cp_size, to_rank_order)
     return [result.view(x.shape) for x, result in zip(xs, results, strict=True)]
 
 
@@ -131,7 +131,7 @@ def _read_half(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, half: int) -> li
         lengths = lengths.long() if 2 * tokens > torch.iinfo(lengths.dtype).max else lengths
         lengths = torch.cat([lengths, lengths + tokens])
     sources = [plain(x.flatten(0, 1) if axis else x) for x in xs]
-    results = kernels(xs[0].device.type).read_half(sources, lengths, half)
+    results = thd_kernels(xs[0].device.type).read_half(sources, lengths, half)
     return [result.view(_half_shape(x)) for x, result in zip(xs, results, strict=True)]
 
 
@@ -146,7 +146,7 @@ def _read_second_half_lse(lse: Tensor, cu_seqlens_padded: Tensor, lse_packed: bo
     if needed is not None and max_seqlen < needed:
         raise ValueError(f"max_seqlen is {max_seqlen}; it must be at least {needed}")
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, lse.device)
-    return kernels(lse.device.type).read_second_half_lse(plain(lse), lengths, lse_packed, max_seqlen)
+    return thd_kernels(lse.device.type).read_second_half_lse(plain(lse), lengths, lse_packed, max_seqlen)
 
 
 @operator("copy_valid_(Tensor(a!) out, Tensor inp, Tensor cu_seqlens_padded, Tensor cu_seqlens) -> ()", _nothing)
@@ -156,7 +156,7 @@ def _copy_valid_(out: Tensor, inp: Tensor, cu_seqlens_padded: Tensor, cu_seqlens
     check_room("out", out.shape[0], "cu_seqlens_padded", end_of(cu_seqlens_padded))
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
     real = lengths_on("cu_seqlens", cu_seqlens, out.device)
-    kernels(out.device.type).copy_valid_(rows_out("out", out), rows(inp), lengths, real)
+    thd_kernels(out.device.type).copy_valid_(rows_out("out", out), rows(inp), lengths, real)
     touched(out)
 
 
@@ -172,7 +172,7 @@ def _pad_sequences(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, pad
         raise ValueError(f"padded_tokens is {padded_tokens}; the padded sequences have {end}")
     real = lengths_on("cu_seqlens", cu_seqlens, x.device)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, x.device)
-    return kernels(x.device.type).pad_sequences(x.contiguous(), real, lengths, padded_tokens, fill)
+    return thd_kernels(x.device.type).pad_sequences(x.contiguous(), real, lengths, padded_tokens, fill)
 
 
 # ---- corrections
@@ -202,7 +202,7 @@ def _lse_correction_(lse: Tensor, lse_step: Tensor, cu_seqlens_padded: Tensor, l
     _check_lse_room("lse", lse, cu_seqlens_padded, 1, lse_packed)
     _check_lse_room("lse_step", lse_step, cu_seqlens_padded, 2, lse_packed)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, lse.device)
-    kernels(lse.device.type).lse_correction_(plain_out("lse", lse), plain(lse_step), lengths, lse_packed)
+    thd_kernels(lse.device.type).lse_correction_(plain_out("lse", lse), plain(lse_step), lengths, lse_packed)
     touched(lse)
 
 
@@ -228,7 +228,7 @@ def _out_correction_(
     _check_lse_room("lse", lse, cu_seqlens_padded, 1, lse_packed)
     _check_lse_room("lse_step", lse_step, cu_seqlens_padded, 1 + only_second_half, lse_packed)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
-    kernels(out.device.type).out_correction_(
+    thd_kernels(out.device.type).out_correction_(
         plain_out("out", out), plain(out_step), plain(lse), plain(lse_step), lengths, only_second_half, lse_packed
     )
     touched(out)
@@ -248,5 +248,5 @@ def _grad_correction_(
         return
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, grad.device)
     target, step = plain_out("grad", grad), plain(grad_step)
-    kernels(grad.device.type).grad_correction_(target, step, lengths, first_half, second_half)
+    thd_kernels(grad.device.type).grad_correction_(target, step, lengths, first_half, second_half)
     touched(grad)

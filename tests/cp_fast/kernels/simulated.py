@@ -54,7 +54,7 @@ def test_broken_lengths_fail_by_name(name: str) -> None:
     """The operators look at lengths on the CPU first; these are the kernels' own assertions."""
     x = torch.zeros(12 if name != "tail" else 11, 3)
     with pytest.raises(AssertionError, match="cp_fast reorder: lengths must begin at 0"):
-        WHERE.kernels.reorder([x], torch.tensor(BROKEN[name]), 2, True)
+        WHERE.thd_kernels.reorder([x], torch.tensor(BROKEN[name]), 2, True)
 
 
 def test_broken_indices_fail_by_name() -> None:

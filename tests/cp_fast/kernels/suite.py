@@ -73,9 +73,9 @@ def row_sizes(where: Where, size: int) -> None:
     for offset in (0, 1, 16):
         x = torch.randint(0, 255, (26, size), dtype=torch.uint8)
         view = Boxed.of(x, where.device, (), offset).view
-        got = where.kernels.reorder([view], cu.to(where.device), 2, True)[0]
+        got = where.thd_kernels.reorder([view], cu.to(where.device), 2, True)[0]
         assert_same_bits(got, cp_ref.thd.thd_sequence_order_to_cp_rank_order(x, cu, 2))
-        assert_same_bits(where.kernels.reorder([got], cu.to(where.device), 2, False)[0], x)
+        assert_same_bits(where.thd_kernels.reorder([got], cu.to(where.device), 2, False)[0], x)
         box, index = Boxed.of(x, where.device, (offset,), offset), torch.arange(24, 0, -2)
         want = x.index_copy(0, index, x[:12])
         where.kernels.put_rows_([box.view], [view[:12]], index.to(where.device))

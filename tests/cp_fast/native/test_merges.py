@@ -15,6 +15,7 @@ from tests.cp_fast.native.buffers import (
     cumulative,
     guarded,
     native,
+    native_thd,
     packed,
     row_sets,
 )
@@ -146,7 +147,7 @@ def test_lse_correction(data: st.DataObject) -> None:
     step = two_shapes(data, (heads, tokens // 2), [n // 2 for n in sizes], packs)
     expected, before = lse.x.clone(), lse.x.clone()
     thd_second_half_lse_correction(expected, step.x, lengths, packs)
-    native().lse_correction_(lse.x, step.x, lengths, packs)
+    native_thd().lse_correction_(lse.x, step.x, lengths, packs)
     assert_close(lse.x, expected)
     untouched = expected == before
     assert torch.equal(lse.x[untouched], before[untouched])
@@ -169,7 +170,7 @@ def test_out_correction(data: st.DataObject) -> None:
     part = two_shapes(data, (heads, tokens // divisor), [n // divisor for n in sizes], packs)
     expected = out.x.clone()
     thd_out_correction(expected, step.x, final.x, part.x, lengths, half, packs)
-    native().out_correction_(out.x, step.x, final.x, part.x, lengths, half, packs)
+    native_thd().out_correction_(out.x, step.x, final.x, part.x, lengths, half, packs)
     scale = torch.tensor(1.0 if not out.x.numel() else max(1.0, float(expected.abs().max())))
     assert_close(out.x / scale.to(out.x.dtype), expected / scale.to(out.x.dtype))
 
@@ -192,7 +193,7 @@ def test_grad_correction(data: st.DataObject) -> None:
     expected = grad.x.clone()
     lengths = cumulative(sizes, data.draw(LENGTH_DTYPES))
     thd_grad_correction(expected, step.x, lengths, first, second)
-    native().grad_correction_(grad.x, step.x, lengths, first, second)
+    native_thd().grad_correction_(grad.x, step.x, lengths, first, second)
     assert torch.equal(grad.x, expected)
 
 
@@ -203,12 +204,12 @@ def test_halves_of_16_bits_convert_like_pytorch() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         numbers = every.view(dtype)
         wide = torch.empty(2**16)
-        native().copy_valid_(wide, numbers, lengths, real)
+        native_thd().copy_valid_(wide, numbers, lengths, real)
         torch.testing.assert_close(wide, numbers.float(), rtol=0, atol=0, equal_nan=True)
         around = torch.cat([torch.nextafter(wide, wide.new_tensor(side)) for side in (-INFINITY, INFINITY)] + [wide])
         ties = (wide.double() + torch.nextafter(numbers, numbers.new_tensor(INFINITY)).double()) / 2
         values = torch.cat([around, ties.float(), torch.tensor([65519.0, 65520.0, 65536.0, 3.4e38, 1e-8, -1e-8])])
         narrow = torch.empty(len(values), dtype=dtype)
         lengths_of_values = cumulative([len(values)])
-        native().copy_valid_(narrow, values, lengths_of_values, lengths_of_values)
+        native_thd().copy_valid_(narrow, values, lengths_of_values, lengths_of_values)
         torch.testing.assert_close(narrow, values.to(dtype), rtol=0, atol=0, equal_nan=True)
