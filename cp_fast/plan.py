@@ -21,6 +21,7 @@ from cp_fast.planning.compile import DraftProgram, compile_program, draft_progra
 from cp_fast.planning.fixed import FixedProgram
 from cp_fast.planning.shape import shape_of
 from cp_fast.program import RankProgram
+from cp_fast.rows import check_row_numbers
 from cp_ref.spec import (
     Agreement,
     Problem,
@@ -216,7 +217,7 @@ def supports(**arguments: Any) -> tuple[bool, str]:
 
 def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
     """The problem of one call; raises ValueError or TypeError. Sends nothing."""
-    return read_problem(
+    problem = read_problem(
         cp_size=cp.size,
         cp_comm_type=cp.cp_comm_type,
         a2a_size=cp.a2a_size,
@@ -224,6 +225,8 @@ def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
         sizes=sizes,
         **arguments,
     )
+    check_row_numbers(problem)
+    return problem
 
 
 def backend_for(
@@ -278,5 +281,6 @@ def _read_plan_arguments(**arguments: Any) -> tuple[Agreement, Backend, torch.de
     device = read_device(arguments["device"])
     problem = read_call(arguments["cp"], sizes, **of_the_problem)
     room = read_room(problem, arguments)
+    check_row_numbers(problem, room)
     backend = backend_for(arguments["cp"], problem, device.type, **how, in_place=room is not None)
     return Agreement(problem, room), backend, device

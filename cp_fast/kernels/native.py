@@ -1,11 +1,14 @@
 """The native kernels: C++ on the CPU, CUDA on a GPU, built on first use (`cp_fast.build`), called as operators.
 
 The operators check their arguments in C++ (see `base`), and know what they name: a RuntimeError of theirs that begins
-with the name of another exception becomes that exception.
+with the name of another exception becomes that exception. Where there is no memory for a result, PyTorch's own
+exception is raised.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -20,6 +23,7 @@ from cp_fast.rows import Rows
 __all__ = ["NativeKernels", "NativeThdKernels", "load", "load_thd"]
 
 _ACTIONS = {"none": 0, "add": 1, "copy": 2}
+_ALLOCATION = re.compile(r"AllocationError: (?P<sizes>\[.*?\]) of (?P<item>\d+) bytes")
 _KINDS: dict[str, type[Exception]] = {"ValueError: ": ValueError, "TypeError: ": TypeError}
 
 
@@ -177,12 +181,21 @@ def _named(operator: Callable[..., Any]) -> Callable[..., Any]:
             return operator(*arguments)
         except RuntimeError as error:
             text = str(error)
+            if found := _ALLOCATION.match(text):
+                _allocate(found["sizes"], int(found["item"]), arguments)
             for prefix, kind in _KINDS.items():
                 if text.startswith(prefix):
                     raise kind(text.removeprefix(prefix)) from None
             raise
 
     return call
+
+
+def _allocate(sizes: str, item: int, arguments: Sequence[Any]) -> None:
+    """Ask PyTorch for the memory that an operator did not get for a result: it raises what it raises for its own."""
+    first = arguments[0]
+    device = (first if isinstance(first, torch.Tensor) else first[0]).device
+    torch.empty([*json.loads(sizes), item], dtype=torch.uint8, device=device)
 
 
 def _rows(rows: Rows, x: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:

@@ -9,7 +9,9 @@ import torch
 
 from cp_fast.context import ContextParallel
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import MOST_ROWS, check_count, check_lengths, check_room, check_tensor, end_of, sizes_of
+from cp_fast.kernels.checks import MOST_ROWS, check_count, check_lengths, check_room, end_of, sizes_of
+from cp_fast.thd import kinds
+from cp_fast.thd.kinds import check_integer, check_tensor
 from cp_fast.thd.slices import cut_batched, cut_packed
 from cp_ref.spec import QKV_FORMATS, check_choice, check_context
 
@@ -55,11 +57,13 @@ def pad_thd_sequences_for_cp(
     >>> cu_seqlens_padded.tolist()
     [0, 4, 8]
     """
+    check_integer("divisibility_factor", divisibility_factor)
     check_count("divisibility_factor", divisibility_factor, 1)
     for name, x in (("input_ids", input_ids), ("labels", labels)):
         check_tensor(name, x)
         if x.ndim != 1 or x.shape != input_ids.shape:
             raise ValueError(f"{name} has shape {list(x.shape)}; input_ids and labels must both be [t]")
+    kinds.check_lengths("cu_seqlens", cu_seqlens)
     check_lengths("cu_seqlens", cu_seqlens, input_ids.device)
     if padded_tokens is None:
         if cu_seqlens.device.type != "cpu":
@@ -67,19 +71,22 @@ def pad_thd_sequences_for_cp(
         sizes_of("cu_seqlens", cu_seqlens)
         check_room("input_ids", len(input_ids), "cu_seqlens", end_of(cu_seqlens))
     else:
+        check_integer("padded_tokens", padded_tokens)
         check_count("padded_tokens", padded_tokens, 0, at_most=MOST_ROWS)
     _check_integers(input_ids=input_ids, labels=labels)
     _check_fill("padding_token_id", padding_token_id, input_ids)
     _check_fill("padding_label_id", padding_label_id, labels)
-    slots = (cu_seqlens.diff() + (divisibility_factor - 1)) // divisibility_factor * divisibility_factor
-    cu_seqlens_padded = torch.nn.functional.pad(slots.cumsum(0, dtype=cu_seqlens.dtype), (1, 0))
+    slots = (cu_seqlens.long().diff() + (divisibility_factor - 1)) // divisibility_factor * divisibility_factor
+    wide = torch.nn.functional.pad(slots.cumsum(0), (1, 0))
     if padded_tokens is None:
-        padded_tokens = int(cu_seqlens_padded[-1]) + len(input_ids) - int(cu_seqlens[-1])
+        padded_tokens = int(wide[-1]) + len(input_ids) - int(cu_seqlens[-1])
+    if padded_tokens > torch.iinfo(cu_seqlens.dtype).max:
+        raise ValueError(f"padded_tokens is {padded_tokens}; {cu_seqlens.dtype} lengths cannot count so many")
     padded_ids, padded_labels = (
-        torch.ops.cp_attention.pad_sequences(x, cu_seqlens, cu_seqlens_padded, padded_tokens, fill)
+        torch.ops.cp_attention.pad_sequences(x, cu_seqlens, wide, padded_tokens, fill)
         for x, fill in ((input_ids, padding_token_id), (labels, padding_label_id))
     )
-    return padded_ids, padded_labels, cu_seqlens_padded
+    return padded_ids, padded_labels, wide.to(cu_seqlens.dtype)
 
 
 def get_batch_on_this_cp_rank(
@@ -154,6 +161,7 @@ def _check_integers(**tensors: torch.Tensor) -> None:
 def _check_fill(name: str, value: Any, x: torch.Tensor) -> None:
     """What padding holds is a number that the tensor can hold."""
     range_ = torch.iinfo(x.dtype)
+    check_integer(name, value)
     check_count(name, value, int(range_.min), below=int(range_.max) + 1, at_most=int(range_.max))
 
 

@@ -16,23 +16,11 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.kernels import ops  # noqa: F401  (registers the operators)
-from cp_fast.kernels.checks import (
-    check_device,
-    check_flag,
-    check_lengths,
-    check_lse,
-    check_no_grad,
-    check_tensor,
-    check_written,
-    half_of,
-    token_axis,
-)
+from cp_fast.kernels.ops_corrections import ACTIONS
+from cp_fast.thd.kinds import check_flag, check_lengths, check_no_grad, check_tensor
 from cp_ref.spec import check_choice
 
 __all__ = ["thd_grad_correction", "thd_out_correction", "thd_second_half_lse_correction"]
-
-ACTIONS = ("add", "copy", "none")
 
 
 def thd_second_half_lse_correction(
@@ -52,7 +40,8 @@ def thd_second_half_lse_correction(
         lse_packed: which of the two shapes both have.
 
     Raises:
-        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype.
+        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype, operands that overlap
+            what is changed.
 
     TransformerEngine: `tex.thd_second_half_lse_correction`.
 
@@ -61,14 +50,11 @@ def thd_second_half_lse_correction(
     >>> [round(x, 4) for x in lse.exp().flatten().tolist()]               # 4 + 3 and 5 + 0
     [1.0, 2.0, 7.0, 5.0]
     """
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, getattr(lse, "device", torch.device("cpu")))
-    sequences = len(cu_seqlens_padded) - 1
-    check_lse("lse", lse, sequences, None, None, lse_packed)
-    step_tokens = half_of("lse", lse, 1) if lse_packed else None
-    check_lse("lse_step", lse_step, sequences, step_tokens, lse.shape[-2], lse_packed)
-    check_device(lse=lse, lse_step=lse_step)
+    check_tensor("lse", lse)
+    check_tensor("lse_step", lse_step)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
+    check_flag("lse_packed", lse_packed)
     check_no_grad(lse=lse, lse_step=lse_step)
-    check_written("lse", lse)
     torch.ops.cp_attention.lse_correction_(lse, lse_step, cu_seqlens_padded, lse_packed)
 
 
@@ -98,7 +84,8 @@ def thd_out_correction(
         lse_packed: which of the two shapes both LSEs have.
 
     Raises:
-        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype.
+        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype, operands that overlap
+            what is changed.
 
     TransformerEngine: `tex.thd_out_correction`.
 
@@ -112,24 +99,12 @@ def thd_out_correction(
     >>> [round(x, 4) for x in out.flatten().tolist()]                      # 5 * 2/2, and 1 * 6/8 + 9 * 2/8
     [5.0, 3.0]
     """
-    check_tensor("out", out, floats_only=True)
-    check_tensor("out_step", out_step, floats_only=True)
+    for name, x in (("out", out), ("out_step", out_step), ("lse", lse), ("lse_step", lse_step)):
+        check_tensor(name, x)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
     check_flag("only_second_half", only_second_half)
-    if out.ndim != 3:
-        raise ValueError(f"out has shape {list(out.shape)}; it must be [t, h, d]")
-    tokens, heads, _ = out.shape
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, out.device)
-    step_tokens = half_of("out", out, 0) if only_second_half else tokens
-    if tuple(out_step.shape) != (step_tokens, *out.shape[1:]):
-        raise ValueError(
-            f"out_step has shape {list(out_step.shape)}; with out {list(out.shape)} and "
-            f"only_second_half={only_second_half} it must be {[step_tokens, *out.shape[1:]]}"
-        )
-    check_lse("lse", lse, len(cu_seqlens_padded) - 1, tokens, heads, lse_packed)
-    check_lse("lse_step", lse_step, len(cu_seqlens_padded) - 1, step_tokens, heads, lse_packed)
-    check_device(out=out, out_step=out_step, lse=lse, lse_step=lse_step)
+    check_flag("lse_packed", lse_packed)
     check_no_grad(out=out, out_step=out_step, lse=lse, lse_step=lse_step)
-    check_written("out", out)
     torch.ops.cp_attention.out_correction_(
         out, out_step, lse, lse_step, cu_seqlens_padded, only_second_half, lse_packed
     )
@@ -154,7 +129,7 @@ def thd_grad_correction(
 
     Raises:
         ValueError, TypeError: an action that does not exist, an odd length (naming the sequence), another shape or
-            dtype.
+            dtype, a grad_step that overlaps grad.
 
     TransformerEngine: `tex.thd_grad_correction`, which refuses three of the nine pairs.
 
@@ -168,20 +143,8 @@ def thd_grad_correction(
     """
     check_choice("first_half", first_half, ACTIONS)
     check_choice("second_half", second_half, ACTIONS)
-    axis = token_axis("grad", grad)
-    check_tensor("grad", grad, floats_only=True)
-    check_tensor("grad_step", grad_step, floats_only=True)
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, grad.device)
-    tokens, half_tokens = grad.shape[axis], half_of("grad", grad, axis)
-    idle = (first_half, second_half).count("none")
-    allowed = [size for size, fits in ((tokens, idle != 1), (half_tokens, idle > 0)) if fits]
-    shapes = [[*grad.shape[:axis], size, *grad.shape[axis + 1 :]] for size in allowed]
-    if list(grad_step.shape) not in shapes:
-        raise ValueError(
-            f"grad_step has shape {list(grad_step.shape)}; with grad {list(grad.shape)}, first_half {first_half!r} and "
-            f"second_half {second_half!r} it must be {' or '.join(map(str, shapes))}"
-        )
-    check_device(grad=grad, grad_step=grad_step)
+    check_tensor("grad", grad)
+    check_tensor("grad_step", grad_step)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
     check_no_grad(grad=grad, grad_step=grad_step)
-    check_written("grad", grad)
     torch.ops.cp_attention.grad_correction_(grad, grad_step, cu_seqlens_padded, first_half, second_half)

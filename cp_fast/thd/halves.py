@@ -19,8 +19,11 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import MOST_ROWS, check_count, check_lengths, check_lse, check_no_grad, half_of, token_axis
+from cp_fast.kernels import (
+    ops_autograd,  # noqa: F401  (registers the gradients)
+    ops_corrections,  # noqa: F401  (registers the operator)
+)
+from cp_fast.thd.kinds import check_flag, check_integer, check_lengths, check_no_grad, check_tensor
 from cp_fast.thd.tuples import Tensors, as_list, like
 
 __all__ = ["thd_read_half_tensor", "thd_read_second_half_lse"]
@@ -51,12 +54,9 @@ def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int)
     >>> thd_read_half_tensor(x, torch.tensor([0, 4, 6]), half=1).tolist()
     [12, 13, 21]
     """
-    xs = as_list(x, kv_axis=True)
-    for one in xs:
-        half_of("x", one, token_axis("x", one))
-    check_count("half", half, 0, below=2)
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
-    return like(x, torch.ops.cp_attention.read_half(xs, cu_seqlens_padded, half))
+    check_integer("half", half)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
+    return like(x, torch.ops.cp_attention.read_half(as_list(x), cu_seqlens_padded, half))
 
 
 def thd_read_second_half_lse(
@@ -87,8 +87,9 @@ def thd_read_second_half_lse(
     >>> thd_read_second_half_lse(padded, torch.tensor([0, 4, 6]), False, 2).tolist()
     [[[12.0, 13.0]], [[21.0, 0.0]]]
     """
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, getattr(lse, "device", torch.device("cpu")))
-    check_lse("lse", lse, len(cu_seqlens_padded) - 1, None, None, lse_packed)
-    check_count("max_seqlen", max_seqlen, 0, at_most=MOST_ROWS)
+    check_tensor("lse", lse)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
+    check_flag("lse_packed", lse_packed)
+    check_integer("max_seqlen", max_seqlen)
     check_no_grad(lse=lse)
     return torch.ops.cp_attention.read_second_half_lse(lse, cu_seqlens_padded, lse_packed, max_seqlen)

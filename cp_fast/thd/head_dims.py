@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.kernels.checks import check_count, check_tensor
+from cp_fast.kernels.checks import check_count
+from cp_fast.thd.kinds import check_integer, check_tensor
 
 __all__ = ["pad_v", "trim_out"]
 
@@ -36,6 +37,7 @@ def pad_v(v: torch.Tensor, d_qk: int) -> torch.Tensor:
     [[1, 2, 0], [3, 4, 0]]
     """
     d_v = _last_size("v", v)
+    check_integer("d_qk", d_qk)
     check_count("d_qk", d_qk, 1)
     if d_qk < d_v:
         raise ValueError(f"d_qk is {d_qk} and v has head dim {d_v}; d_qk must not be less")
@@ -61,6 +63,7 @@ def trim_out(out: torch.Tensor, d_v: int) -> torch.Tensor:
     [[1, 2], [3, 4]]
     """
     size = _last_size("out", out)
+    check_integer("d_v", d_v)
     check_count("d_v", d_v, 1)
     if d_v > size:
         raise ValueError(f"d_v is {d_v} and out has head dim {size}; d_v must not be more")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import MOST_ROWS, check_count, check_lengths
+from cp_fast.thd.kinds import check_integer, check_lengths
 from cp_fast.thd.tuples import Tensors, as_list, like
 
 __all__ = ["thd_cp_rank_order_to_sequence_order", "thd_get_partitioned_indices", "thd_sequence_order_to_cp_rank_order"]
@@ -50,12 +50,10 @@ def thd_get_partitioned_indices(
     >>> thd_get_partitioned_indices(cu_seqlens_padded, 14, cp_size=2, cp_rank=1).tolist()
     [2, 3, 4, 5, 9, 10, 13]
     """
-    check_count("cp_size", cp_size, 1)
-    check_count("cp_rank", cp_rank, 0, below=cp_size)
-    check_count("total_tokens", total_tokens, 0, at_most=MOST_ROWS)
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, getattr(cu_seqlens_padded, "device", torch.device("cpu")))
-    if total_tokens > torch.iinfo(cu_seqlens_padded.dtype).max:
-        raise ValueError(f"total_tokens is {total_tokens}; {cu_seqlens_padded.dtype} lengths cannot count so many")
+    check_integer("cp_size", cp_size)
+    check_integer("cp_rank", cp_rank)
+    check_integer("total_tokens", total_tokens)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
     return torch.ops.cp_attention.partition_indices(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
 
 
@@ -113,9 +111,6 @@ def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Ten
 
 
 def _reorder(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int, to_rank_order: bool) -> Tensors:
-    xs = as_list(x)
-    check_count("cp_size", cp_size, 1)
-    if xs[0].ndim == 0:
-        raise ValueError("x has shape []; it must be [t, ...]")
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
-    return like(x, torch.ops.cp_attention.reorder(xs, cu_seqlens_padded, cp_size, to_rank_order))
+    check_integer("cp_size", cp_size)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
+    return like(x, torch.ops.cp_attention.reorder(as_list(x), cu_seqlens_padded, cp_size, to_rank_order))

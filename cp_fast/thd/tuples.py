@@ -7,34 +7,25 @@ from typing import TypeVar, cast
 
 import torch
 
-from cp_fast.kernels.checks import check_tensor
+from cp_fast.thd.kinds import check_tensor
 
 __all__ = ["Tensors", "as_list", "like"]
 
 Tensors = TypeVar("Tensors", torch.Tensor, tuple[torch.Tensor, ...])
 
 
-def as_list(x: torch.Tensor | tuple[torch.Tensor, ...], kv_axis: bool = False) -> list[torch.Tensor]:
-    """The tensors, which have the same tokens on the same device. kv_axis: [2, t, h, d] has them on axis 1."""
+def as_list(x: torch.Tensor | tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """The tensors, of one or of a tuple."""
     if not isinstance(x, tuple):
         check_tensor("x", x)
         return [x]
     for number, one in enumerate(x):
         check_tensor(f"x[{number}]", one)
-    if any(one.ndim == 0 for one in x) or len({_tokens(one, kv_axis) for one in x}) != 1:
-        shapes = [list(one.shape) for one in x]
-        raise ValueError(f"x has shapes {shapes}; the tensors of a tuple must have the same axis of the same tokens")
-    if len({one.device for one in x}) != 1:
-        devices = ", ".join(str(one.device) for one in x)
-        raise ValueError(f"x has tensors on {devices}; the tensors of a tuple must lie on one device")
+    if not x:
+        raise ValueError("x has shapes []; the tensors of a tuple must have the same axis of the same tokens")
     return list(x)
 
 
 def like(x: Tensors, results: Sequence[torch.Tensor]) -> Tensors:
     """The results as x was given."""
     return cast("Tensors", tuple(results) if isinstance(x, tuple) else results[0])
-
-
-def _tokens(x: torch.Tensor, kv_axis: bool) -> tuple[int, int]:
-    axis = 1 if kv_axis and x.ndim == 4 else 0
-    return axis, x.shape[axis]

@@ -13,17 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.kernels import ops  # noqa: F401  (registers the operators)
-from cp_fast.kernels.checks import (
-    FLOATS,
-    check_count,
-    check_device,
-    check_flag,
-    check_lengths,
-    check_no_grad,
-    check_tensor,
-    check_written,
-)
+from cp_fast.kernels import ops_movers  # noqa: F401  (registers the operators)
+from cp_fast.thd.kinds import check_flag, check_integer, check_lengths, check_no_grad, check_tensor
 
 __all__ = ["get_cu_seqlens_on_cp_rank", "thd_copy_valid_tokens_from_per_split_to_rank_local"]
 
@@ -64,12 +55,12 @@ def get_cu_seqlens_on_cp_rank(
     >>> get_cu_seqlens_on_cp_rank(*five_of_eight, cp_size=2, cp_rank=1, first_half=False, second_half=True).tolist()
     [0, 1]
     """
-    check_count("cp_size", cp_size, 1)
-    check_count("cp_rank", cp_rank, 0, below=cp_size)
+    check_integer("cp_size", cp_size)
+    check_integer("cp_rank", cp_rank)
     check_flag("first_half", first_half)
     check_flag("second_half", second_half)
-    device = getattr(cu_seqlens, "device", torch.device("cpu"))
-    _check_both(cu_seqlens, cu_seqlens_padded, device)
+    check_lengths("cu_seqlens", cu_seqlens)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
     return torch.ops.cp_attention.rank_lengths(cu_seqlens, cu_seqlens_padded, cp_size, cp_rank, first_half, second_half)
 
 
@@ -95,7 +86,8 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
         cu_seqlens: LOCAL: cumulative numbers of valid tokens, int32 or int64 [b + 1], from 0.
 
     Raises:
-        ValueError, TypeError: more valid tokens than slots (naming the sequence), or shapes or dtypes that do not fit.
+        ValueError, TypeError: more valid tokens than slots (naming the sequence), shapes or dtypes that do not fit, or
+            out and inp that overlap in memory.
 
     TransformerEngine: `tex.thd_copy_valid_tokens_from_per_split_to_rank_local`.
 
@@ -108,25 +100,7 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     """
     check_tensor("out", out)
     check_tensor("inp", inp)
-    if out.ndim == 0 or inp.shape != out.shape:
-        raise ValueError(f"inp has shape {list(inp.shape)} and out {list(out.shape)}; both must be [t, ...]")
-    if inp.dtype != out.dtype and not (inp.dtype in FLOATS and out.dtype in FLOATS):
-        raise TypeError(
-            f"inp has dtype {inp.dtype} and out {out.dtype}; they must be equal, or both among float16, bfloat16, "
-            "float32, float64"
-        )
-    check_device(inp=inp, out=out)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
+    check_lengths("cu_seqlens", cu_seqlens)
     check_no_grad(out=out, inp=inp)
-    check_written("out", out)
-    _check_both(cu_seqlens, cu_seqlens_padded, out.device)
     torch.ops.cp_attention.copy_valid_(out, inp, cu_seqlens_padded, cu_seqlens)
-
-
-def _check_both(cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor, device: torch.device) -> None:
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded, device)
-    check_lengths("cu_seqlens", cu_seqlens, device)
-    if len(cu_seqlens) != len(cu_seqlens_padded):
-        raise ValueError(
-            f"cu_seqlens has {len(cu_seqlens)} entries and cu_seqlens_padded has {len(cu_seqlens_padded)}; they must "
-            "be equal"
-        )

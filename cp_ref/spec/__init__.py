@@ -8,6 +8,7 @@ from cp_ref.spec.gathering import gathered_spans
 from cp_ref.spec.group import Group, Parcel, Pending, agree
 from cp_ref.spec.layout import Fragment, divisor, kv_fragments, local_slots, ownership, q_fragments
 from cp_ref.spec.mask import Band, Rect
+from cp_ref.spec.overlap import check_apart
 from cp_ref.spec.pair import PairGroup
 from cp_ref.spec.plan_arguments import signature_of, split_plan_arguments
 from cp_ref.spec.planners import make_program, make_schedule
@@ -52,6 +53,7 @@ __all__ = [
     "Units",
     "Unsupported",
     "agree",
+    "check_apart",
     "check_choice",
     "check_context",
     "check_data",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from cp_ref.spec.overlap import check_apart
 from cp_ref.spec.values import check_choice
 from cp_ref.thd.lse import check_lse, lse_rows
 from cp_ref.thd.rows import Runs, check_divisible, check_flag, check_tensor, check_written, read_runs, token_axis
@@ -42,7 +43,8 @@ def thd_second_half_lse_correction(
         lse_packed: which of the two shapes both have.
 
     Raises:
-        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype.
+        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype, operands that overlap
+            what is changed.
 
     TransformerEngine: `tex.thd_second_half_lse_correction`.
 
@@ -58,6 +60,7 @@ def thd_second_half_lse_correction(
     check_written("lse", lse)
     halves = sequences.halved()
     check_lse("lse_step", lse_step, halves, _half_of("lse", lse, 1) if lse_packed else None, lse.shape[-2], lse_packed)
+    check_apart("lse", lse, lse_step=lse_step)
     whole, at = lse_rows(lse, sequences, sequences.half(1), lse_packed)
     step, step_at = lse_rows(lse_step, halves, halves, lse_packed)
     whole[at] = torch.logaddexp(whole[at], step[step_at]).to(lse.dtype)
@@ -89,7 +92,8 @@ def thd_out_correction(
         lse_packed: which of the two shapes both LSEs have.
 
     Raises:
-        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype.
+        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype, operands that overlap
+            what is changed.
 
     TransformerEngine: `tex.thd_out_correction`.
 
@@ -123,6 +127,7 @@ def thd_out_correction(
         )
     check_lse("lse", lse, sequences, tokens, heads, lse_packed)
     check_lse("lse_step", lse_step, source, step_tokens, heads, lse_packed)
+    check_apart("out", out, out_step=out_step, lse=lse, lse_step=lse_step)
     final, at = lse_rows(lse, sequences, target, lse_packed)
     step, step_at = lse_rows(lse_step, source, source, lse_packed)
     wide = _accumulator_dtype(out, out_step, lse, lse_step)
@@ -152,7 +157,7 @@ def thd_grad_correction(
 
     Raises:
         ValueError, TypeError: an action that does not exist, an odd length (naming the sequence), another shape or
-            dtype.
+            dtype, a grad_step that overlaps grad.
 
     TransformerEngine: `tex.thd_grad_correction`, which refuses three of the nine pairs.
 
@@ -170,6 +175,7 @@ def thd_grad_correction(
     for name, x in (("grad", grad), ("grad_step", grad_step)):
         check_tensor(name, x, floats_only=True)
     check_written("grad", grad)
+    check_apart("grad", grad, grad_step=grad_step)
     sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, grad.device)
     check_divisible("cu_seqlens_padded", sequences, 2, "a half")
     tokens = grad.shape[axis]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from cp_ref.spec.overlap import check_apart
 from cp_ref.thd.rows import (
     FLOATS,
     Runs,
@@ -103,7 +104,8 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
         cu_seqlens: LOCAL: cumulative numbers of valid tokens, int32 or int64 [b + 1], from 0.
 
     Raises:
-        ValueError, TypeError: more valid tokens than slots (naming the sequence), or shapes or dtypes that do not fit.
+        ValueError, TypeError: more valid tokens than slots (naming the sequence), shapes or dtypes that do not fit, or
+            out and inp that overlap in memory.
 
     TransformerEngine: `tex.thd_copy_valid_tokens_from_per_split_to_rank_local`.
 
@@ -129,6 +131,7 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     _check_fits(real, slots.sizes)
     if out.shape[0] < slots.end():
         raise ValueError(f"out has {out.shape[0]} tokens, fewer than cu_seqlens_padded[-1] = {slots.end()}")
+    check_apart("out", out, inp=inp)
     rows = Runs(slots.starts, real).rows()
     out[rows] = inp[rows].to(out.dtype)
 

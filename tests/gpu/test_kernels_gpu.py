@@ -118,6 +118,7 @@ def test_more_than_2_to_the_31_elements(where: Where) -> None:
 FAULTS = {
     "divides": "thd.reorder([x], torch.tensor([0, 7, 16], device='cuda'), 2, True)",
     "no_decrease": "thd.partition_indices(torch.tensor([0, 16, 8], device='cuda'), 16, 2, 0)",
+    "no_decrease past 64 bits": "thd.reorder([x], torch.tensor([0, 8, -2**63], device='cuda'), 2, False)",
     "end": "thd.read_half([x], torch.tensor([0, 32], device='cuda'), 0)",
     "index": "rows.take_rows([x], torch.tensor([3, 16], device='cuda'))",
     "real": "thd.copy_valid_(x, x.clone(), torch.tensor([0, 8], device='cuda'), torch.tensor([0, 9], device='cuda'))",

@@ -45,6 +45,7 @@ BROKEN = {
     "past the end": [0, 8, 16],
     "far past the end": [0, 8, 2**40],
     "negative": [0, -8, 12],
+    "a difference past 64 bits": [0, 8, -(2**63)],
     "tail": [0, 8, 8],
 }
 

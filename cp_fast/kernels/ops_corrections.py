@@ -1,0 +1,192 @@
+"""The operators that read and merge LSEs, and put partial results together."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_fast.kernels.checks import (
+    MOST_ROWS,
+    check_count,
+    check_device,
+    check_floats,
+    check_lengths,
+    check_lse,
+    check_room,
+    check_written,
+    end_of,
+    half_of,
+    sizes_of,
+    token_axis,
+)
+from cp_fast.kernels.layouts import lengths_on, plain, plain_out, touched
+from cp_fast.kernels.ops import check_halves, nothing, operator
+from cp_fast.kernels.select import thd_kernels
+from cp_ref.spec import check_apart, check_choice
+
+__all__: list[str] = []
+
+Tensor = torch.Tensor
+ACTIONS = ("add", "copy", "none")
+
+
+def _lse_room(lengths: Tensor, divisor: int, lse_packed: bool) -> int | None:
+    """How many columns an LSE of these sequences (of their halves: divisor 2) needs at least."""
+    if lengths.device.type != "cpu":
+        return None
+    if lse_packed:
+        return int(lengths[-1]) // divisor
+    return int(lengths.diff().max()) // divisor if len(lengths) > 1 else 0
+
+
+def _check_lse_room(name: str, lse: Tensor, lengths: Tensor, divisor: int, lse_packed: bool) -> None:
+    needed = _lse_room(lengths, divisor, lse_packed)
+    if needed is not None and lse.shape[-1] < needed:
+        axes = "[h, t], t" if lse_packed else "[b, h, s], s"
+        raise ValueError(
+            f"{name} has shape {list(lse.shape)}; with lse_packed={lse_packed} it must be {axes} at least {needed}"
+        )
+
+
+def _check_read(lse: Tensor, cu_seqlens_padded: Tensor, lse_packed: bool, max_seqlen: int) -> None:
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, lse.device)
+    check_lse("lse", lse, len(cu_seqlens_padded) - 1, None, None, lse_packed)
+    check_count("max_seqlen", max_seqlen, 0, at_most=MOST_ROWS)
+
+
+@operator(
+    "read_second_half_lse(Tensor lse, Tensor cu_seqlens_padded, bool lse_packed, SymInt max_seqlen) -> Tensor",
+    _check_read,
+    lambda lse, cu_seqlens_padded, lse_packed, max_seqlen: lse.new_empty(*lse.shape[:-1], max_seqlen),
+)
+def _read_second_half_lse(lse: Tensor, cu_seqlens_padded: Tensor, lse_packed: bool, max_seqlen: int) -> Tensor:
+    check_halves(cu_seqlens_padded)
+    _check_lse_room("lse", lse, cu_seqlens_padded, 1, lse_packed)
+    needed = _lse_room(cu_seqlens_padded, 2, lse_packed)
+    if needed is not None and max_seqlen < needed:
+        raise ValueError(f"max_seqlen is {max_seqlen}; it must be at least {needed}")
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, lse.device)
+    return thd_kernels(lse.device.type).read_second_half_lse(plain(lse), lengths, lse_packed, max_seqlen)
+
+
+def _check_lse_correction(lse: Tensor, lse_step: Tensor, cu_seqlens_padded: Tensor, lse_packed: bool) -> None:
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, lse.device)
+    sequences = len(cu_seqlens_padded) - 1
+    check_lse("lse", lse, sequences, None, None, lse_packed)
+    step_tokens = half_of("lse", lse, 1) if lse_packed else None
+    check_lse("lse_step", lse_step, sequences, step_tokens, lse.shape[-2], lse_packed)
+    check_device(lse=lse, lse_step=lse_step)
+    check_written("lse", lse)
+
+
+@operator(
+    "lse_correction_(Tensor(a!) lse, Tensor lse_step, Tensor cu_seqlens_padded, bool lse_packed) -> ()",
+    _check_lse_correction,
+    nothing,
+)
+def _lse_correction_(lse: Tensor, lse_step: Tensor, cu_seqlens_padded: Tensor, lse_packed: bool) -> None:
+    check_apart("lse", lse, lse_step=lse_step)
+    check_halves(cu_seqlens_padded)
+    _check_lse_room("lse", lse, cu_seqlens_padded, 1, lse_packed)
+    _check_lse_room("lse_step", lse_step, cu_seqlens_padded, 2, lse_packed)
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, lse.device)
+    thd_kernels(lse.device.type).lse_correction_(plain_out("lse", lse), plain(lse_step), lengths, lse_packed)
+    touched(lse)
+
+
+def _check_out_correction(
+    out: Tensor,
+    out_step: Tensor,
+    lse: Tensor,
+    lse_step: Tensor,
+    cu_seqlens_padded: Tensor,
+    only_second_half: bool,
+    lse_packed: bool,
+) -> None:
+    check_floats("out", out)
+    check_floats("out_step", out_step)
+    if out.ndim != 3:
+        raise ValueError(f"out has shape {list(out.shape)}; it must be [t, h, d]")
+    tokens, heads, _ = out.shape
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, out.device)
+    step_tokens = half_of("out", out, 0) if only_second_half else tokens
+    if tuple(out_step.shape) != (step_tokens, *out.shape[1:]):
+        raise ValueError(
+            f"out_step has shape {list(out_step.shape)}; with out {list(out.shape)} and "
+            f"only_second_half={only_second_half} it must be {[step_tokens, *out.shape[1:]]}"
+        )
+    check_lse("lse", lse, len(cu_seqlens_padded) - 1, tokens, heads, lse_packed)
+    check_lse("lse_step", lse_step, len(cu_seqlens_padded) - 1, step_tokens, heads, lse_packed)
+    check_device(out=out, out_step=out_step, lse=lse, lse_step=lse_step)
+    check_written("out", out)
+
+
+@operator(
+    "out_correction_(Tensor(a!) out, Tensor out_step, Tensor lse, Tensor lse_step, Tensor cu_seqlens_padded, "
+    "bool only_second_half, bool lse_packed) -> ()",
+    _check_out_correction,
+    nothing,
+)
+def _out_correction_(
+    out: Tensor,
+    out_step: Tensor,
+    lse: Tensor,
+    lse_step: Tensor,
+    cu_seqlens_padded: Tensor,
+    only_second_half: bool,
+    lse_packed: bool,
+) -> None:
+    check_apart("out", out, out_step=out_step, lse=lse, lse_step=lse_step)
+    if only_second_half:
+        check_halves(cu_seqlens_padded)
+    else:
+        sizes_of("cu_seqlens_padded", cu_seqlens_padded)
+    check_room("out", out.shape[0], "cu_seqlens_padded", end_of(cu_seqlens_padded))
+    _check_lse_room("lse", lse, cu_seqlens_padded, 1, lse_packed)
+    _check_lse_room("lse_step", lse_step, cu_seqlens_padded, 1 + only_second_half, lse_packed)
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
+    thd_kernels(out.device.type).out_correction_(
+        plain_out("out", out), plain(out_step), plain(lse), plain(lse_step), lengths, only_second_half, lse_packed
+    )
+    touched(out)
+
+
+def _check_grad_correction(
+    grad: Tensor, grad_step: Tensor, cu_seqlens_padded: Tensor, first_half: str, second_half: str
+) -> None:
+    check_choice("first_half", first_half, ACTIONS)
+    check_choice("second_half", second_half, ACTIONS)
+    axis = token_axis("grad", grad)
+    check_floats("grad", grad)
+    check_floats("grad_step", grad_step)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, grad.device)
+    tokens, half_tokens = grad.shape[axis], half_of("grad", grad, axis)
+    idle = (first_half, second_half).count("none")
+    allowed = [size for size, fits in ((tokens, idle != 1), (half_tokens, idle > 0)) if fits]
+    shapes = [[*grad.shape[:axis], size, *grad.shape[axis + 1 :]] for size in allowed]
+    if list(grad_step.shape) not in shapes:
+        raise ValueError(
+            f"grad_step has shape {list(grad_step.shape)}; with grad {list(grad.shape)}, first_half {first_half!r} and "
+            f"second_half {second_half!r} it must be {' or '.join(map(str, shapes))}"
+        )
+    check_device(grad=grad, grad_step=grad_step)
+    check_written("grad", grad)
+
+
+@operator(
+    "grad_correction_(Tensor(a!) grad, Tensor grad_step, Tensor cu_seqlens_padded, str first_half, "
+    "str second_half) -> ()",
+    _check_grad_correction,
+    nothing,
+)
+def _grad_correction_(
+    grad: Tensor, grad_step: Tensor, cu_seqlens_padded: Tensor, first_half: str, second_half: str
+) -> None:
+    check_apart("grad", grad, grad_step=grad_step)
+    check_halves(cu_seqlens_padded)
+    check_room("grad", grad.shape[int(grad.ndim == 4)], "cu_seqlens_padded", end_of(cu_seqlens_padded))
+    if first_half == second_half == "none":
+        return
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, grad.device)
+    target, step = plain_out("grad", grad), plain(grad_step)
+    thd_kernels(grad.device.type).grad_correction_(target, step, lengths, first_half, second_half)
+    touched(grad)
