@@ -73,7 +73,11 @@ def check_together(xs: Sequence[torch.Tensor], kv_axis: bool = False) -> None:
     axis 1.
     """
     axes = [int(kv_axis and x.ndim == 4) for x in xs]
-    if any(x.ndim == 0 for x in xs) or len({(a, x.shape[a]) for a, x in zip(axes, xs, strict=True)}) != 1:
+    if (
+        not xs
+        or any(x.ndim == 0 for x in xs)
+        or any(a != axes[0] or x.shape[a] != xs[0].shape[a] for a, x in zip(axes, xs, strict=True))
+    ):
         if len(xs) == 1:
             raise ValueError("x has shape []; it must be [t, ...]")
         shapes = [list(x.shape) for x in xs]

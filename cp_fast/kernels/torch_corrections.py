@@ -1,7 +1,7 @@
 """The corrections of a ring step's halves, by PyTorch's operators.
 
-Rows that are not concerned (padding behind the sequences, the tail) are written with the bits that they hold: how many
-rows are concerned is a value on the device, and nobody waits for it.
+Rows that are no target (padding behind the sequences, the tail) are written with the bits that they hold: how many
+rows are targets is a value on the device, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def grad_correction_(
         target.index_copy_(0, of.rows, torch.where(valid, step.to(grad.dtype), before))
 
 
-class Concerned(NamedTuple):
+class TargetRows(NamedTuple):
     """Rows of an accumulator, distinct, int64 [n], some of which are meant; where their LSE lies, and a step's."""
 
     rows: torch.Tensor
@@ -112,23 +112,23 @@ class Concerned(NamedTuple):
     step: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _halves(lengths: torch.Tensor, tokens: int, half: int) -> Concerned:
+def _halves(lengths: torch.Tensor, tokens: int, half: int) -> TargetRows:
     """One half of every sequence."""
     assert_lengths("halves", lengths, 2, tokens)
     rows, located = half_rows(lengths, tokens, half)
     step_row = torch.arange(len(rows), device=rows.device)
     sequence = located.seq.clamp(max=max(len(lengths) - 2, 0))
     whole, step = (rows, sequence, rows - located.start), (step_row, sequence, step_row - located.start // 2)
-    return Concerned(rows, located.seq < len(lengths) - 1, whole, step)
+    return TargetRows(rows, located.seq < len(lengths) - 1, whole, step)
 
 
-def _whole(lengths: torch.Tensor, tokens: int) -> Concerned:
+def _whole(lengths: torch.Tensor, tokens: int) -> TargetRows:
     """Every row."""
     assert_lengths("out_correction_", lengths, 1, tokens)
     rows = torch.arange(tokens, device=lengths.device)
     located = locate(rows, lengths, tokens)
     place = rows, located.seq.clamp(max=max(len(lengths) - 2, 0)), rows - located.start
-    return Concerned(rows, located.seq < len(lengths) - 1, place, place)
+    return TargetRows(rows, located.seq < len(lengths) - 1, place, place)
 
 
 def _lse_of(
