@@ -84,10 +84,10 @@ def _check_lse_correction(lse: Tensor, lse_step: Tensor, cu_seqlens_padded: Tens
     nothing,
 )
 def _lse_correction_(lse: Tensor, lse_step: Tensor, cu_seqlens_padded: Tensor, lse_packed: bool) -> None:
-    check_apart("lse", lse, lse_step=lse_step)
     check_halves(cu_seqlens_padded)
     _check_lse_room("lse", lse, cu_seqlens_padded, 1, lse_packed)
     _check_lse_room("lse_step", lse_step, cu_seqlens_padded, 2, lse_packed)
+    check_apart("lse", lse, lse_step=lse_step)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, lse.device)
     thd_kernels(lse.device.type).lse_correction_(plain_out("lse", lse), plain(lse_step), lengths, lse_packed)
     touched(lse)
@@ -135,7 +135,6 @@ def _out_correction_(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    check_apart("out", out, out_step=out_step, lse=lse, lse_step=lse_step)
     if only_second_half:
         check_halves(cu_seqlens_padded)
     else:
@@ -143,6 +142,7 @@ def _out_correction_(
     check_room("out", out.shape[0], "cu_seqlens_padded", end_of(cu_seqlens_padded))
     _check_lse_room("lse", lse, cu_seqlens_padded, 1, lse_packed)
     _check_lse_room("lse_step", lse_step, cu_seqlens_padded, 1 + only_second_half, lse_packed)
+    check_apart("out", out, out_step=out_step, lse=lse, lse_step=lse_step)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
     thd_kernels(out.device.type).out_correction_(
         plain_out("out", out), plain(out_step), plain(lse), plain(lse_step), lengths, only_second_half, lse_packed
@@ -181,9 +181,9 @@ def _check_grad_correction(
 def _grad_correction_(
     grad: Tensor, grad_step: Tensor, cu_seqlens_padded: Tensor, first_half: str, second_half: str
 ) -> None:
-    check_apart("grad", grad, grad_step=grad_step)
     check_halves(cu_seqlens_padded)
     check_room("grad", grad.shape[int(grad.ndim == 4)], "cu_seqlens_padded", end_of(cu_seqlens_padded))
+    check_apart("grad", grad, grad_step=grad_step)
     if first_half == second_half == "none":
         return
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, grad.device)

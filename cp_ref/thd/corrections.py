@@ -175,7 +175,6 @@ def thd_grad_correction(
     for name, x in (("grad", grad), ("grad_step", grad_step)):
         check_tensor(name, x, floats_only=True)
     check_written("grad", grad)
-    check_apart("grad", grad, grad_step=grad_step)
     sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, grad.device)
     check_divisible("cu_seqlens_padded", sequences, 2, "a half")
     tokens = grad.shape[axis]
@@ -189,6 +188,7 @@ def thd_grad_correction(
             f"grad_step has shape {list(grad_step.shape)}; with grad {list(grad.shape)}, first_half {first_half!r} and "
             f"second_half {second_half!r} it must be {' or '.join(map(str, shapes))}"
         )
+    check_apart("grad", grad, grad_step=grad_step)
     target, source = grad.movedim(axis, 0), grad_step.movedim(axis, 0)
     for number, action in enumerate((first_half, second_half)):
         part = sequences.half(number).rows()

@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no ranks": (
         lambda: native_thd().reorder([X], LENGTHS, 0, True),
         ValueError,
-        "cp_size is 0; it must be at least 1",
+        "cp_size is 0; it must be from 1 to 2147483647",
     ),
     "another half": (lambda: native_thd().read_half([X], LENGTHS, 2), ValueError, "half is 2; it must be 0 or 1"),
     "tensors of other sizes": (
