@@ -176,7 +176,7 @@ __device__ __forceinline__ N slice_row(const RowPlan& plan, N local, N rank, con
   if (tail) return place.begin + rank * plan.by_cp_size.of(static_cast<N>(plan.bound) - place.begin) + offset;
   N chunk = plan.by_cp_size.of(place.end - place.begin) / 2;
   return offset < chunk ? place.begin + rank * chunk + offset
-                        : place.begin + (2 * plan.cp_size - 1 - rank) * chunk + (offset - chunk);
+                        : place.begin + (static_cast<N>(2) * plan.cp_size - 1 - rank) * chunk + (offset - chunk);
 }
 
 // Row of sequence order -> its row in CP rank order.
@@ -190,7 +190,7 @@ __device__ __forceinline__ N rank_order_row(const RowPlan& plan, N row, const Pl
   N chunk = plan.by_cp_size.of(place.end - place.begin) / 2, number = quotient(offset, chunk),
     rest = offset - number * chunk;
   return number < plan.cp_size ? number * slice + start + rest
-                               : (2 * plan.cp_size - 1 - number) * slice + start + chunk + rest;
+                               : (static_cast<N>(2) * plan.cp_size - 1 - number) * slice + start + chunk + rest;
 }
 
 // The map's row, from where its key lies; -1 where there is none.
