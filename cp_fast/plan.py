@@ -19,7 +19,7 @@ from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower
 from cp_fast.planning.windows import WindowRule
 from cp_fast.program import Program
-from cp_fast.rows import Rows
+from cp_fast.rows import Rows, check_row_numbers
 from cp_ref.common import plans
 from cp_ref.common.declared import implements
 from cp_ref.common.plans import read_plan_arguments
@@ -207,6 +207,7 @@ def _together(cp: ContextParallel, read: Callable[[], Found], agreement: Callabl
 
 def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, Backend, torch.device]:
     agreement, device = read_plan_arguments(given, ContextParallel)
+    check_row_numbers(agreement.problem, agreement.room)
     how = {name: given[name] for name in ("deterministic", "return_max_logit")}
     in_place = agreement.room is not None
     return agreement, backend_for(given["cp"], agreement.problem, device.type, **how, in_place=in_place), device

@@ -1,7 +1,7 @@
 """FlashAttention 2's kernels as the flash-attn package has them, with softcap in the bargain.
 
 Facts about `flash_attn.flash_attn_interface` 2.8.3 (varlen form) that this file rests on, beside those of
-`fa2_kernels`:
+`varlen`:
 
 - Softcap is a number, 0.0 for none, in both passes; the backward multiplies by its slope.
 - `deterministic` is an argument.
@@ -24,20 +24,21 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends.base import Gradients
-from cp_fast.backends.fa2_kernels import Said, checked_lse, gpu_why_not
+from cp_fast.backends.fa2.backend import Fa2Backend
+from cp_fast.backends.fa2.varlen import Varlen, checked_lse, gpu_why_not
 from cp_ref.spec import Feature
 
-__all__ = ["PackageKernels"]
+__all__ = ["Package"]
 
 _FROM, _BELOW = (2, 8, 3), (2, 9)  # the releases whose source was read; pyproject.toml says the same
 _INTERFACE = "flash_attn.flash_attn_interface"
 
 
-class PackageKernels:
-    """See `Kernels`."""
+class Package(Fa2Backend):
+    """Fa2 on the flash-attn package."""
 
-    name: str = "the flash-attn package"
-    features: frozenset[Feature] = frozenset({Feature.SOFTCAP})
+    origin: str = "the flash-attn package"
+    own_features: frozenset[Feature] = frozenset({Feature.SOFTCAP})
 
     def why_not(self) -> str | None:
         """None where the package is installed, is a release that is known, and the GPU runs it, else the reason."""
@@ -51,30 +52,30 @@ class PackageKernels:
         """The package's."""
         return _version()
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, said: Said
+    def launch_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernels.forward`."""
+        """See `Fa2Backend.launch_forward`."""
         out, lse, *_ = _library()._flash_attn_varlen_forward(
             q,
             k,
             v,
-            cu_seqlens_q=said.cu_q,
-            cu_seqlens_k=said.cu_k,
-            max_seqlen_q=said.max_q,
-            max_seqlen_k=said.max_k,
+            cu_seqlens_q=varlen.cu_q,
+            cu_seqlens_k=varlen.cu_k,
+            max_seqlen_q=varlen.max_q,
+            max_seqlen_k=varlen.max_k,
             dropout_p=0.0,
-            softmax_scale=said.scale,
+            softmax_scale=varlen.scale,
             causal=False,
-            window_size_left=said.left,
-            window_size_right=said.right,
-            softcap=said.softcap,
+            window_size_left=varlen.left,
+            window_size_right=varlen.right,
+            softcap=varlen.softcap,
             alibi_slopes=None,
             return_softmax=False,
         )
         return out, checked_lse(lse, q, f"flash-attn {_version()}")
 
-    def backward(
+    def launch_backward(
         self,
         dout: torch.Tensor,
         q: torch.Tensor,
@@ -82,11 +83,11 @@ class PackageKernels:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        said: Said,
+        varlen: Varlen,
         *,
         deterministic: bool,
     ) -> Gradients:
-        """See `Kernels.backward`."""
+        """See `Fa2Backend.launch_backward`."""
         made = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
         _library()._flash_attn_varlen_backward(
             dout,
@@ -98,16 +99,16 @@ class PackageKernels:
             made.dq,
             made.dk,
             made.dv,
-            cu_seqlens_q=said.cu_q,
-            cu_seqlens_k=said.cu_k,
-            max_seqlen_q=said.max_q,
-            max_seqlen_k=said.max_k,
+            cu_seqlens_q=varlen.cu_q,
+            cu_seqlens_k=varlen.cu_k,
+            max_seqlen_q=varlen.max_q,
+            max_seqlen_k=varlen.max_k,
             dropout_p=0.0,
-            softmax_scale=said.scale,
+            softmax_scale=varlen.scale,
             causal=False,
-            window_size_left=said.left,
-            window_size_right=said.right,
-            softcap=said.softcap,
+            window_size_left=varlen.left,
+            window_size_right=varlen.right,
+            softcap=varlen.softcap,
             alibi_slopes=None,
             deterministic=deterministic,
         )

@@ -1,7 +1,7 @@
 """FlashAttention 2's kernels as they are built into CUDA builds of PyTorch.
 
 Facts about `aten::_flash_attention_forward/_backward` (varlen form) that this file rests on, beside those of
-`fa2_kernels`; all hold from PyTorch 2.11 on:
+`varlen`; all hold from PyTorch 2.11 on:
 
 - There is no softcap.
 - `deterministic` is read from the process-wide flag, and warn_only counts as off.
@@ -19,19 +19,18 @@ from threading import Lock
 import torch
 
 from cp_fast.backends.base import Gradients
-from cp_fast.backends.fa2_kernels import Said, checked_lse, gpu_why_not
-from cp_ref.spec import Feature
+from cp_fast.backends.fa2.backend import Fa2Backend
+from cp_fast.backends.fa2.varlen import Varlen, checked_lse, gpu_why_not
 
-__all__ = ["BuiltInKernels"]
+__all__ = ["BuiltIn"]
 
 _flag_lock = Lock()
 
 
-class BuiltInKernels:
-    """See `Kernels`."""
+class BuiltIn(Fa2Backend):
+    """Fa2 on PyTorch's built-in kernels."""
 
-    name: str = "PyTorch's built-in kernels"
-    features: frozenset[Feature] = frozenset()
+    origin: str = "PyTorch's built-in kernels"
 
     def why_not(self) -> str | None:
         """None where this PyTorch has the kernels and the GPU runs them, else the reason."""
@@ -44,30 +43,30 @@ class BuiltInKernels:
         """PyTorch's."""
         return torch.__version__
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, said: Said
+    def launch_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernels.forward`."""
-        _refuse_softcap(said)
+        """See `Fa2Backend.launch_forward`."""
+        _refuse_softcap(varlen)
         out, lse = torch.ops.aten._flash_attention_forward(
             q,
             k,
             v,
-            said.cu_q,
-            said.cu_k,
-            said.max_q,
-            said.max_k,
+            varlen.cu_q,
+            varlen.cu_k,
+            varlen.max_q,
+            varlen.max_k,
             0.0,
             False,
             False,
-            scale=said.scale,
-            window_size_left=said.left,
-            window_size_right=said.right,
+            scale=varlen.scale,
+            window_size_left=varlen.left,
+            window_size_right=varlen.right,
             **_forward_extras(),
         )[:2]
         return out, checked_lse(lse, q, f"aten::_flash_attention_forward of PyTorch {torch.__version__}")
 
-    def backward(
+    def launch_backward(
         self,
         dout: torch.Tensor,
         q: torch.Tensor,
@@ -75,12 +74,12 @@ class BuiltInKernels:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        said: Said,
+        varlen: Varlen,
         *,
         deterministic: bool,
     ) -> Gradients:
-        """See `Kernels.backward`."""
-        _refuse_softcap(said)
+        """See `Fa2Backend.launch_backward`."""
+        _refuse_softcap(varlen)
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
         with _deterministic() if deterministic else nullcontext():
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -90,17 +89,17 @@ class BuiltInKernels:
                 v,
                 out,
                 lse,
-                said.cu_q,
-                said.cu_k,
-                said.max_q,
-                said.max_k,
+                varlen.cu_q,
+                varlen.cu_k,
+                varlen.max_q,
+                varlen.max_k,
                 0.0,
                 False,
                 rng_state,
                 rng_state.new_empty(0),
-                scale=said.scale,
-                window_size_left=said.left,
-                window_size_right=said.right,
+                scale=varlen.scale,
+                window_size_left=varlen.left,
+                window_size_right=varlen.right,
             )
         return Gradients(dq, dk, dv)
 
@@ -112,9 +111,9 @@ def _forward_extras() -> dict[str, int]:
     return {"num_splits": 1} if any(a.name == "num_splits" for a in schema.arguments) else {}
 
 
-def _refuse_softcap(said: Said) -> None:
+def _refuse_softcap(varlen: Varlen) -> None:
     """Refuse what the features already exclude, rather than compute something else."""
-    if said.softcap > 0:
+    if varlen.softcap > 0:
         raise ValueError("backend 'fa2' on PyTorch's built-in kernels has no softcap: choose by Feature.SOFTCAP")
 
 

@@ -1,13 +1,13 @@
-"""What backend "fa2" needs of FlashAttention 2's varlen kernels, wherever they come from, and how a launch is said.
+"""The arguments of FlashAttention 2's varlen kernels, wherever these come from.
 
 Facts about these kernels that hold for PyTorch's own copy of them (2.11 and later) and for the flash-attn package
 (2.8):
 
-- A negative window side means unbounded, so a side of -1 cannot be said: tiles must be cropped until both sides are
-  None or non-negative. Causal is the window (unbounded, 0); the causal flag adds nothing and stays False.
+- A negative window side means unbounded, so a side of -1 cannot be asked for: tiles must be cropped until both sides
+  are None or non-negative. Causal is the window (unbounded, 0); the causal flag adds nothing and stays False.
 - A side that is >= max_k is taken for unbounded, and an unbounded right side beside a bounded left one is replaced by
-  max_k. Both are wrong where a segment has more rows than columns. `say` states a max_k that keeps either from
-  mattering: max_k only sizes the backward's grid.
+  max_k. Both are wrong where a segment has more rows than columns. `varlen_arguments` gives a max_k that keeps either
+  from mattering: max_k only sizes the backward's grid.
 - With max_q = 1 and GQA the forward takes a path that lays its results out differently; max_q = 2 avoids it.
 - Lengths are read on the device; max_q and max_k are upper bounds, and blocks behind a segment's end return at once. So
   a segment may have no rows and no columns. Rows and columns of no segment are not written.
@@ -20,20 +20,19 @@ Facts about these kernels that hold for PyTorch's own copy of them (2.11 and lat
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends.base import Gradients, Segments
-from cp_ref.spec import Feature
+from cp_fast.backends.base import Segments
 
-__all__ = ["Kernels", "Said", "checked_lse", "gpu_why_not", "say"]
+__all__ = ["Varlen", "checked_lse", "gpu_why_not", "varlen_arguments"]
 
 _MOST_SEGMENTS = 65535
 
 
-class Said(NamedTuple):
-    """Segments, scale and softcap as the kernels read them."""
+class Varlen(NamedTuple):
+    """Segments, scale and softcap as the kernels take them."""
 
     cu_q: torch.Tensor  # int32 [segments + 1], on the device
     cu_k: torch.Tensor  # int32 [segments + 1]
@@ -45,49 +44,13 @@ class Said(NamedTuple):
     softcap: float  # 0.0 is none
 
 
-class Kernels(Protocol):
-    """A place that FlashAttention 2's kernels come from."""
-
-    name: str  # as users know it
-    features: frozenset[Feature]  # that not every place has
-
-    def why_not(self) -> str | None:
-        """None where they run on this machine, else why not in one line. Imports them at most, runs nothing."""
-        ...
-
-    def version(self) -> str:
-        """Of what they come with; where they are."""
-        ...
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, said: Said
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [n, h_q, d], lse [h_q, n]) of aligned q [n, h_q, d], k, v [m, h_kv, d]; d a multiple of 8 up to 256."""
-        ...
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        said: Said,
-        *,
-        deterministic: bool,
-    ) -> Gradients:
-        """The gradients of one launch, of aligned operands and a contiguous lse; for dout alone, not through lse."""
-        ...
-
-
-def say(segments: Segments, *, scale: float, softcap: float) -> Said:
-    """Segments in the kernels' words.
+def varlen_arguments(segments: Segments, *, scale: float, softcap: float) -> Varlen:
+    """Segments as the kernels take them.
 
     Nothing of it follows the lengths at hand where the segments are bounded (`Plan.update`): only the bounds.
 
-    >>> said = say(Segments.pack([30], [10], None, 22), scale=0.5, softcap=0.0)
-    >>> said.left, said.right, said.max_q, said.max_k
+    >>> varlen = varlen_arguments(Segments.pack([30], [10], None, 22), scale=0.5, softcap=0.0)
+    >>> varlen.left, varlen.right, varlen.max_q, varlen.max_k
     (-1, 22, 30, 31)
     """
     left, right = segments.left, segments.right
@@ -102,7 +65,7 @@ def say(segments: Segments, *, scale: float, softcap: float) -> Said:
     else:
         left, right = (-1 if side is None else min(side, longest) for side in (left, right))
     cu_q, cu_k = segments.device_cu_q, segments.device_cu_kv
-    return Said(cu_q, cu_k, max(2, segments.max_q), max_k, left, right, scale, max(softcap, 0.0))
+    return Varlen(cu_q, cu_k, max(2, segments.max_q), max_k, left, right, scale, max(softcap, 0.0))
 
 
 def checked_lse(lse: torch.Tensor, q: torch.Tensor, whose: str) -> torch.Tensor:
