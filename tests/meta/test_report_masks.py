@@ -12,7 +12,6 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation, load
-from conformance.mutants import MUTANTS
 from conformance.record import Played, RunRecord
 from conformance.report import read_record, seen_pairs, visibility_difference, write_report
 from conformance.report.masks import MOST, visible
@@ -21,6 +20,7 @@ from conformance.report.pictures import mask_picture, masks_differ
 from conformance.tiers import probes
 from conformance.tiers.probes import visible_pairs
 from cp_ref.spec import Problem, Sequence
+from tests.meta.mutants import MUTANTS
 from tests.meta.report_records import drawn_cases
 
 THD = Case(Problem(2, (Sequence(3, 4, 4, 4), Sequence(4, 4, 4, 4)), qkv_format="thd", window_size=(1, -1)), tail_q=2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.mutants.model import Mutant, wrap
+from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
 
@@ -135,7 +135,7 @@ def _bound(spoil: Any) -> Any:
 
 
 def _helper(text: str, name: str, spoil: Any) -> Mutant:
-    return Mutant(text, f"thd.{name}", _bound(spoil), "helpers", "helpers")
+    return Mutant(text, f"cp_ref.thd.{name}", _bound(spoil), "helpers", "helpers")
 
 
 _REORDER, _INVERSE = "thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order"

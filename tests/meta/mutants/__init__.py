@@ -11,8 +11,8 @@ which tier sees which. Run one by hand:
         ...
 """
 
-from conformance.mutants import arithmetic, backward, helpers, masks, memory, schedules
-from conformance.mutants.model import Mutant
+from tests.meta.mutants.model import Mutant
+from tests.meta.mutants.of_cp_ref import arithmetic, backward, helpers, masks, memory, schedules
 
 __all__ = ["MUTANTS", "Mutant"]
 
