@@ -168,6 +168,14 @@ SPECIAL: dict[str, Entry] = {
         Sequence(2, 12, 8, 12),
         **(_BATCH | {"qkv_format": "sbhd"}),  # pyright: ignore[reportArgumentType]
     ),
+    "sbhd-of-equal-lengths": _entry(
+        "sbhd without padding, a sink per head: a batch that may be folded into the heads",
+        2,
+        *[dense(8)] * 3,
+        qkv_format="sbhd",
+        attn_mask_type="causal",
+        softmax_type="learnable",
+    ),
     # masks
     "bottom-right-fewer-keys": _entry(
         "d < 0: the first queries see nothing", 2, dense(16, 8), attn_mask_type="causal_bottom_right"

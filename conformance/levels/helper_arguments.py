@@ -213,6 +213,8 @@ def _correct_out(case: Helper, device: str) -> Built:
     final = torch.where(final.isnan(), final, final.nan_to_num(neginf=0.0) + 12.0)
     out_step = _normal((source.tokens, *dims), generator, dtype_of(case.dtype), device)
     out_step = out_step.masked_fill(~source.rows()[:, None, None], torch.nan)
+    if case.packed:  # a step that saw nothing of a row may have left anything there
+        out_step = out_step.masked_fill((step_lse.t() == -torch.inf)[..., None], torch.nan)
     rows = lengths.rows(halves)
     out = _normal((lengths.tokens, *dims), generator, _wide(case) if case.wide else dtype_of(case.dtype), device)
     arguments = {"out": out, "out_step": out_step, "lse": final, "lse_step": step_lse}

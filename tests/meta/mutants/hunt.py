@@ -81,15 +81,14 @@ _DRAWN: dict[Any, list[Any]] = {}
 def _problems(impl: Implementation, mutant: Mutant, tier: str, capabilities: Capabilities, most: int) -> Problems:
     if tier in TABLE_TIERS:
         table = TABLE_TIERS[tier]
-        return [
-            (f"{table.word} {i}", lambda i=i: table.check(impl, i, capabilities.device))
-            for i in table.ids(capabilities)
-        ]
+        ids = table.ids(capabilities)
+        chosen = [mutant.where] if mutant.where in ids else ids
+        return [(f"{table.word} {i}", lambda i=i: table.check(impl, i, capabilities.device)) for i in chosen]
     if tier in CASE_TIERS:
         drawn = _draw((tier, capabilities.device), cases(capabilities, dtypes=CASE_TIERS[tier].dtypes), most)
         return [(str(c), lambda c=c: CASE_TIERS[tier].check(impl, c, capabilities.device)) for c in drawn]
     level = LEVEL_TIERS[tier]
-    part = mutant.function or mutant.target.rsplit(".", 1)[1]
+    part = mutant.where or mutant.target.rsplit(".", 1)[1]
     strategies = [level.parts[part]] if part in level.parts else list(level.parts.values())
     return [
         (str(c), lambda c=c: level.check(impl, c, capabilities.device))

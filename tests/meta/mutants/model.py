@@ -22,8 +22,9 @@ Package = Literal["cp_ref", "cp_fast"]
 class Mutant:
     """`change` makes the wrong variant of what `target` is: a dotted name, or several with spaces between.
 
-    `tier` is the one that has to see it within the quick profile, at `level`; `text` says what is wrong. `function` is
-    the function of the tier's level that the mutant is in, where it is not the target's own name.
+    `tier` is the one that has to see it within the quick profile, at `level`; `text` says what is wrong. `where` names
+    the function of the tier's level, or the entry of its table, that has to see it; without it the whole table may,
+    and below the level "schedule" the function with the target's own name.
     """
 
     text: str
@@ -31,7 +32,7 @@ class Mutant:
     change: Callable[[Any], Any]
     tier: str
     level: Level = "schedule"
-    function: str = ""
+    where: str = ""
 
     @property
     def package(self) -> Package:
