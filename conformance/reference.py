@@ -35,7 +35,7 @@ class Hang(RuntimeError):
 
 
 class Outcome(NamedTuple):
-    """What one rank's function gave: a value, or the error that it raised."""
+    """The outcome of one rank's function: a value, or the error that it raised."""
 
     value: Any
     error: Exception | None
@@ -46,7 +46,7 @@ RankRunner = Callable[[int, Callable[[Any], Any], float], list[Outcome]]
 
 @dataclass
 class Watch:
-    """What `run_ranks` saw while a problem was played, beside the outcomes that it returned."""
+    """Events that `run_ranks` saw while a problem was played, beside the outcomes that it returned."""
 
     limit_s: float = float("inf")
     hung: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ def run_ranks(cp_size: int, fn: Callable[[Any], Any], limit_s: float = 60.0) -> 
     """`fn(member)` on every rank of a group: a simulated one, each rank in its thread, or as `running_ranks_by` says.
 
     Returns:
-        One outcome per rank; a rank's exception is an outcome. What the group itself finds (an unmatched message) is
+        One outcome per rank; a rank's exception is an outcome. A finding of the group itself (an unmatched message) is
         every rank's.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.entries import Entry, dense
+from conformance.entries import TableEntry, dense
 from conformance.known.by_hand import batch_lengths_kept, flat_group_for_two_levels, trailing_equal_lengths
 from conformance.known.model import Known, case, reported
 from cp_ref.spec import Sequence
@@ -129,11 +129,11 @@ REPORTS: dict[str, Known] = {
     ),
     "bridge-1964": Known(
         "NVIDIA-NeMo/Megatron-Bridge#1964",
-        Entry("Cutting a batch cut cu_seqlens too, as if it were one more sequence.", by_hand=batch_lengths_kept),
+        TableEntry("Cutting a batch cut cu_seqlens too, as if it were one more sequence.", by_hand=batch_lengths_kept),
     ),
     "bridge-4489": Known(
         "NVIDIA-NeMo/Megatron-Bridge#4489",
-        Entry(
+        TableEntry(
             "Lengths padded with equal entries at the end were taken for sequences, and tokens went to wrong ranks.",
             (case(2, dense(8), dense(4), *[Sequence(0, 0, 0, 0)] * 5, tails=(4, 4)),),
             by_hand=trailing_equal_lengths,
@@ -141,7 +141,7 @@ REPORTS: dict[str, Known] = {
     ),
     "bridge-2667": Known(
         "NVIDIA-NeMo/Megatron-Bridge#2667",
-        Entry(
+        TableEntry(
             "a2a+p2p without the sizes of its two levels silently switched context parallelism off.",
             by_hand=flat_group_for_two_levels,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conformance.case import Case
-from conformance.entries import Entry, every_schedule, problem
+from conformance.entries import TableEntry, every_schedule, problem
 from cp_ref.spec import Sequence
 
 __all__ = ["Known", "case", "reported"]
@@ -19,7 +19,7 @@ class Known:
     """
 
     where: str
-    entry: Entry
+    entry: TableEntry
 
     @property
     def project(self) -> str:
@@ -51,4 +51,4 @@ def reported(
 ) -> Known:
     """A report that cases show, under the schedules that had it."""
     played = tuple(c for one in cases for c in every_schedule(one, schedules))
-    return Known(where, Entry(text, played, tiers, errors=errors))
+    return Known(where, TableEntry(text, played, tiers, errors=errors))

@@ -4,7 +4,7 @@ built on them.
 
 from __future__ import annotations
 
-from conformance.entries import Entry, dense
+from conformance.entries import TableEntry, dense
 from conformance.known.by_hand import packed_qkv
 from conformance.known.model import Known, case, reported
 
@@ -95,7 +95,7 @@ REPORTS: dict[str, Known] = {
     ),
     "usp-120": Known(
         _USP + "120",
-        Entry(
+        TableEntry(
             "The backward pass of q, k and v packed in one tensor failed; the test returned before it.",
             by_hand=packed_qkv,
         ),

@@ -1,4 +1,4 @@
-"""What every THD helper has to give, by arithmetic on row numbers.
+"""The definition of every THD helper, by arithmetic on row numbers.
 
 A definition lists row numbers in plain Python, sequence by sequence, and moves or computes these rows in one step. The
 arguments are those of the helper, by name; a helper that works in place changes its target here too. Where arithmetic

@@ -16,6 +16,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from conformance.gpu_context import ASSERTED, context_error
 from conformance.implementation import Implementation, context
 from conformance.levels.calls import Raised, call, same_bytes, shape_findings, worst
 from conformance.levels.helper_arguments import HELPERS, MOVED_DTYPES, Built
@@ -24,7 +25,6 @@ from conformance.levels.helper_rules import broken_rule
 from conformance.levels.text import LevelCase
 from conformance.reference import Hang, describe_error, run_ranks
 from conformance.run import UnsupportedCase
-from conformance.spent import ASSERTED, why_spent
 from cp_ref.spec import Problem
 
 __all__ = [
@@ -127,7 +127,7 @@ def malformed(name: str) -> SearchStrategy[Malformed]:
 
 
 def check(impl: Implementation, case: Helper, device: str = "cpu") -> list[str]:
-    """What is wrong with a helper's result, by its definition."""
+    """Findings about a helper's result, by its definition."""
     if case.name == "get_batch_on_this_cp_rank":
         return _check_batch(impl, case, device)
     built = HELPERS[case.name].build(case, device)
@@ -263,7 +263,7 @@ def check_malformed(impl: Implementation, case: Malformed, device: str = "cpu") 
         return []  # the call has a right answer after all
     try:
         getattr(impl.thd, case.name)(**arguments)
-        end = why_spent(device)
+        end = context_error(device)
     except (ValueError, TypeError, NotImplementedError, impl.Unsupported):
         changed = kept is not None and not same_bytes(kept, arguments[built.target])
         return [f"{built.target} was changed by a call that was refused"] if changed else []

@@ -1,9 +1,9 @@
 """Level `kernel`: one band tile against its definition in float64, forward and backward.
 
-What goes wrong in practice: a window side of -1 means "unbounded" to one library and minus one to the next; rows that
-see nothing come out as NaN, or as the mean of all values; the diagonal is aligned to the first key and not to the last;
-lse in base 2, or in another layout, or in low precision; a larger side than there are keys is taken for unbounded, and
-the other way round.
+Known failures of tiles in practice: a window side of -1 means "unbounded" to one library and minus one to the next;
+rows that see nothing come out as NaN, or as the mean of all values; the diagonal is aligned to the first key and not to
+the last; lse in base 2, or in another layout, or in low precision; a larger side than there are keys is taken for
+unbounded, and the other way round.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ def _one_thread() -> None:
 
 
 def test_the_reference_is_batch_invariant_to_the_last_bit() -> None:
-    claims = _like_the_reference(batch_invariant=True)
+    invariant = _like_the_reference(batch_invariant=True)
     drawn = _draw("metamorphic", cases(EVERYTHING, dtypes=CASE_TIERS["metamorphic"].dtypes), 25)
     for case in drawn:
-        assert metamorphic.check(claims, case) == [], str(case)
+        assert metamorphic.check(invariant, case) == [], str(case)
     assert sum(case.deterministic and len(case.problem.sequences) > 1 for case in drawn) > 2
 
 
