@@ -56,8 +56,8 @@ def _check_operand(name: str, x: Any) -> None:
     check_tensor(name, x)
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(
-            f"{name} requires grad, and this helper is not differentiable; call it inside an autograd.Function or under "
-            "torch.no_grad()"
+            f"{name} requires grad, and this helper is not differentiable; call it inside an "
+            "autograd.Function or under torch.no_grad()"
         )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from conformance.mutants.model import Mutant, wrap
 from cp_ref.spec import Message, Problem, Schedule, Step
+from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
 

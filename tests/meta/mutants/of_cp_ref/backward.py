@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.mutants.model import Mutant, wrap
+from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
 

@@ -11,17 +11,17 @@ from typing import Any, Protocol
 
 from conformance.capabilities import Capabilities, probe
 from conformance.case import Case
+from conformance.gpu_context import context_error
 from conformance.implementation import Implementation, Missing, as_implementation
 from conformance.judged import Judged
 from conformance.levels import LEVEL_TIERS, Raised
 from conformance.record import Level, Played, Verdict
 from conformance.reference import Hang, Watch, describe_error, is_out_of_memory, run_ranks, watching
 from conformance.run import UnsupportedCase
-from conformance.spent import why_spent
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
-from conformance.tiers.spoiled import ERRORS, call_of
+from conformance.tiers.malformed import ERRORS, call_of
 
-__all__ = ["FAILING", "InProcess", "Offer", "Pairs", "Player", "Task", "pairs_of", "play_task", "task_of"]
+__all__ = ["FAILING", "InProcess", "Offer", "Pairs", "Runner", "Task", "pairs_of", "play_task", "task_of"]
 
 Pairs = tuple[tuple[int, int], ...]
 FAILING: tuple[Verdict, ...] = ("wrong", "crashed", "hung", "out of memory")
@@ -40,16 +40,16 @@ class Task:
     text: str
 
 
-class Player(Protocol):
+class Runner(Protocol):
     """Plays problems, here or elsewhere."""
 
     @property
     def info(self) -> Offer:
-        """What the implementation offers."""
+        """The levels and members that the implementation offers."""
         ...
 
     def capabilities(self) -> Capabilities:
-        """What its `attention` supports. Raises ValueError when it supports no plain problem."""
+        """The capabilities of its `attention`. Raises ValueError when it supports no plain problem."""
         ...
 
     def play(self, task: Task) -> Played:
@@ -57,7 +57,9 @@ class Player(Protocol):
         ...
 
     def pairs(self, case: str) -> Pairs | None:
-        """Who saw whom in a small case (see `conformance.report.seen`); None where nobody can say."""
+        """The (query, key) pairs that carried weight in a small case (see `conformance.report.observed`); None where
+        the runner cannot say.
+        """
         ...
 
     def close(self) -> None:
@@ -67,7 +69,7 @@ class Player(Protocol):
 
 @dataclass(frozen=True)
 class Offer:
-    """What an implementation offers, as data; see `conformance.implementation`."""
+    """The levels and members that an implementation offers, as data; see `conformance.implementation`."""
 
     levels: tuple[Level, ...]
     missing: tuple[str, ...]
@@ -75,7 +77,7 @@ class Offer:
 
     @staticmethod
     def of(impl: Implementation) -> Offer:
-        """What this one offers."""
+        """The offer of an implementation."""
         return Offer(impl.levels, impl.missing, impl.group_kind)
 
 
@@ -89,22 +91,22 @@ class InProcess:
 
     @property
     def info(self) -> Offer:
-        """What the implementation offers."""
+        """The levels and members that the implementation offers."""
         return Offer.of(self._impl)
 
     def capabilities(self) -> Capabilities:
-        """What its `attention` supports."""
+        """The capabilities of its `attention`."""
         return probe(self._impl, self._device)
 
     def play(self, task: Task) -> Played:
         """Play a problem; "missing" when an earlier one has ended this process's context on the GPU."""
-        if reason := why_spent(self._device):
+        if reason := context_error(self._device):
             words = f"an earlier problem ended this process's use of the GPU ({reason}): play in worker processes"
             return Played(task.level, task.tier, task.text, "missing", (words,))
         return play_task(self._impl, task, self._device, self._limit_s)
 
     def pairs(self, case: str) -> Pairs | None:
-        """Who saw whom."""
+        """The (query, key) pairs that carried weight."""
         return pairs_of(self._impl, case, self._device, self._limit_s)
 
     def close(self) -> None:
@@ -112,12 +114,12 @@ class InProcess:
 
 
 def pairs_of(impl: Implementation, case: str, device: str, limit_s: float = float("inf")) -> Pairs | None:
-    """Who saw whom in a small case; None where nobody can say."""
-    from conformance.report import seen_pairs  # which draws pages, and is not needed to play
+    """The (query, key) pairs that carried weight in a small case; None where the runner cannot say."""
+    from conformance.report import observed_pairs  # which draws pages, and is not needed to play
 
     try:
         with watching(limit_s):
-            return seen_pairs(impl, Case.parse(case), device)
+            return observed_pairs(impl, Case.parse(case), device)
     except Exception:  # a picture is an extra: what fails here has failed before, and been reported
         return None
 
@@ -164,7 +166,7 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
 
 
 def _cases(task: Task, verdict: Verdict, judged: Judged | None) -> tuple[tuple[str, Verdict], ...]:
-    """What became of each problem of an entry of a table; of one that failed in another way than being wrong, that."""
+    """The verdict on each problem of an entry of a table; of one that failed in another way than being wrong, that."""
     if judged is not None and judged.cases:
         became: dict[str, Verdict] = dict(judged.cases)
         if verdict in (*FAILING, "missing"):
@@ -190,7 +192,7 @@ def _verdict(judged: list[str], watch: Watch) -> tuple[Verdict, list[str]]:
 
 
 def _refused_anyway(impl: Implementation, task: Task, device: str) -> str:
-    """Why the well-formed call that an error entry spoils is itself unsupported; empty when it is not."""
+    """Why the well-formed call that an error entry changes is itself unsupported; empty when it is not."""
     entry = ERRORS.get(task.text.partition(" ")[2].strip())
     for base in ("bshd", "thd") if entry is None else (entry.base,):
         call = call_of(impl, base, device)
@@ -219,7 +221,7 @@ def _check_of(task: Task) -> Any:
 
 
 def _absent(impl: Implementation, task: Task) -> str:
-    """What the task needs and the implementation does not offer; empty when nothing is."""
+    """The members that the task needs and the implementation does not offer; empty when nothing is."""
     needed = _NEEDED.get(task.tier, ("attention",)) if task.level == "schedule" else LEVEL_TIERS[task.tier].needs
     absent = [member for member in needed if not impl.offers(member)]
     if not absent and task.level == "helpers":
@@ -229,7 +231,7 @@ def _absent(impl: Implementation, task: Task) -> str:
 
 
 def task_of(text: str, tier: str | None = None) -> list[Task]:
-    """What `--repro` means: the tasks that a text names, one for each tier that plays it, or for `tier` alone.
+    """The tasks of a `--repro` text: the tasks that a text names, one for each tier that plays it, or for `tier` alone.
 
     Raises:
         ValueError: the text cannot be read, or the tier does not play it.

@@ -1,4 +1,4 @@
-"""Which tier sees which mutant, measured: python -m conformance.mutants.table [OUT.json] [PROBLEMS PER TIER]
+"""Which tier sees which mutant, measured: python -m tests.meta.mutants.table [OUT.json] [PROBLEMS PER TIER]
 
 Every mutant is played by every tier of its level until the first problem that fails. The table is in
 `docs/detection.md`.
@@ -12,10 +12,8 @@ from pathlib import Path
 
 import torch
 
-from conformance.capabilities import probe
-from conformance.implementation import load
-from conformance.mutants import MUTANTS
-from conformance.mutants.hunt import QUICK, hunt, tier_names
+from tests.meta.mutants import MUTANTS
+from tests.meta.mutants.hunt import QUICK, hunt, tier_names
 
 __all__ = ["markdown", "measure"]
 
@@ -25,15 +23,13 @@ Table = dict[str, dict[str, int]]  # mutant -> tier -> the number of the problem
 def measure(out: Path, most: int) -> Table:
     """All mutants against all tiers; written to `out` after every mutant, and taken up from there."""
     torch.set_num_threads(1)
-    impl = load("cp_ref")
-    capabilities = probe(impl)
     table: Table = json.loads(out.read_text()) if out.exists() else {}
     for name, mutant in MUTANTS.items():
         if name in table:
             continue
         row: dict[str, int] = {}
         for tier in tier_names(mutant):
-            found = hunt(impl, name, mutant, tier, capabilities, most)
+            found = hunt(name, mutant, tier, most)
             row[tier] = found.played if found.killed else 0
         table[name] = row
         out.write_text(json.dumps(table))

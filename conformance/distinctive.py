@@ -1,4 +1,4 @@
-"""The features of a problem, as words: what a smallest failing problem is blamed on.
+"""The features of a problem, as words: what a smallest failing problem is explained on.
 
 When a failure has been shrunk, whatever it still has beyond the plainest problem is taken to be needed for it. Problems
 that have all of that are left out of further drawing, so that another failure can show.
@@ -12,16 +12,17 @@ from typing import Any
 from conformance.case import Case
 from cp_ref.spec import Problem
 
-__all__ = ["blame"]
+__all__ = ["distinctive_features"]
 
 _NUMBERS = {"seed", "magnitude", "sequences", "a2a_size", "repeat", "slots", "real", "rank", "dims", "heads", "choices"}
 
 
-def blame(problem: Any) -> frozenset[str]:
-    """What a problem has beyond the plainest one of its kind; and its dtype, as the plainest one is each tier's affair.
+def distinctive_features(problem: Any) -> frozenset[str]:
+    """The features of a problem beyond the plainest one of its kind; and its dtype, which each tier chooses.
 
     >>> from cp_ref.spec import Sequence
-    >>> sorted(blame(Case(Problem(2, (Sequence(3, 5, 3, 5),), softcap=2.0, window_size=(1, -1)), use_plan=True)))
+    >>> p = Problem(2, (Sequence(3, 5, 3, 5),), softcap=2.0, window_size=(1, -1))
+    >>> sorted(distinctive_features(Case(p, use_plan=True)))
     ['cross', 'dtype float32', 'softcap', 'use_plan', 'window left']
     """
     if isinstance(problem, Case):

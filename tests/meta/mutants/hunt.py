@@ -5,21 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
 
-from conformance.capabilities import Capabilities
+from conformance.capabilities import Capabilities, probe
 from conformance.implementation import Implementation
 from conformance.levels import LEVEL_TIERS
-from conformance.mutants.model import Mutant
 from conformance.run import UnsupportedCase
 from conformance.strategies import cases
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
+from cp_fast.kernels.select import use
+from tests.meta.mutants.model import Mutant, Package, loaded
 
-__all__ = ["QUICK", "Hunt", "hunt", "tier_names"]
+__all__ = ["QUICK", "Hunt", "hunt", "implementation", "tier_names"]
 
 QUICK = 60  # problems, as in the profile quick
+
+
+@cache
+def implementation(package: Package) -> tuple[Implementation, Capabilities]:
+    """A package's implementation, and what it has."""
+    impl = loaded(package)
+    with use("torch"):
+        return impl, probe(impl)
 
 
 @dataclass(frozen=True)
@@ -46,14 +56,13 @@ def tier_names(mutant: Mutant) -> tuple[str, ...]:
     return tuple(tier.name for tier in LEVEL_TIERS.values() if tier.level == mutant.level)
 
 
-def hunt(
-    impl: Implementation, name: str, mutant: Mutant, tier: str, capabilities: Capabilities, most: int = QUICK
-) -> Hunt:
-    """Plant the mutant and play one tier. `impl` has to be `cp_ref`, which mutants are of."""
-    began, played = time.monotonic(), [0]
-    with mutant.planted(impl) as wrong:
-        for text, attempt in _problems(wrong, mutant, tier, capabilities, most):
-            played[0] += 1
+def hunt(name: str, mutant: Mutant, tier: str, most: int = QUICK) -> Hunt:
+    """Plant the mutant and play one tier."""
+    impl, capabilities = implementation(mutant.package)
+    began, played = time.monotonic(), 0
+    with mutant.planted():
+        for text, attempt in _problems(impl, mutant, tier, capabilities, most):
+            played += 1
             try:
                 findings = attempt()
             except UnsupportedCase:
@@ -61,8 +70,8 @@ def hunt(
             except Exception as error:  # the mutant broke what the tier itself relies on: seen
                 findings = [f"{type(error).__name__}: {error}"]
             if findings:
-                return Hunt(name, tier, played[0], time.monotonic() - began, text, tuple(findings))
-    return Hunt(name, tier, played[0], time.monotonic() - began)
+                return Hunt(name, tier, played, time.monotonic() - began, text, tuple(findings))
+    return Hunt(name, tier, played, time.monotonic() - began)
 
 
 Problems = list[tuple[str, Callable[[], list[str]]]]
@@ -72,15 +81,14 @@ _DRAWN: dict[Any, list[Any]] = {}
 def _problems(impl: Implementation, mutant: Mutant, tier: str, capabilities: Capabilities, most: int) -> Problems:
     if tier in TABLE_TIERS:
         table = TABLE_TIERS[tier]
-        return [
-            (f"{table.word} {i}", lambda i=i: table.check(impl, i, capabilities.device))
-            for i in table.ids(capabilities)
-        ]
+        ids = table.ids(capabilities)
+        chosen = [mutant.where] if mutant.where in ids else ids
+        return [(f"{table.word} {i}", lambda i=i: table.check(impl, i, capabilities.device)) for i in chosen]
     if tier in CASE_TIERS:
         drawn = _draw((tier, capabilities.device), cases(capabilities, dtypes=CASE_TIERS[tier].dtypes), most)
         return [(str(c), lambda c=c: CASE_TIERS[tier].check(impl, c, capabilities.device)) for c in drawn]
     level = LEVEL_TIERS[tier]
-    part = mutant.target.rsplit(".", 1)[1]
+    part = mutant.where or mutant.target.rsplit(".", 1)[1]
     strategies = [level.parts[part]] if part in level.parts else list(level.parts.values())
     return [
         (str(c), lambda c=c: level.check(impl, c, capabilities.device))

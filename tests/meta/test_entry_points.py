@@ -1,4 +1,4 @@
-"""Each door once from end to end, in a process of its own: `python -m conformance`, and pytest in three ways."""
+"""Each entry point once from end to end, in a process of its own: `python -m conformance`, and pytest in three ways."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from conformance.mutants.model import Mutant, wrap
+from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
 
@@ -27,17 +27,6 @@ def _without_a_maximum(merge: Any, *parts: torch.Tensor) -> Any:
 
 def _without_rescaling(merge: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
     return out_a + out_b, merge(out_a, lse_a, out_b, lse_b)[1]
-
-
-def _weights_exchanged(merge: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
-    return merge(out_b, lse_a, out_a, lse_b)
-
-
-def _stale_lse(merge: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
-    """The running LSE is updated after the output was rescaled by the old one, where both have something."""
-    out, lse = merge(out_a, lse_a, out_b, lse_b)
-    both = (lse_a > -torch.inf) & (lse_b > -torch.inf)
-    return torch.where(both[..., None], out_a + torch.exp(lse_b - lse)[..., None] * out_b, out), lse
 
 
 def _low(x: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -101,24 +90,6 @@ def _nan_for_nothing(run_forward: Any, *arguments: Any, **named: Any) -> Any:
     return results._replace(out=results.out.masked_fill((results.lse == -torch.inf)[..., None], torch.nan))
 
 
-def _sink_again(add_sink: Any, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> Any:
-    return add_sink(*add_sink(out, lse, sink), sink)
-
-
-def _sink_without_rescaling(add_sink: Any, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> Any:
-    return out, add_sink(out, lse, sink)[1]
-
-
-def _sink_everywhere(_: Any) -> Any:
-    """Padding rows get the sink too."""
-    return lambda plan, device: torch.arange(_local_rows(plan), device=device)
-
-
-def _local_rows(plan: Any) -> int:
-    p = plan.problem
-    return p.starts_q[-1] // p.cp_size
-
-
 _MERGE = "cp_ref.world.merge"
 _ADD = "cp_ref.world.World.add"
 
@@ -131,18 +102,20 @@ MUTANTS: dict[str, Mutant] = {
     "merge-without-rescaling": Mutant(
         "partial outputs are added as they are", _MERGE, wrap(_without_rescaling), "probes"
     ),
-    "merge-weights-exchanged": Mutant("each output has the other's weight", _MERGE, wrap(_weights_exchanged), "probes"),
-    "merge-by-a-stale-lse": Mutant("the running output is not rescaled", _MERGE, wrap(_stale_lse), "logic"),
     "partial-outputs-in-bf16": Mutant(
         "partial outputs are merged in the inputs' dtype", _ADD, _rounded_result("out", 0), "budget"
     ),
-    "dq-in-bf16": Mutant("dq is added up in the inputs' dtype", _ADD, _rounded_result("dq"), "known"),
-    "dkv-in-bf16": Mutant("dk and dv are added up in the inputs' dtype", _ADD, _rounded_result("dkv"), "known"),
+    "dq-in-bf16": Mutant("dq is added up in the inputs' dtype", _ADD, _rounded_result("dq"), "known", where="rfa-42"),
+    "dkv-in-bf16": Mutant(
+        "dk and dv are added up in the inputs' dtype", _ADD, _rounded_result("dkv"), "known", where="rfa-42"
+    ),
     "lse-in-bfloat16": Mutant("lse is rounded", "cp_ref.api.lse_from_packed", wrap(_bf16_lse), "budget"),
     "scores-in-bf16": Mutant(
         "scores are rounded before the softmax", "cp_ref.tile._scores", wrap(_rounded_scores), "budget"
     ),
-    "dq-always-bf16": Mutant("dq is bfloat16 for float16 inputs", "cp_ref.api.run_backward", wrap(_bf16_dq), "known"),
+    "dq-always-bf16": Mutant(
+        "dq is bfloat16 for float16 inputs", "cp_ref.api.run_backward", wrap(_bf16_dq), "known", where="rfa-87"
+    ),
     "mask-before-softcap": Mutant(
         "hidden keys get the score -softcap", "cp_ref.tile._scores", wrap(_mask_before_softcap), "logic"
     ),
@@ -155,12 +128,7 @@ MUTANTS: dict[str, Mutant] = {
         wrap(_scale_of_v),
         "logic",
     ),
-    "sink-on-every-rank": Mutant("the sink is counted twice", "cp_ref.api.add_sink", wrap(_sink_again), "logic"),
     "sink-dropped": Mutant("softmax_type is ignored", "cp_ref.api._sink", lambda _: lambda *a: None, "probes"),
-    "sink-in-the-lse-alone": Mutant(
-        "out is not rescaled by the sink", "cp_ref.api.add_sink", wrap(_sink_without_rescaling), "probes"
-    ),
-    "sink-in-padding": Mutant("padding rows see the sink", "cp_ref.api._real_rows", _sink_everywhere, "logic"),
     "max-logit-of-one-rank": Mutant(
         "max_logit is not reduced", "cp_ref.api.all_reduce_max", lambda _: lambda group, x: x, "logic"
     ),

@@ -1,4 +1,4 @@
-"""The table of the tier `errors`: good calls, and every way to spoil one."""
+"""The table of the tier `errors`: good calls, and every change that makes one malformed."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ def _plan(impl: Implementation, member: Any, size: int, call: Call) -> Any:
         return call.run(impl, member)
     plans = run_ranks(size, lambda other: call.run(impl, other))
     if plans[0].error is not None:
-        raise RuntimeError(f"no plan to spoil: {plans[0].error}") from plans[0].error
+        raise RuntimeError(f"no plan to change: {plans[0].error}") from plans[0].error
     return plans[member.rank % size].value
 
 
 @dataclass(frozen=True)
 class ErrorCase:
-    """How to spoil a good call, and what the message has to name (a regular expression)."""
+    """How a good call is changed to a malformed one, and what the message has to name (a regular expression)."""
 
     base: str
     names: str
-    spoil: Callable[[Call], Call]
-    alone: bool = True  # also spoil it on one rank alone
+    change: Callable[[Call], Call]
+    alone: bool = True  # also change it on one rank alone
     one_rank_only: bool = False  # well-formed by itself, but another problem than the other ranks'
     layout: str = ""  # the only one in which it is malformed
 

@@ -12,10 +12,10 @@ from conformance.report.masks import MOST, Pair
 from conformance.run import UnsupportedCase, play
 from conformance.tensors import GlobalTensors, build
 
-__all__ = ["seen_pairs"]
+__all__ = ["observed_pairs"]
 
 
-def seen_pairs(impl: Implementation, case: Case, device: str = "cpu") -> tuple[Pair, ...] | None:
+def observed_pairs(impl: Implementation, case: Case, device: str = "cpu") -> tuple[Pair, ...] | None:
     """The pairs that carry weight in the output of query head 0.
 
     With q = 0 all visible keys weigh the same. v is 1 in one head dim for each of d_v keys and 0 for all others, so the

@@ -1,4 +1,4 @@
-"""Processes that a GPU no longer answers.
+"""Whether the context of this process on its GPU still works.
 
 A device-side assertion, or a launch that reads where nothing is, ends a process's context on its GPU: every later call
 fails with the same error, whoever makes it. So a problem that did that is judged, and its process is not used again.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["ASSERTED", "why_spent"]
+__all__ = ["ASSERTED", "context_error"]
 
 ASSERTED = "device-side assert"  # in the error of what a kernel asserted
 
 
-def why_spent(device: str) -> str:
-    """What ended this process's context on the GPU; empty while it works, and on a CPU. Waits for the GPU.
+def context_error(device: str) -> str:
+    """The error that ended this process's context on the GPU; empty while it works, and on a CPU. Waits for the GPU.
 
-    >>> why_spent("cpu")
+    >>> context_error("cpu")
     ''
     """
     if not device.startswith("cuda"):

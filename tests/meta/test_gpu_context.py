@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import cp_ref
+from conformance.gpu_context import ASSERTED, context_error
 from conformance.implementation import as_implementation
 from conformance.levels import LEVEL_TIERS, helpers
-from conformance.player import InProcess, Task
 from conformance.record import Played
+from conformance.runner import InProcess, Task
 from conformance.session import PROFILES, run_level_tier
-from conformance.spent import ASSERTED, why_spent
-from conformance.workers import IsolatedPlayer, ProcessPlayer
+from conformance.workers import IsolatedRunner, ProcessRunner
 
 ASSERTION = f"CUDA error: {ASSERTED} triggered\nand much more"
 TASK = Task("helpers", "helpers-malformed", 'Malformed(name="thd_read_half_tensor", slots=(2,), real=(4,))')
@@ -31,13 +31,13 @@ def lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_ended_it(lost_gpu: None) -> None:
-    assert why_spent("cpu") == ""
-    assert why_spent("cuda:0") == f"CUDA error: {ASSERTED} triggered"
+    assert context_error("cpu") == ""
+    assert context_error("cuda:0") == f"CUDA error: {ASSERTED} triggered"
 
 
 def test_nothing_more_is_played_in_this_process(lost_gpu: None) -> None:
-    player = InProcess(cp_ref, "cuda")
-    played = player.play(TASK)
+    runner = InProcess(cp_ref, "cuda")
+    played = runner.play(TASK)
     assert played.verdict == "missing"
     assert "play in worker processes" in played.findings[0]
 
@@ -46,7 +46,7 @@ class Silent:
     """A helper that computes what has no right answer, and the GPU's word about it, later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, later: str) -> None:
-        monkeypatch.setattr(helpers, "why_spent", lambda device: later)
+        monkeypatch.setattr(helpers, "context_error", lambda device: later)
         names = {name: lambda **_: None for name in helpers.HELPER_NAMES}
         self.thd = SimpleNamespace(**names)
 
@@ -61,7 +61,7 @@ def test_an_assertion_is_a_refusal(later: str, finding: str, monkeypatch: pytest
     assert [finding in f for f in found] == ([True] if finding else [])
 
 
-class Spent:
+class ContextLost:
     """A worker that answers once."""
 
     def __init__(self) -> None:
@@ -70,28 +70,28 @@ class Spent:
     def send(self, message: Any) -> None: ...
 
     def receive(self, timeout_s: float) -> Any:
-        return "spent", RIGHT
+        return "context lost", RIGHT
 
     def stop(self) -> None:
         self.stopped = True
 
 
-def test_a_spent_worker_is_started_again() -> None:
-    player, worker = IsolatedPlayer("cp_ref", "cuda", 1.0), Spent()
-    player._worker = worker  # type: ignore[assignment]
-    assert player.play(TASK) == RIGHT
+def test_a_worker_without_its_context_is_started_again() -> None:
+    runner, worker = IsolatedRunner("cp_ref", "cuda", 1.0), ContextLost()
+    runner._worker = worker  # type: ignore[assignment]
+    assert runner.play(TASK) == RIGHT
     assert worker.stopped
-    assert player._worker is None
-    assert player.restarts == 1
+    assert runner._worker is None
+    assert runner.restarts == 1
 
 
-def test_a_pool_with_a_spent_rank_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    player, workers = ProcessPlayer("cp_ref", "cuda", 1.0, 2), [Spent(), Spent()]
-    player._workers = workers  # type: ignore[assignment]
+def test_a_pool_with_a_rank_without_its_context_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, workers = ProcessRunner("cp_ref", "cuda", 1.0, 2), [ContextLost(), ContextLost()]
+    runner._workers = workers  # type: ignore[assignment]
     monkeypatch.setattr("conformance.workers.pool.Turn.ready", lambda self, timeout_s: [0, 1])
-    assert player.play(TASK) == RIGHT
+    assert runner.play(TASK) == RIGHT
     assert all(worker.stopped for worker in workers)
-    assert player.restarts == 1
+    assert runner.restarts == 1
 
 
 def test_on_a_gpu_a_few_malformed_calls_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:

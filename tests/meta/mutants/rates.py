@@ -1,4 +1,4 @@
-"""How often a tier sees a planted error, by the length of the row: python -m conformance.mutants.rates [SEEDS]
+"""How often a tier sees a planted error, by the length of the row: python -m tests.meta.mutants.rates [SEEDS]
 
 One sequence of n tokens under p2p, 2 heads over 1, head dim 16. Mask errors: causal, 4 ranks, in one row of n keys.
 Arithmetic errors: no mask, 8 ranks.
@@ -15,9 +15,9 @@ import torch
 from conformance.case import Case
 from conformance.entries import dense, problem
 from conformance.implementation import load
-from conformance.mutants import MUTANTS
-from conformance.mutants.model import Mutant, wrap
 from conformance.tiers import CASE_TIERS
+from tests.meta.mutants import MUTANTS
+from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["PLANTED", "rate"]
 
@@ -67,8 +67,8 @@ def rate(mutant: Mutant, tier: str, dtype: str, length: int, seeds: int) -> floa
         mask = "padding_causal" if masked else "no_mask"
         p = problem(4 if masked else 8, dense(length), attn_mask_type=mask, **fields)
         case = Case(p, seed=seed, return_lse=True)
-        with mutant.planted(impl) as wrong:
-            seen += bool(CASE_TIERS[tier].check(wrong, case, "cpu"))
+        with mutant.planted():
+            seen += bool(CASE_TIERS[tier].check(impl, case, "cpu"))
     return seen / seeds
 
 

@@ -1,10 +1,10 @@
-"""A second reference in low precision: careful where the yardstick is ordinary. It says what good code cannot do
+"""A second reference in low precision: float32 inside, rounded where production kernels round. Good code cannot do
 better.
 
-It does what every production kernel does, and no more: scores, softmax and sums in float32, block by block with a
-running maximum; weights and score gradients rounded to the input dtype before they are multiplied (matrix units take
-nothing else); delta from the output as it was rounded; everything else rounded once, at the end. The budgets'
-allowances are derived from its errors (`python -m conformance.careful`), and from nothing else: not from the code
+The reference does what every production kernel does, and no more: scores, softmax and sums in float32, block by block
+with a running maximum; weights and score gradients rounded to the input dtype before they are multiplied (matrix units
+take nothing else); delta from the output as it was rounded; everything else rounded once, at the end. The budgets'
+allowances are derived from its errors (`python -m conformance.calibration`), and from nothing else: not from the code
 that they judge.
 """
 
@@ -18,12 +18,12 @@ from conformance.case import Case
 from conformance.tensors import GlobalTensors
 from cp_ref.spec import Problem, Sequence
 
-__all__ = ["careful_results"]
+__all__ = ["rounded_results"]
 
 _BLOCK = 32  # keys
 
 
-def careful_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
+def rounded_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
     """out, lse, max_logit, dq, dk, dv, and d_offset where there is one, under the oracle's names and in its shapes.
 
     Gradients are those of the case's loss. Results have the dtypes that an implementation's would have.

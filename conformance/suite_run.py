@@ -15,19 +15,19 @@ import torch
 from conformance.capabilities import Capabilities
 from conformance.commands import run_command
 from conformance.levels import LEVEL_TIERS
-from conformance.player import FAILING, Offer, Pairs, Player, Task
 from conformance.record import LEVELS, Level, Played, RunRecord
+from conformance.runner import FAILING, Offer, Pairs, Runner, Task
 from conformance.session import Profile, TierResult, replay, run_level_tier, run_table, run_tier
 from conformance.strategies import CP_SIZES
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
 
-__all__ = ["ALL_TIERS", "NO_LEDGER", "Conduct", "Known", "describe_run", "level_of", "nothing_tested"]
+__all__ = ["ALL_TIERS", "NO_LEDGER", "KnownFailures", "SuiteRun", "describe_run", "level_of", "nothing_tested"]
 
 ALL_TIERS: tuple[str, ...] = (*LEVEL_TIERS, *CASE_TIERS, *TABLE_TIERS)
 
 
-class Known(Protocol):
-    """What a run asks of a ledger of known failures; `conformance.ledger.Ledger` is one."""
+class KnownFailures(Protocol):
+    """The part of a ledger of known failures that a run uses; `conformance.ledger.Ledger` is one."""
 
     def judge(self, played: Played) -> Played:
         """The same, or "known" for a failure that is expected."""
@@ -55,7 +55,7 @@ class _NoLedger:
         return ()
 
 
-NO_LEDGER: Known = _NoLedger()
+NO_LEDGER: KnownFailures = _NoLedger()
 
 
 def level_of(tier: str) -> Level:
@@ -64,34 +64,34 @@ def level_of(tier: str) -> Level:
 
 
 @dataclass
-class Conduct:
+class SuiteRun:
     """How an implementation is played.
 
     Attributes:
-        player: plays its problems.
+        runner: plays its problems.
         profile: how much is drawn.
         tiers: which of `ALL_TIERS`.
         cp_sizes: the group sizes that are drawn.
         ledger: the failures that are known.
     """
 
-    player: Player
+    runner: Runner
     profile: Profile
     tiers: Sequence[str] = ALL_TIERS
     cp_sizes: tuple[int, ...] = CP_SIZES
     device: str = "cpu"
-    ledger: Known = NO_LEDGER
+    ledger: KnownFailures = NO_LEDGER
 
     def __post_init__(self) -> None:
-        """Problems in quarantine are kept from the player."""
-        self.careful = _Careful(self.player, self.ledger)
+        """Problems in quarantine are kept from the runner."""
+        self.outside_quarantine = _OutsideQuarantine(self.runner, self.ledger)
         self._capabilities: Capabilities | None = None
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the implementation's `attention` supports; asked once."""
+        """The capabilities of the implementation's `attention`; asked once."""
         if self._capabilities is None:
-            self._capabilities = self.player.capabilities()
+            self._capabilities = self.runner.capabilities()
         return self._capabilities
 
     def results(self, on_problem: Callable[[str], None] = lambda tier: None) -> Iterator[TierResult]:
@@ -103,7 +103,7 @@ class Conduct:
         Raises:
             ValueError: the implementation supports no plain problem at all.
         """
-        offer = self.player.info
+        offer = self.runner.info
         for level in LEVELS:
             tiers = [tier for tier in self.tiers if level_of(tier) == level]
             if tiers and level not in offer.levels:
@@ -127,7 +127,7 @@ class Conduct:
         """Play one problem again; see `conformance.session.replay`."""
         if table_entry(text) is not None:  # which is played in the words that the implementation has
             _ = self.capabilities
-        return replay(self.careful, text, tier_names, self.device, judge=self.ledger.judge)
+        return replay(self.outside_quarantine, text, tier_names, self.device, judge=self.ledger.judge)
 
     def strict(self, results: Iterable[TierResult]) -> list[TierResult]:
         """A result for the ledger itself: every entry whose problems all passed is wrong."""
@@ -139,47 +139,54 @@ class Conduct:
     def _tier(self, tier: str, on_problem: Callable[[], None]) -> TierResult:
         judge = self.ledger.judge
         if tier in LEVEL_TIERS:
-            return run_level_tier(self.careful, tier, self.profile, self.device, on_problem=on_problem, judge=judge)
+            return run_level_tier(
+                self.outside_quarantine, tier, self.profile, self.device, on_problem=on_problem, judge=judge
+            )
         if tier in TABLE_TIERS:
-            return run_table(self.careful, tier, self.capabilities, on_problem=on_problem, judge=judge)
+            return run_table(self.outside_quarantine, tier, self.capabilities, on_problem=on_problem, judge=judge)
         return run_tier(
-            self.careful, tier, self.capabilities, self.profile, cp_sizes=self.cp_sizes, on_problem=on_problem,
+            self.outside_quarantine,
+            tier,
+            self.capabilities,
+            self.profile,
+            cp_sizes=self.cp_sizes,
+            on_problem=on_problem,
             judge=judge,
-        )  # fmt: skip
+        )
 
     def with_pairs(self, result: TierResult) -> TierResult:
         """For the picture of the report: in the smallest failing cases, who saw whom."""
         for n, played in enumerate(result.played):
             if played.shrunk and played.verdict == "wrong" and played.text.startswith("Case("):
-                result.played[n] = replace(played, pairs=self.player.pairs(played.text))
+                result.played[n] = replace(played, pairs=self.runner.pairs(played.text))
         return result
 
 
-class _Careful(Player):
-    """The same player, but for problems in quarantine."""
+class _OutsideQuarantine(Runner):
+    """A runner that does not play problems in quarantine."""
 
-    def __init__(self, player: Player, ledger: Known) -> None:
-        self._player, self._ledger = player, ledger
+    def __init__(self, runner: Runner, ledger: KnownFailures) -> None:
+        self._runner, self._ledger = runner, ledger
 
     @property
     def info(self) -> Offer:
-        return self._player.info
+        return self._runner.info
 
     def capabilities(self) -> Capabilities:
-        return self._player.capabilities()
+        return self._runner.capabilities()
 
     def pairs(self, case: str) -> Pairs | None:
-        return self._player.pairs(case)
+        return self._runner.pairs(case)
 
     def close(self) -> None:
-        self._player.close()
+        self._runner.close()
 
     def play(self, task: Task) -> Played:
         named = () if task.text.startswith("Case(") else tuple(str(case) for case in cases_of(task.text))
         reason = self._ledger.quarantined(task.text, level=task.level, tier=task.tier, cases=named)
         if reason is not None:
             return Played(task.level, task.tier, task.text, "known", (reason,))
-        return self._player.play(task)
+        return self._runner.play(task)
 
 
 def nothing_tested(results: Iterable[TierResult]) -> bool:
@@ -187,8 +194,8 @@ def nothing_tested(results: Iterable[TierResult]) -> bool:
     return not any(result.count("right", "known", *FAILING) for result in results)
 
 
-def describe_run(impl: Any, profile: str, conduct: Conduct, options: Sequence[str] = ()) -> dict[str, Any]:
-    """What ran where, for the record's `meta`.
+def describe_run(impl: Any, profile: str, suite_run: SuiteRun, options: Sequence[str] = ()) -> dict[str, Any]:
+    """The implementation, versions and machine of a run, for the record's `meta`.
 
     Args:
         impl: the implementation's name, or an object, which has none that a command line could take.
@@ -203,12 +210,12 @@ def describe_run(impl: Any, profile: str, conduct: Conduct, options: Sequence[st
         "command": run_command(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "profile": profile,
-        "max_examples": conduct.profile.max_examples,
-        "seed": conduct.profile.seed,
-        "cp_sizes": list(conduct.cp_sizes),
-        "device": _device_name(conduct.device),
-        "levels": list(conduct.player.info.levels),
-        "missing": list(conduct.player.info.missing),
+        "max_examples": suite_run.profile.max_examples,
+        "seed": suite_run.profile.seed,
+        "cp_sizes": list(suite_run.cp_sizes),
+        "device": _device_name(suite_run.device),
+        "levels": list(suite_run.runner.info.levels),
+        "missing": list(suite_run.runner.info.missing),
         "python": platform.python_version(),
         "platform": platform.platform(),
     }

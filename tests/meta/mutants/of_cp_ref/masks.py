@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from conformance.mutants.model import Mutant, wrap
 from cp_ref.spec import Band, Problem, Sequence
+from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
 

@@ -1,4 +1,4 @@
-"""What a library claims to support, as a table; and what a call asks for, in the table's words."""
+"""Tables of what a library says it supports; the words for what a call asks for."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["Claims", "Unsupported", "asked", "library"]
+__all__ = ["SupportTable", "Unsupported", "asked", "library"]
 
 Words = dict[str, str]
 
 
 class Unsupported(NotImplementedError):
-    """The library does not claim this; with its source's words where it has some."""
+    """The library does not support this; with its source's words where it has some."""
 
 
 @dataclass(frozen=True)
-class Claims:
-    """What a library claims.
+class SupportTable:
+    """The choices that a library says it supports.
 
     Attributes:
         library: its name and version, for messages.
-        choices: for every axis of `asked` the choices that are claimed. An axis that is not there claims its first,
+        choices: for every axis of `asked` the choices that are supported. An axis that is not there has its first,
             plainest choice alone.
         because: why a choice is not there, by "axis choice" or by axis, from the library's documentation or code.
         apart: choices that do not go together, each with the reason.
@@ -37,7 +37,7 @@ class Claims:
     apart: tuple[tuple[Mapping[str, str], str], ...] = ()
 
     def why_not(self, words: Words) -> str:
-        """Why a call is not claimed; empty when it is."""
+        """Why a call is not supported; empty when it is."""
         for axis, word in words.items():
             if word not in self.choices.get(axis, _PLAIN[axis]):
                 reason = self.because.get(f"{axis} {word}") or self.because.get(axis) or "it has no such thing"
@@ -47,7 +47,7 @@ class Claims:
                 return f"{self.library}: {', '.join(together.values())} together: {reason}"
         return ""
 
-    def having(self, **choices: tuple[str, ...]) -> Claims:
+    def having(self, **choices: tuple[str, ...]) -> SupportTable:
         """The same with other choices of some axes."""
         return replace(self, choices={**self.choices, **choices})
 
