@@ -12,10 +12,18 @@ from functools import lru_cache
 
 import torch
 
-from cp_fast.kernels.base import Kernels
+from cp_fast.kernels import Kernels, ThdKernels
 from cp_ref.thd import thd_get_partitioned_indices
 
-__all__ = ["Case", "Target", "Work", "cases"]
+__all__ = ["Case", "Implementation", "Target", "Work", "cases"]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Both protocols of one implementation."""
+
+    rows: Kernels
+    thd: ThdKernels
 
 
 @dataclass(frozen=True)
@@ -35,10 +43,10 @@ class Target:
 class Work:
     """One set of tensors. `run` returns what it made; the tensors that it changes are its own."""
 
-    run: Callable[[Kernels], object]
+    run: Callable[[Implementation], object]
     copy: Callable[[], object]  # the same bytes by torch.Tensor.copy_
     select: Callable[[], object]  # torch.index_select with a ready index: the same rows, else as many bytes
-    check: Callable[[Kernels], None]  # raises AssertionError; called first
+    check: Callable[[Implementation], None]  # raises AssertionError; called first
 
 
 @dataclass(frozen=True)
@@ -109,12 +117,12 @@ def reorder(
             for x, result in zip(xs, results, strict=True):
                 torch.index_select(x, 0, rows, out=result)
 
-        def check(k: Kernels) -> None:
+        def check(k: Implementation) -> None:
             order = rank_order(tokens, sequences, cp_size).to(device)
-            for got, x in zip(k.reorder(xs, lengths, cp_size, forward), xs, strict=True):
+            for got, x in zip(k.thd.reorder(xs, lengths, cp_size, forward), xs, strict=True):
                 same(got if forward else got.index_select(0, order), x.index_select(0, order) if forward else x)
 
-        return Work(lambda k: k.reorder(xs, lengths, cp_size, forward), copy, select, check)
+        return Work(lambda k: k.thd.reorder(xs, lengths, cp_size, forward), copy, select, check)
 
     return Case("reorder", name, moved, make, target)
 
@@ -130,15 +138,15 @@ def valid(tokens: int, heads: int, dim: int, sequences: int, target: Target) -> 
         out, x = (random(device, tokens, heads, dim) for _ in range(2))
         copy, select = by_copy(moved, device)
 
-        def check(k: Kernels) -> None:
+        def check(k: Implementation) -> None:
             mask = torch.zeros(tokens, dtype=torch.bool)
             for start, count in zip(lengths.tolist(), real.diff().tolist(), strict=False):
                 mask[start : start + count] = True
             want = torch.where(mask.to(device)[:, None, None], x, out)
-            k.copy_valid_(out, x, slots, tokens_of)
+            k.thd.copy_valid_(out, x, slots, tokens_of)
             same(out, want)
 
-        return Work(lambda k: k.copy_valid_(out, x, slots, tokens_of), copy, select, check)
+        return Work(lambda k: k.thd.copy_valid_(out, x, slots, tokens_of), copy, select, check)
 
     return Case("copy_valid_", f"{tokens} x {heads} x {dim}, {sequences} sequences, 3/4 valid", moved, make, target)
 
@@ -148,40 +156,25 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert error < 1e-6, f"relative error {error:.1e}"
 
 
-def merge(tokens: int, heads: int, dim: int, halves: bool, target: Target) -> Case:
-    """`tokens` rows are merged; with `halves`, into the second halves of a buffer of twice as many."""
-    rows = tokens
-    tokens *= 2 if halves else 1
-    moved = rows * heads * (dim * (4 + 4 + 2) + 3 * 4)
+def merge(tokens: int, heads: int, dim: int, target: Target) -> Case:
+    moved = tokens * heads * (dim * (4 + 4 + 2) + 3 * 4)
 
     def make(device: str) -> Work:
-        out, step = random(device, tokens, heads, dim, dtype=torch.float32), random(device, rows, heads, dim)
-        lse, step_lse = (random(device, heads, n, dtype=torch.float32) for n in (tokens, rows))
-        lengths = lengths_of(tokens, 16, 2).to(device)
+        out, step = random(device, tokens, heads, dim, dtype=torch.float32), random(device, tokens, heads, dim)
+        lse, step_lse = (random(device, heads, tokens, dtype=torch.float32) for _ in range(2))
         copy, select = by_copy(moved, device)
 
-        def run(k: Kernels) -> None:
-            if halves:
-                k.merge_halves_(out, lse, step, step_lse, lengths, True)
-            else:
-                k.merge_(out, lse, step, step_lse, slice(0, tokens))
-
-        def check(k: Kernels) -> None:
-            index = torch.arange(tokens, device=device)
-            if halves:
-                index = index.view(16, 2, -1)[:, 1].flatten()
-            old, new = lse[:, index].double(), torch.logaddexp(lse[:, index].double(), step_lse.double())
-            want = out.double()
-            parts = ((old, want[index]), (step_lse.double(), step.double()))
-            want[index] = sum((torch.exp(x - new).t()[..., None] * y for x, y in parts), torch.zeros_like(parts[0][1]))
-            run(k)
+        def check(k: Implementation) -> None:
+            parts = ((lse.double(), out.double()), (step_lse.double(), step.double()))
+            new = torch.logaddexp(parts[0][0], parts[1][0])
+            want = sum((torch.exp(x - new).t()[..., None] * y for x, y in parts), torch.zeros_like(parts[0][1]))
+            k.rows.merge_(out, lse, step, step_lse, slice(0, tokens))
             close(out, want)
-            close(lse[:, index], new)
+            close(lse, new)
 
-        return Work(run, copy, select, check)
+        return Work(lambda k: k.rows.merge_(out, lse, step, step_lse, slice(0, tokens)), copy, select, check)
 
-    kernel = "merge_halves_" if halves else "merge_"
-    return Case(kernel, f"{rows} x {heads} x {dim}, bfloat16 into float32", moved, make, target)
+    return Case("merge_", f"{tokens} x {heads} x {dim}, bfloat16 into float32", moved, make, target)
 
 
 def exchange(tokens: int, heads: int, dim: int, cp_size: int, to_front: bool, target: Target) -> Case:
@@ -199,12 +192,12 @@ def exchange(tokens: int, heads: int, dim: int, cp_size: int, to_front: bool, ta
         pieces, result = pieces.flatten(), torch.empty(cp_size * tokens, part * dim, device=device, dtype=whole.dtype)
         source = (whole if to_front else parts).view_as(result)
 
-        def run(k: Kernels) -> object:
+        def run(k: Implementation) -> object:
             if to_front:
-                return k.heads_to_front(whole, rows, firsts, part)
-            return k.heads_to_back_(whole, parts, rows, firsts, False)
+                return k.rows.heads_to_front(whole, rows, firsts, part)
+            return k.rows.heads_to_back_(whole, parts, rows, firsts, False)
 
-        def check(k: Kernels) -> None:
+        def check(k: Implementation) -> None:
             got = run(k)
             moved_parts = whole.index_select(0, rows).view(tokens, cp_size, part, dim).transpose(0, 1)
             if to_front:
@@ -232,11 +225,11 @@ def indices(tokens: int, sequences: int, cp_size: int, target: Target) -> Case:
         )
         index, result = index.to(device), torch.empty(share, dtype=torch.int32, device=device)
 
-        def check(k: Kernels) -> None:
-            same(k.partition_indices(lengths, tokens, cp_size, 0).long(), index)
+        def check(k: Implementation) -> None:
+            same(k.thd.partition_indices(lengths, tokens, cp_size, 0).long(), index)
 
         return Work(
-            lambda k: k.partition_indices(lengths, tokens, cp_size, 0),
+            lambda k: k.thd.partition_indices(lengths, tokens, cp_size, 0),
             copy,
             lambda: torch.index_select(x, 0, index, out=result),
             check,
@@ -254,13 +247,13 @@ def add(tokens: int, heads: int, dim: int) -> Case:
         xs = [random(device, tokens, heads, dim) for _ in range(2)]
         copy, select = by_copy(moved, device)
 
-        def check(k: Kernels) -> None:
+        def check(k: Implementation) -> None:
             wants = [out + x for out, x in zip(outs, xs, strict=True)]
-            k.add_rows_(outs, xs, slice(0, tokens))
+            k.rows.add_rows_(outs, xs, slice(0, tokens))
             for out, want in zip(outs, wants, strict=True):
                 same(out, want)
 
-        return Work(lambda k: k.add_rows_(outs, xs, slice(0, tokens)), copy, select, check)
+        return Work(lambda k: k.rows.add_rows_(outs, xs, slice(0, tokens)), copy, select, check)
 
     return Case("add_rows_", f"{tokens} x {heads} x {dim}, dK and dV, bfloat16 into float32", moved, make, None)
 
@@ -284,7 +277,7 @@ def cases(scale: int = 1) -> Sequence[Case]:
             ]
     copied, share = Target("at most 1.25 x copy", most_of_copy=1.25), Target("85 % of the limit", least_share=0.85)
     found += [valid(n // scale, 16, 64, 16, copied) for n in (4096, 8192, 16384, 32768, 65536)]
-    found += [merge(short, 32, 128, False, share), merge(short, 32, 128, True, share)]
+    found += [merge(short, 32, 128, share)]
     found += [exchange(short, 32, 128, 8, to_front, share) for to_front in (True, False)]
     found += [indices(million // 16 * 16, many, n, Target("at most 15 us", most_us=15.0)) for n in (2, 4, 8)]
     return [*found, add(short, 8, 128)]

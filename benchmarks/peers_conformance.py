@@ -28,12 +28,12 @@ import typer
 
 from conformance.case import Case
 from conformance.commands import replay_command
-from conformance.conduct import Conduct, describe_run
 from conformance.implementation import LoadError
-from conformance.player import FAILING, Pairs, Task
 from conformance.record import Played
+from conformance.runner import FAILING, Pairs, Task
 from conformance.session import PROFILES, TierResult
-from conformance.workers.pool import ProcessPlayer
+from conformance.suite_run import SuiteRun, describe_run
+from conformance.workers.pool import ProcessRunner
 from cp_ref.spec import Problem, Sequence
 
 PEERS = {
@@ -80,7 +80,7 @@ def table(ranks: int) -> list[tuple[str, str]]:
     return found
 
 
-class Peers(ProcessPlayer):
+class Peers(ProcessRunner):
     """Processes are kept after a problem that all ranks finished, or none for the same reason: then no message is left,
     over NCCL neither. When the time is up nothing more is played.
     """
@@ -113,20 +113,20 @@ def one(impl: str, device: str, ranks: int, tiers: tuple[str, ...], examples: in
     torch.set_num_threads(1)
     profile = replace(PROFILES["quick"], max_examples=examples, most_failures=4, shrink_s=12.0)
     record: dict[str, Any] = {"impl": impl, "ranks": ranks, "tiers": {}, "refused": {}, "failures": []}
-    player = Peers(impl, device, 30.0, ranks)
-    player.until, player.aligned = until, device == "cuda"
-    with closing(player):
+    runner = Peers(impl, device, 30.0, ranks)
+    runner.until, runner.aligned = until, device == "cuda"
+    with closing(runner):
         try:
-            conduct = Conduct(player, profile, tiers, (ranks,), device)
-            record["meta"] = describe_run(impl, "peers", conduct)
-            record["refused"] = conduct.capabilities.refused
-            record["supported"] = {axis: list(found) for axis, found in conduct.capabilities.choices.items()}
-            played = [player.play(Task("schedule", tier, case)) for tier, case in table(ranks)]
+            suite_run = SuiteRun(runner, profile, tiers, (ranks,), device)
+            record["meta"] = describe_run(impl, "peers", suite_run)
+            record["refused"] = suite_run.capabilities.refused
+            record["supported"] = {axis: list(found) for axis, found in suite_run.capabilities.choices.items()}
+            played = [runner.play(Task("schedule", tier, case)) for tier, case in table(ranks)]
             _note(record, TierResult("table", played), impl, device)
             out.write_text(json.dumps(record, indent=1) + "\n")
             for tier in tiers:
                 if time.time() < until:
-                    (result,) = Conduct(player, profile, (tier,), (ranks,), device).results()
+                    (result,) = SuiteRun(runner, profile, (tier,), (ranks,), device).results()
                     _note(record, result, impl, device)
                 out.write_text(json.dumps(record, indent=1) + "\n")
         except (LoadError, ValueError) as error:

@@ -28,8 +28,8 @@ def adapted(case: Case, capabilities: Capabilities, free: tuple[str, ...] = ()) 
 
     Args:
         free: fields of the problem that are no part of what is special about it: qkv_format, layout, heads_kv,
-            softmax_type. They change only where the implementation does not have what is there, and only if the problem
-            stays the same otherwise: sequences of several lengths are no batch.
+            softmax_type. The fields change only where the implementation does not have what is there, and only if the
+            problem stays the same otherwise: sequences of several lengths are no batch.
 
     >>> from conformance.capabilities import EVERYTHING
     >>> from cp_ref.spec import Sequence

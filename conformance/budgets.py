@@ -1,7 +1,7 @@
 """Error budgets: how far a result in low precision may be from the exact one.
 
 The unit is the error of the yardstick (`eager_attention`: plain PyTorch in the same dtype), or that of
-`careful_results` (float32 inside, as every production kernel) where it is given and larger. Of each result
+`rounded_results` (float32 inside, as every production kernel) where it is given and larger. Of each result
 
     the largest error is at most  2   x the unit's largest error  +  one rounding of the largest value
     the mean error is at most     1.2 x the unit's mean error
@@ -9,12 +9,12 @@ The unit is the error of the yardstick (`eager_attention`: plain PyTorch in the 
 In float16 and bfloat16 plain PyTorch rounds every score and every weight, and makes three to four times the error of a
 good kernel: a bound in its units alone does not see partial results that are rounded before they are merged. So there
 
-    the mean error is at most     1.4 x the careful reference's mean error, too, and 1.48 x for a gradient,
+    the mean error is at most     1.4 x the rounded reference's mean error, too, and 1.48 x for a gradient,
 
 which a kernel that returns each partial output in the input dtype keeps (1.3), and a running sum in that dtype exceeds
 (without a mask 1.7 on four ranks, 2.3 on eight). Every kernel library hands out partial gradients in the input dtype,
 and they add up like independent numbers: as much rounding as the one of the sum, sqrt(2) = 1.41 of it together. Where
-nothing else is rounded at all (every query sees one key: p = 1, and plain PyTorch is as good as the careful reference),
+nothing else is rounded at all (every query sees one key: p = 1, and plain PyTorch is as good as the rounded reference),
 the mean of both together is 1.59 times that of the one on two ranks and 1.68 times on sixteen, and that of a running
 sum 1.87 times on three ranks, 2.3 on five: there a gradient may have 1.72 x. On a few rows a mean is a matter of luck,
 so it is wider, by terms that vanish as 1 / sqrt(rows).
@@ -52,7 +52,7 @@ GRADIENTS = ("dq", "dk", "dv", "d_offset")
 _SHARP = ("out", "dq", "dk", "dv")
 _WIDE = ("lse", "max_logit", "d_offset")  # float32 results of float16 and bfloat16 problems
 
-# Allowances beside the factors. They come from theory, and from `conformance.careful`, a reference that is float32
+# Allowances beside the factors. They come from theory, and from `conformance.rounded_reference`, which is float32
 # inside and independent of what is judged; never from the code under test. "needed" is the least with which 1,500 drawn
 # problems of that reference are within every budget (python -m conformance.calibration).
 
@@ -98,7 +98,7 @@ def compare(
     exact: dict[str, torch.Tensor],
     yardstick: dict[str, torch.Tensor],
     dtype: torch.dtype,
-    careful: dict[str, torch.Tensor] | None = None,
+    rounded: dict[str, torch.Tensor] | None = None,
 ) -> list[Row]:
     """Hold results against their budgets.
 
@@ -109,7 +109,7 @@ def compare(
             that `fast` lacks help to judge the noise of those that it has.
         yardstick: the same of `eager_attention`, on the same inputs in `dtype`.
         dtype: of q, k and v. (lse, max_logit and d_offset are float32 results for float16 and bfloat16.)
-        careful: the same of `careful_results`. A kernel forms delta from an output that was rounded, which the
+        rounded: the same of `rounded_results`. A kernel forms delta from an output that was rounded, which the
         yardstick
             does not; where few keys are seen, and gradients are small differences, that error is the larger one.
 
@@ -135,7 +135,7 @@ def compare(
         sizes = _Sizes(max(_largest(exact[name]), 1.0 if name in _WIDE else 0.0), 0.0, spread if name == "out" else 1.0)
         if name in GRADIENTS:
             sizes = _Sizes(gradient_size, gradient_mean, spread)
-        references = [yardstick[name], *([] if careful is None else [careful[name]])]
+        references = [yardstick[name], *([] if rounded is None else [rounded[name]])]
         rows.append(_row(name, got, exact[name], references, dtype, sizes))
     return rows
 

@@ -1,6 +1,6 @@
 """How the budgets' allowances were found: python -m conformance.calibration [PROBLEMS]
 
-Drawn problems are computed by `careful_results`. For each allowance of `conformance.budgets` this prints the smallest
+Drawn problems are computed by `rounded_results`. For each allowance of `conformance.budgets` this prints the smallest
 value with which every result is within its budget, the others being what they are. The allowances are twice that, or
 more where a comment says why. No implementation under test takes part.
 """
@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 from conformance import budgets
-from conformance.careful import careful_results
 from conformance.case import Case
 from conformance.reference import exact_results
+from conformance.rounded_reference import rounded_results
 from conformance.strategies import cases
 from conformance.tensors import build
 from conformance.tiers.budget import eager_results
@@ -27,11 +27,11 @@ ALLOWANCES = ("_NOISE", "_WIDE_NOISE", "_MEAN_NOISE", "_LUCK", "_DELTA")
 _DTYPES = ("bfloat16", "float16", "float32")
 
 Results = dict[str, torch.Tensor]
-Measured = tuple[Results, Results, Results, torch.dtype]  # careful, exact, eager
+Measured = tuple[Results, Results, Results, torch.dtype]  # rounded, exact, eager
 
 
 def measured(count: int) -> list[Measured]:
-    """The careful, the exact and the eager results of drawn problems."""
+    """The rounded, the exact and the eager results of drawn problems."""
     found: list[Measured] = []
 
     @settings(
@@ -45,7 +45,7 @@ def measured(count: int) -> list[Measured]:
     @given(cases(dtypes=_DTYPES))
     def collect(case: Case) -> None:
         tensors = build(case)
-        got = careful_results(case, tensors)
+        got = rounded_results(case, tensors)
         mine = {name: got[name] for name in case.results}
         exact, eager = exact_results(case, tensors), eager_results(case, tensors)
         found.append((mine, exact, eager, getattr(torch, case.problem.dtype)))

@@ -1,4 +1,4 @@
-"""What an implementation can do, found by asking its `supports` about one small problem after the other."""
+"""The capabilities of an implementation, found by asking its `supports` about one small problem after the other."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ EVERYTHING = Capabilities({axis: tuple(choices) for axis, choices in AXES.items(
 
 
 def ask(impl: Any, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
-    """What `supports` says of a problem: (True, "") or (False, reason). Without a `supports` the problem is played.
+    """The answer of `supports` for a problem: (True, "") or (False, reason). Without a `supports` the problem is
+    played.
 
     Raises:
         ValueError: `supports` raised something itself, or its ranks disagree.
@@ -165,7 +166,9 @@ def probe_by(
 
 
 def capabilities_of(impl: Any, device: str = "cpu") -> Capabilities:
-    """What `probe` found, asked once of every `Implementation`; everything, where that fails: then all is tried."""
+    """The capabilities that `probe` found, asked once of every `Implementation`; everything, where that fails: then all
+    is tried.
+    """
     impl = as_implementation(impl)
     if device not in impl.probed:
         try:

@@ -24,17 +24,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from conformance.commands import DEFAULT_TIME_LIMIT_S, replay_options
-from conformance.conduct import ALL_TIERS, NO_LEDGER, Conduct, Known, describe_run, level_of, nothing_tested
 from conformance.coverage import coverage
 from conformance.implementation import LoadError, load
 from conformance.ledger import Ledger, LedgerError
-from conformance.player import InProcess, Player
 from conformance.printing import print_coverage, print_failures, print_table
 from conformance.record import LEVELS, RunRecord
+from conformance.runner import InProcess, Runner
 from conformance.session import PROFILES, TierResult
 from conformance.strategies import CP_SIZES
+from conformance.suite_run import ALL_TIERS, NO_LEDGER, KnownFailures, SuiteRun, describe_run, level_of, nothing_tested
 from conformance.tiers import cases_of
-from conformance.workers import start_player
+from conformance.workers import start_runner
 
 __all__ = ["app", "cp_sizes_of"]
 
@@ -68,7 +68,7 @@ def main(
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds until a problem is taken for hanging.")] = (
         DEFAULT_TIME_LIMIT_S
     ),
-    ledger: Annotated[Path | None, typer.Option(help="Known failures, a TOML file.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="KnownFailures failures, a TOML file.")] = None,
     report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
 ) -> None:
     """Play an implementation of context-parallel attention against the oracle."""
@@ -81,18 +81,18 @@ def main(
     known = _ledger(ledger)
     torch.set_num_threads(1)  # the tensors are tiny
     console = Console(soft_wrap=True)
-    player = _player(impl, device, isolate, time_limit, cp_size, _sizes_of_problem(repro))
-    sizes = cp_sizes_of(cp_size, player.info.group_kind, device)
-    conduct = Conduct(player, drawn, tiers, sizes, device, known)
+    runner = _runner(impl, device, isolate, time_limit, cp_size, _sizes_of_problem(repro))
+    sizes = cp_sizes_of(cp_size, runner.info.group_kind, device)
+    suite_run = SuiteRun(runner, drawn, tiers, sizes, device, known)
     try:
-        with closing(player):
+        with closing(runner):
             if repro is not None:
-                results = conduct.replay(repro, tier or ())
+                results = suite_run.replay(repro, tier or ())
             else:
-                results = _run(conduct, console)
-                results += conduct.strict(results)
-            options = replay_options(player.info.group_kind, cp_size, time_limit, isolate)
-            meta = describe_run(impl, profile, conduct, options)
+                results = _run(suite_run, console)
+                results += suite_run.strict(results)
+            options = replay_options(runner.info.group_kind, cp_size, time_limit, isolate)
+            meta = describe_run(impl, profile, suite_run, options)
     except LoadError as error:  # it does not come back after a crash
         _not_loaded(error)
     except LedgerError as error:
@@ -116,17 +116,17 @@ def main(
     raise typer.Exit(code)
 
 
-def _run(conduct: Conduct, console: Console) -> list[TierResult]:
+def _run(suite_run: SuiteRun, console: Console) -> list[TierResult]:
     columns = (TextColumn("{task.description:17}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bars: dict[str, TaskID] = {}
     with Progress(*columns, console=console, transient=True) as progress:
 
         def advance(tier: str) -> None:
             if tier not in bars:
-                bars[tier] = progress.add_task(tier, total=conduct.expected(tier))
+                bars[tier] = progress.add_task(tier, total=suite_run.expected(tier))
             progress.advance(bars[tier])
 
-        return list(conduct.results(advance))
+        return list(suite_run.results(advance))
 
 
 def _sizes_of_problem(repro: str | None) -> tuple[int, ...]:
@@ -137,10 +137,10 @@ def _sizes_of_problem(repro: str | None) -> tuple[int, ...]:
         raise typer.BadParameter(str(error), param_hint="--repro") from error
 
 
-def _player(
+def _runner(
     impl: str, device: str, isolate: bool, time_limit: float, cp_size: str | None, needed: tuple[int, ...]
-) -> Player:
-    """The player, of as many processes as --cp-size says or one problem needs; exits with 3 when there is no such
+) -> Runner:
+    """The runner, of as many processes as --cp-size says or one problem needs; exits with 3 when there is no such
     implementation.
     """
 
@@ -150,7 +150,7 @@ def _player(
     try:
         if not isolate:
             return InProcess(load(impl), device, time_limit)
-        return start_player(impl, device, time_limit, sizes)
+        return start_runner(impl, device, time_limit, sizes)
     except LoadError as error:
         _not_loaded(error)
     except ValueError as error:
@@ -169,7 +169,7 @@ def _write(folder: Path, record: RunRecord, console: Console) -> None:
         console.print(f"wrote {path}", highlight=False)
 
 
-def _ledger(path: Path | None) -> Known:
+def _ledger(path: Path | None) -> KnownFailures:
     try:
         return NO_LEDGER if path is None else Ledger.load(path)
     except LedgerError as error:

@@ -31,7 +31,7 @@ def replay_options(group_kind: str, cp_size: str | None, time_limit_s: float, is
 
 
 def replay_command(meta: Mapping[str, Any], played: Played) -> str:
-    """What plays a problem again, for a POSIX shell; for an object without a name, a line of Python.
+    """The command that plays a problem again, for a POSIX shell; for an object without a name, a line of Python.
 
     Args:
         meta: of the run's record: impl, by_name (True without it), device and options.

@@ -1,7 +1,7 @@
 """Which features the problems of a run exercised, one by one and in pairs.
 
 Bugs of context parallelism live in the seams between features, so a run is measured by the pairs that occurred in one
-problem. What can occur and never did is a hole in the run. Features are those of `conformance.features`.
+problem. A pair that can occur and never did is a hole in the run. Features are those of `conformance.features`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Coverage:
         return int(self.played[_INDEX[a], _INDEX[b]])
 
     def state(self, a: Choice, b: Choice) -> str:
-        """What became of a pair: "played", "refused" (whenever it came), "never" or "impossible"."""
+        """The state of a pair: "played", "refused" (whenever it came), "never" or "impossible"."""
         if self.count(a, b):
             return "played"
         if self.refused[_INDEX[a], _INDEX[b]]:
@@ -117,7 +117,8 @@ class Coverage:
 
 
 def coverage(played: Iterable[Played]) -> Coverage:
-    """Count the features of every problem that has a case. What shrinking found is left out: it was not drawn.
+    """Count the features of every problem that has a case. Problems that shrinking found are left out: they were not
+    drawn.
 
     Raises:
         ValueError: a text that begins like a case and is none.

@@ -17,7 +17,7 @@ from conformance.tensors import GlobalTensors, build
 from conformance.tiers import budget, determinism, errors, hygiene, logic, metamorphic, plan, probes
 from cp_ref.spec import Problem, Sequence
 
-__all__ = ["SCHEDULES", "Entry", "dense", "every_schedule", "problem"]
+__all__ = ["SCHEDULES", "TableEntry", "dense", "every_schedule", "problem"]
 
 SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _TIERS = {
@@ -30,8 +30,8 @@ Attempt = tuple[str, list[str]]  # the text of what was played, and the findings
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What is played and how it is judged: every case by every tier, every malformed call, and then `by_hand`.
+class TableEntry:
+    """An entry of a table, and how it is judged: every case by every tier, every malformed call, and then `by_hand`.
 
     Attributes:
         text: what is special about it, or what went wrong where it was found.

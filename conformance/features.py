@@ -1,4 +1,4 @@
-"""What a case exercises: its features, each a choice on an axis, read off the case alone.
+"""The features that a case exercises, each a choice on an axis, read off the case alone.
 
 `CHOICES` lists them all; `IMPOSSIBLE` has the pairs that no case can have, with the reason.
 """

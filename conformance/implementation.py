@@ -1,6 +1,7 @@
 """The implementation under test: what it may offer, and how it is found by name.
 
-An implementation is a module or an object. It offers any of four levels; what it lacks is reported as missing.
+An implementation is a module or an object. An implementation offers any of four levels; members that it lacks are
+reported as missing.
 
 helpers    `thd`: a namespace with any of the functions of `cp_ref.thd`, with the same names, arguments and results.
 
@@ -65,7 +66,7 @@ class Missing(Exception):
 
 @dataclass
 class Context:
-    """Who takes part, for implementations without a `ContextParallel` of their own.
+    """The ranks that take part, for implementations without a `ContextParallel` of their own.
 
     `group` is one member of a simulated group or a ProcessGroup; for "a2a+p2p" a pair (a2a_group, p2p_group).
     """
@@ -96,7 +97,7 @@ def _number(group: Any, name: str) -> int:
 
 
 class Implementation:
-    """What is under test, with the members that it lacks filled in where that means something.
+    """The implementation under test, with the members that it lacks filled in where that means something.
 
     Any attribute is that of the module or object; a member that it does not offer raises `Missing` when it is called.
     """
@@ -129,7 +130,7 @@ class Implementation:
 
     @property
     def Unsupported(self) -> type[Exception]:
-        """What it raises for what it does not have."""
+        """The exception that the implementation raises for an unsupported call."""
         return getattr(self.offered, "Unsupported", NotImplementedError)
 
     def ContextParallel(self, group: Any, *arguments: Any, **options: Any) -> Any:

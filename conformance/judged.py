@@ -1,4 +1,4 @@
-"""What a tier says of one problem: findings, how much of a budget was used, what became of a named problem's cases."""
+"""A tier's judgement of one problem: findings, how much of a budget was used, verdicts on a named problem's cases."""
 
 from __future__ import annotations
 

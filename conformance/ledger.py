@@ -26,7 +26,7 @@ from typing import Any
 from conformance.predicate import Predicate, PredicateError
 from conformance.record import LEVELS, Played, RunRecord, Verdict
 
-__all__ = ["Entry", "Ledger", "LedgerError"]
+__all__ = ["Ledger", "LedgerEntry", "LedgerError"]
 
 _FAILED = ("wrong", "crashed", "hung")
 _NEEDED = {"predicate": str, "reason": str, "issue": str}
@@ -38,7 +38,7 @@ class LedgerError(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One known failure. `number` counts from 1 in the file `source`."""
 
     source: str
@@ -71,7 +71,7 @@ class Entry:
 class Ledger:
     """The entries of a file, in its order. `Ledger()` knows of no failure."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LedgerEntry, ...] = ()
 
     @staticmethod
     def load(path: str | Path) -> Ledger:
@@ -109,7 +109,7 @@ class Ledger:
             raise LedgerError(f"{source}: a ledger has tables [[entry]] and nothing else, not {', '.join(data)}")
         return Ledger(tuple(_entry(source, n, table) for n, table in enumerate(tables, start=1)))
 
-    def match(self, played: Played) -> Entry | None:
+    def match(self, played: Played) -> LedgerEntry | None:
         """The first entry that covers a failed problem; of a named one that plays several cases, each that failed."""
         failed = [case for case, verdict in played.cases if verdict in _FAILED] or [None]
         return next(
@@ -157,7 +157,7 @@ class Ledger:
         return tuple(found)
 
 
-def _entry(source: str, number: int, table: Any) -> Entry:
+def _entry(source: str, number: int, table: Any) -> LedgerEntry:
     name = f"{source}: entry {number}"
     if not isinstance(table, dict):
         raise LedgerError(f"{name} is {table!r}; it must be a table")
@@ -176,4 +176,4 @@ def _entry(source: str, number: int, table: Any) -> Entry:
         predicate = Predicate.parse(table["predicate"])
     except PredicateError as error:
         raise LedgerError(f"{name} ({table['predicate']}): {error}") from error
-    return Entry(source, number, **{**table, "predicate": predicate})
+    return LedgerEntry(source, number, **{**table, "predicate": predicate})

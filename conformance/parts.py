@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conformance.capabilities import EVERYTHING
-from conformance.conduct import ALL_TIERS, Conduct, level_of
 from conformance.levels import LEVEL_TIERS
-from conformance.player import Task
+from conformance.runner import Task
 from conformance.session import TierResult, drawn_problems, run_tier
+from conformance.suite_run import ALL_TIERS, SuiteRun, level_of
 from conformance.tiers import TABLE_TIERS
 
 __all__ = ["Part", "parts", "play_part"]
@@ -48,29 +48,29 @@ def parts(tiers: Sequence[str] | None = None) -> list[Part]:
     return found
 
 
-def play_part(conduct: Conduct, part: Part) -> TierResult:
+def play_part(suite_run: SuiteRun, part: Part) -> TierResult:
     """Play a part.
 
     Raises:
         ValueError: the implementation supports no plain problem at all.
     """
     level = level_of(part.tier)
-    if level not in conduct.player.info.levels:
-        return conduct.lacking(level, part.tier)
-    judge, player = conduct.ledger.judge, conduct.careful
+    if level not in suite_run.runner.info.levels:
+        return suite_run.lacking(level, part.tier)
+    judge, runner = suite_run.ledger.judge, suite_run.outside_quarantine
     if part.tier in LEVEL_TIERS:
         strategy = LEVEL_TIERS[part.tier].parts[part.item]
-        return drawn_problems(player, level, part.tier, strategy, conduct.profile, judge=judge)
+        return drawn_problems(runner, level, part.tier, strategy, suite_run.profile, judge=judge)
     if part.tier not in TABLE_TIERS:
         result = run_tier(
-            player, part.tier, conduct.capabilities, conduct.profile, cp_sizes=conduct.cp_sizes, judge=judge
+            runner, part.tier, suite_run.capabilities, suite_run.profile, cp_sizes=suite_run.cp_sizes, judge=judge
         )
-        return conduct.with_pairs(result)
+        return suite_run.with_pairs(result)
     table = TABLE_TIERS[part.tier]
     ids = [part.item]
     if part.item == _REFUSALS:
         known = set(table.ids(EVERYTHING))
-        ids = [entry for entry in table.ids(conduct.capabilities) if entry not in known]
+        ids = [entry for entry in table.ids(suite_run.capabilities) if entry not in known]
     tasks = [Task("schedule", part.tier, f"{table.word} {entry}") for entry in ids]
-    played = [judge(player.play(task)) for task in tasks]
+    played = [judge(runner.play(task)) for task in tasks]
     return TierResult(part.tier, played, sum(p.seconds for p in played))

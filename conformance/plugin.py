@@ -3,8 +3,8 @@
     pytest --pyargs conformance --impl my.package          in anyone's CI, without a file of one's own
     from conformance.suite import *                         in a test file, whose fixture `impl` says what is tested
 
-An installed package loads it by itself (entry point pytest11); otherwise `-p conformance.plugin`. It imports nothing
-of the suite until a test needs it.
+An installed package loads it by itself (entry point pytest11); otherwise `-p conformance.plugin`. The plugin imports
+nothing of the suite until a test needs it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class Settings:
-    """What the options say, and what the tests of this run have played."""
+    """The values of the options, and the problems that the tests of this run have played."""
 
     def __init__(self, config: pytest.Config) -> None:
         option = cast("Callable[[str], Any]", config.getoption)
@@ -62,7 +62,7 @@ _KEY = pytest.StashKey[Settings]()
 
 
 def settings_of(config: pytest.Config) -> Settings:
-    """This run's settings."""
+    """The settings of this pytest run."""
     if _KEY not in config.stash:
         config.stash[_KEY] = Settings(config)
     return config.stash[_KEY]

@@ -1,4 +1,6 @@
-"""What a run prints: failures with the command that plays each again, a table of tiers, and the pairs it exercised."""
+"""The printed output of a run: failures with the command that plays each again, a table of tiers, and the pairs it
+exercised.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from rich.table import Table
 
 from conformance.commands import replay_command
 from conformance.coverage import Coverage
-from conformance.player import FAILING
 from conformance.record import Played
+from conformance.runner import FAILING
 from conformance.session import TierResult
 
 __all__ = ["print_coverage", "print_failures", "print_table"]

@@ -1,6 +1,6 @@
-"""What a run leaves behind, as data: one `Played` for every problem that was played, and a `RunRecord` around them.
+"""The record of a run, as data: one `Played` for every problem that was played, and a `RunRecord` around them.
 
-The report, the ledger and the coverage table read this and nothing else; the tiers and doors write it.
+The report, the ledger and the coverage table read this and nothing else; the tiers and the entry points write it.
 """
 
 from __future__ import annotations

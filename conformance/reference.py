@@ -1,4 +1,4 @@
-"""The one door to `cp_ref`: the oracle and the simulated group. All other modules import `cp_ref.spec` at most."""
+"""The one module that imports `cp_ref`: its oracle and its simulated group. All others import `cp_ref.spec` at most."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-import cp_ref
 from conformance.case import Case
-from conformance.implementation import Missing, context
+from conformance.implementation import Missing
 from conformance.tensors import GlobalTensors, attention_arguments
-from cp_ref import SimGroup, dense_attention, thd
-from cp_ref.spec import UNBOUNDED, Problem
-from cp_ref.tile import tile_backward, tile_forward, visible_pairs
+from cp_ref import SimGroup, dense_attention
 
 __all__ = [
     "Hang",
@@ -25,10 +22,7 @@ __all__ = [
     "RankRunner",
     "Watch",
     "describe_error",
-    "exact_context",
-    "exact_helper",
     "exact_results",
-    "exact_tile",
     "is_out_of_memory",
     "run_ranks",
     "running_ranks_by",
@@ -41,7 +35,7 @@ class Hang(RuntimeError):
 
 
 class Outcome(NamedTuple):
-    """What one rank's function gave: a value, or the error that it raised."""
+    """The outcome of one rank's function: a value, or the error that it raised."""
 
     value: Any
     error: Exception | None
@@ -52,7 +46,7 @@ RankRunner = Callable[[int, Callable[[Any], Any], float], list[Outcome]]
 
 @dataclass
 class Watch:
-    """What `run_ranks` saw while a problem was played, beside the outcomes that it returned."""
+    """Events that `run_ranks` saw while a problem was played, beside the outcomes that it returned."""
 
     limit_s: float = float("inf")
     hung: list[str] = field(default_factory=list)
@@ -96,7 +90,7 @@ def run_ranks(cp_size: int, fn: Callable[[Any], Any], limit_s: float = 60.0) -> 
     """`fn(member)` on every rank of a group: a simulated one, each rank in its thread, or as `running_ranks_by` says.
 
     Returns:
-        One outcome per rank; a rank's exception is an outcome. What the group itself finds (an unmatched message) is
+        One outcome per rank; a rank's exception is an outcome. A finding of the group itself (an unmatched message) is
         every rank's.
 
     Raises:
@@ -197,46 +191,6 @@ def exact_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
             results[name] = torch.zeros_like(leaf) if grad is None else grad
     return {name: x.detach() for name, x in results.items()}
-
-
-def exact_context(problem: Problem, member: Any) -> Any:
-    """The reference's ContextParallel of one rank."""
-    return context(cp_ref, problem, member)
-
-
-def exact_helper(name: str) -> Callable[..., Any]:
-    """The reference's THD helper of this name."""
-    return getattr(thd, name)
-
-
-def exact_tile(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    *,
-    left: int | None,
-    right: int | None,
-    scale: float,
-    softcap: float,
-) -> dict[str, torch.Tensor]:
-    """The oracle's results of one band tile (see `conformance.implementation`), float64: out, lse, dq, dk, dv."""
-    n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
-    lo, hi = -UNBOUNDED if left is None else m - n - left, UNBOUNDED if right is None else m - n + right
-    visible = visible_pairs(slice(0, n), slice(0, m), lo, hi, q.device)
-    q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    if m == 0:  # no key: a row of scores has no largest one
-        zeros = {"out": dout.new_zeros(dout.shape), "lse": q.new_full((q.shape[1], n), -torch.inf)}
-        return zeros | {"dq": torch.zeros_like(q), "dk": k[:, ::group], "dv": v[:, ::group]}
-    if n == 0:
-        empty = {"out": dout.new_zeros(dout.shape), "lse": q.new_zeros(q.shape[1], 0), "dq": torch.zeros_like(q)}
-        return empty | {"dk": torch.zeros_like(k[:, ::group]), "dv": torch.zeros_like(v[:, ::group])}
-    out, lse, _ = tile_forward(q, k, v, visible, scale=scale, softcap=softcap)
-    delta = (dout * out).sum(-1)
-    dq, dk, dv = tile_backward(q, k, v, dout, lse, delta, visible, scale=scale, softcap=softcap)
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    return {"out": out, "lse": lse.t(), "dq": dq, "dk": dk, "dv": dv}
 
 
 def _clean(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A round of drawing: Hypothesis draws problems, a player plays them until one fails, and that one is made smaller."""
+"""A round of drawing: Hypothesis draws problems, a runner plays them until one fails, and that one is made smaller."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from conformance.blame import blame
 from conformance.case import Case
-from conformance.player import FAILING, Player, Task
+from conformance.distinctive import distinctive_features
 from conformance.record import Level, Played
+from conformance.runner import FAILING, Runner, Task
 from conformance.tiers import CASE_TIERS
 
 __all__ = ["Judge", "OnProblem", "Profile", "Round", "as_it_is"]
@@ -46,7 +46,7 @@ def as_it_is(played: Played) -> Played:
 
 
 class _Failed(AssertionError):
-    """What the drawn test raises; what was played is kept beside it."""
+    """The exception of the drawn test; the played problem is kept beside it."""
 
 
 class Round:
@@ -58,8 +58,8 @@ class Round:
         note: what Hypothesis complained of.
     """
 
-    def __init__(self, player: Player, level: Level, tier: str, judge: Judge, on_problem: OnProblem) -> None:
-        self._player, self._tier, self._judge, self._on_problem = player, tier, judge, on_problem
+    def __init__(self, runner: Runner, level: Level, tier: str, judge: Judge, on_problem: OnProblem) -> None:
+        self._runner, self._tier, self._judge, self._on_problem = runner, tier, judge, on_problem
         self._level: Level = level
         self._failing: dict[str, Played] = {}
         self._give_up_at, self._shrink_s = float("inf"), 0.0
@@ -68,8 +68,10 @@ class Round:
         self.smallest_problem: Any = None
         self.note = ""
 
-    def draw(self, strategy: SearchStrategy[Any], profile: Profile, shrink: bool, blamed: list[frozenset[str]]) -> None:
-        """Draw and play; problems that have all features of one of `blamed` are left out."""
+    def draw(
+        self, strategy: SearchStrategy[Any], profile: Profile, shrink: bool, explained: list[frozenset[str]]
+    ) -> None:
+        """Draw and play; problems that have all features of one of `explained` are left out."""
         self._shrink_s = profile.shrink_s
 
         @settings(
@@ -85,7 +87,7 @@ class Round:
         )
         @given(strategy)
         def one_problem(problem: Any) -> None:
-            if any(features <= blame(problem) for features in blamed):
+            if any(features <= distinctive_features(problem) for features in explained):
                 return
             self._one(problem)
 
@@ -97,14 +99,14 @@ class Round:
             if not isinstance(error, _Failed):
                 self.note = f"{type(error).__name__}: {error}"  # Hypothesis found it flaky, say
 
-    def innocent(self) -> frozenset[str]:
-        """The dtype of the smallest failing case, if it fails in another one too: then that is not to blame."""
+    def irrelevant_features(self) -> frozenset[str]:
+        """The dtype of the smallest failing case, if it fails in another one too: then it does not matter."""
         case = self.smallest_problem
         if not isinstance(case, Case):
             return frozenset()
         for dtype in CASE_TIERS[self._tier].dtypes:
             other = replace(case, problem=replace(case.problem, dtype=dtype))
-            if other != case and self._player.play(Task(self._level, self._tier, str(other))).verdict == "right":
+            if other != case and self._runner.play(Task(self._level, self._tier, str(other))).verdict == "right":
                 return frozenset()
         return frozenset({f"dtype {case.problem.dtype}"})
 
@@ -115,7 +117,7 @@ class Round:
                 return
             if any(p.verdict == "missing" for p in self.drawn):
                 return
-            played = self._judge(self._player.play(Task(self._level, self._tier, text)))
+            played = self._judge(self._runner.play(Task(self._level, self._tier, text)))
             if not self._failing:
                 self.drawn.append(played)
                 if played.verdict != "unsupported":  # others are drawn in its place

@@ -29,7 +29,7 @@ class UnsupportedCase(Exception):
 
 @dataclass
 class Gathered:
-    """What came out of one call, gathered from all ranks.
+    """The results of one call, gathered from all ranks.
 
     `results` holds the names of `case.results`, in global order: out, dq, dk, dv like the case's tensors, lse [b, h_q,
     s_q] or [h_q, t_q], max_logit and d_offset [h_q]. `findings` says, in sentences, what is wrong before any value is
@@ -154,7 +154,7 @@ def local_slice(
 
 
 def _wishes(case: Case) -> dict[str, bool]:
-    """What the case asks for beyond the problem; arguments of `attention`, `make_plan` and `supports`."""
+    """The options of the case beyond the problem; arguments of `attention`, `make_plan` and `supports`."""
     names = ("deterministic", "return_lse", "return_max_logit")
     return {name: True for name in names if getattr(case, name)}
 

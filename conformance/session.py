@@ -1,6 +1,6 @@
 """Running tiers: draws problems with Hypothesis, plays them, and looks for the smallest that fails.
 
-Hypothesis runs in `conformance.rounds`; where a problem is played is the player's affair (`conformance.player`,
+Hypothesis runs in `conformance.rounds`; where a problem is played is the runner's affair (`conformance.runner`,
 `conformance.workers`).
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from conformance.blame import blame
 from conformance.capabilities import Capabilities, narrowed
+from conformance.distinctive import distinctive_features
 from conformance.levels import LEVEL_TIERS
-from conformance.player import FAILING, InProcess, Player, Task, task_of
 from conformance.record import Level, Played
 from conformance.rounds import Judge, OnProblem, Profile, Round, as_it_is
+from conformance.runner import FAILING, InProcess, Runner, Task, task_of
 from conformance.strategies import CP_SIZES, cases
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
 
@@ -52,7 +52,7 @@ class Failure:
 
 @dataclass
 class TierResult:
-    """What a tier played: every problem that was drawn or is in its table, and the smallest failing ones."""
+    """The problems that a tier played: every one that was drawn or is in its table, and the smallest failing ones."""
 
     tier: str
     played: list[Played] = field(default_factory=list)
@@ -114,7 +114,7 @@ def run_tier(
     """Draw cases until `profile.max_examples` have passed or one fails; then look for the smallest that fails.
 
     Args:
-        impl: a `Player`, or an implementation, which is played in this process.
+        impl: a `Runner`, or an implementation, which is played in this process.
         tier_name: one of `CASE_TIERS`.
         shrink: whether to look for a smaller failing case, or to keep the first.
         on_problem: called after every problem, shrinking left out.
@@ -125,9 +125,9 @@ def run_tier(
     if not dtypes:
         return TierResult(tier_name, note=f"none of {', '.join(tier.dtypes)} is supported")
     strategy = cases(capabilities, cp_sizes=cp_sizes, dtypes=dtypes).map(lambda c: narrowed(c, capabilities))
-    player = _player(impl, capabilities.device)
+    runner = _runner(impl, capabilities.device)
     return drawn_problems(
-        player, "schedule", tier_name, strategy, profile, shrink=shrink, on_problem=on_problem, judge=judge
+        runner, "schedule", tier_name, strategy, profile, shrink=shrink, on_problem=on_problem, judge=judge
     )
 
 
@@ -149,7 +149,7 @@ def run_level_tier(
         profile = replace(profile, max_examples=min(profile.max_examples, tier.most_on_gpu))
     for strategy in tier.parts.values():
         part = drawn_problems(
-            _player(impl, device), tier.level, tier_name, strategy, profile, shrink=shrink, on_problem=on_problem,
+            _runner(impl, device), tier.level, tier_name, strategy, profile, shrink=shrink, on_problem=on_problem,
             judge=judge,
         )  # fmt: skip
         total.played += part.played
@@ -159,7 +159,7 @@ def run_level_tier(
 
 
 def drawn_problems(
-    player: Player,
+    runner: Runner,
     level: Level,
     tier_name: str,
     strategy: SearchStrategy[Any],
@@ -175,14 +175,14 @@ def drawn_problems(
     drawing goes on without the problems that have all the features of the smallest one, until `profile.most_failures`
     are found. A missing function is played once.
     """
-    result, began, blamed = TierResult(tier_name), time.monotonic(), []
+    result, began, explained = TierResult(tier_name), time.monotonic(), []
     for turn in count():
         left = min(profile.max_examples - result.judged, _MOST_DRAWN * profile.max_examples - result.run)
-        if left <= 0 or len(blamed) == profile.most_failures or result.count("missing"):
+        if left <= 0 or len(explained) == profile.most_failures or result.count("missing"):
             break
-        round_ = Round(player, level, tier_name, judge, on_problem)
+        round_ = Round(runner, level, tier_name, judge, on_problem)
         seed = (profile.seed or 0) + turn if turn else profile.seed  # other problems each time
-        round_.draw(strategy, replace(profile, max_examples=left, seed=seed), shrink, [*blamed])
+        round_.draw(strategy, replace(profile, max_examples=left, seed=seed), shrink, [*explained])
         result.played += round_.drawn
         result.note = result.note or round_.note
         if round_.smallest is None:
@@ -190,10 +190,10 @@ def drawn_problems(
                 break
             continue
         result.played.append(replace(round_.smallest, shrunk=True))
-        features = blame(round_.smallest_problem) - round_.innocent()
+        features = distinctive_features(round_.smallest_problem) - round_.irrelevant_features()
         if not features:  # the plainest problem fails: so will all
             break
-        blamed.append(features)
+        explained.append(features)
     result.seconds = time.monotonic() - began
     return result
 
@@ -208,9 +208,9 @@ def run_table(
 ) -> TierResult:
     """The whole table of a tier of `TABLE_TIERS`; every failing entry is reported."""
     tier, result, began = TABLE_TIERS[tier_name], TierResult(tier_name), time.monotonic()
-    player = _player(impl, capabilities.device)
+    runner = _runner(impl, capabilities.device)
     for entry_id in tier.ids(capabilities):
-        result.played.append(judge(player.play(Task("schedule", tier_name, f"{tier.word} {entry_id}"))))
+        result.played.append(judge(runner.play(Task("schedule", tier_name, f"{tier.word} {entry_id}"))))
         on_problem()
     result.seconds = time.monotonic() - began
     return result
@@ -227,7 +227,7 @@ def replay(
     """Play one problem again: `text` is what a failure printed.
 
     Args:
-        impl: a `Player`, or an implementation, which is played in this process.
+        impl: a `Runner`, or an implementation, which is played in this process.
         tier_names: for a `Case(...)`, the tiers that play it; all without any. Other texts name their tier.
 
     Returns:
@@ -240,12 +240,12 @@ def replay(
     for task in task_of(text):
         if task.tier in CASE_TIERS and tier_names and task.tier not in tier_names:
             continue
-        played = judge(_player(impl, device).play(task))
+        played = judge(_runner(impl, device).play(task))
         note = "; ".join(played.findings) if played.verdict in ("unsupported", "missing", "known") else ""
         results.append(TierResult(task.tier, [played], played.seconds, note))
     return results
 
 
-def _player(impl: Any, device: str) -> Player:
-    """The player, or one that plays the implementation here."""
+def _runner(impl: Any, device: str) -> Runner:
+    """The runner, or one that plays the implementation here."""
     return impl if hasattr(type(impl), "play") else InProcess(impl, device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from conformance.case import Case
-from conformance.entries import Change, Entry, dense, every_schedule, problem
+from conformance.entries import Change, TableEntry, dense, every_schedule, problem
 from conformance.tensors import GlobalTensors
 from cp_ref.spec import Sequence
 
@@ -27,14 +27,14 @@ def _entry(
     change: Change | None = None,
     call: dict[str, object] | None = None,
     **fields: object,
-) -> Entry:
+) -> TableEntry:
     """An entry under every schedule; `call` has fields of the case, `fields` those of the problem."""
     options = {"return_lse": True, "return_max_logit": True, "loss": "out+lse", "seed": 7, **(call or {})}
     p = problem(cp_size, *sequences, **fields)
     case = Case(p, tail_q=tails[0], tail_kv=tails[1], **options)  # pyright: ignore[reportArgumentType]
     only = (p.cp_comm_type,) if "cp_comm_type" in fields else ("p2p", "all_gather", "a2a", "a2a+p2p")
     cases = (case,) if "cp_comm_type" in fields else every_schedule(case, only)
-    return Entry(text, cases, tiers, change, free=tuple(name for name in _FREE if name not in fields))
+    return TableEntry(text, cases, tiers, change, free=tuple(name for name in _FREE if name not in fields))
 
 
 def _with_offset(value: float) -> Change:
@@ -66,7 +66,7 @@ _PADDED = (Sequence(5, 5, 8, 8), Sequence(8, 8, 8, 8), Sequence(0, 0, 8, 8))
 _NONE = [Sequence(0, 0, 0, 0)] * 1000
 _BATCH: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "padding_causal"}
 
-SPECIAL: dict[str, Entry] = {
+SPECIAL: dict[str, TableEntry] = {
     # values
     "equal-scores": _entry("q = 0: every weight is 1 / n", 2, dense(8), change=_constant_scores(0.0, 1.0)),
     "very-negative-scores": _entry(
@@ -167,6 +167,14 @@ SPECIAL: dict[str, Entry] = {
         Sequence(8, 3, 8, 12),
         Sequence(2, 12, 8, 12),
         **(_BATCH | {"qkv_format": "sbhd"}),  # pyright: ignore[reportArgumentType]
+    ),
+    "sbhd-of-equal-lengths": _entry(
+        "sbhd without padding, a sink per head: a batch that may be folded into the heads",
+        2,
+        *[dense(8)] * 3,
+        qkv_format="sbhd",
+        attn_mask_type="causal",
+        softmax_type="learnable",
     ),
     # masks
     "bottom-right-fewer-keys": _entry(

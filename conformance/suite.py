@@ -25,21 +25,21 @@ import torch
 
 from conformance.cli import cp_sizes_of
 from conformance.commands import replay_command, replay_options
-from conformance.conduct import NO_LEDGER, Conduct, describe_run
 from conformance.implementation import load
 from conformance.ledger import Ledger
 from conformance.parts import Part, play_part
-from conformance.player import InProcess
 from conformance.plugin import Settings, settings_of
+from conformance.runner import InProcess
 from conformance.session import PROFILES, TierResult
-from conformance.workers import start_player
+from conformance.suite_run import NO_LEDGER, SuiteRun, describe_run
+from conformance.workers import start_runner
 
-__all__ = ["conformance_conduct", "conformance_settings", "impl", "test_conformance"]
+__all__ = ["conformance_settings", "conformance_suite_run", "impl", "test_conformance"]
 
 
 @pytest.fixture(scope="session")
 def impl(request: pytest.FixtureRequest) -> Any:
-    """What is tested: the option --impl."""
+    """The implementation under test: the option --impl."""
     name = settings_of(request.config).impl
     if name is None:
         pytest.skip("no implementation: give --impl pkg.module, or define a fixture `impl`")
@@ -53,30 +53,30 @@ def conformance_settings(request: pytest.FixtureRequest) -> Settings:
 
 
 @pytest.fixture(scope="session")
-def conformance_conduct(impl: Any, conformance_settings: Settings) -> Iterator[Conduct]:
+def conformance_suite_run(impl: Any, conformance_settings: Settings) -> Iterator[SuiteRun]:
     """The implementation, ready to play."""
     options = conformance_settings
     torch.set_num_threads(1)  # the tensors are tiny
     profile = PROFILES[options.profile]
     profile = replace(profile, max_examples=options.examples or profile.max_examples)
     if isinstance(impl, str) and options.isolate:
-        player = start_player(
+        runner = start_runner(
             impl, options.device, options.time_limit, lambda kind: cp_sizes_of(options.cp_size, kind, options.device)
         )
     else:
-        player = InProcess(load(impl) if isinstance(impl, str) else impl, options.device, options.time_limit)
-    sizes = cp_sizes_of(options.cp_size, player.info.group_kind, options.device)
+        runner = InProcess(load(impl) if isinstance(impl, str) else impl, options.device, options.time_limit)
+    sizes = cp_sizes_of(options.cp_size, runner.info.group_kind, options.device)
     ledger = NO_LEDGER if options.ledger is None else Ledger.load(options.ledger)
-    conduct = Conduct(player, profile, cp_sizes=sizes, device=options.device, ledger=ledger)
-    more = replay_options(player.info.group_kind, options.cp_size, options.time_limit, options.isolate)
-    options.meta = describe_run(impl, options.profile, conduct, more)
-    yield conduct
-    player.close()
+    suite_run = SuiteRun(runner, profile, cp_sizes=sizes, device=options.device, ledger=ledger)
+    more = replay_options(runner.info.group_kind, options.cp_size, options.time_limit, options.isolate)
+    options.meta = describe_run(impl, options.profile, suite_run, more)
+    yield suite_run
+    runner.close()
 
 
-def test_conformance(conformance_part: Part, conformance_conduct: Conduct, conformance_settings: Settings) -> None:
+def test_conformance(conformance_part: Part, conformance_suite_run: SuiteRun, conformance_settings: Settings) -> None:
     """One part of the suite."""
-    result = play_part(conformance_conduct, conformance_part)
+    result = play_part(conformance_suite_run, conformance_part)
     conformance_settings.played += result.played
     if result.failures:
         pytest.fail(_message(result, conformance_settings), pytrace=False)

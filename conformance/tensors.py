@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GlobalTensors:
-    """What all ranks together compute on. `real_*` mark the real tokens: [b, s], [s, b] or [t]."""
+    """The global tensors that all ranks together compute on. `real_*` mark the real tokens: [b, s], [s, b] or [t]."""
 
     q: torch.Tensor  # [b, s_q, h_q, d_qk], [s_q, b, h_q, d_qk] or [t_q, h_q, d_qk], in the problem's dtype
     k: torch.Tensor

@@ -1,8 +1,8 @@
 """The yardstick: what plain PyTorch makes of the same problem in the same dtype. Its error is the unit that budgets are
 counted in.
 
-It is written to be ordinary, not good: whole score matrices, every intermediate rounded to the input dtype, gradients
-by autograd. Only the LSE, a float32 result everywhere, is also computed in float32.
+The yardstick is written to be ordinary, not good: whole score matrices, every intermediate rounded to the input dtype,
+gradients by autograd. Only the LSE, a float32 result everywhere, is also computed in float32.
 """
 
 from __future__ import annotations

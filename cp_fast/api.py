@@ -12,6 +12,7 @@ from cp_fast.calls import check_planned_call
 from cp_fast.compiled import attention_in_graph
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, backend_for, plan_together
+from cp_fast.rows import check_row_numbers
 from cp_ref.common import attention as declared
 from cp_ref.common.attention import asked_for, problem_arguments, refuse_plan
 from cp_ref.common.casting import autocast
@@ -64,6 +65,7 @@ def attention(
             sizes = read_sizes(q, k, v, arguments["qkv_format"], cp.size)
             how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
             problem = read_call(cp, sizes, **arguments)
+            check_row_numbers(problem)
             backend = backend_for(cp, problem, q.device.type, **how)
             check_local_tensors(problem, cp.rank, q, k, v)
             check_offset(problem, softmax_offset, q)

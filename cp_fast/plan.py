@@ -21,7 +21,7 @@ from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower
 from cp_fast.planning.windows import WindowRule
 from cp_fast.program import LoweredProgram
-from cp_fast.rows import Rows
+from cp_fast.rows import Rows, check_row_numbers
 from cp_ref.common import plans
 from cp_ref.common.declared import implements
 from cp_ref.common.plans import read_plan_arguments
@@ -45,7 +45,7 @@ from cp_ref.spec import (
 )
 from cp_ref.spec import Program as Passes
 
-__all__ = ["Plan", "backend_for", "make_plan", "plan_together", "supports"]
+__all__ = ["Plan", "backend_for", "lowered", "make_plan", "plan_together", "supports"]
 
 Found = TypeVar("Found")
 Steps = tuple[Passes, Passes]  # of the forward and the backward pass
@@ -126,7 +126,7 @@ class Plan(plans.Plan):
             problem = next_batch(self.problem, self.room, **lengths, **padded)
             assert self.fixed is not None
             steps = make_program(problem, self.rank)
-            draft = _lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
+            draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
             return Agreement(problem, self.room), steps, self.fixed.fitted(draft, problem)
 
         agreement, steps, fitted = _together(cp, read, lambda found: found[0])
@@ -190,7 +190,7 @@ def plan_together(
     (problem, room, _), backend, device = _together(cp, read, lambda found: found[0])
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
-    draft = _lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
+    draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
     if room is None:
         return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, custom)
     fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
@@ -198,7 +198,7 @@ def plan_together(
     return Plan(problem, cp.rank, device, backend, packing, program, steps, custom, room, fixed)
 
 
-def _lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:
+def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:
     """One rank's part of a schedule, lowered."""
     problem, packed = packing.problem, packing.packed_problem
     if packing.folded:
@@ -216,6 +216,7 @@ def _together(cp: ContextParallel, read: Callable[[], Found], agreement: Callabl
 
 def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, Backend, torch.device]:
     agreement, device = read_plan_arguments(given, ContextParallel)
+    check_row_numbers(agreement.problem, agreement.room)
     how = {name: given[name] for name in ("deterministic", "return_max_logit")}
     in_place = agreement.room is not None
     return agreement, backend_for(given["cp"], agreement.problem, device.type, **how, in_place=in_place), device

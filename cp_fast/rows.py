@@ -6,9 +6,12 @@ from typing import TypeGuard
 
 import torch
 
-__all__ = ["Rows", "is_mask", "take"]
+from cp_ref.spec import Problem, Room
+
+__all__ = ["MOST_ROWS", "Rows", "check_row_numbers", "is_mask", "take"]
 
 Rows = slice | torch.Tensor
+MOST_ROWS = 2**31 - 1  # of one buffer of a rank: row numbers and the lengths of launches are int32
 
 
 def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -23,3 +26,28 @@ def is_mask(rows: Rows) -> TypeGuard[torch.Tensor]:
     (True, False, False)
     """
     return isinstance(rows, torch.Tensor) and rows.dtype == torch.bool
+
+
+def check_row_numbers(problem: Problem, room: Room | None = None) -> None:
+    """Refuse a problem, or room, for which a rank would hold more rows of q or of k and v than int32 numbers.
+
+    Raises:
+        ValueError: naming the lengths (or the room), and how many rows a rank would hold.
+    """
+    for side, total, most in (
+        ("q", problem.starts_q[-1], None if room is None else room.max_tokens_q),
+        ("kv", problem.starts_kv[-1], None if room is None else room.max_tokens_kv),
+    ):
+        gathered = side == "kv" and problem.cp_comm_type == "all_gather"
+        ranks = problem.cp_size if gathered else problem.a2a_size  # whose rows come together
+        what, tokens = (f"cu_seqlens_{side}, padding included, ends at", total) if most is None else (_room(side), most)
+        rows = -(-tokens // problem.cp_size) * ranks
+        if rows > MOST_ROWS:
+            raise ValueError(
+                f"{what} {tokens}: with cp_comm_type {problem.cp_comm_type!r} at cp_size {problem.cp_size} a rank would"
+                f" hold {rows} rows of {side}; row numbers are int32, so it must be at most {MOST_ROWS}"
+            )
+
+
+def _room(side: str) -> str:
+    return f"max_tokens_{side} is"

@@ -9,7 +9,7 @@ ring_flash_attn       zhuzilin/ring-flash-attention
 yunchang              feifeibear/long-context-attention (USP)
 transformer_engine    DotProductAttention with set_context_parallel_group
 
-An adapter of a library says in a table what the library claims (`claims.Claims`), maps the suite's call to the
-library's, and refuses what the library refuses. It never catches what the library raises: a crash inside its claims is
-a finding. What was found is in docs/findings.md.
+An adapter of a library says in a table what the library supports (`supported.SupportTable`), maps the suite's call
+to the library's, and refuses what the library refuses. No adapter catches what the library raises: a crash inside that
+table is a finding. Findings are in docs/findings.md.
 """

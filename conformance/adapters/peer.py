@@ -1,4 +1,4 @@
-"""What the adapters of libraries have in common: claims first, then the library's call, on one rank of a group."""
+"""The common part of libraries' adapters: the table of what is supported, then the library's call on one rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.adapters.claims import Claims, Unsupported, asked
+from conformance.adapters.supported import SupportTable, Unsupported, asked
 
 __all__ = ["Peer", "no_gradient", "number_of_ranks", "rank_in"]
 
@@ -17,26 +17,26 @@ class Peer(ABC):
 
     group_kind = "process"
     Unsupported = Unsupported
-    claims: Claims
+    supported: SupportTable
 
     def supports(
         self, *, cp: Any, heads_q: int, heads_kv: int, d_qk: int, d_v: int, dtype: torch.dtype, device: torch.device,
         **rest: Any,
     ) -> tuple[bool, str]:  # fmt: skip
-        """What the library claims: (True, "") or (False, reason)."""
-        reason = self.claims.why_not(asked(cp, (heads_q, heads_kv, d_qk, d_v), dtype, device, rest))
+        """Whether the library supports the problem: (True, "") or (False, reason)."""
+        reason = self.supported.why_not(asked(cp, (heads_q, heads_kv, d_qk, d_v), dtype, device, rest))
         return not reason, reason
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: Any, **options: Any) -> Any:
-        """`cp_ref.attention` in the library's words. What makes no sense is the library's to refuse."""
+        """`cp_ref.attention` in the library's words. A call that makes no sense is the library's to refuse."""
         for name in ("plan", "softmax_offset"):
             if options.pop(name, None) is not None:
-                raise Unsupported(f"{self.claims.library}: no argument for {name}")
+                raise Unsupported(f"{self.supported.library}: no argument for {name}")
         try:
             sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
             axis = 1 if options.get("qkv_format", "bshd") == "bshd" else 0
             lengths = {"seqlen_q": q.shape[axis], "seqlen_kv": k.shape[axis]} if _has_sequence_axis(options) else {}
-            reason = self.claims.why_not(asked(cp, sizes, q.dtype, q.device, {**lengths, **options}))
+            reason = self.supported.why_not(asked(cp, sizes, q.dtype, q.device, {**lengths, **options}))
         except Exception:  # a q that is no tensor, a window of three sides
             reason = ""
         if reason:
@@ -45,7 +45,7 @@ class Peer(ABC):
 
     @abstractmethod
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Any, options: dict[str, Any]) -> Any:
-        """The library's call, for what it claims: out, or (out, lse)."""
+        """The library's call, for what its table has: out, or (out, lse)."""
 
 
 def _has_sequence_axis(options: dict[str, Any]) -> bool:
@@ -53,7 +53,7 @@ def _has_sequence_axis(options: dict[str, Any]) -> bool:
 
 
 def rank_in(group: Any) -> int:
-    """This process's rank in a group."""
+    """The rank of this process in a group."""
     return torch.distributed.get_rank(group)
 
 

@@ -26,14 +26,14 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conformance.adapters.claims import Claims, Unsupported, library
 from conformance.adapters.peer import Peer, number_of_ranks
+from conformance.adapters.supported import SupportTable, Unsupported, library
 
 __all__ = ["Unsupported", "attention", "chosen", "cudnn", "efficient", "flash", "group_kind", "supports"]
 
 _cp = library("torch.distributed.tensor.experimental._attention", "PyTorch 2.11 or later, with torch.distributed")
 
-_CLAIMS = Claims(
+_SUPPORTED = SupportTable(
     f"PyTorch {torch.__version__}",
     {
         "cp_comm_type": ("p2p", "all_gather"),
@@ -65,16 +65,16 @@ _CLAIMS = Claims(
     ),
 )
 # "No available kernel", each of these
-_FLASH = _CLAIMS.having(dtype=("bfloat16", "float16"), dims=("equal",))
-_EFFICIENT = _CLAIMS.having(heads=("equal",), head_dim=("multiple of 8",))
-_CUDNN = _CLAIMS.having(dtype=("bfloat16", "float16"), head_dim=("multiple of 8",))
+_FLASH = _SUPPORTED.having(dtype=("bfloat16", "float16"), dims=("equal",))
+_EFFICIENT = _SUPPORTED.having(heads=("equal",), head_dim=("multiple of 8",))
+_CUDNN = _SUPPORTED.having(dtype=("bfloat16", "float16"), head_dim=("multiple of 8",))
 
 
 class PyTorch(Peer):
     """With one kernel, or with PyTorch's choice."""
 
-    def __init__(self, claims: Claims, kernel: SDPBackend | None = None) -> None:
-        self.claims, self._kernel = claims, kernel
+    def __init__(self, supported: SupportTable, kernel: SDPBackend | None = None) -> None:
+        self.supported, self._kernel = supported, kernel
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Any, options: dict[str, Any]) -> torch.Tensor:
         """out."""
@@ -87,7 +87,7 @@ class PyTorch(Peer):
             return _Passes.apply(q, k, v, function, inside)
         except RuntimeError as error:
             if "No available kernel" in str(error):  # its word for what the chosen kernel does not have
-                raise Unsupported(f"{self.claims.library}: {error}") from error
+                raise Unsupported(f"{self.supported.library}: {error}") from error
             raise
 
     @contextmanager
@@ -135,6 +135,6 @@ def _mesh(group: Any, device_type: str) -> DeviceMesh:
 flash = PyTorch(_FLASH, SDPBackend.FLASH_ATTENTION)
 efficient = PyTorch(_EFFICIENT, SDPBackend.EFFICIENT_ATTENTION)
 cudnn = PyTorch(_CUDNN, SDPBackend.CUDNN_ATTENTION)
-chosen = PyTorch(_CLAIMS)
+chosen = PyTorch(_SUPPORTED)
 attention, supports = chosen.attention, chosen.supports
 group_kind = PyTorch.group_kind

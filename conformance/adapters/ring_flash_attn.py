@@ -24,15 +24,15 @@ from typing import Any
 import torch
 
 from conformance.adapters import flash_attn_shim
-from conformance.adapters.claims import Claims, Unsupported, library
 from conformance.adapters.peer import Peer, no_gradient, number_of_ranks, rank_in
+from conformance.adapters.supported import SupportTable, Unsupported, library
 
 __all__ = ["Unsupported", "accepted", "attention", "documented", "group_kind", "stripe", "supports"]
 
 KERNELS = flash_attn_shim.install()
 _rfa = library("ring_flash_attn", "pip install ring-flash-attn==0.1.8")
 
-_DOCUMENTED = Claims(
+_DOCUMENTED = SupportTable(
     "ring-flash-attn",
     {
         "cp_comm_type": ("p2p", "all_gather"),
@@ -71,7 +71,7 @@ _DOCUMENTED = Claims(
 class RingFlashAttn(Peer):
     """The functions of the table above."""
 
-    claims = _DOCUMENTED
+    supported = _DOCUMENTED
     lse_gradient = False
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Any, options: dict[str, Any]) -> Any:
@@ -129,7 +129,7 @@ class Accepted(RingFlashAttn):
     With other lengths of K a causal mask means another one: FlashAttention aligns it to the last query and key.
     """
 
-    claims = replace(
+    supported = replace(
         _DOCUMENTED.having(window=("none", "left", "right", "both"), lengths=("self", "cross")),
         apart=(
             *_DOCUMENTED.apart,
@@ -143,7 +143,7 @@ class Accepted(RingFlashAttn):
 class Stripe(RingFlashAttn):
     """`stripe_flash_attn_func`: rank r has the rows r, r + cp_size, ..."""
 
-    claims = _DOCUMENTED.having(
+    supported = _DOCUMENTED.having(
         cp_comm_type=("p2p",), layout=("contiguous",), qkv_format=("bshd",), attn_mask_type=("causal",),
         return_lse=("no",),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """TransformerEngine's PyTorch attention: `DotProductAttention` with `set_context_parallel_group`.
 
-Written from its public interface and its support matrix as of 2.20. It has not been run here: no build of the library
-was at hand. Objects: `fused` (FusedAttention, cuDNN; the module itself too) and `flash` (FlashAttention); each switches
-the other off by the library's environment variables, before its first call.
+Written from its public interface and its support matrix as of 2.20. The adapter has not been run here: no build of the
+library was at hand. Objects: `fused` (FusedAttention, cuDNN; the module itself too) and `flash` (FlashAttention); each
+switches the other off by the library's environment variables, before its first call.
 
     suite                        TransformerEngine
     cp_comm_type                 the same word; "a2a+p2p" with [a2a_group, p2p_group]
@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from conformance.adapters.claims import Claims, Unsupported, library
 from conformance.adapters.peer import Peer
+from conformance.adapters.supported import SupportTable, Unsupported, library
 
 __all__ = ["Unsupported", "attention", "flash", "fused", "group_kind", "supports"]
 
 _te = library("transformer_engine.pytorch", "pip install --no-build-isolation transformer_engine[pytorch]")
 
-_FUSED = Claims(
+_FUSED = SupportTable(
     "TransformerEngine, FusedAttention",
     {
         "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
@@ -75,8 +75,8 @@ _SWITCHES = {"NVTE_FUSED_ATTN": "fused", "NVTE_FLASH_ATTN": "flash", "NVTE_UNFUS
 class TransformerEngine(Peer):
     """One of its two backends."""
 
-    def __init__(self, claims: Claims, backend: str) -> None:
-        self.claims, self._backend = claims, backend
+    def __init__(self, supported: SupportTable, backend: str) -> None:
+        self.supported, self._backend = supported, backend
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Any, options: dict[str, Any]) -> torch.Tensor:
         """out."""

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from conformance.adapters import flash_attn_shim
-from conformance.adapters.claims import Claims, Unsupported, library
 from conformance.adapters.peer import Peer, rank_in
+from conformance.adapters.supported import SupportTable, Unsupported, library
 
 __all__ = ["Unsupported", "accepted", "attention", "fa", "group_kind", "supports", "torch_math"]
 
@@ -31,7 +31,7 @@ _usp = library("yunchang", "pip install yunchang==0.6.4")
 _globals = library("yunchang.globals", "pip install yunchang==0.6.4")
 _kernels = library("yunchang.kernels", "pip install yunchang==0.6.4")
 
-_CLAIMS = Claims(
+_SUPPORTED = SupportTable(
     "yunchang",
     {
         "cp_comm_type": ("p2p", "a2a", "a2a+p2p"),
@@ -61,8 +61,8 @@ _CLAIMS = Claims(
 class Yunchang(Peer):
     """`LongContextAttention` with one kind of kernel."""
 
-    def __init__(self, claims: Claims, attn_type: str = "fa") -> None:
-        self.claims, self._attn_type = claims, attn_type
+    def __init__(self, supported: SupportTable, attn_type: str = "fa") -> None:
+        self.supported, self._attn_type = supported, attn_type
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Any, options: dict[str, Any]) -> torch.Tensor:
         """out."""
@@ -90,7 +90,7 @@ class TorchMath(Yunchang):
     supports: Any = None  # which cannot know whether a gradient is wanted
 
     def __init__(self) -> None:
-        half = _CLAIMS.having(dtype=("float64", "float32", "bfloat16", "float16"))
+        half = _SUPPORTED.having(dtype=("float64", "float32", "bfloat16", "float16"))
         super().__init__(replace(half, library="yunchang, TORCH_MATH"), "torch_math")
 
     def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Any, options: dict[str, Any]) -> torch.Tensor:
@@ -106,8 +106,8 @@ def _alone() -> Any:
     return torch.distributed.new_group([rank_in(None)], use_local_synchronization=True)
 
 
-fa = Yunchang(_CLAIMS)
-accepted = Yunchang(_CLAIMS.having(window=("none", "left", "right", "both"), softcap=("none", "softcap")))
+fa = Yunchang(_SUPPORTED)
+accepted = Yunchang(_SUPPORTED.having(window=("none", "left", "right", "both"), softcap=("none", "softcap")))
 torch_math = TorchMath()
 attention, supports = fa.attention, fa.supports
 group_kind = Yunchang.group_kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.entries import Entry, dense
+from conformance.entries import TableEntry, dense
 from conformance.known.by_hand import batch_lengths_kept, flat_group_for_two_levels, trailing_equal_lengths
 from conformance.known.model import Known, case, reported
 from cp_ref.spec import Sequence
@@ -42,14 +42,12 @@ REPORTS: dict[str, Known] = {
         case(2, *[dense(4)] * 4, qkv_format="sbhd", attn_mask_type="causal", heads_q=4, heads_kv=4, d_qk=4, d_v=4),
         case(2, *[dense(4)] * 4, qkv_format="bshd", attn_mask_type="causal", heads_q=4, heads_kv=4, d_qk=4, d_v=4),
         schedules=_ALL,
-        mutant="batch-and-sequence-exchanged",
     ),
     "accelerate-4177": reported(
         "huggingface/accelerate#4177",
         "Layers with a sliding window silently became full causal attention.",
         case(2, dense(16), **_BSHD, window_size=(3, 0)),
         schedules=_ALL,
-        mutant="window-dropped",
     ),
     "trl-6843": reported(
         "huggingface/trl#6843",
@@ -57,7 +55,6 @@ REPORTS: dict[str, Known] = {
         case(2, dense(4), dense(8), dense(4)),
         case(2, dense(4), dense(8), dense(4), layout="contiguous"),
         schedules=_ALL,
-        mutant="documents-joined",
     ),
     "diffusers-14265": reported(
         "huggingface/diffusers#14265",
@@ -65,7 +62,6 @@ REPORTS: dict[str, Known] = {
         case(3, dense(12), qkv_format="bshd", attn_mask_type="no_mask"),
         case(4, dense(16), **_BSHD),
         tiers=("logic",),
-        mutant="stale-kv-in-the-backward",
     ),
     "automodel-3157": reported(
         "NVIDIA-NeMo/Automodel#3157",
@@ -73,7 +69,6 @@ REPORTS: dict[str, Known] = {
         case(2, *[dense(4)] * 2, qkv_format="sbhd", attn_mask_type="causal", heads_q=4, heads_kv=4),
         schedules=_ALL,
         tiers=("logic", "hygiene"),
-        mutant="dk-heads-rotated",
     ),
     "automodel-2384": reported(
         "NVIDIA-NeMo/Automodel#2384",
@@ -82,7 +77,6 @@ REPORTS: dict[str, Known] = {
         case(2, dense(8), **_BSHD, call="strided"),
         schedules=_ALL,
         tiers=("hygiene",),
-        mutant="dout-strides-ignored",
     ),
     "deepspeed-7384": reported(
         "deepspeedai/DeepSpeed#7384",
@@ -95,7 +89,6 @@ REPORTS: dict[str, Known] = {
         case(2, *[dense(8)] * 3, **_BSHD),
         case(4, *[dense(8)] * 2, qkv_format="sbhd", attn_mask_type="causal"),
         schedules=("a2a", "a2a+p2p"),
-        mutant="batch-and-sequence-exchanged",
     ),
     "deepspeed-4674": reported(
         "deepspeedai/DeepSpeed#4674",
@@ -108,7 +101,6 @@ REPORTS: dict[str, Known] = {
         "NVIDIA/Megatron-LM#1464",
         "p2p gave wrong dQ, dK and dV (the report behind TransformerEngine#1557).",
         case(4, *[dense(16)] * 2, qkv_format="sbhd", attn_mask_type="causal"),
-        mutant="dq-of-the-last-step-lost",
     ),
     "megatron-1764": reported(
         "NVIDIA/Megatron-LM#1764",
@@ -116,7 +108,6 @@ REPORTS: dict[str, Known] = {
         case(4, Sequence(2, 2, 16, 16), Sequence(3, 3, 16, 16), qkv_format="sbhd"),
         case(4, dense(16, 8), attn_mask_type="causal_bottom_right"),
         schedules=_ALL,
-        mutant="empty-rows-are-nan",
     ),
     "megatron-7097": reported(
         "NVIDIA/Megatron-LM#7097",
@@ -135,15 +126,14 @@ REPORTS: dict[str, Known] = {
         case(4, dense(64), window_size=(9, 0), layout="contiguous"),
         case(4, Sequence(20, 20, 24, 24), dense(40), window_size=(7, 0)),
         tiers=("plan", "logic", "probes"),
-        mutant="halo-one-short",
     ),
     "bridge-1964": Known(
         "NVIDIA-NeMo/Megatron-Bridge#1964",
-        Entry("Cutting a batch cut cu_seqlens too, as if it were one more sequence.", by_hand=batch_lengths_kept),
+        TableEntry("Cutting a batch cut cu_seqlens too, as if it were one more sequence.", by_hand=batch_lengths_kept),
     ),
     "bridge-4489": Known(
         "NVIDIA-NeMo/Megatron-Bridge#4489",
-        Entry(
+        TableEntry(
             "Lengths padded with equal entries at the end were taken for sequences, and tokens went to wrong ranks.",
             (case(2, dense(8), dense(4), *[Sequence(0, 0, 0, 0)] * 5, tails=(4, 4)),),
             by_hand=trailing_equal_lengths,
@@ -151,7 +141,7 @@ REPORTS: dict[str, Known] = {
     ),
     "bridge-2667": Known(
         "NVIDIA-NeMo/Megatron-Bridge#2667",
-        Entry(
+        TableEntry(
             "a2a+p2p without the sizes of its two levels silently switched context parallelism off.",
             by_hand=flat_group_for_two_levels,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conformance.case import Case
-from conformance.entries import Entry, every_schedule, problem
+from conformance.entries import TableEntry, every_schedule, problem
 from cp_ref.spec import Sequence
 
 __all__ = ["Known", "case", "reported"]
@@ -15,13 +15,11 @@ __all__ = ["Known", "case", "reported"]
 class Known:
     """`where` is the project and the number of its issue or pull request: "NVIDIA/TransformerEngine#3331".
 
-    `entry.text` says in one sentence what went wrong. `mutant` names the mutant that makes the same mistake in
-    `cp_ref`, where there is one: the entry has to see it.
+    `entry.text` says in one sentence what went wrong.
     """
 
     where: str
-    entry: Entry
-    mutant: str = ""
+    entry: TableEntry
 
     @property
     def project(self) -> str:
@@ -50,8 +48,7 @@ def reported(
     schedules: tuple[str, ...] = ("p2p",),
     tiers: tuple[str, ...] = ("logic", "probes"),
     errors: tuple[str, ...] = (),
-    mutant: str = "",
 ) -> Known:
     """A report that cases show, under the schedules that had it."""
     played = tuple(c for one in cases for c in every_schedule(one, schedules))
-    return Known(where, Entry(text, played, tiers, errors=errors), mutant)
+    return Known(where, TableEntry(text, played, tiers, errors=errors))

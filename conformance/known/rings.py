@@ -4,7 +4,7 @@ built on them.
 
 from __future__ import annotations
 
-from conformance.entries import Entry, dense
+from conformance.entries import TableEntry, dense
 from conformance.known.by_hand import packed_qkv
 from conformance.known.model import Known, case, reported
 
@@ -23,21 +23,18 @@ REPORTS: dict[str, Known] = {
         case(8, dense(256), **_LONG),
         case(8, dense(256), attn_mask_type="no_mask", **_LONG),
         tiers=("budget",),
-        mutant="dq-in-bf16",
     ),
     "rfa-22": reported(
         _RFA + "22",
         "Every block's output was rounded to bfloat16 before the merge in float32.",
         case(8, dense(256), attn_mask_type="no_mask", **_LONG),
         tiers=("budget",),
-        mutant="partial-outputs-in-bf16",
     ),
     "rfa-87": reported(
         _RFA + "87",
         "dq came back in bfloat16 for float16 inputs.",
         case(2, dense(64), dtype="float16", d_qk=32, d_v=32),
         tiers=("logic", "budget"),
-        mutant="dq-always-bf16",
     ),
     "rfa-46": reported(
         _RFA + "46",
@@ -61,21 +58,18 @@ REPORTS: dict[str, Known] = {
         "exp overflowed in the merge by LSE.",
         case(2, dense(8), softmax_scale=1000.0),
         tiers=("logic",),
-        mutant="merge-without-a-maximum",
     ),
     "prime-rl-2828": reported(
         "PrimeIntellect-ai/prime-rl#2828",
         "The ring ignored the sliding window.",
         case(4, dense(32), window_size=(5, 0)),
         case(4, dense(32), window_size=(5, 3), attn_mask_type="no_mask"),
-        mutant="window-dropped",
     ),
     "prime-rl-3397": reported(
         "PrimeIntellect-ai/prime-rl#3397",
         "Attention sinks were silently dropped under context parallelism.",
         case(2, dense(8), softmax_type="learnable"),
         schedules=("p2p", "a2a"),
-        mutant="sink-dropped",
     ),
     "prime-rl-3042": reported(
         "PrimeIntellect-ai/prime-rl#3042",
@@ -83,7 +77,6 @@ REPORTS: dict[str, Known] = {
         case(4, dense(16), heads_q=8, heads_kv=2),
         case(8, dense(16), heads_q=8, heads_kv=1),
         schedules=("a2a", "a2a+p2p"),
-        mutant="replicated-kv-heads-not-summed",
     ),
     "usp-149": reported(
         _USP + "149",
@@ -99,11 +92,10 @@ REPORTS: dict[str, Known] = {
         case(4, dense(16), softmax_scale=300.0),
         schedules=("p2p", "a2a+p2p"),
         tiers=("logic",),
-        mutant="merge-without-a-maximum",
     ),
     "usp-120": Known(
         _USP + "120",
-        Entry(
+        TableEntry(
             "The backward pass of q, k and v packed in one tensor failed; the test returned before it.",
             by_hand=packed_qkv,
         ),
@@ -116,7 +108,6 @@ REPORTS: dict[str, Known] = {
         case(8, dense(16), heads_q=2, heads_kv=2),
         schedules=("a2a+p2p",),
         tiers=("plan", "logic"),
-        mutant="a2a-rank-before-p2p-rank",
     ),
     "magi-71": reported(
         _MAGI + "71",
@@ -132,7 +123,6 @@ REPORTS: dict[str, Known] = {
         case(2, dense(8), dense(16, 4), call="return_max_logit", attn_mask_type="no_mask"),
         schedules=("p2p", "all_gather", "a2a", "a2a+p2p"),
         tiers=("logic",),
-        mutant="max-logit-of-one-rank",
     ),
     "magi-55": reported(
         _MAGI + "55",

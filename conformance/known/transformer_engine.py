@@ -19,7 +19,6 @@ REPORTS: dict[str, Known] = {
         "not counted; rows and gradients were wrong and differed from run to run.",
         case(4, Sequence(13, 13, 16, 16), Sequence(30, 30, 32, 32), Sequence(7, 7, 8, 8), call="deterministic"),
         tiers=("logic", "probes", "determinism"),
-        mutant="padding-counted-by-division",
     ),
     "te-1930": reported(
         _TE + "1930",
@@ -27,7 +26,6 @@ REPORTS: dict[str, Known] = {
         case(2, Sequence(7, 7, 8, 8), Sequence(11, 11, 12, 12)),
         schedules=_ALL,
         errors=("not-divisible-dual-chunk",),
-        mutant="last-real-token-lost",
     ),
     "te-1931": reported(
         _TE + "1931",
@@ -59,7 +57,6 @@ REPORTS: dict[str, Known] = {
         "are computed as the first's.",
         case(2, dense(8), dense(16), Sequence(1, 1, 4, 4)),
         schedules=("all_gather",),
-        mutant="wrong-half-of-a-block",
     ),
     "te-2186": reported(
         _TE + "2186",
@@ -67,21 +64,18 @@ REPORTS: dict[str, Known] = {
         case(4, Sequence(5, 5, 32, 32), Sequence(9, 9, 16, 16)),
         case(4, Sequence(1, 1, 32, 32)),
         schedules=_ALL,
-        mutant="padding-in-the-gradients",
     ),
     "te-1557": reported(
         _TE + "1557",
         "p2p gave wrong dQ, dK and dV, with relative errors up to 1.2, while the output was right.",
         case(4, dense(32), qkv_format="bshd", attn_mask_type="causal"),
         case(3, dense(24), qkv_format="sbhd", attn_mask_type="causal"),
-        mutant="dq-of-the-last-step-lost",
     ),
     "te-1054": reported(
         _TE + "1054",
         "dK and dV of a block were suspected to be copied over what the ring had summed, where they should be added.",
         case(4, dense(16)),
         case(5, dense(20), dense(10)),
-        mutant="dkv-copied-not-added",
     ),
     "te-909": reported(
         _TE + "909",
@@ -89,14 +83,12 @@ REPORTS: dict[str, Known] = {
         case(2, dense(4), Sequence(9, 9, 12, 12), dense(8)),
         schedules=_ALL,
         tiers=("plan", "logic"),
-        mutant="chunks-in-another-order",
     ),
     "te-716": reported(
         _TE + "716",
         "Merging by exp(lse) overflowed to infinity, and gave NaN, where scores were large.",
         case(4, dense(16), qkv_format="bshd", attn_mask_type="causal", softmax_scale=400.0),
         tiers=("logic",),
-        mutant="merge-without-a-maximum",
     ),
     "te-1624": reported(
         _TE + "1624",
@@ -111,7 +103,6 @@ REPORTS: dict[str, Known] = {
         case(4, Sequence(8, 0, 8, 0), dense(8)),
         case(4, dense(16), window_size=(0, 0)),
         schedules=_ALL,
-        mutant="empty-rows-are-nan",
     ),
     "te-3532": reported(
         _TE + "3532",
@@ -120,7 +111,6 @@ REPORTS: dict[str, Known] = {
         case(2, dense(16), window_size=(-1, -1), attn_mask_type="no_mask"),
         case(2, dense(16), window_size=(-1, 2), attn_mask_type="no_mask"),
         schedules=_ALL,
-        mutant="minus-one-taken-literally",
     ),
     "te-2541": reported(
         _TE + "2541",
@@ -133,7 +123,6 @@ REPORTS: dict[str, Known] = {
         "The ring's helpers never passed softmax_type on: behind the refusal, a sink would have been dropped silently.",
         case(2, dense(8), softmax_type="learnable"),
         case(2, dense(8), softmax_type="off-by-one"),
-        mutant="sink-dropped",
     ),
     "te-3249": reported(
         _TE + "3249",
@@ -147,21 +136,18 @@ REPORTS: dict[str, Known] = {
         "A kernel library changed the layout of the LSE from padded to packed, and the merge read it wrongly.",
         case(2, dense(4), dense(16), dense(8), heads_q=6, heads_kv=3),
         schedules=("p2p", "a2a+p2p"),
-        mutant="lse-heads-and-rows-exchanged",
     ),
     "te-821": reported(
         _TE + "821",
         "Partial outputs and gradients were added up in bfloat16: errors grow with the group.",
         case(8, dense(256), dtype="bfloat16", heads_q=1, heads_kv=1, d_qk=32, d_v=32, attn_mask_type="no_mask"),
         tiers=("budget",),
-        mutant="partial-outputs-in-bf16",
     ),
     "te-2892": reported(
         _TE + "2892",
         "Lengths with and without padding differed, padding was counted as tokens, and training went wrong.",
         case(2, Sequence(5, 5, 16, 16), Sequence(9, 9, 16, 16)),
         schedules=_ALL,
-        mutant="padding-is-attended",
     ),
     "te-3205": reported(
         _TE + "3205",
@@ -169,7 +155,6 @@ REPORTS: dict[str, Known] = {
         case(2, Sequence(5, 5, 8, 8), tails=(12, 12)),
         schedules=_ALL,
         tiers=("logic", "hygiene"),
-        mutant="tail-never-written",
     ),
     "te-2391": reported(
         _TE + "2391",

@@ -1,8 +1,8 @@
 """The levels below the whole attention: THD helpers, merging, one band tile.
 
-Each tier here plays problems of its own kind, with a text of its own: Helper(...), Merge(...), Tile(...). They are
-called in one process, without a group (but for `get_batch_on_this_cp_rank`), against `cp_ref` or the definition in
-float64.
+Each tier here plays problems of its own kind, with a text of its own: Helper(...), Merge(...), Tile(...). The
+problems are played in one process, without a group (but for `get_batch_on_this_cp_rank`), against definitions that are
+written out beside them.
 
 helpers             every function of `thd`, well-formed calls
 helpers-malformed   calls that have no right answer: they must raise

@@ -1,4 +1,4 @@
-"""What the lower levels share: calling a function of an implementation, and holding tensors against exact ones."""
+"""The common part of the lower levels: calls of an implementation's functions, tensors against exact ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def shape_findings(name: str, got: Any, shape: Sequence[int] | torch.Size, dtypes: Sequence[torch.dtype]) -> list[str]:
-    """What is wrong with a result before its values are looked at."""
+    """Findings about a result's type, shape and dtype."""
     if not isinstance(got, torch.Tensor):
         return [f"{name} is a {type(got).__name__}; it must be a tensor"]
     found = []

@@ -18,7 +18,7 @@ from conformance.levels.calls import dtype_of
 if TYPE_CHECKING:
     from conformance.levels.helpers import Helper
 
-__all__ = ["HELPERS", "MOVED_DTYPES", "Built", "Entry"]
+__all__ = ["HELPERS", "MOVED_DTYPES", "Built", "HelperCall"]
 
 MOVED_DTYPES = (
     "float32",
@@ -49,7 +49,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Entry:
+class HelperCall:
     """A helper: how a call of it is made, whether it only moves data, and whether lengths of it can be spoiled."""
 
     build: Callable[[Helper, str], Built]
@@ -213,6 +213,8 @@ def _correct_out(case: Helper, device: str) -> Built:
     final = torch.where(final.isnan(), final, final.nan_to_num(neginf=0.0) + 12.0)
     out_step = _normal((source.tokens, *dims), generator, dtype_of(case.dtype), device)
     out_step = out_step.masked_fill(~source.rows()[:, None, None], torch.nan)
+    if case.packed:  # a step that saw nothing of a row may have left anything there
+        out_step = out_step.masked_fill((step_lse.t() == -torch.inf)[..., None], torch.nan)
     rows = lengths.rows(halves)
     out = _normal((lengths.tokens, *dims), generator, _wide(case) if case.wide else dtype_of(case.dtype), device)
     arguments = {"out": out, "out_step": out_step, "lse": final, "lse_step": step_lse}
@@ -286,19 +288,19 @@ def _trim_out(case: Helper, device: str) -> Built:
     return Built({"out": out, "d_v": 4})
 
 
-HELPERS: dict[str, Entry] = {
-    "thd_get_partitioned_indices": Entry(_indices),
-    "thd_sequence_order_to_cp_rank_order": Entry(_reorder),
-    "thd_cp_rank_order_to_sequence_order": Entry(_reorder),
-    "thd_copy_valid_tokens_from_per_split_to_rank_local": Entry(_copy_valid),
-    "thd_read_half_tensor": Entry(_read_half),
-    "thd_read_second_half_lse": Entry(_read_lse),
-    "thd_second_half_lse_correction": Entry(_correct_lse, moves=False),
-    "thd_out_correction": Entry(_correct_out, moves=False),
-    "thd_grad_correction": Entry(_correct_grad, moves=False),
-    "pad_thd_sequences_for_cp": Entry(_pad_sequences),
-    "get_batch_on_this_cp_rank": Entry(_batch, lengths=False),
-    "get_cu_seqlens_on_cp_rank": Entry(_local_lengths),
-    "pad_v": Entry(_pad_v, lengths=False),
-    "trim_out": Entry(_trim_out, lengths=False),
+HELPERS: dict[str, HelperCall] = {
+    "thd_get_partitioned_indices": HelperCall(_indices),
+    "thd_sequence_order_to_cp_rank_order": HelperCall(_reorder),
+    "thd_cp_rank_order_to_sequence_order": HelperCall(_reorder),
+    "thd_copy_valid_tokens_from_per_split_to_rank_local": HelperCall(_copy_valid),
+    "thd_read_half_tensor": HelperCall(_read_half),
+    "thd_read_second_half_lse": HelperCall(_read_lse),
+    "thd_second_half_lse_correction": HelperCall(_correct_lse, moves=False),
+    "thd_out_correction": HelperCall(_correct_out, moves=False),
+    "thd_grad_correction": HelperCall(_correct_grad, moves=False),
+    "pad_thd_sequences_for_cp": HelperCall(_pad_sequences),
+    "get_batch_on_this_cp_rank": HelperCall(_batch, lengths=False),
+    "get_cu_seqlens_on_cp_rank": HelperCall(_local_lengths),
+    "pad_v": HelperCall(_pad_v, lengths=False),
+    "trim_out": HelperCall(_trim_out, lengths=False),
 }

@@ -1,4 +1,5 @@
-"""Level `helpers`: every THD helper against `cp_ref.thd`, on buffers that show what a helper must not touch.
+"""Level `helpers`: every THD helper against its definition by row numbers (`helper_definitions`), on buffers that show
+what a helper must not touch.
 
 A target that is changed in place lies inside a larger buffer, whose margins must stay; rows outside the sequences (the
 tail, a half that is not meant) keep their bits; what must not be read holds NaN. Helpers that move data have to give
@@ -15,13 +16,15 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from conformance.gpu_context import ASSERTED, context_error
 from conformance.implementation import Implementation, context
 from conformance.levels.calls import Raised, call, same_bytes, shape_findings, worst
 from conformance.levels.helper_arguments import HELPERS, MOVED_DTYPES, Built
+from conformance.levels.helper_definitions import DEFINITIONS, batch_of_rank
+from conformance.levels.helper_rules import broken_rule
 from conformance.levels.text import LevelCase
-from conformance.reference import Hang, describe_error, exact_context, exact_helper, run_ranks
+from conformance.reference import Hang, describe_error, run_ranks
 from conformance.run import UnsupportedCase
-from conformance.spent import ASSERTED, why_spent
 from cp_ref.spec import Problem
 
 __all__ = [
@@ -124,7 +127,7 @@ def malformed(name: str) -> SearchStrategy[Malformed]:
 
 
 def check(impl: Implementation, case: Helper, device: str = "cpu") -> list[str]:
-    """The helper's result against the reference's."""
+    """Findings about a helper's result, by its definition."""
     if case.name == "get_batch_on_this_cp_rank":
         return _check_batch(impl, case, device)
     built = HELPERS[case.name].build(case, device)
@@ -159,14 +162,14 @@ def _guard(built: Built) -> torch.Tensor:
 
 
 def _judge(case: Helper, built: Built, kept: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    helper, moves = exact_helper(case.name), HELPERS[case.name].moves
+    definition, moves = DEFINITIONS[case.name], HELPERS[case.name].moves
     arguments = {
         name: x.double() if not moves and isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for name, x in kept.items()
     }
     target = arguments.get(built.target)
     arguments = arguments | ({built.target: target.clone()} if target is not None else {})
-    result = helper(**arguments)
+    result = definition(**arguments)
     result = arguments[built.target] if built.target else result
     exact = dict(zip(got, result if isinstance(result, tuple) else (result,), strict=False))
     found = []
@@ -220,7 +223,7 @@ def _check_batch(impl: Implementation, case: Helper, device: str) -> list[str]:
 
     def one_rank(member: Any) -> Any:
         mine = call(impl, helper, cp=context(impl, problem, member), **built.arguments)
-        return mine, exact_helper(case.name)(cp=exact_context(problem, member), **built.arguments)
+        return mine, batch_of_rank(cp_size=case.cp_size, rank=member.rank, **built.arguments)
 
     try:
         outcomes = run_ranks(case.cp_size, one_rank)
@@ -255,14 +258,12 @@ def check_malformed(impl: Implementation, case: Malformed, device: str = "cpu") 
     name, arguments = built.lengths, built.arguments
     arguments[name] = _spoiled(arguments[name], case.spoil)
     kept = arguments[built.target].clone() if built.target else None
-    try:
-        exact_helper(case.name)(**{k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in arguments.items()})
-        return []  # it has a right answer after all
-    except (ValueError, TypeError) as refusal:
-        why = refusal
+    why = broken_rule(case.name, arguments)
+    if why is None:
+        return []  # the call has a right answer after all
     try:
         getattr(impl.thd, case.name)(**arguments)
-        end = why_spent(device)
+        end = context_error(device)
     except (ValueError, TypeError, NotImplementedError, impl.Unsupported):
         changed = kept is not None and not same_bytes(kept, arguments[built.target])
         return [f"{built.target} was changed by a call that was refused"] if changed else []

@@ -1,9 +1,9 @@
-"""Level `kernel`: one band tile against the oracle's own, forward and backward.
+"""Level `kernel`: one band tile against its definition in float64, forward and backward.
 
-What goes wrong in practice: a window side of -1 means "unbounded" to one library and minus one to the next; rows that
-see nothing come out as NaN, or as the mean of all values; the diagonal is aligned to the first key and not to the last;
-lse in base 2, or in another layout, or in low precision; a larger side than there are keys is taken for unbounded, and
-the other way round.
+Known failures of tiles in practice: a window side of -1 means "unbounded" to one library and minus one to the next;
+rows that see nothing come out as NaN, or as the mean of all values; the diagonal is aligned to the first key and not to
+the last; lse in base 2, or in another layout, or in low precision; a larger side than there are keys is taken for
+unbounded, and the other way round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from conformance.implementation import Implementation
 from conformance.judged import Judged
 from conformance.levels.calls import call, dtype_of, same_bytes, shape_findings, worst
 from conformance.levels.text import LevelCase
-from conformance.reference import exact_tile
+from conformance.levels.tile_definition import exact_tile
 
 __all__ = ["Tile", "TileGradients", "check", "gradients_strategy", "strategy"]
 
@@ -89,7 +89,7 @@ strategy, gradients_strategy = _tiles(Tile), _tiles(TileGradients)
 
 
 def check(impl: Implementation, case: Tile, device: str = "cpu") -> Judged:
-    """The tile's results against the oracle's: closely in float64 and float32, by its budget in lower precision."""
+    """The tile's results against the definition's: closely in float64 and float32, by its budget in lower precision."""
     inputs = _inputs(case, device)
     kept = {name: x.clone() for name, x in inputs.items()}
     results = _call(impl, case, inputs)

@@ -2,9 +2,9 @@
 
     lse = log(sum of exp(lse_i))          out = sum of exp(lse_i - lse) * out_i
 
-computed here in float64. What goes wrong in practice: -inf with -inf gives NaN; exp of a large LSE overflows; partial
-outputs in low precision are accumulated in low precision; the result depends on the order beyond rounding; inputs are
-overwritten. Where a part saw nothing its out is 0 by contract.
+computed here in float64. Known failures of merges in practice: -inf with -inf gives NaN; exp of a large LSE overflows;
+partial outputs in low precision are accumulated in low precision; the result depends on the order beyond rounding;
+inputs are overwritten. Where a part saw nothing its out is 0 by contract.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from typing import Any
 
 from conformance.record import RunRecord
 from conformance.report.masks import Difference, Pair, visibility_difference
+from conformance.report.observed import observed_pairs
 from conformance.report.page import html, summary
-from conformance.report.seen import seen_pairs
 
-__all__ = ["Difference", "Pair", "read_record", "seen_pairs", "visibility_difference", "write_report"]
+__all__ = ["Difference", "Pair", "observed_pairs", "read_record", "visibility_difference", "write_report"]
 
 
 def write_report(record: RunRecord, folder: Path) -> list[Path]:
@@ -61,7 +61,7 @@ def read_record(path: Path) -> RunRecord:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has: an infinity or a NaN becomes the text that `float` reads back; anything unknown becomes text."""
+    """A value as JSON: an infinity or a NaN becomes the text that `float` reads back; anything unknown becomes text."""
     match value:
         case dict():
             return {str(key): _plain(item) for key, item in value.items()}

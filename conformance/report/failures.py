@@ -38,7 +38,7 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """What `--repro` takes."""
+        """The text that `--repro` takes."""
         return self.played[0].text
 
     @property
@@ -63,7 +63,7 @@ class Failure:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What is special about the problem, in a few words."""
+        """The features of the problem, in a few words."""
         if self.case is None:
             return ()
         words = []
@@ -76,7 +76,7 @@ class Failure:
 
     @cached_property
     def difference(self) -> Difference | None:
-        """Who should have seen whom, and who did where a probe knows; None for problems without a mask to show."""
+        """The expected pairs, and the observed ones where a probe knows them; None where there is no mask to show."""
         if self.case is None or not self.case.problem.pairs + sum(len(p.pairs or ()) for p in self.played):
             return None
         return visibility_difference(self.case, next((p.pairs for p in self.played if p.pairs is not None), None))

@@ -1,4 +1,4 @@
-"""Who should see whom, and who did: a failing problem's mask as a difference of pairs."""
+"""Expected and observed pairs of queries and keys: a failing problem's mask as a difference of pairs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Difference:
 
     @property
     def got(self) -> frozenset[Pair]:
-        """What was seen, of this part."""
+        """The observed pairs of this part."""
         return (self.expected - self.missing) | self.extra
 
     @property
@@ -61,7 +61,7 @@ def visible(case: Case) -> frozenset[Pair]:
 
 
 def visibility_difference(case: Case, got_pairs: Iterable[Pair] | None) -> Difference:
-    """What a picture of the mask shows: all of it, or the part around the first wrong pair.
+    """The part of the mask that a picture shows: all of it, or the part around the first wrong pair.
 
     Args:
         got_pairs: the pairs that were seen; None when that is not known.

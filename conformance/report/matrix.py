@@ -46,7 +46,7 @@ class Cell:
 
     @property
     def state(self) -> State:
-        """What it shows."""
+        """The state that the cell shows."""
         return state_of(self.counts)
 
     @property

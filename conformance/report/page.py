@@ -44,7 +44,7 @@ class Summary:
 
     @property
     def drawn(self) -> tuple[Played, ...]:
-        """What is counted: all that was played but for what shrinking found."""
+        """The problems that are counted: all that were played, but for those that shrinking found."""
         return tuple(p for p in self.record.played if not p.shrunk) or self.record.played
 
     @property

@@ -17,7 +17,9 @@ _ORDER = ("out", "lse", "dq", "dk", "dv", "d_offset", "max_logit")
 
 @dataclass(frozen=True)
 class Ratios:
-    """One result's ratios of one measure, sorted; `worst` is the problem of the last. What is no number comes last."""
+    """One result's ratios of one measure, sorted; `worst` is the problem of the last. Ratios that are no number come
+    last.
+    """
 
     name: str
     values: tuple[float, ...]

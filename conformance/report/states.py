@@ -38,7 +38,7 @@ STATES: dict[str, State] = {
 
 
 def state_of(counts: Mapping[str, int]) -> State:
-    """What a cell with these verdicts shows.
+    """The state of a cell with these verdicts.
 
     >>> state_of({"right": 8, "unsupported": 1}).name, state_of({"right": 8, "hung": 1}).name, state_of({}).name
     ('right', 'stopped', 'none')

@@ -58,7 +58,7 @@ class Tier:
     coarser: tuple[str, ...] = ()
 
     def dtypes_of(self, capabilities: Capabilities) -> tuple[str, ...]:
-        """Those to draw for an implementation; none if it has none."""
+        """The dtypes to draw for an implementation; none if it has none."""
         for dtypes in (self.dtypes, self.coarser):
             if found := tuple(d for d in dtypes if capabilities.has("dtype", d)):
                 return found

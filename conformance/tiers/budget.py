@@ -1,16 +1,16 @@
 """Tier `budget`: float32, bfloat16 and float16 against the oracle, in units of the error that plain PyTorch makes
-(or, where it is larger, a careful reference that is float32 inside)."""
+(or, where it is larger, a rounded reference that is float32 inside)."""
 
 from __future__ import annotations
 
 import torch
 
 from conformance.budgets import compare
-from conformance.careful import careful_results
 from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.judged import Judged
 from conformance.reference import exact_results
+from conformance.rounded_reference import rounded_results
 from conformance.run import play
 from conformance.tensors import GlobalTensors, build
 from conformance.yardstick import eager_attention
@@ -29,8 +29,8 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> Judged:
     if played.findings:
         return Judged(played.findings)
     exact = exact_results(case, tensors)
-    eager, careful = eager_results(case, tensors), careful_results(case, tensors)
-    rows = compare(played.results, exact, eager, getattr(torch, case.problem.dtype), careful)
+    eager, rounded = eager_results(case, tensors), rounded_results(case, tensors)
+    rows = compare(played.results, exact, eager, getattr(torch, case.problem.dtype), rounded)
     used = {f"{row.name} max": row.max_error / row.max_bound for row in rows if row.max_bound > 0}
     used |= {f"{row.name} mean": row.mean_error / row.mean_bound for row in rows if row.mean_bound > 0}
     return Judged([str(row) for row in rows if not row.ok], used)

@@ -1,8 +1,8 @@
 """Tier `errors`: malformed calls. Every rank has to raise, with a message that names the argument; none may hang or
 compute.
 
-Each entry of `ERRORS` is a good call with one thing spoiled. It is played twice: spoiled on every rank, and spoiled on
-the last rank alone, where every other rank has to raise as well, or it would wait for ever.
+Each entry of `ERRORS` is a good call with one thing changed. An entry is played twice: changed on every rank, and
+changed on the last rank alone, where every other rank has to raise as well, or it would wait for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from conformance.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.run import UnsupportedCase, play
 from conformance.tensors import build
 from conformance.tiers import plan as plan_tier
-from conformance.tiers.spoiled import ERRORS, Call, ErrorCase, call_of
+from conformance.tiers.malformed import ERRORS, Call, ErrorCase, call_of
 from cp_ref.spec import Problem, Sequence
 
 __all__ = ["cases", "check", "error_ids", "ids"]
@@ -28,7 +28,7 @@ _LIMIT_S = 20.0
 
 
 def ids(capabilities: Capabilities) -> list[str]:
-    """What `check` takes: the entries of the table, and every choice that `supports` refuses."""
+    """The ids that `check` takes: the entries of the table, and every choice that `supports` refuses."""
     return ["well-formed", *ERRORS, *(f"unsupported {choice}" for choice in capabilities.refused)]
 
 
@@ -54,7 +54,7 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
         ValueError: there is no such entry.
         UnsupportedCase: the malformed call is refused on every rank, for what the implementation does not have.
     """
-    if entry_id == "well-formed":  # the table means nothing if the calls that it spoils are refused themselves
+    if entry_id == "well-formed":  # the table means nothing if the calls that it changes are refused themselves
         return _well_formed(impl, device)
     if entry_id.startswith("unsupported "):
         return _check_refusal(impl, entry_id.removeprefix("unsupported "), device)
@@ -69,7 +69,7 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
 
 
 def _well_formed(impl: Implementation, device: str) -> list[str]:
-    """What goes wrong with the calls in bshd and thd, of those formats that are supported."""
+    """Findings about the calls in bshd and thd, of those formats that are supported."""
     bases = [base for base in ("bshd", "thd") if capabilities_of(impl, device).has("qkv_format", base)]
     if not bases:
         raise UnsupportedCase("neither bshd nor thd is supported")
@@ -79,7 +79,7 @@ def _well_formed(impl: Implementation, device: str) -> list[str]:
 
 def _check_everywhere(impl: Implementation, entry: ErrorCase, device: str) -> list[str]:
     try:
-        outcomes = _run(impl, [entry.spoil(call_of(impl, entry.base, device)) for _ in range(2)])
+        outcomes = _run(impl, [entry.change(call_of(impl, entry.base, device)) for _ in range(2)])
     except Hang as hang:
         return [f"wrong on every rank: {hang}"]
     if all(isinstance(o.error, impl.Unsupported) for o in outcomes):  # of what it does not have, it need not know more
@@ -94,7 +94,7 @@ def _check_everywhere(impl: Implementation, entry: ErrorCase, device: str) -> li
 def _check_alone(impl: Implementation, entry: ErrorCase, device: str) -> list[str]:
     try:
         good = call_of(impl, entry.base, device)
-        outcomes = _run(impl, [good, entry.spoil(good)])
+        outcomes = _run(impl, [good, entry.change(good)])
     except Hang as hang:
         return [f"wrong on rank 1 alone: {hang}"]
     named = [
@@ -114,7 +114,7 @@ def _who(rank: int) -> str:
 
 
 def _judge(who: str, outcome: Outcome, names: str) -> str:
-    """What is wrong with how a rank refused; empty when nothing is."""
+    """Findings about how a rank refused; empty when there are none."""
     if outcome.error is None:
         return f"{who} returned, but should have raised a ValueError or TypeError that names {names or 'what is wrong'}"
     if not isinstance(outcome.error, ValueError | TypeError):

@@ -12,7 +12,7 @@ __all__ = ["cases", "check", "ids"]
 
 
 def ids(capabilities: Capabilities) -> list[str]:
-    """What `check` takes: every entry, whatever the capabilities; what is not supported says so."""
+    """The ids that `check` takes: every entry, whatever the capabilities; what is not supported says so."""
     from conformance.known import KNOWN  # which plays entries by the other tiers
 
     return list(KNOWN)

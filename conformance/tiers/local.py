@@ -43,7 +43,7 @@ class Call:
         return self.impl.make_plan(cp=self.cp, **arguments, **self.wishes())
 
     def wishes(self) -> dict[str, bool]:
-        """What the case asks for beyond its problem."""
+        """The options of the case beyond its problem."""
         names = ("deterministic", "return_lse", "return_max_logit")
         return {name: True for name in names if getattr(self.case, name)}
 

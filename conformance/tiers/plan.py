@@ -22,7 +22,7 @@ __all__ = ["check"]
 
 
 def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
-    """What is wrong with the implementation's plan, shard, unshard and position_ids for the case's problem.
+    """Findings about the implementation's plan, shard, unshard and position_ids for the case's problem.
 
     Raises:
         UnsupportedCase: the implementation does not have this, and says so on every rank.

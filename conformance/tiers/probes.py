@@ -1,5 +1,5 @@
-"""Tier `probes`: inputs for which attention counts. They see a single key too many or too few, in any dtype, in rows of
-any length.
+"""Tier `probes`: inputs for which attention counts. Probes see a single key too many or too few, in any dtype, in rows
+of any length.
 
 With q = 0 every score is 0, so every visible key has the weight 1 / n, where n is the number of visible keys (and 1
 more with a sink of logit 0):

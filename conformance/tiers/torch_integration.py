@@ -43,7 +43,7 @@ _RankCheck = Callable[[Call], list[str]]
 
 
 def ids(capabilities: Capabilities) -> list[str]:
-    """What `check` takes."""
+    """The ids that `check` takes."""
     return [f"{name} {comm}" for name in (*_ON_RANKS, "gradcheck") for comm in _SCHEDULES] + ["opcheck"]
 
 
@@ -132,7 +132,7 @@ def _case(comm: str, dtype: str, softmax_type: str = "learnable") -> Case:
 
 
 def _smallest(case: Case) -> Case:
-    """What gradcheck can take apart, one input after the other, when it fails."""
+    """The calls that gradcheck can take apart, one input after the other, when it fails."""
     sizes = {"sequences": (Sequence(4, 4, 4, 4),), "heads_q": 2, "heads_kv": 1, "d_qk": 2, "d_v": 2}
     return replace(case, problem=replace(case.problem, **sizes))
 

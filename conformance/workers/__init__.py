@@ -13,11 +13,11 @@ torch.distributed group between them:
 
 Every word between ranks about the problem goes through the driver, so it knows at any time which rank it waits for.
 
-pool        the players: `IsolatedPlayer`, `ProcessPlayer`
+pool        the runners: `IsolatedRunner`, `ProcessRunner`
 worker      the driver's end of one worker process
 ranks       the worker's end of a group of processes
 """
 
-from conformance.workers.pool import IsolatedPlayer, ProcessPlayer, RemotePlayer, start_player
+from conformance.workers.pool import IsolatedRunner, ProcessRunner, RemotePlayer, start_runner
 
-__all__ = ["IsolatedPlayer", "ProcessPlayer", "RemotePlayer", "start_player"]
+__all__ = ["IsolatedRunner", "ProcessRunner", "RemotePlayer", "start_runner"]

@@ -1,8 +1,8 @@
 """`python -m conformance.workers FD NAME DEVICE LIMIT_S [RANK SIZE STORE]`: a worker; started by the driver alone.
 
-It says ("ready", offer) or ("load error", why), and then answers ("ask", problem), ("try", case), ("know",
-capabilities), ("play", task), ("pairs", case) and ("renew",) with ("done", answer), with ("spent", answer) if it can
-answer nothing more, or ("refused", why) for what means nothing.
+A worker says ("ready", offer) or ("load error", why), and then answers ("ask", problem), ("try", case), ("know",
+capabilities), ("play", task), ("pairs", case) and ("renew",) with ("done", answer), with ("context lost", answer) if
+it can answer nothing more, or ("refused", why) for what means nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
     torch.set_num_threads(1)
     renew = _become_a_rank(connection, device, *place) if place else lambda: None
     from conformance.capabilities import ask, try_case
+    from conformance.gpu_context import context_error
     from conformance.implementation import LoadError, load
-    from conformance.player import Offer, pairs_of, play_task
-    from conformance.spent import why_spent
+    from conformance.runner import Offer, pairs_of, play_task
 
     try:
         impl = load(name)
@@ -59,7 +59,7 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
         except ValueError as error:
             connection.send(("refused", str(error)))
         else:
-            connection.send(("spent" if why_spent(device) else "done", answer))
+            connection.send(("context lost" if context_error(device) else "done", answer))
 
 
 def _become_a_rank(connection: Connection, device: str, rank: str, size: str, store: str) -> Callable[[], None]:

@@ -11,19 +11,19 @@ from typing import Any
 
 from conformance.capabilities import Capabilities, probe_by
 from conformance.implementation import LoadError
-from conformance.player import FAILING, Offer, Pairs, Task
 from conformance.record import Played, Verdict
+from conformance.runner import FAILING, Offer, Pairs, Task
 from conformance.workers.turn import GRACE_S, Turn
 from conformance.workers.worker import Worker, WorkerDied
 
-__all__ = ["IsolatedPlayer", "ProcessPlayer", "RemotePlayer", "start_player"]
+__all__ = ["IsolatedRunner", "ProcessRunner", "RemotePlayer", "start_runner"]
 
 _START_S = 300.0  # for importing and, on a GPU, compiling what the import compiles
 _QUESTION_S = 30.0  # for what is compiled on first use
 
 
 class RemotePlayer(ABC):
-    """A `Player` for an implementation that other processes load. Close it, or use it as a context manager."""
+    """A `Runner` for an implementation that other processes load. Close it, or use it as a context manager."""
 
     def __init__(self, name: str, device: str, limit_s: float) -> None:
         self._name, self._device, self._limit_s = name, device, limit_s
@@ -33,7 +33,7 @@ class RemotePlayer(ABC):
     @property
     @abstractmethod
     def info(self) -> Offer:
-        """What the implementation offers. Raises LoadError."""
+        """The levels and members that the implementation offers. Raises LoadError."""
 
     def capabilities(self) -> Capabilities:
         """`conformance.capabilities.probe`, over there; asked once, and told to every worker. Raises ValueError."""
@@ -50,8 +50,8 @@ class RemotePlayer(ABC):
 
     @abstractmethod
     def _question(self, message: tuple[str, Any]) -> tuple[bool, str]:
-        """What the workers answer; (True, "") where that ends them: what fails is no refusal, and the tiers will see
-        it.
+        """The workers' answer; (True, "") where the question ends them: what fails is no refusal, and the tiers will
+        see it.
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class RemotePlayer(ABC):
 
     @abstractmethod
     def pairs(self, case: str) -> Pairs | None:
-        """Who saw whom in a small case; None where nobody can say."""
+        """The (query, key) pairs that carried weight in a small case; None where the runner cannot say."""
 
     @abstractmethod
     def close(self) -> None:
@@ -84,8 +84,8 @@ class RemotePlayer(ABC):
         return Played(task.level, task.tier, task.text, verdict, tuple(findings), {}, seconds)
 
 
-def start_player(name: str, device: str, limit_s: float, cp_sizes: Callable[[str], tuple[int, ...]]) -> RemotePlayer:
-    """The player that the implementation needs, by its `group_kind`; it is loaded already.
+def start_runner(name: str, device: str, limit_s: float, cp_sizes: Callable[[str], tuple[int, ...]]) -> RemotePlayer:
+    """The runner that the implementation needs, by its `group_kind`; it is loaded already.
 
     Args:
         limit_s: when a problem is taken for hanging, in seconds.
@@ -94,17 +94,17 @@ def start_player(name: str, device: str, limit_s: float, cp_sizes: Callable[[str
     Raises:
         LoadError: there is no such implementation, or loading it crashes or takes too long.
     """
-    isolated = IsolatedPlayer(name, device, limit_s)
+    isolated = IsolatedRunner(name, device, limit_s)
     kind = isolated.info.group_kind
     sizes = cp_sizes(kind)
     if kind == "member":
         return isolated
     isolated.close()
-    return ProcessPlayer(name, device, limit_s, max(2, *sizes))
+    return ProcessRunner(name, device, limit_s, max(2, *sizes))
 
 
 def _first_word(worker: Worker, who: str) -> Offer:
-    """What a worker says when it has loaded the implementation."""
+    """The first message of a worker that has loaded the implementation."""
     try:
         word, info = worker.receive(_START_S)
     except TimeoutError:
@@ -120,15 +120,15 @@ def _first_word(worker: Worker, who: str) -> Offer:
 
 
 def _tell(workers: list[Worker], capabilities: Capabilities | None) -> None:
-    """What is known of the implementation, so that no worker has to find it out again."""
+    """The known capabilities of the implementation, so that no worker has to find it out again."""
     for worker in workers if capabilities is not None else ():
         worker.send(("know", capabilities))
     for worker in workers if capabilities is not None else ():
         worker.receive(_START_S)
 
 
-class IsolatedPlayer(RemotePlayer):
-    """One worker process, in which all ranks of a problem are threads. It is started again when it is needed."""
+class IsolatedRunner(RemotePlayer):
+    """One worker process, in which all ranks of a problem are threads. The worker is started again when needed."""
 
     def __init__(self, name: str, device: str, limit_s: float) -> None:
         super().__init__(name, device, limit_s)
@@ -137,7 +137,7 @@ class IsolatedPlayer(RemotePlayer):
 
     @property
     def info(self) -> Offer:
-        """What the implementation offers."""
+        """The levels and members that the implementation offers."""
         self._start()
         assert self._info is not None
         return self._info
@@ -158,13 +158,13 @@ class IsolatedPlayer(RemotePlayer):
             return True, ""
 
     def _ask(self, message: tuple[str, Any], limit_s: float) -> Any:
-        """The worker's answer, after which it may be spent. Raises ValueError, TimeoutError, WorkerDied."""
+        """The worker's answer, after which its context may be lost. Raises ValueError, TimeoutError, WorkerDied."""
         worker = self._start()
         worker.send(message)
         word, answer = worker.receive(limit_s)
         if word == "refused":
             raise ValueError(answer)
-        if word == "spent":
+        if word == "context lost":
             self._end()
         return answer
 
@@ -186,7 +186,7 @@ class IsolatedPlayer(RemotePlayer):
         return answer
 
     def pairs(self, case: str) -> Pairs | None:
-        """Who saw whom in a small case."""
+        """The (query, key) pairs that carried weight in a small case."""
         try:
             return self._ask(("pairs", case), self._limit_s)
         except (TimeoutError, WorkerDied):
@@ -208,7 +208,7 @@ class IsolatedPlayer(RemotePlayer):
         return self._worker
 
 
-class ProcessPlayer(RemotePlayer):
+class ProcessRunner(RemotePlayer):
     """A pool of processes, one for each rank, for implementations that take a torch.distributed group."""
 
     def __init__(self, name: str, device: str, limit_s: float, size: int) -> None:
@@ -220,7 +220,7 @@ class ProcessPlayer(RemotePlayer):
 
     @property
     def info(self) -> Offer:
-        """What the implementation offers."""
+        """The levels and members that the implementation offers."""
         self._start()
         assert self._info is not None
         return self._info
@@ -241,7 +241,7 @@ class ProcessPlayer(RemotePlayer):
         return played
 
     def pairs(self, case: str) -> Pairs | None:
-        """Who saw whom in a small case."""
+        """The (query, key) pairs that carried weight in a small case."""
         task = Task("schedule", "pairs", case)
         found = self._together(("pairs", case), task, self._limit_s)
         if isinstance(found, Played):
@@ -309,6 +309,6 @@ class ProcessPlayer(RemotePlayer):
         word, answer = turn.answers[0]
         if word == "refused":
             raise ValueError(answer)
-        if "spent" in (word for word, _ in turn.answers.values()):
+        if "context lost" in (word for word, _ in turn.answers.values()):
             self._end()
         return answer

@@ -16,7 +16,7 @@ from conformance.implementation import Missing
 from conformance.reference import Hang, Outcome, describe_error
 from conformance.run import UnsupportedCase
 
-__all__ = ["Place", "ProcessRanks", "join", "rejoin"]
+__all__ = ["ProcessMember", "ProcessRanks", "join", "rejoin"]
 
 _KINDS: tuple[type[Exception], ...] = (
     Missing,
@@ -30,21 +30,21 @@ _KINDS: tuple[type[Exception], ...] = (
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process's place in a group; `Implementation.ContextParallel` takes its `process_group`."""
+class ProcessMember:
+    """The rank and size of this process in a group; `Implementation.ContextParallel` takes its `process_group`."""
 
     rank: int
     size: int
     process_group: Any
 
-    def split(self, a2a_size: int) -> tuple[Place, Place]:
+    def split(self, a2a_size: int) -> tuple[ProcessMember, ProcessMember]:
         """Its places in its a2a group and in its p2p group: rank = p2p_rank * a2a_size + a2a_rank."""
         if a2a_size < 1 or self.size % a2a_size:
             raise ValueError(f"a2a_size is {a2a_size}; it must divide the group's size {self.size}")
         first = self.rank - self.rank % a2a_size
         inner = tuple(range(first, first + a2a_size))
         outer = tuple(range(self.rank % a2a_size, self.size, a2a_size))
-        return _place(inner, self.rank), _place(outer, self.rank)
+        return _member(inner, self.rank), _member(outer, self.rank)
 
 
 _groups: dict[tuple[int, ...], Any] = {}
@@ -54,7 +54,7 @@ _joined = 0  # how often this process has joined; every time has a store of its 
 def join(backend: str, store: str, rank: int, size: int) -> None:
     """Become one rank of a pool, and make every group that a problem may need.
 
-    They are made at once and by all, because a group that some ranks make on the way is not safe to make twice.
+    Groups are made at once and by all, because a group that some ranks make on the way is not safe to make twice.
     """
     global _joined
     _joined += 1
@@ -82,8 +82,8 @@ def rejoin(backend: str, store: str, rank: int, size: int) -> None:
     join(backend, store, rank, size)
 
 
-def _place(ranks: tuple[int, ...], rank: int) -> Place:
-    return Place(ranks.index(rank), len(ranks), _groups[ranks])
+def _member(ranks: tuple[int, ...], rank: int) -> ProcessMember:
+    return ProcessMember(ranks.index(rank), len(ranks), _groups[ranks])
 
 
 class ProcessRanks:
@@ -103,7 +103,7 @@ class ProcessRanks:
         if self._rank < cp_size:
             self._inside = True
             try:
-                outcome = Outcome(fn(_place(tuple(range(cp_size)), self._rank)), None)
+                outcome = Outcome(fn(_member(tuple(range(cp_size)), self._rank)), None)
             except Exception as error:
                 outcome = Outcome(None, error)
             finally:
@@ -118,7 +118,9 @@ class ProcessRanks:
 
 
 def _pack(outcome: Outcome) -> bytes:
-    """What can travel of an outcome: an exception that cannot becomes one of its kind, a value its type's name."""
+    """The part of an outcome that can travel: an exception that cannot becomes one of its kind, a value its type's
+    name.
+    """
     value, error = outcome
     if error is not None:
         error = _portable(error)

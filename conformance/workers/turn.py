@@ -49,7 +49,7 @@ class Turn:
                 worker.send(("outcomes", everyone))
 
     def errors(self) -> list[str]:
-        """What ranks raised in this round."""
+        """The errors that ranks raised in this round."""
         return [f"rank {rank} raised {said}" for rank, (failed, said, _) in sorted(self._outcomes.items()) if failed]
 
     def waiting(self, seconds: float) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from cp_fast.backends import fa2
 from cp_fast.backends.base import Backend, Gradients, Partial, Segments
-from cp_fast.backends.blocks import BlockSize
 from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.cudnn import CudnnBackend
-from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend, chosen_kernels, whose
+from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend
 from cp_fast.backends.fa4 import Fa4Backend
 from cp_fast.backends.probe import probe
+from cp_fast.backends.score_blocks import ScoreBlockSize
 from cp_fast.backends.variants import IN_PLACE_RULE, missing_in, variants
 from cp_ref.spec import Feature, Unsupported
 
@@ -27,15 +28,15 @@ __all__ = [
     "remark_on",
 ]
 
-BACKENDS: tuple[Backend, ...] = (
+BACKENDS: tuple[Backend, ...] = (  # as every machine has them that has the library: `installed` may find more
     Fa4Backend(),
     CudnnBackend(),
     BUILT_IN,
-    BlockwiseBackend("cpu", Feature.CPU, BlockSize(scores=2**18, columns=256, rows=512)),  # 1 MiB of a core's cache
-    BlockwiseBackend("torch", Feature.CUDA, BlockSize(scores=2**25, columns=2048, rows=4096)),
+    BlockwiseBackend(
+        "cpu", Feature.CPU, ScoreBlockSize(scores=2**18, columns=256, rows=512)
+    ),  # 1 MiB of a core's cache
+    BlockwiseBackend("torch", Feature.CUDA, ScoreBlockSize(scores=2**25, columns=2048, rows=4096)),
 )
-
-"""What every machine has that has the library: `installed` may find more."""
 
 KERNEL_FEATURES: frozenset[Feature] = frozenset().union(*(v.features for b in BACKENDS for v in variants(b)))
 """What a kernel library decides; schedules, formats, masks and sinks are the executor's, on every library alike."""
@@ -86,9 +87,9 @@ def features_of(backend: Backend) -> frozenset[Feature]:
 
 def installed(backend: Backend) -> Backend:
     """The backend as it is on this machine: "fa2" has the kernels of the flash-attn package where they work."""
-    return chosen_kernels() if backend is BUILT_IN else backend
+    return fa2.installed() if backend is BUILT_IN else backend
 
 
 def remark_on(backend: Backend) -> str:
     """What there is to say about a backend that works, for `doctor`."""
-    return whose(backend) if isinstance(backend, Fa2Backend) else ""
+    return fa2.origin_of(backend) if isinstance(backend, Fa2Backend) else ""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from cp_fast.backends.base import Gradients, Partial, Segments
-from cp_fast.backends.blocks import BlockSize, cut, fold, mask, size_of, unfold
+from cp_fast.backends.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of, unfold
 from cp_ref.spec import Feature
 
 __all__ = ["BlockwiseBackend"]
@@ -27,7 +27,7 @@ __all__ = ["BlockwiseBackend"]
 class BlockwiseBackend:
     """PyTorch operators on one device type; every feature, float16 to float64."""
 
-    def __init__(self, name: str, device: Feature, size: BlockSize) -> None:
+    def __init__(self, name: str, device: Feature, size: ScoreBlockSize) -> None:
         """`device` is Feature.CPU or Feature.CUDA."""
         self.name = name
         self.size = size
@@ -70,7 +70,7 @@ class BlockwiseBackend:
         max_logit = torch.full((h_q,), -torch.inf, dtype=dtype, device=q.device)
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         scratch = _Scratch(q)
-        for block in cut(segments, q, k, self.size):
+        for block in score_blocks(segments, q, k, self.size):
             queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scale)
             top = total = mix = None  # [H, g * R, 1] twice, [H, g * R, d_v]: online softmax over the column blocks
             for columns, seen in block.columns:
@@ -119,7 +119,7 @@ class BlockwiseBackend:
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         scratch = _Scratch(q)
-        for block in cut(segments, q, k, self.size):
+        for block in score_blocks(segments, q, k, self.size):
             queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scale)
             douts = fold(dout[block.rows, block.heads_q], size_of(block.heads_kv), dtype)
             outs = fold(out[block.rows, block.heads_q], size_of(block.heads_kv), dtype)

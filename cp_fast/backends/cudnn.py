@@ -30,7 +30,7 @@ from functools import cache
 import torch
 
 from cp_fast.backends.base import Gradients, Partial, Segments
-from cp_fast.backends.cudnn_graphs import Id, backward_graph, forward_graph, library, run, shape_of
+from cp_fast.backends.cudnn_graphs import Id, backward_graph, forward_graph, library, run, shape_class_of
 from cp_fast.backends.dims import aligned, round_up, trim, widen
 from cp_fast.backends.lse_gradient import lse_launch
 from cp_ref.spec import Feature
@@ -73,7 +73,7 @@ class CudnnBackend:
         out = q.new_empty(*q.shape[:2], v.shape[2])
         stats = q.new_empty(q.shape[:2], dtype=torch.float32)
         with torch.cuda.device(q.device):
-            shape = shape_of(q, k, v, segments, scale)._replace(rows_q=0, rows_kv=0)  # of no concern here
+            shape = shape_class_of(q, k, v, segments, scale)._replace(rows_q=0, rows_kv=0)  # of no concern here
             tensors = {Id.Q: q, Id.K: k, Id.V: v, Id.OUT: out, Id.STATS: stats}
             run(forward_graph, shape, tensors, segments)
         return Partial(trim(out, d_v), stats.T.contiguous(), None)
@@ -125,7 +125,7 @@ def _gradients(
     made = Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     tensors = {Id.Q: q, Id.K: k, Id.V: v, Id.OUT: out, Id.STATS: stats, Id.DOUT: dout}
     tensors |= {Id.DQ: made.dq, Id.DK: made.dk, Id.DV: made.dv}
-    run(backward_graph, shape_of(q, k, v, segments, scale), tensors, segments)
+    run(backward_graph, shape_class_of(q, k, v, segments, scale), tensors, segments)
     return made
 
 

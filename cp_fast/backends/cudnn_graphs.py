@@ -17,7 +17,7 @@ from cp_fast.backends.base import Segments
 from cp_fast.backends.dims import round_up
 from cp_fast.backends.lengths import Cumulative
 
-__all__ = ["Id", "backward_graph", "forward_graph", "library", "run", "shape_of"]
+__all__ = ["Id", "backward_graph", "forward_graph", "library", "run", "shape_class_of"]
 
 _build_lock = Lock()
 _own = local()  # .handles: this thread's, by device
@@ -45,7 +45,7 @@ class Id(IntEnum):
     OFFSETS_STATS = 16
 
 
-class Band(NamedTuple):
+class DiagonalBand(NamedTuple):
     """Which columns a row sees, from one corner of every segment: i - left <= j <= i + right."""
 
     top_left: bool
@@ -53,7 +53,7 @@ class Band(NamedTuple):
     right: int | None
 
 
-class Shape(NamedTuple):
+class ShapeClass(NamedTuple):
     """A shape class: everything that a graph has built in."""
 
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class Shape(NamedTuple):
     max_kv: int
     rows_q: int
     rows_kv: int
-    band: Band
+    band: DiagonalBand
     scale: float
 
 
@@ -92,11 +92,11 @@ def _class_of(n: int, least: int) -> int:
     return round_up(n, max(least, 1 << max(n.bit_length() - 3, 0)))
 
 
-def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float) -> Shape:
+def shape_class_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float) -> ShapeClass:
     """The shape class of a launch."""
     if max(q.shape[2], v.shape[2]) > 256:
         raise ValueError(f"backend 'cudnn' needs head dims up to 256, got d_qk={q.shape[2]} and d_v={v.shape[2]}")
-    return Shape(
+    return ShapeClass(
         q.dtype,
         q.shape[1],
         k.shape[1],
@@ -112,24 +112,24 @@ def shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segmen
     )
 
 
-def _band(segments: Segments) -> Band:
+def _band(segments: Segments) -> DiagonalBand:
     """The segments' band from the top-left corner, if that is one band with no negative side, else as it is.
 
     >>> _band(Segments.pack([4, 6], [9, 11], 7, 0)), _band(Segments.pack([4, 6], [4, 9], None, 0))
-    (Band(top_left=True, left=2, right=5), Band(top_left=False, left=None, right=0))
+    (DiagonalBand(top_left=True, left=2, right=5), DiagonalBand(top_left=False, left=None, right=0))
     """
     left, right = segments.left, segments.right
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"backend 'cudnn' takes window sides of None or >= 0, got ({left}, {right}): crop the tile")
     if left is None and right is None:
-        return Band(True, None, None)
+        return DiagonalBand(True, None, None)
     shifts = np.diff(_array(segments.cu_kv)) - np.diff(_array(segments.cu_q))
     shift = int(shifts[0])
     if (shifts != shift).any():
-        return Band(False, left, right)
-    from_top = Band(True, None if left is None else left - shift, None if right is None else right + shift)
+        return DiagonalBand(False, left, right)
+    from_top = DiagonalBand(True, None if left is None else left - shift, None if right is None else right + shift)
     fits = all(side is None or side >= 0 for side in from_top[1:])
-    return from_top if fits else Band(False, left, right)
+    return from_top if fits else DiagonalBand(False, left, right)
 
 
 def _array(cu: Sequence[int]) -> np.ndarray:
@@ -138,7 +138,7 @@ def _array(cu: Sequence[int]) -> np.ndarray:
 
 
 def run(
-    graph_of: Callable[[Shape, int], Graph], shape: Shape, tensors: dict[Id, torch.Tensor], segments: Segments
+    graph_of: Callable[[ShapeClass, int], Graph], shape: ShapeClass, tensors: dict[Id, torch.Tensor], segments: Segments
 ) -> None:
     """Launch the graph of a shape class on the current stream."""
     handle, device = _handle(), tensors[Id.Q].device
@@ -149,7 +149,7 @@ def run(
     built.graph.execute(list(buffers.values()), workspace, handle=handle, tensor_uids=[int(x) for x in buffers])
 
 
-def _tables(segments: Segments, shape: Shape) -> dict[Id, torch.Tensor]:
+def _tables(segments: Segments, shape: ShapeClass) -> dict[Id, torch.Tensor]:
     """Lengths and offsets, from the device's own numbers. Surplus segments have no rows."""
     lengths_q, starts_q = _split(segments.device_cu_q, shape.segments)
     lengths_kv, starts_kv = _split(segments.device_cu_kv, shape.segments)
@@ -188,7 +188,7 @@ def _handle() -> Any:
 
 
 @lru_cache(maxsize=1024)
-def forward_graph(shape: Shape, device: int) -> Graph:
+def forward_graph(shape: ShapeClass, device: int) -> Graph:
     """Build the forward of a shape class on the current device, which is `device`."""
     graph = _Builder(shape)
     q, k, v = graph.operands()
@@ -199,7 +199,7 @@ def forward_graph(shape: Shape, device: int) -> Graph:
 
 
 @lru_cache(maxsize=1024)
-def backward_graph(shape: Shape, device: int) -> Graph:
+def backward_graph(shape: ShapeClass, device: int) -> Graph:
     """Build the backward of a shape class on the current device, which is `device`."""
     graph = _Builder(shape)
     q, k, v = graph.operands()
@@ -226,7 +226,7 @@ def backward_graph(shape: Shape, device: int) -> Graph:
 class _Builder:
     """A graph in the making."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ShapeClass) -> None:
         """Start a graph of the shape class."""
         self.shape = shape
         self.cudnn = library()

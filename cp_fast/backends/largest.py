@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 
 from cp_fast.backends.base import Backend, Gradients, Partial, Segments
-from cp_fast.backends.blocks import BlockSize, cut, fold, mask, size_of
+from cp_fast.backends.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of
 from cp_ref.spec import Feature
 
 __all__ = ["LargestLogit", "largest_logit"]
 
-_SIZE = BlockSize(scores=2**25, columns=2048, rows=4096)
+_SIZE = ScoreBlockSize(scores=2**25, columns=2048, rows=4096)
 
 
 class LargestLogit:
@@ -61,7 +61,7 @@ class LargestLogit:
 
 
 def largest_logit(
-    q: torch.Tensor, k: torch.Tensor, segments: Segments, *, scale: float, softcap: float, size: BlockSize = _SIZE
+    q: torch.Tensor, k: torch.Tensor, segments: Segments, *, scale: float, softcap: float, size: ScoreBlockSize = _SIZE
 ) -> torch.Tensor:
     """Float32 [h_q]: per query head, the largest scale * q.k of q [n, h_q, d] over k [m, h_kv, d] that a row sees.
 
@@ -70,7 +70,7 @@ def largest_logit(
     tensor([5.])
     """
     largest = torch.full((q.shape[1],), -torch.inf, dtype=torch.float32, device=q.device)
-    for block in cut(segments, q, k, size):
+    for block in score_blocks(segments, q, k, size):
         queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), q.dtype)
         if scale < 0:
             queries.neg_()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 
 from cp_fast.backends.base import Backend
-from cp_fast.backends.fa2 import Fa2Backend, Fa2InPlace
+from cp_fast.backends.fa2 import Fa2Backend
 from cp_fast.backends.largest import LargestLogit
 from cp_ref.spec import Feature
 
@@ -28,7 +28,7 @@ def variants(backend: Backend) -> tuple[Backend, ...]:
     """All that a library is chosen as, the plainest first; the same ones each time, so that plans of equal problems
     have the same.
     """
-    plain = (backend, Fa2InPlace(backend.kernels)) if isinstance(backend, Fa2Backend) else (backend,)
+    plain = (backend, type(backend)(in_place=True)) if isinstance(backend, Fa2Backend) else (backend,)
     return (*plain, *map(LargestLogit, plain))
 
 

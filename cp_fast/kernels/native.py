@@ -1,7 +1,8 @@
 """The native kernels: C++ on the CPU, CUDA on a GPU, built on first use (`cp_fast.build`), called as operators.
 
-The operators check their arguments again, in C++, and know what they name: a RuntimeError of theirs that begins with
-the name of another exception becomes that exception.
+The operators check their arguments in C++ (see `base`), and know what they name: a RuntimeError of theirs that begins
+with the name of another exception becomes that exception. Where there is no memory for a result, PyTorch's own
+exception is raised.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 
 from cp_fast import build
 from cp_fast.kernels.base import Kernels
+from cp_fast.kernels.base_thd import ThdKernels
 from cp_fast.rows import Rows
 
-__all__ = ["Native", "load"]
+__all__ = ["NativeKernels", "NativeThdKernels", "load", "load_thd"]
 
 _ACTIONS = {"none": 0, "add": 1, "copy": 2}
 _ALLOCATION = re.compile(r"AllocationError: (?P<sizes>\[.*?\]) of (?P<item>\d+) bytes")
@@ -26,7 +28,7 @@ _KINDS: dict[str, type[Exception]] = {"ValueError: ": ValueError, "TypeError: ":
 
 
 @lru_cache
-def load(device: str) -> Native:
+def load(device: str) -> NativeKernels:
     """The native kernels for a device, built if they have to be.
 
     Args:
@@ -36,24 +38,69 @@ def load(device: str) -> Native:
         cp_fast.build.Unavailable: they cannot be had here, and why. cp_fast.build.BuildError: the compiler failed, or
             what it made cannot be loaded.
     """
+    return NativeKernels(_namespace(device))
+
+
+@lru_cache
+def load_thd(device: str) -> NativeThdKernels:
+    """The same for the helpers of packed sequences; they are in the same library."""
+    return NativeThdKernels(_namespace(device))
+
+
+def _namespace(device: str) -> Any:
+    """`torch.ops.cp_attention_native_cpu` or `_cuda`, loaded."""
     path = build.library(device)
     try:
         torch.ops.load_library(path)
     except OSError as error:
         raise build.BuildError(f"the native kernels in {path} cannot be loaded: {error}") from error
-    return Native(getattr(torch.ops, f"cp_attention_native_{device}"))
+    return getattr(torch.ops, f"cp_attention_native_{device}")
 
 
-class Native(Kernels):
+class NativeKernels(Kernels):
     """`Kernels` by native operators."""
 
     name = "native"
 
     def __init__(self, ops: Any) -> None:
         """`ops`: the namespace of one device's operators."""
-        self._ops = {name: _named(getattr(ops, name).default) for name in _OPERATORS}
+        self._ops = _operators(ops, Kernels)
 
-    # ---- lengths and indices
+    def take_rows(self, xs: Sequence[torch.Tensor], rows: Rows) -> list[torch.Tensor]:
+        if isinstance(rows, slice):
+            return [x[rows] for x in xs]
+        return self._ops["take_rows"](xs, rows, 0, 0) if xs else []
+
+    def put_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
+        if outs:
+            self._ops["put_rows_"](outs, xs, *_rows(rows, outs[0]))
+
+    def heads_to_front(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
+        return self._ops["heads_to_front"](x, *_rows(rows, x), first_heads, heads)
+
+    def heads_to_back_(
+        self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
+    ) -> None:
+        self._ops["heads_to_back_"](out, x, *_rows(rows, out), first_heads, add)
+
+    def merge_(
+        self, out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, rows: Rows
+    ) -> None:
+        self._ops["merge_"](out, lse, out_step, lse_step, *_rows(rows, out))
+
+    def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
+        if outs:
+            self._ops["add_rows_"](outs, xs, *_rows(rows, outs[0]))
+
+
+class NativeThdKernels(ThdKernels):
+    """`ThdKernels` by native operators."""
+
+    name = "native"
+
+    def __init__(self, ops: Any) -> None:
+        """`ops`: the namespace of one device's operators."""
+        self._ops = _operators(ops, ThdKernels)
 
     def partition_indices(self, lengths: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
         return self._ops["partition_indices"](lengths, total_tokens, cp_size, cp_rank)
@@ -68,8 +115,6 @@ class Native(Kernels):
         second_half: bool,
     ) -> torch.Tensor:
         return self._ops["rank_lengths"](real_lengths, lengths, cp_size, cp_rank, first_half, second_half)
-
-    # ---- movers
 
     def partition(
         self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, cp_size: int, cp_rank: int
@@ -99,45 +144,6 @@ class Native(Kernels):
     ) -> torch.Tensor:
         return self._ops["pad_sequences"](x, real_lengths, lengths, padded_tokens, fill)
 
-    def take_rows(self, xs: Sequence[torch.Tensor], rows: Rows) -> list[torch.Tensor]:
-        if isinstance(rows, slice):
-            return [x[rows] for x in xs]
-        return self._ops["take_rows"](xs, rows, 0, 0) if xs else []
-
-    def put_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
-        if outs:
-            self._ops["put_rows_"](outs, xs, *_rows(rows, outs[0]))
-
-    def heads_to_front(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
-        return self._ops["heads_to_front"](x, *_rows(rows, x), first_heads, heads)
-
-    def heads_to_back_(
-        self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
-    ) -> None:
-        self._ops["heads_to_back_"](out, x, *_rows(rows, out), first_heads, add)
-
-    # ---- arithmetic
-
-    def merge_(
-        self, out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, rows: Rows
-    ) -> None:
-        self._ops["merge_"](out, lse, out_step, lse_step, *_rows(rows, out))
-
-    def merge_halves_(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        out_step: torch.Tensor,
-        lse_step: torch.Tensor,
-        lengths: torch.Tensor,
-        lse_packed: bool,
-    ) -> None:
-        self._ops["merge_halves_"](out, lse, out_step, lse_step, lengths, lse_packed)
-
-    def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
-        if outs:
-            self._ops["add_rows_"](outs, xs, *_rows(rows, outs[0]))
-
     def lse_correction_(
         self, lse: torch.Tensor, lse_step: torch.Tensor, lengths: torch.Tensor, lse_packed: bool
     ) -> None:
@@ -161,7 +167,10 @@ class Native(Kernels):
         self._ops["grad_correction_"](grad, grad_step, lengths, _action(first_half), _action(second_half))
 
 
-_OPERATORS = [name for name, method in vars(Kernels).items() if callable(method) and not name.startswith("_")]
+def _operators(ops: Any, protocol: type) -> dict[str, Callable[..., Any]]:
+    """The operators that have the names of the protocol's methods."""
+    names = [name for name, method in vars(protocol).items() if callable(method) and not name.startswith("_")]
+    return {name: _named(getattr(ops, name).default) for name in names}
 
 
 def _named(operator: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cp_fast.kernels import ops_movers  # noqa: F401  (registers the operators)
 from cp_fast.kernels.ops import LIBRARY
 
 __all__: list[str] = []

@@ -16,14 +16,24 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 from cp_fast.kernels.base import Kernels
+from cp_fast.kernels.base_thd import ThdKernels
 
-__all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "use", "why_not"]
+__all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "thd_kernels", "use", "why_not"]
 
 NAMES = ("native", "numba", "torch")
 VARIABLE = "CP_FAST_KERNELS"
 
+_MODULES = {
+    ("load", "native"): "cp_fast.kernels.native",
+    ("load", "numba"): "cp_fast.kernels.numba_cuda",
+    ("load", "torch"): "cp_fast.kernels.torch_ops",
+    ("load_thd", "native"): "cp_fast.kernels.native",
+    ("load_thd", "numba"): "cp_fast.kernels.numba_cuda",
+    ("load_thd", "torch"): "cp_fast.kernels.torch_thd",
+}
 _used: list[str] = []  # of `use`, the innermost last; for all threads, as autograd runs backward passes in its own
 
 
@@ -60,7 +70,7 @@ def chosen(device_type: str) -> tuple[str, str]:
 
 
 def kernels(device_type: str, name: str | None = None) -> Kernels:
-    """The implementation for tensors on a device: the one named, or else the `chosen` one.
+    """What attention moves and merges with, on a device: the implementation named, or else the `chosen` one.
 
     Raises:
         ValueError: a name that does not exist. RuntimeError: one whose needs are not met, or whose build fails.
@@ -68,11 +78,19 @@ def kernels(device_type: str, name: str | None = None) -> Kernels:
     >>> kernels("cpu", "torch").name
     'torch'
     """
-    if name is None:
-        return _cached(device_type, *asked())
-    if (reason := why_not(name, device_type)) is not None:
-        raise RuntimeError(f"the kernels {name!r} cannot be had: {reason}")
-    return _loaded(name, device_type)
+    return _loaded("load", _name(device_type, name), device_type)
+
+
+def thd_kernels(device_type: str, name: str | None = None) -> ThdKernels:
+    """What the helpers of `cp_fast.thd` are made of, by the same choice.
+
+    Raises:
+        ValueError, RuntimeError: as `kernels`.
+
+    >>> thd_kernels("cpu", "torch").name
+    'torch'
+    """
+    return _loaded("load_thd", _name(device_type, name), device_type)
 
 
 @contextmanager
@@ -100,19 +118,23 @@ def asked() -> tuple[str | None, str]:
 
 
 @lru_cache
-def _cached(device_type: str, name: str | None, by: str) -> Kernels:
-    """`chosen`, looked up once for every way of asking."""
-    return _loaded(chosen(device_type)[0], device_type)
+def _choice(device_type: str, asked_name: str | None, by: str) -> str:
+    """The name of the `chosen` one, looked up once for every way of asking."""
+    return chosen(device_type)[0]
+
+
+def _name(device_type: str, name: str | None) -> str:
+    """The name of an implementation that can be had: this one, or else the `chosen` one."""
+    if name is None:
+        return _choice(device_type, *asked())
+    if (reason := why_not(name, device_type)) is not None:
+        raise RuntimeError(f"the kernels {name!r} cannot be had: {reason}")
+    return name
 
 
 @lru_cache
-def _loaded(name: str, device_type: str) -> Kernels:
-    module, load = {
-        "native": ("cp_fast.kernels.native", "load"),
-        "numba": ("cp_fast.kernels.numba_cuda", "load"),
-        "torch": ("cp_fast.kernels.torch_ops", "load"),
-    }[name]
-    return getattr(importlib.import_module(module), load)(device_type)
+def _loaded(load: str, name: str, device_type: str) -> Any:
+    return getattr(importlib.import_module(_MODULES[load, name]), load)(device_type)
 
 
 def _checked(what: str, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-__all__ = ["Located", "half_rows", "locate", "rank_order_rows", "sequence_order_rows", "slice_rows"]
+__all__ = ["Located", "bits", "half_rows", "locate", "rank_order_rows", "sequence_order_rows", "slice_rows"]
 
 
 class Located(NamedTuple):
@@ -90,3 +90,8 @@ def half_rows(lengths: torch.Tensor, total: int, half: int) -> tuple[torch.Tenso
     row = torch.arange(total // 2, device=lengths.device)
     located = locate(2 * row, lengths, total)
     return located.start + half * (located.size // 2) + row - located.start // 2, located
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes: not every operator that moves knows them."""
+    return x.view(torch.uint8) if x.dtype.is_floating_point and x.element_size() == 1 else x

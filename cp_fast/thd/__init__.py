@@ -14,8 +14,8 @@ slice: the global ones divided by cp_size. They lie on the device of the data, o
 
 Any number of sequences, sequences of length 0, a tail behind the last one, int32 and int64 lengths. Data has any
 strides; where the last axis is not dense, operands that are read are copied first, and those that are changed in place
-are refused. The helpers that change something in place are not differentiable, and refuse tensors that require grad;
-the two reorders and `thd_read_half_tensor` are differentiable.
+are refused, as are operands that overlap them. The helpers that change something in place are not differentiable, and
+refuse tensors that require grad; the two reorders and `thd_read_half_tensor` are differentiable.
 """
 
 from cp_fast.thd.batches import get_batch_on_this_cp_rank, pad_thd_sequences_for_cp

@@ -33,15 +33,17 @@ def pad_thd_sequences_for_cp(
     if padded_tokens is None:
         sizes_of("cu_seqlens", cu_seqlens)
         check_room("input_ids", len(input_ids), "cu_seqlens", end_of(cu_seqlens))
-    slots = (cu_seqlens.diff() + (divisibility_factor - 1)) // divisibility_factor * divisibility_factor
-    cu_seqlens_padded = torch.nn.functional.pad(slots.cumsum(0, dtype=cu_seqlens.dtype), (1, 0))
+    slots = (cu_seqlens.long().diff() + (divisibility_factor - 1)) // divisibility_factor * divisibility_factor
+    wide = torch.nn.functional.pad(slots.cumsum(0), (1, 0))
     if padded_tokens is None:
-        padded_tokens = int(cu_seqlens_padded[-1]) + len(input_ids) - int(cu_seqlens[-1])
+        padded_tokens = int(wide[-1]) + len(input_ids) - int(cu_seqlens[-1])
+    if padded_tokens > torch.iinfo(cu_seqlens.dtype).max:
+        raise ValueError(f"padded_tokens is {padded_tokens}; {cu_seqlens.dtype} lengths cannot count so many")
     padded_ids, padded_labels = (
-        torch.ops.cp_attention.pad_sequences(x, cu_seqlens, cu_seqlens_padded, padded_tokens, fill)
+        torch.ops.cp_attention.pad_sequences(x, cu_seqlens, wide, padded_tokens, fill)
         for x, fill in zip((input_ids, labels), fills, strict=True)
     )
-    return padded_ids, padded_labels, cu_seqlens_padded
+    return padded_ids, padded_labels, wide.to(cu_seqlens.dtype)
 
 
 @batches.get_batch_on_this_cp_rank

@@ -9,7 +9,9 @@ import torch
 from cp_fast.context import ContextParallel
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
 from cp_fast.kernels.checks import end_of, sizes_of
-from cp_ref.common.thd.checks import check_lengths, check_tail
+from cp_fast.thd.kinds import check_lengths
+from cp_ref.common.thd import checks
+from cp_ref.common.thd.checks import check_tail
 from cp_ref.spec import slice_axis, slice_spans
 
 __all__ = ["cut_batched", "cut_packed"]
@@ -33,13 +35,13 @@ def cut_packed(
     """thd, all tensors in one launch for layout dual_chunk."""
     if not xs:
         return []
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
+    assert cu_seqlens_padded is not None
     by_device: dict[torch.device, list[int]] = {}
     for number, x in enumerate(xs):
         by_device.setdefault(x.device, []).append(number)
     parts = list(xs)
-    for device, numbers in by_device.items():
-        check_lengths("cu_seqlens_padded", cu_seqlens_padded, device)
-        assert cu_seqlens_padded is not None
+    for numbers in by_device.values():
         here = [xs[number] for number in numbers]
         if cp.layout == "dual_chunk":
             cut = torch.ops.cp_attention.partition(here, cu_seqlens_padded, cp.size, cp.rank)
@@ -55,6 +57,7 @@ def _cut_contiguous(
 ) -> list[torch.Tensor]:
     """Layout contiguous: the rank's part of the sequences' tokens, then its part of the tail."""
     tokens = xs[0].shape[0]
+    checks.check_lengths("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
     sizes_of("cu_seqlens_padded", cu_seqlens_padded)
     end = end_of(cu_seqlens_padded)
     check_tail("x.shape[0]", tokens, end, cp.size)

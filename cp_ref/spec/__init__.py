@@ -1,4 +1,4 @@
-"""The contract that both implementations share: problems, masks, layouts, schedules as data. Standard library and numpy."""
+"""The contract that both implementations share: problems, areas, ownership and schedules as data. Needs numpy alone."""
 
 from cp_ref.spec.a2a import head_ranges
 from cp_ref.spec.areas import UNBOUNDED, Areas
@@ -10,6 +10,7 @@ from cp_ref.spec.gathering import gathered_spans
 from cp_ref.spec.group import Group, Parcel, Pending, agree, read_together
 from cp_ref.spec.layout import divisor
 from cp_ref.spec.mask import Band, Rect
+from cp_ref.spec.overlap import check_apart
 from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.pair import PairGroup
 from cp_ref.spec.planners import make_program, make_schedule, saved_kinds
@@ -66,6 +67,7 @@ __all__ = [
     "Workload",
     "agree",
     "areas_of",
+    "check_apart",
     "check_choice",
     "check_context",
     "check_data",

@@ -21,7 +21,6 @@ from cp_ref.spec.table import Column
 __all__ = ["Play", "Store"]
 
 Store = dict[str, Column]  # by kind of operand: whether the rank has each cell of the grid, [cells], bool
-Place = Callable[[str, int], str]
 
 _NEEDS = {"forward": ("q", "kv"), "backward": ("q", "kv", "do")}
 _GIVES = {"forward": ("out",), "backward": ("dq", "dkv")}
@@ -69,8 +68,8 @@ class Play:
         self.name, self.schedule, self.grids, self.describe = name, schedule, grids, describe
         programs = schedule.forward if name == "forward" else schedule.backward
         self.ranks = [_Rank(program) for program in programs]
-        self.has = [{k: start.get(k, self._new(k, False, np.bool_)) for k in OPERANDS} for start in has]
-        self.results = [{k: self._new(k, -1, np.int64) for k in RESULTS} for _ in programs]
+        self.has = [{k: start.get(k, self._new(k, False)) for k in OPERANDS} for start in has]
+        self.results = [{k: self._new(k, -1) for k in RESULTS} for _ in programs]
         self.errors: list[str] = []
         self.stuck = False
         self._tiles: list[tuple[Tiles, int, int]] = []
@@ -100,8 +99,8 @@ class Play:
                 ready.extend(r for r in range(len(self.ranks)) if r != rank and r not in ready)
         self._look_for_stuck()
 
-    def _new(self, kind: str, value: int, dtype: type) -> Column:
-        return np.full(self.grids[side_of(kind)].size, value, dtype=dtype)
+    def _new(self, kind: str, value: int) -> Column:
+        return np.full(self.grids[side_of(kind)].size, value)
 
     def _where(self, rank: int) -> str:
         return f"{self.name} rank {rank} step {self.ranks[rank].step}"

@@ -17,6 +17,7 @@ from cp_ref.spec.values import FURTHEST, read_count
 
 __all__ = ["Agreement", "Room", "check_room", "check_room_tensors", "next_batch", "read_room"]
 
+MOST_SEQUENCES = 2**20  # every launch of such a plan has a table of as many lengths
 _NAMES = ("max_sequences", "max_tokens_q", "max_tokens_kv")
 
 
@@ -91,7 +92,7 @@ def read_room(problem: Problem, arguments: Mapping[str, Any]) -> Room | None:
     for name, value in (("max_tokens_q", tokens_q), ("max_tokens_kv", tokens_kv)):
         if value % problem.cp_size:
             raise ValueError(f"{name} is {value}; it must be a multiple of cp_size = {problem.cp_size}")
-    sequences = read_count("max_sequences", max_sequences, at_least=1)
+    sequences = read_count("max_sequences", max_sequences, at_least=1, at_most=MOST_SEQUENCES)
     room = Room(sequences, tokens_q, tokens_kv, problem.cp_size)
     check_room(problem, room)
     return room

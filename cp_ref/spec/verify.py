@@ -25,7 +25,7 @@ from cp_ref.spec.grid import Grid, grids, side_of
 from cp_ref.spec.playing import Play, Store
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.report import Report, report
-from cp_ref.spec.schedule import Schedule
+from cp_ref.spec.schedule import Pieces, Schedule
 from cp_ref.spec.table import Column
 from cp_ref.spec.well_formed import malformed
 from cp_ref.spec.workload import Workload
@@ -142,20 +142,21 @@ def _coverage(work: Workload, play: Play, names: _Names) -> Iterator[str]:
     def holders(pair: Pair) -> str:
         """Who has a pair's query and key, and when the key comes."""
         queries = work.ownership.q
+        ranks: list[int] = queries.rank[(queries.start <= pair.q) & (pair.q < queries.stop)].tolist()
         steps = [
             f"rank {rank} step {number}"
-            for rank in queries.rank[(queries.start <= pair.q) & (pair.q < queries.stop)].tolist()
+            for rank in ranks
             for number, step in enumerate(play.ranks[rank].program)
-            if any(
-                bool(((m.pieces.start <= pair.k) & (pair.k < m.pieces.stop)).any())
-                for m in step.recvs
-                if m.kind == "kv"
-            )
+            if any(m.kind == "kv" and _has(m.pieces, pair.k) for m in step.recvs)
         ]
         met = f"; the key arrives during {', '.join(steps)}" if steps else ""
         return f"query of {names.owner('q', pair.q)}, key of {names.owner('kv', pair.k)}{met}"
 
     return coverage_errors(work.areas, work.heads_q, play.uses, name, holders)
+
+
+def _has(pieces: Pieces, row: int) -> bool:
+    return bool(((pieces.start <= row) & (row < pieces.stop)).any())
 
 
 def _misplaced(play: Play, owned: list[dict[str, Column]], names: _Names) -> Iterator[str]:

@@ -33,10 +33,13 @@ def pad_thd_sequences_for_cp(
     check_room("input_ids", len(input_ids), "cu_seqlens", real.end())
     slots = (real.sizes + divisibility_factor - 1) // divisibility_factor * divisibility_factor
     padded = Runs(slots.cumsum(0) - slots, slots)
-    new_rows = Runs(padded.starts, real.sizes).rows()
     if padded_tokens is None:
         padded_tokens = padded.end() + len(input_ids) - real.end()
     check_count("padded_tokens", padded_tokens, padded.end(), at_most=MOST_ROWS)
+    if padded_tokens > torch.iinfo(cu_seqlens.dtype).max:
+        raise ValueError(f"padded_tokens is {padded_tokens}; {cu_seqlens.dtype} lengths cannot count so many")
+
+    new_rows = Runs(padded.starts, real.sizes).rows()
 
     def spread(x: torch.Tensor, fill: int) -> torch.Tensor:
         result, tail = x.new_full((padded_tokens,), fill), x[real.end() :][: padded_tokens - padded.end()]

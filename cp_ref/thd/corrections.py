@@ -9,6 +9,7 @@ import torch
 
 from cp_ref.common.thd import corrections
 from cp_ref.common.thd.checks import check_room, token_axis
+from cp_ref.spec import check_apart
 from cp_ref.thd.lse import check_lse_room, lse_rows
 from cp_ref.thd.rows import Runs, check_leaf, read_halves, read_runs
 
@@ -25,6 +26,7 @@ def thd_second_half_lse_correction(
     halves = sequences.halved()
     check_lse_room("lse", lse, sequences, lse_packed)
     check_lse_room("lse_step", lse_step, halves, lse_packed)
+    check_apart("lse", lse, lse_step=lse_step)
     whole, at = lse_rows(lse, sequences, sequences.half(1), lse_packed)
     step, step_at = lse_rows(lse_step, halves, halves, lse_packed)
     whole[at] = torch.logaddexp(whole[at], step[step_at]).to(lse.dtype)
@@ -50,6 +52,7 @@ def thd_out_correction(
     check_room("out", out.shape[0], "cu_seqlens_padded", sequences.end())
     check_lse_room("lse", lse, sequences, lse_packed)
     check_lse_room("lse_step", lse_step, source, lse_packed)
+    check_apart("out", out, out_step=out_step, lse=lse, lse_step=lse_step)
     final, at = lse_rows(lse, sequences, target, lse_packed)
     step, step_at = lse_rows(lse_step, source, source, lse_packed)
     wide = _accumulator_dtype(out, out_step, lse, lse_step)
@@ -68,6 +71,7 @@ def thd_grad_correction(
     check_leaf("grad", grad)
     axis, sequences = token_axis("grad", grad), read_halves(cu_seqlens_padded, grad.device)
     check_room("grad", grad.shape[axis], "cu_seqlens_padded", sequences.end())
+    check_apart("grad", grad, grad_step=grad_step)
     idle = (first_half, second_half).count("none")
     target, source = grad.movedim(axis, 0), grad_step.movedim(axis, 0)
     for number, action in enumerate((first_half, second_half)):

@@ -6,6 +6,7 @@ import torch
 
 from cp_ref.common.thd import valid
 from cp_ref.common.thd.checks import check_divisible, check_fits, check_room
+from cp_ref.spec import check_apart
 from cp_ref.thd.rows import Runs, as_list, check_leaf, read_runs
 
 __all__ = ["get_cu_seqlens_on_cp_rank", "thd_copy_valid_tokens_from_per_split_to_rank_local"]
@@ -43,6 +44,7 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     real = read_runs("cu_seqlens", cu_seqlens, out.device).sizes
     check_fits(real, slots.sizes)
     check_room("out", out.shape[0], "cu_seqlens_padded", slots.end())
+    check_apart("out", out, inp=inp)
     rows = Runs(slots.starts, real).rows()
     out[rows] = inp[rows].to(out.dtype)
 

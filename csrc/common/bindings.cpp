@@ -1,6 +1,6 @@
 // The operators as PyTorch sees them: torch.ops.cp_attention_native_cpu and torch.ops.cp_attention_native_cuda, one for
-// each method of `Kernels` (cp_fast/kernels/base.py). Rows are (index, first, count): an index, or a span where it is
-// None.
+// each method of `Kernels` and `ThdKernels` (cp_fast/kernels/base.py, base_thd.py). Rows are (index, first, count): an
+// index, or a span where it is None.
 #include <torch/csrc/stable/library.h>
 
 #include "op_merges.h"
@@ -28,10 +28,6 @@ CP_LIBRARY(CP_NAME, m) {
   m.def("heads_to_front(Tensor x, " ROWS ", int[] first_heads, int heads) -> Tensor");
   m.def("heads_to_back_(Tensor(a!) out, Tensor x, " ROWS ", int[] first_heads, bool add) -> ()");
   m.def("merge_(Tensor(a!) out, Tensor(b!) lse, Tensor out_step, Tensor lse_step, " ROWS ") -> ()");
-  m.def(
-      "merge_halves_(Tensor(a!) out, Tensor(b!) lse, Tensor out_step, Tensor lse_step, Tensor lengths, bool "
-      "lse_packed) "
-      "-> ()");
   m.def("add_rows_(Tensor(a!)[] outs, Tensor[] xs, " ROWS ") -> ()");
   m.def("lse_correction_(Tensor(a!) lse, Tensor lse_step, Tensor lengths, bool lse_packed) -> ()");
   m.def(
@@ -56,7 +52,6 @@ CP_LIBRARY_IMPL(CP_NAME, CompositeExplicitAutograd, m) {
   CP_IMPL(heads_to_front);
   CP_IMPL(heads_to_back_);
   CP_IMPL(merge_);
-  CP_IMPL(merge_halves_);
   CP_IMPL(add_rows_);
   CP_IMPL(lse_correction_);
   CP_IMPL(out_correction_);

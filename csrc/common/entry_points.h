@@ -1,8 +1,9 @@
 // The kernels, one function each, the same list for every device: csrc/cpu defines them in namespace cp::cpu, csrc/cuda
 // in cp::cuda, and the binding calls those of the device it is compiled for (-DCP_DEVICE=cpu or cuda).
 //
-// What each computes is written at the method of the same name in cp_fast/kernels/base.py; here is only how it comes
-// in. Nothing here allocates, waits, or uses another stream. Sizes may all be 0: then a function does nothing.
+// What each computes is written at the method of the same name in cp_fast/kernels/base.py or base_thd.py; here is only
+// how it comes in. Nothing here allocates, waits, or uses another stream. Sizes may all be 0: then a function does
+// nothing.
 #pragma once
 
 #include "types.h"
@@ -72,12 +73,10 @@ void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* fir
 // lse and step_lse are packed; out.dtype is f32 or f64
 void merge(Values out, Lse lse, Values step, Lse step_lse, RowSet rows, Stream);
 
-// lse.packed == step_lse.packed; lengths are local, those of out; step [t / 2, h, d]
-void merge_halves(Values out, Lse lse, Values step, Lse step_lse, Lengths lengths, Stream);
-
 // to[rows[i]] += from[i]
 void add_rows(const Pair* pairs, int64_t count, RowSet rows, Stream);
 
+// lse.packed == step_lse.packed; lengths are local, those of lse
 void lse_correction(Lse lse, Lse step_lse, Lengths lengths, Stream);
 
 void out_correction(Values out, Values step, Lse lse, Lse step_lse, Lengths lengths, bool only_second_half, Stream);

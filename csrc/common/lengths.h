@@ -41,10 +41,11 @@ inline void check_values(const Operand& x, const Lengths& l, const LengthsRule& 
   if (last < 0 || (rule.from_zero && last != 0))
     value_error(x.name + "[0] is " + std::to_string(last) + "; it must be " + (rule.from_zero ? "0" : "at least 0"));
   for (int64_t s = 0; s < l.sequences; ++s) {
-    int64_t next = l[s + 1], size = next - last;
-    if (size < 0)
+    int64_t next = l[s + 1];
+    if (next < last)  // compared before they are subtracted: a difference of any two may not fit
       value_error(x.name + "[" + std::to_string(s + 1) + "] is " + std::to_string(next) + " after " +
                   std::to_string(last) + "; cumulative lengths must not decrease");
+    int64_t size = next - last;
     if (rule.divisor > 1 && quotient(size, rule.divisor) * rule.divisor != size)
       value_error(x.name + " gives sequence " + std::to_string(s) + " the length " + std::to_string(size) +
                   "; it must be a multiple of " + std::to_string(rule.divisor));
@@ -106,7 +107,8 @@ inline int64_t common_tokens(const std::vector<Operand>& xs) {
 }
 
 inline void check_ranks(int64_t cp_size, int64_t cp_rank) {
-  if (cp_size < 1) value_error("cp_size is " + std::to_string(cp_size) + "; it must be at least 1");
+  if (cp_size < 1 || cp_size > INT32_MAX)
+    value_error("cp_size is " + std::to_string(cp_size) + "; it must be from 1 to " + std::to_string(INT32_MAX));
   if (cp_rank < 0 || cp_rank >= cp_size)
     value_error("cp_rank is " + std::to_string(cp_rank) + "; it must be from 0 to " + std::to_string(cp_size - 1));
 }

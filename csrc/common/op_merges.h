@@ -60,19 +60,6 @@ inline void merge_(Tensor out, Tensor lse, Tensor out_step, Tensor lse_step, std
   device::merge(whole, log_sum_exp(to_lse, true), step, log_sum_exp(from_lse, true), rows, call.stream());
 }
 
-inline void merge_halves_(Tensor out, Tensor lse, Tensor out_step, Tensor lse_step, Tensor lengths_, bool lse_packed) {
-  Call call;
-  Operand to = call.written("out", out), to_lse = call.written("lse", lse);
-  Operand from = call.operand("out_step", out_step), from_lse = call.operand("lse_step", lse_step);
-  Values whole = values(to), step = values(from);
-  to.accumulator();
-  Lengths l = checked_lengths(call.operand("lengths", lengths_), {whole.rows, 2});
-  check_shape(from, {whole.rows / 2, whole.heads, whole.dim});
-  Lse whole_lse = checked_lse(to_lse, lse_packed, whole.heads, whole.rows, l);
-  Lse step_lse = checked_lse(from_lse, lse_packed, whole.heads, whole.rows / 2, l, 2);
-  device::merge_halves(whole, whole_lse, step, step_lse, l, call.stream());
-}
-
 inline void add_rows_(Tensors outs, Tensors xs, std::optional<Tensor> index, int64_t first, int64_t count) {
   Call call;
   auto targets = call.operands("outs", outs, true), given = call.operands("xs", xs);

@@ -32,6 +32,11 @@ inline std::string text(const Sizes& sizes) {
   return out + "]";
 }
 
+// A result for which there is no memory: Python raises what PyTorch itself raises then (cp_fast/kernels/native.py).
+[[noreturn]] inline void allocation_error(int64_t item, const Sizes& sizes) {
+  throw std::runtime_error("AllocationError: " + text(sizes) + " of " + std::to_string(item) + " bytes");
+}
+
 // A tensor and the name it has in errors.
 struct Operand {
   std::string name;
@@ -138,8 +143,9 @@ class Call {
     Sizes steps(sizes.size(), 1);
     for (size_t i = sizes.size(); i-- > 1;) steps[i - 1] = steps[i] * std::max<int64_t>(sizes[i], 1);
     AtenTensorHandle made;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), steps.data(),
-                                                    like.dtype, type, index, &made));
+    if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), steps.data(), like.dtype, type,
+                                 index, &made) != AOTI_TORCH_SUCCESS)
+      allocation_error(like.item, sizes);
     return Operand("the result", Tensor(made));
   }
 

@@ -102,15 +102,6 @@ void merge(Values out, Lse lse, Values step, Lse step_lse, RowSet rows, Stream) 
   });
 }
 
-void merge_halves(Values out, Lse lse, Values step, Lse step_lse, Lengths lengths, Stream) {
-  HalfMap map{lengths[lengths.sequences], 1};  // without the tail
-  visit_accumulator(out.dtype, [&](auto* type) {
-    with_sides_of<std::remove_pointer_t<decltype(type)>>(out, lse, step, step_lse, [&](auto sides) {
-      each_meeting(map, lengths, lse, row_bytes(out), [&](const Meeting& m) { sides.merge(m); });
-    });
-  });
-}
-
 void lse_correction(Lse lse, Lse step_lse, Lengths lengths, Stream) {
   HalfMap map{lengths[lengths.sequences], 1};
   auto run = [&](auto zero) {

@@ -25,7 +25,6 @@ enum class Helper : int32_t {
   heads_to_front,
   heads_to_back,
   merge,
-  merge_halves,
   add_rows,
   lse_correction,
   out_correction,
@@ -74,8 +73,6 @@ __device__ inline const char* name_of(Helper helper) {
       return "heads_to_back";
     case Helper::merge:
       return "merge";
-    case Helper::merge_halves:
-      return "merge_halves";
     case Helper::add_rows:
       return "add_rows";
     case Helper::lse_correction:

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) pad_sequences_kernel(const __grid_co
       const bool tail = place.sequence == sequences_of(plan.lengths);
       const int64_t begin = length_at<int64_t>(plan.real, place.sequence), offset = row - place.begin;
       const int64_t size = (tail ? tokens : length_at<int64_t>(plan.real, place.sequence + 1)) - begin;
-      if (offset < size && begin >= 0 && begin + offset < tokens) value = x[(begin + offset) * stride];
+      if (offset >= 0 && offset < size && begin >= 0 && begin < tokens - offset) value = x[(begin + offset) * stride];
     }
     out[row] = value;
   });

@@ -81,7 +81,7 @@ __device__ __forceinline__ Token token_of(const MergeJob& job, int64_t row, cons
     sequence = target.sequence;
     lse_row -= target.begin;
     step_row -= job.plan.kind == MapKind::half ? target.begin / 2 : target.begin;
-    if (lse_row >= job.lse.rows || step_row >= job.step_lse.rows) return {-1, 0, 0, 0};
+    if (lse_row < 0 || lse_row >= job.lse.rows || step_row < 0 || step_row >= job.step_lse.rows) return {-1, 0, 0, 0};
   }
   return {target.row * job.out.row_stride, row * job.step.row_stride,
           sequence * job.lse.sequence_stride + lse_row * job.lse.row_stride,

@@ -1,4 +1,4 @@
-// merge, merge_halves, out_correction, and the kernel that merges in registers: blocks of 8 tokens and up to 8 heads,
+// merge, out_correction, and the kernel that merges in registers: blocks of 8 tokens and up to 8 heads,
 // so that they are many and the last wave of them is short. Its threads first leave the weights in shared memory, one
 // thread a token and head, and then stream out and step with the elements side by side.
 #include "entry_points.h"
@@ -91,12 +91,6 @@ void launch(const RowPlan& plan, Mode mode, const Values& out, const Values& ste
 
 void merge(Values out, Lse lse, Values step, Lse step_lse, RowSet rows, Stream stream) {
   launch(plan_rows(Helper::merge, rows, true), Mode::merge, out, step, lse, step_lse, stream, "merge");
-}
-
-void merge_halves(Values out, Lse lse, Values step, Lse step_lse, Lengths lengths, Stream stream) {
-  RowPlan plan = plan_lengths(Helper::merge_halves, MapKind::half, lengths, step.rows, out.rows);
-  plan.half = 1;
-  launch(plan, Mode::merge, out, step, lse, step_lse, stream, "merge_halves");
 }
 
 void out_correction(Values out, Values step, Lse lse, Lse step_lse, Lengths lengths, bool only_second_half,

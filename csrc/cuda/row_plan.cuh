@@ -50,7 +50,7 @@ struct RowPlan {
   int64_t count;    // rows that are asked for
   int64_t bound;    // rows of the tensor that the map leads into
   int32_t cp_size, cp_rank, half;
-  int32_t divisor, tail_divisor;  // of every length, and of the tail
+  int64_t divisor, tail_divisor;  // of every length, and of the tail
   bool from_zero;                 // lengths begin at 0
   Divider by_cp_size, by_slice;   // a rank's slice has bound / cp_size rows
 };
@@ -79,8 +79,8 @@ inline RowPlan plan_lengths(Helper helper, MapKind kind, Lengths lengths, int64_
   plan.narrow = std::max(std::max(tokens, count), cp_size) < (int64_t(1) << 30);
   plan.cp_size = static_cast<int32_t>(cp_size);
   plan.cp_rank = static_cast<int32_t>(cp_rank);
-  plan.divisor = static_cast<int32_t>(kind == MapKind::half ? 2 : kind == MapKind::valid ? 1 : 2 * cp_size);
-  plan.tail_divisor = std::max(plan.divisor / 2, 1);
+  plan.divisor = kind == MapKind::half ? 2 : kind == MapKind::valid ? 1 : 2 * cp_size;
+  plan.tail_divisor = std::max<int64_t>(plan.divisor / 2, 1);
   if (kind == MapKind::half) plan.tail_divisor = 2;
   plan.from_zero = kind != MapKind::valid;
   plan.by_cp_size = Divider::by(cp_size);
@@ -91,7 +91,7 @@ inline RowPlan plan_lengths(Helper helper, MapKind kind, Lengths lengths, int64_
 #if defined(__CUDACC__)
 
 // Every rule for lengths, every length looked at by one thread of the grid. `thread` counts through the grid of
-// `threads`.
+// `threads`. Neighbours are compared before they are subtracted: the difference of any two may not fit.
 __device__ __forceinline__ void check_lengths(Helper helper, const Lengths& lengths, int64_t divisor,
                                               int64_t tail_divisor, int64_t tokens, bool from_zero, int64_t thread,
                                               int64_t threads) {
@@ -102,12 +102,13 @@ __device__ __forceinline__ void check_lengths(Helper helper, const Lengths& leng
       fault(helper, from_zero ? Rule::from_zero : Rule::not_negative, s, here, 0);
     }
     if (s == lengths.sequences) {
+      if (here > tokens) fault(helper, Rule::end, s, here, tokens);
       int64_t tail = tokens - here;
-      if (tail < 0) fault(helper, Rule::end, s, here, tokens);
       if (tail_divisor > 1 && tail % tail_divisor != 0) fault(helper, Rule::tail_divides, s, tail, tail_divisor);
     } else {
-      int64_t size = length_at<int64_t>(lengths, s + 1) - here;
-      if (size < 0) fault(helper, Rule::no_decrease, s, size, 0);
+      int64_t next = length_at<int64_t>(lengths, s + 1);
+      if (next < here) fault(helper, Rule::no_decrease, s, next, here);
+      int64_t size = next - here;
       if (divisor > 1 && size % divisor != 0) fault(helper, Rule::divides, s, size, divisor);
     }
   }
@@ -117,10 +118,10 @@ __device__ __forceinline__ void check_real(Helper helper, const Lengths& real, c
                                            int64_t threads) {
   for (int64_t at = thread; at < real.sequences; at += threads) {
     int32_t s = static_cast<int32_t>(at);
-    int64_t here = length_at<int64_t>(real, s), size = length_at<int64_t>(real, s + 1) - here;
+    int64_t here = length_at<int64_t>(real, s), next = length_at<int64_t>(real, s + 1), size = next - here;
     if (s == 0 && here != 0) fault(helper, Rule::real_from_zero, s, here, 0);
     int64_t slots = length_at<int64_t>(lengths, s + 1) - length_at<int64_t>(lengths, s);
-    if (size < 0 || size > slots) fault(helper, Rule::real_fits, s, size, slots);
+    if (next < here || size > slots) fault(helper, Rule::real_fits, s, size, slots);
   }
 }
 
@@ -175,7 +176,7 @@ __device__ __forceinline__ N slice_row(const RowPlan& plan, N local, N rank, con
   if (tail) return place.begin + rank * plan.by_cp_size.of(static_cast<N>(plan.bound) - place.begin) + offset;
   N chunk = plan.by_cp_size.of(place.end - place.begin) / 2;
   return offset < chunk ? place.begin + rank * chunk + offset
-                        : place.begin + (2 * plan.cp_size - 1 - rank) * chunk + (offset - chunk);
+                        : place.begin + (static_cast<N>(2) * plan.cp_size - 1 - rank) * chunk + (offset - chunk);
 }
 
 // Row of sequence order -> its row in CP rank order.
@@ -189,7 +190,7 @@ __device__ __forceinline__ N rank_order_row(const RowPlan& plan, N row, const Pl
   N chunk = plan.by_cp_size.of(place.end - place.begin) / 2, number = quotient(offset, chunk),
     rest = offset - number * chunk;
   return number < plan.cp_size ? number * slice + start + rest
-                               : (2 * plan.cp_size - 1 - number) * slice + start + chunk + rest;
+                               : (static_cast<N>(2) * plan.cp_size - 1 - number) * slice + start + chunk + rest;
 }
 
 // The map's row, from where its key lies; -1 where there is none.

@@ -76,13 +76,12 @@ def test_kernels() -> None:
 
     reorders = [r for r in of("reorder") if "K and V" not in r["case"]]
     assert len(reorders) == 18
-    merges = of("merge_") + of("merge_halves_")
     exchange = of("heads_to_front") + of("heads_to_back_")
     indices = span(float(r["us"]) for r in of("partition_indices"))
     for line in (
         f"| reorder, 65,536 x 16 x 64 bf16, 16 to 10,000 sequences, cp 2 to 8 {figures(reorders)}",
         f"| copy valid tokens, 65,536 {figures(of('copy_valid_', '65536'))}",
-        f"| merge bf16 into float32, 16,384 x 32 x 128; into halves {figures(merges, '; ')}",
+        f"| merge bf16 into float32, 16,384 x 32 x 128 {figures(of('merge_'))}",
         f"| a2a pack, unpack with reorder, 16,384 x 32 x 128, cp 8 {figures(exchange, ', ')}",
         f"| indices of 1,000,000 tokens, 10,000 sequences | {indices} | | |",
     ):

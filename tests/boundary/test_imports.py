@@ -73,7 +73,7 @@ def test_cp_fast_sees_of_cp_ref_the_specification_and_what_both_share() -> None:
 
 
 def test_conformance_sees_the_oracle_through_one_module() -> None:
-    """Adapters are of what is tested, and each sees what it adapts; mutants patch `cp_ref` by name."""
+    """Adapters are of what is tested, and each sees what it adapts."""
     others = [path for path in files("conformance") if path not in files("conformance", "adapters")]
     beyond = {
         path.name

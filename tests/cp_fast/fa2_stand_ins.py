@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cp_fast.backends import fa2_builtin
+from cp_fast.backends.fa2 import built_in
 
 __all__ = ["Call", "fake_aten", "fake_package"]
 
@@ -149,7 +149,7 @@ def fake_aten(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         return backward(dout, q, k, v, out, lse, cu_q, cu_k, call, o["scale"], 0.0)
 
     calls: list[Call] = []
-    fa2_builtin._forward_extras()  # reads the real schema, once
+    built_in._forward_extras()  # reads the real schema, once
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", run_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", run_backward)
     return calls

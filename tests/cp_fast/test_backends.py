@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast import backends
 from cp_fast.backends.base import Backend, Gradients, Partial, Segments
-from cp_fast.backends.blocks import BlockSize, cut_by_the_device
 from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.largest import LargestLogit, largest_logit
 from cp_fast.backends.lengths import Cumulative
 from cp_fast.backends.probe import probe
+from cp_fast.backends.score_blocks import ScoreBlockSize, score_blocks_on_device
 from cp_ref.spec import Feature, Unsupported
 
 CPU = backends.by_name("cpu")
-TINY = BlockwiseBackend("tiny blocks", Feature.CPU, BlockSize(scores=256, columns=7, rows=10))
+TINY = BlockwiseBackend("tiny blocks", Feature.CPU, ScoreBlockSize(scores=256, columns=7, rows=10))
 F64 = torch.float64
 
 
@@ -162,9 +162,9 @@ def test_a_launch_over_part_of_the_columns_adds_up() -> None:
     close(torch.cat([p.dv for p in parts]), gradients.dv, 1e-10)
 
 
-@pytest.mark.parametrize("size", [BlockSize(2**18, 256, 512), TINY.size], ids=["one block", "tiny blocks"])
+@pytest.mark.parametrize("size", [ScoreBlockSize(2**18, 256, 512), TINY.size], ids=["one block", "tiny blocks"])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_library_without_max_logit_is_given_it(seed: int, size: BlockSize) -> None:
+def test_a_library_without_max_logit_is_given_it(seed: int, size: ScoreBlockSize) -> None:
     segments, heads = random_case(seed)
     scale, softcap = (0.7, -0.7)[seed % 2], (0.0, 1.5)[seed // 2 % 2]
     q, k, v, dout, _ = tensors(seed, segments, heads, torch.float32)
@@ -184,7 +184,7 @@ def test_a_library_without_max_logit_is_given_it(seed: int, size: BlockSize) -> 
 @pytest.mark.parametrize("size", [CPU.size, TINY.size], ids=["one block", "tiny blocks"])  # type: ignore[attr-defined]
 @pytest.mark.parametrize("seed", range(24))
 def test_blocks_that_follow_the_lengths_on_the_device(
-    seed: int, size: BlockSize, monkeypatch: pytest.MonkeyPatch
+    seed: int, size: ScoreBlockSize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU goes through in a plan that is updated in place: other lengths on the host, segments of length zero at
     the end, and more rows behind them.
@@ -201,8 +201,8 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     roomy = Segments(stale_q, stale_kv, segments.left, segments.right, on_device[0], on_device[1])
     q, k, v, dout = (torch.cat([x, torch.randn(room, *x.shape[1:], dtype=F64)]) for x in (q, k, v, dout))
     dlse = functional.pad(dlse, (0, room))
-    monkeypatch.setattr("cp_fast.backends.blockwise.cut", cut_by_the_device)
-    monkeypatch.setattr("cp_fast.backends.largest.cut", cut_by_the_device)
+    monkeypatch.setattr("cp_fast.backends.blockwise.score_blocks", score_blocks_on_device)
+    monkeypatch.setattr("cp_fast.backends.largest.score_blocks", score_blocks_on_device)
     backend = BlockwiseBackend("by the device", Feature.CPU, size)
     got = backend.forward(q, k, v, roomy, **case)
     torch.testing.assert_close(Partial(got.out[:n], got.lse[:, :n], got.max_logit), want)

@@ -16,9 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 from cp_fast import backends
-from cp_fast.backends import by_name, fa2, fa2_builtin, fa2_kernels, fa2_package
+from cp_fast.backends import by_name, fa2
 from cp_fast.backends.base import Segments
-from cp_fast.backends.fa2 import BUILT_IN, PACKAGE, Fa2Backend
+from cp_fast.backends.fa2 import BUILT_IN, PACKAGE, Fa2Backend, built_in, varlen
+from cp_fast.backends.fa2 import backend as fa2_backend
+from cp_fast.backends.fa2 import package as flash_attn_adapter
 from cp_fast.backends.lengths import Cumulative
 from cp_fast.backends.probe import probe
 from cp_fast.backends.variants import missing_in, variants
@@ -31,8 +33,8 @@ CPU = by_name("cpu")
 
 def forget() -> None:
     """What was found about the package."""
-    fa2_package._found.cache_clear()
-    fa2.chosen_kernels.cache_clear()
+    flash_attn_adapter._found.cache_clear()
+    fa2.installed.cache_clear()
     fa2._wrong_here.cache_clear()
 
 
@@ -48,7 +50,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             monkeypatch.setitem(sys.modules, name, interface)
         forget()
 
-    for module in (fa2_package, fa2_builtin):
+    for module in (flash_attn_adapter, built_in):
         monkeypatch.setattr(module, "gpu_why_not", lambda: None)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(fa2, "probe", lambda backend, device: None)  # right, on that GPU
@@ -79,15 +81,15 @@ BOTH = pytest.mark.parametrize("name", ["built in", "package"])
 
 
 @BOTH
-def test_every_window_is_said_in_the_kernels_words(name: str, monkeypatch: Any, install: Any) -> None:
+def test_every_window_is_asked_for_as_the_kernels_take_it(name: str, monkeypatch: Any, install: Any) -> None:
     backend, _ = stand_in(name, monkeypatch, install)
     assert probe(backend, "cpu") is None
 
-    def naive(s: Segments, **numbers: float) -> fa2_kernels.Said:
+    def naive(s: Segments, **numbers: float) -> varlen.Varlen:
         sides = (-1 if side is None else side for side in (s.left, s.right))
-        return fa2_kernels.Said(s.device_cu_q, s.device_cu_kv, max(2, s.max_q), s.max_kv, *sides, **numbers)
+        return varlen.Varlen(s.device_cu_q, s.device_cu_kv, max(2, s.max_q), s.max_kv, *sides, **numbers)
 
-    monkeypatch.setattr(fa2, "say", naive)
+    monkeypatch.setattr(fa2_backend, "varlen_arguments", naive)
     problem = probe(backend, "cpu")
     assert problem is not None
     assert "window (None, 22)" in problem
@@ -117,7 +119,7 @@ def test_what_the_features_exclude_is_refused() -> None:
 
 def test_more_segments_than_a_grid_has_are_refused() -> None:
     with pytest.raises(ValueError, match="up to 65535 segments a launch, got 65536"):
-        fa2_kernels.say(Segments.pack([1] * 65536, [1] * 65536, None, 0), scale=1.0, softcap=0.0)
+        varlen.varlen_arguments(Segments.pack([1] * 65536, [1] * 65536, None, 0), scale=1.0, softcap=0.0)
 
 
 @pytest.mark.parametrize(("d_qk", "d_v"), [(24, 24), (13, 13), (24, 8), (8, 24)])
@@ -194,13 +196,13 @@ WINDOWS = pytest.mark.parametrize(
 @WINDOWS
 def test_an_updated_plan_changes_no_number_that_a_graph_has_baked_in(left: int | None, right: int | None) -> None:
     """Only the tables on the device differ from batch to batch."""
-    said = [
-        fa2_kernels.say(bounded(*lengths, left, right), scale=0.4, softcap=0.0)
+    arguments = [
+        varlen.varlen_arguments(bounded(*lengths, left, right), scale=0.4, softcap=0.0)
         for lengths in (([30], [10]), ([5, 9, 2], [5, 20, 2]), ([], []), ([40], [50]))
     ]
-    assert len({numbers[2:] for numbers in said}) == 1
-    assert said[0].max_q >= 40
-    assert said[0].max_k >= 50
+    assert len({numbers[2:] for numbers in arguments}) == 1
+    assert arguments[0].max_q >= 40
+    assert arguments[0].max_k >= 50
 
 
 @WINDOWS
@@ -370,9 +372,9 @@ def test_doctor_says_whose_kernels(monkeypatch: Any, install: Any) -> None:
 
 
 def test_without_a_gpu_the_package_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (fa2_package, fa2_builtin):
+    for module in (flash_attn_adapter, built_in):
         monkeypatch.setattr(module, "gpu_why_not", lambda: "PyTorch sees no CUDA device")
-    monkeypatch.setattr(fa2_package.importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
+    monkeypatch.setattr(flash_attn_adapter.importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
     forget()
     assert by_name("fa2") is BUILT_IN
     assert by_name("fa2").why_not() == "PyTorch sees no CUDA device"

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast import backends
 from cp_fast.backends import fa2
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
@@ -101,10 +100,10 @@ def named(backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The backend's name; of fa2 the one with these kernels, or a skip that says why not."""
     if backend in ("fa4", "torch"):
         return backend
-    kernels = {"fa2 built in": fa2.BUILT_IN, "fa2 package": fa2.PACKAGE}[backend]
-    if (reason := kernels.why_not()) is not None:
-        pytest.skip(f"needs {kernels.kernels.name}: {reason}")
-    monkeypatch.setattr(backends, "chosen_kernels", lambda: kernels)
+    adapter = {"fa2 built in": fa2.BUILT_IN, "fa2 package": fa2.PACKAGE}[backend]
+    if (reason := adapter.why_not()) is not None:
+        pytest.skip(f"needs {adapter.origin}: {reason}")
+    monkeypatch.setattr(fa2, "installed", lambda: adapter)
     return "fa2"
 
 

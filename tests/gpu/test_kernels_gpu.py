@@ -61,7 +61,7 @@ def test_many_sequences(where: Where) -> None:
 
 def test_a_captured_graph_sees_new_lengths(where: Where) -> None:
     """Lengths are read on the device, when the graph runs."""
-    use = where.kernels
+    use = where.thd_kernels
     x = torch.randn(64, 3, 64, device="cuda").bfloat16()
     lengths, other = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in ([0, 16, 16, 56], [0, 40, 48, 64]))
     use.reorder([x, x[:, 0]], lengths, 4, True)  # compiled, loaded
@@ -80,13 +80,13 @@ def test_the_current_stream_is_used(where: Where) -> None:
     """A long wait on the current stream delays the kernel, and nothing on another one does."""
     x = torch.zeros(4096, 512, device="cuda")
     lengths = torch.tensor([0, 4096], dtype=torch.int32, device="cuda")
-    where.kernels.reorder([x], lengths, 2, True)
+    where.thd_kernels.reorder([x], lengths, 2, True)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         x.fill_(1.0)
-        got = where.kernels.reorder([x], lengths, 2, True)[0]
+        got = where.thd_kernels.reorder([x], lengths, 2, True)[0]
         assert not stream.query(), "the helper waited for the device"
     stream.synchronize()
     assert bool((got == 1).all())
@@ -103,8 +103,8 @@ def test_more_than_2_to_the_31_elements(where: Where) -> None:
         .expand(tokens, width)
         .contiguous()
     )
-    got = where.kernels.reorder([x], lengths, 4, True)[0]
-    rows = torch.cat([where.kernels.partition_indices(lengths, tokens, 4, rank) for rank in range(4)])
+    got = where.thd_kernels.reorder([x], lengths, 4, True)[0]
+    rows = torch.cat([where.thd_kernels.partition_indices(lengths, tokens, 4, rank) for rank in range(4)])
     for column in (0, width - 1):
         assert torch.equal(got[:, column], x[:, column].index_select(0, rows))
     del got
@@ -116,16 +116,17 @@ def test_more_than_2_to_the_31_elements(where: Where) -> None:
 
 
 FAULTS = {
-    "divides": "k.reorder([x], torch.tensor([0, 7, 16], device='cuda'), 2, True)",
-    "no_decrease": "k.partition_indices(torch.tensor([0, 16, 8], device='cuda'), 16, 2, 0)",
-    "end": "k.read_half([x], torch.tensor([0, 32], device='cuda'), 0)",
-    "index": "k.take_rows([x], torch.tensor([3, 16], device='cuda'))",
-    "real": "k.copy_valid_(x, x.clone(), torch.tensor([0, 8], device='cuda'), torch.tensor([0, 9], device='cuda'))",
+    "divides": "thd.reorder([x], torch.tensor([0, 7, 16], device='cuda'), 2, True)",
+    "no_decrease": "thd.partition_indices(torch.tensor([0, 16, 8], device='cuda'), 16, 2, 0)",
+    "no_decrease past 64 bits": "thd.reorder([x], torch.tensor([0, 8, -2**63], device='cuda'), 2, False)",
+    "end": "thd.read_half([x], torch.tensor([0, 32], device='cuda'), 0)",
+    "index": "rows.take_rows([x], torch.tensor([3, 16], device='cuda'))",
+    "real": "thd.copy_valid_(x, x.clone(), torch.tensor([0, 8], device='cuda'), torch.tensor([0, 9], device='cuda'))",
 }
 SCRIPT = """
 import torch
-from cp_fast.kernels import kernels
-k, x = kernels("cuda", "native"), torch.ones(16, 64, device="cuda")
+from cp_fast.kernels import kernels, thd_kernels
+rows, thd, x = kernels("cuda", "native"), thd_kernels("cuda", "native"), torch.ones(16, 64, device="cuda")
 try:
     {call}
     torch.cuda.synchronize()

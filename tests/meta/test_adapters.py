@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from conformance.adapters import flash_attn_shim
-from conformance.adapters.claims import Claims, asked
+from conformance.adapters.supported import SupportTable, asked
 from conformance.adapters.tiles import crop
 from conformance.cli import app
 from conformance.implementation import LoadError, load
@@ -96,13 +96,13 @@ def test_a_call_in_words(axis: str, word: str, arguments: dict[str, Any]) -> Non
 
 
 def test_claims_name_what_is_not_claimed_and_why() -> None:
-    claims = Claims(
+    table = SupportTable(
         "lib 1", {"heads": ("equal", "grouped")}, {"window": "no window"}, (({"heads": "grouped"}, "not yet"),)
     )
     words = asked(CP, (2, 2, 8, 8), torch.bfloat16, torch.device("cpu"), {})
-    assert claims.why_not(words) == ""
-    assert claims.why_not(words | {"window": "left"}) == "lib 1: window left: no window"
-    assert "not yet" in claims.why_not(words | {"heads": "grouped"})
+    assert table.why_not(words) == ""
+    assert table.why_not(words | {"window": "left"}) == "lib 1: window left: no window"
+    assert "not yet" in table.why_not(words | {"heads": "grouped"})
 
 
 @pytest.mark.parametrize("name", ["ring_flash_attn", "yunchang", "transformer_engine"])
@@ -114,7 +114,7 @@ def test_a_library_that_is_not_there_is_named(name: str) -> None:
 
 
 def test_pytorch_is_refused_on_the_cpu() -> None:
-    """By its claims, and not by a crash in the middle."""
+    """By its table, and not by a crash in the middle."""
     impl = load("conformance.adapters.pytorch:flash")
     sizes = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.bfloat16}
     supported, reason = impl.supports(cp=CP, device=torch.device("cpu"), **sizes)

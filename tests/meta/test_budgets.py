@@ -8,9 +8,9 @@ import torch
 from conformance import budgets
 from conformance.budgets import Row, compare
 from conformance.calibration import measured, needed
-from conformance.careful import careful_results
 from conformance.case import Case
 from conformance.reference import exact_results
+from conformance.rounded_reference import rounded_results
 from conformance.tensors import GlobalTensors, build
 from conformance.tiers.budget import eager_results
 from cp_ref.spec import Problem, Sequence
@@ -81,15 +81,15 @@ def test_partial_sums_in_low_precision_fail_by_the_careful_reference_alone() -> 
     problem = Problem(1, (Sequence(256, 256, 256, 256),), attn_mask_type="no_mask", d_qk=32, d_v=32, dtype="bfloat16")
     case = Case(problem, return_lse=True)
     tensors = build(case)
-    exact, eager, careful = (f(case, tensors) for f in (exact_results, eager_results, careful_results))
-    good = {name: careful[name] for name in ("out", "dq", "dk", "dv")}
-    assert all(row.ok for row in compare(good, exact, eager, torch.bfloat16, careful))
+    exact, eager, rounded = (f(case, tensors) for f in (exact_results, eager_results, rounded_results))
+    good = {name: rounded[name] for name in ("out", "dq", "dk", "dv")}
+    assert all(row.ok for row in compare(good, exact, eager, torch.bfloat16, rounded))
     rough = exact["out"].float()
     for step in range(1, 8):  # each rounding at another place
         rough = (rough * 1.07**step).bfloat16().float() / 1.07**step
     bad = good | {"out": rough.bfloat16()}
     assert all(row.ok for row in compare(bad, exact, eager, torch.bfloat16))
-    assert [row.name for row in compare(bad, exact, eager, torch.bfloat16, careful) if not row.ok] == ["out"]
+    assert [row.name for row in compare(bad, exact, eager, torch.bfloat16, rounded) if not row.ok] == ["out"]
 
 
 def test_the_allowances_are_at_least_what_the_careful_reference_needs() -> None:
@@ -102,10 +102,10 @@ def test_the_allowances_are_at_least_what_the_careful_reference_needs() -> None:
 def test_the_careful_reference_in_float64_is_the_oracle(softmax_type: str) -> None:
     case = _case("float64", softmax_type)
     tensors = build(case)
-    exact, careful = exact_results(case, tensors), careful_results(case, tensors)
-    assert set(careful) == set(exact)
+    exact, rounded = exact_results(case, tensors), rounded_results(case, tensors)
+    assert set(rounded) == set(exact)
     for name in exact:
-        same = torch.where(exact[name] == careful[name], 0.0, exact[name] - careful[name])
+        same = torch.where(exact[name] == rounded[name], 0.0, exact[name] - rounded[name])
         assert same.abs().max() < 1e-12, name
 
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from conformance.cli import app
 from conformance.implementation import LoadError, load
-from conformance.mutants import MUTANTS
 from conformance.record import LEVELS
+from tests.meta.mutants import MUTANTS
 
 _RUN = CliRunner()
 HERE = ("--impl", "cp_ref", "--in-process")  # so that mutants can be planted

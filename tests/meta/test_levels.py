@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from conformance.implementation import Implementation
 from conformance.levels import HELPER_NAMES, LEVEL_TIERS
-from conformance.player import Task, play_task
+from conformance.runner import Task, play_task
 from conformance.session import Profile, TierResult, run_level_tier
 from cp_ref import thd
 from tests.meta.samples import Lower

@@ -1,4 +1,4 @@
-"""The command that a report prints plays exactly the failing problem again: of every kind of tier, by every player."""
+"""The command that a report prints plays exactly the failing problem again: of every kind of tier, by every runner."""
 
 from __future__ import annotations
 

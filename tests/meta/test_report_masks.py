@@ -12,15 +12,15 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation, load
-from conformance.mutants import MUTANTS
 from conformance.record import Played, RunRecord
-from conformance.report import read_record, seen_pairs, visibility_difference, write_report
+from conformance.report import observed_pairs, read_record, visibility_difference, write_report
 from conformance.report.masks import MOST, visible
 from conformance.report.page import summary
 from conformance.report.pictures import mask_picture, masks_differ
 from conformance.tiers import probes
 from conformance.tiers.probes import visible_pairs
 from cp_ref.spec import Problem, Sequence
+from tests.meta.mutants import MUTANTS
 from tests.meta.report_records import drawn_cases
 
 THD = Case(Problem(2, (Sequence(3, 4, 4, 4), Sequence(4, 4, 4, 4)), qkv_format="thd", window_size=(1, -1)), tail_q=2)
@@ -95,11 +95,11 @@ def test_pairs_outside_are_an_error() -> None:
         visibility_difference(THD, [(10, 0)])
 
 
-def test_seen_pairs_of_the_reference_are_the_visible_ones() -> None:
+def test_observed_pairs_of_the_reference_are_the_visible_ones() -> None:
     torch.set_num_threads(1)
     reference = load("cp_ref")
     for case in _small(12):
-        assert seen_pairs(reference, case) == tuple(sorted(visible(case))), case
+        assert observed_pairs(reference, case) == tuple(sorted(visible(case))), case
 
 
 def test_a_planted_bug_is_drawn(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_planted_bug_is_drawn(tmp_path: Path) -> None:
     problem = Problem(2, (Sequence(8, 8, 8, 8),), qkv_format="thd", window_size=(2, -1))
     case = Case(problem, seed=3)
     with MUTANTS["window-off-by-one"].planted():
-        pairs = seen_pairs(reference, case)
+        pairs = observed_pairs(reference, case)
     assert pairs is not None
     extra = set(pairs) - visible(case)
     assert extra
@@ -122,9 +122,9 @@ def test_a_planted_bug_is_drawn(tmp_path: Path) -> None:
 
 def test_what_is_too_large_or_does_not_answer_has_no_pairs() -> None:
     reference = load("cp_ref")
-    assert seen_pairs(reference, Case(Problem(1, (Sequence(65, 65, 65, 65),)))) is None
+    assert observed_pairs(reference, Case(Problem(1, (Sequence(65, 65, 65, 65),)))) is None
     with MUTANTS["wrong-tag-on-the-wire"].planted():
-        assert seen_pairs(reference, Case(Problem(2, (Sequence(8, 8, 8, 8),)))) is None
+        assert observed_pairs(reference, Case(Problem(2, (Sequence(8, 8, 8, 8),)))) is None
 
 
 def test_a_nan_counts_as_seen() -> None:
@@ -141,7 +141,7 @@ def test_a_nan_counts_as_seen() -> None:
 
     case = replace(THD, tail_q=0)
     case = replace(case, problem=replace(case.problem, sequences=(Sequence(4, 3, 4, 4),)))
-    pairs = seen_pairs(Leaky(), case)  # type: ignore[arg-type]
+    pairs = observed_pairs(Leaky(), case)  # type: ignore[arg-type]
     assert pairs is not None
     assert set(pairs) > visible(case)
 
@@ -170,5 +170,5 @@ def test_a_real_run_of_a_broken_implementation(tmp_path: Path) -> None:
 
 def _play(impl: Implementation, case: Case) -> Played:
     findings = tuple(probes.check(impl, case))
-    pairs = seen_pairs(impl, case) if findings else None
+    pairs = observed_pairs(impl, case) if findings else None
     return Played("schedule", "probes", str(case), "wrong" if findings else "right", findings, pairs=pairs)

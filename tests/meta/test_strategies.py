@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from conformance.capabilities import AXES, EVERYTHING, Capabilities
 from conformance.case import Case
 from conformance.implementation import load
-from conformance.mutants import MUTANTS
 from conformance.placement import assemble, global_rows, where
 from conformance.session import PROFILES, run_tier
 from conformance.strategies import CP_SIZES, cases
 from conformance.tensors import build, sequence_axis
 from conformance.tiers.probes import digits, visible_pairs
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, slot_fragments
+from tests.meta.mutants import MUTANTS
 
 _QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": tuple(HealthCheck)}
 
@@ -134,7 +134,7 @@ def test_cases_are_small_and_mostly_not_trivial(drawn: list[Case]) -> None:
 )
 def test_a_planted_bug_shrinks_to_a_few_tokens(mutant: str, tier: str) -> None:
     torch.set_num_threads(1)
-    with MUTANTS[mutant].planted() as _:
+    with MUTANTS[mutant].planted():
         (failure,) = run_tier(load("cp_ref"), tier, EVERYTHING, PROFILES["quick"]).failures
     case = Case.parse(failure.text)
     assert sum(s.len_q for s in case.problem.sequences) <= 8, failure.text

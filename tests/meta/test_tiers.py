@@ -13,14 +13,14 @@ import cp_ref
 from conformance.capabilities import EVERYTHING
 from conformance.case import Case
 from conformance.implementation import Implementation, load
-from conformance.mutants import MUTANTS
-from conformance.mutants.hunt import _draw
 from conformance.run import UnsupportedCase
 from conformance.strategies import cases
 from conformance.tensors import build
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, determinism, hygiene, metamorphic, probes, torch_integration
 from conformance.tiers.metamorphic import RELATIONS
 from cp_ref.spec import Problem, Sequence
+from tests.meta.mutants import MUTANTS
+from tests.meta.mutants.hunt import _draw
 
 _TWO = (Sequence(8, 8, 8, 8), Sequence(3, 3, 4, 4))
 PACKED = Case(
@@ -42,10 +42,10 @@ def _one_thread() -> None:
 
 
 def test_the_reference_is_batch_invariant_to_the_last_bit() -> None:
-    claims = _like_the_reference(batch_invariant=True)
+    invariant = _like_the_reference(batch_invariant=True)
     drawn = _draw("metamorphic", cases(EVERYTHING, dtypes=CASE_TIERS["metamorphic"].dtypes), 25)
     for case in drawn:
-        assert metamorphic.check(claims, case) == [], str(case)
+        assert metamorphic.check(invariant, case) == [], str(case)
     assert sum(case.deterministic and len(case.problem.sequences) > 1 for case in drawn) > 2
 
 
@@ -137,6 +137,6 @@ def test_probes_count_exactly_in_long_rows_and_low_precision() -> None:
     long = Sequence(400, 400, 400, 400)
     case = Case(Problem(2, (long,), qkv_format="thd", attn_mask_type="padding_causal", dtype="bfloat16"))
     assert probes.check(load("cp_ref"), case) == []
-    with MUTANTS["one-key-lost-in-long-rows"].planted() as _:
+    with MUTANTS["one-key-lost-in-long-rows"].planted():
         found = probes.check(load("cp_ref"), case)
     assert "counts 199 visible keys" in found[0] or "visible keys by exp(lse)" in found[0]

@@ -10,9 +10,9 @@ import pytest
 
 from conformance.capabilities import Capabilities
 from conformance.implementation import LoadError
-from conformance.player import Task, task_of
+from conformance.runner import Task, task_of
 from conformance.session import Profile, run_tier
-from conformance.workers import IsolatedPlayer, ProcessPlayer, RemotePlayer, start_player
+from conformance.workers import IsolatedRunner, ProcessRunner, RemotePlayer, start_runner
 
 LIMIT_S = 20.0  # of what should finish: this machine may be busy
 GOOD = Task("schedule", "logic", "Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)]))")
@@ -20,7 +20,7 @@ BAD = Task("schedule", "logic", "Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)
 
 
 def sample(name: str, limit_s: float = LIMIT_S, cp_size: int = 2) -> RemotePlayer:
-    return start_player(f"tests.meta.samples:{name}", "cpu", limit_s, lambda kind: (cp_size,))
+    return start_runner(f"tests.meta.samples:{name}", "cpu", limit_s, lambda kind: (cp_size,))
 
 
 @pytest.mark.parametrize(
@@ -36,34 +36,34 @@ def sample(name: str, limit_s: float = LIMIT_S, cp_size: int = 2) -> RemotePlaye
     ],
 )
 def test_a_sick_implementation(name: str, limit_s: float, verdict: str, words: list[str]) -> None:
-    with sample(name, limit_s) as player:
-        assert player.play(GOOD).verdict == "right"
+    with sample(name, limit_s) as runner:
+        assert runner.play(GOOD).verdict == "right"
         began = time.monotonic()
-        played = player.play(BAD)
+        played = runner.play(BAD)
         assert time.monotonic() - began < limit_s + 10
         assert (played.verdict, played.text) == (verdict, BAD.text)
         for word in words:
             assert word in "; ".join(played.findings)
-        assert player.play(GOOD).verdict == "right"
-        assert player.restarts == (verdict != "wrong")
+        assert runner.play(GOOD).verdict == "right"
+        assert runner.restarts == (verdict != "wrong")
 
 
 def test_a_killed_worker_ran_out_of_memory() -> None:
-    with sample("Killed") as player:
-        played = player.play(BAD)
+    with sample("Killed") as runner:
+        played = runner.play(BAD)
         assert played.verdict == "out of memory"
         assert "SIGKILL" in played.findings[0]
-        assert player.play(GOOD).verdict == "right"
+        assert runner.play(GOOD).verdict == "right"
 
 
 def test_a_crash_is_shrunk_and_the_run_goes_on() -> None:
-    with sample("Exits") as player:
-        capabilities = player.capabilities()
+    with sample("Exits") as runner:
+        capabilities = runner.capabilities()
         few = Profile(30, derandomize=True)
-        result = run_tier(player, "probes", capabilities, few, cp_sizes=(1, 2), shrink=False)
+        result = run_tier(runner, "probes", capabilities, few, cp_sizes=(1, 2), shrink=False)
         assert [p.verdict for p in result.smallest] == ["crashed"]
         assert "softcap" in result.failures[0].text
-        plan = run_tier(player, "plan", capabilities, Profile(3, derandomize=True), cp_sizes=(2,))
+        plan = run_tier(runner, "plan", capabilities, Profile(3, derandomize=True), cp_sizes=(2,))
         assert plan.passed == 3
 
 
@@ -78,23 +78,23 @@ def test_a_crash_is_shrunk_and_the_run_goes_on() -> None:
 )
 def test_what_cannot_be_loaded(name: str, message: str) -> None:
     with pytest.raises(LoadError, match=message):
-        start_player(name, "cpu", LIMIT_S, lambda kind: (2,))
+        start_runner(name, "cpu", LIMIT_S, lambda kind: (2,))
 
 
 def test_a_task_that_means_nothing_is_no_failure_of_the_implementation() -> None:
-    with sample("Sick") as player:
+    with sample("Sick") as runner:
         for task in (Task("schedule", "logic", "Case(1)"), Task("schedule", "errors", "error no-such-thing")):
             with pytest.raises(ValueError, match=r"Case\(1\)|no-such-thing"):
-                player.play(task)
+                runner.play(task)
         (merge,) = task_of('Merge(parts=2, dtype="bfloat16")')
-        assert player.play(merge).verdict == "missing"
+        assert runner.play(merge).verdict == "missing"
 
 
 def test_no_worker_outlives_its_player() -> None:
-    player = sample("Lower")
-    assert isinstance(player, IsolatedPlayer)
-    pid = player.pid
-    player.close()
+    runner = sample("Lower")
+    assert isinstance(runner, IsolatedRunner)
+    pid = runner.pid
+    runner.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIG_DFL)
 
@@ -105,8 +105,8 @@ def test_no_worker_outlives_its_player() -> None:
 @pytest.fixture(scope="module")
 def gathering() -> Capabilities:
     """What the plain all-gather attention of the samples supports."""
-    with sample("AllGather") as player:
-        return player.capabilities()
+    with sample("AllGather") as runner:
+        return runner.capabilities()
 
 
 def test_what_it_supports_is_found_by_trying(gathering: Capabilities) -> None:
@@ -117,34 +117,34 @@ def test_what_it_supports_is_found_by_trying(gathering: Capabilities) -> None:
 
 
 def test_a_plain_all_gather_over_gloo(gathering: Capabilities) -> None:
-    with sample("AllGather") as player:
-        assert isinstance(player, ProcessPlayer)
-        result = run_tier(player, "logic", gathering, Profile(25, derandomize=True), cp_sizes=(2,))
+    with sample("AllGather") as runner:
+        assert isinstance(runner, ProcessRunner)
+        result = run_tier(runner, "logic", gathering, Profile(25, derandomize=True), cp_sizes=(2,))
         assert not result.failures
         assert result.passed >= 10
-        assert run_tier(player, "plan", gathering, Profile(3, derandomize=True)).count("missing") == 1
-        assert player.restarts == 0
+        assert run_tier(runner, "plan", gathering, Profile(3, derandomize=True)).count("missing") == 1
+        assert runner.restarts == 0
 
 
 def test_its_planted_bug(gathering: Capabilities) -> None:
-    with sample("AllGatherWithABug") as player:
-        result = run_tier(player, "logic", gathering, Profile(40, derandomize=True), cp_sizes=(2,), shrink=False)
+    with sample("AllGatherWithABug") as runner:
+        result = run_tier(runner, "logic", gathering, Profile(40, derandomize=True), cp_sizes=(2,), shrink=False)
         assert [p.verdict for p in result.smallest] == ["wrong"]
-        assert player.restarts == 0  # groups are renewed; that is enough
+        assert runner.restarts == 0  # groups are renewed; that is enough
 
 
 def test_the_reference_over_gloo() -> None:
-    with sample("OverProcesses", cp_size=4) as player:
-        capabilities = player.capabilities()
+    with sample("OverProcesses", cp_size=4) as runner:
+        capabilities = runner.capabilities()
         for tier in ("plan", "probes"):
-            result = run_tier(player, tier, capabilities, Profile(12, derandomize=True), cp_sizes=(2, 4))
+            result = run_tier(runner, tier, capabilities, Profile(12, derandomize=True), cp_sizes=(2, 4))
             assert not result.failures
             assert result.passed == 12
         a2a = 'Case(Problem(cp_size=4, sequences=[(16, 16, 16, 16)], cp_comm_type="a2a+p2p", a2a_size=2, heads_q=2))'
-        assert player.play(Task("schedule", "logic", a2a)).verdict == "right"
-        lengths = player.play(Task("schedule", "errors", "error lengths-decrease"))
+        assert runner.play(Task("schedule", "logic", a2a)).verdict == "right"
+        lengths = runner.play(Task("schedule", "errors", "error lengths-decrease"))
         assert lengths.verdict == "right"
-        larger = player.play(Task("schedule", "logic", "Case(Problem(cp_size=8, sequences=[(16, 16, 16, 16)]))"))
+        larger = runner.play(Task("schedule", "logic", "Case(Problem(cp_size=8, sequences=[(16, 16, 16, 16)]))"))
         assert larger.verdict == "missing"
 
 
@@ -154,18 +154,18 @@ def test_the_reference_over_gloo() -> None:
 )
 def test_one_rank(name: str, verdict: str, words: str) -> None:
     bad = Task("schedule", "logic", 'Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)], softmax_type="off-by-one"))')
-    with sample(name, 4.0 if verdict == "hung" else LIMIT_S) as player:
-        assert player.play(GOOD).verdict == "right"
-        played = player.play(bad)
+    with sample(name, 4.0 if verdict == "hung" else LIMIT_S) as runner:
+        assert runner.play(GOOD).verdict == "right"
+        played = runner.play(bad)
         assert played.verdict == verdict
         assert any(words in finding for finding in played.findings)
-        assert player.play(GOOD).verdict == "right"
+        assert runner.play(GOOD).verdict == "right"
 
 
 def test_a_rank_that_raises_alone_does_not_keep_the_others_waiting_for_ever() -> None:
-    with sample("OneRankRaises") as player:
+    with sample("OneRankRaises") as runner:
         began = time.monotonic()
-        played = player.play(GOOD)
+        played = runner.play(GOOD)
         assert time.monotonic() - began < LIMIT_S
         assert played.verdict == "hung"
         assert "rank 1 raised RuntimeError: not today" in played.findings[0]
@@ -182,5 +182,5 @@ def test_a_rank_that_raises_alone_does_not_keep_the_others_waiting_for_ever() ->
     ],
 )
 def test_tables_over_processes(entry: str, verdicts: set[str]) -> None:
-    with sample("AllGather") as player:
-        assert player.play(Task("schedule", "errors", f"error {entry}")).verdict in verdicts
+    with sample("AllGather") as runner:
+        assert runner.play(Task("schedule", "errors", f"error {entry}")).verdict in verdicts

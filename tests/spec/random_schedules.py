@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,11 @@ from cp_ref.spec import (
     LAYOUTS,
     MASKS,
     QKV_FORMATS,
+    UNBOUNDED,
+    Areas,
+    Fragments,
     Message,
+    Ownership,
     Pieces,
     Problem,
     Program,
@@ -45,7 +50,7 @@ from cp_ref.spec import (
 from cp_ref.spec import Sequence as Lengths
 from cp_ref.spec.areas import crop
 
-__all__ = ["random_schedules", "scheduled_problems", "small_problems"]
+__all__ = ["random_schedules", "random_workloads", "scheduled_problems", "small_problems"]
 
 _SPLITS = 5  # of the areas, at most
 _MOVES = 3  # of partial results, before they go home, at most
@@ -58,7 +63,11 @@ Tile = tuple[int, ...]  # a row of `Tiles`
 @st.composite
 def small_problems(draw: st.DrawFn, cp_sizes: Sequence[int] = (1, 2, 3, 4)) -> Problem:
     """Problems with few rows: all formats, layouts and masks, padding and windows, groups of query heads."""
-    cp_size, fmt, mask = draw(st.sampled_from(cp_sizes)), draw(st.sampled_from(QKV_FORMATS)), draw(st.sampled_from(MASKS))
+    cp_size, fmt, mask = (
+        draw(st.sampled_from(cp_sizes)),
+        draw(st.sampled_from(QKV_FORMATS)),
+        draw(st.sampled_from(MASKS)),
+    )
     slots = st.integers(0, 2).map(lambda n: 2 * cp_size * n)
     shape = draw(slots), draw(slots)
     sequences: list[Lengths] = []
@@ -80,6 +89,36 @@ def small_problems(draw: st.DrawFn, cp_sizes: Sequence[int] = (1, 2, 3, 4)) -> P
         heads_q=heads_kv * draw(st.integers(1, 3)),
         heads_kv=heads_kv,
     )
+
+
+@st.composite
+def random_workloads(draw: st.DrawFn) -> Workload:
+    """Tables that no problem has: rectangles anywhere, each with a band of its own, and rows owned by anybody."""
+    cp_size, edge = draw(st.integers(1, 4)), st.integers(-6, 6)
+    rectangles: list[tuple[int, ...]] = [(0, draw(st.integers(0, 9)), 0, draw(st.integers(0, 9)))]
+    rows = rectangles[0][1], rectangles[0][3]
+    for _ in range(draw(st.integers(0, 3))):
+        number, axis = draw(st.integers(0, len(rectangles) - 1)), draw(st.sampled_from([0, 2]))
+        whole = rectangles[number]
+        cut = draw(st.integers(whole[axis], whole[axis + 1]))
+        rectangles[number] = (*whole[: axis + 1], cut, *whole[axis + 2 :])
+        rectangles.append((*whole[:axis], cut, *whole[axis + 1 :]))
+    bands = [(draw(st.just(-UNBOUNDED) | edge), draw(st.just(UNBOUNDED) | edge)) for _ in rectangles]
+    areas = Areas.of_rows([(*r, *band) for r, band in zip(rectangles, bands, strict=True)])
+    areas = areas.take(areas.pairs > 0)
+    edges = crop(areas.q_start, areas.q_stop, areas.k_start, areas.k_stop, areas.lo, areas.hi)
+    areas = Areas(*edges, areas.lo, areas.hi)
+    sides = [[draw(st.integers(0, cp_size - 1)) for _ in range(count)] for count in rows]
+    heads_kv = draw(st.integers(1, 2))
+    ownership = Ownership(cp_size, *(_fragments(owners) for owners in sides))
+    return Workload(areas, ownership, heads_kv * draw(st.integers(1, 3)), heads_kv)
+
+
+def _fragments(owners: list[int]) -> Fragments:
+    """One fragment a row, from the rank that owns each."""
+    order = sorted(range(len(owners)), key=lambda row: owners[row])
+    before = {rank: sum(owner < rank for owner in owners) for rank in owners}
+    return Fragments.of_rows([(owners[row], row, row + 1, n - before[owners[row]]) for n, row in enumerate(order)])
 
 
 @st.composite
@@ -243,7 +282,8 @@ def _tiles(draw: Draw, work: Workload) -> list[Tile]:
             tiles.append((*tile[:axis], cut, *tile[axis + 1 :]))
     if tiles and draw(st.booleans()):  # as planners do: no row or column that sees nothing
         table = Tiles.of_rows(tiles)
-        edges = crop(*table.columns[1:5], areas.lo[table.area], areas.hi[table.area])
+        sides = table.q_start, table.q_stop, table.k_start, table.k_stop
+        edges = crop(*sides, areas.lo[table.area], areas.hi[table.area])
         cropped = replace(table, **dict(zip(("q_start", "q_stop", "k_start", "k_stop"), edges, strict=True)))
         tiles = list(cropped.take(tile_pairs(areas, table) > 0).rows())
     return tiles
@@ -256,8 +296,8 @@ def _boxes(cells: Cells) -> Iterator[tuple[int, int, int, int]]:
     [(0, 2, 0, 1), (0, 2, 2, 3), (2, 3, 1, 3)]
     """
     ends = [0, *(np.flatnonzero((cells[1:] != cells[:-1]).any(axis=1)) + 1).tolist(), len(cells)]
-    for start, stop in zip(ends[:-1], ends[1:], strict=True):
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], cells[start].astype(int), [0]]))).tolist() if stop > start else []
+    for start, stop in pairwise(ends) if len(cells) else ():
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], cells[start].astype(int), [0]]))).tolist()
         for first, last in zip(edges[::2], edges[1::2], strict=True):
             yield start, stop, first, last
 

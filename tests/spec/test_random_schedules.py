@@ -8,11 +8,14 @@ import os
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
 
-from cp_ref.spec import Message, Problem, Schedule, Step, verify
+from cp_ref.spec import Message, Problem, Schedule, Step, Units, Workload, verify, verify_tables
+from cp_ref.spec.all_gather import plan_all_gather_rank
+from cp_ref.spec.p2p import plan_p2p_rank
 from tests.spec.other_rings import backward_ring, ring_of_rings
-from tests.spec.random_schedules import scheduled_problems, small_problems
+from tests.spec.random_schedules import random_schedules, random_workloads, scheduled_problems, small_problems
 
 
 @settings(max_examples=int(os.environ.get("CP_PLANS", "1000")))
@@ -24,6 +27,22 @@ def test_they_verify_and_read_back(drawn: tuple[Problem, Schedule]) -> None:
     if not any(len(step.tiles) for program in schedule.forward for step in program):
         assert problem.pairs == 0
     assert sum(r.pairs for r in report.ranks) == problem.pairs * problem.heads_q
+
+
+@settings(max_examples=200)
+@given(random_workloads().flatmap(lambda work: st.tuples(st.just(work), random_schedules(work))))
+def test_there_are_some_for_any_tables(drawn: tuple[Workload, Schedule]) -> None:
+    verify_tables(*drawn)
+
+
+@settings(max_examples=200)
+@given(random_workloads())
+def test_rings_take_any_tables(work: Workload) -> None:
+    verify_tables(work, backward_ring(work))
+    for plan in (plan_p2p_rank, plan_all_gather_rank):
+        programs = [plan(Units(work), rank) for rank in range(work.cp_size)]
+        forward, backward = (tuple(p[n] for p in programs) for n in (0, 1))
+        verify_tables(work, Schedule("planned", (work.heads_q, work.heads_kv), forward, backward))
 
 
 def _steps(schedule: Schedule) -> list[tuple[int, int, Step]]:
@@ -72,11 +91,10 @@ KINDS_OF_SCHEDULES: dict[str, Callable[[Problem, Schedule], bool]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @pytest.mark.parametrize("name", KINDS_OF_SCHEDULES)
 def test_there_is_every_kind(name: str) -> None:
-    rules = settings(
-        max_examples=2000, phases=(Phase.generate,), suppress_health_check=list(HealthCheck), database=None, deadline=None
-    )
+    rules = settings(max_examples=2000, phases=(Phase.generate,), database=None, deadline=None)
     find(scheduled_problems(), lambda drawn: KINDS_OF_SCHEDULES[name](*drawn), settings=rules)
 
 

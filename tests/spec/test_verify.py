@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -101,7 +102,10 @@ def test_an_operand_that_is_not_there() -> None:
 def test_sending_what_one_does_not_have() -> None:
     (good,) = step(0, 0).sends
     found = errors(change(0, 0, sends=(replace(good, pieces=rows(4, 6)),)))
-    assert any("forward rank 0 step 0: sends kv [4:6] (from position 4 of sequence 0 on) to rank 1, but does not have it" in e for e in found)
+    assert any(
+        "forward rank 0 step 0: sends kv [4:6] (from position 4 of sequence 0 on) to rank 1, but does not have it" in e
+        for e in found
+    )
 
 
 def test_a_deadlock() -> None:
@@ -127,13 +131,86 @@ def test_a_result_that_does_not_come_home() -> None:
     assert any("ends with dkv" in e and "belongs to another rank" in e for e in found)
 
 
+def test_a_result_of_a_head_that_nobody_computes() -> None:
+    """Two query heads share a kv head; the second of them is missing for some rows."""
+    problem = replace(PROBLEM, heads_q=2)
+    good = make_schedule(problem)
+    tiles = good.forward[0][0].tiles
+    half = Tiles.concat([tiles.take(slice(1, None)), Tiles.of_rows([(*next(tiles.rows())[:5], 0, 1)])])
+    first = (good.forward[0][0]._replace(tiles=half), *good.forward[0][1:])
+    with pytest.raises(
+        InvalidSchedule, match=r"query row 0 \(position 0 of sequence 0\), key row .* of heads 1:2: comp.*never"
+    ):
+        verify(problem, replace(good, forward=(first, *good.forward[1:])))
+
+
+@pytest.mark.parametrize(
+    ("tile", "said"),
+    [
+        ((1, 0, 2, 0, 2, 0, 1), "is of no area: there are 1"),
+        ((0, 0, 13, 0, 2, 0, 1), r"reaches outside its area, area q\[0:12\] k\[0:12\] band"),
+        ((0, 0, 2, -1, 2, 0, 1), "reaches outside its area"),
+        ((0, 2, 2, 0, 2, 0, 1), "is empty"),
+        ((0, 0, 2, 0, 2, 0, 2), "has heads that are not among 0:1"),
+    ],
+)
+def test_tiles_that_mean_nothing(tile: tuple[int, ...], said: str) -> None:
+    found = errors(change(1, 0, tiles=Tiles.of_rows([tile])))
+    assert len(found) == 1
+    assert re.search(f"^forward rank 1 step 0: tile .*{said}", found[0])
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (Message("kv", 1, 0, rows(0, 2)), "rank 1 is no peer"),
+        (Message("kv", 3, 0, rows(0, 2)), "rank 3 is no peer"),
+        (Message("kv", 0, 0, rows(2, 2)), "a piece is empty"),
+        (Message("kv", 0, 0, Pieces.of_rows([])), "it has no rows"),
+        (Message("kv", 0, 0, Pieces.of_rows([(0, 2, 0, 2)])), "there are heads 0:1"),
+        (Message("kv", 0, 0, Pieces.of_rows([(4, 6, 0, 1), (5, 7, 0, 1)])), "it has the same rows twice"),
+        (Message("v", 0, 0, rows(0, 2)), "there is no kind 'v'"),
+    ],
+)
+def test_messages_that_mean_nothing(message: Message, said: str) -> None:
+    found = errors(change(1, 0, sends=(message,)))
+    assert len(found) == 1
+    assert found[0].startswith("forward rank 1 step 0: 'send ")
+    assert said in found[0]
+
+
+def test_a_result_is_sent_once() -> None:
+    """What a rank hands over it does not have any more."""
+    last = len(SCHEDULE.backward[0]) - 1
+    (good,) = step(0, last, backward=True).sends
+    found = errors(change(0, last, backward=True, sends=(good, good)))
+    assert any(f"backward rank 0 step {last}: sends dkv" in e and "but does not have it" in e for e in found)
+
+
+def test_other_heads_and_unknown_saved_operands() -> None:
+    assert "for (2, 1) heads, but there are (1, 1)" in errors(replace(SCHEDULE, heads=(2, 1)))[0]
+    assert "saves do; there is q and kv" in errors(replace(SCHEDULE, saved=("q", "do")))[0]
+
+
+def test_tables_need_no_problem() -> None:
+    verify_tables(PROBLEM.workload, SCHEDULE)
+    with pytest.raises(InvalidSchedule, match=r"forward: area 0, query row 0, key row 0: computed never"):
+        verify_tables(PROBLEM.workload, change(0, 0, tiles=step(0, 0).tiles.take(slice(1, None))))
+
+
 def test_another_group_size() -> None:
     with pytest.raises(InvalidSchedule, match="3 forward and 3 backward"):
         verify(replace(PROBLEM, cp_size=2), SCHEDULE)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "nonsense", "schedule p2p cp_size 2 heads 1/1 saved -\n  step", "schedule p2p cp_size 1 heads 1/1 saved -\nforward rank 5"]
+    "text",
+    [
+        "",
+        "nonsense",
+        "schedule p2p cp_size 2 heads 1/1 saved -\n  step",
+        "schedule p2p cp_size 1 heads 1/1 saved -\nforward rank 5",
+    ],
 )
 def test_texts_that_are_no_schedule(text: str) -> None:
     with pytest.raises(ValueError, match=r"schedule|stands before|cp_size"):

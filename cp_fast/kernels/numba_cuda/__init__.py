@@ -1,6 +1,7 @@
 """The kernels in Numba CUDA, for machines with a GPU and no compiler: compiled on first use, some seconds each kind.
 
-    kernels     the interface: addresses, strides, grids         launch      on PyTorch's current stream
+    kernels, thd    the two protocols: addresses, strides, grids
+    plans       what a launch is told                            launch      on PyTorch's current stream
     movers      rows of bytes          moves     their tables    maps        which row goes where
     values      sums                   sums      their tables    lengths     indices, lengths, LSEs
     weigh       merges
@@ -15,9 +16,10 @@ from __future__ import annotations
 import importlib.util
 
 from cp_fast.kernels.base import Kernels
+from cp_fast.kernels.base_thd import ThdKernels
 from cp_fast.kernels.numba_cuda.simulated import SIMULATED
 
-__all__ = ["load", "why_not"]
+__all__ = ["load", "load_thd", "why_not"]
 
 
 def why_not(device_type: str) -> str | None:
@@ -43,3 +45,12 @@ def load(device: str) -> Kernels:
 
     quiet()
     return NumbaKernels()
+
+
+def load_thd(device: str) -> ThdKernels:
+    """The implementation of the helpers of packed sequences."""
+    from cp_fast.kernels.numba_cuda.launch import quiet
+    from cp_fast.kernels.numba_cuda.thd import NumbaThdKernels
+
+    quiet()
+    return NumbaThdKernels()

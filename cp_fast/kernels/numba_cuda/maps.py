@@ -72,7 +72,9 @@ def find_near(data, wide, sequences, row, hint):
 
 @cuda.jit(device=True)
 def lengths_are_right(data, wide, sequences, divisor, tail_divisor, tokens, from_zero, thread, threads):
-    """Whether those lengths that are this thread's share keep all rules."""
+    """Whether those lengths that are this thread's share keep all rules. Neighbours are compared before they are
+    subtracted: the difference of any two may not fit.
+    """
     right = True
     s = thread
     while s <= sequences:
@@ -80,12 +82,11 @@ def lengths_are_right(data, wide, sequences, divisor, tail_divisor, tokens, from
         if s == 0 and (here < 0 or (from_zero and here != 0)):
             right = False
         if s == sequences:
-            tail = tokens - here
-            if tail < 0 or tail % tail_divisor != 0:
+            if here > tokens or (tokens - here) % tail_divisor != 0:
                 right = False
         else:
-            size = entry(data, wide, s + 1) - here
-            if size < 0 or size % divisor != 0:
+            following = entry(data, wide, s + 1)
+            if following < here or (following - here) % divisor != 0:
                 right = False
         s += threads
     return right
@@ -98,8 +99,10 @@ def real_lengths_are_right(real, real_wide, data, wide, sequences, thread, threa
     s = thread
     while s < sequences:
         here = entry(real, real_wide, s)
-        size = entry(real, real_wide, s + 1) - here
-        if (s == 0 and here != 0) or size < 0 or size > entry(data, wide, s + 1) - entry(data, wide, s):
+        following = entry(real, real_wide, s + 1)
+        if (s == 0 and here != 0) or following < here:
+            right = False
+        if following - here > entry(data, wide, s + 1) - entry(data, wide, s):
             right = False
         s += threads
     return right

@@ -113,7 +113,8 @@ def weigh_kernel(
                     step_column = i - divide(starts[row], 2) if by_half else column
                     if by_place:
                         step_column = i - sequences[row] * plan[6]
-                inside = (lse[4] == 0 or column < lse[4]) and (lse_step[4] == 0 or step_column < lse_step[4])
+                inside = lse[4] == 0 or (column >= 0 and column < lse[4])
+                inside = inside and (lse_step[4] == 0 or (step_column >= 0 and step_column < lse_step[4]))
                 if inside:
                     at = lse[0] + sequences[row] * lse[1] + head * lse[2] + column * lse[3]
                     step_at = lse_step[0] + sequences[row] * lse_step[1] + head * lse_step[2]

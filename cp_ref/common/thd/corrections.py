@@ -62,7 +62,8 @@ def thd_second_half_lse_correction(
         lse_packed: which of the two shapes both have.
 
     Raises:
-        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype.
+        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype, operands that overlap
+            what is changed.
 
     TransformerEngine: `tex.thd_second_half_lse_correction`.
 
@@ -101,7 +102,8 @@ def thd_out_correction(
         lse_packed: which of the two shapes both LSEs have.
 
     Raises:
-        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype.
+        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype, operands that overlap
+            what is changed.
 
     TransformerEngine: `tex.thd_out_correction`.
 
@@ -138,7 +140,7 @@ def thd_grad_correction(
 
     Raises:
         ValueError, TypeError: an action that does not exist, an odd length (naming the sequence), another shape or
-            dtype.
+            dtype, a grad_step that overlaps grad.
 
     TransformerEngine: `tex.thd_grad_correction`, which refuses three of the nine pairs.
 

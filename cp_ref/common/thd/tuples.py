@@ -9,25 +9,34 @@ import torch
 
 from cp_ref.common.thd.checks import check_tensor
 
-__all__ = ["Tensors", "like", "tensors_of"]
+__all__ = ["Tensors", "as_list", "like", "tensors_of"]
 
 Tensors = TypeVar("Tensors", torch.Tensor, tuple[torch.Tensor, ...])
 
 
-def tensors_of(x: torch.Tensor | tuple[torch.Tensor, ...], kv_axis: bool = False) -> list[torch.Tensor]:
-    """The tensors, which have the same tokens on the same device. kv_axis: [2, t, h, d] has them on axis 1."""
+def as_list(x: torch.Tensor | tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """The tensors, of one or of a tuple."""
     if not isinstance(x, tuple):
         check_tensor("x", x)
         return [x]
     for number, one in enumerate(x):
         check_tensor(f"x[{number}]", one)
-    if any(one.ndim == 0 for one in x) or len({_tokens(one, kv_axis) for one in x}) != 1:
-        shapes = [list(one.shape) for one in x]
-        raise ValueError(f"x has shapes {shapes}; the tensors of a tuple must have the same axis of the same tokens")
-    if len({one.device for one in x}) != 1:
-        devices = ", ".join(str(one.device) for one in x)
-        raise ValueError(f"x has tensors on {devices}; the tensors of a tuple must lie on one device")
     return list(x)
+
+
+def tensors_of(x: torch.Tensor | tuple[torch.Tensor, ...], kv_axis: bool = False) -> list[torch.Tensor]:
+    """The same, which have the same tokens on the same device. kv_axis: [2, t, h, d] has them on axis 1."""
+    xs = as_list(x)
+    if isinstance(x, tuple):
+        if any(one.ndim == 0 for one in xs) or len({_tokens(one, kv_axis) for one in xs}) != 1:
+            shapes = [list(one.shape) for one in xs]
+            raise ValueError(
+                f"x has shapes {shapes}; the tensors of a tuple must have the same axis of the same tokens"
+            )
+        if len({one.device for one in xs}) != 1:
+            devices = ", ".join(str(one.device) for one in xs)
+            raise ValueError(f"x has tensors on {devices}; the tensors of a tuple must lie on one device")
+    return xs
 
 
 def like(x: Tensors, results: Sequence[torch.Tensor]) -> Tensors:

@@ -98,7 +98,8 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
         cu_seqlens: LOCAL: cumulative numbers of valid tokens, int32 or int64 [b + 1], from 0.
 
     Raises:
-        ValueError, TypeError: more valid tokens than slots (naming the sequence), or shapes or dtypes that do not fit.
+        ValueError, TypeError: more valid tokens than slots (naming the sequence), shapes or dtypes that do not fit, or
+            out and inp that overlap in memory.
 
     TransformerEngine: `tex.thd_copy_valid_tokens_from_per_split_to_rank_local`.
 

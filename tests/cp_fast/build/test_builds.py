@@ -118,8 +118,8 @@ def test_a_compiler_that_fails(own_cache: Path, sources: Path) -> None:
 
 LOAD = """
 import torch
-from cp_fast.kernels.native import load
-print(load("cpu").partition_indices(torch.tensor([0, 8, 12]), 14, 2, 0).tolist())
+from cp_fast.kernels.native import load_thd
+print(load_thd("cpu").partition_indices(torch.tensor([0, 8, 12]), 14, 2, 0).tolist())
 """
 
 

@@ -45,7 +45,7 @@ def reorders(where: Where, case: Case) -> None:
 def partitions(where: Where, case: Case) -> None:
     x = case.random(case.tokens, *case.shape, dtype=case.dtypes[0])
     cu, ids = where.lengths(case.cu, case.length_dtype), torch.arange(case.tokens)
-    got = where.kernels.partition([case.boxed(where, x).view, ids.to(where.device)], cu, case.cp_size, case.rank)
+    got = where.thd_kernels.partition([case.boxed(where, x).view, ids.to(where.device)], cu, case.cp_size, case.rank)
     rows = cp_ref.thd.thd_get_partitioned_indices(case.cu, case.tokens, case.cp_size, case.rank).long()
     assert_same_bits(got[0], x.index_select(0, rows))
     assert_same_bits(got[1], rows)

@@ -97,30 +97,6 @@ def merges(where: Where, case: Case) -> None:
         boxes[1].assert_holds(want_lse, NEAR[lse.dtype])
 
 
-def merges_of_halves(where: Where, case: Case) -> None:
-    heads, dim = case.shape if len(case.shape) == 2 else (2, 4)
-    cu, step_dtype = where.lengths(case.cu, case.length_dtype), FLOATS[case.seed % 4]
-    out = case.random(case.tokens, heads, dim)
-    step = case.random(case.tokens // 2, heads, dim, dtype=step_dtype)
-    for packed in (True, False):
-        lse, step_lse = case.lse(*lse_shape(case, packed, heads=heads)), case.lse(*lse_shape(case, packed, True, heads))
-        boxes = [case.boxed(where, x) for x in (out, lse, step, step_lse)]
-        views = [box.view for box in boxes]
-        where.kernels.merge_halves_(views[0], views[1], views[2], views[3], cu, packed)
-        want_out, want_lse = out.clone(), lse.clone()
-        for s, (start, length) in enumerate(zip(case.cu.tolist(), case.slots, strict=False)):
-            half = length // 2
-            of, of_step = slice(start + half, start + length), slice(start // 2, start // 2 + half)
-            old = lse[:, of] if packed else lse[s, :, half:length]
-            new = step_lse[:, of_step] if packed else step_lse[s, :, :half]
-            new_out, new_lse = merged(out[of], old.t(), step[of_step], new.t())
-            want_out[of] = new_out.float()
-            target = want_lse[:, of] if packed else want_lse[s, :, half:length]
-            target.copy_(new_lse.t())
-        boxes[0].assert_holds(want_out, NEAR[torch.float32])
-        boxes[1].assert_holds(want_lse, NEAR[torch.float32])
-
-
 def additions(where: Where, case: Case) -> None:
     """Two pairs in one call, of any float dtypes: sums are wide, and rounded once."""
     dtype, step_dtype = FLOATS[case.seed % 4], FLOATS[case.seed // 4 % 4]

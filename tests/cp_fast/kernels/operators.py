@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cp_fast import thd
-from cp_fast.kernels import kernels
+from cp_fast.kernels import kernels, thd_kernels
 
 
 def other_values(t: dict[str, torch.Tensor]) -> None:
@@ -83,12 +83,6 @@ def _merge(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return out, lse
 
 
-def _merge_halves(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    out, lse = t["out"].clone(), t["lse"].clone()
-    kernels(out.device.type).merge_halves_(out, lse, t["half_step"], t["half_lse"], t["local"], True)
-    return out, lse
-
-
 def _put(t: dict[str, torch.Tensor]) -> torch.Tensor:
     out = t["out"].clone()
     kernels(out.device.type).put_rows_([out], [t["half_step"].float()], t["rows"])
@@ -111,13 +105,12 @@ def _back(t: dict[str, torch.Tensor]) -> torch.Tensor:
 
 KERNELS: dict[str, Helper] = {  # what no helper is made of
     "take": lambda t: tuple(kernels(t["x"].device.type).take_rows([t["x"], t["y"]], t["rows"])),
-    "partition": lambda t: tuple(kernels(t["x"].device.type).partition([t["x"], t["y"]], t["cu"], 2, 1)),
+    "partition": lambda t: tuple(thd_kernels(t["x"].device.type).partition([t["x"], t["y"]], t["cu"], 2, 1)),
     "heads to front": lambda t: kernels(t["x"].device.type).heads_to_front(t["out"], t["rows"], [0, 1, 1], 1),
     "heads to back": _back,
     "put": _put,
     "add": _add,
     "merge": _merge,
-    "merge halves": _merge_halves,
 }
 
 

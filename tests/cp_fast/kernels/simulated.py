@@ -45,6 +45,7 @@ BROKEN = {
     "past the end": [0, 8, 16],
     "far past the end": [0, 8, 2**40],
     "negative": [0, -8, 12],
+    "a difference past 64 bits": [0, 8, -(2**63)],
     "tail": [0, 8, 8],
 }
 
@@ -54,7 +55,7 @@ def test_broken_lengths_fail_by_name(name: str) -> None:
     """The operators look at lengths on the CPU first; these are the kernels' own assertions."""
     x = torch.zeros(12 if name != "tail" else 11, 3)
     with pytest.raises(AssertionError, match="cp_fast reorder: lengths must begin at 0"):
-        WHERE.kernels.reorder([x], torch.tensor(BROKEN[name]), 2, True)
+        WHERE.thd_kernels.reorder([x], torch.tensor(BROKEN[name]), 2, True)
 
 
 def test_broken_indices_fail_by_name() -> None:

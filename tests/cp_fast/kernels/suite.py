@@ -28,7 +28,6 @@ from tests.cp_fast.kernels.checks_of_sums import (
     grad_corrections,
     lse_corrections,
     merges,
-    merges_of_halves,
     out_corrections,
 )
 from tests.cp_fast.kernels.memory import Boxed, assert_same_bits
@@ -59,7 +58,6 @@ CHECKS: dict[str, Callable[[Where, Case], None]] = {
         out_corrections,
         grad_corrections,
         merges,
-        merges_of_halves,
         additions,
         rows_and_heads,
     )
@@ -75,9 +73,9 @@ def row_sizes(where: Where, size: int) -> None:
     for offset in (0, 1, 16):
         x = torch.randint(0, 255, (26, size), dtype=torch.uint8)
         view = Boxed.of(x, where.device, (), offset).view
-        got = where.kernels.reorder([view], cu.to(where.device), 2, True)[0]
+        got = where.thd_kernels.reorder([view], cu.to(where.device), 2, True)[0]
         assert_same_bits(got, cp_ref.thd.thd_sequence_order_to_cp_rank_order(x, cu, 2))
-        assert_same_bits(where.kernels.reorder([got], cu.to(where.device), 2, False)[0], x)
+        assert_same_bits(where.thd_kernels.reorder([got], cu.to(where.device), 2, False)[0], x)
         box, index = Boxed.of(x, where.device, (offset,), offset), torch.arange(24, 0, -2)
         want = x.index_copy(0, index, x[:12])
         where.kernels.put_rows_([box.view], [view[:12]], index.to(where.device))
@@ -90,7 +88,7 @@ def merged_shapes(where: Where, heads: int, dim: int) -> None:
         gaps = ((0, 0), (16, 0), (8, 4))[(seed + seed // 3) % 3]  # rows apart, and then heads apart as well
         chunks, dtypes = (2, 0, 3), (torch.float32, torch.float32)
         case = Case(2, chunks, (8, 0, 5), seed % 2, (heads, dim), dtypes, torch.int32, gaps, seed // 6 * 16, seed)
-        for check in (merges, merges_of_halves, out_corrections):
+        for check in (merges, out_corrections):
             check(where, case)
 
 

@@ -13,16 +13,17 @@ import cp_fast.build
 from cp_fast import kernels as package
 from cp_fast.kernels import chosen, kernels, select, use, why_not
 from cp_fast.kernels.torch_ops import TorchKernels
+from cp_fast.kernels.torch_thd import TorchThdKernels
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test asks anew, with nothing in the environment."""
     monkeypatch.delenv(select.VARIABLE, raising=False)
-    for cached in (select._cached, select._loaded, select._why_not_native, select._why_not_numba):
+    for cached in (select._choice, select._loaded, select._why_not_native, select._why_not_numba):
         cached.cache_clear()
     yield
-    for cached in (select._cached, select._loaded, select._why_not_native, select._why_not_numba):
+    for cached in (select._choice, select._loaded, select._why_not_native, select._why_not_numba):
         cached.cache_clear()
 
 
@@ -70,7 +71,7 @@ def test_names() -> None:
 
 def test_the_helpers_use_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(TorchKernels, "reorder", lambda self, xs, *rest: seen.append(len(xs)) or list(xs))
+    monkeypatch.setattr(TorchThdKernels, "reorder", lambda self, xs, *rest: seen.append(len(xs)) or list(xs))
     x = torch.arange(8)
     with use("torch"):
         cp_fast.thd.thd_sequence_order_to_cp_rank_order((x, x), torch.tensor([0, 8]), 2)

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from hypothesis import strategies as st
 
-from cp_fast.kernels.native import Native, load
+from cp_fast.kernels.native import NativeKernels, NativeThdKernels, load, load_thd
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [
@@ -30,8 +30,12 @@ ROW_SHAPES = st.one_of(
 )
 
 
-def native() -> Native:
+def native() -> NativeKernels:
     return load("cpu")
+
+
+def native_thd() -> NativeThdKernels:
+    return load_thd("cpu")
 
 
 def cumulative(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -15,6 +15,7 @@ from tests.cp_fast.native.buffers import (
     cumulative,
     guarded,
     native,
+    native_thd,
     packed,
     row_sets,
 )
@@ -98,34 +99,6 @@ def accepted(lse: torch.Tensor, sizes: list[int], packs: bool) -> torch.Tensor:
 
 
 @given(st.data())
-def test_merge_halves(data: st.DataObject) -> None:
-    sizes, tail = data.draw(packed(2, 2))
-    tokens, heads, dim, packs = (
-        sum(sizes) + tail,
-        data.draw(st.integers(1, 3)),
-        data.draw(st.integers(0, 9)),
-        data.draw(st.booleans()),
-    )
-    out = data.draw(guarded((tokens, heads, dim), WIDE, numbers=True))
-    step = data.draw(guarded((tokens // 2, heads, dim), FLOATS, numbers=True))
-    halves = [size // 2 for size in sizes]
-    lse = two_shapes(data, (heads, tokens), sizes, packs)
-    step_lse = two_shapes(data, (heads, tokens // 2), halves, packs)
-    starts = cumulative(sizes).tolist()
-    second = [row for i, n in enumerate(sizes) for row in range(starts[i] + n // 2, starts[i] + n)]
-    before_out, before = out.x.clone(), accepted(lse.x, sizes, packs)
-    expected, new = merged(out.x[second], before[second], step.x[: sum(halves)], accepted(step_lse.x, halves, packs))
-    native().merge_halves_(out.x, lse.x, step.x, step_lse.x, cumulative(sizes, data.draw(LENGTH_DTYPES)), packs)
-    assert_close(out.x[second], expected, 32)
-    after = accepted(lse.x, sizes, packs)
-    assert_close(after[second].to(lse.x.dtype), new)
-    first = [row for row in range(tokens) if row not in second]
-    assert torch.equal(out.x[first], before_out[first])
-    early = [row for row in first if row < sum(sizes)]
-    assert torch.equal(after[early], before[early])
-
-
-@given(st.data())
 def test_add_rows(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(0, 9))
     rows = data.draw(row_sets(tokens))
@@ -174,7 +147,7 @@ def test_lse_correction(data: st.DataObject) -> None:
     step = two_shapes(data, (heads, tokens // 2), [n // 2 for n in sizes], packs)
     expected, before = lse.x.clone(), lse.x.clone()
     thd_second_half_lse_correction(expected, step.x, lengths, packs)
-    native().lse_correction_(lse.x, step.x, lengths, packs)
+    native_thd().lse_correction_(lse.x, step.x, lengths, packs)
     assert_close(lse.x, expected)
     untouched = expected == before
     assert torch.equal(lse.x[untouched], before[untouched])
@@ -197,7 +170,7 @@ def test_out_correction(data: st.DataObject) -> None:
     part = two_shapes(data, (heads, tokens // divisor), [n // divisor for n in sizes], packs)
     expected = out.x.clone()
     thd_out_correction(expected, step.x, final.x, part.x, lengths, half, packs)
-    native().out_correction_(out.x, step.x, final.x, part.x, lengths, half, packs)
+    native_thd().out_correction_(out.x, step.x, final.x, part.x, lengths, half, packs)
     scale = torch.tensor(1.0 if not out.x.numel() else max(1.0, float(expected.abs().max())))
     assert_close(out.x / scale.to(out.x.dtype), expected / scale.to(out.x.dtype))
 
@@ -220,7 +193,7 @@ def test_grad_correction(data: st.DataObject) -> None:
     expected = grad.x.clone()
     lengths = cumulative(sizes, data.draw(LENGTH_DTYPES))
     thd_grad_correction(expected, step.x, lengths, first, second)
-    native().grad_correction_(grad.x, step.x, lengths, first, second)
+    native_thd().grad_correction_(grad.x, step.x, lengths, first, second)
     assert torch.equal(grad.x, expected)
 
 
@@ -231,12 +204,12 @@ def test_halves_of_16_bits_convert_like_pytorch() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         numbers = every.view(dtype)
         wide = torch.empty(2**16)
-        native().copy_valid_(wide, numbers, lengths, real)
+        native_thd().copy_valid_(wide, numbers, lengths, real)
         torch.testing.assert_close(wide, numbers.float(), rtol=0, atol=0, equal_nan=True)
         around = torch.cat([torch.nextafter(wide, wide.new_tensor(side)) for side in (-INFINITY, INFINITY)] + [wide])
         ties = (wide.double() + torch.nextafter(numbers, numbers.new_tensor(INFINITY)).double()) / 2
         values = torch.cat([around, ties.float(), torch.tensor([65519.0, 65520.0, 65536.0, 3.4e38, 1e-8, -1e-8])])
         narrow = torch.empty(len(values), dtype=dtype)
         lengths_of_values = cumulative([len(values)])
-        native().copy_valid_(narrow, values, lengths_of_values, lengths_of_values)
+        native_thd().copy_valid_(narrow, values, lengths_of_values, lengths_of_values)
         torch.testing.assert_close(narrow, values.to(dtype), rtol=0, atol=0, equal_nan=True)

@@ -27,6 +27,7 @@ from tests.cp_fast.native.buffers import (
     equal_bits,
     guarded,
     native,
+    native_thd,
     packed,
     row_sets,
 )
@@ -42,10 +43,10 @@ def test_indices_and_partition(data: st.DataObject) -> None:
     rank, lengths = data.draw(st.integers(0, cp_size - 1)), cumulative(sizes, data.draw(LENGTH_DTYPES))
     total = sum(sizes) + tail
     expected = thd_get_partitioned_indices(lengths, total, cp_size, rank)
-    indices = native().partition_indices(lengths, total, cp_size, rank)
+    indices = native_thd().partition_indices(lengths, total, cp_size, rank)
     assert equal_bits(indices, expected)
     xs = [data.draw(guarded((total, *data.draw(ROW_SHAPES)), DTYPES)) for _ in range(data.draw(st.integers(1, 3)))]
-    for x, got in zip(xs, native().partition([x.x for x in xs], lengths, cp_size, rank), strict=True):
+    for x, got in zip(xs, native_thd().partition([x.x for x in xs], lengths, cp_size, rank), strict=True):
         assert got.is_contiguous()
         assert got.shape == (total // cp_size, *x.x.shape[1:])
         assert torch.equal(bits(got), bits(x.x)[expected.long()] if x.x.numel() else bits(x.x))
@@ -62,7 +63,7 @@ def test_reorder(data: st.DataObject) -> None:
         (True, thd_sequence_order_to_cp_rank_order),
         (False, thd_cp_rank_order_to_sequence_order),
     ):
-        for x, got in zip(xs, native().reorder([x.x for x in xs], lengths, cp_size, to_rank_order), strict=True):
+        for x, got in zip(xs, native_thd().reorder([x.x for x in xs], lengths, cp_size, to_rank_order), strict=True):
             assert got.shape == x.x.shape
             if x.x.numel():
                 assert torch.equal(bits(got), reference(bits(x.x), lengths, cp_size))
@@ -74,7 +75,7 @@ def test_halves(data: st.DataObject) -> None:
     sizes, tail = data.draw(packed(2, 2))
     lengths, total, half = cumulative(sizes, data.draw(LENGTH_DTYPES)), sum(sizes) + tail, data.draw(st.integers(0, 1))
     xs = [data.draw(guarded((total, *data.draw(ROW_SHAPES)), DTYPES)) for _ in range(data.draw(st.integers(1, 3)))]
-    for x, got in zip(xs, native().read_half([x.x for x in xs], lengths, half), strict=True):
+    for x, got in zip(xs, native_thd().read_half([x.x for x in xs], lengths, half), strict=True):
         assert got.shape == (total // 2, *x.x.shape[1:])
         if x.x.numel():
             assert torch.equal(bits(got), thd_read_half_tensor(bits(x.x), lengths, half))
@@ -85,7 +86,7 @@ def test_keys_and_values_in_one_tensor() -> None:
     both = torch.randn(2, 12, 5, 9)[:, :, :4, :8].movedim(1, 0)
     lengths = cumulative([8, 4])
     expected = thd_read_half_tensor(both.movedim(0, 1), lengths, 1).movedim(1, 0)
-    assert torch.equal(native().read_half([both], lengths, 1)[0], expected)
+    assert torch.equal(native_thd().read_half([both], lengths, 1)[0], expected)
 
 
 @given(st.data())
@@ -101,7 +102,7 @@ def test_second_half_lse(data: st.DataObject) -> None:
     lse = data.draw(guarded(shape, [torch.float32, torch.float64], numbers=True))
     most = room + data.draw(st.integers(0, 2))
     assert equal_bits(
-        native().read_second_half_lse(lse.x, lengths, packs, most),
+        native_thd().read_second_half_lse(lse.x, lengths, packs, most),
         thd_read_second_half_lse(lse.x, lengths, packs, most),
     )
 
@@ -118,7 +119,7 @@ def test_copy_valid(data: st.DataObject) -> None:
     inp = data.draw(guarded(shape, others))
     expected = out.x.clone()
     thd_copy_valid_tokens_from_per_split_to_rank_local(expected, inp.x, lengths, real)
-    native().copy_valid_(out.x, inp.x, lengths, real)
+    native_thd().copy_valid_(out.x, inp.x, lengths, real)
     if out.x.dtype == inp.x.dtype:
         assert equal_bits(out.x, expected)
     else:  # the bits of a converted NaN are nobody's promise
@@ -140,7 +141,7 @@ def test_rank_lengths(data: st.DataObject) -> None:
         data.draw(st.booleans()),
         data.draw(st.booleans()),
     )
-    assert equal_bits(native().rank_lengths(real, *arguments), get_cu_seqlens_on_cp_rank(real, *arguments))
+    assert equal_bits(native_thd().rank_lengths(real, *arguments), get_cu_seqlens_on_cp_rank(real, *arguments))
 
 
 @given(st.data())
@@ -154,7 +155,7 @@ def test_pad_sequences(data: st.DataObject) -> None:
         x = x.repeat_interleave(3)[::3]  # strided
     ids, _, lengths = pad_thd_sequences_for_cp(x, x, real, data.draw(st.integers(1, 5)), fill, fill)
     longer = data.draw(st.integers(0, 3))
-    got = native().pad_sequences(x, real, lengths, len(ids) + longer, fill)
+    got = native_thd().pad_sequences(x, real, lengths, len(ids) + longer, fill)
     assert equal_bits(got, torch.cat([ids, ids.new_full((longer,), fill)]))
 
 

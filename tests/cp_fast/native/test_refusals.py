@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.cp_fast.native.buffers import cumulative, native
+from tests.cp_fast.native.buffers import cumulative, native, native_thd
 from tests.marks import needs_cxx
 
 pytestmark = needs_cxx
@@ -18,64 +18,68 @@ LSE = torch.zeros(2, 12)
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "lengths of floats": (
-        lambda: native().reorder([X], LENGTHS.float(), 2, True),
+        lambda: native_thd().reorder([X], LENGTHS.float(), 2, True),
         TypeError,
         r"lengths has shape \[3\] and another dtype than int32 and int64",
     ),
     "lengths in two axes": (
-        lambda: native().reorder([X], LENGTHS[None], 2, True),
+        lambda: native_thd().reorder([X], LENGTHS[None], 2, True),
         ValueError,
         r"lengths has shape \[1, 3\]; it must be \[b \+ 1\]",
     ),
     "no lengths": (
-        lambda: native().read_half([X], LENGTHS[:0], 0),
+        lambda: native_thd().read_half([X], LENGTHS[:0], 0),
         ValueError,
         r"lengths has shape \[0\]; it must be \[b \+ 1\], cumulative lengths: at least one entry",
     ),
     "lengths with a stride": (
-        lambda: native().reorder([X], torch.tensor([0, 9, 8, 9, 12, 9])[::2], 2, True),
+        lambda: native_thd().reorder([X], torch.tensor([0, 9, 8, 9, 12, 9])[::2], 2, True),
         ValueError,
         r"lengths has shape \[3\] and stride 2; it must be contiguous",
     ),
     "lengths that decrease": (
-        lambda: native().reorder([X], torch.tensor([0, 8, 4]), 2, True),
+        lambda: native_thd().reorder([X], torch.tensor([0, 8, 4]), 2, True),
         ValueError,
         r"lengths\[2\] is 4 after 8; cumulative lengths must not decrease",
     ),
     "lengths that do not begin at 0": (
-        lambda: native().reorder([X], torch.tensor([4, 8]), 2, True),
+        lambda: native_thd().reorder([X], torch.tensor([4, 8]), 2, True),
         ValueError,
         r"lengths\[0\] is 4; it must be 0",
     ),
     "a length that does not divide": (
-        lambda: native().reorder([X], torch.tensor([0, 4, 10]), 2, True),
+        lambda: native_thd().reorder([X], torch.tensor([0, 4, 10]), 2, True),
         ValueError,
         r"lengths gives sequence 1 the length 6; it must be a multiple of 4",
     ),
     "lengths past the buffer": (
-        lambda: native().reorder([X], torch.tensor([0, 16]), 2, True),
+        lambda: native_thd().reorder([X], torch.tensor([0, 16]), 2, True),
         ValueError,
         r"lengths ends at 16, past the buffer's 12 tokens",
     ),
     "a tail that does not divide": (
-        lambda: native().reorder([X[:9]], torch.tensor([0, 8]), 2, True),
+        lambda: native_thd().reorder([X[:9]], torch.tensor([0, 8]), 2, True),
         ValueError,
         r"lengths ends at 8 in a buffer of 9 tokens; the tail must be a multiple of 2",
     ),
     "a rank that is not there": (
-        lambda: native().partition([X], LENGTHS, 2, 2),
+        lambda: native_thd().partition([X], LENGTHS, 2, 2),
         ValueError,
         r"cp_rank is 2; it must be from 0 to 1",
     ),
-    "no ranks": (lambda: native().reorder([X], LENGTHS, 0, True), ValueError, "cp_size is 0; it must be at least 1"),
-    "another half": (lambda: native().read_half([X], LENGTHS, 2), ValueError, "half is 2; it must be 0 or 1"),
+    "no ranks": (
+        lambda: native_thd().reorder([X], LENGTHS, 0, True),
+        ValueError,
+        "cp_size is 0; it must be from 1 to 2147483647",
+    ),
+    "another half": (lambda: native_thd().read_half([X], LENGTHS, 2), ValueError, "half is 2; it must be 0 or 1"),
     "tensors of other sizes": (
-        lambda: native().reorder([X, X[:8]], LENGTHS, 2, True),
+        lambda: native_thd().reorder([X, X[:8]], LENGTHS, 2, True),
         ValueError,
         r"xs\[0\] has shape \[12, 2, 4\], xs\[1\] has shape \[8, 2, 4\]; they must have as many tokens",
     ),
     "a number": (
-        lambda: native().reorder([torch.tensor(1.0)], LENGTHS, 2, True),
+        lambda: native_thd().reorder([torch.tensor(1.0)], LENGTHS, 2, True),
         ValueError,
         r"xs\[0\] has shape \[\]; it must be \[t, ...\]",
     ),
@@ -105,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"xs\[0\] has shape \[12, 2, 4\], outs\[0\] has shape \[12, 2, 4\]; they must have the same dtype",
     ),
     "integers to convert": (
-        lambda: native().copy_valid_(X.clone(), X.int(), LENGTHS, LENGTHS),
+        lambda: native_thd().copy_valid_(X.clone(), X.int(), LENGTHS, LENGTHS),
         TypeError,
         r"inp has shape \[12, 2, 4\] and a dtype of no arithmetic",
     ),
@@ -115,12 +119,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"outs\[0\] has shape \[12, 4\] and strides \[0, 1\]; it is written, so no stride may be 0",
     ),
     "more real tokens than slots": (
-        lambda: native().copy_valid_(X.clone(), X, LENGTHS, cumulative([8, 5])),
+        lambda: native_thd().copy_valid_(X.clone(), X, LENGTHS, cumulative([8, 5])),
         ValueError,
         r"real_lengths gives sequence 1 5 tokens, but lengths has room for 4",
     ),
     "other numbers of sequences": (
-        lambda: native().rank_lengths(cumulative([8]), LENGTHS, 2, 0, True, True),
+        lambda: native_thd().rank_lengths(cumulative([8]), LENGTHS, 2, 0, True, True),
         ValueError,
         r"real_lengths has shape \[2\] and lengths has shape \[3\]; they must be as long",
     ),
@@ -140,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"x has shape \[12, 2, 4\] and strides \[16, 8, 2\]; the axes behind the heads must be contiguous",
     ),
     "an accumulator of 16 bits": (
-        lambda: native().merge_halves_(X.bfloat16(), LSE, X[:6], LSE[:, :6], LENGTHS, True),
+        lambda: native().heads_to_back_(X.bfloat16(), X[None], slice(0, 12), [0], True),
         TypeError,
         r"out has shape \[12, 2, 4\] in 16 bits; it must be float32 or float64",
     ),
@@ -150,12 +154,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"lse has shape \[2, 8\]; it must be \[2, 12\]",
     ),
     "an LSE without room": (
-        lambda: native().lse_correction_(torch.zeros(2, 1, 6), torch.zeros(2, 1, 4), LENGTHS, False),
+        lambda: native_thd().lse_correction_(torch.zeros(2, 1, 6), torch.zeros(2, 1, 4), LENGTHS, False),
         ValueError,
         r"lse has shape \[2, 1, 6\]; it must be \[b, h, s\] with room for the 8 rows of sequence 0",
     ),
     "a result without room": (
-        lambda: native().read_second_half_lse(LSE, LENGTHS, True, 5),
+        lambda: native_thd().read_second_half_lse(LSE, LENGTHS, True, 5),
         ValueError,
         r"lengths ends at 12, past the buffer's 10 tokens",
     ),
@@ -165,27 +169,27 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"out has shape \[12, 2, 4\] and strides \[16, 8, 2\]; its last axis must have stride 1",
     ),
     "a gradient of the wrong half": (
-        lambda: native().grad_correction_(X.clone(), X, LENGTHS, "none", "add"),
+        lambda: native_thd().grad_correction_(X.clone(), X, LENGTHS, "none", "add"),
         ValueError,
         r"grad_step has shape \[12, 2, 4\]; it must be of 6 tokens on axis 0",
     ),
     "an action that does not exist": (
-        lambda: native().grad_correction_(X.clone(), X, LENGTHS, "add", "subtract"),
+        lambda: native_thd().grad_correction_(X.clone(), X, LENGTHS, "add", "subtract"),
         ValueError,
         "action is 'subtract'; it must be 'add', 'copy' or 'none'",
     ),
     "more tokens than int32 counts": (
-        lambda: native().partition_indices(LENGTHS, 2**31 + 2, 2, 0),
+        lambda: native_thd().partition_indices(LENGTHS, 2**31 + 2, 2, 0),
         ValueError,
         "total_tokens is 2147483650; int32 lengths cannot count so many",
     ),
     "another device": (
-        lambda: native().reorder([X.to("meta")], LENGTHS, 2, True),
+        lambda: native_thd().reorder([X.to("meta")], LENGTHS, 2, True),
         ValueError,
         r"xs\[0\] has shape \[12, 2, 4\] on another kind of device; it must be on a CPU",
     ),
     "rows in too many pieces": (
-        lambda: native().read_half([torch.zeros(12, 70, 6, 6)[:, :, ::2, ::2]], LENGTHS, 0),
+        lambda: native_thd().read_half([torch.zeros(12, 70, 6, 6)[:, :, ::2, ::2]], LENGTHS, 0),
         ValueError,
         r"xs\[0\] has shape \[12, 70, 3, 3\] and strides \[2520, 36, 12, 2\].*rows must be contiguous but for one axis",
     ),
@@ -200,6 +204,6 @@ def test_refused(case: str) -> None:
 
 
 def test_nothing_to_do_is_no_error() -> None:
-    assert native().reorder([], LENGTHS, 2, True) == []
+    assert native_thd().reorder([], LENGTHS, 2, True) == []
     native().put_rows_([], [], slice(0, 3))
     native().add_rows_([], [], torch.tensor([], dtype=torch.int64))

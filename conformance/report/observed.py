@@ -1,0 +1,65 @@
+"""Which pairs of a small problem an implementation really looks at: what the report draws beside the expected mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from conformance.case import Case
+from conformance.implementation import Implementation
+from conformance.report.masks import MOST, Pair
+from conformance.run import UnsupportedCase, play
+from conformance.tensors import GlobalTensors, build
+
+__all__ = ["observed_pairs"]
+
+
+def observed_pairs(impl: Implementation, case: Case, device: str = "cpu") -> tuple[Pair, ...] | None:
+    """The pairs that carry weight in the output of query head 0.
+
+    With q = 0 all visible keys weigh the same. v is 1 in one head dim for each of d_v keys and 0 for all others, so the
+    output says which of these keys a query saw; it is played once for every d_v keys.
+
+    Args:
+        case: what failed; only its problem, its seed, its strides and its plan matter here.
+
+    Returns:
+        Pairs of packed rows, for `record.Played.pairs`; None when either side has more than 64 rows, or when no output
+        came back.
+    """
+    p = case.problem
+    rows, keys = p.starts_q[-1] + case.tail_q, p.starts_kv[-1] + case.tail_kv
+    if max(rows, keys) > MOST:
+        return None
+    case = replace(case, magnitude=1.0, return_lse=False, return_max_logit=False, loss="out", grads="")
+    plain, found = build(case, device), []
+    for first in range(0, keys, p.d_v):
+        try:
+            played = play(impl, case, _indicators(case, plain, first))
+        except UnsupportedCase:
+            return None
+        if played.findings:
+            return None
+        out = _packed(p.qkv_format, played.results["out"])[:, 0].double().nan_to_num(1.0)  # a NaN came from somewhere
+        found += [(q, first + d) for q, d in (out.abs() > 1e-6).nonzero().tolist() if first + d < keys]
+    return tuple(sorted(found))
+
+
+def _indicators(case: Case, plain: GlobalTensors, first: int) -> GlobalTensors:
+    """q = 0, and v with 1 in head dim d for key `first + d`; NaN stays in padding."""
+    p = case.problem
+    keys = p.starts_kv[-1] + case.tail_kv
+    v = torch.zeros(keys, p.heads_kv, p.d_v, dtype=plain.v.dtype, device=plain.v.device)
+    for d in range(min(p.d_v, keys - first)):
+        v[first + d, :, d] = 1.0
+    if p.qkv_format == "sbhd":
+        v = v.unflatten(0, (len(p.sequences), -1)).transpose(0, 1)
+    v = v.reshape(plain.v.shape).masked_fill(plain.v.isnan(), float("nan"))
+    offset = None if plain.softmax_offset is None else torch.zeros_like(plain.softmax_offset)
+    return replace(plain, q=plain.q * 0.0, v=v, softmax_offset=offset)
+
+
+def _packed(qkv_format: str, x: torch.Tensor) -> torch.Tensor:
+    """[rows, h, d], sequence after sequence."""
+    return x if qkv_format == "thd" else (x.transpose(0, 1) if qkv_format == "sbhd" else x).flatten(0, 1)

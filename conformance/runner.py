@@ -1,0 +1,249 @@
+"""Playing one problem: from its text to a verdict. Texts travel, so a worker process needs nothing but them.
+
+Task("schedule", "logic", "Case(...)")    ->    Played(..., verdict="right")
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from conformance.capabilities import Capabilities, probe
+from conformance.case import Case
+from conformance.gpu_context import context_error
+from conformance.implementation import Implementation, Missing, as_implementation
+from conformance.judged import Judged
+from conformance.levels import LEVEL_TIERS, Raised
+from conformance.record import Level, Played, Verdict
+from conformance.reference import Hang, Watch, describe_error, is_out_of_memory, run_ranks, watching
+from conformance.run import UnsupportedCase
+from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
+from conformance.tiers.malformed import ERRORS, call_of
+
+__all__ = ["FAILING", "InProcess", "Offer", "Pairs", "Runner", "Task", "pairs_of", "play_task", "task_of"]
+
+Pairs = tuple[tuple[int, int], ...]
+FAILING: tuple[Verdict, ...] = ("wrong", "crashed", "hung", "out of memory")
+_WHOLE: tuple[Verdict, ...] = ("unsupported", "missing")  # said of an entry, they are said of all its problems
+
+# what a tier cannot do without, of the schedule level
+_NEEDED = {"plan": ("make_plan", "supports", "shard", "unshard", "position_ids")}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem, and what is to judge it. The text is what `--repro` takes."""
+
+    level: Level
+    tier: str
+    text: str
+
+
+class Runner(Protocol):
+    """Plays problems, here or elsewhere."""
+
+    @property
+    def info(self) -> Offer:
+        """The levels and members that the implementation offers."""
+        ...
+
+    def capabilities(self) -> Capabilities:
+        """The capabilities of its `attention`. Raises ValueError when it supports no plain problem."""
+        ...
+
+    def play(self, task: Task) -> Played:
+        """Play a problem. Never raises for what the implementation does; ValueError for a task that means nothing."""
+        ...
+
+    def pairs(self, case: str) -> Pairs | None:
+        """The (query, key) pairs that carried weight in a small case (see `conformance.report.observed`); None where
+        the runner cannot say.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The levels and members that an implementation offers, as data; see `conformance.implementation`."""
+
+    levels: tuple[Level, ...]
+    missing: tuple[str, ...]
+    group_kind: str
+
+    @staticmethod
+    def of(impl: Implementation) -> Offer:
+        """The offer of an implementation."""
+        return Offer(impl.levels, impl.missing, impl.group_kind)
+
+
+class InProcess:
+    """Plays in this process. A crash takes it along; a hanging problem leaves its threads behind."""
+
+    def __init__(self, impl: Any, device: str = "cpu", limit_s: float = float("inf")) -> None:
+        self._impl, self._device, self._limit_s = as_implementation(impl), device, limit_s
+        if self._impl.group_kind == "process":
+            raise ValueError(f"{self._impl.name} has group_kind 'process': every rank needs a process of its own")
+
+    @property
+    def info(self) -> Offer:
+        """The levels and members that the implementation offers."""
+        return Offer.of(self._impl)
+
+    def capabilities(self) -> Capabilities:
+        """The capabilities of its `attention`."""
+        return probe(self._impl, self._device)
+
+    def play(self, task: Task) -> Played:
+        """Play a problem; "missing" when an earlier one has ended this process's context on the GPU."""
+        if reason := context_error(self._device):
+            words = f"an earlier problem ended this process's use of the GPU ({reason}): play in worker processes"
+            return Played(task.level, task.tier, task.text, "missing", (words,))
+        return play_task(self._impl, task, self._device, self._limit_s)
+
+    def pairs(self, case: str) -> Pairs | None:
+        """The (query, key) pairs that carried weight."""
+        return pairs_of(self._impl, case, self._device, self._limit_s)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def pairs_of(impl: Implementation, case: str, device: str, limit_s: float = float("inf")) -> Pairs | None:
+    """The (query, key) pairs that carried weight in a small case; None where the runner cannot say."""
+    from conformance.report import observed_pairs  # which draws pages, and is not needed to play
+
+    try:
+        with watching(limit_s):
+            return observed_pairs(impl, Case.parse(case), device)
+    except Exception:  # a picture is an extra: what fails here has failed before, and been reported
+        return None
+
+
+def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: float = float("inf")) -> Played:
+    """Play a problem and say how it went.
+
+    Args:
+        limit_s: when ranks that do not finish are given up, in seconds.
+
+    Raises:
+        ValueError: there is no such tier or entry, or the text cannot be read.
+    """
+    check = _check_of(task)
+    began = time.monotonic()
+    if absent := _absent(impl, task):
+        reason = f"the implementation does not offer {absent}"
+        return Played(task.level, task.tier, task.text, "missing", (reason,), cases=_cases(task, "missing", None))
+    judged: list[str] = []
+    with watching(limit_s) as watch:
+        try:
+            judged = check(impl, device)
+            verdict, findings = _verdict(judged, watch)
+            if verdict == "wrong" and task.tier == "errors" and (reason := _refused_anyway(impl, task, device)):
+                verdict, findings = "unsupported", [reason]
+        except UnsupportedCase as refusal:
+            verdict, findings = "unsupported", [str(refusal)]
+        except Missing as missing:
+            verdict, findings = "missing", [str(missing)]
+        except Raised as raised:
+            verdict, findings = "wrong", [str(raised)]
+        except ValueError as error:
+            if table_entry(task.text) and str(error).startswith("there is no "):
+                raise
+            verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
+        except Exception as error:  # the oracle refused what the strategies drew, or the suite itself is wrong
+            verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
+            if is_out_of_memory(error):
+                verdict, findings = "out of memory", [describe_error(error)]
+    more = judged if isinstance(judged, Judged) else Judged()
+    seconds = round(time.monotonic() - began, 4)
+    cases = _cases(task, verdict, more)
+    return Played(task.level, task.tier, task.text, verdict, tuple(findings), more.ratios, seconds, cases=cases)
+
+
+def _cases(task: Task, verdict: Verdict, judged: Judged | None) -> tuple[tuple[str, Verdict], ...]:
+    """The verdict on each problem of an entry of a table; of one that failed in another way than being wrong, that."""
+    if judged is not None and judged.cases:
+        became: dict[str, Verdict] = dict(judged.cases)
+        if verdict in (*FAILING, "missing"):
+            became |= {case: verdict for case, one in became.items() if one == "wrong"}
+        return tuple(became.items())
+    if table_entry(task.text) is None:
+        return ()
+    cases = cases_of(task.text)
+    return tuple((str(case), verdict) for case in cases) if verdict in _WHOLE or len(cases) == 1 else ()
+
+
+def _verdict(judged: list[str], watch: Watch) -> tuple[Verdict, list[str]]:
+    """A tier sees that ranks raised; whether it was for want of memory, time or a member, the watch knows."""
+    if not judged:
+        return "right", []
+    if watch.out_of_memory:
+        return "out of memory", watch.out_of_memory + [f for f in judged if "out of memory" not in f.lower()]
+    if watch.hung:
+        return "hung", list(judged)
+    if watch.missing:
+        return "missing", sorted(set(watch.missing))
+    return "wrong", list(judged)
+
+
+def _refused_anyway(impl: Implementation, task: Task, device: str) -> str:
+    """Why the well-formed call that an error entry changes is itself unsupported; empty when it is not."""
+    entry = ERRORS.get(task.text.partition(" ")[2].strip())
+    for base in ("bshd", "thd") if entry is None else (entry.base,):
+        call = call_of(impl, base, device)
+        try:
+            errors = [o.error for o in run_ranks(2, lambda member, call=call: call.run(impl, member))]
+        except Hang:
+            return ""
+        if all(isinstance(error, impl.Unsupported | NotImplementedError) for error in errors):
+            return f"the well-formed call ({base}) is unsupported: {errors[0]}"
+    return ""
+
+
+def _check_of(task: Task) -> Any:
+    """The function (impl, device) -> findings that judges the task. Raises ValueError if there is none."""
+    if task.level != "schedule":
+        level_tier = LEVEL_TIERS[task.tier]
+        level_case = level_tier.parse(task.text)
+        return lambda impl, device: level_tier.check(impl, level_case, device)
+    if (entry := table_entry(task.text)) is not None:
+        table, entry_id = entry
+        return lambda impl, device: table.check(impl, entry_id, device)
+    if task.tier not in CASE_TIERS:
+        raise ValueError(f"the tier {task.tier!r} does not play {task.text!r}")
+    case = Case.parse(task.text)
+    return lambda impl, device: CASE_TIERS[task.tier].check(impl, case, device)
+
+
+def _absent(impl: Implementation, task: Task) -> str:
+    """The members that the task needs and the implementation does not offer; empty when nothing is."""
+    needed = _NEEDED.get(task.tier, ("attention",)) if task.level == "schedule" else LEVEL_TIERS[task.tier].needs
+    absent = [member for member in needed if not impl.offers(member)]
+    if not absent and task.level == "helpers":
+        name = LEVEL_TIERS[task.tier].parse(task.text).name
+        absent = [] if hasattr(impl.thd, name) else [f"thd.{name}"]
+    return ", ".join(absent)
+
+
+def task_of(text: str, tier: str | None = None) -> list[Task]:
+    """The tasks of a `--repro` text: the tasks that a text names, one for each tier that plays it, or for `tier` alone.
+
+    Raises:
+        ValueError: the text cannot be read, or the tier does not play it.
+    """
+    text = text.strip()
+    for name, level_tier in LEVEL_TIERS.items():
+        if text.startswith(level_tier.word + "(") and tier in (None, name):
+            level_tier.parse(text)
+            return [Task(level_tier.level, name, text)]
+    if (entry := table_entry(text)) is not None:
+        return [Task("schedule", entry[0].name, text)]
+    Case.parse(text)
+    if tier in TABLE_TIERS:
+        raise ValueError(f"the tier {tier!r} does not play {text!r}")
+    return [Task("schedule", name, text) for name in ([tier] if tier else CASE_TIERS)]

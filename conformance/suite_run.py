@@ -1,0 +1,244 @@
+"""A whole run: every level and tier that an implementation is asked about, and the record of it."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+import torch
+
+from conformance.capabilities import Capabilities
+from conformance.commands import run_command
+from conformance.levels import LEVEL_TIERS
+from conformance.record import LEVELS, Level, Played, RunRecord
+from conformance.runner import FAILING, Offer, Pairs, Runner, Task
+from conformance.session import Profile, TierResult, replay, run_level_tier, run_table, run_tier
+from conformance.strategies import CP_SIZES
+from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
+
+__all__ = ["ALL_TIERS", "NO_LEDGER", "KnownFailures", "SuiteRun", "describe_run", "level_of", "nothing_tested"]
+
+ALL_TIERS: tuple[str, ...] = (*LEVEL_TIERS, *CASE_TIERS, *TABLE_TIERS)
+
+
+class KnownFailures(Protocol):
+    """The part of a ledger of known failures that a run uses; `conformance.ledger.Ledger` is one."""
+
+    def judge(self, played: Played) -> Played:
+        """The same, or "known" for a failure that is expected."""
+        ...
+
+    def quarantined(
+        self, text: str, *, level: str | None = ..., tier: str | None = ..., cases: Sequence[str] = ...
+    ) -> str | None:
+        """Why a problem must not even be played, or None."""
+        ...
+
+    def unexpected_passes(self, record: RunRecord) -> tuple[str, ...]:
+        """One sentence for every entry whose problems all passed."""
+        ...
+
+
+class _NoLedger:
+    def judge(self, played: Played) -> Played:
+        return played
+
+    def quarantined(self, text: str, **_: Any) -> str | None:
+        return None
+
+    def unexpected_passes(self, record: RunRecord) -> tuple[str, ...]:
+        return ()
+
+
+NO_LEDGER: KnownFailures = _NoLedger()
+
+
+def level_of(tier: str) -> Level:
+    """The level that a tier belongs to."""
+    return LEVEL_TIERS[tier].level if tier in LEVEL_TIERS else "schedule"
+
+
+@dataclass
+class SuiteRun:
+    """How an implementation is played.
+
+    Attributes:
+        runner: plays its problems.
+        profile: how much is drawn.
+        tiers: which of `ALL_TIERS`.
+        cp_sizes: the group sizes that are drawn.
+        ledger: the failures that are known.
+    """
+
+    runner: Runner
+    profile: Profile
+    tiers: Sequence[str] = ALL_TIERS
+    cp_sizes: tuple[int, ...] = CP_SIZES
+    device: str = "cpu"
+    ledger: KnownFailures = NO_LEDGER
+
+    def __post_init__(self) -> None:
+        """Problems in quarantine are kept from the runner."""
+        self.outside_quarantine = _OutsideQuarantine(self.runner, self.ledger)
+        self._capabilities: Capabilities | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of the implementation's `attention`; asked once."""
+        if self._capabilities is None:
+            self._capabilities = self.runner.capabilities()
+        return self._capabilities
+
+    def results(self, on_problem: Callable[[str], None] = lambda tier: None) -> Iterator[TierResult]:
+        """Play tier after tier. A level that is not offered is one problem of the verdict "missing".
+
+        Args:
+            on_problem: called with the tier's name after every problem, shrinking left out.
+
+        Raises:
+            ValueError: the implementation supports no plain problem at all.
+        """
+        offer = self.runner.info
+        for level in LEVELS:
+            tiers = [tier for tier in self.tiers if level_of(tier) == level]
+            if tiers and level not in offer.levels:
+                yield self.lacking(level, tiers[0])
+                continue
+            for tier in tiers:
+                yield self.with_pairs(self._tier(tier, lambda tier=tier: on_problem(tier)))
+
+    def lacking(self, level: Level, tier: str) -> TierResult:
+        """The result of a tier whose level is not offered."""
+        reason = f"the implementation does not offer the level {level}"
+        return TierResult(tier, [Played(level, tier, f"level {level}", "missing", (reason,))], note=reason)
+
+    def expected(self, tier: str) -> int:
+        """How many problems the tier will play, if none fails."""
+        if tier in LEVEL_TIERS:
+            return self.profile.max_examples * len(LEVEL_TIERS[tier].parts)
+        return len(TABLE_TIERS[tier].ids(self.capabilities)) if tier in TABLE_TIERS else self.profile.max_examples
+
+    def replay(self, text: str, tier_names: Sequence[str] = ()) -> list[TierResult]:
+        """Play one problem again; see `conformance.session.replay`."""
+        if table_entry(text) is not None:  # which is played in the words that the implementation has
+            _ = self.capabilities
+        return replay(self.outside_quarantine, text, tier_names, self.device, judge=self.ledger.judge)
+
+    def strict(self, results: Iterable[TierResult]) -> list[TierResult]:
+        """A result for the ledger itself: every entry whose problems all passed is wrong."""
+        record = RunRecord({}, tuple(p for result in results for p in result.played))
+        stale = self.ledger.unexpected_passes(record)
+        played = [Played("schedule", "ledger", sentence, "wrong", (sentence,)) for sentence in stale]
+        return [TierResult("ledger", played)] if played else []
+
+    def _tier(self, tier: str, on_problem: Callable[[], None]) -> TierResult:
+        judge = self.ledger.judge
+        if tier in LEVEL_TIERS:
+            return run_level_tier(
+                self.outside_quarantine, tier, self.profile, self.device, on_problem=on_problem, judge=judge
+            )
+        if tier in TABLE_TIERS:
+            return run_table(self.outside_quarantine, tier, self.capabilities, on_problem=on_problem, judge=judge)
+        return run_tier(
+            self.outside_quarantine,
+            tier,
+            self.capabilities,
+            self.profile,
+            cp_sizes=self.cp_sizes,
+            on_problem=on_problem,
+            judge=judge,
+        )
+
+    def with_pairs(self, result: TierResult) -> TierResult:
+        """For the picture of the report: in the smallest failing cases, who saw whom."""
+        for n, played in enumerate(result.played):
+            if played.shrunk and played.verdict == "wrong" and played.text.startswith("Case("):
+                result.played[n] = replace(played, pairs=self.runner.pairs(played.text))
+        return result
+
+
+class _OutsideQuarantine(Runner):
+    """A runner that does not play problems in quarantine."""
+
+    def __init__(self, runner: Runner, ledger: KnownFailures) -> None:
+        self._runner, self._ledger = runner, ledger
+
+    @property
+    def info(self) -> Offer:
+        return self._runner.info
+
+    def capabilities(self) -> Capabilities:
+        return self._runner.capabilities()
+
+    def pairs(self, case: str) -> Pairs | None:
+        return self._runner.pairs(case)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def play(self, task: Task) -> Played:
+        named = () if task.text.startswith("Case(") else tuple(str(case) for case in cases_of(task.text))
+        reason = self._ledger.quarantined(task.text, level=task.level, tier=task.tier, cases=named)
+        if reason is not None:
+            return Played(task.level, task.tier, task.text, "known", (reason,))
+        return self._runner.play(task)
+
+
+def nothing_tested(results: Iterable[TierResult]) -> bool:
+    """Whether no problem at all was computed."""
+    return not any(result.count("right", "known", *FAILING) for result in results)
+
+
+def describe_run(impl: Any, profile: str, suite_run: SuiteRun, options: Sequence[str] = ()) -> dict[str, Any]:
+    """The implementation, versions and machine of a run, for the record's `meta`.
+
+    Args:
+        impl: the implementation's name, or an object, which has none that a command line could take.
+        options: what a command needs beside name, device and problem to play a problem as it was played; see
+            `conformance.commands.replay_command`.
+    """
+    name = impl if isinstance(impl, str) else repr(impl)
+    meta: dict[str, Any] = {
+        "impl": name,
+        "by_name": isinstance(impl, str),
+        "options": list(options),
+        "command": run_command(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "profile": profile,
+        "max_examples": suite_run.profile.max_examples,
+        "seed": suite_run.profile.seed,
+        "cp_sizes": list(suite_run.cp_sizes),
+        "device": _device_name(suite_run.device),
+        "levels": list(suite_run.runner.info.levels),
+        "missing": list(suite_run.runner.info.missing),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    packages = ("torch", "hypothesis", "cp-attention", name.partition(":")[0].partition(".")[0])
+    meta["versions"] = {name: found for name in packages if (found := _version(name))}
+    return meta | ({"commit": commit} if (commit := _commit()) else {})
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """Of the checkout that this runs in, if it is one."""
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _device_name(device: str) -> str:
+    return f"{device} ({torch.cuda.get_device_name()})" if device.startswith("cuda") else device

@@ -1,0 +1,63 @@
+"""Backend "fa2": FlashAttention 2, on the kernels of the flash-attn package where it is installed, else on PyTorch's.
+
+backend     what both have in common            varlen    the arguments of their kernels, and facts about these
+built_in    on PyTorch's operators              package   on the flash-attn package, which has softcap
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+from cp_fast.backends.fa2.backend import Fa2Backend
+from cp_fast.backends.fa2.built_in import BuiltIn
+from cp_fast.backends.fa2.package import Package
+from cp_fast.backends.probe import probe
+
+__all__ = ["BUILT_IN", "PACKAGE", "Fa2Backend", "installed", "origin_of"]
+
+BUILT_IN, PACKAGE = BuiltIn(), Package()
+
+
+@cache
+def installed() -> Fa2Backend:
+    """On the package's kernels where they work, else on PyTorch's; a warning, once, where the package is broken.
+
+    A release may be of any build, and others than the one whose source was read: it has to pass `probe` here first.
+    """
+    reason = PACKAGE.why_not() or _wrong_here()
+    if reason is None:
+        return PACKAGE
+    if BUILT_IN.why_not() is None and _broken() is not None:
+        warnings.warn(
+            f"the flash-attn package is installed, but backend 'fa2' does without it and its softcap: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return BUILT_IN
+
+
+def origin_of(backend: Fa2Backend) -> str:
+    """Where its kernels come from, and where that is not the package why not: for `doctor`."""
+    origin = f"{backend.origin}, {backend.version()}"
+    if backend is PACKAGE:
+        return origin
+    broken = _broken()
+    return f"{origin}; no softcap: " + (
+        f"the flash-attn package does not work: {broken}" if broken else "the flash-attn package is not installed"
+    )
+
+
+def _broken() -> str | None:
+    """Why the package, which is installed, is not used; None where it is used, or not there."""
+    found = PACKAGE.broken()
+    return _wrong_here() if found is None and PACKAGE.why_not() is None else found
+
+
+@cache
+def _wrong_here() -> str | None:
+    """What the package's kernels get wrong on this GPU, in a few launches; asked where they can be launched."""
+    try:
+        return probe(PACKAGE, "cuda")
+    except Exception as error:  # a build without kernels for this GPU, or with another signature
+        return f"launching it failed: {type(error).__name__}: {error}"

@@ -1,0 +1,157 @@
+"""Backend "fa2": what PyTorch's built-in FlashAttention 2 and the flash-attn package have in common.
+
+`varlen` has the facts about the kernels that both share. What follows from them:
+
+- The deterministic backward's order of sums depends on the launch. So that a segment's gradients do not depend on its
+  neighbours, every segment is a launch of its own then; and a plan that is updated in place cannot have it, since a
+  captured graph would keep the first batch's launches.
+- Otherwise such a plan is served as it is. Its grids have room for every segment to be the longest; the blocks too many
+  return at once, which takes its time where there is room for many and for long ones.
+- Head dims are equal and multiples of 8; others are padded with zero columns (`dims`).
+- There is no gradient through lse; a second backward launch adds it (`lse_gradient`). That holds with a softcap too:
+  its slope multiplies whatever reaches a score.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_fast.backends.dims import aligned, round_up, trim, widen
+from cp_fast.backends.fa2.varlen import Varlen, varlen_arguments
+from cp_fast.backends.lse_gradient import lse_launch
+from cp_ref.spec import Feature, Unsupported
+
+__all__ = ["Fa2Backend"]
+
+_FEATURES = frozenset(
+    {
+        Feature.GQA,
+        Feature.ASYMMETRIC_DIMS,
+        Feature.GQA_ASYMMETRIC_DIMS,
+        Feature.HEAD_DIM_OVER_128,
+        Feature.HEAD_DIM_ODD,
+        Feature.LSE_GRADIENT,
+        Feature.DETERMINISTIC,
+        Feature.CUDA,
+        Feature.FLOAT16,
+        Feature.BFLOAT16,
+    }
+)
+
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""dout, q, k, v, out, aligned and of one head dim."""
+
+
+class Fa2Backend(ABC):
+    """FlashAttention 2; float16 and bfloat16 on CUDA, head dims up to 256. An adapter says where its kernels come from.
+
+    For plans that are updated in place (`in_place`) without its determinism.
+    """
+
+    name: str = "fa2"
+    origin: str  # where the kernels come from, as users know it
+    own_features: frozenset[Feature] = frozenset()  # that not every origin has
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        """The features follow."""
+        features = _FEATURES | self.own_features
+        self.features: frozenset[Feature] = (
+            features - {Feature.DETERMINISTIC} | {Feature.IN_PLACE} if in_place else features
+        )
+
+    @abstractmethod
+    def why_not(self) -> str | None:
+        """None where the kernels are there and run on this GPU, else why not in one line. Imports them at most."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """Of what the kernels come with, where they are."""
+
+    @abstractmethod
+    def launch_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [n, h_q, d], lse [h_q, n]) of aligned q [n, h_q, d], k, v [m, h_kv, d]; d a multiple of 8 up to 256."""
+
+    @abstractmethod
+    def launch_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        varlen: Varlen,
+        *,
+        deterministic: bool,
+    ) -> Gradients:
+        """The gradients of one launch, of aligned operands and a contiguous lse; for dout alone, not through lse."""
+
+    @torch.no_grad()
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float, softcap: float
+    ) -> Partial:
+        """See `Backend.forward`; out has q's dtype."""
+        d, d_v = _dim(q, v), v.shape[2]
+        q, k, v = (aligned(widen(x, d)) for x in (q, k, v))
+        out, lse = self.launch_forward(q, k, v, varlen_arguments(segments, scale=scale, softcap=softcap))
+        return Partial(trim(out, d_v), lse, None)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        segments: Segments,
+        *,
+        scale: float,
+        softcap: float,
+        deterministic: bool,
+    ) -> Gradients:
+        """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
+        d, d_qk, d_v = _dim(q, v), q.shape[2], v.shape[2]
+        q, k, v, out, dout = (aligned(widen(x, d)) for x in (q, k, v, out, dout))
+        gradients, lse = (self._each_segment if deterministic else self._all_segments), lse.contiguous()
+        varlen = varlen_arguments(segments, scale=scale, softcap=softcap)
+        dq, dk, dv = gradients((dout, q, k, v, out), lse, segments, varlen)
+        if dlse is not None:
+            ones, products = lse_launch(dlse, q.dtype, d)
+            more_dq, more_dk, _ = gradients((ones, q, k, torch.zeros_like(v), products), lse, segments, varlen)
+            dq, dk = dq.float() + more_dq, dk.float() + more_dk
+        return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
+
+    def _all_segments(self, operands: Operands, lse: torch.Tensor, segments: Segments, varlen: Varlen) -> Gradients:
+        """One launch."""
+        return self.launch_backward(*operands, lse, varlen, deterministic=False)
+
+    def _each_segment(self, operands: Operands, lse: torch.Tensor, segments: Segments, varlen: Varlen) -> Gradients:
+        """A launch for each segment, whose bits do not depend on the others."""
+        if segments.updated_in_place:
+            raise Unsupported(
+                "a plan with max_sequences", {"backend 'fa2'": {Feature.DETERMINISTIC}}, "make a plan for each batch"
+            )
+        dout, q, k, v, out = operands
+        parts: list[Gradients] = []
+        for s in range(len(segments.cu_q) - 1):
+            rows, columns = slice(*segments.cu_q[s : s + 2]), slice(*segments.cu_kv[s : s + 2])
+            own = (dout[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows].contiguous())
+            alone = varlen_arguments(segments.alone(s), scale=varlen.scale, softcap=varlen.softcap)
+            parts.append(self.launch_backward(*own, alone, deterministic=True))
+        return Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+
+def _dim(q: torch.Tensor, v: torch.Tensor) -> int:
+    """The head dim to run with. Refuses what the features already exclude, rather than compute something else."""
+    if max(q.shape[2], v.shape[2]) > 256:
+        raise ValueError(f"backend 'fa2' needs head dims up to 256, got d_qk={q.shape[2]} and d_v={v.shape[2]}")
+    return round_up(max(q.shape[2], v.shape[2]), 8)

@@ -1,0 +1,102 @@
+"""What no operator ever sees: arguments that are no tensors, integers or flags at all, and what autograd would lack.
+
+All else is refused by the operators (`cp_fast.kernels.ops`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cp_fast.kernels import ops_autograd, ops_corrections  # noqa: F401  (register the operators and their gradients)
+from cp_ref.common.thd.checks import check_tensor
+from cp_ref.common.thd.corrections import ACTIONS
+from cp_ref.spec import check_choice, check_flag
+
+__all__ = ["call", "check_lengths"]
+
+MOST = 2**63 - 1
+Check = Callable[[str, Any], None]
+
+
+def call(operator: str, *arguments: Any) -> Any:
+    """`torch.ops.cp_attention.<operator>`, once every argument is of the kind that the operator's schema says."""
+    for (name, check), value in zip(_CHECKS[operator], arguments, strict=True):
+        check(name, value)
+    return getattr(torch.ops.cp_attention, operator)(*arguments)
+
+
+def check_lengths(name: str, lengths: Any) -> None:
+    """Raise unless these lengths are a strided tensor.
+
+    >>> check_lengths("cu_seqlens", [0, 8])
+    Traceback (most recent call last):
+        ...
+    TypeError: cu_seqlens is a list; it must be an int32 or int64 tensor [b + 1]
+    """
+    if lengths is None:
+        raise ValueError(f"{name} is None; it must be an int32 or int64 tensor [b + 1]")
+    if not isinstance(lengths, torch.Tensor):
+        raise TypeError(f"{name} is a {type(lengths).__name__}; it must be an int32 or int64 tensor [b + 1]")
+    check_tensor(name, lengths)
+
+
+def _check_integer(name: str, value: Any) -> None:
+    """Raise unless `value` is an integer that an operator can be given."""
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if isinstance(value, int) and not -MOST <= value <= MOST:
+        raise ValueError(f"{name} is {value}; it must fit into 64 bits")
+
+
+def _check_operand(name: str, x: Any) -> None:
+    """Raise unless x is a strided tensor of which autograd need not know the gradient: these helpers have none."""
+    check_tensor(name, x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(
+            f"{name} requires grad, and this helper is not differentiable; call it inside an "
+            "autograd.Function or under torch.no_grad()"
+        )
+
+
+def _check_action(name: str, value: Any) -> None:
+    check_choice(name, value, ACTIONS)
+
+
+def _check_nothing(name: str, value: Any) -> None:
+    """The tensors of a tuple have been looked at, where they were made a list (`as_list`)."""
+
+
+_BY_TYPE: dict[str, Check] = {
+    "Tensor": _check_operand,
+    "List[Tensor]": _check_nothing,
+    "int": _check_integer,
+    "SymInt": _check_integer,
+    "bool": check_flag,
+    "str": _check_action,
+}
+
+
+def _checks_of(operator: str) -> tuple[tuple[str, Check], ...]:
+    arguments = getattr(torch.ops.cp_attention, operator).default._schema.arguments
+    return tuple(
+        (a.name, check_lengths if a.name.startswith("cu_seqlens") else _BY_TYPE[str(a.type)]) for a in arguments
+    )
+
+
+_CHECKS = {
+    operator: _checks_of(operator)
+    for operator in (
+        "partition_indices",
+        "rank_lengths",
+        "reorder",
+        "read_half",
+        "read_second_half_lse",
+        "copy_valid_",
+        "lse_correction_",
+        "out_correction_",
+        "grad_correction_",
+    )
+}

@@ -1,0 +1,15 @@
+"""Mutants of `cp_fast`."""
+
+from tests.meta.mutants.model import Mutant
+from tests.meta.mutants.of_cp_fast import executor, helpers, kernels, merges, packing, passes
+
+__all__ = ["MUTANTS"]
+
+MUTANTS: dict[str, Mutant] = {
+    **executor.MUTANTS,
+    **helpers.MUTANTS,
+    **kernels.MUTANTS,
+    **merges.MUTANTS,
+    **packing.MUTANTS,
+    **passes.MUTANTS,
+}

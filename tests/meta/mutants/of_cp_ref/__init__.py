@@ -1,0 +1,15 @@
+"""Mutants of `cp_ref`."""
+
+from tests.meta.mutants.model import Mutant
+from tests.meta.mutants.of_cp_ref import arithmetic, backward, helpers, masks, memory, schedules
+
+__all__ = ["MUTANTS"]
+
+MUTANTS: dict[str, Mutant] = {
+    **arithmetic.MUTANTS,
+    **backward.MUTANTS,
+    **helpers.MUTANTS,
+    **masks.MUTANTS,
+    **memory.MUTANTS,
+    **schedules.MUTANTS,
+}

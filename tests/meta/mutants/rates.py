@@ -1,0 +1,84 @@
+"""How often a tier sees a planted error, by the length of the row: python -m tests.meta.mutants.rates [SEEDS]
+
+One sequence of n tokens under p2p, 2 heads over 1, head dim 16. Mask errors: causal, 4 ranks, in one row of n keys.
+Arithmetic errors: no mask, 8 ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from conformance.case import Case
+from conformance.entries import dense, problem
+from conformance.implementation import load
+from conformance.tiers import CASE_TIERS
+from tests.meta.mutants import MUTANTS
+from tests.meta.mutants.model import Mutant, wrap
+
+__all__ = ["PLANTED", "rate"]
+
+_MASK = "cp_ref.execute.visible_pairs"
+
+
+def _late_row(length: int, *, shown: bool) -> Callable[[Any], Any]:
+    """The mask of a row of `length`: the first key hidden in the last row, or the last key shown to the row before
+    it."""
+
+    def wrong(visible_pairs: Any, band: Any, rect: Any, device: Any) -> torch.Tensor:
+        visible = visible_pairs(band, rect, device).clone()
+        if shown and rect.q1 == rect.k1 == length and visible.shape[0] > 1:
+            visible[-2, -1] = True
+        elif not shown and rect.q1 == length and rect.k0 == 0:
+            visible[-1, 0] = False
+        return visible
+
+    return wrap(wrong)
+
+
+def _hidden(length: int) -> Mutant:
+    return Mutant("a key is hidden", _MASK, _late_row(length, shown=False), "probes")
+
+
+def _shown(length: int) -> Mutant:
+    return Mutant("a key is shown", _MASK, _late_row(length, shown=True), "probes")
+
+
+PLANTED: dict[str, Callable[[int], Mutant]] = {
+    "one key too few in one row": _hidden,
+    "one key too many in one row": _shown,
+    "partial outputs merged in the input dtype": lambda _: MUTANTS["partial-outputs-in-bf16"],
+    "dk and dv added up in the input dtype": lambda _: MUTANTS["dkv-in-bf16"],
+    "dq added up in the input dtype": lambda _: MUTANTS["dq-in-bf16"],
+    "lse rounded to bfloat16": lambda _: MUTANTS["lse-in-bfloat16"],
+    "partial outputs not rescaled": lambda _: MUTANTS["merge-without-rescaling"],
+}
+
+
+def rate(mutant: Mutant, tier: str, dtype: str, length: int, seeds: int) -> float:
+    """The share of seeds with which the tier has findings."""
+    impl, seen = load("cp_ref"), 0
+    for seed in range(seeds):
+        masked = mutant.target == _MASK
+        fields = {"dtype": dtype, "heads_q": 2, "heads_kv": 1, "d_qk": 16, "d_v": 16}
+        mask = "padding_causal" if masked else "no_mask"
+        p = problem(4 if masked else 8, dense(length), attn_mask_type=mask, **fields)
+        case = Case(p, seed=seed, return_lse=True)
+        with mutant.planted():
+            seen += bool(CASE_TIERS[tier].check(impl, case, "cpu"))
+    return seen / seeds
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    columns = (("probes", "bfloat16"), ("budget", "bfloat16"), ("metamorphic", "bfloat16"), ("logic", "float32"))
+    print("| planted | row | " + " | ".join(f"{tier}, {dtype}" for tier, dtype in columns) + " |")
+    print("| --- | --- |" + " --- |" * len(columns))
+    for name, planted in PLANTED.items():
+        for n in (16, 64, 256):
+            shares = [f"{rate(planted(n), tier, dtype, n, count):.0%}" for tier, dtype in columns]
+            print(f"| {name} | {n} | {' | '.join(shares)} |", flush=True)
