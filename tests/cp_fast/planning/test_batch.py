@@ -6,9 +6,9 @@ from itertools import product
 
 import numpy as np
 import pytest
-
 from cp_fast.planning.batch import Batch
 from cp_fast.planning.views import Views
+
 from cp_ref.spec import Problem, Sequence
 
 CHUNKS = (1, 2, 3, 5, 0, 8, 4, 2)

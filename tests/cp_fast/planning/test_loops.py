@@ -11,6 +11,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from cp_fast.planning.columns import Chunked, Range
+from cp_fast.planning.compile import draft_program
+from cp_fast.planning.loops import loops, memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +21,6 @@ from conformance.strategies import problems as conformance_problems
 from cp_fast.kernels import use
 from cp_fast.packing import Packing
 from cp_fast.planning import tiles
-from cp_fast.planning.columns import Chunked, Range
-from cp_fast.planning.compile import draft_program
-from cp_fast.planning.loops import loops, memory
 from cp_fast.planning.tables import Tables
 from cp_ref.spec import Problem, Sequence, Sequences
 from tests.marks import needs_cxx

@@ -10,12 +10,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cp_fast.planning.compile import compile_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.strategies import problems as conformance_problems
 from cp_fast.planning import tiles
-from cp_fast.planning.compile import compile_program
 from cp_ref.spec import Problem, Sequence, make_schedule
 from tests.cp_fast.planning.played import PlayedTile, check_programs
 from tests.spec.problems import problems
