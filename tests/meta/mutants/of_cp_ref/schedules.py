@@ -155,10 +155,10 @@ def _chunks_exchanged(slice_spans: Any, *arguments: Any) -> Any:
     return list(slice_spans(*arguments))[::-1]
 
 
-def _first_positions(spans_of: Any, fragments: Any) -> Any:
+def _first_positions(position_spans_of: Any, *arguments: Any) -> Any:
     """Positions counted on the rank, and not in the sequence."""
     spans, row = [], 0
-    for start, stop in spans_of(fragments):
+    for start, stop in position_spans_of(*arguments):
         spans.append((row, row + stop - start))
         row += stop - start
     return spans
@@ -212,7 +212,7 @@ MUTANTS: dict[str, Mutant] = {
         "shard puts the late chunk first", "cp_ref.sharding.slice_spans", wrap(_chunks_exchanged), "plan"
     ),
     "positions-counted-on-the-rank": Mutant(
-        "position_ids of a plan run from 0", "cp_ref.plan.spans_of", wrap(_first_positions), "plan"
+        "position_ids of a plan run from 0", "cp_ref.plan.position_spans_of", wrap(_first_positions), "plan"
     ),
     "unshard-gradient-not-summed": Mutant(
         "the other ranks' gradients are left out",
