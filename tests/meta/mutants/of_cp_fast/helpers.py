@@ -162,7 +162,9 @@ MUTANTS: dict[str, Mutant] = {
         "where no token is -inf, not 0", "thd_read_second_half_lse", f"{_CORRECTIONS}.read_second_half_lse",
         _nothing_for_zero,
     ),
-    "lse-replaced": _helper("the step's LSE replaces the running one", _LSE, f"{_CORRECTIONS}.lse_correction_", _step_alone),
+    "lse-replaced": _helper(
+        "the step's LSE replaces the running one", _LSE, f"{_CORRECTIONS}.lse_correction_", _step_alone
+    ),
     "lse-of-empty-rows-is-nan": _helper(
         "-inf with -inf is NaN", _LSE, f"{_CORRECTIONS}.lse_correction_", _nan_for_nothing
     ),

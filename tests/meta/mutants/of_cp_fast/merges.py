@@ -87,12 +87,6 @@ def _sum_overwritten(put: Any, self: Any, total: Any, part: Any) -> None:
         put(self, total, part)
 
 
-def _first_heads(views: Any, self: Any, part: Any) -> Any:
-    """A part of some heads is merged into the first ones."""
-    count = part.heads.stop - part.heads.start
-    return views(self, part._replace(heads=slice(0, count)))
-
-
 def _copied(_: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
     self.put_rows_(outs, [x.to(out.dtype) for out, x in zip(outs, xs, strict=True)], rows)
 
@@ -149,9 +143,6 @@ MUTANTS: dict[str, Mutant] = {
         "accumulators begin with lse 0", f"{_TOTAL}._nothing", _lse_of_no_parts_is_zero, "probes"
     ),
     "dq-overwritten": _schedule("a part of dq replaces what is there", f"{_TOTAL}._put", _sum_overwritten, "logic"),
-    "parts-of-the-first-heads": _schedule(
-        "a part of some heads goes into the first", "cp_fast.merge.Part.views", _first_heads, "logic"
-    ),
     "rows-copied-not-added": _schedule("dk and dv are copied, not added", _ADD, _copied, "probes"),
     "rows-added-twice": _schedule("dk and dv are added twice", _ADD, _added_twice, "probes"),
     "first-tensor-of-a-launch": _schedule("of dk and dv only dk is added", _ADD, _first_of_a_pair, "probes"),
