@@ -21,14 +21,12 @@ from cp_fast.backends import Backend
 from cp_fast.kernels.base import Kernels
 from cp_fast.merge import Part, Total, TotalShape, add_sink
 from cp_fast.overlap import head_start
-from cp_fast.program import OWN, Contribution, Copy, Heads, Operand, Program, ResultRecv, Send, Step, Sums
+from cp_fast.program import OWN, Contribution, Copy, Heads, LoweredProgram, LoweredStep, Operand, ResultRecv, Send, Sums
 from cp_fast.rows import Rows
 from cp_ref.common.processes import during
 from cp_ref.spec import Group, Parcel, Problem
 
 __all__ = ["Forward", "Inputs", "run_backward", "run_forward", "wide_dtype"]
-
-COMPLETE = -1  # see `planning.lower`
 
 
 class Held(NamedTuple):
@@ -56,7 +54,7 @@ class Inputs(NamedTuple):
     """What every pass is given: the program and what runs it."""
 
     problem: Problem
-    program: Program[Rows]
+    program: LoweredProgram[Rows]
     backend: Backend
     comm: Group
     kernels: Kernels
@@ -67,9 +65,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def run_forward(
-    given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
-) -> Forward:
+def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> Forward:
     """q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]: this rank's packed slices, contiguous, a tail
     allowed; sink [h_q]: each head's sink logit.
     """
@@ -95,7 +91,7 @@ def run_forward(
         run.complete_step(step, pending)
     (out,), lse = run.home("out", q.shape[0])
     assert lse is not None
-    kept = [x for number in program.saved if number not in OWN.values() for x in run.held[number].tensors]
+    kept = [x for name in program.saved if name not in OWN.values() for x in run.held[name].tensors]
     kept += [x for sums in program.saved_sums for x in run.sent[sums].tensors]
     return Forward(out, lse, max_logit if has_max_logit else None, kept)
 
@@ -122,12 +118,12 @@ def run_backward(
     run.held[OWN["do"]] = Held([dout], [] if dlse is None else [dlse])
     run.held[OWN["res"]] = Held([out], [lse])
     rest = iter(kept)
-    for number in program.saved:
-        if number not in OWN.values():
-            count = 2 if program.buffers[number].kind == "kv" else 1
-            run.held[number] = Held([next(rest) for _ in range(count)], [])
-    for number in program.saved_sums.values():
-        run.held[number] = Held([next(rest)], [next(rest)])
+    for name in program.saved:
+        if name not in OWN.values():
+            count = 2 if program.buffers[name].kind == "kv" else 1
+            run.held[name] = Held([next(rest) for _ in range(count)], [])
+    for name in program.saved_sums.values():
+        run.held[name] = Held([next(rest)], [next(rest)])
     run.has_dlse = dlse is not None
     for number, step in enumerate(program.backward):
         pending = run.post(f"backward, step {number} of {len(program.backward)}", step)
@@ -165,7 +161,7 @@ class _Pending(NamedTuple):
 
     where: str
     work: _Waitable
-    operands: dict[int, list[Held]]  # by buffer: its messages' boxes
+    operands: dict[str, list[Held]]  # by buffer: its messages' boxes
     results: list[tuple[ResultRecv[Rows], Held]]
 
 
@@ -181,7 +177,7 @@ class _Run:
     """One pass of one rank: its buffers and totals."""
 
     given: Inputs
-    steps: tuple[Step[Rows], ...]
+    steps: tuple[LoweredStep[Rows], ...]
     q: torch.Tensor | None
     k: torch.Tensor | None
     v: torch.Tensor | None
@@ -189,11 +185,11 @@ class _Run:
     sizes: tuple[int, int] | None = None
     like: torch.Tensor | None = None
     has_dlse: bool = False
-    held: dict[int, Held] = field(default_factory=dict)
-    sent: dict[int, Held] = field(default_factory=dict)  # by sums: complete results as they were sent
-    _totals: dict[int, Total] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
+    sent: dict[str, Held] = field(default_factory=dict)  # by sums: complete results as they were sent
+    _totals: dict[str, Total] = field(default_factory=dict)
     _arrived: list[tuple[Contribution[Rows], str, Held]] = field(default_factory=list)  # complete results
-    _taken: dict[int, tuple[Operand[Rows], tuple[list[torch.Tensor], list[torch.Tensor]]]] = field(default_factory=dict)
+    _taken: dict[str, tuple[Operand[Rows], tuple[list[torch.Tensor], list[torch.Tensor]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         like = self.q if self.q is not None else self.like
@@ -215,7 +211,7 @@ class _Run:
 
     # ---- a step
 
-    def post(self, where: str, step: Step[Rows]) -> _Pending:
+    def post(self, where: str, step: LoweredStep[Rows]) -> _Pending:
         """Send and receive; then put together what the launches need."""
         for copy in step.packed:
             self._copy(copy)
@@ -224,9 +220,9 @@ class _Run:
             rows = slice(send.start, send.start + send.size)
             handed = self._handed_over(send.sums)
             sends += self._parcels(send.peer, send.tag, [x[rows] for x in handed.rows], _columns(handed.columns, rows))
-        for number in {send.sums for send in step.result_sends}:
-            if number not in self.given.program.saved_sums:
-                self.sent.pop(number, None)
+        for name in {send.sums for send in step.result_sends}:
+            if name not in self.given.program.saved_sums:
+                self.sent.pop(name, None)
         recvs, operands, results = [], {}, []
         for recv in step.recvs:
             buffer = self.given.program.buffers[recv.buffer]
@@ -255,24 +251,24 @@ class _Run:
             self._copy(copy)
         return _Pending(where, work, operands, results)
 
-    def complete_step(self, step: Step[Rows], pending: _Pending) -> None:
+    def complete_step(self, step: LoweredStep[Rows], pending: _Pending) -> None:
         """Wait for the step's messages and take them in; let go of what is not needed any more."""
         with during(pending.where):
             pending.work.wait()
-        for number, boxes in pending.operands.items():
-            for n, column in enumerate(self.held[number].columns):
+        for name, boxes in pending.operands.items():
+            for n, column in enumerate(self.held[name].columns):
                 torch.cat([box.columns[n] for box in boxes], 1, out=column)
         for recv, box in pending.results:
             if recv.complete:
                 self._arrived.append((recv.into[0], recv.kind, box))
             else:
                 self.contribute(recv.into, box.rows, box.columns[0] if box.columns else None)
-        for number, total in self._totals.items():
-            sums = self.given.program.sums[number]
+        for name, total in self._totals.items():
+            sums = self.given.program.sums[name]
             if sums.kind == "dkv" and (total.held > 1 or not sums.home):
                 total.settle()
-        for number in step.last_use:
-            self.held.pop(number, None)
+        for name in step.last_use:
+            self.held.pop(name, None)
 
     # ---- operands
 
@@ -347,10 +343,10 @@ class _Run:
         for c in results:
             self._total(c.sums).settle()
 
-    def _total(self, number: int) -> Total:
-        if number not in self._totals:
-            self._totals[number] = self._new_total(self.given.program.sums[number])
-        return self._totals[number]
+    def _total(self, name: str) -> Total:
+        if name not in self._totals:
+            self._totals[name] = self._new_total(self.given.program.sums[name])
+        return self._totals[name]
 
     def _new_total(self, sums: Sums) -> Total:
         assert self.sizes is not None
@@ -362,19 +358,19 @@ class _Run:
         shape = (size, behind, self.wide, final, self.device, sums.kind == "out", self.given.program.spare_rows)
         return Total(TotalShape(*shape), self.given.kernels)
 
-    def _handed_over(self, number: int) -> Held:
+    def _handed_over(self, name: str) -> Held:
         """Sums that are sent: complete ones final, in the input's dtype, all others in the wide one."""
-        if number not in self.sent:
-            sums = self.given.program.sums[number]
-            total = self._total(number).finish()
-            del self._totals[number]
+        if name not in self.sent:
+            sums = self.given.program.sums[name]
+            total = self._total(name).finish()
+            del self._totals[name]
             rows, lse = total.rows, total.lse
             if sums.complete and sums.kind == "out" and self.sink is not None:
                 assert lse is not None
                 add_sink(rows[0], lse, self.sink[slice(*sums.heads)], slice(None))
             dtype = self.dtype if sums.complete else self.wide
-            self.sent[number] = Held([x.to(dtype) for x in rows], [] if lse is None else [lse])
-        return self.sent[number]
+            self.sent[name] = Held([x.to(dtype) for x in rows], [] if lse is None else [lse])
+        return self.sent[name]
 
     def home(self, kind: str, size: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """The results of the rank's own rows, in the input's dtype: for all heads, sinks included."""
@@ -388,9 +384,13 @@ class _Run:
             behind = tuple((whole[1], d) for d in self._dims[kind])
             dtype = self.wide if kind == "out" and self.sink is not None else self.dtype
             rows = tuple(torch.zeros(size, *shape, dtype=dtype, device=self.device) for shape in behind)
-            lse = torch.full((whole[1], size), float("-inf"), dtype=self.wide, device=self.device) if kind == "out" else None
-            for number in mine:
-                heads, part = slice(*program.sums[number].heads), self._total(number).finish()
+            lse = (
+                torch.full((whole[1], size), float("-inf"), dtype=self.wide, device=self.device)
+                if kind == "out"
+                else None
+            )
+            for name in mine:
+                heads, part = slice(*program.sums[name].heads), self._total(name).finish()
                 for into, x in zip(rows, part.rows, strict=True):
                     into[:, heads] = x
                 if lse is not None and part.lse is not None:
@@ -399,12 +399,15 @@ class _Run:
             assert lse is not None
             add_sink(rows[0], lse, self.sink, program.real_q_rows)
         rows = [x.to(self.dtype) for x in rows]
+        if arrived and program.spare_rows:  # what pads a table is written behind the rows
+            rows = [torch.cat([x, x.new_empty(program.spare_rows, *x.shape[1:])]) for x in rows]
+            lse = None if lse is None else torch.cat([lse, lse.new_empty(lse.shape[0], program.spare_rows)], 1)
         for into, box in arrived:
             heads = slice(*into.into_heads)
             self.given.kernels.put_rows_([x[:, heads] for x in rows], box.rows, into.into)
             if lse is not None:
                 _put_columns(lse[heads], box.columns[0], into.into)
-        return rows, lse
+        return [x[:size] for x in rows], None if lse is None else lse[:, :size].contiguous()
 
 
 def _by_tag(parcel: Parcel) -> int:

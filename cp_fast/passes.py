@@ -43,7 +43,8 @@ def forward_pass(
     """This rank's slices in the user's format -> its results. Collective."""
     packing = plan.packing
     sink = _sink(plan, offset, wide_dtype(q.dtype), q.device)
-    done = run_forward(_inputs(plan, cp, q.device), *(packing.pack(x) for x in (q, k, v)), sink)
+    packed = packing.pack(q), packing.pack(k), packing.pack(v)
+    done = run_forward(_inputs(plan, cp, q.device), *packed, sink)
     largest = None
     if return_max_logit and done.max_logit is not None:
         largest = all_reduce_max(cp.comm, packing.heads_out(done.max_logit).amax(dim=0))
@@ -84,7 +85,10 @@ def backward_pass(
     if offset is not None and wants_offset:
         mine = _offset_gradient(plan, offset, dout, packed_out, packed_lse, dlse)
         doffset = all_reduce_sum(cp.comm, mine).to(offset.dtype)
-    given = None if inputs is None else tuple(packing.pack(x) for x in inputs)
+    given = None
+    if inputs is not None:
+        q, k, v = inputs
+        given = packing.pack(q), packing.pack(k), packing.pack(v)
     results = run_backward(
         _inputs(plan, cp, out.device),
         given,

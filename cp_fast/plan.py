@@ -14,11 +14,13 @@ from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import forget, handle_for
 from cp_fast.packing import Packing
+from cp_fast.planning.fit import Shape
+from cp_fast.planning.fixed import Fitted, FixedTables
 from cp_fast.planning.fold import fold_batch
 from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower
 from cp_fast.planning.windows import WindowRule
-from cp_fast.program import Program
+from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows, check_row_numbers
 from cp_ref.common import plans
 from cp_ref.common.declared import implements
@@ -43,7 +45,7 @@ from cp_ref.spec import (
 )
 from cp_ref.spec import Program as Passes
 
-__all__ = ["Plan", "backend_for", "make_plan", "plan_together", "supports"]
+__all__ = ["Plan", "backend_for", "lowered", "make_plan", "plan_together", "supports"]
 
 Found = TypeVar("Found")
 Steps = tuple[Passes, Passes]  # of the forward and the backward pass
@@ -72,11 +74,11 @@ class Plan(plans.Plan):
     device: torch.device
     backend: Backend
     packing: Packing
-    program: Program[Rows]
+    program: LoweredProgram[Rows]
     steps: Steps = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
-    fixed: FixedProgram | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
+    fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
     kept: str = field(init=False, repr=False)  # see `Program.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `Program.needs_inputs`
@@ -115,7 +117,7 @@ class Plan(plans.Plan):
         cu_seqlens_q_padded: torch.Tensor | None,
         cu_seqlens_kv_padded: torch.Tensor | None,
     ) -> None:
-        def read() -> tuple[Agreement, DraftProgram, torch.Tensor]:
+        def read() -> tuple[Agreement, Steps, Fitted]:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise ValueError("plan.update is called while a CUDA graph is captured; update before it is replayed")
             check_plan_owner(self.problem, self.rank, cp)
@@ -123,15 +125,18 @@ class Plan(plans.Plan):
             padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
             problem = next_batch(self.problem, self.room, **lengths, **padded)
             assert self.fixed is not None
-            return Agreement(problem, self.room), *self.fixed.draft(draft_program(problem, self.rank))
+            steps = make_program(problem, self.rank)
+            draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
+            return Agreement(problem, self.room), steps, self.fixed.fitted(draft, problem)
 
-        agreement, draft, tables = _together(cp, read, lambda found: found[0])
+        agreement, steps, fitted = _together(cp, read, lambda found: found[0])
         assert self.fixed is not None
         forget(self.handle)
         changed = {
             "problem": agreement.problem,
             "packing": Packing(agreement.problem),
-            "program": self.fixed.overwrite(draft, tables),
+            "steps": steps,
+            "program": self.fixed.overwrite(fitted),
             "handle": handle_for(self),
         }
         for name, value in changed.items():
@@ -185,11 +190,15 @@ def plan_together(
     (problem, room, _), backend, device = _together(cp, read, lambda found: found[0])
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
-    draft = _lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
-    return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, custom, room)
+    draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
+    if room is None:
+        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, custom)
+    fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
+    program = fixed.overwrite(fixed.fitted(draft, problem))
+    return Plan(problem, cp.rank, device, backend, packing, program, steps, custom, room, fixed)
 
 
-def _lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:
+def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:
     """One rank's part of a schedule, lowered."""
     problem, packed = packing.problem, packing.packed_problem
     if packing.folded:

@@ -19,13 +19,25 @@ from typing import Any, Generic, TypeVar
 
 from cp_fast.backends import Segments
 
-__all__ = ["Buffer", "Contribution", "Copy", "Launch", "Operand", "Program", "Recv", "ResultRecv", "ResultSend", "Send"]
-__all__ += ["Step", "Sums"]
+__all__ = [
+    "Buffer",
+    "Contribution",
+    "Copy",
+    "Launch",
+    "LoweredProgram",
+    "LoweredStep",
+    "Operand",
+    "Recv",
+    "ResultRecv",
+    "ResultSend",
+    "Send",
+]
+__all__ += ["OWN", "Heads", "Sums"]
 
 R = TypeVar("R")  # rows
 Heads = tuple[int, int]
 
-OWN = {"q": 0, "kv": 1, "do": 2, "res": 3}  # the numbers of the buffers with a rank's own rows
+OWN = {kind: f"own {kind}" for kind in ("q", "kv", "do", "res")}  # the buffers with a rank's own rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,7 @@ class Sums:
 class Operand(Generic[R]):
     """Rows and heads of a buffer."""
 
-    buffer: int
+    buffer: str
     rows: R
     heads: Heads
 
@@ -75,7 +87,7 @@ class Send(Generic[R]):
 
     peers: tuple[int, ...]
     tags: tuple[int, ...]
-    buffer: int
+    buffer: str
     rows: R
     first_heads: tuple[int, ...]
     heads: int
@@ -87,7 +99,7 @@ class Recv:
 
     peer: int
     tag: int
-    buffer: int
+    buffer: str
     size: int
 
 
@@ -95,7 +107,7 @@ class Recv:
 class Contribution(Generic[R]):
     """Rows and heads of a partial result that are added to rows of sums."""
 
-    sums: int
+    sums: str
     rows: R  # of the partial result
     heads: Heads  # of the partial result
     into: R  # rows of the sums
@@ -108,7 +120,7 @@ class ResultSend:
 
     peer: int
     tag: int
-    sums: int
+    sums: str
     start: int
     size: int
 
@@ -144,7 +156,7 @@ class Launch(Generic[R]):
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Generic[R]):
+class LoweredStep(Generic[R]):
     """One step: `packed` are copies that its sends need, `copies` those that its launches need. `last_use` are buffers
     that nothing needs after it.
     """
@@ -156,30 +168,30 @@ class Step(Generic[R]):
     result_recvs: tuple[ResultRecv[R], ...]
     copies: tuple[Copy[R], ...]
     launches: tuple[Launch[R], ...]
-    last_use: tuple[int, ...] = ()
+    last_use: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Program(Generic[R]):
+class LoweredProgram(Generic[R]):
     """Both passes of one rank.
 
     Attributes:
         forward, backward: the steps.
-        buffers: every operand buffer by number; those of `OWN` are the rank's own.
-        sums: everything that results are added up in, by number.
+        buffers: every operand buffer by name; those of `OWN` are the rank's own.
+        sums: everything that results are added up in, by name.
         saved: buffers that the backward pass needs of those that the forward pass had, the own q and kv included.
-        saved_sums: complete results that were sent and are `res` buffers of the backward pass, by sums -> buffer.
+        saved_sums: complete results that were sent and are `res` buffers of the backward pass, by the names of both.
         real_q_rows: the local rows that hold real query tokens; in a plan that is updated in place a mask of all rows.
         spare_rows: how many rows lie behind those of every buffer that results are added to, to be written and never
             read: in a plan that is updated in place tables have a constant size, and what pads them is written there.
     """
 
-    forward: tuple[Step[R], ...]
-    backward: tuple[Step[R], ...]
-    buffers: dict[int, Buffer]
-    sums: dict[int, Sums]
-    saved: tuple[int, ...]
-    saved_sums: dict[int, int]
+    forward: tuple[LoweredStep[R], ...]
+    backward: tuple[LoweredStep[R], ...]
+    buffers: dict[str, Buffer]
+    sums: dict[str, Sums]
+    saved: tuple[str, ...]
+    saved_sums: dict[str, str]
     real_q_rows: R
     spare_rows: int = 0
     position_ids: Any = None  # int64 [t], in a plan that is updated in place

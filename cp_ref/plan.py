@@ -23,7 +23,6 @@ from cp_ref.spec import (
     Unsupported,
     check_context,
     check_plan_owner,
-    check_schedule,
     make_schedule,
     next_batch,
     position_spans_of,

@@ -1,8 +1,8 @@
 """Tiles that are one tile. A segment of a kernel launch has rows from anywhere: they are gathered, or lie there already.
 
-    squares   the own chunks of a causal sequence:  q early x k early, q late x k early, q late x k late  ->  one square
-    strips    tiles with nothing hidden and the same queries: one, with all their keys in any order; and where other
-              queries see just the same keys, one with all these queries
+squares   the own chunks of a causal sequence:  q early x k early, q late x k early, q late x k late  ->  one square
+strips    tiles with nothing hidden and the same queries: one, with all their keys in any order; and where other
+          queries see just the same keys, one with all these queries
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Segments:
         first = np.cumsum([0, *(len(part) for part in parts)])
         area, left, right = (np.concatenate(x) for x in zip(*((p.area, p.left, p.right) for p in parts), strict=True))
         q, k = (
-            SegmentSpans.concat([SegmentSpans(s.segment + n, s.start, s.stop) for s, n in zip(sides, first, strict=False)])
+            SegmentSpans.concat(
+                [SegmentSpans(s.segment + n, s.start, s.stop) for s, n in zip(sides, first, strict=False)]
+            )
             for sides in ([p.q for p in parts], [p.k for p in parts])
         )
         joined = Segments(area, left, right, q, k)
@@ -89,7 +91,9 @@ def strips(tiles: BandTiles) -> Segments:
     ([(0, 0, 2), (0, 10, 12)], [(0, 4, 6), (0, 8, 9)])
     """
     q0, q1, k0 = tiles.q_start, tiles.q_stop, tiles.k_start
-    if len(tiles) and not bool(((q0[1:] > q0[:-1]) | ((q0[1:] == q0[:-1]) & (k0[1:] >= k0[:-1]) & (q1[1:] == q1[:-1]))).all()):
+    if len(tiles) and not bool(
+        ((q0[1:] > q0[:-1]) | ((q0[1:] == q0[:-1]) & (k0[1:] >= k0[:-1]) & (q1[1:] == q1[:-1]))).all()
+    ):
         tiles = tiles.take(np.lexsort((k0, q1, q0)))
         q0, q1 = tiles.q_start, tiles.q_stop
     begin = np.flatnonzero(np.append(True, (q0[1:] != q0[:-1]) | (q1[1:] != q1[:-1]))) if len(tiles) else q0
@@ -128,7 +132,11 @@ def squares(tiles: BandTiles) -> tuple[Segments, Column]:
     the rows that are there one sees just those before it and itself.
     """
     causal = (tiles.lo <= -UNBOUNDED) & (tiles.hi < UNBOUNDED)
-    some = tiles.take(causal & (np.bincount(tiles.area, minlength=1)[tiles.area] > 1)) if causal.any() else tiles.take(causal)
+    some = (
+        tiles.take(causal & (np.bincount(tiles.area, minlength=1)[tiles.area] > 1))
+        if causal.any()
+        else tiles.take(causal)
+    )
     if not len(some):
         return one_each(some), np.zeros(len(tiles), dtype=bool)
     q = _distinct(some.area, some.q_start, some.q_stop)

@@ -38,7 +38,7 @@ class LaunchTable(NamedTuple):
 
 def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles."""
-    if tiles.full.all() and rule.own == (-1, -1):
+    if tiles.full.all():
         segments = strips(tiles)
     else:
         square, part = squares(tiles)

@@ -10,25 +10,27 @@ import torch
 from cp_fast.backends import Segments
 from cp_fast.planning.lower import Draft, SegmentKeys
 from cp_fast.planning.tables import Key, Uploaded
-from cp_fast.program import Program
+from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows
 
-__all__ = ["link", "upload"]
+__all__ = ["linked", "upload"]
 
 
-def upload(draft: Draft, device: torch.device) -> Program[Rows]:
+def upload(draft: Draft, device: torch.device) -> LoweredProgram[Rows]:
     """The program with its tables on the device, by one copy."""
     host = draft.tables.on_host(pinned=device.type == "cuda")
-    return link(draft, draft.tables.on_device(host.to(device, non_blocking=True)))
+    return linked(draft.program, draft.tables.on_device(host.to(device, non_blocking=True)))
 
 
-def link(draft: Draft, tables: Uploaded) -> Program[Rows]:
+def linked(program: LoweredProgram[Any], tables: Uploaded) -> LoweredProgram[Rows]:
     """The program with its tables as they lie on the device."""
-    linked = _linked(draft.program, tables, {})
-    real = linked.real_q_rows
+    found = _linked(program, tables, {})
+    if found.position_ids is not None:
+        found = replace(found, position_ids=tables.numbers(program.position_ids))
+    real = found.real_q_rows
     if isinstance(real, slice) or real.dtype == torch.bool:
-        return linked
-    return replace(linked, real_q_rows=real.long())  # for PyTorch's own operators
+        return found
+    return replace(found, real_q_rows=real.long())  # for PyTorch's own operators
 
 
 def _linked(x: Any, tables: Uploaded, segments: dict[SegmentKeys, Segments]) -> Any:

@@ -15,7 +15,20 @@ from cp_fast.planning.results import Parcels, Results, parcels_of
 from cp_fast.planning.rows import RowMap, Spans
 from cp_fast.planning.tables import Key, RowKey, Tables
 from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles
-from cp_fast.program import OWN, Contribution, Copy, Heads, Launch, Operand, Program, Recv, ResultRecv, ResultSend, Send, Step
+from cp_fast.program import (
+    OWN,
+    Contribution,
+    Copy,
+    Heads,
+    Launch,
+    LoweredProgram,
+    LoweredStep,
+    Operand,
+    Recv,
+    ResultRecv,
+    ResultSend,
+    Send,
+)
 from cp_ref.spec import OPERANDS, RESULTS, Tiles, Workload
 from cp_ref.spec import Program as Steps
 from cp_ref.spec import Step as Planned
@@ -24,7 +37,7 @@ __all__ = ["COMPLETE", "Draft", "SegmentKeys", "lower"]
 
 HeadGroup = tuple[Heads, Heads, BandTiles]  # query heads, kv heads, tiles
 
-COMPLETE = -1  # instead of sums: complete results that arrive are written to the rank's own rows
+COMPLETE = "complete"  # instead of sums: complete results that arrive are written to the rank's own rows
 
 
 class SegmentKeys(NamedTuple):
@@ -43,7 +56,7 @@ class SegmentKeys(NamedTuple):
 class Draft:
     """A lowered program on the host, and its tables."""
 
-    program: Program[RowKey]
+    program: LoweredProgram[RowKey]
     tables: Tables
 
 
@@ -63,35 +76,37 @@ def lower(
     operands, results = Operands(tables), Results(tables, {"out": own_q, "dq": own_q, "dkv": own_kv})
     for kind in OWN:
         heads = (0, work.heads_kv if kind == "kv" else work.heads_q)
-        operands.add(kind, heads, own_kv if kind == "kv" else own_q, 0)
+        operands.add(OWN[kind], kind, heads, own_kv if kind == "kv" else own_q, 0)
     own_inputs, own_gradients = operands.held[:2], operands.held[2:]
     operands.held = list(own_inputs)
-    exchanged = _CompleteOuts.of(forward)
-    forward_pass = _Pass(work, rule, operands, results, exchanged, backward=False)
-    drafts = forward_pass.lower(forward)
+    shared = work, rule, operands, results, _CompleteOuts.of(forward), _Known()
+    drafts = _Pass(*shared, backward=False).lower(forward)
     kept = [held for held in operands.held if held in own_inputs or held.kind in saved]
-    complete = {sums: operands.add("res", heads, rows, 0) for sums, heads, rows in results.sent_complete()}
+    complete = {
+        sums: operands.add(f"{sums}, kept", "res", heads, rows, 0) for sums, heads, rows in results.sent_complete()
+    }
     dropped = [held for held in operands.held if held not in kept and held not in complete.values()]
     last_uses = {held: held.last_use for held in operands.held}
     operands.held = [*kept, *own_gradients, *complete.values()]
     for held in operands.held:
         held.last_use = -1
-    back_drafts = _Pass(work, rule, operands, results, exchanged, backward=True).lower(backward)
+    operands.direction = results.direction = "backward"
+    back_drafts = _Pass(*shared, backward=True).lower(backward)
     needed = [held for held in kept if held.last_use >= 0]
-    saved_sums = {sums: held.number for sums, held in complete.items() if held.last_use >= 0}
+    saved_sums = {sums: held.name for sums, held in complete.items() if held.last_use >= 0}
     for held in [*dropped, *(held for held in kept if held not in own_inputs and held not in needed)]:
-        _free(drafts, held.number, last_uses[held])
+        _free(drafts, held.name, last_uses[held])
     for held in operands.held:
-        if held.number not in OWN.values() and held.last_use >= 0:
-            _free(back_drafts, held.number, held.last_use)
+        if held.name not in OWN.values() and held.last_use >= 0:
+            _free(back_drafts, held.name, held.last_use)
     real = own["q"]
     return Draft(
-        Program(
+        LoweredProgram(
             tuple(draft.step() for draft in drafts),
             tuple(draft.step() for draft in back_drafts),
             operands.buffers,
             results.sums,
-            tuple(held.number for held in needed),
+            tuple(held.name for held in needed),
             saved_sums,
             tables.rows(real.row, real.stop - real.start),
         ),
@@ -110,17 +125,17 @@ class _StepDraft:
     result_recvs: list[ResultRecv[RowKey]] = field(default_factory=list)
     copies: list[Copy[RowKey]] = field(default_factory=list)
     launches: list[Launch[RowKey]] = field(default_factory=list)
-    last_use: list[int] = field(default_factory=list)
+    last_use: list[str] = field(default_factory=list)
 
-    def step(self) -> Step[RowKey]:
+    def step(self) -> LoweredStep[RowKey]:
         lists = (getattr(self, f.name) for f in fields(self))
-        return Step(*map(tuple, lists))
+        return LoweredStep(*map(tuple, lists))
 
 
-def _free(drafts: list[_StepDraft], number: int, last_use: int) -> None:
+def _free(drafts: list[_StepDraft], name: str, last_use: int) -> None:
     """Let a buffer go after the step that needs it last; after the first where none does."""
     if drafts:
-        drafts[max(last_use, 0)].last_use.append(number)
+        drafts[max(last_use, 0)].last_use.append(name)
 
 
 @dataclass(frozen=True)
@@ -156,6 +171,26 @@ class _CompleteOuts:
 
 
 @dataclass
+class _Known:
+    """What was worked out of tiles before: both passes of the usual schedule compute the same."""
+
+    _banded: dict[int, tuple[Tiles, BandTiles]] = field(default_factory=dict)
+    _launches: dict[int, tuple[BandTiles, list[LaunchTable]]] = field(default_factory=dict)
+
+    def banded(self, work: Workload, tiles: Tiles) -> BandTiles:
+        """The tiles with their bands."""
+        if id(tiles) not in self._banded:
+            self._banded[id(tiles)] = tiles, band_tiles(work.areas, tiles)
+        return self._banded[id(tiles)][1]
+
+    def launches(self, tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
+        """The launches that compute them."""
+        if id(tiles) not in self._launches:
+            self._launches[id(tiles)] = tiles, launch_tables(tiles, rule)
+        return self._launches[id(tiles)][1]
+
+
+@dataclass
 class _Pass:
     """Lowers one pass, step by step."""
 
@@ -164,6 +199,7 @@ class _Pass:
     operands: Operands
     results: Results
     exchanged: _CompleteOuts
+    known: _Known
     backward: bool
 
     def lower(self, steps: Steps) -> list[_StepDraft]:
@@ -183,23 +219,22 @@ class _Pass:
     # ---- messages
 
     def _send(self, draft: _StepDraft, number: int, step: Planned, groups: list[HeadGroup]) -> None:
-        outgoing = [p for m in step.sends if m.kind in OPERANDS for p in parcels_of(m)]
-        together: dict[tuple[str, Heads], list[Parcels]] = {}
-        for parcels in outgoing:
-            together.setdefault((parcels.kind, parcels.heads), []).append(parcels)
-        for (kind, heads), group in together.items():
-            tiles = [t for t in groups if heads == (t[1] if kind == "kv" else t[0])]
-            spans = [p.spans for p in group]
-            draft.packed += self.operands.gather(kind, heads, spans, [_rows_of(t[2], kind) for t in tiles], number)
+        wanted: list[tuple[int, int, str, Heads, Spans]] = []  # peer, tag, kind, heads, rows
+        for parcels in (p for m in step.sends if m.kind in OPERANDS for p in parcels_of(m)):
+            wanted.append((parcels.peer, parcels.tag, parcels.kind, parcels.heads, parcels.spans))
+            if parcels.kind == "do" and not self.exchanged.cover(
+                self.exchanged.received.get(parcels.peer, []), parcels
+            ):
+                wanted.append((parcels.peer, parcels.tag + 4, "res", parcels.heads, parcels.spans))
         sends: list[tuple[int, int, Operand[RowKey]]] = []
-        for parcels in outgoing:
-            kinds = [(parcels.kind, 0)]
-            if parcels.kind == "do" and not self.exchanged.cover(self.exchanged.received.get(parcels.peer, []), parcels):
-                kinds.append(("res", 4))
-            for kind, place in kinds:
-                operand, copies = self.operands.find(kind, parcels.heads, parcels.spans, number)
-                draft.packed += copies
-                sends.append((parcels.peer, parcels.tag + place, operand))
+        for peer, tag, kind, heads, spans in wanted:
+            operand = self.operands.find(kind, heads, spans, number)
+            if operand is None:  # in one buffer with all that this step needs of the kind
+                tiles = [_rows_of(t[2], kind) for t in groups if heads == (t[1] if kind == "kv" else t[0])]
+                others = [w[4] for w in wanted if w[2:4] == (kind, heads)]
+                draft.packed += self.operands.gather(kind, heads, [*others, *tiles], number)
+                operand = self._found(kind, heads, spans, number)
+            sends.append((peer, tag, operand))
         draft.sends = _packed_together(sends)
 
     def _receive(self, draft: _StepDraft, number: int, step: Planned) -> list[Held]:
@@ -211,7 +246,9 @@ class _Pass:
                     draft.result_recvs.append(self._receive_result(parcels, number))
                     continue
                 together.setdefault((parcels.kind, parcels.heads), []).append(parcels)
-                if parcels.kind == "do" and not self.exchanged.cover(self.exchanged.sent.get(parcels.peer, []), parcels):
+                if parcels.kind == "do" and not self.exchanged.cover(
+                    self.exchanged.sent.get(parcels.peer, []), parcels
+                ):
                     res = replace(parcels, kind="res", tag=parcels.tag + 4)
                     together.setdefault(("res", parcels.heads), []).append(res)
         arriving: list[Held] = []
@@ -219,8 +256,9 @@ class _Pass:
         for (kind, heads), group in together.items():
             for some in _without_common_rows(group):
                 spans = np.concatenate([p.start for p in some]), np.concatenate([p.stop for p in some])
-                made = self.operands.add(kind, heads, RowMap.packed(spans), sum(p.size for p in some))
-                draft.recvs += [Recv(p.peer, p.tag, made.number, p.size) for p in some]
+                name = f"{self.operands.direction} {number}: {kind} {heads[0]}:{heads[1]} received"
+                made = self.operands.add(name, kind, heads, RowMap.packed(spans), sum(p.size for p in some))
+                draft.recvs += [Recv(p.peer, p.tag, made.name, p.size) for p in some]
                 made.last_use = number
                 arriving.append(made)
         del self.operands.held[before:]  # they are there from the next step on
@@ -242,45 +280,51 @@ class _Pass:
 
     def _head_groups(self, tiles: Tiles) -> Iterator[HeadGroup]:
         """Tiles by heads: their query heads and kv heads, of which each query head uses its own by the kernel's rule."""
-        if not len(tiles):
-            return
-        first, last = tiles.head_start, tiles.head_stop
-        same = bool((first == first[0]).all()) and bool((last == last[0]).all())
-        ranges = [(int(first[0]), int(last[0]))] if same else sorted({*zip(first.tolist(), last.tolist(), strict=True)})
+        ranges = _head_ranges(tiles)
         for heads in ranges:
-            some = tiles if same else tiles.take((first == heads[0]) & (last == heads[1]))
-            banded = band_tiles(self.work.areas, some)
+            some = tiles
+            if len(ranges) > 1:
+                some = tiles.take((tiles.head_start == heads[0]) & (tiles.head_stop == heads[1]))
+            banded = self.known.banded(self.work, some)
             for part in aligned(heads, self.work.group_size):
                 kv_heads = part[0] // self.work.group_size, -(-part[1] // self.work.group_size)
                 if len(banded):
                     yield part, kv_heads, banded
 
     def _launch(self, draft: _StepDraft, number: int, heads: Heads, kv_heads: Heads, tiles: BandTiles) -> None:
-        kinds = ("q", "kv", "do", "res") if self.backward else ("q", "kv")
-        for kind in kinds:
+        """The launches of one step's tiles of the same heads."""
+        tables = self.known.launches(tiles, self.rule)
+        for kind in ("q", "kv", "do", "res") if self.backward else ("q", "kv"):
             of_kind = kv_heads if kind == "kv" else heads
-            draft.copies += self.operands.gather(kind, of_kind, [_rows_of(tiles, kind)], [], number)
-        for table in launch_tables(tiles, self.rule):
-            draft.launches.append(self._one_launch(table, number, heads, kv_heads))
+            if any(self.operands.find(kind, of_kind, _rows_of_launch(t, kind), number) is None for t in tables):
+                draft.copies += self.operands.gather(kind, of_kind, [_rows_of(tiles, kind)], number)
+        draft.launches += [self._one_launch(table, number, heads, kv_heads) for table in tables]
 
     def _one_launch(self, table: LaunchTable, number: int, heads: Heads, kv_heads: Heads) -> Launch[RowKey]:
-        find, tables = self.operands.find, self.operands.tables
-        (q, _), (kv, _) = find("q", heads, table.q_spans, number), find("kv", kv_heads, table.k_spans, number)
-        segments = SegmentKeys(tables.lengths(table.lengths_q), tables.lengths(table.lengths_k), table.left, table.right)
+        q_spans, k_spans, tables = table.q_spans, table.k_spans, self.operands.tables
+        q, kv = self._found("q", heads, q_spans, number), self._found("kv", kv_heads, k_spans, number)
+        segments = SegmentKeys(
+            tables.lengths(table.lengths_q), tables.lengths(table.lengths_k), table.left, table.right
+        )
         if not self.backward:
-            out = self.results.goes_to("out", heads, table.q_spans, number)
+            out = self.results.goes_to("out", heads, q_spans, number)
             return Launch(q, kv, None, None, segments, heads[0], out)
-        (do, _), (res, _) = (find(kind, heads, table.q_spans, number) for kind in ("do", "res"))
-        dq = self.results.goes_to("dq", heads, table.q_spans, number)
-        dkv = self.results.goes_to("dkv", kv_heads, table.k_spans, number)
+        do, res = (self._found(kind, heads, q_spans, number) for kind in ("do", "res"))
+        dq = self.results.goes_to("dq", heads, q_spans, number)
+        dkv = self.results.goes_to("dkv", kv_heads, k_spans, number)
         return Launch(q, kv, do, res, segments, heads[0], dq, dkv)
+
+    def _found(self, kind: str, heads: Heads, spans: Spans, number: int) -> Operand[RowKey]:
+        operand = self.operands.find(kind, heads, spans, number)
+        assert operand is not None, f"{kind} rows that were put together are not there"
+        return operand
 
     def _head_edges(self, steps: Steps) -> dict[str, set[int]]:
         """Where heads are cut at home, by kind of result."""
         edges: dict[str, set[int]] = {kind: set() for kind in RESULTS}
         size = self.work.group_size
         for step in steps:
-            cuts = {*zip(step.tiles.head_start.tolist(), step.tiles.head_stop.tolist(), strict=True)}
+            cuts = _head_ranges(step.tiles)
             for part in {part for heads in cuts for part in aligned(heads, size)}:
                 edges["out"].update(part)
                 edges["dkv"].update((part[0] // size, -(-part[1] // size)))
@@ -289,6 +333,14 @@ class _Pass:
                     kind = "dkv" if message.kind == "dkv" else "out"
                     edges[kind].update(edge for parcels in parcels_of(message) for edge in parcels.heads)
         return edges | {"dq": edges["out"]}
+
+
+def _head_ranges(tiles: Tiles) -> list[Heads]:
+    """The ranges of heads that tiles have."""
+    first, last = tiles.head_start, tiles.head_stop
+    if len(tiles) and bool((first == first[0]).all()) and bool((last == last[0]).all()):
+        return [(int(first[0]), int(last[0]))]
+    return sorted({*zip(first.tolist(), last.tolist(), strict=True)})
 
 
 def aligned(heads: Heads, group_size: int) -> list[Heads]:
@@ -310,7 +362,9 @@ def _packed_together(sends: list[tuple[int, int, Operand[RowKey]]]) -> list[Send
     groups: dict[tuple[object, ...], list[tuple[int, int, Operand[RowKey]]]] = {}
     for peer, tag, what in sends:
         rows = (what.rows.start, what.rows.stop) if isinstance(what.rows, slice) else what.rows
-        key = what.buffer, rows, what.heads[1] - what.heads[0]
+        key: tuple[object, ...] = what.buffer, rows, what.heads[1] - what.heads[0]
+        if any(other[2].heads == what.heads for other in groups.get(key, ())):
+            key = *key, peer, tag  # not other heads
         groups.setdefault(key, []).append((peer, tag, what))
     return [
         Send(
@@ -327,6 +381,10 @@ def _packed_together(sends: list[tuple[int, int, Operand[RowKey]]]) -> list[Send
 
 def _rows_of(tiles: BandTiles, kind: str) -> Spans:
     return (tiles.k_start, tiles.k_stop) if kind == "kv" else (tiles.q_start, tiles.q_stop)
+
+
+def _rows_of_launch(table: LaunchTable, kind: str) -> Spans:
+    return table.k_spans if kind == "kv" else table.q_spans
 
 
 def _without_common_rows(parcels: list[Parcels]) -> list[list[Parcels]]:

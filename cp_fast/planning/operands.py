@@ -19,7 +19,7 @@ __all__ = ["Held", "Operands"]
 class Held:
     """A buffer of a rank, and where global rows lie in it."""
 
-    number: int
+    name: str
     kind: str
     heads: Heads
     rows: RowMap
@@ -32,44 +32,36 @@ class Operands:
     """The buffers that a rank has, newest last."""
 
     tables: Tables
-    buffers: dict[int, Buffer] = field(default_factory=dict)
+    direction: str = "forward"
+    buffers: dict[str, Buffer] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
 
-    def add(self, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
+    def add(self, name: str, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
         """A new buffer."""
-        made = Held(len(self.buffers), kind, heads, rows, size)
-        self.buffers[made.number] = Buffer(kind, heads, size)
+        if name in self.buffers:
+            name = f"{name}, {len(self.buffers)}"
+        made = Held(name, kind, heads, rows, size)
+        self.buffers[made.name] = Buffer(kind, heads, size)
         self.held.append(made)
         return made
 
-    def find(self, kind: str, heads: Heads, spans: Spans, step: int) -> tuple[Operand[RowKey], list[Copy[RowKey]]]:
-        """The rows of these spans, span after span, in one buffer; and what has to be copied into it first."""
+    def find(self, kind: str, heads: Heads, spans: Spans, step: int) -> Operand[RowKey] | None:
+        """The rows of these spans, span after span, in the newest buffer that has all of them; None if none has."""
         wanted = count(spans)
         for held in reversed(self.held):
             if held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1]:
                 located = held.rows.locate(spans)
                 if located.total == wanted:
-                    return self._operand(held, located, heads, step), []
-        made, copies = self._put_together(kind, heads, spans, step)
-        return self._operand(made, made.rows.locate(spans), heads, step), copies
+                    return self._operand(held, located, heads, step)
+        return None
 
-    def gather(
-        self, kind: str, heads: Heads, spans: Sequence[Spans], others: Sequence[Spans], step: int
-    ) -> list[Copy[RowKey]]:
-        """See to it that one buffer has all of these rows. Where one has to be put together, it gets those of `others`
-        too. Returns what has to be copied into it.
-        """
-        wanted = _merged(_behind(spans))
-        for held in reversed(self.held):
-            if held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1] and held.rows.covers(wanted):
-                return []
-        return self._put_together(kind, heads, _behind([*spans, *others]), step)[1]
-
-    def _put_together(self, kind: str, heads: Heads, spans: Spans, step: int) -> tuple[Held, list[Copy[RowKey]]]:
-        """A new buffer with all rows of the spans in the order of the global rows, and the copies that fill it."""
+    def gather(self, kind: str, heads: Heads, parts: Sequence[Spans], step: int) -> list[Copy[RowKey]]:
+        """Put all of these rows together in a new buffer, in the order of the global rows: the copies that fill it."""
+        spans = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
         sources = [held for held in self.held if held.kind == kind]
         rows = RowMap.packed(_merged(spans))
-        made = self.add(kind, heads, rows, count((rows.start, rows.stop)))
+        name = f"{self.direction} {step}: {kind} {heads[0]}:{heads[1]} joined"
+        made = self.add(name, kind, heads, rows, count((rows.start, rows.stop)))
         copies: list[Copy[RowKey]] = []
         for part in _cut(heads, (held.heads for held in sources)):
             missing: Spans = rows.start, rows.stop
@@ -86,17 +78,12 @@ class Operands:
                     f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which are "
                     "not there; verify names the step that should have brought them"
                 )
-        return made, copies
+        return copies
 
     def _operand(self, held: Held, located: Located, heads: Heads, step: int) -> Operand[RowKey]:
         held.last_use = max(held.last_use, step)
         key = self.tables.rows(located.row, located.count)
-        return Operand(held.number, key, (heads[0] - held.heads[0], heads[1] - held.heads[0]))
-
-
-def _behind(parts: Sequence[Spans]) -> Spans:
-    """Spans one behind the other."""
-    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+        return Operand(held.name, key, (heads[0] - held.heads[0], heads[1] - held.heads[0]))
 
 
 def _cut(heads: Heads, others: Iterable[Heads]) -> list[Heads]:

@@ -58,7 +58,7 @@ class _Outgoing:
     """The rows of one kind and one range of heads that leave at a step, and their sums."""
 
     step: int
-    sums: int
+    sums: str
     heads: Heads
     rows: RowMap
 
@@ -69,10 +69,10 @@ class Results:
 
     tables: Tables
     own: dict[str, RowMap]  # by kind: where the rank's own rows lie
-    sums: dict[int, Sums] = field(default_factory=dict)
+    direction: str = "forward"
+    sums: dict[str, Sums] = field(default_factory=dict)
     _edges: dict[str, set[int]] = field(default_factory=dict)
     _outgoing: dict[str, list[_Outgoing]] = field(default_factory=dict)
-    _home: dict[tuple[str, Heads], int] = field(default_factory=dict)
 
     def announce(self, steps: Steps, edges: dict[str, set[int]]) -> list[tuple[ResultSend, ...]]:
         """Make the sums of all result messages of a pass; the sends of each step. `edges`, by kind: where heads are cut
@@ -89,7 +89,9 @@ class Results:
                     together.setdefault((parcels.kind, parcels.heads, parcels.complete), []).append(parcels)
             for (kind, heads, complete), group in together.items():
                 spans = np.concatenate([p.start for p in group]), np.concatenate([p.stop for p in group])
-                sums = self._add(Sums(kind, heads, count(spans), False, complete))
+                what = f"complete {kind}" if complete else kind
+                sums = f"{self.direction} {number}: {what} {heads[0]}:{heads[1]} sent"
+                self.sums[sums] = Sums(kind, heads, count(spans), False, complete)
                 self._outgoing[kind].append(_Outgoing(number, sums, heads, RowMap.packed(spans)))
                 row = 0
                 for parcels in group:
@@ -98,7 +100,7 @@ class Results:
             found.append(tuple(sends))
         return found
 
-    def sent_complete(self) -> list[tuple[int, Heads, RowMap]]:
+    def sent_complete(self) -> list[tuple[str, Heads, RowMap]]:
         """(sums, heads, rows) of the outs that leave this rank complete; after `announce` of the forward pass."""
         return [(o.sums, o.heads, o.rows) for o in self._outgoing["out"] if self.sums[o.sums].complete]
 
@@ -115,7 +117,7 @@ class Results:
                 if out.step > step and out.heads[0] <= part[0] and part[1] <= out.heads[1] and len(rest[0]):
                     rest, offset = self._into(found, out.sums, out.rows, rest, offset, part, heads)
             if len(rest[0]):
-                home = self._home.setdefault((kind, part), len(self.sums))
+                home = f"{kind} {part[0]}:{part[1]} at home"
                 self.sums.setdefault(home, Sums(kind, part, 0, True))
                 rest, _ = self._into(found, home, self.own[kind], rest, offset, part, heads)
                 if len(rest[0]):
@@ -128,7 +130,7 @@ class Results:
     def _into(
         self,
         found: list[Contribution[RowKey]],
-        sums: int,
+        sums: str,
         rows: RowMap,
         spans: Spans,
         offset: np.ndarray,
@@ -155,8 +157,3 @@ class Results:
         )
         span = order[np.searchsorted(spans[0][order], start, side="right") - 1]
         return (start, stop), offset[span] + start - spans[0][span]
-
-    def _add(self, sums: Sums) -> int:
-        self.sums[len(self.sums)] = sums
-        return len(self.sums) - 1
-

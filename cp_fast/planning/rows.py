@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.spec import Column, Fragments, Table, joined
+from cp_ref.spec import Column, Fragments, joined
 
 __all__ = ["Located", "RowMap", "Spans", "count", "intersect", "subtract"]
 
@@ -28,8 +27,7 @@ class Located(NamedTuple):
         return int(self.count.sum())
 
 
-@dataclass(frozen=True, eq=False)
-class RowMap(Table):
+class RowMap:
     """A buffer's contents: global rows [start, stop) lie at rows [row, row + stop - start). Sorted by `start`, disjoint.
 
     >>> buffer = RowMap.packed((np.array([8, 0]), np.array([12, 4])))  # rows 8 to 11, then rows 0 to 3
@@ -38,9 +36,12 @@ class RowMap(Table):
     ([6, 0], [2, 2])
     """
 
-    start: Column
-    stop: Column
-    row: Column
+    def __init__(self, start: Column, stop: Column, row: Column) -> None:
+        self.start, self.stop, self.row = start, stop, row
+        self._last: tuple[Spans, Located] | None = None  # one launch asks for the same rows of several tensors
+
+    def __len__(self) -> int:
+        return len(self.start)
 
     @staticmethod
     def packed(spans: Spans) -> RowMap:
@@ -64,16 +65,19 @@ class RowMap(Table):
 
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
-        start, stop = spans
-        if len(self) == 1:  # a buffer with one stretch of rows
-            first, last = np.maximum(start, self.start), np.minimum(stop, self.stop)
-            if bool((first < last).all()):
-                return Located(np.arange(len(start)), first, first + (self.row - self.start), last - first)
-        elif len(start) and len(self) >= len(start):
+        if self._last is None or self._last[0][0] is not spans[0] or self._last[0][1] is not spans[1]:
+            self._last = spans, self._locate(*spans)
+        return self._last[1]
+
+    def _locate(self, start: Column, stop: Column) -> Located:
+        if len(start) == len(self) and np.array_equal(start, self.start):  # all stretches, or the first part of each
+            if np.array_equal(stop, self.stop) or bool((stop <= self.stop).all()):
+                return Located(np.arange(len(start)), start, self.row, stop - start)
+        elif len(self):
             here = np.searchsorted(self.stop, start, side="right")  # usually each span lies in one stretch
-            near = np.minimum(here, len(self) - 1)
-            if bool((self.start[near] <= start).all()) and bool((self.stop[near] >= stop).all()):
-                return Located(np.arange(len(start)), start, start + (self.row - self.start)[near], stop - start)
+            np.minimum(here, len(self) - 1, out=here)
+            if bool((self.start[here] <= start).all()) and bool((self.stop[here] >= stop).all()):
+                return Located(np.arange(len(start)), start, start + (self.row - self.start)[here], stop - start)
         number, here = joined(start, stop, self.start, self.stop)
         first, last = np.maximum(start[number], self.start[here]), np.minimum(stop[number], self.stop[here])
         return Located(number, first, first + (self.row - self.start)[here], last - first)

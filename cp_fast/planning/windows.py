@@ -86,10 +86,8 @@ def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
     [(0, 5, 0, 8, 5, 0), (5, 6, 4, 8, -1, -1), (5, 6, 3, 4, 0, -1)]
     """
     area, q0, q1, k0, k1, lo, hi, left, right = tiles.columns
-    if bool(tiles.full.all()) and rule.own == (-1, -1):
-        return tiles
     corner, (own_left, own_right) = k1 - q1, rule.own
-    own = np.full(len(tiles), rule.own != (-1, -1))
+    own = ~tiles.full if rule.own != (-1, -1) else np.zeros(len(tiles), dtype=bool)
     if own_left >= 0:
         own &= corner - lo == own_left
     if own_right >= 0:

@@ -110,7 +110,13 @@ def _halo(units: Units, unit: int, sees: Sights, distance: Column) -> Route:
     seen = units.seen(unit)
     received = spans_by(distance, sees.k_start, sees.k_stop)
     given = spans_by((seen.reader - unit) % units.count, seen.k_start, seen.k_stop)
-    ahead, behind = (lambda h: unit + h), (lambda h: unit - h)
+
+    def ahead(h: int) -> int:
+        return unit + h
+
+    def behind(h: int) -> int:
+        return unit - h
+
     return Route(Hop(ahead, given), Hop(behind, received), Hop(behind, received), Hop(ahead, given))
 
 
@@ -121,7 +127,13 @@ def _ring(units: Units, unit: int) -> Route:
     count = units.count
     here = (unit - units.key_areas.owner) % count  # how far each row's block has come when this unit has it
     ahead, behind = (unit + np.arange(count)) % count, (unit - np.arange(count)) % count
-    to_next, from_last = (lambda _: unit + 1), (lambda _: unit - 1)
+
+    def to_next(_: int) -> int:
+        return unit + 1
+
+    def from_last(_: int) -> int:
+        return unit - 1
+
     return Route(
         Hop(to_next, units.needed(here + 1, np.roll(ahead, -1), count - 2 - here)),
         Hop(from_last, units.needed(here, ahead, count - 1 - here)),

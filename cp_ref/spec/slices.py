@@ -91,9 +91,7 @@ def position_spans_of(layout: str, slots: Seq[int], packed: bool, cp_size: int, 
     return list(zip(first.tolist(), (first + count).tolist(), strict=True))
 
 
-def position_columns(
-    layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int
-) -> tuple[Column, Column]:
+def position_columns(layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int) -> tuple[Column, Column]:
     """The same as columns: the first position of each span, and their number."""
     starts = _starts(slots)
     fragments = _fragments(layout, slots, packed, cp_size, rank).within(starts[:-1], starts[1:])

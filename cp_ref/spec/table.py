@@ -45,7 +45,7 @@ class Table:
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns, in the order of the fields."""
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return tuple(vars(self).values())
 
     def __len__(self) -> int:
         return len(self.columns[0])

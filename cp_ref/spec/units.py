@@ -87,27 +87,32 @@ class Units:
         what lies between the first and the last key that any of the units readers[0] ... readers[last[n]] sees in its
         area. Groups below 1 and from the number of units on are left out.
         """
-        there = np.flatnonzero((group > 0) & (group < self.count))
-        keys, last = self.key_areas.take(there), last[there]
-        first_key, behind_last_key = self._seen_by_each
-        start = np.maximum(keys.start, np.minimum.accumulate(first_key[:, readers], axis=1)[keys.area, last])
-        stop = np.minimum(keys.stop, np.maximum.accumulate(behind_last_key[:, readers], axis=1)[keys.area, last])
-        some = start < stop
-        return spans_by(group[there][some], start[some], stop[some])
+        keys, first_key, behind_last_key = self.key_areas, *self._seen_by_each
+        last = np.clip(last, 0, self.count - 1)
+        start, stop = (
+            keys.start,
+            np.minimum(keys.stop, np.maximum.accumulate(behind_last_key[:, readers], axis=1)[keys.area, last]),
+        )
+        if first_key is not None:
+            start = np.maximum(start, np.minimum.accumulate(first_key[:, readers], axis=1)[keys.area, last])
+        some = np.flatnonzero((start < stop) & (group > 0) & (group < self.count))
+        return spans_by(group[some], start[some], stop[some])
 
     @cached_property
-    def _seen_by_each(self) -> tuple[Column, Column]:
-        """(first key that a unit sees in an area, the one behind the last), [areas, units]; (far, -far) for none."""
+    def _seen_by_each(self) -> tuple[Column | None, Column]:
+        """(first key that a unit sees in an area, the one behind the last), [areas, units]; (far, -far) for none. The
+        first is None where every area is seen from its first key on.
+        """
         areas, far = self.areas, 2 * UNBOUNDED
-        first, behind = (np.full((len(areas), self.count), x, dtype=np.int64) for x in (far, -far))
+        behind = np.full((len(areas), self.count), -far, dtype=np.int64)
         area, q = joined(areas.q_start, areas.q_stop, self.queries.start, self.queries.stop)
         unit = self.queries.rank[q]
-        q0, q1 = (
-            np.maximum(areas.q_start[area], self.queries.start[q]),
-            np.minimum(areas.q_stop[area], self.queries.stop[q]),
-        )
-        np.minimum.at(first, (area, unit), q0 + areas.lo[area])
-        np.maximum.at(behind, (area, unit), q1 + areas.hi[area])
+        cell = area * self.count + unit
+        np.maximum.at(behind.ravel(), cell, np.minimum(areas.q_stop[area], self.queries.stop[q]) + areas.hi[area])
+        if bool((areas.lo <= -UNBOUNDED).all()):
+            return None, behind
+        first = np.full_like(behind, far)
+        np.minimum.at(first.ravel(), cell, np.maximum(areas.q_start[area], self.queries.start[q]) + areas.lo[area])
         return first, behind
 
     def _sights(self, queries: Fragments, keys: Fragments) -> Sights:
@@ -157,18 +162,22 @@ def spans_by(group: Column, start: Column, stop: Column) -> Spans:
     >>> [[x.tolist() for x in spans.of(group)] for group in range(3)]
     [[[0], [9]], [[], []], [[2], [3]]]
     """
-    order = np.argsort(group.astype(np.int16), kind="stable")  # sorts by counting
-    group, start, stop = group[order], start[order], stop[order]
-    same = group[1:] == group[:-1]
-    if bool((same & (start[1:] < stop[:-1])).any()):
-        order = np.lexsort((start, group))
-        start, stop = start[order], stop[order]
-    if len(group):
-        width = int(stop.max()) + 1  # groups side by side on one axis, with a gap between them
-        reach = np.maximum.accumulate(stop + group * width)
-        begin = np.flatnonzero(np.append(True, start[1:] + group[1:] * width > reach[:-1]))
-        if len(begin) < len(group):
-            last = np.append(begin[1:], len(group)) - 1
-            group, start, stop = group[begin], start[begin], reach[last] - group[begin] * width
+    if not bool((group[1:] >= group[:-1]).all()):
+        order = np.argsort(group.astype(np.int16), kind="stable")  # sorts by counting
+        group, start, stop = group[order], start[order], stop[order]
+    meets = (group[1:] == group[:-1]) & (start[1:] <= stop[:-1])
+    if meets.any():
+        group, start, stop = _merged(group, start, stop)
     largest = int(group[-1]) if len(group) else -1
     return Spans(start, stop, np.searchsorted(group, np.arange(largest + 2)))
+
+
+def _merged(group: Column, start: Column, stop: Column) -> tuple[Column, Column, Column]:
+    """Spans, sorted by group, with those of a group that meet as one; sorted by group and start."""
+    order = np.lexsort((start, group))
+    start, stop = start[order], stop[order]
+    width = int(stop.max()) + 1  # groups side by side on one axis, with a gap between them
+    reach = np.maximum.accumulate(stop + group * width)
+    begin = np.flatnonzero(np.append(True, start[1:] + group[1:] * width > reach[:-1]))
+    last = np.append(begin[1:], len(group)) - 1
+    return group[begin], start[begin], reach[last] - group[begin] * width

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cp_fast
 import cp_ref
 from cp_fast.backends import Backend, by_name
-from cp_fast.planning.compile import draft_program
+from cp_fast.plan import lowered
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
-from cp_ref.spec import Feature, Problem, kv_fragments, q_fragments
+from cp_ref.spec import Feature, Problem
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 DIMS: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
@@ -117,9 +117,8 @@ def tensors(case: Case, problem: Problem, rank: int) -> Tensors:
     for side, names in (("q", ("q", "dout", "dlse")), ("kv", ("k", "v"))):
         rows = case.room[f"max_tokens_{side}"] // case.cp_size
         real = torch.zeros(rows, dtype=torch.bool)
-        for f in (q_fragments if side == "q" else kv_fragments)(problem, rank):
-            length = getattr(problem.sequences[f.seq], f"len_{side}")
-            real[f.row : f.row + max(0, min(f.stop, length) - f.start)] = True
+        for _, start, stop, row in problem.workload.ownership.side(side).of(rank).rows():
+            real[row : row + stop - start] = True
         for name in names:
             heads, dims = (2 if side == "kv" else 4), (4 if name in ("dout", "v") else 8)
             shape = (rows, heads) if name == "dlse" else (rows, heads, dims)
@@ -273,9 +272,10 @@ def test_an_update_is_one_copy() -> None:
         cp = case.context(member)
         plan = case.plan(cp, LONG, **ROOM)
         assert plan.fixed is not None
-        made = plan.fixed.draft(draft_program(case.plan(cp, MANY).problem, cp.rank))
+        many = case.plan(cp, MANY)
+        fitted = plan.fixed.fitted(lowered(many.packing, cp.rank, many.steps, many.schedule.saved), many.problem)
         with Counted() as counted:
-            plan.fixed.overwrite(*made)
+            plan.fixed.overwrite(fitted)
         return counted.operators
 
     assert SimGroup(4).run(one) == [["aten::copy_"]] * 4

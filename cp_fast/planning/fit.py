@@ -1,0 +1,349 @@
+"""A plan that is updated in place: the next batch's program in the shape of the first one's, every table padded.
+
+What a captured CUDA graph has baked in stays as it is: which messages, copies and launches there are, and how large
+they may be. The first batch decides which there are; sizes follow from the plan's room, so that ranks agree on them: a
+launch may have all queries and keys in a buffer, a message all rows of a unit. Through a window of a self-attention a
+unit sees less of another: of each sequence, `left + right` keys beside each piece of its queries. What a later batch
+does not need is left empty; what the first batch did not have cannot be added.
+
+Where messages are padded, rows of the buffers that they fill move; nothing else does, as what pads a table comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cp_fast.planning.lower import COMPLETE, Draft, SegmentKeys
+from cp_fast.planning.padded import PaddedTables, pad
+from cp_fast.planning.tables import Key, RowKey, Tables
+from cp_fast.program import (
+    OWN,
+    Buffer,
+    Contribution,
+    Copy,
+    Launch,
+    LoweredProgram,
+    LoweredStep,
+    Operand,
+    Recv,
+    ResultRecv,
+    ResultSend,
+    Send,
+    Sums,
+)
+from cp_ref.spec import Column, Problem, Room, position_columns, ranges
+
+__all__ = ["Shape", "fit"]
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What stays: the first batch's program and lengths, the rank, and the room."""
+
+    program: LoweredProgram[RowKey]
+    tables: Tables
+    problem: Problem
+    rank: int
+    room: Room
+
+    def side_rows(self, kind: str) -> int:
+        """Rows of a rank's own buffer of a kind of operands or results."""
+        return self.room.rows_kv if kind in ("kv", "dkv") else self.room.rows_q
+
+    def message_rows(self, kind: str, peer: int) -> int:
+        """The most rows of a message: inside an a2a group those of one rank, else what a unit may see of another."""
+        own, size = self.side_rows(kind), self.problem.a2a_size
+        if peer // size == self.rank // size:
+            return own
+        problem, unit = self.problem, own * size
+        left, right = problem.window_size[0], 0 if problem.causal else problem.window_size[1]
+        lengths = problem.lengths
+        if left < 0 or right < 0 or lengths.len_q != lengths.len_kv or lengths.slots_q != lengths.slots_kv:
+            return unit
+        pieces = 2 if problem.layout == "dual_chunk" else 1
+        return max(1, min(unit, self.room.max_sequences * pieces * (left + right)))
+
+    def segments(self, keys: SegmentKeys) -> int:
+        """The most segments of a launch: as many a sequence as the first batch has on the average, rounded up."""
+        found = len(self.tables.cumulative(keys.cu_q)) - 1
+        sequences = sum(n > 0 for n in self.problem.lengths.len_q)
+        return self.room.max_sequences * -(-found // sequences)
+
+    def steps(self) -> Iterator[LoweredStep[RowKey]]:
+        """The steps of both passes."""
+        yield from self.program.forward
+        yield from self.program.backward
+
+
+def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[LoweredProgram[Key], PaddedTables]:
+    """A batch's program in this shape, with its tables.
+
+    Raises:
+        ValueError: it has a message, copy or launch that the shape does not have, or larger ones.
+    """
+    tables = PaddedTables()
+    positions = ranges(*position_columns(problem.layout, problem.lengths.slots_q, True, problem.cp_size, shape.rank))
+    ids = tables.add(pad(positions, shape.room.rows_q, 0))
+    real = np.zeros(shape.room.rows_q, dtype=bool)
+    real[draft.tables.numbers(draft.program.real_q_rows)] = True
+    mask = tables.add(real)
+    fitter = _Fitter(draft, shape, tables)
+    passes = {
+        name: tuple(
+            fitter.step(f"{name} step {n}", wanted, given)
+            for n, (wanted, given) in enumerate(
+                zip(getattr(shape.program, name), getattr(draft.program, name), strict=True)
+            )
+        )
+        for name in ("forward", "backward")
+    }
+    fitted = replace(
+        shape.program,
+        **passes,
+        buffers=fitter.buffers,
+        sums=fitter.sums,
+        real_q_rows=mask,
+        position_ids=ids,
+        spare_rows=1,
+    )
+    return fitted, tables
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Where each message of a buffer or of sums begins: in the batch's own, and in the padded one; and the latter's
+    size.
+    """
+
+    here: Column
+    there: Column
+    size: int
+
+    def rows(self, rows: Column) -> Column:
+        """Rows of the batch's own buffer in the padded one."""
+        if len(self.here) == 0:
+            return rows
+        number = np.searchsorted(self.here, rows, side="right") - 1
+        return rows - self.here[number] + self.there[number]
+
+
+class _Fitter:
+    """Fits a batch's program into a shape, step by step."""
+
+    def __init__(self, draft: Draft, shape: Shape, tables: PaddedTables) -> None:
+        self._given, self._shape, self._tables = draft.tables, shape, tables
+        self._moved: dict[str, _Moved] = {}
+        self._find_buffers(draft.program)
+        self.buffers = {name: replace(b, size=self._size(name, b)) for name, b in shape.program.buffers.items()}
+        self.sums = {name: replace(s, size=self._size(name, s)) for name, s in shape.program.sums.items()}
+
+    def _find_buffers(self, given: LoweredProgram[RowKey]) -> None:
+        """Where messages lie in what they fill and in what they are sent from."""
+        shape = self._shape
+        sizes: dict[tuple[str, int, int], tuple[int, int]] = {}  # of the batch's messages: the first row, the number
+        for step in (*given.forward, *given.backward):
+            filled: dict[str, int] = {}
+            for r in step.recvs:
+                begin = filled.get(r.buffer, 0)
+                sizes[r.buffer, r.peer, r.tag], filled[r.buffer] = (begin, r.size), begin + r.size
+            sizes |= {(s.sums, s.peer, s.tag): (s.start, s.size) for s in step.result_sends}
+        for step in shape.steps():
+            wanted: dict[str, list[tuple[int, int]]] = {}
+            for r in step.recvs:
+                wanted.setdefault(r.buffer, []).append((r.peer, r.tag))
+            for s in step.result_sends:
+                wanted.setdefault(s.sums, []).append((s.peer, s.tag))
+            for name, messages in wanted.items():
+                kind = (shape.program.buffers.get(name) or shape.program.sums[name]).kind
+                here: list[int] = []
+                there: list[int] = []
+                begin = 0
+                for peer, tag in messages:
+                    if (name, peer, tag) in sizes:
+                        here.append(sizes[name, peer, tag][0])
+                        there.append(begin)
+                    begin += shape.message_rows(kind, peer)
+                self._moved[name] = _Moved(np.array(here, dtype=np.int64), np.array(there, dtype=np.int64), begin)
+
+    def _size(self, name: str, what: Buffer | Sums) -> int:
+        """Rows of a buffer or of sums, without the spare one."""
+        if name in self._moved:
+            return self._moved[name].size
+        own = self._shape.side_rows(what.kind)
+        return (
+            own
+            if name in OWN.values() or (isinstance(what, Sums) and what.home)
+            else own * self._shape.problem.a2a_size
+        )
+
+    def step(self, where: str, wanted: LoweredStep[RowKey], given: LoweredStep[RowKey]) -> LoweredStep[Key]:
+        """One step in the shape of the first batch's."""
+
+        def pairs(name: str, key: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+            return _matched(f"{where} needs", name, getattr(wanted, name), getattr(given, name), key)
+
+        return LoweredStep(
+            packed=tuple(self._copy(*pair) for pair in pairs("packed", _copy_key)),
+            sends=tuple(self._send(where, *pair) for pair in pairs("sends", lambda s: (s.buffer, s.peers, s.tags))),
+            recvs=tuple(self._recv(where, *pair) for pair in pairs("recvs", lambda r: (r.buffer, r.peer, r.tag))),
+            result_sends=tuple(
+                self._result_send(where, *pair) for pair in pairs("result_sends", lambda s: (s.sums, s.peer, s.tag))
+            ),
+            result_recvs=tuple(
+                self._result_recv(where, *pair) for pair in pairs("result_recvs", lambda r: (r.peer, r.tag))
+            ),
+            copies=tuple(self._copy(*pair) for pair in pairs("copies", _copy_key)),
+            launches=tuple(self._launch(*pair) for pair in _matched_launches(where, wanted.launches, given.launches)),
+            last_use=wanted.last_use,
+        )
+
+    def _numbers(self, name: str, rows: RowKey | None) -> Column:
+        """A table's rows in the padded buffer; none of them for what the batch does not need."""
+        if rows is None:
+            return np.zeros(0, dtype=np.int64)
+        numbers = self._given.numbers(rows)
+        return self._moved[name].rows(numbers) if name in self._moved else numbers
+
+    def _read(self, name: str, rows: RowKey | None, size: int) -> Key:
+        return self._tables.read_from(self._numbers(name, rows), size)
+
+    def _written(self, name: str, rows: RowKey | None, size: int) -> Key:
+        spare = (self.buffers.get(name) or self.sums[name]).size
+        return self._tables.added_to(self._numbers(name, rows), size, spare)
+
+    def _copy(self, wanted: Copy[RowKey], given: Copy[RowKey] | None) -> Copy[Key]:
+        source, target = wanted.source, wanted.target
+        size = self.buffers[source.buffer].size
+        return Copy(
+            Operand(source.buffer, self._read(source.buffer, given and given.source.rows, size), source.heads),
+            Operand(target.buffer, self._written(target.buffer, given and given.target.rows, size), target.heads),
+        )
+
+    def _send(self, where: str, wanted: Send[RowKey], given: Send[RowKey] | None) -> Send[Key]:
+        size = self._shape.message_rows(self.buffers[wanted.buffer].kind, wanted.peers[0])
+        self._check(where, self._rows_of(given and given.rows), size)
+        return replace(wanted, rows=self._read(wanted.buffer, given and given.rows, size))
+
+    def _recv(self, where: str, wanted: Recv, given: Recv | None) -> Recv:
+        size = self._shape.message_rows(self.buffers[wanted.buffer].kind, wanted.peer)
+        self._check(where, given.size if given else 0, size)
+        return replace(wanted, size=size)
+
+    def _result_send(self, where: str, wanted: ResultSend, given: ResultSend | None) -> ResultSend:
+        sums = self._shape.program.sums[wanted.sums]
+        size = self._shape.message_rows(sums.kind, wanted.peer)
+        self._check(where, given.size if given else 0, size)
+        before = [s for step in self._shape.steps() for s in step.result_sends if s.sums == wanted.sums]
+        place = before.index(wanted)
+        start = sum(self._shape.message_rows(sums.kind, s.peer) for s in before[:place])
+        return replace(wanted, start=start, size=size)
+
+    def _result_recv(self, where: str, wanted: ResultRecv[RowKey], given: ResultRecv[RowKey] | None) -> ResultRecv[Any]:
+        size = self._shape.message_rows(wanted.kind, wanted.peer)
+        self._check(where, given.size if given else 0, size)
+        into = self._contributions(where, wanted.kind, wanted.into, given.into if given else (), size)
+        return replace(wanted, size=size, into=into)
+
+    def _contributions(
+        self,
+        where: str,
+        kind: str,
+        wanted: Sequence[Contribution[RowKey]],
+        given: Sequence[Contribution[RowKey]],
+        size: int,
+    ) -> tuple[Contribution[Any], ...]:
+        """Where a partial result of `size` rows goes."""
+        found: list[Contribution[Any]] = []
+        for one, other in _matched(f"{where} needs", "results", wanted, given, lambda c: (c.sums, c.heads)):
+            rows = self._tables.read_from(self._numbers("", other and other.rows), size)
+            if one.sums == COMPLETE:
+                into = self._tables.added_to(self._numbers("", other and other.into), size, self._shape.side_rows(kind))
+            else:
+                into = self._written(one.sums, other and other.into, size)
+            found.append(replace(one, rows=rows, into=into))
+        return tuple(found)
+
+    def _launch(self, where: str, wanted: Launch[RowKey], given: Launch[RowKey] | None) -> Launch[Any]:
+        size_q, size_kv = self.buffers[wanted.q.buffer].size, self.buffers[wanted.kv.buffer].size
+
+        def operand(name: str, size: int) -> Operand[Any] | None:
+            one, other = getattr(wanted, name), getattr(given, name) if given else None
+            return None if one is None else replace(one, rows=self._read(one.buffer, other and other.rows, size))
+
+        keys = given.segments if given else None
+        none = np.zeros(1, dtype=np.int32)
+        cu_q, cu_kv = (self._given.cumulative(k) for k in (keys.cu_q, keys.cu_kv)) if keys else (none, none)
+        most = self._shape.segments(wanted.segments)
+        if len(cu_q) > most + 1:
+            raise ValueError(
+                f"a launch has {len(cu_q) - 1} segments, but the plan has room for {most} (as many a sequence as its "
+                "first batch had); make a plan with a batch that needs them"
+            )
+        lengths = self._tables.lengths(cu_q, most), self._tables.lengths(cu_kv, most)
+        segments = SegmentKeys(*lengths, wanted.segments.left, wanted.segments.right, (size_q, size_kv))
+        kind = "dq" if wanted.do else "out"
+        results, results_kv = (given.results, given.results_kv) if given else ((), ())
+        return Launch(
+            **{name: operand(name, size_kv if name == "kv" else size_q) for name in ("q", "kv", "do", "res")},  # type: ignore[arg-type]
+            segments=segments,
+            first_head=wanted.first_head,
+            results=self._contributions(where, kind, wanted.results, results, size_q),
+            results_kv=self._contributions(where, "dkv", wanted.results_kv, results_kv, size_kv),
+        )
+
+    def _rows_of(self, rows: RowKey | None) -> int:
+        return 0 if rows is None else len(self._given.numbers(rows))
+
+    def _check(self, where: str, rows: int, size: int) -> None:
+        if rows > size:
+            raise ValueError(
+                f"{where} has a message of {rows} rows, but the plan has room for {size} (what its window lets through "
+                "where queries and keys have equal lengths); make a plan with a batch that needs more"
+            )
+
+
+def _copy_key(copy: Copy[Any]) -> tuple[Any, ...]:
+    return copy.source.buffer, copy.source.heads, copy.target.buffer, copy.target.heads
+
+
+def _matched(
+    needs: str, what: str, wanted: Sequence[Item], given: Sequence[Item], key: Callable[[Item], Any]
+) -> list[tuple[Item, Item | None]]:
+    """Everything of the shape with what the batch has of it, if anything."""
+    found = {key(item): item for item in given}
+    assert len(found) == len(given)
+    pairs = [(item, found.pop(key(item), None)) for item in wanted]
+    if found:
+        raise ValueError(
+            f"{needs} {what.replace('_', ' ')} of {next(iter(found))} that the plan does not have; make a plan with a "
+            "batch that needs it"
+        )
+    return pairs
+
+
+def _matched_launches(
+    where: str, wanted: Sequence[Launch[RowKey]], given: Sequence[Launch[RowKey]]
+) -> list[tuple[str, Launch[RowKey], Launch[RowKey] | None]]:
+    """Every launch of the shape with one of the batch that has the same window, in order; None for what it lacks."""
+
+    def window(launch: Launch[RowKey]) -> tuple[Any, ...]:
+        return launch.q.buffer, launch.kv.buffer, launch.segments.left, launch.segments.right
+
+    rest = list(reversed(given))
+    pairs: list[tuple[str, Launch[RowKey], Launch[RowKey] | None]] = []
+    for one in wanted:
+        pairs.append((where, one, rest.pop() if rest and window(rest[-1]) == window(one) else None))
+    if rest:
+        windows = [(launch.segments.left, launch.segments.right) for launch in wanted]
+        last = rest[-1].segments
+        raise ValueError(
+            f"{where} needs a launch with window {(last.left, last.right)} that the plan does not have (its windows are "
+            f"{windows}); make a plan with a batch that needs it"
+        )
+    return pairs

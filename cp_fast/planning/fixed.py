@@ -1,0 +1,45 @@
+"""The device's side of a plan that is updated in place: one buffer of tables, written over by one copy."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_fast.planning.fit import Shape, fit
+from cp_fast.planning.link import linked
+from cp_fast.planning.lower import Draft
+from cp_fast.planning.padded import PaddedTables
+from cp_fast.planning.tables import Key
+from cp_fast.program import LoweredProgram
+from cp_fast.rows import Rows
+from cp_ref.spec import Problem
+
+__all__ = ["Fitted", "FixedTables"]
+
+Fitted = tuple[LoweredProgram[Key], PaddedTables, torch.Tensor]
+
+
+class FixedTables:
+    """The tables of a plan on the device, and the shape that they were made for."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self._buffer: torch.Tensor | None = None
+
+    def fitted(self, draft: Draft, problem: Problem) -> Fitted:
+        """A batch's program in the plan's shape, and its tables as they are to lie on the device. For a GPU they are in
+        pinned memory, a new one each time, which PyTorch keeps until the copy from it is done.
+
+        Raises:
+            ValueError: the batch does not fit.
+        """
+        program, tables = fit(draft, problem, self._shape)
+        return program, tables, tables.on_host(pinned=self._device.type == "cuda")
+
+    def overwrite(self, fitted: Fitted) -> LoweredProgram[Rows]:
+        """Write what `fitted` made to the device; the program that reads it there."""
+        program, tables, host = fitted
+        if self._buffer is None:
+            self._buffer = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        assert self._buffer.shape == host.shape
+        self._buffer.copy_(host, non_blocking=True)
+        return linked(program, tables.on_device(self._buffer))
