@@ -23,7 +23,7 @@ def handle_for(thing: Any) -> torch.Tensor:
     """A new handle, int64 [], of an object that is kept alive by others."""
     number = next(_numbers)
     _objects[number] = thing
-    return torch.tensor(number, dtype=torch.int64)
+    return torch.tensor(number, dtype=torch.int64, device="cpu")  # whatever the default device is
 
 
 def forget(handle: torch.Tensor) -> None:

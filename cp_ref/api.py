@@ -207,8 +207,8 @@ def _sink(problem: Problem, offset: torch.Tensor | None, lse: torch.Tensor) -> t
 
 def _real_rows(plan: Plan, device: torch.device) -> torch.Tensor:
     """The local packed rows that hold real query tokens, int64."""
-    rows = [torch.empty(0, dtype=torch.int64)]
+    rows = [torch.empty(0, dtype=torch.int64, device="cpu")]
     for f in q_fragments(plan.problem, plan.rank):
         count = min(f.stop, plan.problem.sequences[f.seq].len_q) - f.start
-        rows.append(torch.arange(f.row, f.row + max(count, 0)))
+        rows.append(torch.arange(f.row, f.row + max(count, 0), device="cpu"))
     return torch.cat(rows).to(device)

@@ -47,8 +47,8 @@ def root() -> Path:
         return (Path(asked).expanduser() if asked else Path(cache).expanduser() / "cp-attention").absolute()
     except RuntimeError as error:
         raise Unavailable(
-            f"the cache of native kernels would be {asked or f'{cache}/cp-attention'}, but this user has no home folder "
-            f"({error}): set {VARIABLE} to a folder that can be written to"
+            f"the cache of native kernels would be {asked or f'{cache}/cp-attention'}, but this user has no home "
+            f"folder ({error}): set {VARIABLE} to a folder that can be written to"
         ) from error
 
 

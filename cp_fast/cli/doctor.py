@@ -16,8 +16,8 @@ from rich.table import Table
 from torch.cuda import nccl
 
 from cp_fast import build
-from cp_fast.build import tools
 from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
+from cp_fast.build import tools
 from cp_fast.cli.common import CHECK_FAILED, table
 from cp_fast.kernels.select import chosen
 from cp_ref.spec import Feature

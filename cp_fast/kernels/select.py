@@ -4,7 +4,8 @@
     numba    Numba CUDA, compiled on first use        needs a GPU and the package numba-cuda
     torch    PyTorch's operators                      needs nothing
 
-Without a choice, a device takes the first of them whose needs are met. A choice is made by `use("torch")`, or by the
+Without a choice, a device takes the first of them whose needs are met, and where that is not the first of all its first
+use says so, once. A choice is made by `use("torch")`, or by the
 environment variable CP_FAST_KERNELS; what was chosen and cannot be had raises. So does a native build that fails: a
 compiler that is there is used.
 """
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from cp_fast.kernels.base import Kernels
+from cp_fast.remarks import say_once
 
 __all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "use", "why_not"]
 
@@ -28,7 +30,8 @@ _used: list[str] = []  # of `use`, the innermost last; for all threads, as autog
 
 
 def why_not(name: str, device_type: str) -> str | None:
-    """Why an implementation cannot be had on a device ("cpu", "cuda"); None if its needs are met.
+    """Why an implementation cannot be had on a device ("cpu", "cuda"); None if its needs are met. A ValueError where
+    the environment names a compiler that is not there.
 
     >>> why_not("torch", "cpu") is None, why_not("numba", "cpu")
     (True, "numba is for 'cuda', not 'cpu'")
@@ -102,7 +105,13 @@ def asked() -> tuple[str | None, str]:
 @lru_cache
 def _cached(device_type: str, name: str | None, by: str) -> Kernels:
     """`chosen`, looked up once for every way of asking."""
-    return _loaded(chosen(device_type)[0], device_type)
+    taken, why = chosen(device_type)
+    if name is None and taken != NAMES[0]:
+        say_once(
+            f"on {device_type!r} the kernels {taken!r} move and merge, slower than {NAMES[0]!r} ones ({why}); "
+            f"{VARIABLE}={taken} takes them without a word"
+        )
+    return _loaded(taken, device_type)
 
 
 @lru_cache

@@ -119,7 +119,8 @@ class Tables:
         parts = [count for _, count, _ in self._spans] + [start for start, _, _ in self._spans]
         words = self._dtype().itemsize // 4
         spans = words * sum(map(len, parts))
-        host = torch.empty(spans + sum(map(len, self._lengths)), dtype=torch.int32, pin_memory=pinned)
+        words_in_all = spans + sum(map(len, self._lengths))
+        host = torch.empty(words_in_all, dtype=torch.int32, device="cpu", pin_memory=pinned)
         view = host.numpy()
         if parts:
             np.concatenate(parts, out=view[:spans].view(self._dtype()), casting="same_kind")
