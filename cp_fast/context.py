@@ -6,13 +6,13 @@ from typing import Any
 
 from cp_fast.backends import BACKENDS
 from cp_fast.comm import as_group
-from cp_fast.handles import handle_for
+from cp_fast.handles import OfThisProcess, handle_for
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
 
 __all__ = ["ContextParallel"]
 
 
-class ContextParallel:
+class ContextParallel(OfThisProcess):
     """A group of ranks, the schedule they follow and the kernels they compute with.
 
     Args:
@@ -27,6 +27,8 @@ class ContextParallel:
         rank, size: this rank and the number of ranks.
         a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
         comm: the group as a `cp_ref.spec.Group`.
+
+    A copy, deep or not, is the context itself; it cannot be pickled, as it belongs to its process.
 
     Raises:
         TypeError: `group` is none of the above. ValueError: a name that does not exist.
@@ -47,6 +49,12 @@ class ContextParallel:
         self.size = self.comm.size
         self.handle = handle_for(self)
         self.a2a_size = {"a2a": self.size, "a2a+p2p": getattr(self.comm, "a2a", self.comm).size}.get(cp_comm_type, 1)
+
+    def __copy__(self) -> ContextParallel:
+        return self  # nothing of it changes: a model's deep copy takes part in the same group
+
+    def __deepcopy__(self, memo: Any) -> ContextParallel:
+        return self
 
     def __repr__(self) -> str:
         return (

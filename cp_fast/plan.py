@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from cp_fast.backends import KERNEL_FEATURES, Backend, choose
 from cp_fast.context import ContextParallel
 from cp_fast.devices import read_device
 from cp_fast.features import EXECUTOR, required
-from cp_fast.handles import forget, handle_for
+from cp_fast.handles import OfThisProcess, forget, handle_for
 from cp_fast.packing import Packing
 from cp_fast.planning.batch import position_spans
 from cp_fast.planning.columns import spread
@@ -47,7 +47,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)  # one plan is itself alone: its tables are tensors
-class Plan:
+class Plan(OfThisProcess):
     """Everything about a batch that does not depend on the tensors' values.
 
     Attributes:
@@ -58,6 +58,9 @@ class Plan:
         packing: how the user's tensors are seen as packed rows.
         program: this rank's steps, with every row looked up.
         room: what `update` has room for; None for a plan that is not updated.
+
+    A copy, deep or not, is a plan of its own, with the same tables, which nobody writes to. A plan that is updated in
+    place is not copied, and no plan is pickled: TypeError.
     """
 
     problem: Problem
@@ -72,6 +75,17 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_for(self))
+
+    def __copy__(self) -> Plan:
+        if self.room is not None:
+            raise TypeError(
+                "a cp_fast.Plan that is updated in place cannot be copied, as both would have the same tables; make "
+                "another one by make_plan"
+            )
+        return replace(self)
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self.__copy__()
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -77,7 +77,8 @@ def choose(required: frozenset[Feature], backend: str) -> Backend:
         elif (served := next((v for v in variants(candidate) if wanted <= v.features), None)) is not None:
             if missed:
                 say_once(
-                    f"attention runs on {candidate.name}; what this GPU prefers is not installed ({'; '.join(missed)}); "
+                    f"attention runs on {candidate.name}; what this GPU prefers is not installed "
+                    f"({'; '.join(missed)}); "
                     f"ContextParallel(backend={candidate.name!r}) takes it without a word"
                 )
             return served
