@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cp_fast.checking import agree_on_call
 from cp_fast.context import ContextParallel
 from cp_fast.derivatives import differentiable_once
 from cp_fast.passes import Saved, backward_pass, forward_pass
@@ -15,7 +16,10 @@ __all__ = ["Attention"]
 
 
 class Attention(torch.autograd.Function):
-    """(q, k, v, offset) -> (out, lse, max_logit or None), differentiable but for max_logit."""
+    """(q, k, v, offset) -> (out, lse, max_logit or None), differentiable but for max_logit.
+
+    `call`: the number of a checked call, whose backward pass is checked too; 0 for one that is not.
+    """
 
     @staticmethod
     def forward(
@@ -25,12 +29,13 @@ class Attention(torch.autograd.Function):
         deterministic: bool,
         return_max_logit: bool,
         return_lse: bool,
+        call: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        with no_autocast(q.device.type):
+        with cp.alone("attention, forward"), no_autocast(q.device.type):
             out, lse, max_logit, saved = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
         for_offset = () if offset is None else (out, lse)
         ctx.save_for_backward(offset, *saved, *for_offset)
@@ -41,6 +46,7 @@ class Attention(torch.autograd.Function):
             deterministic,
             return_lse,
         )
+        ctx.call = call
         ctx.rows = plan.packing.rows(q.shape), plan.packing.rows(k.shape)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
@@ -50,12 +56,18 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if ctx.plan.handle is not ctx.handle:  # every batch of a plan has its own
-            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
+        def look() -> None:
+            if ctx.plan.handle is not ctx.handle:  # every batch of a plan has its own
+                raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
+
+        if ctx.call:
+            details = ("of_call", ctx.call), ("deterministic", ctx.deterministic), ("wants", ctx.needs_input_grad[9])
+            agree_on_call(ctx.cp, ctx.plan, "backward", look, *details)
+        look()
         offset, *tensors = ctx.saved_tensors
         saved, for_offset = Saved(*tensors[:5]), tensors[5:]
         out, lse = for_offset or saved[3:]
-        with no_autocast(saved.q.device.type):
+        with ctx.cp.alone("attention, backward"), no_autocast(saved.q.device.type):
             dq, dk, dv, doffset = backward_pass(
                 ctx.plan,
                 ctx.cp,
@@ -67,10 +79,10 @@ class Attention(torch.autograd.Function):
                 grads[1],
                 ctx.rows,
                 deterministic=ctx.deterministic,
-                wants_offset=ctx.needs_input_grad[8],
+                wants_offset=ctx.needs_input_grad[9],
                 lse_given=ctx.lse_given,
             )
-        return None, None, None, None, None, dq, dk, dv, doffset
+        return None, None, None, None, None, None, dq, dk, dv, doffset
 
 
 def no_autocast(device: str) -> torch.autocast:

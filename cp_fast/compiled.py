@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from cp_fast.autograd import no_autocast
-from cp_fast.calls import check_planned_call
+from cp_fast.calls import agree_on_forward, check_planned_call
+from cp_fast.checking import agree_on_call, checking
 from cp_fast.context import ContextParallel
 from cp_fast.execute import wide_dtype
 from cp_fast.handles import object_of
@@ -78,8 +79,12 @@ def _forward(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
-    check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
-    with no_autocast(q.device.type):
+
+    def look() -> None:
+        check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
+
+    agree_on_forward(the_plan, context, look, (deterministic, return_max_logit, return_lse), q, k, v, offset)
+    with context.alone("attention, forward"), no_autocast(q.device.type):
         done = forward_pass(the_plan, context, q, k, v, offset, return_max_logit=return_max_logit)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
     kept = done.saved if group_rows else Saved(*(q.new_empty(0) for _ in Saved._fields))
@@ -137,9 +142,11 @@ def _backward(
     lse_given: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
+    if checking():
+        agree_on_call(context, the_plan, "backward", lambda: None, ("wants", wants_offset))
     packing = the_plan.packing
     rows = saved if group_rows else [*(packing.pack(x) for x in (*saved, out)), packing.pack_lse(lse)]
-    with no_autocast(out.device.type):
+    with context.alone("attention, backward"), no_autocast(out.device.type):
         dq, dk, dv, doffset = backward_pass(
             the_plan,
             context,

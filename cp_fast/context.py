@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from cp_fast.backends import BACKENDS
 from cp_fast.comm import as_group
 from cp_fast.handles import OfThisProcess, handle_for
+from cp_fast.turns import alone_in, turns_of
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
 
 __all__ = ["ContextParallel"]
@@ -48,7 +50,16 @@ class ContextParallel(OfThisProcess):
         self.rank = self.comm.rank
         self.size = self.comm.size
         self.handle = handle_for(self)
+        self._turns = turns_of(group)
         self.a2a_size = {"a2a": self.size, "a2a+p2p": getattr(self.comm, "a2a", self.comm).size}.get(cp_comm_type, 1)
+
+    def alone(self, what: str) -> AbstractContextManager[None]:
+        """While a call is made: RuntimeError where another thread is inside one on the same group."""
+        return alone_in(self._turns, what)
+
+    def next_number(self) -> int:
+        """Of the checked calls on the group, from 1."""
+        return self._turns[0].next_number()
 
     def __copy__(self) -> ContextParallel:
         return self  # nothing of it changes: a model's deep copy takes part in the same group

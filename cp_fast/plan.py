@@ -279,7 +279,8 @@ def _together(cp: ContextParallel, read: Callable[[], Found], agreement: Callabl
         found = read()
     except Exception as caught:  # whatever it is, the other ranks must not wait for this one
         error = caught
-    agree(cp.comm, None if found is None else agreement(found), error)
+    with cp.alone("an agreement on a plan"):
+        agree(cp.comm, None if found is None else agreement(found), error)
     assert found is not None
     return found
 
