@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -18,8 +19,14 @@ from cp_ref.spec import Group, PairGroup, Parcel
 __all__ = ["PeerError", "ProcessMember", "all_reduce", "all_to_all", "as_group", "during"]
 
 
+_GATHER_TAG = 2**20  # far above the tags of schedules
+
+
 class PeerError(RuntimeError):
-    """Messages did not come through: a peer died, or did not answer within the group's time-out. Names the peers."""
+    """Messages did not come through: a peer died, or did not answer within the group's time-out.
+
+    Names the peers by their global ranks, those of the whole job.
+    """
 
 
 @contextmanager
@@ -50,24 +57,51 @@ class ProcessMember:
         ops = [dist.P2POp(dist.isend, p.tensor, self._global[p.peer], self._group, p.tag) for p in sends]
         ops += [dist.P2POp(dist.irecv, p.tensor, self._global[p.peer], self._group, p.tag) for p in recvs]
         if not ops:
-            return _Works(self.rank, [], (), ())
+            return _Works("", [], ())
+        here = f"global rank {self._global[self.rank]}"
+        messages = [
+            f"{what} global rank {self._global[p.peer]} (tag {p.tag})"
+            for what, parcels in (("to", sends), ("from", recvs))
+            for p in parcels
+        ]
         try:
-            return _Works(self.rank, dist.batch_isend_irecv(ops), sends, recvs)
+            return _Works(here, dist.batch_isend_irecv(ops), messages)
         except RuntimeError as error:
-            raise PeerError(_complaint(self.rank, _messages(sends, recvs), error)) from error
+            raise PeerError(_complaint(here, messages, error)) from error
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Reads from the device on NCCL: for plans, not for the hot path."""
+        if dist.get_backend(self._group) == "gloo":
+            return self._gather(value)
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            others = [rank for rank in self._global if rank != self._global[self.rank]]
+            messages = [f"from one of the global ranks {others}"]
+            raise PeerError(_complaint(f"global rank {self._global[self.rank]}", messages, error)) from error
         return values
+
+    def _gather(self, value: Any) -> list[Any]:
+        """`all_gather_object` by messages between every two ranks, so that a peer that is lost is named."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.tensor([len(own)], dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        tag = 2 * _GATHER_TAG
+        sends = [Parcel(peer, tag, sizes[self.rank]) for peer in peers]
+        self.exchange(sends, [Parcel(peer, tag, sizes[peer]) for peer in peers]).wait()
+        boxes = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
+        sends = [Parcel(peer, tag + 1, own) for peer in peers]
+        self.exchange(sends, [Parcel(peer, tag + 1, boxes[peer]) for peer in peers]).wait()
+        boxes[self.rank] = own
+        return [pickle.loads(box.numpy().tobytes()) for box in boxes]
 
 
 class _Works:
     """What torch.distributed is doing for one exchange: one work for each message (gloo), or one for all (NCCL)."""
 
-    def __init__(self, rank: int, works: list[Any], sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
-        self._rank, self._works, self._sends, self._recvs = rank, works, sends, recvs
+    def __init__(self, here: str, works: list[Any], messages: Sequence[str]) -> None:
+        self._here, self._works, self._messages = here, works, messages
 
     def wait(self) -> None:
         works, self._works = self._works, []
@@ -75,17 +109,13 @@ class _Works:
             try:
                 work.wait()
             except RuntimeError as error:
-                messages = _messages(self._sends, self._recvs)
-                late = messages[number : number + 1] if len(works) == len(messages) else messages
-                raise PeerError(_complaint(self._rank, late, error)) from error
+                alone = len(works) == len(self._messages)
+                late = self._messages[number : number + 1] if alone else self._messages
+                raise PeerError(_complaint(self._here, late, error)) from error
 
 
-def _messages(sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> list[str]:
-    return [f"{what} rank {p.peer} (tag {p.tag})" for what, ps in (("to", sends), ("from", recvs)) for p in ps]
-
-
-def _complaint(rank: int, messages: list[str], error: Exception) -> str:
-    return f"rank {rank}: what should go {', '.join(messages)} did not come through: {error}"
+def _complaint(here: str, messages: Sequence[str], error: Exception) -> str:
+    return f"{here}: what should go {', '.join(messages)} did not come through: {error}"
 
 
 def as_group(group: Any, cp_comm_type: str) -> Group:
@@ -154,4 +184,5 @@ def _pair_all_to_all(group: PairGroup, parts: Sequence[torch.Tensor]) -> list[to
 
 def all_reduce(group: Group, x: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
     """Combine the ranks' tensors (small: h_q values) in rank order, so that the result has the same bits everywhere."""
-    return reduce(combine, all_to_all(group, [x] * group.size))
+    with during("a sum or maximum over all ranks"):
+        return reduce(combine, all_to_all(group, [x] * group.size))

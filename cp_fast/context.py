@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from cp_fast.backends import BACKENDS
-from cp_fast.comm import as_group
+from cp_fast.comm import as_group, during
 from cp_fast.handles import OfThisProcess, handle_for
-from cp_fast.turns import alone_in, turns_of
+from cp_fast.turns import Turn, alone_in, turns_of
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
 
 __all__ = ["ContextParallel"]
@@ -54,8 +55,10 @@ class ContextParallel(OfThisProcess):
         self.a2a_size = {"a2a": self.size, "a2a+p2p": getattr(self.comm, "a2a", self.comm).size}.get(cp_comm_type, 1)
 
     def alone(self, what: str) -> AbstractContextManager[None]:
-        """While a call is made: RuntimeError where another thread is inside one on the same group."""
-        return alone_in(self._turns, what)
+        """While a call is made: RuntimeError where another thread is inside one on the same group; a PeerError says
+        what was called.
+        """
+        return _call(self._turns, what)
 
     def next_number(self) -> int:
         """Of the checked calls on the group, from 1."""
@@ -72,3 +75,9 @@ class ContextParallel(OfThisProcess):
             f"ContextParallel(rank {self.rank} of {self.size}, cp_comm_type={self.cp_comm_type!r}, "
             f"layout={self.layout!r}, backend={self.backend!r})"
         )
+
+
+@contextmanager
+def _call(turns: tuple[Turn, ...], what: str) -> Iterator[None]:
+    with alone_in(turns, what), during(what):
+        yield
