@@ -14,6 +14,7 @@ from cp_fast.context import ContextParallel
 from cp_fast.devices import read_device
 from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import OfThisProcess, forget, handle_for
+from cp_fast.kernels.select import kernels
 from cp_fast.packing import Packing
 from cp_fast.planning.batch import position_spans
 from cp_fast.planning.columns import spread
@@ -260,7 +261,13 @@ def backend_for(
 
 def plan_together(cp: ContextParallel, read: Callable[[], tuple[Agreement, Backend, torch.device]]) -> Plan:
     """Read this rank's arguments and compare notes with the other ranks: all get their plan, or all raise."""
-    (problem, room, _), backend, device = _together(cp, read, lambda found: found[0])
+
+    def read_and_load() -> tuple[Agreement, Backend, torch.device]:
+        found = read()
+        kernels(found[2].type)  # what is built or loaded on first use may fail, and then fails on all ranks
+        return found
+
+    (problem, room, _), backend, device = _together(cp, read_and_load, lambda found: found[0])
     packing = Packing(problem)
     if room is None:
         program = compile_program(packing.packed_problem, cp.rank, device)

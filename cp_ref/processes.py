@@ -58,7 +58,7 @@ def as_group(group: Any, cp_comm_type: str) -> Group:
         TypeError: it is none of them. ValueError: the two groups of a pair have more than this rank in common.
     """
     if cp_comm_type == "a2a+p2p":
-        if isinstance(group, DeviceMesh) and group.ndim == 2:
+        if isinstance(group, DeviceMesh) and group.ndim == 2 and not _left_out(group):
             group = (group.get_group(1), group.get_group(0))
         pair = cast(Sequence[Any], group) if isinstance(group, tuple | list) else ()
         if len(pair) == 2:
@@ -79,9 +79,20 @@ def _pair(a2a: Group, p2p: Group) -> PairGroup:
     return PairGroup(a2a, p2p)
 
 
+def _left_out(group: Any) -> bool:
+    """Whether this process is no member of what it has: `new_group` gives it a group all the same."""
+    if isinstance(group, DeviceMesh):
+        return group.get_coordinate() is None
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_rank(group) < 0
+    return group is dist.GroupMember.NON_GROUP_MEMBER
+
+
 def _one_group(group: Any) -> Group:
     if isinstance(group, Group):
         return group
+    if _left_out(group):
+        raise ValueError(f"group is {group!r}, which this process (rank {dist.get_rank()}) is no member of")
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     if isinstance(group, dist.ProcessGroup):

@@ -39,7 +39,7 @@ class Fails:
 
     def __init__(self, member: ProcessMember, armed: list[str]) -> None:
         self._member, self._armed = member, armed
-        self.rank, self.size = member.rank, member.size
+        self.rank, self.size, self.ranks = member.rank, member.size, member.ranks
 
     def exchange(self, sends: Any, recvs: Any) -> Any:
         self._fail()
