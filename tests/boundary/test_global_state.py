@@ -11,6 +11,7 @@ import torch
 
 import cp_fast
 import cp_ref
+from cp_fast.kernels import use
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
 
@@ -112,7 +113,7 @@ def helpers(impl: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("impl", [cp_fast, cp_ref])
 def test_helpers_are_as_without_it(impl: Any, kernels: str, state: str) -> None:
-    with cp_fast.kernels.use(kernels):
+    with use(kernels):
         plainly = helpers(impl)
         with STATES[state]():
             changed = helpers(impl)

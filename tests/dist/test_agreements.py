@@ -135,9 +135,11 @@ def test_a_group_that_the_process_is_no_member_of(four: Processes, package: str)
 
 @pytest.mark.parametrize("device", ["mps", "meta", "xla"])
 def test_a_device_that_nothing_runs_on(device: str) -> None:
+    sizes: dict[str, Any] = SIZES | {"device": device}
+
     def one(member: Any) -> None:
         for ask in (cp_fast.make_plan, cp_fast.supports):
             with pytest.raises(ValueError, match=f"device is '{device}'; it must be 'cpu' or 'cuda'"):
-                ask(cp=cp_fast.ContextParallel(member), batch_size=1, seqlen_q=8, **SIZES | {"device": device})
+                ask(cp=cp_fast.ContextParallel(member), batch_size=1, seqlen_q=8, **sizes)
 
     SimGroup(1).run(one)

@@ -93,7 +93,7 @@ def _main(rank: int, store: str, comm: str, phase: str, fault: str, results: Any
     armed: list[str] = []
 
     def member(kind: int) -> Any:
-        made = [dist.new_group(list(ranks), timeout=limit) for ranks in GROUPS[kind]]
+        made: list[Any] = [dist.new_group(list(ranks), timeout=limit) for ranks in GROUPS[kind]]
         mine = next(group for ranks, group in zip(GROUPS[kind], made, strict=True) if rank in ranks)
         return Fails(ProcessMember(mine), armed) if rank == LOST else ProcessMember(mine)
 
