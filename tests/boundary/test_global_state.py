@@ -14,6 +14,7 @@ import cp_ref
 from cp_fast.kernels import use
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
+from tests.marks import needs_cxx
 
 CU = torch.tensor([0, 13, 13, 28], dtype=torch.int32)
 PADDED = torch.tensor([0, 16, 16, 32], dtype=torch.int32)
@@ -110,7 +111,7 @@ def helpers(impl: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_cxx), "torch"])
 @pytest.mark.parametrize("impl", [cp_fast, cp_ref])
 def test_helpers_are_as_without_it(impl: Any, kernels: str, state: str) -> None:
     with use(kernels):
