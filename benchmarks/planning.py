@@ -36,11 +36,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from cp_fast.planning.compile import draft_program, link_program
+from cp_fast.planning.loops import loops
 
 from cp_fast.features import required
 from cp_fast.packing import Packing
-from cp_fast.planning.compile import draft_program, link_program
-from cp_fast.planning.loops import loops
 from cp_fast.planning.tables import Tables
 from cp_ref.spec import Agreement, Parcel, Pending, Problem, Sizes, agree, read_problem
 

@@ -257,7 +257,8 @@ class _Run:
             pending.work.wait()
         for name, boxes in pending.operands.items():
             for n, column in enumerate(self.held[name].columns):
-                torch.cat([box.columns[n] for box in boxes], 1, out=column)
+                arrived = torch.cat([box.columns[n] for box in boxes], 1)
+                column[:, : arrived.shape[1]] = arrived
         for recv, box in pending.results:
             if recv.complete:
                 self._arrived.append((recv.into[0], recv.kind, box))

@@ -16,7 +16,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Part(NamedTuple):
-    """A partial result: by row [n, h, ...] and, of outs, lse [h, n]; it goes into rows `into` and `heads` of a total."""
+    """A partial result: by row [n, h, ...] and, of outs, lse [h, n]; for rows `into` and `heads` of a total."""
 
     rows: Tensors
     lse: torch.Tensor | None

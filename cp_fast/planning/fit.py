@@ -170,6 +170,7 @@ class _Fitter:
                         there.append(begin)
                     begin += shape.message_rows(kind, peer)
                 self._moved[name] = _Moved(np.array(here, dtype=np.int64), np.array(there, dtype=np.int64), begin)
+        self._moved |= {kept: self._moved[sums] for sums, kept in shape.program.saved_sums.items()}
 
     def _size(self, name: str, what: Buffer | Sums) -> int:
         """Rows of a buffer or of sums, without the spare one."""
@@ -188,8 +189,10 @@ class _Fitter:
         def pairs(name: str, key: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
             return _matched(f"{where} needs", name, getattr(wanted, name), getattr(given, name), key)
 
+        every, number = (*given.packed, *given.copies), len(wanted.packed)  # rows that nothing sends are copied later
+        copies = _matched(f"{where} needs", "copies", (*wanted.packed, *wanted.copies), every, _copy_key)
         return LoweredStep(
-            packed=tuple(self._copy(*pair) for pair in pairs("packed", _copy_key)),
+            packed=tuple(self._copy(*pair) for pair in copies[:number]),
             sends=tuple(self._send(where, *pair) for pair in pairs("sends", lambda s: (s.buffer, s.peers, s.tags))),
             recvs=tuple(self._recv(where, *pair) for pair in pairs("recvs", lambda r: (r.buffer, r.peer, r.tag))),
             result_sends=tuple(
@@ -198,7 +201,7 @@ class _Fitter:
             result_recvs=tuple(
                 self._result_recv(where, *pair) for pair in pairs("result_recvs", lambda r: (r.peer, r.tag))
             ),
-            copies=tuple(self._copy(*pair) for pair in pairs("copies", _copy_key)),
+            copies=tuple(self._copy(*pair) for pair in copies[number:]),
             launches=tuple(self._launch(*pair) for pair in _matched_launches(where, wanted.launches, given.launches)),
             last_use=wanted.last_use,
         )
@@ -321,8 +324,8 @@ def _matched(
     pairs = [(item, found.pop(key(item), None)) for item in wanted]
     if found:
         raise ValueError(
-            f"{needs} {what.replace('_', ' ')} of {next(iter(found))} that the plan does not have; make a plan with a "
-            "batch that needs it"
+            f"{needs} a message or copy ({what} {next(iter(found))}) that the plan does not have; make a plan with a batch "
+            "that needs it"
         )
     return pairs
 
@@ -343,7 +346,7 @@ def _matched_launches(
         windows = [(launch.segments.left, launch.segments.right) for launch in wanted]
         last = rest[-1].segments
         raise ValueError(
-            f"{where} needs a launch with window {(last.left, last.right)} that the plan does not have (its windows are "
-            f"{windows}); make a plan with a batch that needs it"
+            f"{where} needs a launch with window {(last.left, last.right)} that the plan does not have (its windows are"
+            f" {windows}); make a plan with a batch that needs it"
         )
     return pairs

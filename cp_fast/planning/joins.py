@@ -132,11 +132,13 @@ def squares(tiles: BandTiles) -> tuple[Segments, Column]:
     the rows that are there one sees just those before it and itself.
     """
     causal = (tiles.lo <= -UNBOUNDED) & (tiles.hi < UNBOUNDED)
-    some = (
-        tiles.take(causal & (np.bincount(tiles.area, minlength=1)[tiles.area] > 1))
-        if causal.any()
-        else tiles.take(causal)
-    )
+    diagonal = causal & (tiles.hi == tiles.k_stop - tiles.q_stop)  # tiles that end on the diagonal, as squares do
+    if not diagonal.any():
+        return one_each(tiles.take(diagonal)), diagonal
+    in_area = np.zeros(int(tiles.area.max()) + 1, dtype=bool)
+    in_area[tiles.area[diagonal]] = True
+    causal &= in_area[tiles.area]
+    some = tiles.take(causal & (np.bincount(tiles.area)[tiles.area] > 1))
     if not len(some):
         return one_each(some), np.zeros(len(tiles), dtype=bool)
     q = _distinct(some.area, some.q_start, some.q_stop)

@@ -38,12 +38,12 @@ class LaunchTable(NamedTuple):
 
 def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles."""
-    if tiles.full.all():
-        segments = strips(tiles)
+    square, part = squares(tiles)
+    cut = cut_to_windows(tiles.take(~part) if part.any() else tiles, rule)
+    full = cut.full
+    if full.all():
+        segments = Segments.concat([square, strips(cut)])
     else:
-        square, part = squares(tiles)
-        cut = cut_to_windows(tiles.take(~part), rule)
-        full = cut.full
         segments = Segments.concat([square, strips(cut.take(full)), one_each(cut.take(~full))])
     return [_launch(found) for group in _by_window(segments) for found in _without_common_rows(group)]
 

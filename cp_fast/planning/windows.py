@@ -87,7 +87,7 @@ def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
     """
     area, q0, q1, k0, k1, lo, hi, left, right = tiles.columns
     corner, (own_left, own_right) = k1 - q1, rule.own
-    own = ~tiles.full if rule.own != (-1, -1) else np.zeros(len(tiles), dtype=bool)
+    own = np.full(len(tiles), rule.own != (-1, -1))
     if own_left >= 0:
         own &= corner - lo == own_left
     if own_right >= 0:

@@ -67,8 +67,6 @@ def areas_of(problem: Problem) -> Areas:
     hi = np.full_like(diagonal, UNBOUNDED) if right < 0 else diagonal + min(right, UNBOUNDED // 2)
     q0, q1, k0, k1 = crop(q_start, q_start + q_len, k_start, k_start + k_len, lo, hi)
     there = (q0 < q1) & (k0 < k1) & (q_len > 0) & (k_len > 0) & (lo <= hi)
-    # an edge that hides nothing is unbounded: equal areas are equal rows
-    lo, hi = np.where(lo <= k0 - (q1 - 1), -UNBOUNDED, lo), np.where(hi >= k1 - 1 - q0, UNBOUNDED, hi)
     areas = Areas(q0, q1, k0, k1, lo, hi)
     return areas if there.all() else areas.take(there)
 

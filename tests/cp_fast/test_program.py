@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from cp_fast.planning.compile import compile_program
+
 from cp_ref.spec import Problem, Sequence
 
 CPU = torch.device("cpu")
