@@ -8,7 +8,7 @@ import torch
 
 from cp_fast.autograd import Attention
 from cp_fast.backends import Backend
-from cp_fast.calls import check_planned_call
+from cp_fast.calls import agree_on_forward, check_planned_call, requires_grad
 from cp_fast.compiled import attention_in_graph
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, backend_for, plan_together
@@ -69,16 +69,26 @@ def attention(
             backend = backend_for(cp, problem, q.device.type, **how)
             check_local_tensors(problem, cp.rank, q, k, v)
             check_offset(problem, softmax_offset, q)
-            extras = ("return_max_logit", return_max_logit), *_of_backward(cp, softmax_offset, return_lse)
+            extras = (
+                ("return_max_logit", return_max_logit),
+                ("requires_grad", requires_grad(q, k, v)),
+                *_of_backward(cp, softmax_offset, return_lse),
+            )
             return Agreement(problem, extras=extras), backend, q.device
 
         made = plan_together(cp, read)
+        settled = {}
     else:
-        made = plan
+        made, settled = plan, arguments
+
+    def look() -> None:
         check_flag("return_lse", return_lse)
-        check_settled(plan.problem, **arguments)
-        check_planned_call(plan, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
-    results = Attention.apply(made, cp, deterministic, return_max_logit, return_lse, q, k, v, softmax_offset)
+        check_settled(made.problem, **settled)
+        check_planned_call(made, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
+
+    flags = deterministic, return_max_logit, return_lse
+    call = agree_on_forward(made, cp, look, flags, q, k, v, softmax_offset)
+    results = Attention.apply(made, cp, *flags, call, q, k, v, softmax_offset)
     return asked_for(results, return_lse, return_max_logit)
 
 
@@ -91,5 +101,5 @@ def _of_backward(cp: ContextParallel, offset: torch.Tensor | None, return_lse: b
     """What decides which messages the backward pass sends: the sinks' gradients are summed over all ranks, and heads
     are exchanged for the gradient of lse too.
     """
-    learnt = offset is not None and offset.requires_grad and torch.is_grad_enabled()
-    return [("softmax_offset.requires_grad", learnt), *([("return_lse", return_lse)] if cp.a2a_size > 1 else [])]
+    learnt = ("softmax_offset.requires_grad", requires_grad(offset))
+    return [learnt, *([("return_lse", return_lse)] if cp.a2a_size > 1 else [])]

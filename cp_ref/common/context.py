@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from cp_ref.common.processes import as_group
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
@@ -28,6 +28,8 @@ class ContextParallel:
         rank, size: this rank and the number of ranks.
         a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
         comm: the group as a `cp_ref.spec.Group`.
+
+    A copy, deep or not, is the context itself.
 
     Raises:
         TypeError: `group` is none of the above. ValueError: a name that does not exist.
@@ -54,6 +56,12 @@ class ContextParallel:
         self.size = self.comm.size
         row = getattr(self.comm, "a2a", self.comm)
         self.a2a_size: int = {"a2a": self.size, "a2a+p2p": row.size}.get(self.cp_comm_type, 1)
+
+    def __copy__(self) -> Self:
+        return self  # nothing of it changes: a model's deep copy takes part in the same group
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
     def __repr__(self) -> str:
         return (

@@ -127,3 +127,11 @@ def test_the_debugging_page_shows_what_is_printed(tmp_path: Path, monkeypatch: p
     assert len(shown) > 60
     for line in shown:
         assert line.startswith("$ ") or line.strip() in ("", "...") or line.rstrip() in printed, line
+
+
+def test_every_promise_has_the_test_that_is_named() -> None:
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    promised = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(promised) > 15
+    for path, name in promised:
+        assert f"def {name or 'test_'}" in (ROOT / path).read_text(), (path, name)
