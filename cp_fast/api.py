@@ -19,7 +19,10 @@ from cp_ref.spec import (
     check_flag,
     check_local_tensors,
     check_offset,
+    check_placements,
     check_settled,
+    local_part,
+    one_a_head,
     read_sizes,
 )
 
@@ -54,7 +57,8 @@ def attention(
         q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or
             longer: the rest is tail). float16, bfloat16 (and float32, float64 on a CPU). Query head h uses kv
             head h // (h_q // h_kv). Under torch.autocast q, k and v are cast to its dtype, as for PyTorch's attention.
-        k, v: the same with s_kv, h_kv, and d_v for v.
+        k, v: the same with s_kv, h_kv, and d_v for v. A DTensor is taken as its local part where the context's group
+            shards its sequence; results are plain tensors.
         cp: the group, the schedule and the layout.
         qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
         attn_mask_type: "no_mask", "causal", "causal_bottom_right" (aligned to the last query and key), or one of these
@@ -68,7 +72,8 @@ def attention(
         softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         softmax_type: "vanilla"; "off-by-one": the denominator gains 1; "learnable": it gains exp(softmax_offset[h]).
-        softmax_offset: [h_q], any float dtype, for "learnable" only.
+        softmax_offset: [h_q] or [1, h_q, 1, 1], any float dtype, for "learnable" only. Its gradient is this rank's
+            share of the total, or the total, as `cp.softmax_offset_grad` says.
         deterministic: the same bits from run to run; a kernel library that cannot is not chosen.
         return_lse, return_max_logit: return these too.
         plan: from `make_plan`; the problem's arguments are then left out.
@@ -100,10 +105,13 @@ def attention(
     if torch.compiler.is_compiling() and not isinstance(plan, Plan):
         how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
         return _outside_graphs(q, k, v, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
-    q, k, v = (autocast(x) for x in (q, k, v))
+    given = {"q": q, "k": k, "v": v}
+    q, k, v = (autocast(local_part(x)) for x in (q, k, v))
+    softmax_offset = one_a_head(softmax_offset)
     if torch.compiler.is_compiling() and isinstance(plan, Plan):
         check_flag("return_lse", return_lse)
         check_settled(plan.problem, **arguments)
+        check_placements(cp, plan.problem.qkv_format, softmax_offset, **given)
         results = attention_in_graph(plan, cp, deterministic, return_max_logit, return_lse, q, k, v, softmax_offset)
         return _asked_for(results, return_lse, return_max_logit)
     refuse_transforms()
@@ -115,6 +123,7 @@ def attention(
                     f"plan is a {type(plan).__module__}.{type(plan).__qualname__}; it must be a cp_fast.Plan"
                 )
             check_flag("return_lse", return_lse)
+            check_placements(cp, qkv_format, softmax_offset, **given)
             sizes = read_sizes(q, k, v, qkv_format, cp.size)
             how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
             problem = read_call(cp, sizes, **arguments)
@@ -129,6 +138,7 @@ def attention(
         made = plan
         check_flag("return_lse", return_lse)
         check_settled(plan.problem, **arguments)
+        check_placements(cp, plan.problem.qkv_format, softmax_offset, **given)
         check_planned_call(plan, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
     results = Attention.apply(made, cp, deterministic, return_max_logit, return_lse, q, k, v, softmax_offset)
     return _asked_for(results, return_lse, return_max_logit)
@@ -140,11 +150,14 @@ def _outside_graphs(*tensors: torch.Tensor, **arguments: Any) -> Any:
 
 
 def _of_backward(cp: ContextParallel, offset: torch.Tensor | None, return_lse: bool) -> list[tuple[str, object]]:
-    """What decides which messages the backward pass sends: the sinks' gradients are summed over all ranks, and heads
-    are exchanged for the gradient of lse too.
+    """What decides which messages the backward pass sends: whether the sinks' gradients are summed over all ranks, and
+    heads are exchanged for the gradient of lse too.
     """
-    learnt = offset is not None and offset.requires_grad and torch.is_grad_enabled()
-    return [("softmax_offset.requires_grad", learnt), *([("return_lse", return_lse)] if cp.a2a_size > 1 else [])]
+    extras: list[tuple[str, object]] = [("softmax_offset_grad", cp.softmax_offset_grad)]
+    if cp.softmax_offset_grad == "total":
+        learnt = offset is not None and offset.requires_grad and torch.is_grad_enabled()
+        extras.append(("softmax_offset.requires_grad", learnt))
+    return [*extras, *([("return_lse", return_lse)] if cp.a2a_size > 1 else [])]
 
 
 def _asked_for(results: Any, return_lse: bool, return_max_logit: bool) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from cp_fast.backends import BACKENDS
 from cp_fast.comm import as_group
 from cp_fast.handles import handle_for
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, check_choice
 
 __all__ = ["ContextParallel"]
 
@@ -22,6 +22,9 @@ class ContextParallel:
         layout: which rank owns which tokens: "dual_chunk" (balanced under causal masks) or "contiguous".
         backend: "auto" takes the first kernel library that works here and has what the problem needs; a name ("fa4",
             "cudnn", "fa2", "cpu", "torch") takes that one and never another.
+        softmax_offset_grad: what a rank's gradient of softmax_offset is. "share": of its own queries, as its gradients
+            of all other weights are of its own tokens; the ranks' shares add up to the total, so sum or average it over
+            the group with the rest. "total": the sum over the group already, the same on every rank; leave it out then.
 
     Attributes:
         rank, size: this rank and the number of ranks.
@@ -33,15 +36,23 @@ class ContextParallel:
     """
 
     def __init__(
-        self, group: Any, cp_comm_type: str = "p2p", *, layout: str = "dual_chunk", backend: str = "auto"
+        self,
+        group: Any,
+        cp_comm_type: str = "p2p",
+        *,
+        layout: str = "dual_chunk",
+        backend: str = "auto",
+        softmax_offset_grad: str = "share",
     ) -> None:
         check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
         check_choice("layout", layout, LAYOUTS)
+        check_choice("softmax_offset_grad", softmax_offset_grad, OFFSET_GRADS)
         check_choice("backend", backend, ("auto", *(b.name for b in BACKENDS)))
         self.group = group
         self.cp_comm_type = cp_comm_type
         self.layout = layout
         self.backend = backend
+        self.softmax_offset_grad = softmax_offset_grad
         self.comm = as_group(group, cp_comm_type)
         self.rank = self.comm.rank
         self.size = self.comm.size

@@ -87,7 +87,7 @@ def backward_pass(
     wants_offset: bool,
     lse_given: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v in the user's format, and of offset [h_q], summed over all ranks. Collective.
+    """Gradients of q, k, v in the user's format, and of offset [h_q], as the context says. Collective.
 
     out, lse: the forward pass's results, in the user's format; dout, dlse: their gradients, None for zero. rows: how
     many packed rows q and k have on this rank. lse_given: whether the caller has lse; then some rank may have a
@@ -105,7 +105,8 @@ def backward_pass(
     doffset = None
     if offset is not None and wants_offset:
         mine = _offset_gradient(plan, offset, dout, packing.pack(out), packing.pack_lse(lse), dlse)
-        doffset = all_reduce(cp.comm, mine, torch.add).to(offset.dtype)
+        total = cp.softmax_offset_grad == "total"
+        doffset = (all_reduce(cp.comm, mine, torch.add) if total else mine).to(offset.dtype)
     if heads is not None:
         dout, *rest = heads.to_group(cp.comm, movers, (heads.q, dout), *([] if dlse is None else [(heads.q, dlse.t())]))
         dlse = rest[0].t().contiguous() if rest else None

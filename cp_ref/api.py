@@ -22,9 +22,12 @@ from cp_ref.spec import (
     check_flag,
     check_local_tensors,
     check_offset,
+    check_placements,
     check_plan_owner,
     check_room_tensors,
     check_settled,
+    local_part,
+    one_a_head,
     q_fragments,
     read_sizes,
 )
@@ -60,7 +63,8 @@ def attention(
         q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or
             longer: the rest is tail). float16, bfloat16, float32 or float64. Query head h uses kv head
             h // (h_q // h_kv).
-        k, v: the same with s_kv, h_kv, and d_v for v.
+        k, v: the same with s_kv, h_kv, and d_v for v. A DTensor is taken as its local part where the context's group
+            shards its sequence; results are plain tensors.
         cp: the group, the schedule and the layout.
         qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
         attn_mask_type: "no_mask", "causal", "causal_bottom_right" (aligned to the last query and key), or one of these
@@ -74,7 +78,8 @@ def attention(
         softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         softmax_type: "vanilla"; "off-by-one": the denominator gains 1; "learnable": it gains exp(softmax_offset[h]).
-        softmax_offset: [h_q], any float dtype, for "learnable" only.
+        softmax_offset: [h_q] or [1, h_q, 1, 1], any float dtype, for "learnable" only. Its gradient is this rank's
+            share of the total, or the total, as `cp.softmax_offset_grad` says.
         deterministic: the same bits from run to run. The reference always is.
         return_lse, return_max_logit: return these too.
         plan: from `make_plan`; the problem's arguments are then left out.
@@ -92,7 +97,9 @@ def attention(
     """
     refuse_transforms()
     check_context(cp, ContextParallel)
-    q, k, v = (autocast(x) for x in (q, k, v))
+    given = {"q": q, "k": k, "v": v}
+    q, k, v = (autocast(local_part(x)) for x in (q, k, v))
+    softmax_offset = one_a_head(softmax_offset)
     flags = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
     arguments: dict[str, Any] = {
         "qkv_format": qkv_format,
@@ -115,10 +122,11 @@ def attention(
                 )
             for name, flag in flags.items():
                 check_flag(name, flag)
+            check_placements(cp, qkv_format, softmax_offset, **given)
             problem = read_call(cp, read_sizes(q, k, v, qkv_format, cp.size), **arguments)
             check_local_tensors(problem, cp.rank, q, k, v)
             check_offset(problem, softmax_offset, q)
-            return Agreement(problem), q.device
+            return Agreement(problem, extras=(("softmax_offset_grad", cp.softmax_offset_grad),)), q.device
 
         made = plan_together(cp, read)
     else:
@@ -127,6 +135,7 @@ def attention(
         for name, flag in flags.items():
             check_flag(name, flag)
         check_settled(plan.problem, **arguments)
+        check_placements(cp, plan.problem.qkv_format, softmax_offset, **given)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_room_tensors(plan.room, q, k)
         check_offset(plan.problem, softmax_offset, q)
@@ -191,7 +200,8 @@ class _Attention(torch.autograd.Function):
             real = _real_rows(plan, q.device)
             sink = offset.to(lse.dtype)  # -inf is none at all, and a row with no key and no sink has lse -inf too
             weight = torch.exp(sink - lse[real]).masked_fill(sink == float("-inf"), 0.0)  # its share of the softmax
-            doffset = all_reduce_sum(cp.comm, -(weight * delta[real]).sum(dim=0)).to(offset.dtype)
+            share = -(weight * delta[real]).sum(dim=0)
+            doffset = _offset_grad(cp, share).to(offset.dtype)
         dq, dk, dv = (g.to(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
         ctx.recorder.own("final", dq=dq, dk=dk, dv=dv, dsoftmax_offset=doffset)
         dq, dk, dv = (to_format(g, fmt, batch_size) for g in (dq, dk, dv))
@@ -203,6 +213,11 @@ def _sink(problem: Problem, offset: torch.Tensor | None, lse: torch.Tensor) -> t
     if problem.softmax_type == "vanilla":
         return None
     return lse.new_zeros(problem.heads_q) if offset is None else offset.to(lse.dtype)
+
+
+def _offset_grad(cp: ContextParallel, share: torch.Tensor) -> torch.Tensor:
+    """The gradient of softmax_offset, of its part that is from this rank's queries: see `ContextParallel`."""
+    return all_reduce_sum(cp.comm, share) if cp.softmax_offset_grad == "total" else share
 
 
 def _real_rows(plan: Plan, device: torch.device) -> torch.Tensor:

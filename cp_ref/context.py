@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cp_ref.processes import as_group
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, check_choice
 
 __all__ = ["ContextParallel"]
 
@@ -19,6 +19,9 @@ class ContextParallel:
         cp_comm_type: "p2p" (ring attention), "all_gather", "a2a" (Ulysses) or "a2a+p2p".
         layout: which rank owns which tokens: "dual_chunk" (balanced under causal masks) or "contiguous".
         backend: "auto". The reference has only plain PyTorch; `cp_fast` takes the names of its kernel libraries here.
+        softmax_offset_grad: what a rank's gradient of softmax_offset is. "share": of its own queries, as its gradients
+            of all other weights are of its own tokens; the ranks' shares add up to the total, so sum or average it over
+            the group with the rest. "total": the sum over the group already, the same on every rank; leave it out then.
 
     Attributes:
         rank, size: this rank and the number of ranks.
@@ -34,15 +37,23 @@ class ContextParallel:
     """
 
     def __init__(
-        self, group: Any, cp_comm_type: str = "p2p", *, layout: str = "dual_chunk", backend: str = "auto"
+        self,
+        group: Any,
+        cp_comm_type: str = "p2p",
+        *,
+        layout: str = "dual_chunk",
+        backend: str = "auto",
+        softmax_offset_grad: str = "share",
     ) -> None:
         check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
         check_choice("layout", layout, LAYOUTS)
+        check_choice("softmax_offset_grad", softmax_offset_grad, OFFSET_GRADS)
         check_choice("backend", backend, ("auto",))
         self.group = group
         self.cp_comm_type = cp_comm_type
         self.layout = layout
         self.backend = backend
+        self.softmax_offset_grad = softmax_offset_grad
         self.comm = as_group(group, cp_comm_type)
         self.rank = self.comm.rank
         self.size = self.comm.size

@@ -5,6 +5,7 @@ from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
 from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_owner, check_settled
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import gathered_spans
+from cp_ref.spec.given import OFFSET_GRADS, check_placements, local_part, one_a_head
 from cp_ref.spec.group import Group, Parcel, Pending, agree
 from cp_ref.spec.layout import Fragment, divisor, kv_fragments, local_slots, ownership, q_fragments
 from cp_ref.spec.mask import Band, Rect
@@ -24,6 +25,7 @@ __all__ = [
     "CP_COMM_TYPES",
     "LAYOUTS",
     "MASKS",
+    "OFFSET_GRADS",
     "QKV_FORMATS",
     "SOFTMAX_TYPES",
     "Agreement",
@@ -58,6 +60,7 @@ __all__ = [
     "check_flag",
     "check_local_tensors",
     "check_offset",
+    "check_placements",
     "check_plan_owner",
     "check_room_tensors",
     "check_settled",
@@ -67,12 +70,14 @@ __all__ = [
     "gathered_spans",
     "head_ranges",
     "kv_fragments",
+    "local_part",
     "local_slots",
     "make_program",
     "make_schedule",
     "message_bytes",
     "message_rows",
     "next_batch",
+    "one_a_head",
     "ownership",
     "position_spans",
     "q_fragments",
