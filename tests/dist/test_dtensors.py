@@ -33,11 +33,8 @@ def local(rank: int) -> list[torch.Tensor]:
 def attend_twice(package: str, comm: str) -> None:
     """The same results and gradients from DTensors as from their local parts."""
     impl, mesh = importlib.import_module(package), init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    placements: list[Placement]
-    if comm == "a2a+p2p":
-        cp, placements = impl.ContextParallel(mesh, comm), [Shard(1), Shard(1)]
-    else:  # two data parallel replicas, which share the batch
-        cp, placements = impl.ContextParallel(mesh["inner"], comm), [Shard(0), Shard(1)]
+    cp = impl.ContextParallel(mesh if comm == "a2a+p2p" else mesh["inner"], comm)
+    placements = [Shard(1 if comm == "a2a+p2p" else 0), Shard(1)]  # else two data parallel replicas share the batch
     plain = [x.requires_grad_() for x in local(dist.get_rank())]
     wrapped = [DTensor.from_local(x.detach().clone(), mesh, placements).requires_grad_() for x in plain]
     out, other = impl.attention(*plain, cp=cp), impl.attention(*wrapped, cp=cp)
