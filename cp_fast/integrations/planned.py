@@ -13,10 +13,20 @@ from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, make_plan
 from cp_ref.spec import check_context, local_part, read_sizes
 
-__all__ = ["attend", "check_longest", "plan_once", "refuse"]
+__all__ = ["attend", "check_longest", "context_for", "plan_once", "refuse"]
 
 KEPT = 16  # plans of a context: the kinds of layers of a model, for the batches of an accumulation step
+_contexts: dict[Any, ContextParallel] = {}
 _plans: WeakKeyDictionary[ContextParallel, OrderedDict[Any, tuple[Plan, Any]]] = WeakKeyDictionary()
+
+
+def context_for(group: Any, cp_comm_type: str, **options: Any) -> ContextParallel:
+    """One context for a group (or a list of two), a schedule and its options, however often they come."""
+    group = tuple(group) if isinstance(group, list) else group
+    key = group, cp_comm_type, tuple(sorted(options.items()))
+    if key not in _contexts:
+        _contexts[key] = ContextParallel(group, cp_comm_type, **options)
+    return _contexts[key]
 
 
 def attend(

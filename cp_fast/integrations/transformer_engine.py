@@ -4,8 +4,8 @@
 
     cp_te.patch()  # DotProductAttention and what is built on it call cp_fast from now on; cp_te.unpatch() takes it back
 
-The function is `attn_forward_func_with_cp` with its 33 arguments. Which problems reach it is TransformerEngine's choice:
-its own checks come first. Only `patch` and `unpatch` import TransformerEngine.
+The function is `attn_forward_func_with_cp` with its 33 arguments. Which problems reach it is TransformerEngine's
+choice: its own checks come first. Only `patch` and `unpatch` import TransformerEngine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.context import ContextParallel
-from cp_fast.integrations.planned import attend, refuse
+from cp_fast.integrations.planned import attend, context_for, refuse
 
 __all__ = ["attn_forward_func_with_cp", "patch", "unpatch"]
 
@@ -26,7 +25,6 @@ _FOLDER = "transformer_engine.pytorch.attention.dot_product_attention."
 _USERS = (_FOLDER + "context_parallel", _FOLDER + "backends")  # where the function is defined, and where it is called
 _NAME = "attn_forward_func_with_cp"
 _originals: dict[str, Any] = {}
-_contexts: dict[Any, ContextParallel] = {}
 
 
 def patch(**context: Any) -> None:
@@ -126,7 +124,7 @@ def attn_forward_func_with_cp(
         q,
         k,
         v,
-        cp=_context(cp_group, cp_comm_type, context or {}),
+        cp=context_for(cp_group, cp_comm_type, **(context or {})),
         qkv_format=qkv_format,
         attn_mask_type=attn_mask_type,
         window_size=(-1, -1) if window_size is None else tuple(window_size),
@@ -137,12 +135,3 @@ def attn_forward_func_with_cp(
         return_max_logit=return_max_logit,
         **{name: x for name, x in given.items() if x is not None},
     )
-
-
-def _context(group: Any, cp_comm_type: str, options: dict[str, Any]) -> ContextParallel:
-    """One context for a group, a schedule and its options, however often they come."""
-    group = tuple(group) if isinstance(group, list) else group
-    key = group, cp_comm_type, tuple(sorted(options.items()))
-    if key not in _contexts:
-        _contexts[key] = ContextParallel(group, cp_comm_type, **options)
-    return _contexts[key]
