@@ -135,12 +135,14 @@ class CoreAttention(torch.nn.Module):
 
     def _context(self, packed: Any) -> ContextParallel:
         """The layer's context, or that of a batch which brings its own group."""
+        from megatron.core.parallel_state import get_hierarchical_context_parallel_groups  # pyright: ignore
+
         group = getattr(packed, "cp_group", None)
         if group is None and getattr(packed, "local_cp_size", None) == 1:
             return context_for(_ALONE, "p2p")
         if self.cp_comm_type != "a2a+p2p":
             return context_for(group or self.groups.cp, self.cp_comm_type)
-        levels = getattr(self.groups, "hcp", None)
+        levels = getattr(self.groups, "hcp", None) or get_hierarchical_context_parallel_groups(check_initialized=False)
         if group is not None or not levels:
             found = "no hcp groups" if group is None else "a cp_group of the batch"
             raise ValueError(

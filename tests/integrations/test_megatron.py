@@ -47,8 +47,7 @@ def layer_of(comm: str, size: int, core: Any, **more: Any) -> Any:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     if not parallel_state.model_parallel_is_initialized():
-        levels = {"hierarchical_context_parallel_sizes": [2, 2]} if size == 4 else {}
-        parallel_state.initialize_model_parallel(context_parallel_size=size, **levels)
+        parallel_state.initialize_model_parallel(context_parallel_size=size, hierarchical_context_parallel_sizes=[2, 2])
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,
@@ -127,10 +126,11 @@ def over_ranks(comm: str, packed: bool, more: dict[str, Any]) -> str:
     return ", ".join(wrong) + (" plans" if max(map(len, planned._plans.values())) != 1 else "")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def group(request: pytest.FixtureRequest) -> Iterator[tuple[int, Processes]]:
-    processes = Processes(request.param)
-    yield request.param, processes
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    """Started once: each imports megatron-core, which takes seconds."""
+    processes = Processes(4)
+    yield processes
     processes.close()
 
 
@@ -138,19 +138,15 @@ MORE: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window_size": (5, 0)},
     "sinks": {"softmax_type": "learnable"},
+    "max_logit": {"deterministic_mode": True, "log_max_attention_logit": True},
 }
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["sbhd", "thd"])
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
 @pytest.mark.parametrize("more", MORE.values(), ids=MORE.keys())
-def test_a_layer_is_the_same_over_ranks(
-    group: tuple[int, Processes], comm: str, packed: bool, more: dict[str, Any]
-) -> None:
-    size, processes = group
-    if comm == "a2a+p2p" and size == 2:  # which takes four: here what else a configuration may ask for
-        comm, more = "p2p", {**more, "deterministic_mode": True, "log_max_attention_logit": True}
-    assert processes.run(over_ranks, comm, packed, more) == [""] * size
+def test_a_layer_is_the_same_over_ranks(four: Processes, comm: str, packed: bool, more: dict[str, Any]) -> None:
+    assert four.run(over_ranks, comm, packed, more) == [""] * 4
 
 
 def refused() -> list[str]:
@@ -179,8 +175,9 @@ def refused() -> list[str]:
     said.append(str(caught.value).partition(",")[0])
     core.cp_comm_type = "a2a+p2p"
     core.groups = SimpleNamespace(cp=core.groups.cp)
+    other = PackedSeqParams("sbhd", cp_group=core.groups.cp)
     with pytest.raises(ValueError, match="hierarchical_context_parallel_sizes"):
-        core(q, q[:, :, :2], q[:, :, :2], None)
+        core(q, q[:, :, :2], q[:, :, :2], None, packed_seq_params=other)
     alone = PackedSeqParams("sbhd", local_cp_size=1)  # this batch is not spread
     assert core(q, q[:, :, :2], q[:, :, :2], None, packed_seq_params=alone).shape == (8, 2, 32)
 
@@ -192,7 +189,6 @@ def refused() -> list[str]:
     return said
 
 
-def test_what_cannot_be_honoured_is_named(group: tuple[int, Processes]) -> None:
-    size, processes = group
+def test_what_cannot_be_honoured_is_named(four: Processes) -> None:
     expected = ["attention_bias is a tensor [1", "attn_mask_type is 'arbitrary'", "attn_mask_type is 'padding'"]
-    assert processes.run(refused) == [[*expected, "attention_dropout is 0.1"]] * size
+    assert four.run(refused) == [[*expected, "attention_dropout is 0.1"]] * 4
