@@ -16,12 +16,13 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 import cp_fast as cp
 from cp_fast.integrations.loss import token_mean
@@ -94,8 +95,8 @@ def train(rank: int, processes: int, store: str, steps: int, tokens: int, diviso
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _, (ids, labels, cu, cu_padded) in zip(range(steps), batches(tokens, divisor), strict=False):
-        lengths = {"cu_seqlens_q": cu, "cu_seqlens_q_padded": cu_padded}
-        sizes = {"heads_q": HEADS, "heads_kv": HEADS, "d_qk": HEAD_DIM, "d_v": HEAD_DIM}
+        lengths: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_q_padded": cu_padded}
+        sizes: dict[str, Any] = {"heads_q": HEADS, "heads_kv": HEADS, "d_qk": HEAD_DIM, "d_v": HEAD_DIM}
         plan = cp.make_plan(cp=context, qkv_format="thd", **lengths, **sizes, dtype=torch.float32, device="cpu")  # 3
         ids = cp.shard(ids, cp=context, qkv_format="thd", cu_seqlens_padded=cu_padded)  # 4
         labels = cp.shard(labels, cp=context, qkv_format="thd", cu_seqlens_padded=cu_padded)  # 5
@@ -135,7 +136,7 @@ def main() -> None:
     for processes in (given.processes, *([1] if given.check else [])):
         with tempfile.TemporaryDirectory() as folder:
             arguments = (processes, f"{folder}/store", given.steps, given.tokens, divisor)
-            torch.multiprocessing.spawn(train, arguments, nprocs=processes)
+            spawn(train, arguments, nprocs=processes)
             curves[processes] = torch.load(f"{folder}/store.losses")
     print(curve(curves[given.processes]))
     if given.check:

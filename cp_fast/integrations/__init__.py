@@ -18,10 +18,10 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["flash_attn", "loss", "megatron", "ring_flash_attn", "sdpa", "transformer_engine", "transformers"]
+_MODULES = ("flash_attn", "loss", "megatron", "ring_flash_attn", "sdpa", "transformer_engine", "transformers")
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -9,6 +9,8 @@ TransformerConfig, groups in the ProcessGroupCollection, the lengths of packed b
 cut by Megatron's own get_batch_on_this_cp_rank. Needs megatron-core.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import copy
@@ -52,8 +54,8 @@ class CoreAttention(torch.nn.Module):
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
     ) -> None:
-        from megatron.core.process_groups_config import ProcessGroupCollection  # pyright: ignore
-        from megatron.core.transformer.utils import is_layer_window_attention  # pyright: ignore
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.utils import is_layer_window_attention
 
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -135,7 +137,7 @@ class CoreAttention(torch.nn.Module):
 
     def _context(self, packed: Any) -> ContextParallel:
         """The layer's context, or that of a batch which brings its own group."""
-        from megatron.core.parallel_state import get_hierarchical_context_parallel_groups  # pyright: ignore
+        from megatron.core.parallel_state import get_hierarchical_context_parallel_groups
 
         group = getattr(packed, "cp_group", None)
         if group is None and getattr(packed, "local_cp_size", None) == 1:
@@ -154,7 +156,7 @@ class CoreAttention(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """For distributed checkpoints: sinks are sharded over the tensor parallel group."""
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # pyright: ignore
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         state = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": self.groups.tp, "dp_cp_group": (metadata or {}).get("dp_cp_group")}

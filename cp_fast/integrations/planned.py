@@ -43,13 +43,18 @@ def attend(
 ) -> Any:
     """`cp_fast.attention`, with the plan that an earlier call with the same arguments made."""
     check_context(cp, ContextParallel)
-    results = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
+    results: dict[str, Any] = {
+        "deterministic": deterministic,
+        "return_lse": return_lse,
+        "return_max_logit": return_max_logit,
+    }
+    qkv_format = problem.get("qkv_format", "bshd")
     try:
-        sizes = read_sizes(*(local_part(x) for x in (q, k, v)), problem.get("qkv_format", "bshd"), cp.size)
+        sizes = read_sizes(local_part(q), local_part(k), local_part(v), qkv_format, cp.size)
     except (TypeError, ValueError):  # which `attention` finds too, and tells the other ranks
         return attention(q, k, v, cp=cp, softmax_offset=softmax_offset, **results, **problem)
     given = {name: getattr(sizes, name) for name in ("heads_q", "heads_kv", "d_qk", "d_v")}
-    if problem.get("qkv_format", "bshd") != "thd":
+    if qkv_format != "thd":
         given |= {name: getattr(sizes, name) for name in ("batch_size", "seqlen_q", "seqlen_kv")}
     plan = plan_once(cp, dtype=_dtype(q), device=q.device, **given, **results, **problem)
     return attention(q, k, v, cp=cp, plan=plan, softmax_offset=softmax_offset, **results)

@@ -117,8 +117,11 @@ def attn_forward_func_with_cp(
         fp8_output=fp8_output,
     )
     padded = qkv_format == "thd"
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-    paddings = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
+    lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    paddings: dict[str, Any] = {
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+    }
     given = {**(lengths if padded or attn_mask_type.startswith("padding") else {}), **(paddings if padded else {})}
     return attend(
         q,

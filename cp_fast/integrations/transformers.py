@@ -12,6 +12,7 @@ told so. Needs transformers 5; only `register` imports it.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -32,10 +33,9 @@ _UNSAID = object()
 
 def register() -> None:
     """Make `attn_implementation="cp_fast"` known to transformers. Once a process; again does nothing more."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, refuse_masks)
+    theirs = importlib.import_module("transformers")
+    theirs.AttentionInterface.register(NAME, attention_forward)
+    theirs.AttentionMaskInterface.register(NAME, refuse_masks)
 
 
 def attention_forward(
@@ -68,7 +68,7 @@ def attention_forward(
         raise NotImplementedError(f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = _window(module, sliding_window, causal)
-    lengths = {"cu_seqlens_q": cp_batch.cu_seqlens, "cu_seqlens_q_padded": cp_batch.cu_seqlens_padded}
+    lengths: dict[str, Any] = {"cu_seqlens_q": cp_batch.cu_seqlens, "cu_seqlens_q_padded": cp_batch.cu_seqlens_padded}
     packed = cp_batch.qkv_format == "thd"
     q, k, v = (x.transpose(1, 2)[0] if packed else x.transpose(1, 2) for x in (query, key, value))
     out = attend(

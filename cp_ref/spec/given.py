@@ -55,7 +55,7 @@ def _misplaced(cp: Any, axes: tuple[str, ...], x: Any) -> str:
     found: list[tuple[frozenset[int], int]] = []
     for dim, placement in enumerate(x.placements):
         level = (_ranks(x.device_mesh, dim), x.device_mesh.get_local_rank(dim))
-        axis = axes[placement.dim] if placement.is_shard() and placement.dim < len(axes) else ""
+        axis: str = axes[int(placement.dim)] if placement.is_shard() and placement.dim < len(axes) else ""
         if level in wanted and axis == "sequence":
             found.append(level)
         elif level in wanted or (len(level[0]) > 1 and not (placement.is_replicate() or axis in ("batch", "heads"))):

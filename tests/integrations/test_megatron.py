@@ -1,5 +1,7 @@
 """A transformer layer of megatron-core over gloo: over ranks as on one with the oracle, forward and backward."""
 
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
 from __future__ import annotations
 
 import warnings
@@ -32,9 +34,12 @@ class Oracle(torch.nn.Module):
 
     def forward(self, q: Any, k: Any, v: Any, _: Any, attn_mask_type: Any = None, **more: Any) -> torch.Tensor:
         packed = more.get("packed_seq_params")
-        lengths = {} if packed is None else {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
-        how = {"qkv_format": "sbhd" if packed is None else "thd", "softmax_type": self.config.softmax_type}
-        sink = {"softmax_offset": self.softmax_offset} if self.softmax_offset is not None else {}
+        lengths: dict[str, Any] = {} if packed is None else {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
+        how: dict[str, Any] = {
+            "qkv_format": "sbhd" if packed is None else "thd",
+            "softmax_type": self.config.softmax_type,
+        }
+        sink: dict[str, Any] = {"softmax_offset": self.softmax_offset} if self.softmax_offset is not None else {}
         return dense_attention(q, k, v, window_size=self.window_size, **how, **sink, **lengths)[0].flatten(-2)
 
 
@@ -115,6 +120,8 @@ def over_ranks(comm: str, packed: bool, more: dict[str, Any]) -> str:
     real = torch.ones(len(x), dtype=torch.bool)
     if packed:
         real = torch.cat([(torch.arange(n) < r) for n, r in ((16, 13), (8, 7), (24, 20))])
+    assert local.grad is not None
+    assert whole.grad is not None
     for name, mine, want in (("out", found, expected), ("dx", local.grad, whole.grad)):
         if not torch.allclose(cp_fast.unshard(mine.detach(), **how)[real], want[real], rtol=1e-9, atol=1e-9):
             wrong.append(name)

@@ -14,6 +14,9 @@ import cp_fast
 from cp_fast.integrations import flash_attn, planned, ring_flash_attn, sdpa
 from cp_ref import SimGroup, dense_attention
 
+FLASH_ATTN: Any = flash_attn
+RING: Any = ring_flash_attn
+SDPA_OURS: Any = sdpa
 CU = torch.tensor([0, 16, 24, 48], dtype=torch.int32)
 PACKED = {"qkv_format": "thd", "cu_seqlens_q": CU}
 
@@ -33,8 +36,8 @@ def check(
     n: int = 2,
 ) -> None:
     """`call(q, k, v, cp=cp)` of the slices gives the oracle's out (and lse) and gradients."""
-    fmt = {"qkv_format": expected.get("qkv_format", "bshd")}
-    padded = {"cu_seqlens_padded": CU} if fmt["qkv_format"] == "thd" else {}
+    fmt: dict[str, Any] = {"qkv_format": expected.get("qkv_format", "bshd")}
+    padded: dict[str, Any] = {"cu_seqlens_padded": CU} if fmt["qkv_format"] == "thd" else {}
     *leaves, dout = (x.clone().requires_grad_() for x in whole)
     out, lse, _ = dense_attention(*leaves, **expected)
     grads = torch.autograd.grad(out, leaves, dout)
@@ -75,8 +78,8 @@ DENSE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("given", "expected"), DENSE.values(), ids=DENSE.keys())
 def test_flash_attn(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    check(lambda *x, cp: flash_attn.flash_attn_func(*x, **given, cp=cp), tensors(2, 16), expected)
-    packed = lambda *x, cp: flash_attn.flash_attn_varlen_func(*x, CU, CU.clone(), 24, 24, **given, cp=cp)  # noqa: E731
+    check(lambda *x, cp: FLASH_ATTN.flash_attn_func(*x, **given, cp=cp), tensors(2, 16), expected)
+    packed = lambda *x, cp: FLASH_ATTN.flash_attn_varlen_func(*x, CU, CU.clone(), 24, 24, **given, cp=cp)  # noqa: E731
     check(packed, tensors(48), expected | PACKED)
 
 
@@ -85,21 +88,21 @@ def test_flash_attn_aligns_causal_masks_to_the_end() -> None:
     _, k, v, _ = tensors(2, 24)
     whole = [q, k, v, dout]
     for given in ({"causal": True}, {"window_size": (-1, 0)}):
-        call = lambda *x, cp, given=given: flash_attn.flash_attn_func(*x, **given, cp=cp)  # noqa: E731
+        call = lambda *x, cp, given=given: FLASH_ATTN.flash_attn_func(*x, **given, cp=cp)  # noqa: E731
         check(call, whole, {"attn_mask_type": "causal_bottom_right"})
 
 
 @pytest.mark.parametrize(("given", "expected"), [DENSE[name] for name in ("full", "causal", "window", "lse")])
 def test_ring_flash_attn(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    zigzag = ring_flash_attn.zigzag_ring_flash_attn_func
+    zigzag = RING.zigzag_ring_flash_attn_func
     check(lambda *x, cp: zigzag(*x, **given, cp=cp), tensors(2, 16), expected)
-    varlen = ring_flash_attn.zigzag_ring_flash_attn_varlen_func
+    varlen = RING.zigzag_ring_flash_attn_varlen_func
     check(lambda *x, cp: varlen(*x, CU // cp.size, 24 // cp.size, **given, cp=cp), tensors(48), expected | PACKED)
 
     def llama3(*x: torch.Tensor, cp: cp_fast.ContextParallel) -> Any:
-        prepared = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(CU, True, cp.rank, cp.size)
+        prepared = RING.llama3_flash_attn_prepare_cu_seqlens(CU, True, cp.rank, cp.size)
         *lengths, local_k_slice = prepared
-        return ring_flash_attn.llama3_flash_attn_varlen_func(*x, *lengths, 1, local_k_slice, **given, cp=cp)  # pyright: ignore[reportArgumentType]
+        return RING.llama3_flash_attn_varlen_func(*x, *lengths, 1, local_k_slice, **given, cp=cp)
 
     check(llama3, tensors(48), expected | PACKED, "contiguous")
 
@@ -109,7 +112,7 @@ def test_sdpa(is_causal: bool) -> None:
     def call(*x: torch.Tensor, cp: cp_fast.ContextParallel) -> torch.Tensor:
         heads_first = (y.transpose(1, 2) for y in x)
         how = {"is_causal": is_causal, "scale": 0.5, "enable_gqa": True}
-        return sdpa.scaled_dot_product_attention(*heads_first, **how, cp=cp).transpose(1, 2)
+        return SDPA_OURS.scaled_dot_product_attention(*heads_first, **how, cp=cp).transpose(1, 2)
 
     whole = tensors(2, 16)
     mask = "causal" if is_causal else "no_mask"
@@ -155,27 +158,25 @@ def test_what_contradicts_itself_is_named() -> None:
     def one(member: Any) -> None:
         zigzag, contiguous = cp_fast.ContextParallel(member), cp_fast.ContextParallel(member, layout="contiguous")
         with pytest.raises(NotImplementedError, match=r"window_size is \(3, 2\)"):
-            flash_attn.flash_attn_func(q, kv, kv, window_size=(3, 2), cp=zigzag)
+            FLASH_ATTN.flash_attn_func(q, kv, kv, window_size=(3, 2), cp=zigzag)
         with pytest.raises(NotImplementedError, match=r"block_table is a tensor"):
-            flash_attn.flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 24, block_table=CU, cp=zigzag)
+            FLASH_ATTN.flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 24, block_table=CU, cp=zigzag)
         with pytest.raises(ValueError, match=r"max_seqlen_k is 16, but a sequence has 24 tokens"):
-            flash_attn.flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 16, cp=zigzag)
+            FLASH_ATTN.flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 16, cp=zigzag)
         with pytest.raises(ValueError, match="layout 'contiguous'"):
-            ring_flash_attn.zigzag_ring_flash_attn_func(q, q, q, cp=contiguous)
+            RING.zigzag_ring_flash_attn_func(q, q, q, cp=contiguous)
         with pytest.raises(ValueError, match="layout 'dual_chunk'"):
-            ring_flash_attn.llama3_flash_attn_varlen_func(
-                packed, packed, packed, CU, CU, 24, 24, 1, slice(0, 48), cp=zigzag
-            )
+            RING.llama3_flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 24, 1, slice(0, 48), cp=zigzag)
         with pytest.raises(ValueError, match="heads_k_stride is 3"):
-            ring_flash_attn.llama3_flash_attn_varlen_func(
-                packed, packed, packed, CU, CU, 24, 24, 3, slice(0, 48), cp=contiguous
-            )
+            RING.llama3_flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 24, 3, slice(0, 48), cp=contiguous)
         with pytest.raises(ValueError, match="keeps the global lengths"):
-            ring_flash_attn.llama3_flash_attn_varlen_func(
+            RING.llama3_flash_attn_varlen_func(
                 packed, packed, packed, CU, CU.clone(), 24, 24, 1, slice(24, 48), cp=contiguous
             )
         with pytest.raises(ValueError, match="enable_gqa"):
-            sdpa.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, q[:, :, :2], q[:, :, :2])), cp=zigzag)
+            SDPA_OURS.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, q[:, :, :2], q[:, :, :2])), cp=zigzag
+            )
 
     SimGroup(2).run(one)
 

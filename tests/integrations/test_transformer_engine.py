@@ -16,6 +16,7 @@ from cp_ref import SimGroup, dense_attention
 
 CU = torch.tensor([0, 13, 20, 40], dtype=torch.int32)
 PADDED = torch.tensor([0, 16, 24, 48], dtype=torch.int32)
+FUNCTION: Any = ours.attn_forward_func_with_cp
 REST = (None, None)  # cp_global_ranks, cp_stream
 
 
@@ -28,7 +29,7 @@ def call(member: Any, local: list[torch.Tensor], comm: str, **given: Any) -> Any
     """The function, called by position as TransformerEngine calls it."""
     lengths = given.pop("lengths", (None, None))
     group = list(member.split(2)) if comm == "a2a+p2p" else member
-    return ours.attn_forward_func_with_cp(
+    return FUNCTION(
         True, *local, lengths[0], lengths[0], 24, 24, lengths[1], lengths[1], 0.0, group, *REST, comm, **given
     )
 
@@ -95,8 +96,8 @@ def test_dropout_is_refused_in_training_alone() -> None:
         local = tensors(2, 8)[:3]
         rest = (None, None, 8, 8, None, None, 0.1, member, *REST, "p2p")
         with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
-            ours.attn_forward_func_with_cp(True, *local, *rest)
-        ours.attn_forward_func_with_cp(False, *local, *rest)
+            FUNCTION(True, *local, *rest)
+        FUNCTION(False, *local, *rest)
 
     SimGroup(1).run(one)
 
