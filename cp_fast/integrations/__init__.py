@@ -7,6 +7,7 @@ is asked for, and needs the library that it is for only where it says so.
     transformers         register(): attn_implementation="cp_fast"; shard_batch
     transformer_engine   patch(): the function that its attention calls under context parallelism
     megatron             CoreAttention, for the specs of transformer layers
+    torchtitan           apply_cp_to_forward and prepare_context_parallel_input, for varlen attention
     loss                 token_mean: a loss over the tokens of all ranks
 
 What a function takes, it honours; what it cannot honour raises and is named. All of them plan once for a batch: a call
@@ -18,7 +19,16 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-_MODULES = ("flash_attn", "loss", "megatron", "ring_flash_attn", "sdpa", "transformer_engine", "transformers")
+_MODULES = (
+    "flash_attn",
+    "loss",
+    "megatron",
+    "ring_flash_attn",
+    "sdpa",
+    "torchtitan",
+    "transformer_engine",
+    "transformers",
+)
 
 
 def __getattr__(name: str) -> ModuleType:
