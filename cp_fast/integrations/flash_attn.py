@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.integrations.planned import attend, check_longest, refuse
+from cp_fast.integrations.planned import attend, check_longest, once, refuse
 
 __all__ = ["attend_aligned", "flash_attn_func", "flash_attn_varlen_func"]
 
@@ -94,7 +94,7 @@ def flash_attn_varlen_func(
     refuse("flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
     check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
-    same = cu_seqlens_q is cu_seqlens_k or torch.equal(cu_seqlens_q, cu_seqlens_k)
+    same = cu_seqlens_q is cu_seqlens_k or once(torch.equal, cu_seqlens_q, cu_seqlens_k)
     return attend_aligned(
         q,
         k,

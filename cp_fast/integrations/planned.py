@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,10 +14,11 @@ from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, make_plan
 from cp_ref.spec import check_context, local_part, read_sizes
 
-__all__ = ["attend", "check_longest", "context_for", "plan_once", "refuse"]
+__all__ = ["attend", "check_longest", "context_for", "once", "plan_once", "refuse"]
 
 KEPT = 16  # plans of a context: the kinds of layers of a model, for the batches of an accumulation step
 _contexts: dict[Any, ContextParallel] = {}
+_done: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
 _plans: WeakKeyDictionary[ContextParallel, OrderedDict[Any, tuple[Plan, Any]]] = WeakKeyDictionary()
 
 
@@ -74,6 +76,18 @@ def plan_once(cp: ContextParallel, **arguments: Any) -> Plan:
     return kept[key][0]
 
 
+def once(work: Callable[..., Any], *given: Any) -> Any:
+    """`work(*given)`, or what it gave for the same tensors, not changed since: the same object, so that all layers find
+    one plan, and are not each made to wait for a GPU.
+    """
+    key = work, *(_identity(value) for value in given)
+    if key not in _done:
+        _done[key] = work(*given), given  # kept: their addresses stay theirs
+        if len(_done) > KEPT:
+            _done.popitem(last=False)
+    return _done[key][0]
+
+
 def _identity(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return repr(value)
@@ -106,7 +120,7 @@ def check_longest(name: str, longest: int | None, cu_seqlens: torch.Tensor) -> N
     Raises:
         ValueError: a sequence is longer.
     """
-    if longest is not None and not cu_seqlens.is_cuda and len(cu_seqlens) > 1:
+    if longest is not None and cu_seqlens.device.type == "cpu" and len(cu_seqlens) > 1:
         found = int(cu_seqlens.diff().max())
         if found > longest:
             raise ValueError(f"{name} is {longest}, but a sequence has {found} tokens")

@@ -14,7 +14,7 @@ import torch
 
 from cp_fast.context import ContextParallel
 from cp_fast.integrations.flash_attn import attend_aligned
-from cp_fast.integrations.planned import check_longest, refuse
+from cp_fast.integrations.planned import check_longest, once, refuse
 from cp_ref.spec import check_context
 
 __all__ = [
@@ -82,7 +82,7 @@ def zigzag_ring_flash_attn_varlen_func(
     _check_layout(cp, "dual_chunk")
     check_longest("max_seqlen", max_seqlen, cu_seqlens)
     how = {"cp": cp, "softmax_scale": softmax_scale, "deterministic": deterministic}
-    lengths = {"qkv_format": "thd", "cu_seqlens_q": _times(cu_seqlens, cp.size)}
+    lengths = {"qkv_format": "thd", "cu_seqlens_q": once(torch.mul, cu_seqlens, cp.size)}
     return attend_aligned(q, k, v, causal, window_size, True, return_attn_probs, **lengths, **how)
 
 
@@ -147,17 +147,3 @@ def _check_layout(cp: ContextParallel, layout: str) -> None:
     check_context(cp, ContextParallel)
     if cp.layout != layout:
         raise ValueError(f"cp has layout {cp.layout!r}; this function's slices are those of {layout!r}")
-
-
-_products: dict[tuple[int, int], tuple[torch.Tensor, int, torch.Tensor]] = {}
-
-
-def _times(cu_seqlens: torch.Tensor, factor: int) -> torch.Tensor:
-    """The product, the same tensor for the same tensor, so that all layers find one plan."""
-    key = id(cu_seqlens), factor
-    kept = _products.get(key)
-    if kept is None or kept[0] is not cu_seqlens or kept[1] != cu_seqlens._version:
-        if len(_products) >= 16:
-            _products.pop(next(iter(_products)))
-        kept = _products[key] = cu_seqlens, cu_seqlens._version, cu_seqlens * factor
-    return kept[2]
