@@ -102,7 +102,8 @@ def attention(
         "softcap": softcap,
         "softmax_type": softmax_type,
     }
-    if torch.compiler.is_compiling() and not isinstance(plan, Plan):
+    distributed = any(hasattr(x, "placements") for x in (q, k, v))
+    if torch.compiler.is_compiling() and (distributed or not isinstance(plan, Plan)):
         how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
         return _outside_graphs(q, k, v, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
     given = {"q": q, "k": k, "v": v}
@@ -111,7 +112,6 @@ def attention(
     if torch.compiler.is_compiling() and isinstance(plan, Plan):
         check_flag("return_lse", return_lse)
         check_settled(plan.problem, **arguments)
-        check_placements(cp, plan.problem.qkv_format, softmax_offset, **given)
         results = attention_in_graph(plan, cp, deterministic, return_max_logit, return_lse, q, k, v, softmax_offset)
         return _asked_for(results, return_lse, return_max_logit)
     refuse_transforms()
@@ -144,7 +144,9 @@ def attention(
     return _asked_for(results, return_lse, return_max_logit)
 
 
-@torch.compiler.disable(reason="attention without a plan makes one, which is no graph: call make_plan outside")
+@torch.compiler.disable(
+    reason="attention makes plans and looks at DTensors outside of graphs: call make_plan outside, give local tensors"
+)
 def _outside_graphs(*tensors: torch.Tensor, **arguments: Any) -> Any:
     return attention(*tensors, **arguments)
 

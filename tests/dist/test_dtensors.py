@@ -97,3 +97,24 @@ def a_sink_as_a_dtensor(package: str) -> None:
 @PACKAGES
 def test_a_sink_is_no_dtensor(four: Processes, package: str) -> None:
     assert four.run(a_sink_as_a_dtensor, package) == [None] * 4
+
+
+def inside_a_graph() -> None:
+    """Refused by name where all of it has to be one graph; else taken, outside of one."""
+    cp_fast, mesh = importlib.import_module("cp_fast"), init_device_mesh("cpu", (4,))
+    cp, (q, _, _) = cp_fast.ContextParallel(mesh), local(dist.get_rank())
+    sizes: dict[str, Any] = {"batch_size": 2, "seqlen_q": 16, "heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8}
+    plan = cp_fast.make_plan(cp=cp, dtype=q.dtype, device="cpu", **sizes)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return cp_fast.attention(x, x, x, cp=cp, plan=plan)
+
+    sharded = DTensor.from_local(q, mesh, [Shard(1)])
+    with pytest.raises(Exception, match="looks at DTensors outside of graphs"):
+        torch.compile(attend, fullgraph=True, backend="aot_eager")(sharded)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(attend, backend="aot_eager")(sharded), attend(q))
+
+
+def test_a_graph_takes_local_tensors(four: Processes) -> None:
+    assert four.run(inside_a_graph) == [None] * 4

@@ -69,7 +69,7 @@ def layer_of(comm: str, size: int, core: Any, **more: Any) -> Any:
         params_dtype=torch.float64,
         **more,
     )
-    spec = get_gpt_layer_local_spec()
+    spec: Any = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = core
     layer = TransformerLayer(config, spec.submodules, layer_number=1).double()
     torch.manual_seed(0)
@@ -190,7 +190,7 @@ def refused() -> list[str]:
 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    spec = get_gpt_layer_local_spec()
+    spec: Any = get_gpt_layer_local_spec()
     assert use_cp_fast(spec).submodules.self_attention.submodules.core_attention is CoreAttention
     assert spec.submodules.self_attention.submodules.core_attention is not CoreAttention
     return said
