@@ -18,10 +18,10 @@ import torch
 from cp_fast.calls import agree_on_forward, check_planned_call
 from cp_fast.checking import agree_on_call, checking
 from cp_fast.context import ContextParallel
-from cp_fast.execute import wide_dtype
 from cp_fast.handles import object_of
 from cp_fast.passes import backward_pass, forward_pass
 from cp_fast.plan import Plan
+from cp_fast.running import wide_dtype
 from cp_ref.common.casting import no_autocast
 
 __all__ = ["attention_in_graph"]

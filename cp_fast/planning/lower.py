@@ -41,8 +41,8 @@ COMPLETE = "complete"  # instead of sums: complete results that arrive are writt
 
 
 class SegmentKeys(NamedTuple):
-    """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`, of q and kv: what no length
-    ever exceeds, in a plan that is updated in place.
+    """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`, of q and kv: what no
+    length ever exceeds, in a plan that is updated in place.
     """
 
     cu_q: Key
@@ -279,7 +279,7 @@ class _Pass:
     # ---- tiles
 
     def _head_groups(self, tiles: Tiles) -> Iterator[HeadGroup]:
-        """Tiles by heads: their query heads and kv heads, of which each query head uses its own by the kernel's rule."""
+        """Tiles by heads: their query heads, and the kv heads that these use by the kernel's rule."""
         ranges = _head_ranges(tiles)
         for heads in ranges:
             some = tiles

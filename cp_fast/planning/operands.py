@@ -75,8 +75,8 @@ class Operands:
                         missing = subtract(missing, _merged(there))
             if len(missing[0]):
                 raise ValueError(
-                    f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which are "
-                    "not there; verify names the step that should have brought them"
+                    f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which"
+                    " are not there; verify names the step that should have brought them"
                 )
         return copies
 
