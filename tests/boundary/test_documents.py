@@ -63,6 +63,12 @@ def test_the_page_on_integration_is_a_program(tmp_path: Path) -> None:
     torchrun(program, 4)
 
 
+def test_every_line_on_who_sums_what_is_run(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("\n\n".join([*blocks("docs/gradients.md"), "dist.destroy_process_group()\n"]))
+    torchrun(program, 4)
+
+
 def test_the_step_of_the_readme_runs(tmp_path: Path) -> None:
     (step,) = blocks("README.md")
     imports, rest = step.split("\n\n", 1)
