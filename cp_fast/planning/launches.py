@@ -47,7 +47,7 @@ def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
         segments = Segments.concat([square, strips(cut)])
     else:
         segments = Segments.concat([square, strips(cut.take(full)), one_each(cut.take(~full))])
-    return [_launch(found) for group in _by_window(segments) for found in _without_common_rows(group)]
+    return [_launch(found) for group in _by_window(segments, rule) for found in _without_common_rows(group)]
 
 
 def keys_in_buffer_order(table: LaunchTable, rows: RowMap) -> LaunchTable:
@@ -73,16 +73,23 @@ def _launch(segments: Segments) -> LaunchTable:
     return LaunchTable(*window, segments.q, segments.k, *lengths)
 
 
-def _by_window(segments: Segments) -> Iterator[Segments]:
+def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
+    """The segments of each window: first the problem's own, whose launch has most rows and which the rest is merged
+    into; then those with a right edge in the corner, no edge, a left one, both.
+    """
     left, right = segments.left, segments.right
-    if not len(segments):
-        return
-    if bool((left == left[0]).all()) and bool((right == right[0]).all()):
+    if len(segments) and bool((left == left[0]).all()) and bool((right == right[0]).all()):
         yield segments
         return
-    windows, number = np.unique(np.stack([left, right]), axis=1, return_inverse=True)
-    for n in range(windows.shape[1]):
-        yield segments.take(np.flatnonzero(number.ravel() == n))
+    windows = {*zip(left.tolist(), right.tolist(), strict=True)}
+    kinds = [rule.own, *((-1, 0), (-1, -1), (0, -1))]
+
+    def place(window: tuple[int, int]) -> tuple[int, int, int]:
+        kind = (-1, 0) if window[1] == 0 and window != rule.own else window
+        return kinds.index(kind) if kind in kinds else len(kinds), *window
+
+    for window in sorted(windows, key=place):
+        yield segments.take(np.flatnonzero((left == window[0]) & (right == window[1])))
 
 
 def _without_common_rows(segments: Segments) -> Iterator[Segments]:
