@@ -24,7 +24,10 @@ from cp_ref.spec import (
     check_flag,
     check_local_tensors,
     check_offset,
+    check_placements,
     check_settled,
+    local_part,
+    one_a_head,
     read_sizes,
 )
 
@@ -47,10 +50,13 @@ def attention(
 ) -> Any:
     check_context(cp, ContextParallel)
     arguments = problem_arguments(arguments)
-    if torch.compiler.is_compiling() and not isinstance(plan, Plan):
+    distributed = any(hasattr(x, "placements") for x in (q, k, v))
+    if torch.compiler.is_compiling() and (distributed or not isinstance(plan, Plan)):
         how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
         return _outside_graphs(q, k, v, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
-    q, k, v = (autocast(x) for x in (q, k, v))
+    given = {"q": q, "k": k, "v": v}
+    q, k, v = (autocast(local_part(x)) for x in (q, k, v))
+    softmax_offset = one_a_head(softmax_offset)
     if torch.compiler.is_compiling() and isinstance(plan, Plan):
         check_flag("return_lse", return_lse)
         check_settled(plan.problem, **arguments)
@@ -62,6 +68,7 @@ def attention(
         def read() -> tuple[Agreement, Backend, torch.device]:
             refuse_plan(plan, Plan)
             check_flag("return_lse", return_lse)
+            check_placements(cp, arguments["qkv_format"], softmax_offset, **given)
             sizes = read_sizes(q, k, v, arguments["qkv_format"], cp.size)
             how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
             problem = read_call(cp, sizes, **arguments)
@@ -84,6 +91,7 @@ def attention(
     def look() -> None:
         check_flag("return_lse", return_lse)
         check_settled(made.problem, **settled)
+        check_placements(cp, made.problem.qkv_format, softmax_offset, **given)
         check_planned_call(made, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
 
     flags = deterministic, return_max_logit, return_lse
@@ -92,14 +100,18 @@ def attention(
     return asked_for(results, return_lse, return_max_logit)
 
 
-@torch.compiler.disable(reason="attention without a plan makes one, which is no graph: call make_plan outside")
+@torch.compiler.disable(
+    reason="attention makes plans and looks at DTensors outside of graphs: call make_plan outside, give local tensors"
+)
 def _outside_graphs(*tensors: torch.Tensor, **arguments: Any) -> Any:
     return attention(*tensors, **arguments)
 
 
 def _of_backward(cp: ContextParallel, offset: torch.Tensor | None, return_lse: bool) -> list[tuple[str, object]]:
-    """What decides which messages the backward pass sends: the sinks' gradients are summed over all ranks, and heads
-    are exchanged for the gradient of lse too.
+    """What decides which messages the backward pass sends: whether the sinks' gradients are summed over all ranks, and
+    heads are exchanged for the gradient of lse too.
     """
-    learnt = ("softmax_offset.requires_grad", requires_grad(offset))
-    return [learnt, *([("return_lse", return_lse)] if cp.a2a_size > 1 else [])]
+    extras: list[tuple[str, object]] = [("softmax_offset_grad", cp.softmax_offset_grad)]
+    if cp.softmax_offset_grad == "total":
+        extras.append(("softmax_offset.requires_grad", requires_grad(offset)))
+    return [*extras, *([("return_lse", return_lse)] if cp.a2a_size > 1 else [])]

@@ -1,5 +1,5 @@
-"""What a problem requires, and what the executor has whatever the kernel library: the two sets that decide what
-runs.
+"""The features that a problem requires, and those that the executor has whatever the kernel library: two sets that
+decide what runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a picture of a schedule shows, before it is drawn: the tiles on one plane, each as an exact polygon.
+"""The tiles of a schedule on one plane, each as an exact polygon, before a picture is drawn of them.
 
 The plane has a unit square for every (query, key) pair, queries downwards and keys to the right. Several sequences lie
 on its diagonal, as they lie in a packed buffer:

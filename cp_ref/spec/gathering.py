@@ -16,7 +16,7 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Gathering:
-    """What all ranks must have in common, in the form that `agree` takes."""
+    """The arguments that all ranks must have in common, in the form that `agree` takes."""
 
     x: tuple[tuple[int, ...], str]
     qkv_format: str

@@ -60,8 +60,8 @@ class Group(Protocol):
 
 
 class Agreed(Protocol):
-    """What all ranks must have in common: a `Problem`, an `Agreement`, or anything else with a canonical text, its
-    `str`, of the form `Name(argument=value, ...)`.
+    """A value that all ranks must have in common: a `Problem`, an `Agreement`, or anything else with a canonical text,
+    its `str`, of the form `Name(argument=value, ...)`.
     """
 
     @property

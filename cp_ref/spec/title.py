@@ -1,4 +1,4 @@
-"""What a picture, a trace or a report is of, in a few words."""
+"""The problem of a picture, a trace or a report, in a few words."""
 
 from __future__ import annotations
 

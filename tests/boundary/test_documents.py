@@ -71,6 +71,12 @@ def test_the_page_on_integration_is_a_program(tmp_path: Path) -> None:
     torchrun(program, 4)
 
 
+def test_every_line_on_who_sums_what_is_run(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("\n\n".join([*blocks("docs/gradients.md"), "dist.destroy_process_group()\n"]))
+    torchrun(program, 4)
+
+
 def test_the_programs_of_the_readme_run(tmp_path: Path) -> None:
     """A step of a training, and a schedule of the user's own."""
     step, schedule = (block.replace('"cuda"', '"cpu"') for block in blocks("README.md"))

@@ -73,6 +73,23 @@ def test_cp_fast_sees_of_cp_ref_the_specification_and_what_both_share() -> None:
                 assert not within(module, "conformance"), (path, module)
 
 
+def test_integrations_import_the_libraries_that_they_are_for_when_they_are_used() -> None:
+    libraries = {"transformers", "megatron", "torchtitan", "transformer_engine", "flash_attn", "accelerate"}
+    names = sorted(path.stem for path in files("cp_fast", "integrations") if path.stem != "__init__")
+    assert len(names) > 8
+    program = f"""
+import sys, cp_fast
+assert "cp_fast.integrations" not in sys.modules
+import importlib, cp_fast.integrations as integrations
+assert cp_fast.integrations.sdpa.scaled_dot_product_attention
+for name in {names}:
+    importlib.import_module("cp_fast.integrations." + name)
+assert {libraries}.isdisjoint(sys.modules), {libraries} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_conformance_sees_the_oracle_through_one_module() -> None:
     """Adapters are of what is tested, and each sees what it adapts."""
     others = [path for path in files("conformance") if path not in files("conformance", "adapters")]

@@ -60,7 +60,7 @@ def _main(rank: int, store: str, package: str, comm: str, exchange: int, results
         ("cp_ref", "p2p", 3, "a maximum over all ranks"),
         ("cp_ref", "p2p", 4, "backward, step 0 of"),
         ("cp_fast", "p2p", 1, "forward, step 1 of 3"),
-        ("cp_fast", "p2p", 3, "backward, step 0 of"),
+        ("cp_fast", "p2p", 2, "backward, step 0 of"),
         ("cp_fast", "a2a", 0, "forward, step 0 of"),
         ("cp_fast", "a2a", 2, "backward, step 0 of"),
     ],

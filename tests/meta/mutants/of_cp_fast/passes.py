@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cp_ref.common.collectives import all_reduce_sum
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -130,8 +131,11 @@ MUTANTS: dict[str, Mutant] = {
     "max-logit-not-reduced": Mutant(
         "max_logit is the rank's own", "cp_fast.passes.all_reduce_max", wrap(_not_reduced), "logic"
     ),
-    "offset-gradient-not-reduced": Mutant(
-        "d_offset is not summed", "cp_fast.passes.all_reduce_sum", wrap(_not_reduced), "logic"
+    "offset-gradient-of-all-ranks": Mutant(
+        "d_offset is the total where a share is asked for",
+        "cp_fast.passes.offset_grad",
+        lambda _: lambda cp, share: all_reduce_sum(cp.comm, share),
+        "logic",
     ),
     "offset-gradient-without-dlse": Mutant(
         "the sink's gradient ignores that of lse",

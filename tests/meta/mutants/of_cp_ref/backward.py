@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -128,7 +129,10 @@ MUTANTS: dict[str, Mutant] = {
         wrap(lambda lse_to_packed, *a: 0.0 * lse_to_packed(*a).nan_to_num()),
         "logic",
     ),
-    "sink-gradient-of-one-rank": Mutant(
-        "d_offset is not summed over ranks", "cp_ref.api.all_reduce_sum", lambda _: lambda group, x: x, "logic"
+    "sink-gradient-of-all-ranks": Mutant(
+        "d_offset is the total where a share is asked for",
+        "cp_ref.api.offset_grad",
+        lambda grad: lambda cp, share: grad(SimpleNamespace(comm=cp.comm, softmax_offset_grad="total"), share),
+        "logic",
     ),
 }
