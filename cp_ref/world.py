@@ -1,4 +1,4 @@
-"""What one rank knows: global-size tensors, NaN where it has nothing.
+"""The tensors that one rank knows, of global size, NaN where it has nothing.
 
 A row of these tensors is a row of the packed global buffer, on every rank. So a piece of a message, a side of a tile
 and a fragment of the rank's own tokens are all plain slices, and whatever a schedule forgot to send shows as NaN in the

@@ -78,7 +78,7 @@ def windowed(area: Column, q0: Column, q1: Column, k0: Column, k1: Column, lo: C
 
 
 def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
-    """The same pairs in tiles of few windows; the parts of a tile stay together, in the order right, full, left.
+    """Tiles of few windows with the same pairs; the parts of a tile stay together, in the order right, full, left.
 
     >>> one = [np.array([x]) for x in (0, 0, 6, 0, 8, -2, 3)]  # six rows see two keys to the left, three to the right
     >>> cut = cut_to_windows(windowed(*one), WindowRule((-1, -1), 2048))

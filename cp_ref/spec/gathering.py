@@ -1,4 +1,4 @@
-"""What the ranks compare before they gather slices: the arguments of `unshard`."""
+"""The arguments of `unshard`, which the ranks compare before they gather slices."""
 
 from __future__ import annotations
 
