@@ -51,7 +51,7 @@ def adapted(case: Case, capabilities: Capabilities, free: tuple[str, ...] = ()) 
 
 
 def _in_format(p: Problem, qkv_format: str) -> Problem | None:
-    """The same problem in another format; None where that has no room for it."""
+    """The problem in another format; None where that has no room for it."""
     if qkv_format == "thd":
         return replace(p, qkv_format="thd")
     if len({(s.slots_q, s.slots_kv) for s in p.sequences}) != 1:

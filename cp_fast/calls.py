@@ -1,4 +1,4 @@
-"""What is looked at in a call of `attention` before anything is sent."""
+"""The checks of a call of `attention` with a plan, before anything is sent."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def attention_in_graph(
     v: Tensor,
     offset: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Attention.apply` does, as one operator. The call's arguments are checked when it runs."""
+    """`Attention.apply` as one operator. The call's arguments are checked when it runs."""
     how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, deterministic, return_max_logit, return_lse
     out, lse, max_logit, *_ = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
     return out, lse, max_logit

@@ -1,5 +1,5 @@
-"""What a problem requires, and what the executor has whatever the kernel library: the two sets that decide what
-runs.
+"""The features that a problem requires, and those that the executor has whatever the kernel library: two sets that
+decide what runs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ EXECUTOR = frozenset(
         Feature.LEARNABLE,
     }
 )
-"""What plans, packing and merging do for every kernel library: masks become band tiles, sinks are merged in at the
-end.
+"""Features that plans, packing and merging add to every kernel library: masks become band tiles, sinks are merged in at
+the end.
 """
 
 
@@ -72,7 +72,7 @@ def required(
 
 
 def backend_table() -> str:
-    """What each kernel library has and lacks, from what it can be chosen for, as the README's Markdown table."""
+    """The features that each kernel library has and lacks, as the README's Markdown table."""
     devices = frozenset({Feature.CPU, Feature.CUDA})
     dtypes = frozenset({Feature.FLOAT16, Feature.BFLOAT16, Feature.FLOAT32, Feature.FLOAT64})
     lines = ["| backend | where | dtypes | lacks |", "| --- | --- | --- | --- |"]

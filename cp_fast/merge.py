@@ -94,7 +94,7 @@ class Total:
         return Part(tuple(x[:size] for x in total.rows), lse, slice(0, size), total.heads)
 
     def _first(self, parts: list[Part]) -> Part:
-        """What the total begins with; it is taken from the parts. Wide rows of messages rather than a kernel's."""
+        """The part that the total begins with, taken out of `parts`: wide rows of messages rather than a kernel's."""
         size, heads = self._shape.size + self._shape.spare, slice(0, self._shape.behind[0][0])
         whole = [part for part in parts if _is_whole(part.into, size) and part.heads == heads]
         chosen = next((part for part in whole if part.rows[0].dtype == self._shape.wide), next(iter(whole), None))

@@ -2,9 +2,8 @@
 
     thd                             packed already
     bshd [b, s, h, d]               a view: rows of sequence 0, then of sequence 1, ...
-    sbhd [s, b, h, d], equal lengths    a view [s, b * h, d]: the batch becomes more heads of one sequence. Grouped
-    heads stay right:
-                                    query head b * h_q + h uses kv head (b * h_q + h) // g = b * h_kv + h // g.
+    sbhd [s, b, h, d], no padding   a view [s, b * h, d]: one sequence of more heads. Sequence i's query head h is head
+                                    i * h_q + h, and its kv head is (i * h_q + h) // g = i * h_kv + h // g
     sbhd with a padding mask        lengths differ by sequence: a copy to [b * s, h, d]
 
 Kernels give the LSE as [h, t]; users get [b, h, s] for bshd and sbhd, [h, t] for thd.
@@ -24,7 +23,7 @@ __all__ = ["Packing"]
 
 @dataclass(frozen=True)
 class Packing:
-    """How one problem's tensors are seen as packed rows."""
+    """One problem's tensors as packed rows, and back."""
 
     problem: Problem
     may_fold: bool = True

@@ -81,8 +81,8 @@ class Copy(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Send(Generic[R]):
-    """The same rows of a buffer to one peer or several, to each of them `heads` heads from its first one on. `tags` are
-    those of each peer's first tensor.
+    """A send of the same rows of a buffer to one peer or several, to each of them `heads` heads from its first one on.
+    `tags` are those of each peer's first tensor.
     """
 
     peers: tuple[int, ...]
@@ -203,8 +203,8 @@ class LoweredProgram(Generic[R]):
 
     @property
     def kept(self) -> str:
-        """What the forward pass keeps for the backward pass beside its arguments and results: a letter for each tensor,
-        "x" for rows of the input's dtype, "l" for an lse.
+        """The tensors that the forward pass keeps for the backward pass beside its arguments and results: a letter for
+        each tensor, "x" for rows of the input's dtype, "l" for an lse.
         """
         letters = {"kv": "xx", "res": "xl"}
         numbers = [number for number in self.saved if number not in OWN.values()]

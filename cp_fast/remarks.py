@@ -1,4 +1,4 @@
-"""What the package tells a user unasked: lines on standard error, each once."""
+"""Remarks that the package makes unasked: lines on standard error, each once."""
 
 from __future__ import annotations
 

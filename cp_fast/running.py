@@ -28,12 +28,12 @@ class Held(NamedTuple):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
+        """The tensors by row, then those by column."""
         return self.rows + self.columns
 
 
 class Inputs(NamedTuple):
-    """What every pass is given: the program and what runs it."""
+    """The program of a pass, and the libraries and the group that run it."""
 
     problem: Problem
     program: LoweredProgram[Rows]
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What results are accumulated in."""
+    """The dtype that results are accumulated in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -55,7 +55,7 @@ class _Nothing:
 
 
 class _Pending(NamedTuple):
-    """What was posted at the start of a step."""
+    """The messages that were posted at the start of a step."""
 
     where: str
     work: Pending

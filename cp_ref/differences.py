@@ -1,4 +1,4 @@
-"""What `cp_ref.compare` says: a `Difference` for every item in which two runs differ, and the report of all of them."""
+"""The answer of `cp_ref.compare`: a `Difference` for every item in which two runs differ, and a report of all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Difference:
 
     @property
     def item(self) -> Item:
-        """What differs: its direction, step, rank, kind and name."""
+        """The item that differs: its direction, step, rank, kind and name."""
         item = self.a or self.b
         assert item is not None
         return item
@@ -89,7 +89,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found: true where the runs agree, and `str` is the report.
+    """The findings of `compare`: true where the runs agree, and `str` is the report.
 
     Attributes:
         differences: all differing items, in the order of the schedule.

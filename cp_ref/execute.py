@@ -30,7 +30,7 @@ __all__ = ["Results", "run_backward", "run_forward", "run_program"]
 
 
 class Results(NamedTuple):
-    """What a rank has at the end of the forward pass; packed rows."""
+    """A rank's results at the end of the forward pass; packed rows."""
 
     out: torch.Tensor  # [t, h_q, d_v], float32 or float64, 0 in padding and tail
     lse: torch.Tensor  # [t, h_q], -inf in padding and tail; no sink in it yet

@@ -52,7 +52,7 @@ class Plan(plans.Plan):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What every rank sends, receives and computes, step by step."""
+        """The messages and tiles of every rank, step by step."""
         return make_schedule(self.problem) if self.custom is None else self.custom
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What one rank knows: global-size tensors, NaN where it has nothing.
+"""The tensors that one rank knows, of global size, NaN where it has nothing.
 
 A row of these tensors is a row of the packed global buffer, on every rank. So a piece of a message, a side of a tile
 and a fragment of the rank's own tokens are all plain slices, and whatever a schedule forgot to send shows as NaN in the
@@ -38,7 +38,7 @@ class World:
         self.tensors: dict[str, tuple[torch.Tensor, ...]] = {}
 
     def put_own(self, kind: str, *local: torch.Tensor) -> None:
-        """Start an operand: the rank's own packed rows [t_local, h, ...], real tokens only; NaN everywhere else."""
+        """Start an operand: the rank's own packed rows [t, h, ...], real tokens only; NaN everywhere else."""
         rows = self._global_rows(kind)
         self.tensors[kind] = tuple(x.new_full((rows, *x.shape[1:]), float("nan")) for x in local)
         for here, there in self._own_rows(kind):
@@ -53,7 +53,7 @@ class World:
         )
 
     def own(self, kind: str, *local: torch.Tensor) -> None:
-        """Copy a result's own rows into packed local tensors [t_local, h, ...]; rows of padding and tail keep what
+        """Copy a result's own rows into packed local tensors [t, h, ...]; rows of padding and tail keep what
         they have.
         """
         for here, there in self._own_rows(kind):

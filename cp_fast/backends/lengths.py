@@ -1,4 +1,4 @@
-"""Cumulative lengths of a launch on the host: what a tuple of them is, kept as the array that planning made."""
+"""Cumulative lengths of a launch on the host: a tuple of them, kept as the array that planning made."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """What attention moves, merges and adds: one protocol, implemented natively, in Numba CUDA and by PyTorch's operators.
 
 Who checks: an operator checks its own arguments, and nobody else does. A native operator looks at everything that could
-make it touch memory outside a tensor, PyTorch's at what they are given. The classes between only pass on, and so do
-their callers: `cp_fast.execute`, `heads` and `merge` give rows that planning has made. On a GPU nobody can look at row
-numbers without waiting for it: a kernel checks them where it runs, touches nothing outside a tensor, and ends a broken
-rule in a device-side assertion that names it.
+make a kernel touch memory outside a tensor, PyTorch's operators at their own arguments. The classes between only pass
+on, and so do their callers: `cp_fast.running` and `merge` give rows that planning has made. On a GPU nobody can look at
+row numbers without waiting for it: a kernel checks them where it runs, touches nothing outside a tensor, and ends a
+broken rule in a device-side assertion that names it.
 
 No implementation waits for the device, allocates on the host path of a captured graph, or uses another stream than
 PyTorch's current one. Tensors may have any strides between tokens and heads unless said otherwise; the last axis has

@@ -21,7 +21,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
-    """[t, ...] with more axes than three as [t, n, d]: a view where its strides allow one, else a copy.
+    """[t, ...] with more axes than three as [t, h, d]: a view where its strides allow one, else a copy.
 
     >>> rows(torch.zeros(6, 2, 3, 4)).shape
     torch.Size([6, 6, 4])

@@ -1,7 +1,7 @@
 """The native kernels: C++ on the CPU, CUDA on a GPU, built on first use (`cp_fast.build`), called as operators.
 
-The operators check their arguments in C++ (see `base`), and know what they name: a RuntimeError of theirs that begins
-with the name of another exception becomes that exception. Where there is no memory for a result, PyTorch's own
+The operators check their arguments in C++ (see `base`): an error there is a RuntimeError that begins with the name of
+another exception, and becomes that exception here. Where there is no memory for a result, PyTorch's own
 exception is raised.
 """
 

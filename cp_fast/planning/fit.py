@@ -44,7 +44,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Shape:
-    """What stays: the first batch's program and lengths, the rank, and the room."""
+    """The shape of a plan: the first batch's program and lengths, the rank, and the room."""
 
     program: LoweredProgram[RowKey]
     tables: Tables
@@ -318,7 +318,7 @@ def _copy_key(copy: Copy[Any]) -> tuple[Any, ...]:
 def _matched(
     needs: str, what: str, wanted: Sequence[Item], given: Sequence[Item], key: Callable[[Item], Any]
 ) -> list[tuple[Item, Item | None]]:
-    """Everything of the shape with what the batch has of it, if anything."""
+    """Every item of the shape with the batch's item of the same key, None where the batch has none."""
     found = {key(item): item for item in given}
     assert len(found) == len(given)
     pairs = [(item, found.pop(key(item), None)) for item in wanted]

@@ -93,7 +93,7 @@ def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
 
 
 def _without_common_rows(segments: Segments) -> Iterator[Segments]:
-    """The same in launches of which each has a row of queries, and of keys, only once: results are added by rows."""
+    """The segments in launches that have each row of queries, and of keys, once: results are added by rows."""
     if not (_overlap(segments.q) or _overlap(segments.k)):
         yield segments
         return

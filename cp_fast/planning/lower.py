@@ -149,7 +149,7 @@ class _CompleteOuts:
 
     @staticmethod
     def of(forward: Steps) -> _CompleteOuts:
-        """From the steps of the forward pass."""
+        """The complete outs of the forward pass's steps."""
         received: dict[int, list[Parcels]] = {}
         sent: dict[int, list[Parcels]] = {}
         for step in forward:
@@ -172,7 +172,7 @@ class _CompleteOuts:
 
 @dataclass
 class _Known:
-    """What was worked out of tiles before: both passes of the usual schedule compute the same."""
+    """Bands and launches of tiles that were lowered before: both passes of the usual schedule compute the same."""
 
     _banded: dict[int, tuple[Tiles, BandTiles]] = field(default_factory=dict)
     _launches: dict[int, tuple[BandTiles, list[LaunchTable]]] = field(default_factory=dict)

@@ -37,7 +37,7 @@ def pad(values: Column, size: int, fill: int) -> Column:
 
 
 class PaddedTables:
-    """What `Tables` is, with every table as it will lie on the device.
+    """The tables of a plan that is updated in place, every one as large as its room.
 
     >>> tables = PaddedTables()
     >>> keys = tables.read_from(np.array([4, 5]), 3), tables.added_to(np.array([4, 5]), 3, spare=8)

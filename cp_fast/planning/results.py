@@ -32,12 +32,12 @@ class Parcels:
 
     @property
     def spans(self) -> Spans:
-        """Its rows."""
+        """The rows of the message part, as spans."""
         return self.start, self.stop
 
     @property
     def size(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return count(self.spans)
 
 

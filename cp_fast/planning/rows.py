@@ -23,7 +23,7 @@ class Located(NamedTuple):
 
     @property
     def total(self) -> int:
-        """How many rows were found."""
+        """The number of rows that were found."""
         return int(self.count.sum())
 
 
@@ -88,7 +88,7 @@ class RowMap:
 
 
 def count(spans: Spans) -> int:
-    """How many rows."""
+    """The number of rows in the buffer."""
     return int((spans[1] - spans[0]).sum())
 
 

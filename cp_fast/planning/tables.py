@@ -126,7 +126,7 @@ class Tables:
         return Uploaded(list(rows.split(sizes)), list(map(Lengths, self._lengths, on_device, self._longest)))
 
     def _dtype(self) -> np.dtype[np.signedinteger]:
-        """Of the rows: 32 bits where all of them fit, and the number of rows of all tables together."""
+        """The dtype of row numbers: 32 bits where all rows, and the number of rows of all tables together, fit."""
         largest = max([sum(total for _, _, total in self._spans), *(int(start.max()) for start, _, _ in self._spans)])
         return np.dtype(np.int32 if largest < 2**31 else np.int64)
 
@@ -151,7 +151,7 @@ class Uploaded:
         return self._lengths[key]
 
     def cumulative(self, key: Key, bound: int | None) -> Cumulative:
-        """Those on the host, as backends get them: shared by launches, which look for the longest once."""
+        """Cumulative lengths on the host, as backends get them: shared by launches, which look for the longest once."""
         if (key, bound) not in self._cumulative:
             host, _, longest = self._lengths[key]
             self._cumulative[key, bound] = Cumulative(host, bound, longest)

@@ -78,12 +78,12 @@ def windowed(area: Column, q0: Column, q1: Column, k0: Column, k1: Column, lo: C
 
 
 def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
-    """The same pairs in tiles of few windows; the parts of a tile stay together, in the order right, full, left.
+    """Tiles of few windows with the same pairs; the parts of a tile stay together, in the order right, full, left.
 
     >>> one = [np.array([x]) for x in (0, 0, 6, 0, 8, -2, 3)]  # six rows see two keys to the left, three to the right
     >>> cut = cut_to_windows(windowed(*one), WindowRule((-1, -1), 2048))
     >>> [row[1:5] + row[7:] for row in cut.rows()]
-    [(0, 5, 0, 8, 5, 0), (5, 6, 4, 8, -1, -1), (5, 6, 3, 4, 0, -1)]
+    [(0, 5, 0, 8, 5, 0), (5, 6, 3, 8, -1, -1)]
     """
     area, q0, q1, k0, k1, lo, hi, left, right = tiles.columns
     corner, (own_left, own_right) = k1 - q1, rule.own

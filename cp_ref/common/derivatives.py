@@ -40,7 +40,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Last(torch.autograd.Function):
-    """The same tensors; their backward raises."""
+    """Tensors with the same values, whose backward pass raises."""
 
     @staticmethod
     def forward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What a caller may name as a device."""
+"""The device that a caller names, checked."""
 
 from __future__ import annotations
 

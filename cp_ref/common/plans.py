@@ -29,7 +29,7 @@ _SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqle
 
 
 class Plan:
-    """What the plans of both packages have: what is computed, the rank that it is for, where `position_ids` lie."""
+    """A plan of either package: the problem, the rank that the plan is for, the device of `position_ids`."""
 
     problem: Problem
     rank: int

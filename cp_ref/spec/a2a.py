@@ -82,7 +82,7 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
 
 
 def _active_rows(units: Units, unit: int) -> tuple[list[Fragments], list[Fragments]]:
-    """Of each rank of the group the query rows that see anything, and the key rows that anybody sees."""
+    """The query rows of each rank of the group that see any key, and the key rows that any query sees."""
     sees, seen = units.sees(unit), units.seen(unit)
     queries = spans_by(sees.reader - unit, sees.q_start, sees.q_stop).of(0)
     keys = spans_by(seen.owner - unit, seen.k_start, seen.k_stop).of(0)

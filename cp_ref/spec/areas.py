@@ -51,7 +51,7 @@ class Areas(Table):
 
     @property
     def pairs(self) -> Column:
-        """How many pairs are visible in each area."""
+        """The number of visible pairs of each area."""
         return pairs(*self.columns)
 
     @property
@@ -64,7 +64,7 @@ class Areas(Table):
 
     @property
     def right(self) -> Column:
-        """The same on the right side."""
+        """Each band as the right side of such a window."""
         right = self.hi - (self.k_stop - self.q_stop)
         return np.where(self.hi >= UNBOUNDED, -1, right)
 
@@ -111,7 +111,7 @@ def crop(
 
 
 def pairs(q_start: Column, q_stop: Column, k_start: Column, k_stop: Column, lo: Column, hi: Column) -> Column:
-    """How many pairs are visible in each rectangle, by arithmetic series, whatever its size.
+    """The number of visible pairs of each rectangle, by arithmetic series, whatever its size.
 
     >>> pairs(*(np.array([x]) for x in (0, 5, 0, 5, -1, 1))).tolist()
     [13]

@@ -25,7 +25,7 @@ _LEAST = dict.fromkeys(_NEEDED, 1) | {"batch_size": 1, "seqlen_q": 0, "seqlen_kv
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What q, k and v say of a problem. Sequence lengths are global; None in thd, where `cu_seqlens_*` have them."""
+    """The sizes that q, k and v have. Sequence lengths are global; None in thd, where `cu_seqlens_*` have them."""
 
     heads_q: int
     heads_kv: int
@@ -156,7 +156,7 @@ def check_offset(problem: Problem, softmax_offset: Any, q: Any) -> None:
 
 
 def _counted(sizes: Sizes) -> Sizes:
-    """The same, checked: every size is an int within bounds."""
+    """The sizes, checked: every size is an int within bounds."""
     given = {name: getattr(sizes, name) for name in _LEAST if getattr(sizes, name) is not None or name in _NEEDED}
     return replace(sizes, **{name: read_count(name, value, at_least=_LEAST[name]) for name, value in given.items()})
 

@@ -1,4 +1,4 @@
-"""What a picture of a schedule shows, before it is drawn: the tiles on one plane, each as an exact polygon.
+"""The tiles of a schedule on one plane, each as an exact polygon, before a picture is drawn of them.
 
 The plane has a unit square for every (query, key) pair, queries downwards and keys to the right. Several sequences lie
 on its diagonal, as they lie in a packed buffer:
@@ -72,12 +72,12 @@ class Box(NamedTuple):
         return Box(q0, q1, k0, k1, self.lo, self.hi)
 
     def within(self, q0: int, q1: int, k0: int, k1: int) -> Box:
-        """What lies in a rectangle too."""
+        """The box's pairs that lie in a rectangle too."""
         edges = max(self.q0, q0), min(self.q1, q1), max(self.k0, k0), min(self.k1, k1)
         return Box(*edges, self.lo, self.hi)
 
     def moved(self, down: int, right: int) -> Box:
-        """The same pairs elsewhere in the plane."""
+        """The box moved in the plane, with the same pairs visible."""
         rows = self.q0 + down, self.q1 + down, self.k0 + right, self.k1 + right
         return Box(*rows, *(x if abs(x) >= UNBOUNDED else x + right - down for x in (self.lo, self.hi)))
 
@@ -196,7 +196,7 @@ def staircase(box: Box) -> list[Point]:
 
 
 def band_edge(box: Box) -> list[Point]:
-    """The same outline with the steps smoothed to straight lines: the rectangle clipped to the band.
+    """A tile's outline with the steps smoothed to straight lines: the rectangle clipped to the band.
 
     The lines run through the middles of the steps' edges, half a pair outside the middles of the outermost visible
     pairs, so that the area is right to 1/8 of a pair for every corner that is cut.

@@ -1,4 +1,4 @@
-"""What a problem asks for and what an implementation has, as sets of names.
+"""The features that a problem asks for and those that an implementation has, as sets of names.
 
 A problem *requires* features; an implementation (a schedule, a kernel library) *has* features. What is required and not
 had is missing, and `Unsupported` names it. The support matrix is the sets themselves: there is no if-chain anywhere

@@ -1,4 +1,4 @@
-"""What the ranks compare before they gather slices: the arguments of `unshard`."""
+"""The arguments of `unshard`, which the ranks compare before they gather slices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Gathering:
-    """What all ranks must have in common, in the form that `agree` takes."""
+    """The arguments that all ranks must have in common, in the form that `agree` takes."""
 
     x: tuple[tuple[int, ...], str]
     qkv_format: str

@@ -49,7 +49,7 @@ def check_placements(cp: Any, qkv_format: str, softmax_offset: Any, **tensors: A
 
 
 def _misplaced(cp: Any, axes: tuple[str, ...], x: Any) -> str:
-    """What is wrong with a DTensor's placement; "" if nothing is."""
+    """The error of a DTensor's placement; "" if there is none."""
     groups = (cp.comm.p2p, cp.comm.a2a) if isinstance(cp.comm, PairGroup) else (cp.comm,)  # what cuts first, first
     wanted = [(getattr(group, "ranks", None), group.rank) for group in groups if group.size > 1]
     found: list[tuple[frozenset[int], int]] = []

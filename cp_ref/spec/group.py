@@ -1,4 +1,4 @@
-"""What a schedule needs of a group of ranks: an exchange of messages, and a small agreement before the first one.
+"""A group of ranks as a schedule needs it: an exchange of messages, and a small agreement before the first one.
 
 Anything with these members can carry a context-parallel attention: `cp_ref.SimGroup` (all ranks in one process), the
 adapters over torch.distributed in both packages, or the user's own. Tensors are only passed through, so this module
@@ -60,8 +60,8 @@ class Group(Protocol):
 
 
 class Agreed(Protocol):
-    """What all ranks must have in common: a `Problem`, an `Agreement`, or anything else with a canonical text, its
-    `str`, of the form `Name(argument=value, ...)`.
+    """A value that all ranks must have in common: a `Problem`, an `Agreement`, or anything else with a canonical text,
+    its `str`, of the form `Name(argument=value, ...)`.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""What lengths a layout takes; the tables themselves are made in `ownership.py`."""
+"""The lengths that a layout takes; the tables themselves are made in `ownership.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["check_divides", "divisor"]
 
 
 def divisor(layout: str, cp_size: int) -> int:
-    """What a length has to divide by: 2 * cp_size for dual_chunk, cp_size for contiguous."""
+    """The number that a length has to divide by: 2 * cp_size for dual_chunk, cp_size for contiguous."""
     return 2 * cp_size if layout == "dual_chunk" else cp_size
 
 

@@ -44,7 +44,7 @@ class Rect:
         return max(self.q1 - self.q0, 0) * max(self.k1 - self.k0, 0)
 
     def __and__(self, other: Rect) -> Rect:
-        """What both hold."""
+        """The rectangle of the positions that both hold."""
         return Rect(max(self.q0, other.q0), min(self.q1, other.q1), max(self.k0, other.k0), min(self.k1, other.k1))
 
 

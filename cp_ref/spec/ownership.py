@@ -42,11 +42,11 @@ class Fragments(Table):
         return self.take(slice(int(first), int(last)))
 
     def sorted(self) -> Fragments:
-        """The same, sorted by global row."""
+        """The fragments sorted by global row."""
         return self.take(np.argsort(self.start, kind="stable"))
 
     def within(self, start: Column, stop: Column) -> Fragments:
-        """What lies in these global spans, which are sorted and disjoint: real tokens without their padding.
+        """The fragments' rows that lie in these global spans, which are sorted and disjoint: tokens without padding.
 
         >>> cut = Fragments.of_rows([(0, 0, 4, 0), (1, 4, 8, 0)]).within(np.array([0, 6]), np.array([3, 8]))
         >>> list(cut.rows())

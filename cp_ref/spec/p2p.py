@@ -54,7 +54,7 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How blocks and their gradients travel: the block at distance h arrives at step h - 1, its gradients leave at
+    """The ways of blocks and of their gradients: the block at distance h arrives at step h - 1, its gradients leave at
     step h + 1.
     """
 
@@ -97,7 +97,7 @@ def ring_programs(units: Units, member: RingMember) -> tuple[Program, Program]:
 
 
 def tiles_of(sees: Sights, step: Column, steps: int, heads: Heads) -> list[Tiles]:
-    """What is seen as tiles, by step."""
+    """The rectangles that are seen, as tiles, by step."""
     order = np.argsort(step.astype(np.int16), kind="stable") if steps > 1 else slice(None)
     area, q0, q1, k0, k1 = (x[order] for x in (sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop))
     tiles = Tiles(area, q0, q1, k0, k1, np.full_like(area, heads[0]), np.full_like(area, heads[1]))

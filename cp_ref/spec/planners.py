@@ -53,5 +53,5 @@ def saved_kinds(problem: Problem) -> tuple[str, ...]:
 
 
 def make_program(problem: Problem, rank: int) -> tuple[Program, Program]:
-    """One rank's forward and backward program: what `make_schedule` has for it, without planning all of the others."""
+    """One rank's forward and backward program, as in `make_schedule`, without planning the other ranks."""
     return _RANK_PLANNERS[problem.cp_comm_type](Units(problem.workload), rank)

@@ -122,7 +122,7 @@ class Play:
             self._compute(rank, step.tiles)
 
     def _take(self, rank: int, message: Message) -> Sent:
-        """What the rank sends; results leave it."""
+        """The rows that the rank sends; results leave the rank."""
         cells = self.grids[side_of(message.kind)].cells(*message.pieces.columns)
         if message.kind in RESULTS:
             tiles = self.results[rank][message.kind][cells.cell]

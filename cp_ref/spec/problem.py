@@ -72,7 +72,7 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """What q.k is multiplied by: `softmax_scale`, or d_qk ** -0.5."""
+        """The factor of q.k: `softmax_scale`, or d_qk ** -0.5."""
         return self.d_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
@@ -113,7 +113,7 @@ class Problem:
 
     @cached_property
     def starts_kv(self) -> tuple[int, ...]:
-        """The same for keys: `cu_seqlens_kv_padded`."""
+        """The first slot of each sequence's keys in the global buffer, and the end: `cu_seqlens_kv_padded`."""
         return tuple(accumulate(self.lengths.slots_kv, initial=0))
 
     def band(self, sequence: Sequence) -> Band:

@@ -1,4 +1,4 @@
-"""What a schedule costs: work, balance, bytes and buffers, counted on integers."""
+"""The costs of a schedule: work, balance, bytes and buffers, counted on integers."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def report(problem: Problem, schedule: Schedule) -> Report:
 
 
 def tile_pairs(areas: Areas, tiles: Tiles) -> Column:
-    """How many pairs of each tile are visible, for each head."""
+    """The number of visible pairs of each tile, for each head."""
     band = areas.lo[tiles.area], areas.hi[tiles.area]
     return pairs(tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop, *band)
 
 
 def message_bytes(problem: Problem, message: Message) -> int:
-    """How many bytes travel: operands in the problem's dtype, results in float32 (float64 for float64)."""
+    """The bytes that travel: operands in the problem's dtype, results in float32 (float64 for float64)."""
     item = _ITEM_BYTES[problem.dtype]
     wide = max(item, 4)
     row_bytes = {

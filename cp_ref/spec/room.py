@@ -1,4 +1,4 @@
-"""What a plan that is updated in place has room for: sizes that stay as they are while the lengths of batches change.
+"""The room of a plan that is updated in place: sizes that stay as they are while the lengths of batches change.
 
 A CUDA graph has every address and every size baked in. So such a plan is made for the largest batch that is to come,
 and `plan.update` gives it other lengths: fewer or more sequences, shorter or longer ones, as long as they fit.
@@ -46,7 +46,7 @@ class Room:
 
 
 class Agreement(NamedTuple):
-    """What all ranks must have in common: see `agree`.
+    """The problem, the room and the options that all ranks must have in common: see `agree`.
 
     `extras`: what else decides which messages are sent, by name, such as ("return_max_logit", True).
     """
@@ -136,7 +136,7 @@ def next_batch(
     cu_seqlens_q_padded: Any,
     cu_seqlens_kv_padded: Any,
 ) -> Problem:
-    """The same problem with other lengths.
+    """The plan's problem with other lengths.
 
     Raises:
         ValueError, TypeError: the lengths are wrong, there is no room for them, or there is no room at all.

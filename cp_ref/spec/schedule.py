@@ -58,7 +58,7 @@ def tag(step: int, kind: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Table):
-    """What messages carry: rows [start, stop) of a global buffer, for heads [head_start, head_stop).
+    """Pieces of messages: rows [start, stop) of a global buffer, for heads [head_start, head_stop).
 
     Heads count query heads in q, do, out and dq, and kv heads in kv and dkv.
     """
@@ -75,13 +75,13 @@ class Pieces(Table):
 
     @property
     def size(self) -> int:
-        """How many rows all of them have; a row of some of the heads counts as one."""
+        """The number of rows of all pieces; a row of some of the heads counts as one."""
         return int((self.stop - self.start).sum())
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles(Table):
-    """What is computed: rectangles of areas, for query heads [head_start, head_stop). `area` is a row of `Areas`."""
+    """Tiles: rectangles of areas, for query heads [head_start, head_stop). `area` is a row of `Areas`."""
 
     area: Column
     q_start: Column
@@ -143,7 +143,7 @@ class Schedule:
 
     @property
     def cp_size(self) -> int:
-        """How many ranks it is for."""
+        """The number of ranks of the schedule."""
         return len(self.forward)
 
     def all_heads(self, kind: str) -> Heads:

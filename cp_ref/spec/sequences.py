@@ -27,7 +27,7 @@ class Sequence:
 
 
 class Sequences(Seq[Sequence]):
-    """What a tuple of `Sequence` is, kept as four columns: each `Sequence` is made when somebody looks at it.
+    """A tuple of `Sequence` kept as four columns: each `Sequence` is made when somebody looks at it.
 
     Planning reads the columns, which are made in a millisecond for ten thousand sequences.
 
@@ -49,7 +49,7 @@ class Sequences(Seq[Sequence]):
 
     @staticmethod
     def of(sequences: Seq[Sequence]) -> Sequences:
-        """The same sequences as columns."""
+        """These sequences as columns."""
         if isinstance(sequences, Sequences):
             return sequences
         columns = ([s.len_q for s in sequences], [s.len_kv for s in sequences])

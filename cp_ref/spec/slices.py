@@ -92,7 +92,7 @@ def position_spans_of(layout: str, slots: Seq[int], packed: bool, cp_size: int, 
 
 
 def position_columns(layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int) -> tuple[Column, Column]:
-    """The same as columns: the first position of each span, and their number."""
+    """Position spans as columns: the first position of each span, and their number."""
     starts = _starts(slots)
     fragments = _fragments(layout, slots, packed, cp_size, rank).within(starts[:-1], starts[1:])
     first = starts[np.searchsorted(starts, fragments.start, side="right") - 1]  # of the sequence that it is a part of

@@ -1,4 +1,4 @@
-"""What a picture, a trace or a report is of, in a few words."""
+"""The problem of a picture, a trace or a report, in a few words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["title"]
 
 
 def title(problem: Problem, schedule: Schedule) -> str:
-    """What is shown, in a few words."""
+    """The problem in a few words."""
     words = [schedule.name, f"cp_size {problem.cp_size}", problem.qkv_format, problem.layout, problem.attn_mask_type]
     if problem.window_size != (-1, -1):
         words.append(f"window {problem.window_size}")

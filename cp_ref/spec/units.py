@@ -27,7 +27,7 @@ __all__ = ["Sights", "Spans", "Units", "spans_by"]
 
 @dataclass(frozen=True, eq=False)
 class Sights(Table):
-    """What units see of each other: cropped rectangles of areas, one for each fragment of queries and of keys."""
+    """Cropped rectangles of areas in which units see each other: one for each fragment of queries and of keys."""
 
     reader: Column  # the unit that has the queries
     owner: Column  # the unit that has the keys
@@ -52,7 +52,7 @@ class Units:
 
     @cached_property
     def keys(self) -> Fragments:
-        """The same of keys."""
+        """The rows of the units' keys, sorted by global row; `rank` is the unit."""
         return self.queries if self.workload.ownership.kv is self.workload.ownership.q else self._rows("kv")
 
     def _rows(self, side: str) -> Fragments:
@@ -67,11 +67,11 @@ class Units:
         return bool(((self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)).any())
 
     def sees(self, unit: int) -> Sights:
-        """What the queries of one unit see of every unit's keys."""
+        """The rectangles in which the queries of one unit see keys, of any unit."""
         return self._sights(self.queries.take(self.queries.rank == unit), self.keys)
 
     def seen(self, unit: int) -> Sights:
-        """What every unit's queries see of the keys of one unit."""
+        """The rectangles in which queries, of any unit, see the keys of one unit."""
         return self._sights(self.queries, self.keys.take(self.keys.rank == unit))
 
     @cached_property

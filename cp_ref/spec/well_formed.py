@@ -1,4 +1,4 @@
-"""What can be said about a schedule line by line, before it is played: numbers that mean nothing."""
+"""Errors of a schedule that are seen line by line, before messages are played: numbers that mean nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def malformed(work: Workload, schedule: Schedule) -> Iterator[str]:
 
 
 def _message_problem(message: Message, schedule: Schedule) -> str:
-    """What is wrong with a message's pieces, or nothing."""
+    """An error of a message's pieces, or nothing."""
     pieces, heads = message.pieces, schedule.all_heads(message.kind)[1]
     if not len(pieces):
         return "it has no rows"

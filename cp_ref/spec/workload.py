@@ -1,4 +1,4 @@
-"""A problem as two tables: who may see whom, and who has what. All that planners, `verify` and executors know of it."""
+"""A problem as two tables, areas and ownership: all that planners, `verify` and executors know of its sequences."""
 
 from __future__ import annotations
 

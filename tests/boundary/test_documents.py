@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ import conformance.cli
 import cp_fast.cli
 import cp_ref.cli
 from conformance.case import Case
+from cp_ref.spec import Problem, Sequence, make_schedule
+from cp_ref.spec.picture import text_picture
+from cp_ref.spec.table_pictures import areas_picture, ownership_picture
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -24,7 +28,7 @@ DOCUMENTS = sorted(
 )
 APPS = {"cp_fast": cp_fast.cli.app, "cp_ref": cp_ref.cli.app, "conformance": conformance.cli.app}
 TREE = re.compile(r"(?:cp_ref|cp_fast|conformance|csrc|tests|benchmarks|docs)/[\w./*-]*\w")
-# what the README's step leaves open, on a CPU
+# what the README's programs leave open, on a CPU
 README_STEP = """
 dist.init_process_group("gloo")
 cu, cu_padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 16])
@@ -33,6 +37,10 @@ q = torch.randn(16 // dist.get_world_size(), 32, 128, dtype=torch.bfloat16)
 k, v = q[:, :8], q[:, 8:16]
 {step}
 assert out.shape == q.shape and len(ids) == len(positions) == len(q)
+{schedule}
+assert plan.schedule == mine
+x, y = (torch.randn(1, 16 // dist.get_world_size(), heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
+torch.testing.assert_close(cp.attention(x, y, y, cp=context, plan=plan), cp.attention(x, y, y, cp=context))
 """
 
 
@@ -69,11 +77,12 @@ def test_every_line_on_who_sums_what_is_run(tmp_path: Path) -> None:
     torchrun(program, 4)
 
 
-def test_the_step_of_the_readme_runs(tmp_path: Path) -> None:
-    (step,) = blocks("README.md")
+def test_the_programs_of_the_readme_run(tmp_path: Path) -> None:
+    """A step of a training, and a schedule of the user's own."""
+    step, schedule = (block.replace('"cuda"', '"cpu"') for block in blocks("README.md"))
     imports, rest = step.split("\n\n", 1)
     program = tmp_path / "program.py"
-    body = README_STEP.format(step=rest.replace('device="cuda"', 'device="cpu"'))
+    body = README_STEP.format(step=rest, schedule=schedule.replace("4096", "16"))
     program.write_text(imports + "\n" + body + "dist.destroy_process_group()\n")
     torchrun(program, 2)
 
@@ -107,6 +116,18 @@ def test_the_picture_is_what_plan_draws(tmp_path: Path) -> None:
     done = CliRunner().invoke(cp_fast.cli.app, ["plan", "--cp-size", "4", "--seqlens", "96,32,56", "--svg", str(drawn)])
     assert done.exit_code == 0, done.output
     assert drawn.read_text() == (ROOT / "docs" / "plan.svg").read_text()
+
+
+def test_the_designs_tables_and_pictures_are_what_the_code_prints() -> None:
+    lengths = Sequence(7, 7, 8, 8), Sequence(4, 4, 4, 4)
+    problem = Problem(2, lengths, qkv_format="thd", attn_mask_type="padding_causal")
+    tables, schedule = problem.workload, make_schedule(problem)
+    program = str(schedule).partition("forward rank 1")[0]
+    _, _, picture = text_picture(problem, schedule, "all").split("\n", 2)
+    queries = "\n".join(ownership_picture(tables.ownership).splitlines()[:3])
+    design = (ROOT / "DESIGN.md").read_text()
+    for shown in (str(tables.areas), areas_picture(tables.areas), queries, program, picture.partition("\n")[2]):
+        assert indent(shown.strip("\n"), "    ") in design, shown
 
 
 def test_the_findings_can_be_replayed() -> None:
