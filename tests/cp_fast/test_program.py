@@ -191,7 +191,7 @@ def test_documents_at_home_send_nothing() -> None:
     for rank in range(2):
         program = program_of(problem, rank)
         for step in steps_of(program):
-            assert not (step.sends or step.recvs or step.result_sends or step.result_recvs)
+            assert (step.sends, step.recvs, step.result_sends, step.result_recvs) == ((), (), (), ())
         launches = [launch for step in program.forward for launch in step.launches]
         assert [launch.segments.cu_q for launch in launches] == [(0, 16)]
 
