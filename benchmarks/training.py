@@ -31,8 +31,8 @@ from torch.nn import functional
 
 import cp_fast
 from cp_fast.cli.demo.documents import read_documents
-from cp_fast.comm import all_reduce
 from cp_ref import SimGroup
+from cp_ref.common.collectives import all_reduce_sum
 
 ALONE, AGAIN = "one device, PyTorch's attention", "one device, once more"
 
@@ -171,7 +171,7 @@ def train(job: Job, cp: cp_fast.ContextParallel | None, device: torch.device) ->
         total = loss.detach()
         if cp is not None:
             share = [*(p.grad.flatten() for p in model.parameters() if p.grad is not None), total[None]]
-            *grads, total = all_reduce(cp.comm, torch.cat(share), torch.add).split([len(x) for x in share])
+            *grads, total = all_reduce_sum(cp.comm, torch.cat(share)).split([len(x) for x in share])
             for p, grad in zip(model.parameters(), grads, strict=True):
                 p.grad = grad.view_as(p)  # every rank had the gradient of its own tokens' loss
         optimizer.step()

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.derivatives import differentiable_once
-from cp_fast.passes import Saved, backward_pass, forward_pass
+from cp_fast.passes import backward_pass, forward_pass
 from cp_fast.plan import Plan
+from cp_ref.common.casting import no_autocast
+from cp_ref.common.derivatives import differentiable_once
 
 __all__ = ["Attention"]
 
@@ -30,10 +31,9 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        with no_autocast(q.device.type):
-            out, lse, max_logit, saved = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
-        for_offset = () if offset is None else (out, lse)
-        ctx.save_for_backward(offset, *saved, *for_offset)
+        with no_autocast(q.device):
+            out, lse, max_logit, kept = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
+        ctx.save_for_backward(out, lse, offset, *kept, *((q, k, v) if plan.needs_inputs else ()))
         ctx.plan, ctx.handle, ctx.cp, ctx.deterministic, ctx.lse_given = (
             plan,
             plan.handle,
@@ -41,6 +41,7 @@ class Attention(torch.autograd.Function):
             deterministic,
             return_lse,
         )
+        ctx.kept = len(kept)
         ctx.rows = plan.packing.rows(q.shape), plan.packing.rows(k.shape)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
@@ -52,14 +53,13 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if ctx.plan.handle is not ctx.handle:  # every batch of a plan has its own
             raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
-        offset, *tensors = ctx.saved_tensors
-        saved, for_offset = Saved(*tensors[:5]), tensors[5:]
-        out, lse = for_offset or saved[3:]
-        with no_autocast(saved.q.device.type):
+        out, lse, offset, *tensors = ctx.saved_tensors
+        with no_autocast(out.device):
             dq, dk, dv, doffset = backward_pass(
                 ctx.plan,
                 ctx.cp,
-                saved,
+                tuple(tensors[ctx.kept :]) or None,
+                tensors[: ctx.kept],
                 out,
                 lse,
                 offset,
@@ -71,8 +71,3 @@ class Attention(torch.autograd.Function):
                 lse_given=ctx.lse_given,
             )
         return None, None, None, None, None, dq, dk, dv, doffset
-
-
-def no_autocast(device: str) -> torch.autocast:
-    """Inside the passes every dtype is as it is meant to be."""
-    return torch.autocast(device, enabled=False)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan
 from cp_ref.spec import (
@@ -18,17 +16,7 @@ from cp_ref.spec import (
     check_room_tensors,
 )
 
-__all__ = ["autocast", "check_planned_call"]
-
-
-def autocast(x: Any) -> Any:
-    """x as an operator in autocast's lower-precision list gets it."""
-    if not isinstance(x, torch.Tensor) or x.device.type not in ("cpu", "cuda"):
-        return x
-    if not torch.is_autocast_enabled(x.device.type):
-        return x
-    castable = x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(x.device.type)) if castable else x
+__all__ = ["check_planned_call"]
 
 
 def check_planned_call(

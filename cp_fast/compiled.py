@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from cp_fast.autograd import no_autocast
 from cp_fast.calls import check_planned_call
 from cp_fast.context import ContextParallel
 from cp_fast.execute import wide_dtype
 from cp_fast.handles import object_of
-from cp_fast.passes import Saved, backward_pass, forward_pass
+from cp_fast.passes import backward_pass, forward_pass
 from cp_fast.plan import Plan
+from cp_ref.common.casting import no_autocast
 
 __all__ = ["attention_in_graph"]
 
@@ -40,27 +40,9 @@ def attention_in_graph(
     offset: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `Attention.apply` does, as one operator. The call's arguments are checked when it runs."""
-    out, lse, max_logit, *_ = _forward(
-        q,
-        k,
-        v,
-        offset,
-        plan.handle,
-        cp.handle,
-        plan.problem.qkv_format,
-        cp.cp_comm_type.startswith("a2a"),
-        deterministic,
-        return_max_logit,
-        return_lse,
-    )
+    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, deterministic, return_max_logit, return_lse
+    out, lse, max_logit, *_ = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
     return out, lse, max_logit
-
-
-Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _flat(out: Tensor, lse: Tensor, max_logit: Tensor, kept: Saved) -> Eight:
-    return out, lse, max_logit, kept.q, kept.k, kept.v, kept.out, kept.lse
 
 
 @torch.library.custom_op("cp_attention::attention_forward", mutates_args=())
@@ -72,18 +54,18 @@ def _forward(
     plan: Tensor,
     cp: Tensor,
     qkv_format: str,
-    group_rows: bool,
+    kept: str,
+    needs_inputs: bool,
     deterministic: bool,
     return_max_logit: bool,
     return_lse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
     check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
-    with no_autocast(q.device.type):
+    with no_autocast(q.device):
         done = forward_pass(the_plan, context, q, k, v, offset, return_max_logit=return_max_logit)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
-    kept = done.saved if group_rows else Saved(*(q.new_empty(0) for _ in Saved._fields))
-    return _flat(done.out.contiguous(), done.lse.contiguous(), max_logit, kept)
+    return [done.out.contiguous(), done.lse.contiguous(), max_logit, *done.kept]
 
 
 @_forward.register_fake
@@ -95,32 +77,27 @@ def _(
     plan: Tensor,
     cp: Tensor,
     qkv_format: str,
-    group_rows: bool,
+    kept: str,
+    needs_inputs: bool,
     deterministic: bool,
     return_max_logit: bool,
     return_lse: bool,
-) -> Eight:
+) -> list[Tensor]:
     wide, (*tokens, heads, _) = wide_dtype(q.dtype), q.shape
     lse_shape = {"bshd": (*tokens[:1], heads, *tokens[1:]), "sbhd": (*tokens[1:], heads, *tokens[:1])}
     out, lse = q.new_empty(*tokens, heads, v.shape[-1]), lse_shape.get(qkv_format, (heads, *tokens))
-    kept = Saved(*(q.new_empty(0) for _ in Saved._fields))
-    if group_rows:
+    results = [out, q.new_empty(lse, dtype=wide), q.new_empty(heads if return_max_logit else 0, dtype=wide)]
+    for letter in kept:  # sizes that only the plan knows
         new_size = torch.library.get_ctx().new_dynamic_size
-        n, m, own_q, own_kv = (new_size() for _ in range(4))
-        kept = Saved(
-            q.new_empty(n, own_q, q.shape[-1]),
-            k.new_empty(m, own_kv, k.shape[-1]),
-            v.new_empty(m, own_kv, v.shape[-1]),
-            q.new_empty(n, own_q, v.shape[-1]),
-            q.new_empty(own_q, n, dtype=wide),
-        )
-    max_logit = q.new_empty(heads if return_max_logit else 0, dtype=wide)
-    return _flat(out, q.new_empty(lse, dtype=wide), max_logit, kept)
+        axes, dtype = (3, q.dtype) if letter == "x" else (2, wide)
+        results.append(q.new_empty([new_size() for _ in range(axes)], dtype=dtype))
+    return results
 
 
 @torch.library.custom_op("cp_attention::attention_backward", mutates_args=())
 def _backward(
-    saved: list[Tensor],
+    inputs: list[Tensor],
+    kept: list[Tensor],
     out: Tensor,
     lse: Tensor,
     offset: Tensor | None,
@@ -131,19 +108,18 @@ def _backward(
     q_shape: list[int],
     k_shape: list[int],
     v_shape: list[int],
-    group_rows: bool,
     deterministic: bool,
     wants_offset: bool,
     lse_given: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
     packing = the_plan.packing
-    rows = saved if group_rows else [*(packing.pack(x) for x in (*saved, out)), packing.pack_lse(lse)]
-    with no_autocast(out.device.type):
+    with no_autocast(out.device):
         dq, dk, dv, doffset = backward_pass(
             the_plan,
             context,
-            Saved(*rows),
+            (inputs[0], inputs[1], inputs[2]) if inputs else None,
+            kept,
             out,
             lse,
             offset,
@@ -159,7 +135,8 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    saved: list[Tensor],
+    inputs: list[Tensor],
+    kept: list[Tensor],
     out: Tensor,
     lse: Tensor,
     offset: Tensor | None,
@@ -170,7 +147,6 @@ def _(
     q_shape: list[int],
     k_shape: list[int],
     v_shape: list[int],
-    group_rows: bool,
     deterministic: bool,
     wants_offset: bool,
     lse_given: bool,
@@ -179,22 +155,24 @@ def _(
     return out.new_empty(q_shape), out.new_empty(k_shape), out.new_empty(v_shape), doffset
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, offset, plan, cp, _, group_rows, deterministic, _, lse_given = inputs
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, offset, plan, cp, _, kept_kinds, needs_inputs, deterministic, _, lse_given = inputs
     out, lse, max_logit, *kept = output
-    ctx.save_for_backward(out, lse, offset, plan, cp, *(kept if group_rows else (q, k, v)))
+    ctx.save_for_backward(out, lse, offset, plan, cp, *kept, *((q, k, v) if needs_inputs else ()))
     ctx.shapes = [list(x.shape) for x in (q, k, v)]
-    ctx.group_rows, ctx.deterministic, ctx.lse_given = group_rows, deterministic, lse_given
+    ctx.kept, ctx.deterministic, ctx.lse_given = len(kept_kinds), deterministic, lse_given
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(max_logit, *kept)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> Any:
-    out, lse, offset, plan, cp, *saved = ctx.saved_tensors
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
+    out, lse, offset, plan, cp, *rest = ctx.saved_tensors
+    kept, inputs = rest[: ctx.kept], rest[ctx.kept :]
+    dout, dlse = grads[:2]
     wants_offset = offset is not None and ctx.needs_input_grad[3]
-    how = ctx.group_rows, ctx.deterministic, wants_offset, ctx.lse_given
-    dq, dk, dv, doffset = _backward(saved, out, lse, offset, dout, dlse, plan, cp, *ctx.shapes, *how)
-    return dq, dk, dv, doffset if wants_offset else None, *(None,) * 7
+    how = ctx.deterministic, wants_offset, ctx.lse_given
+    dq, dk, dv, doffset = _backward(inputs, kept, out, lse, offset, dout, dlse, plan, cp, *ctx.shapes, *how)
+    return dq, dk, dv, doffset if wants_offset else None, *(None,) * 8
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

@@ -1,112 +1,135 @@
-"""Partial results into float32 (float64) accumulators, in place."""
+"""Partial results into totals, which are in float32 (float64) where more than two partial results meet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from cp_fast.kernels.base import Kernels
 from cp_fast.rows import Rows, is_mask
 
-__all__ = ["Merged", "Summed", "add_sink"]
-
+__all__ = ["Part", "Total", "TotalShape", "add_sink"]
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-class _Parts:
-    """A total of partial results, some rows each. The first tensor of a total and of a part is the one that is rounded.
+class Part(NamedTuple):
+    """A partial result: by row [n, h, ...] and, of outs, lse [h, n]; it goes into rows `into` and `heads` of a total."""
 
-    The first part is just kept where it has every row, and every other one is held until `settle`, which the caller
-    calls before the next launch. So a pass of one launch ends with the kernel's own result, never widened; where there
-    are two, the second goes straight into the first, in `final`, the dtype that the result is rounded to next (None: it
-    is computed with); and only longer rings pay for wide accumulators. `spare`: see `RankProgram.spare_rows`.
+    rows: Tensors
+    lse: torch.Tensor | None
+    into: Rows
+    heads: slice
+
+    def views(self, part: Part) -> Part:
+        """The heads of a total that a part goes into."""
+        if part.heads == self.heads:
+            return self
+        lse = None if self.lse is None else self.lse[part.heads]
+        return Part(tuple(x[:, part.heads] for x in self.rows), lse, self.into, part.heads)
+
+
+@dataclass(frozen=True)
+class TotalShape:
+    """A total of `size` rows: the shapes behind them, by tensor (all begin with the heads); what it is computed and
+    finally rounded to; whether it is of outs, which have an lse. `spare`: see `Program.spare_rows`.
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        wide: torch.dtype,
-        final: torch.dtype | None,
-        device: torch.device,
-        kernels: Kernels,
-        spare: int = 0,
-    ) -> None:
-        self._rows, self._wide, self._final, self._kernels, self._spare = shape[0], wide, final, kernels, spare
-        self._options: dict[str, Any] = {"size": (shape[0] + spare, *shape[1:]), "dtype": wide, "device": device}
-        self._total: Tensors | None = None
-        self._held: tuple[Tensors, Rows] | None = None
+    size: int
+    behind: tuple[tuple[int, ...], ...]
+    wide: torch.dtype
+    final: torch.dtype | None  # None: it is computed with before it is rounded
+    device: torch.device
+    outs: bool
+    spare: int = 0
 
-    def settle(self) -> None:
-        """Put what is held into the total, in the wide dtype."""
-        self._settle_in(self._wide)
 
-    def _take(self, part: Tensors, rows: Rows) -> None:
-        self.settle()
-        if self._total is None and isinstance(rows, slice) and (rows.start, rows.stop) == (0, self._rows):
-            self._total = part
+class Total:
+    """Partial results of some rows each, merged by lse (outs) or added up (gradients).
+
+    The first part that has every row is just kept, and what comes later is held until `settle`. So a pass of one launch
+    ends with the kernel's own result, never widened; where there are two, the second goes straight into the first, in
+    `final`, the dtype that the result is rounded to next; and only longer rings pay for wide totals.
+    """
+
+    def __init__(self, shape: TotalShape, kernels: Kernels) -> None:
+        self._shape, self._kernels = shape, kernels
+        self._total: Part | None = None
+        self._held: list[Part] = []
+
+    @property
+    def held(self) -> int:
+        """How many parts are held."""
+        return len(self._held)
+
+    def add(self, part: Part) -> None:
+        """Take a partial result; the rows of each are distinct, so the sum has the same bits every time."""
+        self._held.append(part)
+
+    def settle(self, dtype: torch.dtype | None = None) -> None:
+        """Put what is held into the total, in the wide dtype or this one."""
+        parts, self._held = self._held, []
+        if not parts:
+            return
+        if self._total is None:
+            self._total = self._first(parts)
+        for part in parts:
+            first, *others = self._total.rows
+            narrow = first.dtype == dtype
+            tensors = self._total.rows if narrow else tuple(x.to(self._shape.wide) for x in (first, *others))
+            self._total = self._total._replace(rows=tensors)
+            self._put(self._total.views(part), part)
+
+    def finish(self) -> Part:
+        """The total of all parts: in the first part's dtype if that had every row and at most one more came."""
+        narrow = self._total is not None and self._total.rows[0].dtype == self._shape.final and self.held == 1
+        self.settle(self._shape.final if narrow else None)
+        total = self._nothing(self._shape.wide) if self._total is None else self._total
+        if not self._shape.spare:
+            return total
+        size = self._shape.size
+        lse = None if total.lse is None else total.lse[:, :size].contiguous()
+        return Part(tuple(x[:size] for x in total.rows), lse, slice(0, size), total.heads)
+
+    def _first(self, parts: list[Part]) -> Part:
+        """What the total begins with; it is taken from the parts. Wide rows of messages rather than a kernel's."""
+        size, heads = self._shape.size + self._shape.spare, slice(0, self._shape.behind[0][0])
+        whole = [part for part in parts if _is_whole(part.into, size) and part.heads == heads]
+        chosen = next((part for part in whole if part.rows[0].dtype == self._shape.wide), next(iter(whole), None))
+        if chosen is not None:
+            parts[:] = [part for part in parts if part is not chosen]
+            return chosen
+        if len(parts) > 1:
+            return self._nothing(self._shape.wide)
+        part = parts.pop()
+        total = self._nothing(part.rows[0].dtype)
+        here = total.views(part)
+        self._kernels.put_rows_(here.rows, part.rows, part.into)
+        if here.lse is not None and part.lse is not None:
+            if isinstance(part.into, slice):
+                here.lse[:, part.into] = part.lse
+            else:
+                here.lse.index_copy_(1, part.into.long(), part.lse)
+        return total
+
+    def _nothing(self, dtype: torch.dtype) -> Part:
+        s, size = self._shape, self._shape.size + self._shape.spare
+        rows = tuple(torch.zeros(size, *behind, dtype=dtype, device=s.device) for behind in s.behind)
+        shape = (s.behind[0][0], size)
+        lse = torch.full(shape, float("-inf"), dtype=s.wide, device=s.device) if s.outs else None
+        return Part(rows, lse, slice(0, size), slice(0, shape[0]))
+
+    def _put(self, total: Part, part: Part) -> None:
+        if total.lse is not None and part.lse is not None:
+            self._kernels.merge_(total.rows[0], total.lse, part.rows[0], part.lse, part.into)
         else:
-            self._held = part, rows
-
-    def _finish(self) -> Tensors:
-        """The total: in the first part's dtype if that had every row and at most one more was taken."""
-        kept = self._total is not None and self._total[0].dtype == self._final
-        self._settle_in(self._final if kept and self._final is not None else self._wide)
-        return self._nothing() if self._total is None else self._total
-
-    def _settle_in(self, dtype: torch.dtype) -> None:
-        if self._held is not None:
-            first, *others = self._nothing() if self._total is None else self._total
-            self._total = (first.to(dtype), *others)
-            self._put(self._total, *self._held)
-            self._held = None
-
-    def _nothing(self) -> Tensors:
-        """The total of no parts."""
-        return (torch.zeros(**self._options),)
-
-    def _put(self, total: Tensors, part: Tensors, rows: Rows) -> None:
-        """Let the total gain a part, in place."""
-        raise NotImplementedError
+            self._kernels.add_rows_([*total.rows], [*part.rows], part.into)
 
 
-class Merged(_Parts):
-    """The accumulators (out [t, h, d_v], lse [h, t]) of a forward pass."""
-
-    def add(self, part_out: torch.Tensor, part_lse: torch.Tensor, rows: Rows) -> None:
-        """Take the partial result of some rows, [n, h, d_v] in any float dtype and [h, n]; one is held at most."""
-        self._take((part_out, part_lse), rows)
-
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse): 0 and -inf in rows that nothing was merged into."""
-        out, lse = self._finish()
-        return (out[: -self._spare], lse[:, : -self._spare].contiguous()) if self._spare else (out, lse)
-
-    def _nothing(self) -> Tensors:
-        (out,) = super()._nothing()
-        return out, out.new_full((out.shape[1], out.shape[0]), float("-inf"))
-
-    def _put(self, total: Tensors, part: Tensors, rows: Rows) -> None:
-        (out, lse), (part_out, part_lse) = total, part
-        self._kernels.merge_(out, lse, part_out, part_lse, rows)
-
-
-class Summed(_Parts):
-    """The sum of partial gradients [t, ...], 0 in rows that nothing was added to."""
-
-    def add(self, part: torch.Tensor, rows: Rows) -> None:
-        """total[rows] += part; the rows are distinct, so the result has the same bits every time."""
-        self._take((part,), rows)
-
-    def result(self) -> torch.Tensor:
-        """The sum."""
-        (total,) = self._finish()
-        return total[: -self._spare] if self._spare else total
-
-    def _put(self, total: Tensors, part: Tensors, rows: Rows) -> None:
-        self._kernels.add_rows_([*total], [*part], rows)
+def _is_whole(rows: Rows, size: int) -> bool:
+    return isinstance(rows, slice) and (rows.start, rows.stop) == (0, size)
 
 
 def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor, rows: Rows) -> None:

@@ -27,14 +27,15 @@ class Packing:
     """How one problem's tensors are seen as packed rows."""
 
     problem: Problem
+    may_fold: bool = True
 
     @property
     def folded(self) -> bool:
-        """Whether the batch is folded into the heads. Not where heads are exchanged: they go to ranks by their
-        number.
+        """Whether the batch is folded into the heads. Not where heads are exchanged, which go to ranks by their number,
+        nor under a schedule of the user's own, which may treat the sequences differently (`may_fold`).
         """
         equal_lengths = not self.problem.attn_mask_type.startswith("padding")
-        return self.problem.qkv_format == "sbhd" and equal_lengths and self.problem.a2a_size == 1
+        return self.may_fold and self.problem.qkv_format == "sbhd" and equal_lengths and self.problem.a2a_size == 1
 
     @property
     def batch(self) -> int:

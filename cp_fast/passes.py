@@ -1,44 +1,33 @@
 """Attention of one layer, both passes: what lies around the schedule's steps.
 
-user's format -> packed rows -> (a2a) the group's rows, own heads -> steps -> sink -> (a2a) home -> user's format
+user's format -> packed rows -> the program's steps -> user's format
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from cp_fast.comm import all_reduce
 from cp_fast.context import ContextParallel
-from cp_fast.execute import run_backward, run_forward, wide_dtype
-from cp_fast.kernels.base import Kernels
+from cp_fast.execute import Inputs, run_backward, run_forward, wide_dtype
 from cp_fast.kernels.select import kernels
-from cp_fast.merge import add_sink
 from cp_fast.plan import Plan
 from cp_fast.rows import is_mask, take
+from cp_ref.common.collectives import all_reduce_max, all_reduce_sum
 from cp_ref.spec import Feature, Unsupported
 
-__all__ = ["Forward", "Saved", "backward_pass", "forward_pass"]
+__all__ = ["Results", "backward_pass", "forward_pass"]
 
 
-class Saved(NamedTuple):
-    """What the backward pass needs: packed rows, of the group for the own heads in the a2a schedules."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor  # in q's dtype
-    lse: torch.Tensor  # [h, t]
-
-
-class Forward(NamedTuple):
-    """The results in the user's format."""
+class Results(NamedTuple):
+    """The results of a forward pass in the user's format."""
 
     out: torch.Tensor
     lse: torch.Tensor
     max_logit: torch.Tensor | None  # over all ranks; None if it was not asked for
-    saved: Saved
+    kept: list[torch.Tensor]  # what only the backward pass needs, beside the arguments and these
 
 
 def forward_pass(
@@ -50,32 +39,22 @@ def forward_pass(
     offset: torch.Tensor | None,
     *,
     return_max_logit: bool,
-) -> Forward:
+) -> Results:
     """This rank's slices in the user's format -> its results. Collective."""
-    packing, heads, movers = plan.packing, plan.program.heads, kernels(q.device.type)
-    inputs = [packing.pack(x) for x in (q, k, v)]
-    local_rows = inputs[0].shape[0]
+    packing = plan.packing
     sink = _sink(plan, offset, wide_dtype(q.dtype), q.device)
-    if heads is not None:
-        inputs = heads.to_group(cp.comm, movers, *zip((heads.q, heads.kv, heads.kv), inputs, strict=True))
-    wide_out, lse, max_logit = run_forward(packing.packed_problem, plan.program, plan.backend, cp.comm, movers, *inputs)
-    if sink is not None:
-        add_sink(wide_out, lse, _own_heads(plan, sink), slice(None) if heads else plan.program.real_q_rows)
-    out = wide_out.to(q.dtype)
-    home_out, home_lse = (out, lse) if heads is None else _home(plan, cp, movers, out, lse, sink, local_rows)
-    reduced = None
-    if return_max_logit and max_logit is not None:
-        everywhere = max_logit.new_full((packing.packed_problem.heads_q,), float("-inf"))
-        _own_heads(plan, everywhere).copy_(max_logit)
-        reduced = all_reduce(cp.comm, packing.heads_out(everywhere).amax(dim=0), torch.maximum)
-    saved = Saved(inputs[0], inputs[1], inputs[2], out, lse)
-    return Forward(packing.unpack(home_out), packing.unpack_lse(home_lse), reduced, saved)
+    done = run_forward(_inputs(plan, cp, q.device), *(packing.pack(x) for x in (q, k, v)), sink)
+    largest = None
+    if return_max_logit and done.max_logit is not None:
+        largest = all_reduce_max(cp.comm, packing.heads_out(done.max_logit).amax(dim=0))
+    return Results(packing.unpack(done.out), packing.unpack_lse(done.lse), largest, done.kept)
 
 
 def backward_pass(
     plan: Plan,
     cp: ContextParallel,
-    saved: Saved,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    kept: Sequence[torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
     offset: torch.Tensor | None,
@@ -89,85 +68,40 @@ def backward_pass(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v in the user's format, and of offset [h_q], summed over all ranks. Collective.
 
-    out, lse: the forward pass's results, in the user's format; dout, dlse: their gradients, None for zero. rows: how
-    many packed rows q and k have on this rank. lse_given: whether the caller has lse; then some rank may have a
-    gradient of it, and where heads are exchanged all of them send one.
+    inputs: q, k, v, where `plan.needs_inputs`; out, lse, kept: the forward pass's results; dout, dlse: their gradients,
+    None for zero. rows: how many packed rows q and k have on this rank. lse_given: whether the caller has lse; then
+    some rank may have a gradient of it, and where its rows travel all of them send one.
     """
-    packing, heads = plan.packing, plan.program.heads
-    dtype, movers = saved.q.dtype, kernels(saved.q.device.type)
+    packing = plan.packing
     if dlse is not None and Feature.LSE_GRADIENT not in plan.backend.features:
         raise Unsupported("a gradient through lse", {f"backend {plan.backend.name!r}": {Feature.LSE_GRADIENT}})
+    packed_out, packed_lse = packing.pack(out), packing.pack_lse(lse).contiguous()
     dlse = None if dlse is None else packing.pack_lse(dlse).contiguous()
-    all_heads = packing.packed_problem.heads_q
-    if dlse is None and heads is not None and lse_given:
-        dlse = saved.lse.new_zeros(all_heads, rows[0])
-    dout = saved.out.new_zeros(rows[0], all_heads, saved.out.shape[2]) if dout is None else packing.pack(dout)
+    if dlse is None and lse_given and plan.program.sends_do:
+        dlse = torch.zeros_like(packed_lse)
+    dout = torch.zeros_like(packed_out) if dout is None else packing.pack(dout)
     doffset = None
     if offset is not None and wants_offset:
-        mine = _offset_gradient(plan, offset, dout, packing.pack(out), packing.pack_lse(lse), dlse)
-        doffset = all_reduce(cp.comm, mine, torch.add).to(offset.dtype)
-    if heads is not None:
-        dout, *rest = heads.to_group(cp.comm, movers, (heads.q, dout), *([] if dlse is None else [(heads.q, dlse.t())]))
-        dlse = rest[0].t().contiguous() if rest else None
+        mine = _offset_gradient(plan, offset, dout, packed_out, packed_lse, dlse)
+        doffset = all_reduce_sum(cp.comm, mine).to(offset.dtype)
+    given = None if inputs is None else tuple(packing.pack(x) for x in inputs)
     results = run_backward(
-        packing.packed_problem,
-        plan.program,
-        plan.backend,
-        cp.comm,
-        movers,
-        saved.q,
-        saved.k,
-        saved.v,
+        _inputs(plan, cp, out.device),
+        given,
+        rows,
         dout,
-        saved.out,
-        saved.lse,
         dlse,
+        packed_out,
+        packed_lse,
+        kept,
         deterministic=deterministic,
     )
-    if heads is not None:
-        # a head that comes from one rank alone is rounded before it travels: the same result, half the bytes
-        sides, counts = (heads.q, heads.kv, heads.kv), (rows[0], rows[1], rows[1])
-        moved = [x if side.replicated else x.to(dtype) for side, x in zip(sides, results, strict=True)]
-        homes = [
-            x.new_zeros(n + side.spare_rows, side.all_heads, x.shape[2])
-            for side, x, n in zip(sides, moved, counts, strict=True)
-        ]
-        heads.to_home(cp.comm, movers, *zip(sides, moved, homes, strict=True))
-        results = [home[:n] for home, n in zip(homes, counts, strict=True)]
-    dq, dk, dv = (packing.unpack(x.to(dtype)) for x in results)
+    dq, dk, dv = (packing.unpack(x) for x in results)
     return dq, dk, dv, doffset
 
 
-def _home(
-    plan: Plan,
-    cp: ContextParallel,
-    movers: Kernels,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sink: torch.Tensor | None,
-    local_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The group's out and lse for the own heads -> the own rows for all heads. Rows that saw nothing never left
-    home.
-    """
-    heads = plan.program.heads
-    assert heads is not None
-    rows, real = local_rows + heads.q.spare_rows, plan.program.real_q_rows
-    home_out = out.new_zeros(rows, heads.q.all_heads, out.shape[2])
-    home_lse = lse.new_full((rows, heads.q.all_heads), float("-inf"))
-    if sink is not None:
-        if is_mask(real):
-            home_lse[:local_rows] = torch.where(real[:, None], sink, float("-inf"))
-        else:
-            home_lse[real] = sink
-    heads.to_home(cp.comm, movers, (heads.q, out, home_out), (heads.q, lse.t(), home_lse))
-    return home_out[:local_rows], home_lse[:local_rows].t()
-
-
-def _own_heads(plan: Plan, per_head: torch.Tensor) -> torch.Tensor:
-    """Of one value a packed head, those of the heads that this rank attends with; a view."""
-    heads = plan.program.heads
-    return per_head if heads is None else per_head[heads.q.own_heads(heads.place)]
+def _inputs(plan: Plan, cp: ContextParallel, device: torch.device) -> Inputs:
+    return Inputs(plan.packing.packed_problem, plan.program, plan.backend, cp.comm, kernels(device.type))
 
 
 def _sink(plan: Plan, offset: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

@@ -1,97 +1,207 @@
-"""A rank's program with every row looked up: slices, index tensors and launches, made once per batch.
+"""A rank's lowered program: buffers, messages, copies and kernel launches on rows, made once per batch.
 
-What is sent and computed, step by step, is what `plan.schedule` says; `cp_fast.planning` works it out for this rank and
-all sequences at once. The steps work on three things, and planning decides which row of them holds what:
+What is sent and computed, step by step, is what the schedule says (`plan.schedule`); `cp_fast.planning` works out which
+row of which buffer each of its rows is. The program is generic in what rows are: on the host slices and keys of
+`planning.tables.Tables`, on the device slices and index tensors (`cp_fast.rows.Rows`).
 
-    block   the K/V rows in hand: the rank's own, then what arrived during the step before
-    grads   the gradients of that block: what arrives for it, plus what this rank's launches add; sent on in the next
-            step
-    own     the gradients of the rank's own rows
+    buffer   operands in one piece of memory: the rank's own rows, what arrived during one step, or what was put
+             together from others because one launch needs it
+    sums     where partial results are added up: rows of messages that are to be sent, or the rank's own rows ("home")
 
-A ring hands one block on from step to step; all_gather has one large block, from everybody. In the a2a schedules "own"
-means the rows of the whole group for the rank's heads, and `heads` says how they come and go.
+Kinds of operands are those of the schedule (q, kv, do) and `res`, the forward pass's out and lse, which a backward
+kernel wants beside do. Heads are counted inside a buffer, from its first head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import Any, Generic, TypeVar
 
 from cp_fast.backends import Segments
-from cp_fast.heads import HeadExchange
-from cp_fast.rows import Rows
 
-__all__ = ["Give", "KVStep", "Launch", "RankProgram", "Take"]
+__all__ = ["Buffer", "Contribution", "Copy", "Launch", "Operand", "Program", "Recv", "ResultRecv", "ResultSend", "Send"]
+__all__ += ["Step", "Sums"]
 
+R = TypeVar("R")  # rows
+Heads = tuple[int, int]
 
-@dataclass(frozen=True, slots=True)
-class Give:
-    """A send: rows of the block, or of the rank's own K/V if `own` (kv); or of the grads of the step before (dkv)."""
-
-    peer: int
-    tag: int
-    rows: Rows
-    own: bool
+OWN = {"q": 0, "kv": 1, "do": 2, "res": 3}  # the numbers of the buffers with a rank's own rows
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
-    """A receive of `size` rows: `rows` of the next block (kv); or what is added to `rows` of the grads, of the own ones
-    if `home` (dkv).
+class Buffer:
+    """Operands of one kind: `size` rows of heads [heads[0], heads[1])."""
+
+    kind: str
+    heads: Heads
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Results of one kind: `size` rows of heads [heads[0], heads[1]). `home`: the rank's own rows, as many as its tensors
+    have. `complete`: nothing will be added by others, so they may be rounded before they are sent.
     """
 
+    kind: str
+    heads: Heads
+    size: int
+    home: bool
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operand(Generic[R]):
+    """Rows and heads of a buffer."""
+
+    buffer: int
+    rows: R
+    heads: Heads
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Generic[R]):
+    """Rows of a buffer that are written to rows of another one."""
+
+    source: Operand[R]
+    target: Operand[R]
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Generic[R]):
+    """The same rows of a buffer to one peer or several, to each of them `heads` heads from its first one on. `tags` are
+    those of each peer's first tensor.
+    """
+
+    peers: tuple[int, ...]
+    tags: tuple[int, ...]
+    buffer: int
+    rows: R
+    first_heads: tuple[int, ...]
+    heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Operands that arrive: `size` rows of a buffer, behind those of the receives before it into the same buffer."""
+
     peer: int
     tag: int
+    buffer: int
     size: int
-    rows: Rows
-    home: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """One kernel launch: which rows it reads and writes, and how they are segmented."""
+class Contribution(Generic[R]):
+    """Rows and heads of a partial result that are added to rows of sums."""
 
-    q_rows: Rows  # of the rank's q, out, lse, dout, which are read
-    out_rows: Rows  # of its out, lse, dq, which are added to: the same rows, but for what pads a table (`spare_rows`)
-    kv_rows: Rows  # of the block's k, v
-    grad_rows: Rows  # of the block's dk, dv buffer, in the backward pass
-    segments: Segments
-
-
-@dataclass(frozen=True, slots=True)
-class KVStep:
-    """One step: its messages, and the launches that run meanwhile."""
-
-    give_kv: tuple[Give, ...]
-    take_kv: tuple[Take, ...]
-    give_dkv: tuple[Give, ...]
-    take_dkv: tuple[Take, ...]
-    launches: tuple[Launch, ...]
-    own: bool  # whether the block in hand is the rank's own, so that its grads are the own gradients
-    grad_size: int  # rows of the grads
-
-    @property
-    def block_size(self) -> int:
-        """Rows of the block that arrives."""
-        return sum(t.size for t in self.take_kv)
+    sums: int
+    rows: R  # of the partial result
+    heads: Heads  # of the partial result
+    into: R  # rows of the sums
+    into_heads: Heads
 
 
 @dataclass(frozen=True, slots=True)
-class RankProgram:
+class ResultSend:
+    """Results that are handed over: rows [start, start + size) of sums."""
+
+    peer: int
+    tag: int
+    sums: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRecv(Generic[R]):
+    """Partial results of `size` rows that arrive, and where they go."""
+
+    peer: int
+    tag: int
+    kind: str
+    heads: Heads
+    size: int
+    complete: bool
+    into: tuple[Contribution[R], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch(Generic[R]):
+    """One kernel launch: what it reads, how its rows are segmented, and where its results go.
+
+    `results`: in the forward pass those of out, in the backward pass those of dq; `results_kv`: those of dk and dv.
+    """
+
+    q: Operand[R]
+    kv: Operand[R]
+    do: Operand[R] | None  # in the backward pass
+    res: Operand[R] | None
+    segments: Segments | Any  # on the host: `planning.launches.SegmentKeys`
+    first_head: int  # of all query heads
+    results: tuple[Contribution[R], ...]
+    results_kv: tuple[Contribution[R], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[R]):
+    """One step: `packed` are copies that its sends need, `copies` those that its launches need. `last_use` are buffers
+    that nothing needs after it.
+    """
+
+    packed: tuple[Copy[R], ...]
+    sends: tuple[Send[R], ...]
+    recvs: tuple[Recv, ...]
+    result_sends: tuple[ResultSend, ...]
+    result_recvs: tuple[ResultRecv[R], ...]
+    copies: tuple[Copy[R], ...]
+    launches: tuple[Launch[R], ...]
+    last_use: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program(Generic[R]):
     """Both passes of one rank.
 
-    `real_q_rows`: the local rows that hold real query tokens; a mask of all rows in a plan that is updated in place.
-    `heads`: how heads are exchanged for sequence before and after the steps, which then run on the group's rows; None
-    where they are not. `spare_rows`: how many rows lie behind those of every buffer that results are added to, to be
-    written and never read. Tables of a plan that is updated in place have a constant size, and what pads them is
-    written to the one spare row; other plans have none. `position_ids`: see `Plan.position_ids`; int64 [t], in a plan
-    that is updated in place.
+    Attributes:
+        forward, backward: the steps.
+        buffers: every operand buffer by number; those of `OWN` are the rank's own.
+        sums: everything that results are added up in, by number.
+        saved: buffers that the backward pass needs of those that the forward pass had, the own q and kv included.
+        saved_sums: complete results that were sent and are `res` buffers of the backward pass, by sums -> buffer.
+        real_q_rows: the local rows that hold real query tokens; in a plan that is updated in place a mask of all rows.
+        spare_rows: how many rows lie behind those of every buffer that results are added to, to be written and never
+            read: in a plan that is updated in place tables have a constant size, and what pads them is written there.
     """
 
-    forward: tuple[KVStep, ...]
-    backward: tuple[KVStep, ...]
-    real_q_rows: Rows
-    heads: HeadExchange | None
+    forward: tuple[Step[R], ...]
+    backward: tuple[Step[R], ...]
+    buffers: dict[int, Buffer]
+    sums: dict[int, Sums]
+    saved: tuple[int, ...]
+    saved_sums: dict[int, int]
+    real_q_rows: R
     spare_rows: int = 0
-    position_ids: torch.Tensor | None = None
+    position_ids: Any = None  # int64 [t], in a plan that is updated in place
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether the backward pass needs the rank's own q, k and v."""
+        return any(number in self.saved for number in (OWN["q"], OWN["kv"]))
+
+    @property
+    def kept(self) -> str:
+        """What the forward pass keeps for the backward pass beside its arguments and results: a letter for each tensor,
+        "x" for rows of the input's dtype, "l" for an lse.
+        """
+        letters = {"kv": "xx", "res": "xl"}
+        numbers = [number for number in self.saved if number not in OWN.values()]
+        kinds = [self.buffers[number].kind for number in numbers]
+        return "".join(letters.get(kind, "x") for kind in kinds) + "xl" * len(self.saved_sums)
+
+    @property
+    def sends_do(self) -> bool:
+        """Whether rows of the output's gradient travel; so on every rank of a schedule in which they do."""
+        return any(self.buffers[send.buffer].kind == "do" for step in self.backward for send in step.sends) or any(
+            self.buffers[recv.buffer].kind == "do" for step in self.backward for recv in step.recvs
+        )

@@ -6,14 +6,17 @@ from typing import Any, cast
 
 import torch
 
-from cp_ref.casting import autocast, no_autocast
-from cp_ref.collectives import all_reduce_max, all_reduce_sum
+from cp_ref.common import attention as declared
+from cp_ref.common.attention import asked_for, problem_arguments, refuse_plan
+from cp_ref.common.casting import autocast, no_autocast
+from cp_ref.common.collectives import all_reduce_max, all_reduce_sum
+from cp_ref.common.derivatives import differentiable_once, refuse_transforms
+from cp_ref.common.plans import read_call
 from cp_ref.context import ContextParallel
-from cp_ref.derivatives import differentiable_once, refuse_transforms
 from cp_ref.execute import run_backward, run_forward
 from cp_ref.formats import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.merge import add_sink
-from cp_ref.plan import Plan, plan_together, read_call
+from cp_ref.plan import Plan, plan_together
 from cp_ref.recorder import recording
 from cp_ref.spec import (
     Agreement,
@@ -33,90 +36,32 @@ from cp_ref.world import own_fragments
 __all__ = ["attention"]
 
 
+@declared.attention
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     cp: ContextParallel,
-    qkv_format: str = "bshd",
-    attn_mask_type: str = "causal",
-    window_size: tuple[int, int] = (-1, -1),
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    cu_seqlens_q_padded: torch.Tensor | None = None,
-    cu_seqlens_kv_padded: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    softmax_type: str = "vanilla",
-    softmax_offset: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    plan: Plan | None = None,
+    softmax_offset: torch.Tensor | None,
+    deterministic: bool,
+    return_lse: bool,
+    return_max_logit: bool,
+    plan: Plan | None,
+    **arguments: Any,
 ) -> Any:
-    """Attention over sequences whose tokens are spread over the ranks of `cp`. Collective, forward and backward.
-
-    Args:
-        q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or
-            longer: the rest is tail). float16, bfloat16, float32 or float64. Query head h uses kv head
-            h // (h_q // h_kv).
-        k, v: the same with s_kv, h_kv, and d_v for v.
-        cp: the group, the schedule and the layout.
-        qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
-        attn_mask_type: "no_mask", "causal", "causal_bottom_right" (aligned to the last query and key), or one of these
-            with "padding" ("padding", "padding_causal", "padding_causal_bottom_right"). In thd both spellings mean the
-            same; in bshd and sbhd a padding mask takes each sequence's length from `cu_seqlens_*`.
-        window_size: (left, right): query i sees keys i - left ... i + right (aligned); -1 is unbounded. Causal masks
-            set right to 0.
-        cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
-            On the CPU, best: they are read on the host, which waits for a GPU that has them.
-        cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
-        softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
-        softcap: scores become softcap * tanh(score / softcap); 0 is off.
-        softmax_type: "vanilla"; "off-by-one": the denominator gains 1; "learnable": it gains exp(softmax_offset[h]).
-        softmax_offset: [h_q], any float dtype, for "learnable" only.
-        deterministic: the same bits from run to run. The reference always is.
-        return_lse, return_max_logit: return these too.
-        plan: from `make_plan`; the problem's arguments are then left out.
-
-    Returns:
-        out, or (out, lse), (out, max_logit), (out, lse, max_logit):
-        out in q's format and dtype with d_v; lse float32 (float64 for float64), [b, h_q, s_q/cp], or [h_q, t_q/cp] for
-        thd; max_logit the same dtype, [h_q], over all ranks. Rows of padding and tail, and rows that see nothing: out
-        0, lse -inf (a real row with a sink: the sink's logit). Differentiable in q, k, v and softmax_offset, through
-        out and lse.
-
-    Raises:
-        ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before
-        anything is sent. Unsupported: naming what is missing.
-    """
     refuse_transforms()
     check_context(cp, ContextParallel)
     q, k, v = (autocast(x) for x in (q, k, v))
+    arguments = problem_arguments(arguments)
     flags = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
-    arguments: dict[str, Any] = {
-        "qkv_format": qkv_format,
-        "attn_mask_type": attn_mask_type,
-        "window_size": window_size,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv,
-        "cu_seqlens_q_padded": cu_seqlens_q_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "softmax_type": softmax_type,
-    }
     if not isinstance(plan, Plan):
 
         def read() -> tuple[Agreement, torch.device]:
-            if plan is not None:
-                raise TypeError(
-                    f"plan is a {type(plan).__module__}.{type(plan).__qualname__}; it must be a cp_ref.Plan"
-                )
+            refuse_plan(plan, Plan)
             for name, flag in flags.items():
                 check_flag(name, flag)
-            problem = read_call(cp, read_sizes(q, k, v, qkv_format, cp.size), **arguments)
+            problem = read_call(cp, read_sizes(q, k, v, arguments["qkv_format"], cp.size), **arguments)
             check_local_tensors(problem, cp.rank, q, k, v)
             check_offset(problem, softmax_offset, q)
             return Agreement(problem), q.device
@@ -132,9 +77,8 @@ def attention(
         check_room_tensors(plan.room, q, k)
         check_offset(plan.problem, softmax_offset, q)
     with no_autocast(q.device):
-        out, lse, max_logit = cast(Any, _Attention).apply(made, cp, q, k, v, softmax_offset)  # torch leaves it untyped
-    results = [out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else [])]
-    return out if len(results) == 1 else tuple(results)
+        results = cast(Any, _Attention).apply(made, cp, q, k, v, softmax_offset)  # torch leaves it untyped
+    return asked_for(results, return_lse, return_max_logit)
 
 
 class _Attention(torch.autograd.Function):

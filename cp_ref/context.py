@@ -1,55 +1,11 @@
-"""Who takes part, and how the work is shared: the one object that every call of the API takes."""
+"""The reference's context: plain PyTorch is its only backend."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from cp_ref.processes import as_group
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
+from cp_ref.common import context
 
 __all__ = ["ContextParallel"]
 
 
-class ContextParallel:
-    """A group of ranks and the schedule they follow.
-
-    Args:
-        group: a torch.distributed ProcessGroup, a 1-D DeviceMesh, or one member of a `SimGroup`; for "a2a+p2p" a pair
-            (a2a_group, p2p_group) of these (`member.split(a2a_size)`), or a 2-D DeviceMesh [p2p, a2a].
-        cp_comm_type: "p2p" (ring attention), "all_gather", "a2a" (Ulysses) or "a2a+p2p".
-        layout: which rank owns which tokens: "dual_chunk" (balanced under causal masks) or "contiguous".
-        backend: "auto". The reference has only plain PyTorch; `cp_fast` takes the names of its kernel libraries here.
-
-    Attributes:
-        rank, size: this rank and the number of ranks.
-        a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
-        comm: the group as a `cp_ref.spec.Group`.
-
-    Raises:
-        TypeError: `group` is none of the above. ValueError: a name that does not exist.
-
-    >>> from cp_ref import SimGroup
-    >>> SimGroup(2).run(lambda member: str(ContextParallel(member)))[1]
-    "ContextParallel(rank 1 of 2, cp_comm_type='p2p', layout='dual_chunk', backend='auto')"
-    """
-
-    def __init__(
-        self, group: Any, cp_comm_type: str = "p2p", *, layout: str = "dual_chunk", backend: str = "auto"
-    ) -> None:
-        check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
-        check_choice("layout", layout, LAYOUTS)
-        check_choice("backend", backend, ("auto",))
-        self.group = group
-        self.cp_comm_type = cp_comm_type
-        self.layout = layout
-        self.backend = backend
-        self.comm = as_group(group, cp_comm_type)
-        self.rank = self.comm.rank
-        self.size = self.comm.size
-        self.a2a_size = {"a2a": self.size, "a2a+p2p": getattr(self.comm, "a2a", self.comm).size}.get(cp_comm_type, 1)
-
-    def __repr__(self) -> str:
-        return (
-            f"ContextParallel(rank {self.rank} of {self.size}, cp_comm_type={self.cp_comm_type!r}, "
-            f"layout={self.layout!r}, backend={self.backend!r})"
-        )
+class ContextParallel(context.ContextParallel):
+    __doc__ = context.ContextParallel.__doc__

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from cp_ref.common.processes import during
 from cp_ref.recorder import SILENT, Recorder
 from cp_ref.spec import Group, Problem, Program, Schedule
 from cp_ref.tile import tile_backward, tile_forward, visible_pairs
@@ -38,17 +39,27 @@ class Results(NamedTuple):
 
 
 def run_program(
-    program: Program, world: World, group: Group, compute: Callable[[Sequence[int]], None], recorder: Recorder = SILENT
+    direction: str,
+    program: Program,
+    world: World,
+    group: Group,
+    compute: Callable[[Sequence[int]], None],
+    recorder: Recorder = SILENT,
 ) -> None:
-    """Play the steps. `compute` does one tile, a row of `Tiles`, with the world's operands and adds to its results."""
+    """Play the steps of one direction, "forward" or "backward". `compute` does one tile, a row of `Tiles`, with the
+    world's operands and adds to its results.
+    """
     for number, step in enumerate(program):
+        where = f"{direction}, step {number} of {len(program)}"
         recorder.step(number)
         sends = [parcel for message in step.sends for parcel in world.pack(message)]
         boxes = [world.boxes(message) for message in step.recvs]
-        pending = group.exchange(sends, [parcel for box in boxes for parcel in box])
+        with during(where):
+            pending = group.exchange(sends, [parcel for box in boxes for parcel in box])
         for tile in step.tiles.rows():
             compute(tile)
-        pending.wait()
+        with during(where):
+            pending.wait()
         for message, box in zip(step.recvs, boxes, strict=True):
             world.unpack(message, box)
             recorder.received(world, message, box)
@@ -93,7 +104,7 @@ def run_forward(
         world.add("out", rows, heads, part.out, part.lse)
         max_logit[heads] = torch.maximum(max_logit[heads], part.max_logit)
 
-    run_program(schedule.forward[group.rank], world, group, compute, recorder)
+    run_program("forward", schedule.forward[group.rank], world, group, compute, recorder)
     out = torch.zeros(q.shape[0], problem.heads_q, problem.d_v, dtype=wide, device=q.device)
     lse = out.new_full(out.shape[:2], float("-inf"))
     world.own("out", out, lse)
@@ -151,7 +162,7 @@ def run_backward(
         world.add("dq", rows, heads, part.dq)
         world.add("dkv", columns, slice(None), dk, dv)
 
-    run_program(schedule.backward[group.rank], world, group, compute, recorder)
+    run_program("backward", schedule.backward[group.rank], world, group, compute, recorder)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     world.own("dq", dq)
     world.own("dkv", dk, dv)

@@ -108,7 +108,7 @@ def _documents_joined(read_call: Any, *arguments: Any, **named: Any) -> Problem:
 
 
 _MASK = "cp_ref.execute.visible_pairs"
-_READ = "cp_ref.api.read_call cp_ref.plan.read_call"
+_READ = "cp_ref.api.read_call cp_ref.common.plans.read_call"
 
 MUTANTS: dict[str, Mutant] = {
     "window-off-by-one": Mutant("the window shows one key more", _MASK, _band(_wider), "probes"),

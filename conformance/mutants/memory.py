@@ -142,7 +142,9 @@ MUTANTS: dict[str, Mutant] = {
     "autocast-inside": Mutant(
         "products inside are cast", "cp_ref.api.no_autocast", lambda _: lambda device: nullcontext(), "torch"
     ),
-    "ranks-do-not-agree": Mutant("only the rank at fault raises", "cp_ref.plan.agree", wrap(_only_own_error), "errors"),
+    "ranks-do-not-agree": Mutant(
+        "only the rank at fault raises", "cp_ref.spec.group.agree", wrap(_only_own_error), "errors"
+    ),
     "lengths-not-checked": Mutant(
         "cumulative lengths are believed", "cp_ref.spec.arguments.read_lengths", wrap(_unchecked_lengths), "errors"
     ),

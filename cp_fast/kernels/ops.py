@@ -11,16 +11,10 @@ from typing import Any
 
 import torch
 
-from cp_fast.kernels.checks import (
-    check_divisible,
-    check_fits,
-    check_room,
-    check_tail,
-    end_of,
-    sizes_of,
-)
+from cp_fast.kernels.checks import end_of, sizes_of
 from cp_fast.kernels.layouts import lengths_on, plain, plain_out, rows, rows_out, touched
 from cp_fast.kernels.select import kernels
+from cp_ref.common.thd.checks import check_divisible, check_fits, check_room, check_tail
 
 __all__ = ["LIBRARY", "operator"]
 

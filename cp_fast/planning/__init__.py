@@ -1,26 +1,18 @@
-"""One rank's plan of a batch, worked out for all sequences at once.
+"""Lowering: from one rank's schedule to a program of kernel launches, copies and messages on rows of buffers.
 
-The specification plans with one object a tile and a message piece; here each step is a few loops over columns, arrays
-with one number a sequence, so that ten thousand sequences take milliseconds. What is sent and computed is the same,
-message by message and step by step, and the tests compare the two.
+`cp_ref.spec` plans; what it plans is lowered here, whichever schedule it is. All of it is host work on columns (arrays
+with one number a tile or a span), step by step:
 
-    columns     what is known of all sequences: tokens, ranges, bands, tiles, rows
-    loops       the loops over them: C++, or numpy where there is no compiler; plans are the same, bit for bit
-    batch       a problem's columns: lengths, bands, and who owns what
-    views       what two units are to each other by their chunks, without a look at the sequences
-    tiles       what a unit sees of another: rectangles cut into shapes that share few windows
-    blocks      where tokens lie in a buffer, and which of them travel
-    placing     tiles to launches on rows
-    ring        the steps of p2p, and of the rings of a2a+p2p and a2a (a ring of one)
-    halo        the same under a window on both sides, where nothing goes round
-    gather      the steps of all_gather
-    exchange    the rows that the a2a schedules exchange for heads
-    tables      rows and lengths of a whole plan in one upload
+    rows        where global rows lie in a buffer
+    tables      row indices and cumulative lengths of a whole plan in one upload
+    draft       the lowered program on the host
+    operands    which buffer has the rows that a step needs; what no single buffer has is put together in a new one
+    results     where partial results go: into a message's buffer, or home
+    windows     a tile's band as a kernel's window; tiles cut so that few windows serve all of them
+    joins       tiles that are one tile: the own causal square, keys in any order where nothing is hidden
+    launches    tiles with equal windows in one kernel launch
+    lower       a rank's programs, both passes
+    link        the program with its tables on the device
 
-A plan that is updated in place goes on from there:
-
-    shape       what a captured graph has baked in: messages, launches and their largest sizes
-    padded      tables of constant size, and what pads them
-    fit         a batch's draft in the shape of a plan
-    fixed       its tables on the device, written over by one copy
+A plan that is updated in place goes on from there: `fit` puts the next batch's draft into the shape of the first.
 """

@@ -1,7 +1,8 @@
 """The row indices and cumulative lengths of a whole plan, in one upload.
 
-A planner asks for rows as spans (first row, number of rows) and gets a slice where they are contiguous, else a key. The
-spans of all keys are uploaded together, in one copy, and are spread out into row numbers on the device, all at once:
+Rows are asked for as spans (first row, number of rows): the answer is a slice where they are contiguous, else a key.
+The spans of all keys are uploaded together, in one copy, and are spread out into row numbers on the device, all at
+once:
 
     spans (4, 2) (9, 3)   ->   rows 4 5 9 10 11
 
@@ -16,9 +17,8 @@ import numpy as np
 import torch
 
 from cp_fast.backends.lengths import Cumulative
-from cp_fast.planning.columns import Array, Borrowed, Spans, spread
-from cp_fast.planning.loops import BY_NUMPY, Loops
 from cp_fast.rows import Rows
+from cp_ref.spec import Column, ranges
 
 __all__ = ["Key", "Lengths", "RowKey", "Tables", "Uploaded"]
 
@@ -33,13 +33,13 @@ RowKey = slice | Key
 class Lengths(NamedTuple):
     """Cumulative lengths [n + 1], int32, on the host and on the device; the longest where it is known."""
 
-    host: Array
+    host: Column
     device: torch.Tensor
     longest: int | None = None
 
 
 class Tables:
-    """What the planners ask for.
+    """All row indices and lengths of a plan.
 
     >>> tables = Tables()
     >>> tables.rows(np.array([4, 6]), np.array([2, 3])), tables.rows(np.array([4, 9]), np.array([2, 3]))
@@ -48,56 +48,43 @@ class Tables:
     [4, 5, 9, 10, 11]
     """
 
-    def __init__(self, loops: Loops = BY_NUMPY) -> None:
-        self.loops = loops
-        self._spans: list[tuple[Array, Array, int]] = []  # first rows, numbers of rows, their sum
-        self._lengths: list[Array] = []
+    def __init__(self) -> None:
+        self._spans: list[tuple[Column, Column, int]] = []  # first rows, numbers of rows, their sum
+        self._lengths: list[Column] = []
         self._longest: list[int] = []  # of each of them
-        self._known: dict[tuple[int, ...], list[tuple[Key, Array, Array]]] = {}  # by what is quickly compared
-        self._known_lengths: dict[tuple[int, int], list[tuple[Key, Array]]] = {}
+        self._known: dict[tuple[int, ...], list[Key]] = {}  # by what is quickly compared
+        self._known_lengths: dict[tuple[int, int], list[Key]] = {}
 
-    def rows(self, start: Array, count: Array) -> RowKey:
-        """Rows [start, start + count), span after span; empty spans are allowed."""
-        return self.spans(self.loops.spans(start, count))
-
-    def spans(self, spans: Spans) -> RowKey:
-        """The same for rows that have been looked at."""
-        start, count, total, contiguous = spans
+    def rows(self, start: Column, count: Column) -> RowKey:
+        """Rows [start, start + count), span after span; none of the spans is empty."""
+        total = int(count.sum())
         if not total:
             return slice(0, 0)
-        begin, same = int(start[0]), self.loops.same
-        if contiguous:
+        begin, last = int(start[0]), int(start[-1])
+        if last + int(count[-1]) - begin == total and bool((start[1:] == start[:-1] + count[:-1]).all()):
             return slice(begin, begin + total)
-        known = self._known.setdefault((len(count), total, begin, int(start[-1])), [])
-        for key, known_start, known_count in known:
-            if same(start, known_start) and same(count, known_count):
+        known = self._known.setdefault((len(count), total, begin, last), [])
+        for key in known:
+            if np.array_equal(start, self._spans[key][0]) and np.array_equal(count, self._spans[key][1]):
                 return key
-        if isinstance(spans, Borrowed):
-            start, count = self.loops.copied(start), self.loops.copied(count)
-        key = Key(len(self._spans))
+        known.append(Key(len(self._spans)))
         self._spans.append((start, count, total))
-        known.append((key, start, count))
-        return key
+        return known[-1]
 
-    def lengths(self, count: Array) -> Key:
+    def lengths(self, count: Column) -> Key:
         """The cumulative sum of these, from 0."""
-        return self.sums(self.loops.cumulative(count))
-
-    def sums(self, cumulative: Array) -> Key:
-        """The same for a cumulative sum."""
+        cumulative = np.zeros(len(count) + 1, dtype=np.int32)
+        np.cumsum(count, out=cumulative[1:])
         known = self._known_lengths.setdefault((len(cumulative), int(cumulative[-1])), [])
-        for key, known_lengths in known:
-            if self.loops.same(cumulative, known_lengths):
+        for key in known:
+            if np.array_equal(cumulative, self._lengths[key]):
                 return key
-        if cumulative.base is not None:  # a part of something that is longer, and may be written over
-            cumulative = cumulative.copy()
-        key = Key(len(self._lengths))
+        known.append(Key(len(self._lengths)))
         self._lengths.append(cumulative)
-        self._longest.append(self.loops.longest(cumulative))
-        known.append((key, cumulative))
-        return key
+        self._longest.append(int(count.max(initial=0)))
+        return known[-1]
 
-    def numbers(self, key: RowKey) -> Array:
+    def numbers(self, key: RowKey) -> Column:
         """A table's row numbers, on the host.
 
         >>> tables = Tables()
@@ -108,9 +95,9 @@ class Tables:
         if isinstance(key, slice):
             return np.arange(key.start, key.stop)
         start, count, _ = self._spans[key]
-        return spread(start, count)
+        return ranges(start, count)
 
-    def cumulative(self, key: Key) -> Array:
+    def cumulative(self, key: Key) -> Column:
         """Cumulative lengths, on the host."""
         return self._lengths[key]
 
@@ -119,7 +106,8 @@ class Tables:
         parts = [count for _, count, _ in self._spans] + [start for start, _, _ in self._spans]
         words = self._dtype().itemsize // 4
         spans = words * sum(map(len, parts))
-        host = torch.empty(spans + sum(map(len, self._lengths)), dtype=torch.int32, pin_memory=pinned)
+        size = spans + sum(map(len, self._lengths))
+        host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
         view = host.numpy()
         if parts:
             np.concatenate(parts, out=view[:spans].view(self._dtype()), casting="same_kind")
@@ -139,8 +127,7 @@ class Tables:
 
     def _dtype(self) -> np.dtype[np.signedinteger]:
         """Of the rows: 32 bits where all of them fit, and the number of rows of all tables together."""
-        wide = [start for start, _, _ in self._spans if start.itemsize > 4]
-        largest = max([sum(total for _, _, total in self._spans), *(int(start.max()) for start in wide)])
+        largest = max([sum(total for _, _, total in self._spans), *(int(start.max()) for start, _, _ in self._spans)])
         return np.dtype(np.int32 if largest < 2**31 else np.int64)
 
 
@@ -187,7 +174,7 @@ def _spread(count: torch.Tensor, start: torch.Tensor, total: int) -> torch.Tenso
     return rows.add_(torch.arange(total, dtype=rows.dtype, device=rows.device))
 
 
-def _spread_on_host(count: Array, start: Array, ends: Array) -> Array:
+def _spread_on_host(count: Column, start: Column, ends: Column) -> Column:
     """One up from row to row, and a jump where a span begins."""
     steps = np.ones(int(ends[-1]), dtype=start.dtype)
     steps[0] = start[0]

@@ -1,12 +1,5 @@
 """Helpers for packed sequences (thd): the small steps that context-parallel attention on variable lengths is made of.
 
-    indices       which tokens a rank holds; between sequence order and CP rank order
-    valid         how many of them are real; copying these alone
-    halves        reading the first or second half of every sequence
-    corrections   merging a ring step's LSE, output and gradients, in place
-    batches       padding a batch so that it divides, and cutting it
-    head_dims     padding V, trimming the output
-
 The names, arguments and results of `cp_ref.thd`, at the speed of memory: registered operators (`torch.compile` goes
 through them), with implementations in CUDA, C++, Numba CUDA and PyTorch; `cp_fast.kernels` says which is in use, and
 chooses.
@@ -26,15 +19,19 @@ the two reorders and `thd_read_half_tensor` are differentiable.
 """
 
 from cp_fast.thd.batches import get_batch_on_this_cp_rank, pad_thd_sequences_for_cp
-from cp_fast.thd.corrections import thd_grad_correction, thd_out_correction, thd_second_half_lse_correction
-from cp_fast.thd.halves import thd_read_half_tensor, thd_read_second_half_lse
-from cp_fast.thd.head_dims import pad_v, trim_out
-from cp_fast.thd.indices import (
+from cp_fast.thd.operators import (
+    get_cu_seqlens_on_cp_rank,
+    thd_copy_valid_tokens_from_per_split_to_rank_local,
     thd_cp_rank_order_to_sequence_order,
     thd_get_partitioned_indices,
+    thd_grad_correction,
+    thd_out_correction,
+    thd_read_half_tensor,
+    thd_read_second_half_lse,
+    thd_second_half_lse_correction,
     thd_sequence_order_to_cp_rank_order,
 )
-from cp_fast.thd.valid import get_cu_seqlens_on_cp_rank, thd_copy_valid_tokens_from_per_split_to_rank_local
+from cp_ref.common.thd.head_dims import pad_v, trim_out
 
 __all__ = [
     "get_batch_on_this_cp_rank",

@@ -8,7 +8,8 @@ import torch
 
 from cp_fast.context import ContextParallel
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import check_lengths, check_tail, end_of, sizes_of
+from cp_fast.kernels.checks import end_of, sizes_of
+from cp_ref.common.thd.checks import check_lengths, check_tail
 from cp_ref.spec import slice_axis, slice_spans
 
 __all__ = ["cut_batched", "cut_packed"]

@@ -7,18 +7,17 @@ from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_own
 from cp_ref.spec.custom import check_schedule
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import gathered_spans
-from cp_ref.spec.group import Group, Parcel, Pending, agree
+from cp_ref.spec.group import Group, Parcel, Pending, agree, read_together
 from cp_ref.spec.layout import divisor
 from cp_ref.spec.mask import Band, Rect
 from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.pair import PairGroup
-from cp_ref.spec.plan_arguments import signature_of, split_plan_arguments
-from cp_ref.spec.planners import make_program, make_schedule
+from cp_ref.spec.planners import make_program, make_schedule, saved_kinds
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 from cp_ref.spec.report import RankCost, Report, message_bytes, report, tile_pairs
 from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
 from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, Program, Schedule, Step, Tiles, tag
-from cp_ref.spec.slices import position_spans, position_spans_of, slice_axis, slice_spans
+from cp_ref.spec.slices import position_columns, position_spans, position_spans_of, slice_axis, slice_spans
 from cp_ref.spec.table import Column, Table, joined, ranges
 from cp_ref.spec.units import Units
 from cp_ref.spec.values import check_choice, check_data, check_flag, read_count
@@ -88,6 +87,7 @@ __all__ = [
     "make_schedule",
     "message_bytes",
     "next_batch",
+    "position_columns",
     "position_spans",
     "position_spans_of",
     "ranges",
@@ -95,12 +95,12 @@ __all__ = [
     "read_problem",
     "read_room",
     "read_sizes",
+    "read_together",
     "report",
-    "signature_of",
+    "saved_kinds",
     "slice_axis",
     "slice_spans",
     "slot_fragments",
-    "split_plan_arguments",
     "tag",
     "tile_pairs",
     "verify",

@@ -51,6 +51,7 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
     member = RingMember(unit, lambda other: other * size + a2a_rank, *heads[a2a_rank], first_step=1)
     ring_forward, ring_backward = ring_programs(units, member)
     active = _active_rows(units, unit)
+    replicated = sum(last - first for _, (first, last) in heads) > units.workload.heads_kv  # then dK/dV are sums
     peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
 
     def rows_for_heads(kinds: tuple[str, ...], step: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
@@ -60,7 +61,8 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
             side = int(kind in ("kv", "dkv"))
             rows = active[side][rows_of]
             pieces = Pieces.spans(rows.start, rows.stop, heads[heads_of][side])
-            return [Message(kind, unit * size + peer, tag(step, kind), pieces)] if len(rows) else []
+            complete = kind in ("out", "dq") or (kind == "dkv" and not replicated)
+            return [Message(kind, unit * size + peer, tag(step, kind), pieces, complete)] if len(rows) else []
 
         out = [m for kind in kinds for peer in peers for m in message(kind, peer, a2a_rank, peer)]
         back = [m for kind in kinds for peer in peers for m in message(kind, peer, peer, a2a_rank)]

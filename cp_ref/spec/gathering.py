@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from cp_ref.spec.group import agree
+from cp_ref.spec.group import read_together
 from cp_ref.spec.slices import slice_axis, slice_spans
 
 __all__ = ["gathered_spans"]
@@ -39,15 +39,13 @@ def gathered_spans(cp: Any, x: Any, qkv_format: str, cu_seqlens_padded: Any) -> 
     Raises:
         ValueError, TypeError: an argument is wrong, here or on another rank, or not the same on all of them.
     """
-    found, error = None, None
-    try:
+
+    def read() -> tuple[int, list[Spans], Gathering]:
         axis = slice_axis(x, qkv_format)
         size = x.shape[axis] * cp.size
         spans = [slice_spans(cp.layout, cp.size, r, size, qkv_format, cu_seqlens_padded) for r in range(cp.size)]
         lengths = None if cu_seqlens_padded is None else tuple(cu_seqlens_padded.tolist())
-        found = axis, spans, Gathering((tuple(x.shape), str(x.dtype)), qkv_format, cp.layout, lengths)
-    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
-        error = caught
-    agree(cp.comm, None if found is None else found[2], error)
-    assert found is not None
-    return found[0], found[1]
+        return axis, spans, Gathering((tuple(x.shape), str(x.dtype)), qkv_format, cp.layout, lengths)
+
+    axis, spans, _ = read_together(cp.comm, read, lambda found: found[2])
+    return axis, spans

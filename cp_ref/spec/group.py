@@ -8,10 +8,12 @@ needs no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-__all__ = ["Group", "Parcel", "Pending", "agree"]
+__all__ = ["Group", "Parcel", "Pending", "agree", "read_together"]
+
+Found = TypeVar("Found")
 
 
 class Parcel(NamedTuple):
@@ -96,6 +98,19 @@ def agree(group: Group, problem: Agreed | None, error: Exception | None) -> None
             raise ValueError(
                 f"the ranks have different problems: rank {group.rank} has {here} where rank {rank} has {there}"
             )
+
+
+def read_together(group: Group, read: Callable[[], Found], agreed: Callable[[Found], Agreed]) -> Found:
+    """What `read` finds in this rank's arguments, once every rank has read its own and `agreed` of it is the same on
+    all; else all raise, as in `agree`.
+    """
+    try:
+        found = read()
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        agree(group, None, error)
+        raise
+    agree(group, agreed(found), None)
+    return found
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:

@@ -37,7 +37,9 @@ __all__ = ["RingMember", "plan_p2p_rank", "ring_programs", "tiles_of"]
 
 
 class RingMember(NamedTuple):
-    """A rank in a ring of units: its unit, the rank that stands for another unit, its heads, its first step's number."""
+    """A rank in a ring of units: its unit, the rank that stands for another unit, its heads, the number of its first
+    step.
+    """
 
     unit: int
     rank_of: Callable[[int], int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from cp_ref.spec.a2a import plan_a2a_rank
 from cp_ref.spec.all_gather import plan_all_gather_rank
@@ -11,7 +11,7 @@ from cp_ref.spec.problem import Problem
 from cp_ref.spec.schedule import Program, Schedule
 from cp_ref.spec.units import Units
 
-__all__ = ["make_program", "make_schedule"]
+__all__ = ["make_program", "make_schedule", "saved_kinds"]
 
 _RANK_PLANNERS: dict[str, Callable[[Units, int], tuple[Program, Program]]] = {
     "p2p": plan_p2p_rank,
@@ -22,8 +22,8 @@ _RANK_PLANNERS: dict[str, Callable[[Units, int], tuple[Program, Program]]] = {
 _SAVED = {"p2p": (), "all_gather": (), "a2a": ("q", "kv"), "a2a+p2p": ("q", "kv")}
 
 
-def make_schedule(problem: Problem) -> Schedule:
-    """The schedule of all ranks.
+def make_schedule(problem: Problem, known: Mapping[int, tuple[Program, Program]] | None = None) -> Schedule:
+    """The schedule of all ranks. `known`: what `make_program` gave for some of them.
 
     >>> from cp_ref.spec.problem import Sequence
     >>> print(str(make_schedule(Problem(2, (Sequence(4, 4, 4, 4),)))).split("forward rank 1")[0].strip())
@@ -40,10 +40,16 @@ def make_schedule(problem: Problem) -> Schedule:
         tile 0 q[3:4] k[2:3]
     """
     units, of_rank = Units(problem.workload), _RANK_PLANNERS[problem.cp_comm_type]
-    programs = [of_rank(units, rank) for rank in range(problem.cp_size)]
+    known = known or {}
+    programs = [known.get(rank) or of_rank(units, rank) for rank in range(problem.cp_size)]
     heads = problem.heads_q, problem.heads_kv
     forward, backward = tuple(f for f, _ in programs), tuple(b for _, b in programs)
-    return Schedule(problem.cp_comm_type, heads, forward, backward, _SAVED[problem.cp_comm_type])
+    return Schedule(problem.cp_comm_type, heads, forward, backward, saved_kinds(problem))
+
+
+def saved_kinds(problem: Problem) -> tuple[str, ...]:
+    """The kinds of operands that the problem's schedule keeps between the passes: `Schedule.saved`."""
+    return _SAVED[problem.cp_comm_type]
 
 
 def make_program(problem: Problem, rank: int) -> tuple[Program, Program]:

@@ -94,17 +94,22 @@ class Tiles(Table):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Pieces of one kind to, or from, one peer. A send and its receive are equal but for the peer."""
+    """Pieces of one kind to, or from, one peer. A send and its receive are equal but for the peer.
+
+    `complete`: results that are all there is of these rows and heads, on their way to the owner: they may be rounded to
+    the input's dtype before they travel, as nothing is added to them any more.
+    """
 
     kind: str
     peer: int
     tag: int
     pieces: Pieces
+    complete: bool = False
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):
             return NotImplemented
-        mine, theirs = (self.kind, self.peer, self.tag), (other.kind, other.peer, other.tag)
+        mine, theirs = ((m.kind, m.peer, m.tag, m.complete) for m in (self, other))
         return mine == theirs and self.pieces == other.pieces
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # pieces are arrays
@@ -170,7 +175,8 @@ class Schedule:
         """A message as a line; `verb` is "send" or "recv"."""
         whole = self.all_heads(message.kind)
         pieces = " ".join(f"[{a}:{b}]{_heads_text((h0, h1), whole)}" for a, b, h0, h1 in message.pieces.rows())
-        return f"{verb} {message.kind} {pieces} {'to' if verb == 'send' else 'from'} {message.peer} tag {message.tag}"
+        kind = f"complete {message.kind}" if message.complete else message.kind
+        return f"{verb} {kind} {pieces} {'to' if verb == 'send' else 'from'} {message.peer} tag {message.tag}"
 
     def tile_text(self, tile: Sequence[int]) -> str:
         """A row of `Tiles` as a line."""
@@ -206,7 +212,7 @@ class Schedule:
 
 _HEADS = r"(?:h(\d+):(\d+))?"
 _PIECE = re.compile(rf"\[(\d+):(\d+)\]{_HEADS}")
-_MESSAGE = re.compile(r"(send|recv) (\S+) (.*?) ?(?:to|from) (\d+) tag (\d+)")
+_MESSAGE = re.compile(r"(send|recv)( complete)? (\S+) (.*?) ?(?:to|from) (\d+) tag (\d+)")
 _TILE = re.compile(rf"tile (\d+){_HEADS} q\[(\d+):(\d+)\] k\[(\d+):(\d+)\]")
 
 
@@ -229,14 +235,14 @@ class _StepText(NamedTuple):
             span = (0, heads[0]) if found[2] is None else (int(found[2]), int(found[3]))
             self.tiles.append((int(found[1]), *(int(found[n]) for n in (4, 5, 6, 7)), *span))
             return
-        if (found := _MESSAGE.fullmatch(line)) and found[2] in KINDS:
-            words = [_PIECE.fullmatch(word) for word in found[3].split()]
+        if (found := _MESSAGE.fullmatch(line)) and found[3] in KINDS:
+            words = [_PIECE.fullmatch(word) for word in found[4].split()]
             if all(words):
-                whole = (0, heads[1] if found[2] in ("kv", "dkv") else heads[0])
+                whole = (0, heads[1] if found[3] in ("kv", "dkv") else heads[0])
                 pieces = Pieces.of_rows(
                     (int(w[1]), int(w[2]), *(whole if w[3] is None else (int(w[3]), int(w[4])))) for w in words if w
                 )
-                message = Message(found[2], int(found[4]), int(found[5]), pieces)
+                message = Message(found[3], int(found[5]), int(found[6]), pieces, found[2] is not None)
                 (self.sends if found[1] == "send" else self.recvs).append(message)
                 return
         raise ValueError(f"{line!r} is no line of a schedule")

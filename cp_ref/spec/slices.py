@@ -16,7 +16,7 @@ from cp_ref.spec.problem import QKV_FORMATS
 from cp_ref.spec.table import Column
 from cp_ref.spec.values import check_choice, check_data, read_count, read_lengths
 
-__all__ = ["position_spans", "position_spans_of", "slice_axis", "slice_spans"]
+__all__ = ["position_columns", "position_spans", "position_spans_of", "slice_axis", "slice_spans"]
 
 Span = tuple[int, int]
 
@@ -87,10 +87,16 @@ def position_spans(
 
 def position_spans_of(layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int) -> list[Span]:
     """The positions inside their sequences of the slots that `rank` holds, for sequences of these slots."""
+    first, count = position_columns(layout, slots, packed, cp_size, rank)
+    return list(zip(first.tolist(), (first + count).tolist(), strict=True))
+
+
+def position_columns(layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int) -> tuple[Column, Column]:
+    """The same as columns: the first position of each span, and their number."""
     starts = _starts(slots)
     fragments = _fragments(layout, slots, packed, cp_size, rank).within(starts[:-1], starts[1:])
     first = starts[np.searchsorted(starts, fragments.start, side="right") - 1]  # of the sequence that it is a part of
-    return list(zip((fragments.start - first).tolist(), (fragments.stop - first).tolist(), strict=True))
+    return fragments.start - first, fragments.stop - fragments.start
 
 
 def _fragments(layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int) -> Fragments:

@@ -1,14 +1,5 @@
 """Putting the partial results of ring steps together, in place.
 
-LOCAL lengths: cu_seqlens_padded here are those of the rank's slice, the global ones divided by cp_size. A step that
-worked on whole sequences has tensors of t rows, like the accumulators; one that worked on halves (see `halves`) has
-t / 2 rows, and goes to the second half (or, a gradient, to either half) of every sequence:
-
-    accumulator, cu_seqlens_padded = [0, 4, 6]     a b A B | c C | tail
-    a step on second halves                            x y |   z | (t / 2 rows; its tail is not looked at)
-                                                       |      |
-    is added to                                    a b A B | c C | tail     a, b, c and the tail stay as they are
-
 Arithmetic is in float32, or in float64 where an operand is float64; the result is rounded once, when it is stored.
 """
 
@@ -16,53 +7,30 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.spec.values import check_choice
-from cp_ref.thd.lse import check_lse, lse_rows
-from cp_ref.thd.rows import Runs, check_divisible, check_flag, check_tensor, check_written, read_runs, token_axis
+from cp_ref.common.thd import corrections
+from cp_ref.common.thd.checks import check_room, token_axis
+from cp_ref.thd.lse import check_lse_room, lse_rows
+from cp_ref.thd.rows import Runs, check_leaf, read_halves, read_runs
 
 __all__ = ["thd_grad_correction", "thd_out_correction", "thd_second_half_lse_correction"]
 
-ACTIONS = ("add", "copy", "none")
 
-
+@corrections.thd_second_half_lse_correction
 def thd_second_half_lse_correction(
     lse: torch.Tensor, lse_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool
 ) -> None:
-    """Merge a step's LSE into the second half of every sequence: lse = log(exp(lse) + exp(lse_step)). In place.
-
-    Two empty rows stay empty: -inf with -inf is -inf, not NaN.
-
-    Args:
-        lse: the running LSE, float32 or float64, [h, t] if lse_packed, else [b, h, s]. Changed in place: the second
-            half of every sequence, nothing else.
-        lse_step: the step's, of the second halves alone, float32 or float64: [h, t / 2], or [b, h, s2] with s2 at least
-            the longest half.
-        cu_seqlens_padded: LOCAL cumulative lengths with padding (of whole sequences), int32 or int64 [b + 1]; every
-            length is even.
-        lse_packed: which of the two shapes both have.
-
-    Raises:
-        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype.
-
-    TransformerEngine: `tex.thd_second_half_lse_correction`.
-
-    >>> lse = torch.tensor([[1.0, 2.0, 4.0, 5.0]]).log()                  # h 1, t 4: two rows in the second half
-    >>> thd_second_half_lse_correction(lse, torch.tensor([[3.0, 0.0]]).log(), torch.tensor([0, 4]), lse_packed=True)
-    >>> [round(x, 4) for x in lse.exp().flatten().tolist()]               # 4 + 3 and 5 + 0
-    [1.0, 2.0, 7.0, 5.0]
-    """
-    device = torch.device(getattr(lse, "device", "cpu"))
-    sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, device)
-    check_divisible("cu_seqlens_padded", sequences, 2, "a half")
-    check_lse("lse", lse, sequences, None, None, lse_packed)
-    check_written("lse", lse)
+    corrections.check_lse_correction(lse, lse_step, cu_seqlens_padded, lse_packed)
+    check_leaf("lse", lse)
+    sequences = read_halves(cu_seqlens_padded, lse.device)
     halves = sequences.halved()
-    check_lse("lse_step", lse_step, halves, _half_of("lse", lse, 1) if lse_packed else None, lse.shape[-2], lse_packed)
+    check_lse_room("lse", lse, sequences, lse_packed)
+    check_lse_room("lse_step", lse_step, halves, lse_packed)
     whole, at = lse_rows(lse, sequences, sequences.half(1), lse_packed)
     step, step_at = lse_rows(lse_step, halves, halves, lse_packed)
     whole[at] = torch.logaddexp(whole[at], step[step_at]).to(lse.dtype)
 
 
+@corrections.thd_out_correction
 def thd_out_correction(
     out: torch.Tensor,
     out_step: torch.Tensor,
@@ -72,57 +40,16 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Add a step's partial output, rescaled to the final denominator: out += exp(lse_step - lse) * out_step. In place.
-
-    Start with out = 0 and do it once for every step, when `lse` is the LSE over all steps. A row of which a step saw
-    nothing (lse_step -inf) gets nothing from it, whatever its out_step says.
-
-    Args:
-        out: [t, h, d], float16, bfloat16, float32 or float64 (float32 or wider, to accumulate without loss).
-        out_step: the step's output, [t, h, d], or [t / 2, h, d] if only_second_half; any of those dtypes.
-        lse: the final LSE, float32 or float64, [h, t] if lse_packed, else [b, h, s].
-        lse_step: the step's, [h, t] or [b, h, s]; if only_second_half [h, t / 2] or [b, h, s2] with s2 at least the
-            longest half.
-        cu_seqlens_padded: LOCAL cumulative lengths with padding (of whole sequences), int32 or int64 [b + 1]; if
-            only_second_half, every length is even.
-        only_second_half: whether the step had the second halves alone.
-        lse_packed: which of the two shapes both LSEs have.
-
-    Raises:
-        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype.
-
-    TransformerEngine: `tex.thd_out_correction`.
-
-    >>> out = torch.zeros(2, 1, 1)                                         # t 2, h 1, d 1
-    >>> lse = torch.tensor([[2.0, 8.0]]).log()
-    >>> lengths = torch.tensor([0, 2])
-    >>> first = torch.tensor([[[5.0]], [[1.0]]]), torch.tensor([[2.0, 6.0]]).log()
-    >>> thd_out_correction(out, first[0], lse, first[1], lengths, only_second_half=False, lse_packed=True)
-    >>> second = torch.tensor([[[9.0]]]), torch.tensor([[2.0]]).log()      # the second row alone
-    >>> thd_out_correction(out, second[0], lse, second[1], lengths, only_second_half=True, lse_packed=True)
-    >>> [round(x, 4) for x in out.flatten().tolist()]                      # 5 * 2/2, and 1 * 6/8 + 9 * 2/8
-    [5.0, 3.0]
-    """
-    check_tensor("out", out, floats_only=True)
-    check_tensor("out_step", out_step, floats_only=True)
-    check_written("out", out)
-    check_flag("only_second_half", only_second_half)
-    if out.ndim != 3:
-        raise ValueError(f"out has shape {list(out.shape)}; it must be [t, h, d]")
-    tokens, heads, _ = out.shape
-    sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, out.device)
-    _check_room("out", tokens, sequences)
-    target, source, step_tokens = sequences, sequences, tokens
+    corrections.check_out_correction(out, out_step, lse, lse_step, cu_seqlens_padded, only_second_half, lse_packed)
+    check_leaf("out", out)
     if only_second_half:
-        check_divisible("cu_seqlens_padded", sequences, 2, "a half")
-        target, source, step_tokens = sequences.half(1), sequences.halved(), _half_of("out", out, 0)
-    if tuple(out_step.shape) != (step_tokens, *out.shape[1:]):
-        raise ValueError(
-            f"out_step has shape {list(out_step.shape)}; with out {list(out.shape)} and "
-            f"only_second_half={only_second_half} it must be {[step_tokens, *out.shape[1:]]}"
-        )
-    check_lse("lse", lse, sequences, tokens, heads, lse_packed)
-    check_lse("lse_step", lse_step, source, step_tokens, heads, lse_packed)
+        sequences = read_halves(cu_seqlens_padded, out.device)
+        target, source = sequences.half(1), sequences.halved()
+    else:
+        sequences = target = source = read_runs("cu_seqlens_padded", cu_seqlens_padded, out.device)
+    check_room("out", out.shape[0], "cu_seqlens_padded", sequences.end())
+    check_lse_room("lse", lse, sequences, lse_packed)
+    check_lse_room("lse_step", lse_step, source, lse_packed)
     final, at = lse_rows(lse, sequences, target, lse_packed)
     step, step_at = lse_rows(lse_step, source, source, lse_packed)
     wide = _accumulator_dtype(out, out_step, lse, lse_step)
@@ -133,56 +60,15 @@ def thd_out_correction(
     out[rows] = (out[rows] + contribution).to(out.dtype)
 
 
+@corrections.thd_grad_correction
 def thd_grad_correction(
     grad: torch.Tensor, grad_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, first_half: str, second_half: str
 ) -> None:
-    """Put a step's gradient into an accumulator, each half of every sequence in its own way. In place.
-
-    The first step that touches a half copies (so the accumulator needs no zeroing), later ones add, and a half that
-    the step had nothing to do with stays as it is.
-
-    Args:
-        grad: [t], [t, d] or [t, h, d], or [2, t, h, d] (dK and dV in one tensor); float16, bfloat16, float32 or
-            float64 (float32 or wider, to accumulate without loss).
-        grad_step: of any of those dtypes, with t tokens if both halves are added or copied, t / 2 if one is "none", and
-            either if both are.
-        cu_seqlens_padded: LOCAL cumulative lengths with padding (of whole sequences), int32 or int64 [b + 1]; every
-            length is even.
-        first_half, second_half: "add", "copy" or "none".
-
-    Raises:
-        ValueError, TypeError: an action that does not exist, an odd length (naming the sequence), another shape or
-            dtype.
-
-    TransformerEngine: `tex.thd_grad_correction`, which refuses three of the nine pairs.
-
-    >>> grad = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    >>> thd_grad_correction(grad, torch.tensor([10.0, 20.0]), torch.tensor([0, 4]), "none", "add")
-    >>> grad.tolist()
-    [1.0, 2.0, 13.0, 24.0]
-    >>> thd_grad_correction(grad, torch.tensor([5.0, 6.0, 7.0, 8.0]), torch.tensor([0, 4]), "add", "copy")
-    >>> grad.tolist()
-    [6.0, 8.0, 7.0, 8.0]
-    """
-    check_choice("first_half", first_half, ACTIONS)
-    check_choice("second_half", second_half, ACTIONS)
-    axis = token_axis("grad", grad)
-    for name, x in (("grad", grad), ("grad_step", grad_step)):
-        check_tensor(name, x, floats_only=True)
-    check_written("grad", grad)
-    sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, grad.device)
-    check_divisible("cu_seqlens_padded", sequences, 2, "a half")
-    tokens = grad.shape[axis]
-    _check_room("grad", tokens, sequences)
-    half_tokens = _half_of("grad", grad, axis)
+    corrections.check_grad_correction(grad, grad_step, cu_seqlens_padded, first_half, second_half)
+    check_leaf("grad", grad)
+    axis, sequences = token_axis("grad", grad), read_halves(cu_seqlens_padded, grad.device)
+    check_room("grad", grad.shape[axis], "cu_seqlens_padded", sequences.end())
     idle = (first_half, second_half).count("none")
-    allowed = [size for size, fits in ((tokens, idle != 1), (half_tokens, idle > 0)) if fits]
-    shapes = [[*grad.shape[:axis], size, *grad.shape[axis + 1 :]] for size in allowed]
-    if list(grad_step.shape) not in shapes:
-        raise ValueError(
-            f"grad_step has shape {list(grad_step.shape)}; with grad {list(grad.shape)}, first_half {first_half!r} and "
-            f"second_half {second_half!r} it must be {' or '.join(map(str, shapes))}"
-        )
     target, source = grad.movedim(axis, 0), grad_step.movedim(axis, 0)
     for number, action in enumerate((first_half, second_half)):
         part = sequences.half(number).rows()
@@ -201,14 +87,3 @@ def _halves(source: torch.Tensor, sequences: Runs, number: int, idle: int) -> to
 
 def _accumulator_dtype(*operands: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in operands) else torch.float32
-
-
-def _half_of(name: str, x: torch.Tensor, axis: int) -> int:
-    if x.shape[axis] % 2:
-        raise ValueError(f"{name} has shape {list(x.shape)}: its {x.shape[axis]} tokens must be an even number")
-    return x.shape[axis] // 2
-
-
-def _check_room(name: str, tokens: int, sequences: Runs) -> None:
-    if tokens < sequences.end():
-        raise ValueError(f"{name} has {tokens} tokens, fewer than cu_seqlens_padded[-1] = {sequences.end()}")

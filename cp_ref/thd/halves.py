@@ -1,110 +1,44 @@
-"""Reading one half of every sequence of a rank's slice.
-
-In layout dual_chunk a rank holds two chunks of every sequence, an early and a late one. Under a causal mask, in a ring
-step, the queries see all of an earlier rank's early chunk and nothing of its late one; and of a later rank's keys only
-the late chunk of queries sees anything, and it sees them all. So a ring works on halves:
-
-    diagonal        all rows      x  all keys          own keys, causal
-    lower tile      all rows      x  first halves      keys of an earlier rank, no mask
-    upper tile      second halves x  all keys          keys of a later rank, no mask
-
-LOCAL lengths: cu_seqlens_padded here are those of the rank's slice, the global ones divided by cp_size.
-
-    x, cu_seqlens_padded = [0, 4, 6]      a b A B | c C          t = 6
-    half 0                                a b | c                t / 2 = 3, cumulative lengths [0, 2, 3]
-    half 1                                A B | C
-"""
+"""Reading the first or second half of every sequence."""
 
 from __future__ import annotations
 
 import torch
 
-from cp_ref.thd.lse import check_lse, lse_rows
-from cp_ref.thd.rows import MOST_ROWS, Tensors, check_count, check_divisible, each, read_runs, token_axis
+from cp_ref.common.thd import halves
+from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_room, token_axis
+from cp_ref.common.thd.tuples import Tensors, like
+from cp_ref.thd.lse import check_lse_room, lse_rows
+from cp_ref.thd.rows import read_halves
 
 __all__ = ["thd_read_half_tensor", "thd_read_second_half_lse"]
 
 
+@halves.thd_read_half_tensor
 def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int) -> Tensors:
-    """The first or the second half of every sequence.
-
-    Args:
-        x: [t], [t, d] or [t, h, d], or [2, t, h, d] (K and V in one tensor); any dtype. t is even. Or a
-            tuple of such tensors (K and V) with the same t, which cp_fast reads in one launch.
-        cu_seqlens_padded: LOCAL cumulative lengths with padding (of x itself), int32 or int64 [b + 1]; every length is
-            even.
-        half: 0 for the first half, 1 for the second.
-
-    Returns:
-        A new tensor (a tuple for a tuple) with t / 2 tokens: a half of each sequence, in order, then the same half of
-        the tail. Its cumulative lengths are cu_seqlens_padded // 2. Differentiable.
-
-    Raises:
-        ValueError, TypeError: an odd length (naming the sequence), an odd t, another half, fewer tokens than lengths.
-
-    TransformerEngine: `tex.thd_read_half_tensor`.
-
-    >>> x = torch.tensor([10, 11, 12, 13, 20, 21])
-    >>> thd_read_half_tensor(x, torch.tensor([0, 4, 6]), half=0).tolist()
-    [10, 11, 20]
-    >>> thd_read_half_tensor(x, torch.tensor([0, 4, 6]), half=1).tolist()
-    [12, 13, 21]
-    """
-    return each(x, lambda one: _read_half(one, cu_seqlens_padded, half), kv_axis=True)
+    xs = halves.check_read_half(x, cu_seqlens_padded, half)
+    return like(x, [_read_half(one, cu_seqlens_padded, half) for one in xs])
 
 
 def _read_half(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, half: int) -> torch.Tensor:
     axis = token_axis("x", x)
-    check_count("half", half, 0, below=2)
-    sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, x.device)
-    check_divisible("cu_seqlens_padded", sequences, 2, "a half")
-    tokens, end = x.shape[axis], sequences.end()
-    if tokens < end or tokens % 2:
-        raise ValueError(
-            f"x has shape {list(x.shape)}: its {tokens} tokens must be an even number, and at least "
-            f"cu_seqlens_padded[-1] = {end}"
-        )
-    tail = (tokens - end) // 2
+    sequences, tokens = read_halves(cu_seqlens_padded, x.device), x.shape[axis]
+    check_room("x", tokens, "cu_seqlens_padded", sequences.end())
+    end, tail = sequences.end(), (tokens - sequences.end()) // 2
     tail_rows = torch.arange(end + half * tail, end + (half + 1) * tail, device=x.device)
     return x.index_select(axis, torch.cat([sequences.half(half).rows(), tail_rows]))
 
 
+@halves.thd_read_second_half_lse
 def thd_read_second_half_lse(
     lse: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool, max_seqlen: int
 ) -> torch.Tensor:
-    """The LSE of the second half of every sequence: what the backward pass of an upper tile needs.
-
-    Args:
-        lse: float32 or float64, [h, t] if lse_packed, else [b, h, s].
-        cu_seqlens_padded: LOCAL cumulative lengths with padding (of whole sequences, not of the halves), int32 or int64
-            [b + 1]; every length is even.
-        lse_packed: which of the two shapes lse has.
-        max_seqlen: the size of the result's last axis: the sum of all half lengths (packed) or the longest half
-            (padded), or more.
-
-    Returns:
-        [h, max_seqlen] or [b, h, max_seqlen], of lse's dtype; 0 where there is no token.
-
-    Raises:
-        ValueError, TypeError: an odd length (naming the sequence), another shape or dtype, a max_seqlen too small.
-
-    TransformerEngine: `tex.thd_read_second_half_lse`.
-
-    >>> packed = torch.tensor([[10.0, 11.0, 12.0, 13.0, 20.0, 21.0]])
-    >>> thd_read_second_half_lse(packed, torch.tensor([0, 4, 6]), True, 3).tolist()
-    [[12.0, 13.0, 21.0]]
-    >>> padded = torch.tensor([[[10.0, 11.0, 12.0, 13.0]], [[20.0, 21.0, 0.0, 0.0]]])
-    >>> thd_read_second_half_lse(padded, torch.tensor([0, 4, 6]), False, 2).tolist()
-    [[[12.0, 13.0]], [[21.0, 0.0]]]
-    """
-    device = torch.device(getattr(lse, "device", "cpu"))
-    sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, device)
-    check_divisible("cu_seqlens_padded", sequences, 2, "a half")
-    check_lse("lse", lse, sequences, None, None, lse_packed)
-    halves = sequences.halved()
-    check_count("max_seqlen", max_seqlen, halves.end() if lse_packed else halves.longest(), at_most=MOST_ROWS)
+    halves.check_read_second_half_lse(lse, cu_seqlens_padded, lse_packed, max_seqlen)
+    sequences = read_halves(cu_seqlens_padded, lse.device)
+    check_lse_room("lse", lse, sequences, lse_packed)
+    second = sequences.halved()
+    check_count("max_seqlen", max_seqlen, second.end() if lse_packed else second.longest(), at_most=MOST_ROWS)
     result = lse.new_zeros(*lse.shape[:-1], max_seqlen)
     source, at = lse_rows(lse, sequences, sequences.half(1), lse_packed)
-    target, place = lse_rows(result, halves, halves, lse_packed)
+    target, place = lse_rows(result, second, second, lse_packed)
     target[place] = source[at]
     return result

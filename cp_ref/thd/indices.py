@@ -1,145 +1,59 @@
-"""Which tokens a rank holds (layout dual_chunk), and the two orders that a whole packed buffer can have.
-
-cp_size 2, cu_seqlens_padded = [0, 8, 12], 14 rows: each sequence is cut in 2 * cp_size equal chunks, rank r holds
-chunk r and chunk 2 * cp_size - 1 - r of every sequence, and then the r-th part of the tail.
-
-    sequence order    0 1 | 2 3 | 4 5 | 6 7 || 8 | 9 | 10 | 11 || 12 | 13
-    owner              0     1     1     0     0   1    1    0     0    1
-
-    CP rank order     0 1   6 7   8   11  12   |   2 3   4 5   9   10   13
-                      the slice of rank 0      |   the slice of rank 1
-"""
+"""Which tokens a rank holds, and the two orders of a packed buffer."""
 
 from __future__ import annotations
 
 import torch
 
-from cp_ref.thd.rows import MOST_ROWS, Runs, Tensors, check_count, check_divisible, check_tensor, each, read_runs
+from cp_ref.common.thd import indices
+from cp_ref.common.thd.checks import check_divisible, check_tail
+from cp_ref.common.thd.tuples import Tensors, like
+from cp_ref.thd.rows import Runs, read_runs
 
 __all__ = ["thd_cp_rank_order_to_sequence_order", "thd_get_partitioned_indices", "thd_sequence_order_to_cp_rank_order"]
 
 
+@indices.thd_get_partitioned_indices
 def thd_get_partitioned_indices(
     cu_seqlens_padded: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
-    """The global row of each of this rank's tokens, in the order of its slice: `x[indices]` is what `cp_ref.shard`
-    gives for layout dual_chunk.
-
-    Args:
-        cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]. Each length is a multiple of
-            2 * cp_size; it may be 0.
-        total_tokens: rows of the global buffer, its tail behind cu_seqlens_padded[-1] included. The tail's length is a
-            multiple of cp_size.
-        cp_size, cp_rank: the number of ranks, and which one.
-
-    Returns:
-        [total_tokens / cp_size] on the device and in the dtype of cu_seqlens_padded: the rank's tokens, sequence after
-        sequence, and then its part of the tail.
-
-    Raises:
-        ValueError, TypeError: a length does not divide (naming the sequence, its length and the divisor), or an
-            argument is out of its range.
-
-    TransformerEngine: `tex.thd_get_partitioned_indices`, without a tail.
-
-    >>> cu_seqlens_padded = torch.tensor([0, 8, 12])       # chunks 01 23 45 67 and 8 9 10 11; the tail is 12 13
-    >>> thd_get_partitioned_indices(cu_seqlens_padded, 14, cp_size=2, cp_rank=0).tolist()
-    [0, 1, 6, 7, 8, 11, 12]
-    >>> thd_get_partitioned_indices(cu_seqlens_padded, 14, cp_size=2, cp_rank=1).tolist()
-    [2, 3, 4, 5, 9, 10, 13]
-    """
-    check_count("cp_size", cp_size, 1)
-    check_count("cp_rank", cp_rank, 0, below=cp_size)
-    check_count("total_tokens", total_tokens, 0, at_most=MOST_ROWS)
-    device = torch.device(getattr(cu_seqlens_padded, "device", "cpu"))
-    sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, device)
-    if total_tokens > torch.iinfo(cu_seqlens_padded.dtype).max:
-        raise ValueError(f"total_tokens is {total_tokens}; {cu_seqlens_padded.dtype} lengths cannot count so many")
-    tail = _tail_per_rank("total_tokens", total_tokens, sequences, cp_size)
-    check_divisible("cu_seqlens_padded", sequences, 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
-    return _slice_rows(sequences, tail, cp_size, cp_rank).to(cu_seqlens_padded.dtype)
+    indices.check_partition(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
+    sequences = _read_chunked(cu_seqlens_padded, cu_seqlens_padded.device, "total_tokens", total_tokens, cp_size)
+    return _slice_rows(sequences, total_tokens, cp_size, cp_rank).to(cu_seqlens_padded.dtype)
 
 
+@indices.thd_sequence_order_to_cp_rank_order
 def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
-    """From sequence order to the slices of all ranks, one behind the other (what an all-to-all hands out in equal
-    parts).
-
-    Args:
-        x: [t, ...], any dtype: the global buffer, which may have a tail. Or a tuple of such tensors (K and V) with
-            the same t, which cp_fast moves in one launch.
-        cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]; see
-            `thd_get_partitioned_indices`.
-        cp_size: the number of ranks.
-
-    Returns:
-        A new tensor of x's shape (a tuple for a tuple): `torch.cat` of `cp_ref.shard(x)` over all ranks. So a rank's
-        part of the tail lies behind its own tokens, not at the end of the whole. Differentiable.
-
-    Raises:
-        ValueError, TypeError: as `thd_get_partitioned_indices`.
-
-    TransformerEngine: `tex.thd_sequence_order_to_cp_rank_order`, without a tail.
-
-    >>> x = torch.tensor([10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23])
-    >>> thd_sequence_order_to_cp_rank_order(x, torch.tensor([0, 8, 12]), cp_size=2).tolist()
-    [10, 11, 16, 17, 20, 23, 12, 13, 14, 15, 21, 22]
-    """
-    return each(x, lambda one: one.index_select(0, _rank_order(one, cu_seqlens_padded, cp_size)))
+    xs = indices.check_reorder(x, cu_seqlens_padded, cp_size)
+    order = _rank_order(xs[0], cu_seqlens_padded, cp_size)
+    return like(x, [one.index_select(0, order) for one in xs])
 
 
+@indices.thd_cp_rank_order_to_sequence_order
 def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
-    """From the slices of all ranks, one behind the other (what an all-gather gives), back to sequence order: the
-    inverse of `thd_sequence_order_to_cp_rank_order`.
-
-    Args:
-        x: [t, ...], any dtype: the ranks' slices, each with its part of the tail. Or a tuple of such tensors (K and V)
-            with the same t, which cp_fast moves in one launch.
-        cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]; see
-            `thd_get_partitioned_indices`.
-        cp_size: the number of ranks.
-
-    Returns:
-        A new tensor of x's shape (a tuple for a tuple), the tail at its end. Differentiable.
-
-    Raises:
-        ValueError, TypeError: as `thd_get_partitioned_indices`.
-
-    TransformerEngine: `tex.thd_cp_rank_order_to_sequence_order`, without a tail.
-
-    >>> x = torch.tensor([10, 11, 16, 17, 20, 23, 12, 13, 14, 15, 21, 22])
-    >>> thd_cp_rank_order_to_sequence_order(x, torch.tensor([0, 8, 12]), cp_size=2).tolist()
-    [10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23]
-    """
-    return each(x, lambda one: one.index_select(0, _rank_order(one, cu_seqlens_padded, cp_size).argsort()))
+    xs = indices.check_reorder(x, cu_seqlens_padded, cp_size)
+    order = _rank_order(xs[0], cu_seqlens_padded, cp_size).argsort()
+    return like(x, [one.index_select(0, order) for one in xs])
 
 
 def _rank_order(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, cp_size: int) -> torch.Tensor:
     """The global row of every row of CP rank order, int64 [t]."""
-    check_tensor("x", x)
-    check_count("cp_size", cp_size, 1)
-    if x.ndim == 0:
-        raise ValueError("x has shape []; it must be [t, ...]")
-    sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, x.device)
-    tail = _tail_per_rank("x.shape[0]", x.shape[0], sequences, cp_size)
-    check_divisible("cu_seqlens_padded", sequences, 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
-    return torch.cat([_slice_rows(sequences, tail, cp_size, rank) for rank in range(cp_size)])
+    sequences = _read_chunked(cu_seqlens_padded, x.device, "x.shape[0]", x.shape[0], cp_size)
+    return torch.cat([_slice_rows(sequences, x.shape[0], cp_size, rank) for rank in range(cp_size)])
 
 
-def _slice_rows(sequences: Runs, tail: int, cp_size: int, rank: int) -> torch.Tensor:
-    """The global rows of a rank's slice: two chunks of every sequence, and `tail` rows of the tail."""
-    chunk = sequences.sizes // (2 * cp_size)
+def _read_chunked(cu_seqlens_padded: torch.Tensor, device: torch.device, name: str, tokens: int, cp_size: int) -> Runs:
+    """Sequences that divide into chunks, in a buffer of `tokens` rows whose tail divides among the ranks."""
+    sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, device)
+    check_tail(name, tokens, sequences.end(), cp_size)
+    check_divisible("cu_seqlens_padded", sequences.sizes, 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
+    return sequences
+
+
+def _slice_rows(sequences: Runs, tokens: int, cp_size: int, rank: int) -> torch.Tensor:
+    """The global rows of a rank's slice: two chunks of every sequence, and its part of the tail."""
+    chunk, tail = sequences.sizes // (2 * cp_size), (tokens - sequences.end()) // cp_size
     early = sequences.starts + rank * chunk
     late = sequences.starts + (2 * cp_size - 1 - rank) * chunk
     both = Runs(torch.stack([early, late], dim=1).flatten(), chunk.repeat_interleave(2))
     first = sequences.end() + rank * tail
     return torch.cat([both.rows(), torch.arange(first, first + tail, device=chunk.device)])
-
-
-def _tail_per_rank(name: str, tokens: int, sequences: Runs, cp_size: int) -> int:
-    tail, rest = divmod(tokens - sequences.end(), cp_size)
-    if tail < 0 or rest:
-        raise ValueError(
-            f"{name} is {tokens} and cu_seqlens_padded ends at {sequences.end()}: the tail of "
-            f"{tokens - sequences.end()} must be a non-negative multiple of cp_size = {cp_size}"
-        )
-    return tail

@@ -9,13 +9,11 @@ behind a sequence's length is never read and never changed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from cp_ref.thd.rows import Runs, check_flag, check_tensor
+from cp_ref.thd.rows import Runs
 
-__all__ = ["check_lse", "lse_rows"]
+__all__ = ["check_lse_room", "lse_rows"]
 
 Index = tuple[torch.Tensor, ...]
 
@@ -41,23 +39,11 @@ def lse_rows(lse: torch.Tensor, sequences: Runs, part: Runs, lse_packed: bool) -
     return lse.transpose(1, 2), (sequence, rows - sequences.starts[sequence])
 
 
-def check_lse(name: str, lse: Any, sequences: Runs, tokens: int | None, heads: int | None, lse_packed: bool) -> None:
-    """Raise unless `lse` has one of the two shapes, for these sequences in a buffer of `tokens` rows. None: any number
-    (of rows: enough for the sequences).
-    """
-    check_flag("lse_packed", lse_packed)
-    check_tensor(name, lse)
-    if lse.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{name} has dtype {lse.dtype}; it must be float32 or float64")
-    shape, b, h = tuple(lse.shape), len(sequences.sizes), "h" if heads is None else heads
-    if not lse_packed:
-        rule = f"[b, h, s] = [{b}, {h}, s], s at least {sequences.longest()}"
-        right = len(shape) == 3 and shape[0] == b and shape[2] >= sequences.longest()
-    elif tokens is None:
-        rule = f"[h, t] = [{h}, t], t at least {sequences.end()}"
-        right = len(shape) == 2 and shape[1] >= sequences.end()
-    else:
-        rule = f"[h, t] = [{h}, {tokens}]"
-        right = len(shape) == 2 and shape[1] == tokens
-    if not right or (heads is not None and shape[-2] != heads):
-        raise ValueError(f"{name} has shape {list(shape)}; with lse_packed={lse_packed} it must be {rule}")
+def check_lse_room(name: str, lse: torch.Tensor, sequences: Runs, lse_packed: bool) -> None:
+    """Raise unless `lse` has room for every token of these sequences."""
+    needed = sequences.end() if lse_packed else sequences.longest()
+    if lse.shape[-1] < needed:
+        axes = "[h, t], t" if lse_packed else "[b, h, s], s"
+        raise ValueError(
+            f"{name} has shape {list(lse.shape)}; with lse_packed={lse_packed} it must be {axes} at least {needed}"
+        )

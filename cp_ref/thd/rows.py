@@ -13,34 +13,14 @@ changes these rows and no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 
-from cp_ref.spec.values import check_data, check_flag, read_lengths
+from cp_ref.common.thd.checks import check_divisible
+from cp_ref.spec.values import read_lengths
 
-__all__ = [
-    "FLOATS",
-    "MOST_ROWS",
-    "Runs",
-    "Tensors",
-    "as_list",
-    "check_count",
-    "check_divisible",
-    "check_flag",
-    "check_tensor",
-    "check_written",
-    "each",
-    "read_runs",
-    "token_axis",
-]
-
-MOST = 2**31 - 1
-MOST_ROWS = 2**48 - 1  # more than any memory has
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-Tensors = TypeVar("Tensors", torch.Tensor, tuple[torch.Tensor, ...])
+__all__ = ["Runs", "as_list", "check_leaf", "read_halves", "read_runs"]
 
 
 class Runs(NamedTuple):
@@ -81,7 +61,7 @@ class Runs(NamedTuple):
 
 
 def read_runs(name: str, cu_seqlens: Any, device: torch.device) -> Runs:
-    """Cumulative lengths, int32 or int64 [b + 1], as one run a sequence.
+    """Cumulative lengths, int32 or int64 [b + 1], as one run a sequence of data on `device`.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule.
@@ -92,6 +72,8 @@ def read_runs(name: str, cu_seqlens: Any, device: torch.device) -> Runs:
     values = read_lengths(name, cu_seqlens)
     if values is None:
         raise ValueError(f"{name} is None; it must be an int32 or int64 tensor [b + 1]")
+    if device.type == "meta":
+        raise ValueError("the data is on meta; it must be on a device where tensors have values")
     cumulative = torch.tensor(values, dtype=torch.int64, device=device)
     return Runs(cumulative[:-1], cumulative.diff())
 
@@ -105,77 +87,14 @@ def as_list(x: Any) -> list[int]:
     return x.tolist()
 
 
-def check_divisible(name: str, sequences: Runs, divisor: int, why: str) -> None:
-    """Raise unless every sequence's length divides."""
-    for number, length in enumerate(as_list(sequences.sizes)):
-        if length % divisor:
-            raise ValueError(
-                f"{name} gives sequence {number} the length {length}, padding included, but {why} needs a multiple of "
-                f"{divisor}"
-            )
+def read_halves(cu_seqlens_padded: torch.Tensor, device: torch.device) -> Runs:
+    """The sequences of `cu_seqlens_padded`, which all have two halves."""
+    sequences = read_runs("cu_seqlens_padded", cu_seqlens_padded, device)
+    check_divisible("cu_seqlens_padded", sequences.sizes, 2, "a half")
+    return sequences
 
 
-def token_axis(name: str, x: Any) -> int:
-    """The token axis: 0 of [t, ...], and 1 of [2, t, h, d], K and V (or their gradients) in one tensor.
-
-    >>> token_axis("x", torch.empty(8, 4, 16)), token_axis("x", torch.empty(2, 8, 4, 16))
-    (0, 1)
-    """
-    check_tensor(name, x)
-    if x.ndim in (1, 2, 3):
-        return 0
-    if x.ndim == 4 and x.shape[0] == 2:
-        return 1
-    raise ValueError(f"{name} has shape {list(x.shape)}; it must be [t], [t, d], [t, h, d] or [2, t, h, d]")
-
-
-def each(x: Tensors, move: Callable[[torch.Tensor], torch.Tensor], kv_axis: bool = False) -> Tensors:
-    """A helper's result for a tensor, or for each of a tuple (K and V), which have the same tokens.
-
-    >>> each((torch.tensor([1, 2]), torch.tensor([3, 4])), lambda x: x.flip(0))
-    (tensor([2, 1]), tensor([4, 3]))
-    """
-    if not isinstance(x, tuple):
-        check_tensor("x", x)
-        return move(x)
-    for number, one in enumerate(x):
-        check_tensor(f"x[{number}]", one)
-    if any(one.ndim == 0 for one in x) or len({_tokens(one, kv_axis) for one in x}) != 1:
-        shapes = [list(one.shape) for one in x]
-        raise ValueError(f"x has shapes {shapes}; the tensors of a tuple must have the same axis of the same tokens")
-    return cast("Tensors", tuple(move(one) for one in x))
-
-
-def _tokens(x: torch.Tensor, kv_axis: bool) -> tuple[int, int]:
-    axis = 1 if kv_axis and x.ndim == 4 else 0
-    return axis, x.shape[axis]
-
-
-def check_tensor(name: str, x: Any, *, floats_only: bool = False) -> None:
-    """Raise unless x is a tensor; of an ordinary floating-point dtype, where it takes part in arithmetic."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
-    check_data(name, x)
-    if floats_only and x.dtype not in FLOATS:
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64")
-
-
-def check_written(name: str, x: torch.Tensor) -> None:
-    """Raise where x cannot be changed in place: elements share memory, or it is a leaf that autograd tracks."""
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise ValueError(
-            f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; it is written, so no stride may be 0"
-        )
+def check_leaf(name: str, x: torch.Tensor) -> None:
+    """Raise where autograd does not let x be changed in place."""
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         raise ValueError(f"{name} requires grad and is a leaf; it is changed in place, so do it under torch.no_grad()")
-
-
-def check_count(name: str, value: Any, at_least: int, below: int | None = None, at_most: int = MOST) -> None:
-    """Raise unless `value` is an integer, at_least <= value < below (or <= at_most)."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
-    if value < at_least or (below is not None and value >= below):
-        rule = f"at least {at_least}" if below is None else f"from {at_least} to {below - 1}"
-        raise ValueError(f"{name} is {value}; it must be {rule}")
-    if value > at_most:
-        raise ValueError(f"{name} is {value}; it must be at most {at_most}")

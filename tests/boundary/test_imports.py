@@ -54,10 +54,20 @@ def test_cp_ref_knows_nothing_of_the_others() -> None:
             )
 
 
-def test_cp_fast_sees_the_specification_of_cp_ref_and_nothing_else() -> None:
+def test_what_both_sides_share_needs_the_specification_and_torch_alone() -> None:
+    shared = files("cp_ref", "common")
+    assert len(shared) > 10
+    for path in shared:
+        for module in imports(path):
+            known = within(module, "torch") or module.split(".")[0] in sys.stdlib_module_names
+            assert known or within(module, "cp_ref.common") or within(module, "cp_ref.spec"), (path, module)
+
+
+def test_cp_fast_sees_of_cp_ref_the_specification_and_what_both_share() -> None:
     for path in files("cp_fast"):
         for module in imports(path):
-            assert not within(module, "cp_ref") or within(module, "cp_ref.spec"), (path, module)
+            allowed = within(module, "cp_ref.spec") or within(module, "cp_ref.common")
+            assert not within(module, "cp_ref") or allowed, (path, module)
             if "cli" not in path.parts:
                 assert not within(module, "conformance"), (path, module)
 

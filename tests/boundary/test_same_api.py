@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from pkgutil import resolve_name
+from typing import Any
 
 import pytest
+import torch
 
 import cp_fast
 import cp_ref
+from cp_fast.backends import BACKENDS
+from cp_ref.common import attention, plans, slices
+from cp_ref.common.context import ContextParallel
+from cp_ref.common.declared import Declaration
+from cp_ref.common.thd import batches, corrections, halves, indices, valid
 
 ONLY_REFERENCE = {"SimGroup", "Trace", "compare", "dense_attention", "trace"}
 
@@ -16,24 +24,62 @@ def test_names() -> None:
     assert set(cp_ref.__all__) - ONLY_REFERENCE == set(cp_fast.__all__)
 
 
-@pytest.mark.parametrize("name", ["attention", "make_plan", "supports", "shard", "unshard", "position_ids"])
-def test_signatures(name: str) -> None:
-    one, other = (inspect.signature(getattr(module, name)) for module in (cp_ref, cp_fast))
-    assert str(one).replace("cp_ref", "cp_fast") == str(other)
+DECLARATIONS: dict[str, Declaration[Any]] = {
+    name: found
+    for module in (attention, plans, slices, batches, corrections, halves, indices, valid)
+    for name, found in vars(module).items()
+    if isinstance(found, Declaration)
+}
 
 
-@pytest.mark.parametrize("name", cp_ref.thd.__all__)
-def test_helpers(name: str) -> None:
+def test_everything_that_is_declared_is_public_and_the_rest_is_one_object() -> None:
     assert cp_ref.thd.__all__ == cp_fast.thd.__all__
-    one, other = (inspect.signature(getattr(module.thd, name)) for module in (cp_ref, cp_fast))
-    assert str(one).replace("cp_ref", "cp_fast") == str(other)
+    functions = {name for name in cp_fast.__all__ if inspect.isfunction(getattr(cp_fast, name))}
+    same = {name for name in cp_fast.thd.__all__ if getattr(cp_fast.thd, name) is getattr(cp_ref.thd, name)}
+    assert same == {"pad_v", "trim_out"}
+    assert set(DECLARATIONS) == functions | set(cp_fast.thd.__all__) - same | {"update"}
 
 
-def test_context_signatures() -> None:
-    one, other = (inspect.signature(module.ContextParallel) for module in (cp_ref, cp_fast))
-    assert str(one) == str(other)
+@pytest.mark.parametrize("name", list(DECLARATIONS))
+def test_both_sides_have_what_is_declared(name: str) -> None:
+    declared = DECLARATIONS[name]
+    where = "Plan." if name == "update" else "thd." if name in cp_fast.thd.__all__ else ""
+    implementations = [resolve_name(f"{package}:{where}{name}") for package in ("cp_ref", "cp_fast")]
+    assert implementations[0] is not implementations[1]
+    for function in implementations:
+        assert inspect.signature(function) == declared.signature
+        assert function.__doc__ == declared.function.__doc__
+        assert inspect.getdoc(function)
+
+
+@pytest.mark.parametrize("package", [cp_ref, cp_fast])
+def test_calls_that_python_itself_would_refuse(package: Any) -> None:
+    q = torch.zeros(1, 4, 1, 8)
+    arguments = {"seqlen_q": 4, "batch_size": 1, "heads_q": 1, "heads_kv": 1, "d_qk": 8, "d_v": 8}
+
+    def one(member: Any) -> None:
+        cp = package.ContextParallel(member)
+        with pytest.raises(TypeError, match=r"attention\(\).*'windows'"):
+            package.attention(q, q, q, cp=cp, windows=(1, 0))
+        with pytest.raises(TypeError, match=r"attention\(\).*'cp'"):
+            package.attention(q, q, q)
+        for call in (package.make_plan, package.supports):
+            with pytest.raises(TypeError, match="'windows'"):
+                call(cp=cp, dtype=q.dtype, device="cpu", windows=(1, 0), **arguments)
+            with pytest.raises(TypeError, match="'device'"):
+                call(cp=cp, dtype=q.dtype, **arguments)
+
+    cp_ref.SimGroup(1).run(one)
+
+
+def test_contexts_differ_in_the_names_of_backends_alone() -> None:
+    one, other = cp_ref.ContextParallel, cp_fast.ContextParallel
+    assert inspect.signature(one) == inspect.signature(other) == inspect.signature(ContextParallel)
+    assert inspect.getdoc(one) == inspect.getdoc(other) == inspect.getdoc(ContextParallel)
     expected = "(group: 'Any', cp_comm_type: 'str' = 'p2p', *, layout: 'str' = 'dual_chunk', backend: 'str' = 'auto')"
-    assert str(other).startswith(expected)
+    assert str(inspect.signature(other)).startswith(expected)
+    assert one.backends == ("auto",)
+    assert other.backends == ("auto", *(backend.name for backend in BACKENDS))
 
 
 def test_one_exception() -> None:

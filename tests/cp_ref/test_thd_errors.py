@@ -220,9 +220,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "ids": (lambda: thd.pad_thd_sequences_for_cp(X, X, CU, 4), ValueError, r"input_ids has shape \[12, 2, 4\]"),
     "labels": (lambda: thd.pad_thd_sequences_for_cp(LSE[0], LSE[0, :4], CU, 4), ValueError, r"labels has shape \[4\]"),
     "too few ids": (
-        lambda: thd.pad_thd_sequences_for_cp(LSE[0, :4], LSE[0, :4], CU, 4),
+        lambda: thd.pad_thd_sequences_for_cp(CU[:2], CU[:2], CU, 4),
         ValueError,
-        r"4 tokens, fewer than .* = 12",
+        r"2 tokens, fewer than .* = 12",
     ),
     "narrow": (lambda: thd.pad_v(X, 3), ValueError, "d_qk is 3 and v has head dim 4"),
     "wide": (lambda: thd.trim_out(X, 5), ValueError, "d_v is 5 and out has head dim 4"),
@@ -234,6 +234,11 @@ def test_refusals(name: str) -> None:
     call, error, words = REFUSALS[name]
     with pytest.raises(error, match=words):
         call()
+
+
+def test_the_reference_looks_at_values() -> None:
+    with pytest.raises(ValueError, match="on meta; it must be on a device where tensors have values"):
+        thd.thd_read_half_tensor(X.to("meta"), CU, 0)
 
 
 def test_nothing_changes_when_a_call_is_refused() -> None:

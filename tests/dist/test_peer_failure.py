@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
-from cp_fast.comm import ProcessMember
+import cp_ref
+from cp_ref.common.processes import ProcessMember
 
 SIZE = 3
 
@@ -34,15 +35,16 @@ class DiesAt:
         return self._member.exchange(sends, recvs)
 
 
-def _main(rank: int, store: str, comm: str, exchange: int, results: Any) -> None:
+def _main(rank: int, store: str, package: str, comm: str, exchange: int, results: Any) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=10)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=limit)
     group: Any = ProcessMember(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-    cp = cp_fast.ContextParallel(DiesAt(group, exchange) if rank == 1 else group, comm)
+    impl: Any = {"cp_ref": cp_ref, "cp_fast": cp_fast}[package]
+    cp = impl.ContextParallel(DiesAt(group, exchange) if rank == 1 else group, comm)
     q = torch.randn(1, 8, 3, 4, requires_grad=True)
     try:
-        cp_fast.attention(q, q, q, cp=cp).sum().backward()
+        impl.attention(q, q, q, cp=cp).sum().backward()
         results.put((rank, "finished"))
     except Exception as error:
         results.put((rank, f"{type(error).__name__}: {error}"))
@@ -52,19 +54,22 @@ def _main(rank: int, store: str, comm: str, exchange: int, results: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("comm", "exchange", "where"),
+    ("package", "comm", "exchange", "where"),
     [
-        ("p2p", 1, "forward, step 1 of 3"),
-        ("p2p", 3, "backward, step 0 of"),
-        ("a2a", 0, "heads to their ranks"),
-        ("a2a", 2, "heads back home"),
+        ("cp_ref", "p2p", 1, "forward, step 1 of 3"),
+        ("cp_ref", "p2p", 3, "all-to-all"),  # max_logit
+        ("cp_ref", "p2p", 4, "backward, step 0 of"),
+        ("cp_fast", "p2p", 1, "forward, step 1 of 3"),
+        ("cp_fast", "p2p", 3, "backward, step 0 of"),
+        ("cp_fast", "a2a", 0, "heads to their ranks"),
+        ("cp_fast", "a2a", 2, "heads back home"),
     ],
 )
-def test_the_others_are_told_the_step_and_the_peer(comm: str, exchange: int, where: str) -> None:
+def test_the_others_are_told_the_step_and_the_peer(package: str, comm: str, exchange: int, where: str) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (str(Path(folder) / "store"), comm, exchange, results)
+        arguments = (str(Path(folder) / "store"), package, comm, exchange, results)
         processes = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(SIZE)]
         for process in processes:
             process.start()

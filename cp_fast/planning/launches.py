@@ -1,0 +1,96 @@
+"""Tiles with equal windows in one kernel launch, as far as no two of them share a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_fast.planning.joins import Segments, SegmentSpans, one_each, squares, strips
+from cp_fast.planning.rows import Spans
+from cp_fast.planning.windows import BandTiles, WindowRule, cut_to_windows
+from cp_ref.spec import Column
+
+__all__ = ["LaunchTable", "launch_tables"]
+
+
+class LaunchTable(NamedTuple):
+    """One launch: its window, its rows as spans of global rows, segment after segment, and the segments' lengths."""
+
+    left: int | None
+    right: int | None
+    q: SegmentSpans
+    k: SegmentSpans
+    lengths_q: Column
+    lengths_k: Column
+
+    @property
+    def q_spans(self) -> Spans:
+        """The queries' rows."""
+        return self.q.start, self.q.stop
+
+    @property
+    def k_spans(self) -> Spans:
+        """The keys' rows."""
+        return self.k.start, self.k.stop
+
+
+def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
+    """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles."""
+    if tiles.full.all() and rule.own == (-1, -1):
+        segments = strips(tiles)
+    else:
+        square, part = squares(tiles)
+        cut = cut_to_windows(tiles.take(~part), rule)
+        full = cut.full
+        segments = Segments.concat([square, strips(cut.take(full)), one_each(cut.take(~full))])
+    return [_launch(found) for group in _by_window(segments) for found in _without_common_rows(group)]
+
+
+def _launch(segments: Segments) -> LaunchTable:
+    left, right = int(segments.left[0]), int(segments.right[0])
+    lengths = [
+        np.bincount(spans.segment, spans.stop - spans.start, len(segments)).astype(np.int64)
+        for spans in (segments.q, segments.k)
+    ]
+    window = (None if left < 0 else left), (None if right < 0 else right)
+    return LaunchTable(*window, segments.q, segments.k, *lengths)
+
+
+def _by_window(segments: Segments) -> Iterator[Segments]:
+    left, right = segments.left, segments.right
+    if not len(segments):
+        return
+    if bool((left == left[0]).all()) and bool((right == right[0]).all()):
+        yield segments
+        return
+    windows, number = np.unique(np.stack([left, right]), axis=1, return_inverse=True)
+    for n in range(windows.shape[1]):
+        yield segments.take(np.flatnonzero(number.ravel() == n))
+
+
+def _without_common_rows(segments: Segments) -> Iterator[Segments]:
+    """The same in launches of which each has a row of queries, and of keys, only once: results are added by rows."""
+    if not (_overlap(segments.q) or _overlap(segments.k)):
+        yield segments
+        return
+    if not bool((segments.area[1:] >= segments.area[:-1]).all()):
+        segments = segments.take(np.argsort(segments.area, kind="stable"))
+    place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # in their area
+    for n in range(int(place.max()) + 1):
+        group = segments.take(np.flatnonzero(place == n))
+        if _overlap(group.q) or _overlap(group.k):  # areas that share rows
+            for one in range(len(group)):
+                yield group.take(np.array([one]))
+        else:
+            yield group
+
+
+def _overlap(spans: SegmentSpans) -> bool:
+    """Whether any two spans have a row in common."""
+    start, stop = spans.start, spans.stop
+    if not bool((start[1:] >= start[:-1]).all()):
+        order = np.argsort(start)
+        start, stop = start[order], stop[order]
+    return bool((start[1:] < stop[:-1]).any())

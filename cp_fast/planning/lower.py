@@ -1,0 +1,336 @@
+"""One rank's schedule, whichever it is, as a program of messages, copies and kernel launches on rows of buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_fast.planning.launches import LaunchTable, launch_tables
+from cp_fast.planning.operands import Held, Operands
+from cp_fast.planning.results import Parcels, Results, parcels_of
+from cp_fast.planning.rows import RowMap, Spans
+from cp_fast.planning.tables import Key, RowKey, Tables
+from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles
+from cp_fast.program import OWN, Contribution, Copy, Heads, Launch, Operand, Program, Recv, ResultRecv, ResultSend, Send, Step
+from cp_ref.spec import OPERANDS, RESULTS, Tiles, Workload
+from cp_ref.spec import Program as Steps
+from cp_ref.spec import Step as Planned
+
+__all__ = ["COMPLETE", "Draft", "SegmentKeys", "lower"]
+
+HeadGroup = tuple[Heads, Heads, BandTiles]  # query heads, kv heads, tiles
+
+COMPLETE = -1  # instead of sums: complete results that arrive are written to the rank's own rows
+
+
+class SegmentKeys(NamedTuple):
+    """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`, of q and kv: what no length
+    ever exceeds, in a plan that is updated in place.
+    """
+
+    cu_q: Key
+    cu_kv: Key
+    left: int | None
+    right: int | None
+    bounds: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A lowered program on the host, and its tables."""
+
+    program: Program[RowKey]
+    tables: Tables
+
+
+def lower(
+    work: Workload, rank: int, forward: Steps, backward: Steps, saved: tuple[str, ...], rule: WindowRule
+) -> Draft:
+    """Lower one rank's steps of both passes.
+
+    Args:
+        forward, backward: the rank's part of a schedule of this workload.
+        saved: the kinds of operands that are kept between the passes.
+        rule: which tiles keep their windows.
+    """
+    tables = Tables()
+    own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
+    own_q, own_kv = RowMap.of(own["q"]), RowMap.of(own["kv"])
+    operands, results = Operands(tables), Results(tables, {"out": own_q, "dq": own_q, "dkv": own_kv})
+    for kind in OWN:
+        heads = (0, work.heads_kv if kind == "kv" else work.heads_q)
+        operands.add(kind, heads, own_kv if kind == "kv" else own_q, 0)
+    own_inputs, own_gradients = operands.held[:2], operands.held[2:]
+    operands.held = list(own_inputs)
+    exchanged = _CompleteOuts.of(forward)
+    forward_pass = _Pass(work, rule, operands, results, exchanged, backward=False)
+    drafts = forward_pass.lower(forward)
+    kept = [held for held in operands.held if held in own_inputs or held.kind in saved]
+    complete = {sums: operands.add("res", heads, rows, 0) for sums, heads, rows in results.sent_complete()}
+    dropped = [held for held in operands.held if held not in kept and held not in complete.values()]
+    last_uses = {held: held.last_use for held in operands.held}
+    operands.held = [*kept, *own_gradients, *complete.values()]
+    for held in operands.held:
+        held.last_use = -1
+    back_drafts = _Pass(work, rule, operands, results, exchanged, backward=True).lower(backward)
+    needed = [held for held in kept if held.last_use >= 0]
+    saved_sums = {sums: held.number for sums, held in complete.items() if held.last_use >= 0}
+    for held in [*dropped, *(held for held in kept if held not in own_inputs and held not in needed)]:
+        _free(drafts, held.number, last_uses[held])
+    for held in operands.held:
+        if held.number not in OWN.values() and held.last_use >= 0:
+            _free(back_drafts, held.number, held.last_use)
+    real = own["q"]
+    return Draft(
+        Program(
+            tuple(draft.step() for draft in drafts),
+            tuple(draft.step() for draft in back_drafts),
+            operands.buffers,
+            results.sums,
+            tuple(held.number for held in needed),
+            saved_sums,
+            tables.rows(real.row, real.stop - real.start),
+        ),
+        tables,
+    )
+
+
+@dataclass
+class _StepDraft:
+    """A step while it is made."""
+
+    packed: list[Copy[RowKey]] = field(default_factory=list)
+    sends: list[Send[RowKey]] = field(default_factory=list)
+    recvs: list[Recv] = field(default_factory=list)
+    result_sends: tuple[ResultSend, ...] = ()
+    result_recvs: list[ResultRecv[RowKey]] = field(default_factory=list)
+    copies: list[Copy[RowKey]] = field(default_factory=list)
+    launches: list[Launch[RowKey]] = field(default_factory=list)
+    last_use: list[int] = field(default_factory=list)
+
+    def step(self) -> Step[RowKey]:
+        lists = (getattr(self, f.name) for f in fields(self))
+        return Step(*map(tuple, lists))
+
+
+def _free(drafts: list[_StepDraft], number: int, last_use: int) -> None:
+    """Let a buffer go after the step that needs it last; after the first where none does."""
+    if drafts:
+        drafts[max(last_use, 0)].last_use.append(number)
+
+
+@dataclass(frozen=True)
+class _CompleteOuts:
+    """The rows and heads of which this rank got complete outs from a peer, or gave them to one: for these the peer, or
+    this rank, has the final out and lse, so that a `do` message need not carry them.
+    """
+
+    received: dict[int, list[Parcels]]
+    sent: dict[int, list[Parcels]]
+
+    @staticmethod
+    def of(forward: Steps) -> _CompleteOuts:
+        """From the steps of the forward pass."""
+        received: dict[int, list[Parcels]] = {}
+        sent: dict[int, list[Parcels]] = {}
+        for step in forward:
+            for messages, found in ((step.recvs, received), (step.sends, sent)):
+                for message in messages:
+                    if message.kind == "out" and message.complete:
+                        found.setdefault(message.peer, []).extend(parcels_of(message))
+        return _CompleteOuts(received, sent)
+
+    @staticmethod
+    def cover(outs: Sequence[Parcels], parcels: Parcels) -> bool:
+        """Whether these have all rows and heads of a message."""
+        return any(
+            out.heads[0] <= parcels.heads[0]
+            and parcels.heads[1] <= out.heads[1]
+            and RowMap.packed(out.spans).covers(parcels.spans)
+            for out in outs
+        )
+
+
+@dataclass
+class _Pass:
+    """Lowers one pass, step by step."""
+
+    work: Workload
+    rule: WindowRule
+    operands: Operands
+    results: Results
+    exchanged: _CompleteOuts
+    backward: bool
+
+    def lower(self, steps: Steps) -> list[_StepDraft]:
+        result_sends = self.results.announce(steps, self._head_edges(steps))
+        found: list[_StepDraft] = []
+        for number, (step, sends) in enumerate(zip(steps, result_sends, strict=True)):
+            draft = _StepDraft(result_sends=sends)
+            groups = list(self._head_groups(step.tiles))
+            self._send(draft, number, step, groups)
+            arriving = self._receive(draft, number, step)
+            for heads, kv_heads, tiles in groups:
+                self._launch(draft, number, heads, kv_heads, tiles)
+            self.operands.held += arriving
+            found.append(draft)
+        return found
+
+    # ---- messages
+
+    def _send(self, draft: _StepDraft, number: int, step: Planned, groups: list[HeadGroup]) -> None:
+        outgoing = [p for m in step.sends if m.kind in OPERANDS for p in parcels_of(m)]
+        together: dict[tuple[str, Heads], list[Parcels]] = {}
+        for parcels in outgoing:
+            together.setdefault((parcels.kind, parcels.heads), []).append(parcels)
+        for (kind, heads), group in together.items():
+            tiles = [t for t in groups if heads == (t[1] if kind == "kv" else t[0])]
+            spans = [p.spans for p in group]
+            draft.packed += self.operands.gather(kind, heads, spans, [_rows_of(t[2], kind) for t in tiles], number)
+        sends: list[tuple[int, int, Operand[RowKey]]] = []
+        for parcels in outgoing:
+            kinds = [(parcels.kind, 0)]
+            if parcels.kind == "do" and not self.exchanged.cover(self.exchanged.received.get(parcels.peer, []), parcels):
+                kinds.append(("res", 4))
+            for kind, place in kinds:
+                operand, copies = self.operands.find(kind, parcels.heads, parcels.spans, number)
+                draft.packed += copies
+                sends.append((parcels.peer, parcels.tag + place, operand))
+        draft.sends = _packed_together(sends)
+
+    def _receive(self, draft: _StepDraft, number: int, step: Planned) -> list[Held]:
+        """The receives of a step; and the buffers that are there when it is done."""
+        together: dict[tuple[str, Heads], list[Parcels]] = {}
+        for message in step.recvs:
+            for parcels in parcels_of(message):
+                if parcels.kind in RESULTS:
+                    draft.result_recvs.append(self._receive_result(parcels, number))
+                    continue
+                together.setdefault((parcels.kind, parcels.heads), []).append(parcels)
+                if parcels.kind == "do" and not self.exchanged.cover(self.exchanged.sent.get(parcels.peer, []), parcels):
+                    res = replace(parcels, kind="res", tag=parcels.tag + 4)
+                    together.setdefault(("res", parcels.heads), []).append(res)
+        arriving: list[Held] = []
+        before = len(self.operands.held)
+        for (kind, heads), group in together.items():
+            for some in _without_common_rows(group):
+                spans = np.concatenate([p.start for p in some]), np.concatenate([p.stop for p in some])
+                made = self.operands.add(kind, heads, RowMap.packed(spans), sum(p.size for p in some))
+                draft.recvs += [Recv(p.peer, p.tag, made.number, p.size) for p in some]
+                made.last_use = number
+                arriving.append(made)
+        del self.operands.held[before:]  # they are there from the next step on
+        return arriving
+
+    def _receive_result(self, parcels: Parcels, number: int) -> ResultRecv[RowKey]:
+        if parcels.complete:
+            located = self.results.own[parcels.kind].locate(parcels.spans)
+            whole = slice(0, parcels.size)
+            rows = self.operands.tables.rows(located.row, located.count)
+            heads = (0, parcels.heads[1] - parcels.heads[0])
+            into = (Contribution(COMPLETE, whole, heads, rows, parcels.heads),)
+        else:
+            into = self.results.goes_to(parcels.kind, parcels.heads, parcels.spans, number)
+        what = parcels.kind, parcels.heads, parcels.size, parcels.complete
+        return ResultRecv(parcels.peer, parcels.tag, *what, into)
+
+    # ---- tiles
+
+    def _head_groups(self, tiles: Tiles) -> Iterator[HeadGroup]:
+        """Tiles by heads: their query heads and kv heads, of which each query head uses its own by the kernel's rule."""
+        if not len(tiles):
+            return
+        first, last = tiles.head_start, tiles.head_stop
+        same = bool((first == first[0]).all()) and bool((last == last[0]).all())
+        ranges = [(int(first[0]), int(last[0]))] if same else sorted({*zip(first.tolist(), last.tolist(), strict=True)})
+        for heads in ranges:
+            some = tiles if same else tiles.take((first == heads[0]) & (last == heads[1]))
+            banded = band_tiles(self.work.areas, some)
+            for part in aligned(heads, self.work.group_size):
+                kv_heads = part[0] // self.work.group_size, -(-part[1] // self.work.group_size)
+                if len(banded):
+                    yield part, kv_heads, banded
+
+    def _launch(self, draft: _StepDraft, number: int, heads: Heads, kv_heads: Heads, tiles: BandTiles) -> None:
+        kinds = ("q", "kv", "do", "res") if self.backward else ("q", "kv")
+        for kind in kinds:
+            of_kind = kv_heads if kind == "kv" else heads
+            draft.copies += self.operands.gather(kind, of_kind, [_rows_of(tiles, kind)], [], number)
+        for table in launch_tables(tiles, self.rule):
+            draft.launches.append(self._one_launch(table, number, heads, kv_heads))
+
+    def _one_launch(self, table: LaunchTable, number: int, heads: Heads, kv_heads: Heads) -> Launch[RowKey]:
+        find, tables = self.operands.find, self.operands.tables
+        (q, _), (kv, _) = find("q", heads, table.q_spans, number), find("kv", kv_heads, table.k_spans, number)
+        segments = SegmentKeys(tables.lengths(table.lengths_q), tables.lengths(table.lengths_k), table.left, table.right)
+        if not self.backward:
+            out = self.results.goes_to("out", heads, table.q_spans, number)
+            return Launch(q, kv, None, None, segments, heads[0], out)
+        (do, _), (res, _) = (find(kind, heads, table.q_spans, number) for kind in ("do", "res"))
+        dq = self.results.goes_to("dq", heads, table.q_spans, number)
+        dkv = self.results.goes_to("dkv", kv_heads, table.k_spans, number)
+        return Launch(q, kv, do, res, segments, heads[0], dq, dkv)
+
+    def _head_edges(self, steps: Steps) -> dict[str, set[int]]:
+        """Where heads are cut at home, by kind of result."""
+        edges: dict[str, set[int]] = {kind: set() for kind in RESULTS}
+        size = self.work.group_size
+        for step in steps:
+            cuts = {*zip(step.tiles.head_start.tolist(), step.tiles.head_stop.tolist(), strict=True)}
+            for part in {part for heads in cuts for part in aligned(heads, size)}:
+                edges["out"].update(part)
+                edges["dkv"].update((part[0] // size, -(-part[1] // size)))
+            for message in (*step.sends, *step.recvs):
+                if message.kind in RESULTS and not message.complete:
+                    kind = "dkv" if message.kind == "dkv" else "out"
+                    edges[kind].update(edge for parcels in parcels_of(message) for edge in parcels.heads)
+        return edges | {"dq": edges["out"]}
+
+
+def aligned(heads: Heads, group_size: int) -> list[Heads]:
+    """Query heads as ranges that a kernel takes: all heads of some kv heads, or some heads of one.
+
+    >>> aligned((1, 7), 2), aligned((0, 8), 4), aligned((1, 3), 4)
+    ([(1, 2), (2, 6), (6, 7)], [(0, 8)], [(1, 3)])
+    """
+    first, last = heads
+    begin, end = -(-first // group_size) * group_size, last // group_size * group_size
+    if begin > end:  # inside one group
+        return [heads]
+    edges = sorted({first, begin, end, last})
+    return list(pairwise(edges))
+
+
+def _packed_together(sends: list[tuple[int, int, Operand[RowKey]]]) -> list[Send[RowKey]]:
+    """(peer, tag, operand) as sends: the same rows for as many heads each are packed for all peers at once."""
+    groups: dict[tuple[object, ...], list[tuple[int, int, Operand[RowKey]]]] = {}
+    for peer, tag, what in sends:
+        rows = (what.rows.start, what.rows.stop) if isinstance(what.rows, slice) else what.rows
+        key = what.buffer, rows, what.heads[1] - what.heads[0]
+        groups.setdefault(key, []).append((peer, tag, what))
+    return [
+        Send(
+            tuple(peer for peer, _, _ in group),
+            tuple(tag for _, tag, _ in group),
+            group[0][2].buffer,
+            group[0][2].rows,
+            tuple(what.heads[0] for _, _, what in group),
+            group[0][2].heads[1] - group[0][2].heads[0],
+        )
+        for group in groups.values()
+    ]
+
+
+def _rows_of(tiles: BandTiles, kind: str) -> Spans:
+    return (tiles.k_start, tiles.k_stop) if kind == "kv" else (tiles.q_start, tiles.q_stop)
+
+
+def _without_common_rows(parcels: list[Parcels]) -> list[list[Parcels]]:
+    """All in one list where no row comes twice, else each alone."""
+    start, stop = np.concatenate([p.start for p in parcels]), np.concatenate([p.stop for p in parcels])
+    order = np.argsort(start, kind="stable")
+    return [parcels] if bool((start[order][1:] >= stop[order][:-1]).all()) else [[p] for p in parcels]

@@ -1,0 +1,118 @@
+"""Which buffer has the rows that a step needs. What no single buffer has is put together in a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from cp_fast.planning.rows import Located, RowMap, Spans, count, subtract
+from cp_fast.planning.tables import RowKey, Tables
+from cp_fast.program import Buffer, Copy, Heads, Operand
+
+__all__ = ["Held", "Operands"]
+
+
+@dataclass(eq=False)
+class Held:
+    """A buffer of a rank, and where global rows lie in it."""
+
+    number: int
+    kind: str
+    heads: Heads
+    rows: RowMap
+    size: int
+    last_use: int = -1  # the last step that reads it
+
+
+@dataclass
+class Operands:
+    """The buffers that a rank has, newest last."""
+
+    tables: Tables
+    buffers: dict[int, Buffer] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
+
+    def add(self, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
+        """A new buffer."""
+        made = Held(len(self.buffers), kind, heads, rows, size)
+        self.buffers[made.number] = Buffer(kind, heads, size)
+        self.held.append(made)
+        return made
+
+    def find(self, kind: str, heads: Heads, spans: Spans, step: int) -> tuple[Operand[RowKey], list[Copy[RowKey]]]:
+        """The rows of these spans, span after span, in one buffer; and what has to be copied into it first."""
+        wanted = count(spans)
+        for held in reversed(self.held):
+            if held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1]:
+                located = held.rows.locate(spans)
+                if located.total == wanted:
+                    return self._operand(held, located, heads, step), []
+        made, copies = self._put_together(kind, heads, spans, step)
+        return self._operand(made, made.rows.locate(spans), heads, step), copies
+
+    def gather(
+        self, kind: str, heads: Heads, spans: Sequence[Spans], others: Sequence[Spans], step: int
+    ) -> list[Copy[RowKey]]:
+        """See to it that one buffer has all of these rows. Where one has to be put together, it gets those of `others`
+        too. Returns what has to be copied into it.
+        """
+        wanted = _merged(_behind(spans))
+        for held in reversed(self.held):
+            if held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1] and held.rows.covers(wanted):
+                return []
+        return self._put_together(kind, heads, _behind([*spans, *others]), step)[1]
+
+    def _put_together(self, kind: str, heads: Heads, spans: Spans, step: int) -> tuple[Held, list[Copy[RowKey]]]:
+        """A new buffer with all rows of the spans in the order of the global rows, and the copies that fill it."""
+        sources = [held for held in self.held if held.kind == kind]
+        rows = RowMap.packed(_merged(spans))
+        made = self.add(kind, heads, rows, count((rows.start, rows.stop)))
+        copies: list[Copy[RowKey]] = []
+        for part in _cut(heads, (held.heads for held in sources)):
+            missing: Spans = rows.start, rows.stop
+            for held in sources:
+                if held.heads[0] <= part[0] and part[1] <= held.heads[1] and len(missing[0]):
+                    located = held.rows.locate(missing)
+                    if located.total:
+                        there: Spans = located.start, located.start + located.count
+                        source = self._operand(held, located, part, step)
+                        copies.append(Copy(source, self._operand(made, rows.locate(there), part, step)))
+                        missing = subtract(missing, _merged(there))
+            if len(missing[0]):
+                raise ValueError(
+                    f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which are "
+                    "not there; verify names the step that should have brought them"
+                )
+        return made, copies
+
+    def _operand(self, held: Held, located: Located, heads: Heads, step: int) -> Operand[RowKey]:
+        held.last_use = max(held.last_use, step)
+        key = self.tables.rows(located.row, located.count)
+        return Operand(held.number, key, (heads[0] - held.heads[0], heads[1] - held.heads[0]))
+
+
+def _behind(parts: Sequence[Spans]) -> Spans:
+    """Spans one behind the other."""
+    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+
+def _cut(heads: Heads, others: Iterable[Heads]) -> list[Heads]:
+    """Heads as ranges that the others' edges do not cut.
+
+    >>> _cut((0, 8), [(0, 2), (2, 12)])
+    [(0, 2), (2, 8)]
+    """
+    edges = {edge for other in others for edge in other if heads[0] < edge < heads[1]}
+    return list(pairwise(sorted({*heads, *edges})))
+
+
+def _merged(spans: Spans) -> Spans:
+    """The rows of the spans as few sorted spans."""
+    order = np.argsort(spans[0], kind="stable")
+    start, stop = spans[0][order], spans[1][order]
+    reach = np.maximum.accumulate(stop)
+    begin = np.flatnonzero(np.append(True, start[1:] > reach[:-1]))
+    return start[begin], reach[np.append(begin[1:], len(start)) - 1]

@@ -1,0 +1,162 @@
+"""Where partial results go: into the rows of the next message that takes them along, or home, to the rank's own rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cp_fast.planning.rows import RowMap, Spans, count, subtract
+from cp_fast.planning.tables import RowKey, Tables
+from cp_fast.program import Contribution, Heads, ResultSend, Sums
+from cp_ref.spec import RESULTS, Message
+from cp_ref.spec import Program as Steps
+
+__all__ = ["Parcels", "Results", "parcels_of"]
+
+_TAGS = 1024  # tensors of one message
+
+
+@dataclass(frozen=True)
+class Parcels:
+    """The part of a message that has the same heads: one tensor of each kind that the message carries."""
+
+    kind: str
+    heads: Heads
+    start: np.ndarray
+    stop: np.ndarray
+    peer: int
+    tag: int
+    complete: bool
+
+    @property
+    def spans(self) -> Spans:
+        """Its rows."""
+        return self.start, self.stop
+
+    @property
+    def size(self) -> int:
+        """How many rows."""
+        return count(self.spans)
+
+
+def parcels_of(message: Message) -> list[Parcels]:
+    """A message by heads; sender and receiver get the same list."""
+    p = message.pieces
+    cut = np.flatnonzero((p.head_start[1:] != p.head_start[:-1]) | (p.head_stop[1:] != p.head_stop[:-1])) + 1
+    edges = [0, *cut.tolist(), len(p)]
+    found: list[Parcels] = []
+    for n, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+        heads = int(p.head_start[a]), int(p.head_stop[a])
+        where = message.peer, message.tag * _TAGS + 8 * n, message.complete
+        found.append(Parcels(message.kind, heads, p.start[a:b], p.stop[a:b], *where))
+    return found
+
+
+@dataclass
+class _Outgoing:
+    """The rows of one kind and one range of heads that leave at a step, and their sums."""
+
+    step: int
+    sums: int
+    heads: Heads
+    rows: RowMap
+
+
+@dataclass
+class Results:
+    """All sums of a rank: those of its own rows, and those of messages to come."""
+
+    tables: Tables
+    own: dict[str, RowMap]  # by kind: where the rank's own rows lie
+    sums: dict[int, Sums] = field(default_factory=dict)
+    _edges: dict[str, set[int]] = field(default_factory=dict)
+    _outgoing: dict[str, list[_Outgoing]] = field(default_factory=dict)
+    _home: dict[tuple[str, Heads], int] = field(default_factory=dict)
+
+    def announce(self, steps: Steps, edges: dict[str, set[int]]) -> list[tuple[ResultSend, ...]]:
+        """Make the sums of all result messages of a pass; the sends of each step. `edges`, by kind: where heads are cut
+        at home.
+        """
+        found: list[tuple[ResultSend, ...]] = []
+        self._edges = edges
+        self._outgoing = {kind: [] for kind in RESULTS}
+        for number, step in enumerate(steps):
+            sends: list[ResultSend] = []
+            together: dict[tuple[str, Heads, bool], list[Parcels]] = {}
+            for message in step.sends:
+                for parcels in parcels_of(message) if message.kind in RESULTS else ():
+                    together.setdefault((parcels.kind, parcels.heads, parcels.complete), []).append(parcels)
+            for (kind, heads, complete), group in together.items():
+                spans = np.concatenate([p.start for p in group]), np.concatenate([p.stop for p in group])
+                sums = self._add(Sums(kind, heads, count(spans), False, complete))
+                self._outgoing[kind].append(_Outgoing(number, sums, heads, RowMap.packed(spans)))
+                row = 0
+                for parcels in group:
+                    sends.append(ResultSend(parcels.peer, parcels.tag, sums, row, parcels.size))
+                    row += parcels.size
+            found.append(tuple(sends))
+        return found
+
+    def sent_complete(self) -> list[tuple[int, Heads, RowMap]]:
+        """(sums, heads, rows) of the outs that leave this rank complete; after `announce` of the forward pass."""
+        return [(o.sums, o.heads, o.rows) for o in self._outgoing["out"] if self.sums[o.sums].complete]
+
+    def goes_to(self, kind: str, heads: Heads, spans: Spans, step: int) -> tuple[Contribution[RowKey], ...]:
+        """Where the rows of these spans go, which are the rows of a partial result of `step`, span after span."""
+        edges = self._edges[kind] | {e for o in self._outgoing[kind] if o.step > step for e in o.heads}
+        cuts = sorted({*heads, *(e for e in edges if heads[0] < e < heads[1])})
+        found: list[Contribution[RowKey]] = []
+        size = spans[1] - spans[0]
+        begin = np.cumsum(size) - size  # rows of the partial result
+        for part in zip(cuts, cuts[1:], strict=False):
+            rest, offset = spans, begin
+            for out in self._outgoing[kind]:
+                if out.step > step and out.heads[0] <= part[0] and part[1] <= out.heads[1] and len(rest[0]):
+                    rest, offset = self._into(found, out.sums, out.rows, rest, offset, part, heads)
+            if len(rest[0]):
+                home = self._home.setdefault((kind, part), len(self.sums))
+                self.sums.setdefault(home, Sums(kind, part, 0, True))
+                rest, _ = self._into(found, home, self.own[kind], rest, offset, part, heads)
+                if len(rest[0]):
+                    raise ValueError(
+                        f"the schedule leaves {kind} rows {int(rest[0][0])}:{int(rest[1][0])} of step {step} on a rank "
+                        "that does not own them; verify names where they should have gone"
+                    )
+        return tuple(found)
+
+    def _into(
+        self,
+        found: list[Contribution[RowKey]],
+        sums: int,
+        rows: RowMap,
+        spans: Spans,
+        offset: np.ndarray,
+        part: Heads,
+        heads: Heads,
+    ) -> tuple[Spans, np.ndarray]:
+        """Add what goes into these sums to `found`; return what is left, with its rows in the partial result."""
+        located = rows.locate(spans)
+        if not located.total:
+            return spans, offset
+        first = offset[located.number] + located.start - spans[0][located.number]
+        here, there = self.tables.rows(first, located.count), self.tables.rows(located.row, located.count)
+        first_head = self.sums[sums].heads[0]
+        assert self.sums[sums].heads == part or not self.sums[sums].home
+        head_cut = part[0] - heads[0], part[1] - heads[0]
+        found.append(Contribution(sums, here, head_cut, there, (part[0] - first_head, part[1] - first_head)))
+        if located.total == count(spans):
+            return (spans[0][:0], spans[1][:0]), offset[:0]
+        order = np.argsort(spans[0], kind="stable")
+        taken = np.argsort(located.start, kind="stable")
+        start, stop = subtract(
+            (spans[0][order], spans[1][order]),
+            (located.start[taken], (located.start + located.count)[taken]),
+        )
+        span = order[np.searchsorted(spans[0][order], start, side="right") - 1]
+        return (start, stop), offset[span] + start - spans[0][span]
+
+    def _add(self, sums: Sums) -> int:
+        self.sums[len(self.sums)] = sums
+        return len(self.sums) - 1
+

@@ -1,0 +1,109 @@
+"""Where rows of the global packed buffers lie in a local buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_ref.spec import Column, Fragments, Table, joined
+
+__all__ = ["Located", "RowMap", "Spans", "count", "intersect", "subtract"]
+
+Spans = tuple[Column, Column]  # (start, stop) of spans of global rows
+
+
+class Located(NamedTuple):
+    """Global spans in a buffer: span `number[n]` of those asked for has rows [row[n], row[n] + count[n]) there, in order."""
+
+    number: Column
+    start: Column  # the global row that row[n] holds
+    row: Column
+    count: Column
+
+    @property
+    def total(self) -> int:
+        """How many rows were found."""
+        return int(self.count.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class RowMap(Table):
+    """A buffer's contents: global rows [start, stop) lie at rows [row, row + stop - start). Sorted by `start`, disjoint.
+
+    >>> buffer = RowMap.packed((np.array([8, 0]), np.array([12, 4])))  # rows 8 to 11, then rows 0 to 3
+    >>> located = buffer.locate((np.array([2]), np.array([10])))
+    >>> located.row.tolist(), located.count.tolist()
+    ([6, 0], [2, 2])
+    """
+
+    start: Column
+    stop: Column
+    row: Column
+
+    @staticmethod
+    def packed(spans: Spans) -> RowMap:
+        """A buffer that holds these spans one behind the other."""
+        start, stop = spans
+        size = stop - start
+        return RowMap.at(start, stop, np.cumsum(size) - size)
+
+    @staticmethod
+    def at(start: Column, stop: Column, row: Column) -> RowMap:
+        """A buffer that holds these spans from these rows on."""
+        if not bool((start[1:] >= start[:-1]).all()):
+            order = np.argsort(start, kind="stable")
+            start, stop, row = start[order], stop[order], row[order]
+        return RowMap(start, stop, row)
+
+    @staticmethod
+    def of(fragments: Fragments) -> RowMap:
+        """A rank's own buffer."""
+        return RowMap.at(fragments.start, fragments.stop, fragments.row)
+
+    def locate(self, spans: Spans) -> Located:
+        """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
+        start, stop = spans
+        if len(self) == 1:  # a buffer with one stretch of rows
+            first, last = np.maximum(start, self.start), np.minimum(stop, self.stop)
+            if bool((first < last).all()):
+                return Located(np.arange(len(start)), first, first + (self.row - self.start), last - first)
+        elif len(start) and len(self) >= len(start):
+            here = np.searchsorted(self.stop, start, side="right")  # usually each span lies in one stretch
+            near = np.minimum(here, len(self) - 1)
+            if bool((self.start[near] <= start).all()) and bool((self.stop[near] >= stop).all()):
+                return Located(np.arange(len(start)), start, start + (self.row - self.start)[near], stop - start)
+        number, here = joined(start, stop, self.start, self.stop)
+        first, last = np.maximum(start[number], self.start[here]), np.minimum(stop[number], self.stop[here])
+        return Located(number, first, first + (self.row - self.start)[here], last - first)
+
+    def covers(self, spans: Spans) -> bool:
+        """Whether all of these rows are here."""
+        return self.locate(spans).total == count(spans)
+
+
+def count(spans: Spans) -> int:
+    """How many rows."""
+    return int((spans[1] - spans[0]).sum())
+
+
+def intersect(spans: Spans, others: Spans) -> Spans:
+    """The rows that are in both; `others` are sorted and disjoint.
+
+    >>> [x.tolist() for x in intersect((np.array([0, 6]), np.array([4, 9])), (np.array([2]), np.array([7])))]
+    [[2, 6], [4, 7]]
+    """
+    number, other = joined(*spans, *others)
+    return np.maximum(spans[0][number], others[0][other]), np.minimum(spans[1][number], others[1][other])
+
+
+def subtract(spans: Spans, others: Spans) -> Spans:
+    """The rows of `spans` that are not in `others`; both are sorted and disjoint.
+
+    >>> [x.tolist() for x in subtract((np.array([0, 6]), np.array([4, 9])), (np.array([2]), np.array([7])))]
+    [[0, 7], [2, 9]]
+    """
+    far = np.array([2**60])
+    gaps = np.append(-far, others[1]), np.append(others[0], far)
+    return intersect(spans, gaps)

@@ -1,0 +1,120 @@
+"""A tile's band as a kernel's window, and tiles cut so that few windows serve all of them.
+
+A kernel's window is aligned to the last row and last key of a tile, so tiles share a launch only where the band crosses
+these corners alike. In packed batches it crosses the tiles of every sequence differently. So each tile whose window is
+not the problem's own is cut, by itself, into at most three with corners on an edge of the band:
+
+        keys ->             A   right edge in the corner: window (width of the band, 0)
+      . a a a a . .         B   left edge in the corner: window (0, unbounded)
+      . . a a a a .         C   nothing hidden: no window
+      . . . b b c c
+      . . . . b c c
+
+Then all sequences share four windows, however long they are. A large tile is left whole with a window of its own, as
+one large launch is better than three. What becomes of a tile depends on nothing else, so a sequence's results have the
+same bits in every batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_ref.spec import UNBOUNDED, Areas, Column, Table, Tiles
+from cp_ref.spec.areas import crop
+
+__all__ = ["BandTiles", "WindowRule", "band_tiles", "cut_to_windows", "windowed"]
+
+
+@dataclass(frozen=True, eq=False)
+class BandTiles(Table):
+    """Tiles with their bands: rectangles of global rows, cropped; `left` and `right` are the kernel's window, -1 for
+    unbounded.
+    """
+
+    area: Column
+    q_start: Column
+    q_stop: Column
+    k_start: Column
+    k_stop: Column
+    lo: Column
+    hi: Column
+    left: Column
+    right: Column
+
+    @property
+    def full(self) -> Column:
+        """Whether nothing is hidden."""
+        return (self.left < 0) & (self.right < 0)
+
+
+class WindowRule(NamedTuple):
+    """`own`: the problem's window (left, right), -1 for unbounded, in which a tile is never cut. `large`: the number of
+    query rows from which a tile has its own window.
+    """
+
+    own: tuple[int, int]
+    large: int
+
+
+def band_tiles(areas: Areas, tiles: Tiles) -> BandTiles:
+    """A schedule's tiles with their bands, cut down to the rows and keys that see anything."""
+    lo, hi = areas.lo[tiles.area], areas.hi[tiles.area]
+    q0, q1, k0, k1 = crop(tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop, lo, hi)
+    there = (q0 < q1) & (k0 < k1)
+    if not there.all():
+        q0, q1, k0, k1, lo, hi = (x[there] for x in (q0, q1, k0, k1, lo, hi))
+    return windowed(tiles.area if there.all() else tiles.area[there], q0, q1, k0, k1, lo, hi)
+
+
+def windowed(area: Column, q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Column) -> BandTiles:
+    """Tiles with the windows that their bands come to."""
+    corner = k1 - q1
+    left = np.where(k0 - (q1 - 1) < lo, corner - lo, -1)  # -1 where no row has a key hidden on its left
+    right = np.where(k1 - 1 - q0 > hi, hi - corner, -1)
+    return BandTiles(area, q0, q1, k0, k1, lo, hi, left, right)
+
+
+def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
+    """The same pairs in tiles of few windows; the parts of a tile stay together, in the order right, full, left.
+
+    >>> one = [np.array([x]) for x in (0, 0, 6, 0, 8, -2, 3)]  # six rows see two keys to the left, three to the right
+    >>> cut = cut_to_windows(windowed(*one), WindowRule((-1, -1), 2048))
+    >>> [row[1:5] + row[7:] for row in cut.rows()]
+    [(0, 5, 0, 8, 5, 0), (5, 6, 4, 8, -1, -1), (5, 6, 3, 4, 0, -1)]
+    """
+    area, q0, q1, k0, k1, lo, hi, left, right = tiles.columns
+    if bool(tiles.full.all()) and rule.own == (-1, -1):
+        return tiles
+    corner, (own_left, own_right) = k1 - q1, rule.own
+    own = np.full(len(tiles), rule.own != (-1, -1))
+    if own_left >= 0:
+        own &= corner - lo == own_left
+    if own_right >= 0:
+        own &= hi - corner == own_right
+    left, right = np.where(own, own_left, left), np.where(own, own_right, right)
+    rest = ~own & ~tiles.full
+    if not rest.any():
+        return BandTiles(area, q0, q1, k0, k1, lo, hi, left, right)
+    split = np.where(right >= 0, k1 - hi, q0)  # rows from here on see every key on the right
+    start = np.maximum(k0, split + lo)
+    edge = np.where(start - (q1 - 1) < lo, q1 + lo, start)  # keys from here on are seen by all rows below the split
+    below = split < q1
+    has_right, has_full, has_left = right >= 0, below & (edge < k1), below & (start < edge)
+    several = has_right.astype(np.int8) + has_full + has_left > 1
+    cut = rest & ~(several & (q1 - q0 >= rule.large))
+    width = np.where(lo <= -UNBOUNDED, -1, hi - lo)
+    none, zero = np.full_like(left, -1), np.zeros_like(left)
+    parts = [
+        (~cut, q0, q1, k0, k1, left, right),
+        (cut & has_right, q0, np.minimum(split, q1), k0, k1, width, zero),
+        (cut & has_full, split, q1, edge, k1, none, none),
+        (cut & has_left, split, q1, start, np.minimum(edge, k1), zero, none),
+    ]
+    chosen = [np.flatnonzero(there) for there, *_ in parts]
+    order = np.argsort(np.concatenate(chosen), kind="stable")
+    columns = [np.concatenate([part[n][c] for part, c in zip(parts, chosen, strict=True)])[order] for n in range(1, 7)]
+    tile = np.concatenate(chosen)[order]
+    return BandTiles(area[tile], *columns[:4], lo[tile], hi[tile], *columns[4:])

@@ -1,0 +1,108 @@
+"""`attention`, declared; and what both packages do with its arguments and results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cp_ref.common.context import ContextParallel
+from cp_ref.common.declared import declare
+from cp_ref.common.plans import OF_THE_PROBLEM, Plan
+
+__all__ = ["asked_for", "attention", "problem_arguments", "refuse_plan"]
+
+
+@declare
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "causal",
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_type: str = "vanilla",
+    softmax_offset: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    plan: Plan | None = None,
+) -> Any:
+    """Attention over sequences whose tokens are spread over the ranks of `cp`. Collective, forward and backward.
+
+    Args:
+        q: this rank's slice: bshd [b, s_q/cp, h_q, d_qk], sbhd [s_q/cp, b, h_q, d_qk], thd [t_q/cp, h_q, d_qk] (or
+            longer: the rest is tail). float16, bfloat16, and float32 and float64 (in `cp_fast` on a CPU). Query head h
+            uses kv head h // (h_q // h_kv). Under torch.autocast q, k and v are cast to its dtype, as for PyTorch's
+            attention.
+        k, v: the same with s_kv, h_kv, and d_v for v.
+        cp: the group, the schedule and the layout.
+        qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
+        attn_mask_type: "no_mask", "causal", "causal_bottom_right" (aligned to the last query and key), or one of these
+            with "padding" ("padding", "padding_causal", "padding_causal_bottom_right"). In thd both spellings mean the
+            same; in bshd and sbhd a padding mask takes each sequence's length from `cu_seqlens_*`.
+        window_size: (left, right): query i sees keys i - left ... i + right (aligned); -1 is unbounded. Causal masks
+            set right to 0.
+        cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
+            On the CPU, best: they are read on the host, which waits for a GPU that has them.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
+        softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
+        softcap: scores become softcap * tanh(score / softcap); 0 is off.
+        softmax_type: "vanilla"; "off-by-one": the denominator gains 1; "learnable": it gains exp(softmax_offset[h]).
+        softmax_offset: [h_q], any float dtype, for "learnable" only.
+        deterministic: the same bits from run to run: a kernel library that cannot is not chosen. `cp_ref` always is.
+        return_lse, return_max_logit: return these too.
+        plan: from `make_plan`; the problem's arguments are then left out.
+
+    Returns:
+        out, or (out, lse), (out, max_logit), (out, lse, max_logit):
+        out in q's format and dtype with d_v; lse float32 (float64 for float64), [b, h_q, s_q/cp], or [h_q, t_q/cp] for
+        thd; max_logit the same dtype, [h_q], over all ranks. Rows of padding and tail, and rows that see nothing: out
+        0, lse -inf (a real row with a sink: the sink's logit). Differentiable in q, k, v and softmax_offset, through
+        out and lse.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, here or on another rank; named with its value and the rule, before
+        anything is sent. Unsupported: naming what is missing.
+    """
+    raise NotImplementedError
+
+
+_DEFAULTS = {n: p.default for n, p in attention.signature.parameters.items() if n in OF_THE_PROBLEM}
+
+
+def problem_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `attention` that make the problem, with defaults.
+
+    Raises:
+        TypeError: one that it does not have.
+
+    >>> problem_arguments({"softcap": 5.0})["attn_mask_type"]
+    'causal'
+    """
+    for name in given:
+        if name not in _DEFAULTS:
+            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+    return {**_DEFAULTS, **given}
+
+
+def refuse_plan(plan: Any, kind: type) -> None:
+    """Raise TypeError unless there is no plan. kind: the package's own Plan."""
+    if plan is not None:
+        found, package = f"{type(plan).__module__}.{type(plan).__qualname__}", kind.__module__.split(".")[0]
+        raise TypeError(f"plan is a {found}; it must be a {package}.Plan")
+
+
+def asked_for(results: Any, return_lse: bool, return_max_logit: bool) -> Any:
+    """(out, lse, max_logit) -> out, or a tuple of out and what else was asked for."""
+    out, lse, max_logit = results
+    wanted = (out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else []))
+    return out if len(wanted) == 1 else wanted

@@ -1,0 +1,62 @@
+"""Who takes part, and how the work is shared: the one object that every call of the API takes."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+from cp_ref.common.processes import as_group
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
+
+__all__ = ["ContextParallel"]
+
+
+@dataclass(eq=False, repr=False)
+class ContextParallel:
+    """A group of ranks, the schedule they follow and the kernels they compute with.
+
+    Args:
+        group: a torch.distributed ProcessGroup, a 1-D DeviceMesh, or one member of a `SimGroup`; for "a2a+p2p" a pair
+            (a2a_group, p2p_group) of these (`member.split(a2a_size)`), or a 2-D DeviceMesh [p2p, a2a].
+        cp_comm_type: "p2p" (ring attention), "all_gather", "a2a" (Ulysses) or "a2a+p2p".
+        layout: which rank owns which tokens: "dual_chunk" (balanced under causal masks) or "contiguous".
+        backend: in `cp_fast`, "auto" takes the first kernel library that works here and has what the problem needs; a
+            name ("fa4", "cudnn", "fa2", "cpu", "torch") takes that one and never another. `cp_ref` has only plain
+            PyTorch, and takes "auto" alone.
+
+    Attributes:
+        rank, size: this rank and the number of ranks.
+        a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
+        comm: the group as a `cp_ref.spec.Group`.
+
+    Raises:
+        TypeError: `group` is none of the above. ValueError: a name that does not exist.
+
+    >>> from cp_ref import SimGroup
+    >>> SimGroup(2).run(lambda member: str(ContextParallel(member)))[1]
+    "ContextParallel(rank 1 of 2, cp_comm_type='p2p', layout='dual_chunk', backend='auto')"
+    """
+
+    backends: ClassVar[tuple[str, ...]] = ("auto",)  # the names that the package takes
+
+    group: Any
+    cp_comm_type: str = "p2p"
+    _: KW_ONLY
+    layout: str = "dual_chunk"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("cp_comm_type", self.cp_comm_type, CP_COMM_TYPES)
+        check_choice("layout", self.layout, LAYOUTS)
+        check_choice("backend", self.backend, self.backends)
+        self.comm = as_group(self.group, self.cp_comm_type)
+        self.rank = self.comm.rank
+        self.size = self.comm.size
+        row = getattr(self.comm, "a2a", self.comm)
+        self.a2a_size: int = {"a2a": self.size, "a2a+p2p": row.size}.get(self.cp_comm_type, 1)
+
+    def __repr__(self) -> str:
+        return (
+            f"ContextParallel(rank {self.rank} of {self.size}, cp_comm_type={self.cp_comm_type!r}, "
+            f"layout={self.layout!r}, backend={self.backend!r})"
+        )

@@ -1,0 +1,115 @@
+"""Public functions that `cp_ref` and `cp_fast` both have: parameters, defaults and docstring are declared once.
+
+    @declare                                                                      cp_ref/common/slices.py
+    def shard(x: Tensor, *, cp: ContextParallel, qkv_format: str = "bshd") -> Tensor:
+        "This rank's slice of ..."
+
+    @slices.shard                                                                 cp_ref and cp_fast, each in its way
+    def shard(x: Tensor, *, cp: ContextParallel, qkv_format: str) -> Tensor:
+        return ...
+
+A declaration is no function: its worked examples are run where there is something to run, on both sides.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+__all__ = ["Declaration", "declare", "implements", "parameters_of"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Declaration(Generic[F]):
+    """A public function without its body. As a decorator it makes another function its implementation."""
+
+    def __init__(self, function: F) -> None:
+        self.function = function
+        self.signature = inspect.signature(function)
+
+    def __call__(self, implementation: Callable[..., Any]) -> F:
+        """The implementation, with the signature, the defaults and the docstring that are declared.
+
+        It has the declared parameters without their defaults; keyword-only ones may be left to `**arguments`, which
+        then hold what the caller gave.
+
+        Raises:
+            TypeError: its parameters are others.
+
+        >>> @declare
+        ... def scaled(x: int, *, by: int = 2) -> int: ...
+        >>> @scaled
+        ... def scaled_by_adding(x: int, *, by: int) -> int:
+        ...     return sum([x] * by)
+        >>> scaled_by_adding(3), str(inspect.signature(scaled_by_adding))
+        (6, "(x: 'int', *, by: 'int' = 2) -> 'int'")
+        """
+        declared, function = self.signature.parameters, cast(Any, implementation)
+        own = [p for p in inspect.signature(implementation).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        rest = [p for p in declared.values() if p.name not in {q.name for q in own}]
+        takes_rest = function.__code__.co_flags & inspect.CO_VARKEYWORDS and all(p.kind is p.KEYWORD_ONLY for p in rest)
+        wanted = [(p.name, p.kind, p.empty) for p in declared.values() if p not in rest]
+        if [(p.name, p.kind, p.default) for p in own] != wanted or (rest and not takes_rest):
+            raise TypeError(f"{function.__qualname__} implements {self.signature} with {own}")
+        optional = [declared[p.name] for p in own if declared[p.name].default is not p.empty]
+        function.__defaults__ = tuple(p.default for p in optional if p.kind is not p.KEYWORD_ONLY) or None
+        function.__kwdefaults__ = {p.name: p.default for p in optional if p.kind is p.KEYWORD_ONLY} or None
+        function.__signature__ = self.signature
+        function.__doc__ = self.function.__doc__
+        return function
+
+    def bind(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, with defaults.
+
+        Raises:
+            TypeError: one that is not declared, or one that is missing.
+
+        >>> @declare
+        ... def scaled(*, x: int, by: int = 2) -> int: ...
+        >>> scaled.bind({"x": 1})
+        {'x': 1, 'by': 2}
+        >>> scaled.bind({"y": 1})
+        Traceback (most recent call last):
+            ...
+        TypeError: scaled(): missing a required argument: 'x'
+        """
+        try:
+            call = self.signature.bind(**arguments)
+        except TypeError as error:
+            raise TypeError(f"{self.function.__qualname__}(): {error}") from None
+        call.apply_defaults()
+        return call.arguments
+
+
+def declare(function: F) -> Declaration[F]:
+    """The function, of which the parameters and the docstring count, as a declaration."""
+    return Declaration(function)
+
+
+def implements(declared: Declaration[Callable[P, Any]]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """The declaration as a decorator, for an implementation that returns a type of its own package."""
+    return cast(Any, declared)
+
+
+def parameters_of(declared: Declaration[Callable[P, Any]]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """For another declaration, written with `**arguments`, that has the same parameters.
+
+    >>> @declare
+    ... def known(*, cp: int, softcap: float = 0.0) -> str: ...
+    >>> @declare
+    ... @parameters_of(known)
+    ... def other(**arguments) -> bool: ...
+    >>> str(other.signature)
+    "(*, cp: 'int', softcap: 'float' = 0.0) -> 'bool'"
+    """
+
+    def declare_again(function: Callable[..., R]) -> Callable[P, R]:
+        returns = inspect.signature(function).return_annotation
+        function.__signature__ = declared.signature.replace(return_annotation=returns)  # type: ignore[attr-defined]
+        return function
+
+    return declare_again

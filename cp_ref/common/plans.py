@@ -1,0 +1,165 @@
+"""`make_plan`, `supports` and `Plan.update`, declared; and what their arguments are read into."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from cp_ref.common.context import ContextParallel
+from cp_ref.common.declared import declare, parameters_of
+from cp_ref.common.devices import read_device
+from cp_ref.spec import (
+    Agreement,
+    Problem,
+    Schedule,
+    Sizes,
+    check_context,
+    check_flag,
+    check_schedule,
+    read_problem,
+    read_room,
+)
+
+__all__ = ["OF_THE_PROBLEM", "Plan", "make_plan", "read_call", "read_plan_arguments", "supports", "update"]
+
+OF_THE_PROBLEM = frozenset(inspect.signature(read_problem).parameters)  # arguments that make a problem, by name
+_SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqlen_kv")
+
+
+class Plan:
+    """What the plans of both packages have: what is computed, the rank that it is for, where `position_ids` lie."""
+
+    problem: Problem
+    rank: int
+    device: torch.device
+
+
+@declare
+def make_plan(
+    *,
+    cp: ContextParallel,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "causal",
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_type: str = "vanilla",
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    batch_size: int | None = None,
+    seqlen_q: int | None = None,
+    seqlen_kv: int | None = None,
+    heads_q: int,
+    heads_kv: int,
+    d_qk: int,
+    d_v: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_sequences: int | None = None,
+    max_tokens_q: int | None = None,
+    max_tokens_kv: int | None = None,
+    schedule: Schedule | None = None,
+) -> Plan:
+    """Plan one batch. Collective: every rank calls it, and all of them find out here when their problems differ.
+
+    Args:
+        cp ... return_max_logit: as in `attention`.
+        batch_size, seqlen_q, seqlen_kv: bshd and sbhd only; global. seqlen_kv defaults to seqlen_q; with a padding mask
+            the batch size may be left to `cu_seqlens_q`.
+        heads_q, heads_kv, d_qk, d_v, dtype, device: of the tensors to come.
+        max_sequences: thd only; makes a plan that `plan.update` gives other lengths, up to so many sequences.
+        max_tokens_q, max_tokens_kv: with max_sequences; global, tails included: every rank's q (k, v) then has exactly
+            max_tokens_q / cp_size rows. Default to what this batch needs; max_tokens_kv to max_tokens_q without
+            `cu_seqlens_kv`.
+        schedule: for all ranks; any that `cp_ref.spec.verify` accepts for this problem, such as `Schedule.parse(text)`.
+            By default the one that `cp_comm_type` names. Not with max_sequences.
+
+    Returns:
+        The plan, for `attention(q, k, v, cp=cp, plan=plan)`, which in `cp_fast` then reads no device value on the host;
+        `plan.schedule`, `plan.position_ids`, `str(plan)`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, here or on another rank. Unsupported: naming what is missing, by
+        backend. InvalidSchedule: `schedule` does not compute this problem; it has every finding.
+    """
+    raise NotImplementedError
+
+
+@declare
+@parameters_of(make_plan)
+def supports(**arguments: Any) -> tuple[bool, str]:
+    """Whether `make_plan` and `attention` take these arguments (those of `make_plan`) here, and if not, why. Sends
+    nothing.
+
+    Raises:
+        ValueError, TypeError: the arguments are no problem at all.
+    """
+    raise NotImplementedError
+
+
+@declare
+def update(
+    self: Any,
+    *,
+    cp: ContextParallel,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+) -> None:
+    """Give the plan another batch, in place: the same problem with other lengths. Collective, like `make_plan`.
+
+    For plans made with `max_sequences`. `cp_ref` plans anew. `cp_fast` overwrites all tables by one copy, on the
+    current stream, without waiting for the device: what was launched before still finds the old batch, and a CUDA graph
+    of `attention` that is replayed after it computes the new one. Addresses, sizes, messages and launches stay those of
+    the batch that the plan was made with; it should be one that needs all of them, such as one sequence of the full
+    length.
+
+    A backward pass belongs to the batch of its forward pass: do not update between the two (an eager call raises
+    RuntimeError; activation checkpointing and a replayed graph cannot tell).
+
+    Args:
+        cp ... cu_seqlens_kv_padded: as in `make_plan`. The lengths are read on the host: give them on the CPU.
+
+    Raises:
+        ValueError, TypeError: the lengths are wrong, here or on another rank; a CUDA graph is being captured; the
+        plan has no room for them (more sequences or tokens, or a message or launch that the first batch did not
+        have, such as another window of a large tile); or it was made without `max_sequences`. The plan is then as
+        it was, on every rank.
+    """
+    raise NotImplementedError
+
+
+def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, torch.device]:
+    """All arguments of `make_plan` by name -> what the ranks must agree on, and the plan's device. Sends nothing.
+
+    kind: the package's own ContextParallel. How it is computed and what is returned are only looked at.
+    """
+    cp = given["cp"]
+    check_context(cp, kind)
+    for name in ("deterministic", "return_lse", "return_max_logit"):
+        check_flag(name, given[name])
+    device = read_device(given["device"])
+    sizes = Sizes(dtype=str(given["dtype"]).removeprefix("torch."), **{name: given[name] for name in _SIZES})
+    problem = read_call(cp, sizes, **{name: value for name, value in given.items() if name in OF_THE_PROBLEM})
+    room = read_room(problem, given)
+    return Agreement(problem, room, check_schedule(given["schedule"], problem, room, cp.comm)), device
+
+
+def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
+    """The problem of one call; raises ValueError or TypeError. Sends nothing."""
+    return read_problem(
+        cp_size=cp.size,
+        cp_comm_type=cp.cp_comm_type,
+        a2a_size=cp.a2a_size,
+        layout=cp.layout,
+        sizes=sizes,
+        **arguments,
+    )

@@ -1,0 +1,186 @@
+"""Preparing a training batch: pad each sequence so that it divides, then give every rank its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cp_ref.common.context import ContextParallel
+from cp_ref.common.declared import declare
+from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_lengths, check_tensor
+from cp_ref.spec import QKV_FORMATS, check_choice
+
+__all__ = ["check_padding", "entries_to_cut", "get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
+
+
+@declare
+def pad_thd_sequences_for_cp(
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    divisibility_factor: int,
+    padding_token_id: int = 0,
+    padding_label_id: int = -100,
+    padded_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pad each sequence of a packed batch, at its end, to the next multiple of a factor.
+
+    Args:
+        input_ids: token ids, [t], any integer dtype.
+        labels: [t], any integer dtype.
+        cu_seqlens: GLOBAL cumulative lengths of the real tokens, int32 or int64 [b + 1]. Rows behind cu_seqlens[-1] are
+            tail, and follow the last padded sequence unchanged.
+        divisibility_factor: what every length has to be a multiple of: 2 * cp_size for layout dual_chunk.
+        padding_token_id, padding_label_id: what padding holds (-100: no loss there).
+        padded_tokens: the size t' of the results, at least that of all padded sequences. What is left holds the tail,
+            cut where it is longer, and padding where it is shorter. None: as many as there are. With lengths on a GPU
+            it must be given: their sum is unknown until the GPU has been waited for.
+
+    Returns:
+        (input_ids, labels, cu_seqlens_padded): the ids and labels [t'] of the dtypes given, and the GLOBAL cumulative
+        lengths with padding, of cu_seqlens' dtype and device. A sequence of length 0 stays so.
+
+    Raises:
+        ValueError, TypeError: another shape, fewer tokens than lengths, a factor below 1, padded_tokens too few or
+            missing.
+
+    TransformerEngine: `pad_thd_sequences_for_cp`, for tensors on the CPU and without padded_tokens.
+
+    >>> ids, labels = torch.tensor([1, 1, 1, 2, 2]), torch.tensor([11, 12, 13, 21, 22])
+    >>> ids, labels, cu_seqlens_padded = pad_thd_sequences_for_cp(ids, labels, torch.tensor([0, 3, 5]), 4)
+    >>> ids.tolist(), labels.tolist()
+    ([1, 1, 1, 0, 2, 2, 0, 0], [11, 12, 13, -100, 21, 22, -100, -100])
+    >>> cu_seqlens_padded.tolist()
+    [0, 4, 8]
+    """
+    raise NotImplementedError
+
+
+@declare
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, Any],
+    *,
+    cp: ContextParallel,
+    qkv_format: str = "bshd",
+    cu_seqlens_padded: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """This rank's part of a batch: ids, labels, positions and loss mask cut as `shard` cuts q, k and v.
+
+    What happens to an entry is decided by these rules, in this order:
+
+    1. No tensor (None, a number, a string): passed on as it is.
+    2. Its name begins with "cu_seqlens": passed on. Attention takes global lengths.
+    3. A tensor [n] that may be positions without a batch axis and may as well be one value a sequence is refused: in
+       bshd where n is the sequence length, in sbhd where it is the batch size too.
+    4. A tensor without the format's sequence axis (axis 1 of bshd [b, s, ...]; axis 0 of sbhd [s, ...] and thd
+       [t, ...]): passed on.
+    5. Every other tensor is cut, along that axis alone. Their sizes there must agree; where they do not (an attention
+       mask [b, 1, s, s], lengths [b] in thd), nobody can tell which are sequences, and the batch is refused. Take such
+       entries out, and put them back yourself.
+
+    Args:
+        batch: the global batch, whole on every rank.
+        cp: the group and its layout.
+        qkv_format: "bshd" for [b, s, ...], "sbhd" for [s, b, ...], "thd" for [t, ...].
+        cu_seqlens_padded: thd only: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1].
+
+    Returns:
+        A new dict with the same keys in the same order.
+
+    Raises:
+        ValueError, TypeError: rules 3 and 5, a length that does not divide, lengths that are not the format's.
+
+    Megatron-LM: `get_batch_on_this_cp_rank`; TransformerEngine has a function of this name for thd.
+
+    >>> from cp_ref import SimGroup
+    >>> batch = {"tokens": torch.tensor([[10, 11, 12, 13]]), "loss_mask": torch.tensor([[1, 1, 1, 0]]), "epoch": 3}
+    >>> for part in SimGroup(2).run(lambda member: get_batch_on_this_cp_rank(batch, cp=ContextParallel(member))):
+    ...     print({name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in part.items()})
+    {'tokens': [[10, 13]], 'loss_mask': [[1, 0]], 'epoch': 3}
+    {'tokens': [[11, 12]], 'loss_mask': [[1, 1]], 'epoch': 3}
+    """
+    raise NotImplementedError
+
+
+def check_padding(
+    input_ids: Any,
+    labels: Any,
+    cu_seqlens: Any,
+    divisibility_factor: Any,
+    padding_token_id: Any,
+    padding_label_id: Any,
+    padded_tokens: Any,
+) -> None:
+    """The arguments of `pad_thd_sequences_for_cp`."""
+    check_count("divisibility_factor", divisibility_factor, 1)
+    for name, x in (("input_ids", input_ids), ("labels", labels)):
+        check_tensor(name, x)
+        if x.ndim != 1 or x.shape != input_ids.shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}; input_ids and labels must both be [t]")
+    check_lengths("cu_seqlens", cu_seqlens, input_ids.device)
+    if padded_tokens is not None:
+        check_count("padded_tokens", padded_tokens, 0, at_most=MOST_ROWS)
+    elif cu_seqlens.device.type != "cpu":
+        raise ValueError(f"padded_tokens is None, and cu_seqlens is on {cu_seqlens.device}; such lengths need it")
+    _check_integers(input_ids=input_ids, labels=labels)
+    _check_fill("padding_token_id", padding_token_id, input_ids)
+    _check_fill("padding_label_id", padding_label_id, labels)
+
+
+def entries_to_cut(batch: Any, qkv_format: Any) -> dict[str, torch.Tensor]:
+    """The entries of a batch that have the sequence axis, by the rules of `get_batch_on_this_cp_rank`."""
+    _check_mapping(batch)
+    check_choice("qkv_format", qkv_format, QKV_FORMATS)
+    axis = 1 if qkv_format == "bshd" else 0
+    candidates = {
+        name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and not str(name).startswith("cu_seqlens")
+    }
+    cut = {name: x for name, x in candidates.items() if x.ndim > axis}
+    _check_agreement(cut, axis, qkv_format)
+    for name, x in candidates.items():
+        if x.ndim == 1 and qkv_format != "thd":
+            _check_meaning(name, x, cut, qkv_format)
+    return cut
+
+
+def _check_integers(**tensors: torch.Tensor) -> None:
+    """Token ids and labels are numbers."""
+    for name, x in tensors.items():
+        if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be an integer dtype")
+
+
+def _check_fill(name: str, value: Any, x: torch.Tensor) -> None:
+    """What padding holds is a number that the tensor can hold."""
+    range_ = torch.iinfo(x.dtype)
+    check_count(name, value, int(range_.min), below=int(range_.max) + 1, at_most=int(range_.max))
+
+
+def _check_mapping(batch: Any) -> None:
+    """Raise unless the batch has names and values."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch is a {type(batch).__name__}; it must be a dict of tensors and other values")
+
+
+def _check_agreement(cut: dict[str, torch.Tensor], axis: int, qkv_format: str) -> None:
+    """All have the same size on the sequence axis."""
+    for first, x in list(cut.items())[:1]:
+        for name, y in cut.items():
+            if y.shape[axis] != x.shape[axis]:
+                raise ValueError(
+                    f"batch[{first!r}] has shape {list(x.shape)} and batch[{name!r}] has {list(y.shape)}: with "
+                    f"qkv_format {qkv_format!r} both would be cut along axis {axis}, but their sizes there differ. "
+                    "Take out what is no sequence"
+                )
+
+
+def _check_meaning(name: str, x: torch.Tensor, cut: dict[str, torch.Tensor], qkv_format: str) -> None:
+    """A tensor [n] is either a sequence or one value for each, beyond doubt."""
+    for other, y in cut.items():
+        if y.ndim > 1 and len(x) == y.shape[1] and (qkv_format == "bshd" or len(x) == y.shape[0]):
+            raise ValueError(
+                f"batch[{name!r}] has shape {list(x.shape)} beside batch[{other!r}] {list(y.shape)}: with qkv_format "
+                f"{qkv_format!r} it may be a sequence, or one value a sequence. Give it a batch axis, or take it out"
+            )

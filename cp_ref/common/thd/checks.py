@@ -1,0 +1,194 @@
+"""What the THD helpers refuse, and in which words.
+
+Shapes and dtypes are checked always, before anything runs; the values of lengths by those who can look at them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from cp_ref.spec import check_flag
+
+__all__ = [
+    "FLOATS",
+    "MOST_ROWS",
+    "check_both",
+    "check_count",
+    "check_device",
+    "check_divisible",
+    "check_fits",
+    "check_lengths",
+    "check_lse",
+    "check_room",
+    "check_tail",
+    "check_tensor",
+    "check_written",
+    "device_of",
+    "half_of",
+    "token_axis",
+]
+
+MOST = 2**31 - 1
+MOST_ROWS = 2**48 - 1  # more than any memory has
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def device_of(x: Any) -> torch.device:
+    """Where a tensor lies; the CPU for anything else, which a later check refuses."""
+    return getattr(x, "device", torch.device("cpu"))
+
+
+def check_tensor(name: str, x: Any, *, floats_only: bool = False) -> None:
+    """Raise unless x is a tensor; of an ordinary floating-point dtype, where it takes part in arithmetic."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
+    if x.is_nested or x.layout != torch.strided:
+        raise TypeError(f"{name} is a nested or sparse tensor; it must be a strided one")
+    if floats_only and x.dtype not in FLOATS:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64")
+
+
+def check_count(name: str, value: Any, at_least: int, below: int | None = None, at_most: int = MOST) -> None:
+    """Raise unless `value` is an integer, at_least <= value < below (or <= at_most)."""
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    if value < at_least or (below is not None and value >= below):
+        rule = f"at least {at_least}" if below is None else f"from {at_least} to {below - 1}"
+        raise ValueError(f"{name} is {value}; it must be {rule}")
+    if value > at_most:
+        raise ValueError(f"{name} is {value}; it must be at most {at_most}")
+
+
+def check_written(name: str, x: torch.Tensor) -> None:
+    """Raise where elements of what is changed in place share memory."""
+    if x.numel() and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; it is written, so no stride may be 0"
+        )
+
+
+def check_device(**tensors: torch.Tensor) -> None:
+    """Raise unless all operands lie on one device."""
+    (first, x), *others = tensors.items()
+    for name, y in others:
+        if y.device != x.device:
+            raise ValueError(f"{first} is on {x.device} and {name} on {y.device}; all operands lie on one device")
+
+
+def token_axis(name: str, x: Any) -> int:
+    """The token axis: 0 of [t, ...], and 1 of [2, t, h, d], K and V (or their gradients) in one tensor.
+
+    >>> token_axis("x", torch.empty(8, 4, 16)), token_axis("x", torch.empty(2, 8, 4, 16))
+    (0, 1)
+    """
+    check_tensor(name, x)
+    if x.ndim in (1, 2, 3):
+        return 0
+    if x.ndim == 4 and x.shape[0] == 2:
+        return 1
+    raise ValueError(f"{name} has shape {list(x.shape)}; it must be [t], [t, d], [t, h, d] or [2, t, h, d]")
+
+
+def half_of(name: str, x: torch.Tensor, axis: int) -> int:
+    """Half the number of tokens, which is even."""
+    if x.shape[axis] % 2:
+        raise ValueError(f"{name} has shape {list(x.shape)}: its {x.shape[axis]} tokens must be an even number")
+    return x.shape[axis] // 2
+
+
+def check_lengths(name: str, lengths: Any, device: torch.device) -> None:
+    """Raise unless these are cumulative lengths by type, on the device of the data or on the CPU.
+
+    >>> check_lengths("cu_seqlens", [0, 8], torch.device("cpu"))
+    Traceback (most recent call last):
+        ...
+    TypeError: cu_seqlens is a list; it must be an int32 or int64 tensor [b + 1]
+    """
+    if lengths is None:
+        raise ValueError(f"{name} is None; it must be an int32 or int64 tensor [b + 1]")
+    if not isinstance(lengths, torch.Tensor):
+        raise TypeError(f"{name} is a {type(lengths).__name__}; it must be an int32 or int64 tensor [b + 1]")
+    check_tensor(name, lengths)
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {lengths.dtype}; it must be int32 or int64")
+    if lengths.ndim != 1 or lengths.shape[0] < 1:
+        raise ValueError(f"{name} has shape {list(lengths.shape)}; it must be [b + 1]")
+    if lengths.device != device and lengths.device.type != "cpu":
+        raise ValueError(f"{name} is on {lengths.device} and the data on {device}; lengths lie with the data or on cpu")
+
+
+def check_lse(name: str, lse: Any, sequences: int, tokens: int | None, heads: int | None, lse_packed: bool) -> None:
+    """Raise unless `lse` is [h, t] (lse_packed) or [b, h, s]. None: any number of heads, of tokens."""
+    check_flag("lse_packed", lse_packed)
+    check_tensor(name, lse)
+    if lse.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} has dtype {lse.dtype}; it must be float32 or float64")
+    h, shape = "h" if heads is None else heads, list(lse.shape)
+    if not lse_packed:
+        rule, right = f"[b, h, s] = [{sequences}, {h}, s]", lse.ndim == 3 and shape[0] == sequences
+    elif tokens is None:
+        rule, right = f"[h, t] = [{h}, t]", lse.ndim == 2
+    else:
+        rule, right = f"[h, t] = [{h}, {tokens}]", lse.ndim == 2 and shape[1] == tokens
+    if not right or (heads is not None and shape[-2] != heads):
+        raise ValueError(f"{name} has shape {shape}; with lse_packed={lse_packed} it must be {rule}")
+
+
+def check_divisible(name: str, sizes: Any, divisor: int, why: str) -> None:
+    """Raise unless every sequence's length divides. sizes: int64 [b], an array or a tensor; None: nobody looks.
+
+    >>> check_divisible("cu_seqlens_padded", torch.tensor([4, 3]), 2, "a half")
+    Traceback (most recent call last):
+        ...
+    ValueError: cu_seqlens_padded gives sequence 1 the length 3, padding included, but a half needs a multiple of 2
+    """
+    if sizes is not None and (sizes % divisor).any():
+        number = (sizes % divisor != 0).tolist().index(True)
+        raise ValueError(
+            f"{name} gives sequence {number} the length {sizes[number]}, padding included, but {why} needs a multiple "
+            f"of {divisor}"
+        )
+
+
+def check_fits(real: Any, slots: Any) -> None:
+    """Every sequence has room for its real tokens. Both int64 [b], arrays or tensors; None: nobody looks."""
+    if real is not None and slots is not None and (real > slots).any():
+        number = (real > slots).tolist().index(True)
+        raise ValueError(
+            f"cu_seqlens_padded gives sequence {number} {slots[number]} slots, but it has {real[number]} tokens by "
+            "cu_seqlens; padding must not be negative"
+        )
+
+
+def check_room(name: str, tokens: int, lengths_name: str, end: int | None) -> None:
+    """The buffer has a row for every token."""
+    if end is not None and tokens < end:
+        raise ValueError(f"{name} has {tokens} tokens, fewer than {lengths_name}[-1] = {end}")
+
+
+def check_tail(name: str, tokens: int, end: int | None, cp_size: int) -> None:
+    """What is behind the last sequence divides among the ranks."""
+    if end is None:
+        if tokens % cp_size:
+            _bad_tail(name, tokens, "", tokens, cp_size)
+    elif tokens < end or (tokens - end) % cp_size:
+        _bad_tail(name, tokens, f" and cu_seqlens_padded ends at {end}", tokens - end, cp_size)
+
+
+def _bad_tail(name: str, tokens: int, ends: str, tail: int, cp_size: int) -> NoReturn:
+    raise ValueError(
+        f"{name} is {tokens}{ends}: the tail of {tail} must be a non-negative multiple of cp_size = {cp_size}"
+    )
+
+
+def check_both(cu_seqlens: Any, cu_seqlens_padded: Any, device: torch.device) -> None:
+    """Raise unless both are cumulative lengths of as many sequences."""
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, device)
+    check_lengths("cu_seqlens", cu_seqlens, device)
+    if len(cu_seqlens) != len(cu_seqlens_padded):
+        raise ValueError(
+            f"cu_seqlens has {len(cu_seqlens)} entries and cu_seqlens_padded has {len(cu_seqlens_padded)}; they must "
+            "be equal"
+        )

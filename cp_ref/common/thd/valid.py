@@ -1,0 +1,139 @@
+"""Real tokens among padding: how many of them a rank holds, and copying them alone.
+
+A sequence of 5 real tokens in 8 slots, cp_size 2. Rank r holds chunks r and 3 - r, and of each the real part:
+
+    slots     0 1 | 2 3 | 4 . | . .        rank 0:  0 1 . .     chunks 0 and 3, 2 + 0 real tokens
+    chunk      0     1     2     3         rank 1:  2 3 4 .     chunks 1 and 2, 2 + 1 real tokens
+
+The real tokens of a slice come before its padding: a rank's early chunk has padding only if its late chunk has
+nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cp_ref.common.declared import declare
+from cp_ref.common.thd.checks import (
+    FLOATS,
+    check_both,
+    check_count,
+    check_device,
+    check_flag,
+    check_tensor,
+    check_written,
+    device_of,
+)
+
+__all__ = [
+    "check_copy",
+    "check_rank_lengths",
+    "get_cu_seqlens_on_cp_rank",
+    "thd_copy_valid_tokens_from_per_split_to_rank_local",
+]
+
+
+@declare
+def get_cu_seqlens_on_cp_rank(
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor,
+    cp_size: int,
+    cp_rank: int,
+    first_half: bool,
+    second_half: bool,
+) -> torch.Tensor:
+    """How many real tokens of each sequence a rank holds, in either or both of its chunks, as cumulative lengths.
+
+    With n real tokens in P slots, and chunks of L = P / (2 * cp_size) slots, the chunk number c has
+    min(max(n - c * L, 0), L) of them; the rank's first half is chunk c = cp_rank, its second 2 * cp_size - 1 - cp_rank.
+
+    Args:
+        cu_seqlens: GLOBAL cumulative lengths of the real tokens, int32 or int64 [b + 1].
+        cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]; each length is a multiple of
+            2 * cp_size, and not less than the real one.
+        cp_size, cp_rank: the number of ranks, and which one.
+        first_half, second_half: whether to count the rank's early chunk, and its late one.
+
+    Returns:
+        [b + 1], of cu_seqlens' dtype and device: the cumulative numbers of real tokens. Where they lie in the slice is
+        said by cu_seqlens_padded // cp_size (of a half tensor: that // 2).
+
+    Raises:
+        ValueError, TypeError: a length does not divide, or is less than the real one (naming the sequence).
+
+    TransformerEngine: `get_cu_seqlens_on_cp_rank`, but there the padded lengths are the rank's own (these, divided by
+    cp_size). Such a call with real tokens beyond a rank's share is refused here.
+
+    >>> five_of_eight = torch.tensor([0, 5]), torch.tensor([0, 8])           # the picture above
+    >>> get_cu_seqlens_on_cp_rank(*five_of_eight, cp_size=2, cp_rank=1, first_half=True, second_half=True).tolist()
+    [0, 3]
+    >>> get_cu_seqlens_on_cp_rank(*five_of_eight, cp_size=2, cp_rank=1, first_half=False, second_half=True).tolist()
+    [0, 1]
+    """
+    raise NotImplementedError
+
+
+@declare
+def thd_copy_valid_tokens_from_per_split_to_rank_local(
+    out: torch.Tensor, inp: torch.Tensor, cu_seqlens_padded: torch.Tensor, cu_seqlens: torch.Tensor
+) -> None:
+    """Copy each sequence's valid tokens from a step's result into the rank's accumulator, in place.
+
+    The all-gather schedule attends twice over the whole local slice, once for the early chunks and once for the late
+    ones; each result is right in its own rows, and anything elsewhere. This takes over what is right:
+
+        slice, local            0 1 2 3 | 4 5          sequences of 4 and 2 slots, chunks of 2 and 1
+        early chunks            x x . . | x .          cu_seqlens_padded [0, 4, 6]
+        late chunks             . . x x | . x          cu_seqlens_padded [2, 5, 6]: each start moved by a chunk
+
+    Args:
+        out: [t, ...]. Changed in place: rows cu_seqlens_padded[s] to cu_seqlens_padded[s] + n[s] - 1 for every sequence
+            s, n[s] its number of valid tokens; nothing else, not padding, not the tail.
+        inp: of out's shape. Of out's dtype (any), or both are floating point, and values are converted (bfloat16
+            results into a float32 accumulator).
+        cu_seqlens_padded: LOCAL: where each sequence's tokens begin in out and inp, int32 or int64 [b + 1]. It may
+            begin past 0.
+        cu_seqlens: LOCAL: cumulative numbers of valid tokens, int32 or int64 [b + 1], from 0.
+
+    Raises:
+        ValueError, TypeError: more valid tokens than slots (naming the sequence), or shapes or dtypes that do not fit.
+
+    TransformerEngine: `tex.thd_copy_valid_tokens_from_per_split_to_rank_local`.
+
+    >>> out = torch.zeros(6, dtype=torch.int64)
+    >>> thd_copy_valid_tokens_from_per_split_to_rank_local(
+    ...     out, torch.tensor([10, 11, 12, 13, 20, 21]), torch.tensor([2, 5, 6]), torch.tensor([0, 2, 3])
+    ... )
+    >>> out.tolist()                                                        # the late chunks of the picture
+    [0, 0, 12, 13, 0, 21]
+    """
+    raise NotImplementedError
+
+
+def check_rank_lengths(
+    cu_seqlens: Any, cu_seqlens_padded: Any, cp_size: Any, cp_rank: Any, first_half: Any, second_half: Any
+) -> None:
+    """The arguments of `get_cu_seqlens_on_cp_rank`."""
+    check_count("cp_size", cp_size, 1)
+    check_count("cp_rank", cp_rank, 0, below=cp_size)
+    check_flag("first_half", first_half)
+    check_flag("second_half", second_half)
+    check_both(cu_seqlens, cu_seqlens_padded, device_of(cu_seqlens))
+
+
+def check_copy(out: Any, inp: Any, cu_seqlens_padded: Any, cu_seqlens: Any) -> None:
+    """The arguments of `thd_copy_valid_tokens_from_per_split_to_rank_local`."""
+    check_tensor("out", out)
+    check_tensor("inp", inp)
+    if out.ndim == 0 or inp.shape != out.shape:
+        raise ValueError(f"inp has shape {list(inp.shape)} and out {list(out.shape)}; both must be [t, ...]")
+    if inp.dtype != out.dtype and not (inp.dtype in FLOATS and out.dtype in FLOATS):
+        raise TypeError(
+            f"inp has dtype {inp.dtype} and out {out.dtype}; they must be equal, or both among float16, bfloat16, "
+            "float32, float64"
+        )
+    check_device(inp=inp, out=out)
+    check_written("out", out)
+    check_both(cu_seqlens, cu_seqlens_padded, out.device)
