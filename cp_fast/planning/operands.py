@@ -55,6 +55,14 @@ class Operands:
                     return self._operand(held, located, heads, step)
         return None
 
+    def rows_of(self, kind: str, heads: Heads, spans: Spans) -> RowMap:
+        """The rows of the buffer that `find` finds."""
+        return next(
+            held.rows
+            for held in reversed(self.held)
+            if held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1] and held.rows.covers(spans)
+        )
+
     def gather(self, kind: str, heads: Heads, parts: Sequence[Spans], step: int) -> list[Copy[RowKey]]:
         """Put all of these rows together in a new buffer, in the order of the global rows: the copies that fill it."""
         spans = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
