@@ -77,6 +77,8 @@ class Operands:
                 if held.heads[0] <= part[0] and part[1] <= held.heads[1] and len(missing[0]):
                     located = held.rows.locate(missing)
                     if located.total:
+                        order = np.argsort(located.row, kind="stable")  # as they lie there: scattered, not gathered too
+                        located = Located(*(x[order] for x in located))
                         there: Spans = located.start, located.start + located.count
                         source = self._operand(held, located, part, step)
                         copies.append(Copy(source, self._operand(made, rows.locate(there), part, step)))

@@ -144,6 +144,10 @@ class Results:
             return spans, offset
         first = offset[located.number] + located.start - spans[0][located.number]
         here, there = self.tables.rows(first, located.count), self.tables.rows(located.row, located.count)
+        if not isinstance(here, slice) and not isinstance(there, slice):  # gathered rather than gathered and scattered
+            order = np.argsort(located.row, kind="stable")
+            here = self.tables.rows(first[order], located.count[order])
+            there = self.tables.rows(located.row[order], located.count[order])
         first_head = self.sums[sums].heads[0]
         assert self.sums[sums].heads == part or not self.sums[sums].home
         head_cut = part[0] - heads[0], part[1] - heads[0]
