@@ -32,6 +32,8 @@ schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on
                             threads of one process. "process": it is a torch.distributed ProcessGroup, a pair
                             (a2a_group, p2p_group) of these for "a2a+p2p", and every rank is a process (gloo on the
                             CPU, NCCL on GPUs).
+           softmax_offset_grad   "share" (the default): a rank's gradient of softmax_offset is of its own queries, and
+                            the ranks' shares add up to the total. "total": it is the total, the same on every rank.
 """
 
 from __future__ import annotations
@@ -129,6 +131,11 @@ class Implementation:
         return getattr(self.offered, "group_kind", "member")
 
     @property
+    def softmax_offset_grad(self) -> str:
+        """ "share" or "total": what its gradient of softmax_offset is."""
+        return getattr(self.offered, "softmax_offset_grad", "share")
+
+    @property
     def Unsupported(self) -> type[Exception]:
         """The exception that the implementation raises for an unsupported call."""
         return getattr(self.offered, "Unsupported", NotImplementedError)
@@ -192,6 +199,7 @@ def load(name: str) -> Implementation:
         raise LoadError(f"the implementation {name!r} offers nothing to test; it needs one of {members}")
     if impl.group_kind not in ("member", "process"):
         raise LoadError(f"the implementation {name!r} has group_kind {impl.group_kind!r}; it must be member or process")
+    check_choice(f"softmax_offset_grad of the implementation {name!r}", impl.softmax_offset_grad, ("share", "total"))
     return impl
 
 

@@ -64,7 +64,7 @@ def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float | None = 
         if outcome.error is not None:
             gathered.findings.append(f"rank {rank} raised {describe_error(outcome.error)}")
     if not gathered.findings:
-        _collect(case, tensors, [o.value for o in outcomes], gathered)
+        _collect(case, tensors, [o.value for o in outcomes], gathered, impl.softmax_offset_grad)
     return gathered
 
 
@@ -194,7 +194,11 @@ def _backward(
 
 
 def _collect(
-    case: Case, tensors: GlobalTensors, ranks: list[dict[str, torch.Tensor | None]], gathered: Gathered
+    case: Case,
+    tensors: GlobalTensors,
+    ranks: list[dict[str, torch.Tensor | None]],
+    gathered: Gathered,
+    offset_grad: str,
 ) -> None:
     """Fill `gathered` from the ranks' results: shapes and dtypes first, then the global order."""
     p = case.problem
@@ -202,7 +206,8 @@ def _collect(
     like = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v, "out": tensors.dout, "lse": tensors.dlse}
     for name in case.results:
         if name in ("max_logit", "d_offset"):
-            _collect_same(case, name, [values[name] for values in ranks], tensors, gathered)
+            shares = name == "d_offset" and offset_grad == "share"
+            _collect_heads(case, name, [values[name] for values in ranks], tensors, gathered, shares=shares)
             continue
         side, tail = ("kv", case.tail_kv) if name in ("dk", "dv") else ("q", case.tail_q)
         model, token_axis = like[name], -1 if name == "lse" else axis
@@ -222,10 +227,16 @@ def _collect(
             gathered.results[name] = assemble(case, parts, side, token_axis)
 
 
-def _collect_same(
-    case: Case, name: str, values: list[torch.Tensor | None], tensors: GlobalTensors, gathered: Gathered
+def _collect_heads(
+    case: Case,
+    name: str,
+    values: list[torch.Tensor | None],
+    tensors: GlobalTensors,
+    gathered: Gathered,
+    *,
+    shares: bool,
 ) -> None:
-    """max_logit and d_offset: [h_q], the same on every rank."""
+    """max_logit and d_offset: [h_q], the same on every rank, or shares of a total."""
     first = values[0] if values[0] is not None else tensors.dlse.new_zeros(case.problem.heads_q)
     for rank, value in enumerate(values):
         value = first.new_zeros(first.shape) if value is None else value
@@ -233,9 +244,10 @@ def _collect_same(
             gathered.findings.append(
                 f"{name} of rank {rank} has shape {list(value.shape)}, but should be [{case.problem.heads_q}]"
             )
-        elif not torch.equal(value, first):
+        elif not shares and not torch.equal(value, first):
             gathered.findings.append(
                 f"{name} differs between ranks: {first.tolist()} on rank 0, {value.tolist()} on rank {rank}"
             )
     if not gathered.findings:
-        gathered.results[name] = first
+        given = [value for value in values if value is not None] if shares else []
+        gathered.results[name] = torch.stack(given).sum(dim=0) if given else first

@@ -4,6 +4,7 @@ debug.
 
 from cp_fast import thd
 from cp_fast.api import attention
+from cp_fast.checking import checked
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, make_plan, supports
 from cp_fast.sharding import position_ids, shard, unshard
@@ -14,6 +15,7 @@ __all__ = [
     "Plan",
     "Unsupported",
     "attention",
+    "checked",
     "make_plan",
     "position_ids",
     "shard",

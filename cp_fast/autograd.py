@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cp_fast.checking import agree_on_call
 from cp_fast.context import ContextParallel
 from cp_fast.passes import backward_pass, forward_pass
 from cp_fast.plan import Plan
@@ -16,7 +17,10 @@ __all__ = ["Attention"]
 
 
 class Attention(torch.autograd.Function):
-    """(q, k, v, offset) -> (out, lse, max_logit or None), differentiable but for max_logit."""
+    """(q, k, v, offset) -> (out, lse, max_logit or None), differentiable but for max_logit.
+
+    `call`: the number of a checked call, whose backward pass is checked too; 0 for one that is not.
+    """
 
     @staticmethod
     def forward(
@@ -26,12 +30,13 @@ class Attention(torch.autograd.Function):
         deterministic: bool,
         return_max_logit: bool,
         return_lse: bool,
+        call: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        with no_autocast(q.device):
+        with cp.alone("attention, forward"), no_autocast(q.device):
             out, lse, max_logit, kept = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
         ctx.save_for_backward(out, lse, offset, *kept, *((q, k, v) if plan.needs_inputs else ()))
         ctx.plan, ctx.handle, ctx.cp, ctx.deterministic, ctx.lse_given = (
@@ -41,7 +46,7 @@ class Attention(torch.autograd.Function):
             deterministic,
             return_lse,
         )
-        ctx.kept = len(kept)
+        ctx.kept, ctx.call = len(kept), call
         ctx.rows = plan.packing.rows(q.shape), plan.packing.rows(k.shape)
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
@@ -51,10 +56,16 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if ctx.plan.handle is not ctx.handle:  # every batch of a plan has its own
-            raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
+        def look() -> None:
+            if ctx.plan.handle is not ctx.handle:  # every batch of a plan has its own
+                raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
+
+        if ctx.call:
+            details = ("of_call", ctx.call), ("deterministic", ctx.deterministic), ("wants", ctx.needs_input_grad[9])
+            agree_on_call(ctx.cp, ctx.plan, "backward", look, *details)
+        look()
         out, lse, offset, *tensors = ctx.saved_tensors
-        with no_autocast(out.device):
+        with ctx.cp.alone("attention, backward"), no_autocast(out.device):
             dq, dk, dv, doffset = backward_pass(
                 ctx.plan,
                 ctx.cp,
@@ -67,7 +78,7 @@ class Attention(torch.autograd.Function):
                 grads[1],
                 ctx.rows,
                 deterministic=ctx.deterministic,
-                wants_offset=ctx.needs_input_grad[8],
+                wants_offset=ctx.needs_input_grad[9],
                 lse_given=ctx.lse_given,
             )
-        return None, None, None, None, None, dq, dk, dv, doffset
+        return None, None, None, None, None, None, dq, dk, dv, doffset

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from cp_fast.checking import agree_on_call, checking, describe
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan
 from cp_ref.spec import (
@@ -16,7 +20,34 @@ from cp_ref.spec import (
     check_room_tensors,
 )
 
-__all__ = ["check_planned_call"]
+__all__ = ["agree_on_forward", "check_planned_call", "requires_grad"]
+
+
+def requires_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call of these tensors will have a backward pass."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def agree_on_forward(
+    plan: Plan, cp: ContextParallel, look: Callable[[], None], flags: tuple[bool, bool, bool], *tensors: Any
+) -> int:
+    """Look at a call's arguments; under `cp_fast.checked` agree on the call with all ranks.
+
+    Args:
+        look: raises what is wrong with the arguments here.
+        flags: deterministic, return_max_logit, return_lse.
+        tensors: q, k, v, softmax_offset.
+
+    Returns:
+        The call's number; 0 where it is not checked.
+    """
+    if not checking():
+        look()
+        return 0
+    shapes = (describe(name, x) for name, x in zip(("q", "k", "v", "softmax_offset"), tensors, strict=True))
+    how = zip(("deterministic", "return_max_logit", "return_lse"), flags, strict=True)
+    grads = (x for x in tensors if isinstance(x, torch.Tensor))
+    return agree_on_call(cp, plan, "forward", look, *shapes, *how, ("requires_grad", requires_grad(*grads)))
 
 
 def check_planned_call(

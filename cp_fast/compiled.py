@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from cp_fast.calls import check_planned_call
+from cp_fast.calls import agree_on_forward, check_planned_call
+from cp_fast.checking import agree_on_call, checking
 from cp_fast.context import ContextParallel
-from cp_fast.execute import wide_dtype
 from cp_fast.handles import object_of
 from cp_fast.passes import backward_pass, forward_pass
 from cp_fast.plan import Plan
+from cp_fast.running import wide_dtype
 from cp_ref.common.casting import no_autocast
 
 __all__ = ["attention_in_graph"]
@@ -61,8 +62,12 @@ def _forward(
     return_lse: bool,
 ) -> list[Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
-    check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
-    with no_autocast(q.device):
+
+    def look() -> None:
+        check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
+
+    agree_on_forward(the_plan, context, look, (deterministic, return_max_logit, return_lse), q, k, v, offset)
+    with context.alone("attention, forward"), no_autocast(q.device):
         done = forward_pass(the_plan, context, q, k, v, offset, return_max_logit=return_max_logit)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
     return [done.out.contiguous(), done.lse.contiguous(), max_logit, *done.kept]
@@ -113,8 +118,10 @@ def _backward(
     lse_given: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
+    if checking():
+        agree_on_call(context, the_plan, "backward", lambda: None, ("wants", wants_offset))
     packing = the_plan.packing
-    with no_autocast(out.device):
+    with context.alone("attention, backward"), no_autocast(out.device):
         dq, dk, dv, doffset = backward_pass(
             the_plan,
             context,

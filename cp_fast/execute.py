@@ -12,33 +12,14 @@ and both are summed up over the ranks by `passes`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends import Backend
-from cp_fast.kernels.base import Kernels
-from cp_fast.merge import Part, Total, TotalShape, add_sink
-from cp_fast.overlap import head_start
-from cp_fast.program import OWN, Contribution, Copy, Heads, LoweredProgram, LoweredStep, Operand, ResultRecv, Send, Sums
-from cp_fast.rows import Rows
-from cp_ref.common.processes import during
-from cp_ref.spec import Group, Parcel, Problem
+from cp_fast.program import OWN
+from cp_fast.running import Held, Inputs, Run
 
-__all__ = ["Forward", "Inputs", "run_backward", "run_forward", "wide_dtype"]
-
-
-class Held(NamedTuple):
-    """Operands in a buffer: tensors by row [n, h, d], and by column [h, n] (lse and its gradient)."""
-
-    rows: list[torch.Tensor]
-    columns: list[torch.Tensor]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
-        return self.rows + self.columns
+__all__ = ["Forward", "run_backward", "run_forward"]
 
 
 class Forward(NamedTuple):
@@ -50,27 +31,12 @@ class Forward(NamedTuple):
     kept: list[torch.Tensor]  # what the backward pass needs of buffers that are not the rank's own
 
 
-class Inputs(NamedTuple):
-    """What every pass is given: the program and what runs it."""
-
-    problem: Problem
-    program: LoweredProgram[Rows]
-    backend: Backend
-    comm: Group
-    kernels: Kernels
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What results are accumulated in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> Forward:
     """q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]: this rank's packed slices, contiguous, a tail
     allowed; sink [h_q]: each head's sink logit.
     """
     program, problem = given.program, given.problem
-    run = _Run(given, program.forward, q, k, v, sink)
+    run = Run(given, program.forward, q, k, v, sink)
     max_logit = torch.full((q.shape[1],), float("-inf"), dtype=run.wide, device=q.device)
     has_max_logit = True
     for number, step in enumerate(program.forward):
@@ -114,7 +80,7 @@ def run_backward(
     [t_q, h_q, d_v], dlse, lse [h_q, t_q]: final, all own rows; dlse None for zero on every rank. kept: see `Forward`.
     """
     program, problem = given.program, given.problem
-    run = _Run(given, program.backward, *(inputs or (None, None, None)), None, sizes=sizes, like=out)
+    run = Run(given, program.backward, *(inputs or (None, None, None)), None, sizes=sizes, like=out)
     run.held[OWN["do"]] = Held([dout], [] if dlse is None else [dlse])
     run.held[OWN["res"]] = Held([out], [lse])
     rest = iter(kept)
@@ -154,279 +120,3 @@ def run_backward(
     (dq,), _ = run.home("dq", sizes[0])
     (dk, dv), _ = run.home("dkv", sizes[1])
     return dq, dk, dv
-
-
-class _Pending(NamedTuple):
-    """What was posted at the start of a step."""
-
-    where: str
-    work: _Waitable
-    operands: dict[str, list[Held]]  # by buffer: its messages' boxes
-    results: list[tuple[ResultRecv[Rows], Held]]
-
-
-class _Waitable:
-    """Nothing was posted."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-@dataclass
-class _Run:
-    """One pass of one rank: its buffers and totals."""
-
-    given: Inputs
-    steps: tuple[LoweredStep[Rows], ...]
-    q: torch.Tensor | None
-    k: torch.Tensor | None
-    v: torch.Tensor | None
-    sink: torch.Tensor | None
-    sizes: tuple[int, int] | None = None
-    like: torch.Tensor | None = None
-    has_dlse: bool = False
-    held: dict[str, Held] = field(default_factory=dict)
-    sent: dict[str, Held] = field(default_factory=dict)  # by sums: complete results as they were sent
-    _totals: dict[str, Total] = field(default_factory=dict)
-    _arrived: list[tuple[Contribution[Rows], str, Held]] = field(default_factory=list)  # complete results
-    _taken: dict[str, tuple[Operand[Rows], tuple[list[torch.Tensor], list[torch.Tensor]]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        like = self.q if self.q is not None else self.like
-        assert like is not None
-        self.dtype, self.device, self.wide = like.dtype, like.device, wide_dtype(like.dtype)
-        if self.q is not None and self.k is not None and self.v is not None:
-            self.sizes = self.sizes or (self.q.shape[0], self.k.shape[0])
-            self.held[OWN["q"]], self.held[OWN["kv"]] = Held([self.q], []), Held([self.k, self.v], [])
-        problem = self.given.problem
-        self._dims = {
-            "q": (problem.d_qk,),
-            "kv": (problem.d_qk, problem.d_v),
-            "do": (problem.d_v,),
-            "res": (problem.d_v,),
-            "out": (problem.d_v,),
-            "dq": (problem.d_qk,),
-            "dkv": (problem.d_qk, problem.d_v),
-        }
-
-    # ---- a step
-
-    def post(self, where: str, step: LoweredStep[Rows]) -> _Pending:
-        """Send and receive; then put together what the launches need."""
-        for copy in step.packed:
-            self._copy(copy)
-        sends = [parcel for send in step.sends for parcel in self._operand_parcels(send)]
-        for send in step.result_sends:
-            rows = slice(send.start, send.start + send.size)
-            handed = self._handed_over(send.sums)
-            sends += self._parcels(send.peer, send.tag, [x[rows] for x in handed.rows], _columns(handed.columns, rows))
-        for name in {send.sums for send in step.result_sends}:
-            if name not in self.given.program.saved_sums:
-                self.sent.pop(name, None)
-        recvs, operands, results = [], {}, []
-        for recv in step.recvs:
-            buffer = self.given.program.buffers[recv.buffer]
-            if recv.buffer not in self.held:
-                self.held[recv.buffer] = self._empty(buffer.kind, buffer.heads, buffer.size)
-            offset = sum(len(box.rows[0]) for box in operands.get(recv.buffer, ()))
-            rows = slice(offset, offset + recv.size)
-            box = Held(
-                [x[rows] for x in self.held[recv.buffer].rows],
-                [x.new_empty(x.shape[0], recv.size) for x in self.held[recv.buffer].columns],
-            )
-            operands.setdefault(recv.buffer, []).append(box)
-            recvs += self._parcels(recv.peer, recv.tag, box.rows, box.columns)
-        for recv in step.result_recvs:
-            dtype = self.dtype if recv.complete else self.wide
-            box = self._empty(recv.kind, recv.heads, recv.size, dtype)
-            results.append((recv, box))
-            recvs += self._parcels(recv.peer, recv.tag, box.rows, box.columns)
-        work: _Waitable = _Waitable()
-        if sends or recvs:
-            with during(where):
-                work = self.given.comm.exchange(sorted(sends, key=_by_tag), sorted(recvs, key=_by_tag))
-            if step.launches:
-                head_start(self.device)
-        for copy in step.copies:
-            self._copy(copy)
-        return _Pending(where, work, operands, results)
-
-    def complete_step(self, step: LoweredStep[Rows], pending: _Pending) -> None:
-        """Wait for the step's messages and take them in; let go of what is not needed any more."""
-        with during(pending.where):
-            pending.work.wait()
-        for name, boxes in pending.operands.items():
-            for n, column in enumerate(self.held[name].columns):
-                arrived = torch.cat([box.columns[n] for box in boxes], 1)
-                column[:, : arrived.shape[1]] = arrived
-        for recv, box in pending.results:
-            if recv.complete:
-                self._arrived.append((recv.into[0], recv.kind, box))
-            else:
-                self.contribute(recv.into, box.rows, box.columns[0] if box.columns else None)
-        for name, total in self._totals.items():
-            sums = self.given.program.sums[name]
-            if sums.kind == "dkv" and (total.held > 1 or not sums.home):
-                total.settle()
-        for name in step.last_use:
-            self.held.pop(name, None)
-
-    # ---- operands
-
-    def take(self, what: Operand[Rows]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Rows and heads of a buffer, contiguous. A ring asks for the same rows step after step: the last are kept."""
-        last = self._taken.get(what.buffer)
-        if last is not None and _same(last[0], what):
-            return last[1]
-        held = self.held[what.buffer]
-        heads = slice(*what.heads)
-        rows = [x.contiguous() for x in self.given.kernels.take_rows([x[:, heads] for x in held.rows], what.rows)]
-        taken = rows, _columns([x[heads] for x in held.columns], what.rows)
-        if what.buffer in OWN.values():
-            self._taken[what.buffer] = what, taken
-        return taken
-
-    def _copy(self, copy: Copy[Rows]) -> None:
-        buffer = self.given.program.buffers[copy.target.buffer]
-        if copy.target.buffer not in self.held:
-            self.held[copy.target.buffer] = self._empty(buffer.kind, buffer.heads, buffer.size)
-        target, heads = self.held[copy.target.buffer], slice(*copy.target.heads)
-        rows, columns = self.take(copy.source)
-        self.given.kernels.put_rows_([x[:, heads] for x in target.rows], rows, copy.target.rows)
-        for into, x in zip(target.columns, columns, strict=True):
-            _put_columns(into[heads], x, copy.target.rows)
-
-    def _empty(self, kind: str, heads: Heads, size: int, dtype: torch.dtype | None = None) -> Held:
-        """Room for operands or results of one kind."""
-        count, options = heads[1] - heads[0], {"device": self.device}
-        columns = 1 if kind in ("res", "out") or (kind == "do" and self.has_dlse) else 0
-        size += self.given.program.spare_rows if dtype is None else 0
-        return Held(
-            [torch.empty(size, count, d, dtype=dtype or self.dtype, **options) for d in self._dims[kind]],
-            [torch.empty(count, size, dtype=self.wide, **options) for _ in range(columns)],
-        )
-
-    def _operand_parcels(self, send: Send[Rows]) -> list[Parcel]:
-        held, found = self.held[send.buffer], []
-        alone = len(send.peers) == 1 and send.heads == held.rows[0].shape[1]
-        packed = (
-            [x[None] for x in self.given.kernels.take_rows(held.rows, send.rows)]
-            if alone
-            else [self.given.kernels.heads_to_front(x, send.rows, send.first_heads, send.heads) for x in held.rows]
-        )
-        columns = _columns(held.columns, send.rows)
-        for n, (peer, tag, first) in enumerate(zip(send.peers, send.tags, send.first_heads, strict=True)):
-            found += self._parcels(peer, tag, [x[n] for x in packed], [x[first : first + send.heads] for x in columns])
-        return found
-
-    def _parcels(
-        self, peer: int, tag: int, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor]
-    ) -> list[Parcel]:
-        """One parcel a tensor, with tags of their own: no copy into a common buffer."""
-        tensors = [*((n, x) for n, x in enumerate(rows)), *((2 + n, x) for n, x in enumerate(columns))]
-        return [Parcel(peer, tag + n, x.contiguous()) for n, x in tensors]
-
-    # ---- results
-
-    def contribute(
-        self, into: Sequence[Contribution[Rows]], rows: Sequence[torch.Tensor], lse: torch.Tensor | None = None
-    ) -> None:
-        """Hand a partial result to the totals that it is a part of."""
-        for c in into:
-            heads = slice(*c.heads)
-            whole = c.heads == (0, rows[0].shape[1])
-            mine = self.given.kernels.take_rows([x if whole else x[:, heads] for x in rows], c.rows)
-            of_heads = None if lse is None else _columns([lse[heads]], c.rows)[0]
-            self._total(c.sums).add(Part(tuple(mine), of_heads, c.into, slice(*c.into_heads)))
-
-    def settle(self, results: Sequence[Contribution[Rows]]) -> None:
-        """Merge what the last launch yielded, before the next one is launched."""
-        for c in results:
-            self._total(c.sums).settle()
-
-    def _total(self, name: str) -> Total:
-        if name not in self._totals:
-            self._totals[name] = self._new_total(self.given.program.sums[name])
-        return self._totals[name]
-
-    def _new_total(self, sums: Sums) -> Total:
-        assert self.sizes is not None
-        heads = sums.heads[1] - sums.heads[0]
-        size = sums.size if not sums.home else self.sizes[1 if sums.kind == "dkv" else 0]
-        rounded = sums.home or sums.complete
-        final = None if not rounded or (sums.kind == "out" and self.sink is not None) else self.dtype
-        behind = tuple((heads, d) for d in self._dims[sums.kind])
-        shape = (size, behind, self.wide, final, self.device, sums.kind == "out", self.given.program.spare_rows)
-        return Total(TotalShape(*shape), self.given.kernels)
-
-    def _handed_over(self, name: str) -> Held:
-        """Sums that are sent: complete ones final, in the input's dtype, all others in the wide one."""
-        if name not in self.sent:
-            sums = self.given.program.sums[name]
-            total = self._total(name).finish()
-            del self._totals[name]
-            rows, lse = total.rows, total.lse
-            if sums.complete and sums.kind == "out" and self.sink is not None:
-                assert lse is not None
-                add_sink(rows[0], lse, self.sink[slice(*sums.heads)], slice(None))
-            dtype = self.dtype if sums.complete else self.wide
-            self.sent[name] = Held([x.to(dtype) for x in rows], [] if lse is None else [lse])
-        return self.sent[name]
-
-    def home(self, kind: str, size: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """The results of the rank's own rows, in the input's dtype: for all heads, sinks included."""
-        problem, program = self.given.problem, self.given.program
-        whole = (0, problem.heads_kv if kind == "dkv" else problem.heads_q)
-        mine = [n for n, sums in program.sums.items() if sums.kind == kind and sums.home]
-        arrived = [(into, box) for into, of_kind, box in self._arrived if of_kind == kind]
-        if len(mine) == 1 and not arrived and program.sums[mine[0]].heads == whole:
-            rows, lse, *_ = self._total(mine[0]).finish()
-        else:
-            behind = tuple((whole[1], d) for d in self._dims[kind])
-            dtype = self.wide if kind == "out" and self.sink is not None else self.dtype
-            rows = tuple(torch.zeros(size, *shape, dtype=dtype, device=self.device) for shape in behind)
-            lse = (
-                torch.full((whole[1], size), float("-inf"), dtype=self.wide, device=self.device)
-                if kind == "out"
-                else None
-            )
-            for name in mine:
-                heads, part = slice(*program.sums[name].heads), self._total(name).finish()
-                for into, x in zip(rows, part.rows, strict=True):
-                    into[:, heads] = x
-                if lse is not None and part.lse is not None:
-                    lse[heads] = part.lse
-        if kind == "out" and self.sink is not None:
-            assert lse is not None
-            add_sink(rows[0], lse, self.sink, program.real_q_rows)
-        rows = [x.to(self.dtype) for x in rows]
-        if arrived and program.spare_rows:  # what pads a table is written behind the rows
-            rows = [torch.cat([x, x.new_empty(program.spare_rows, *x.shape[1:])]) for x in rows]
-            lse = None if lse is None else torch.cat([lse, lse.new_empty(lse.shape[0], program.spare_rows)], 1)
-        for into, box in arrived:
-            heads = slice(*into.into_heads)
-            self.given.kernels.put_rows_([x[:, heads] for x in rows], box.rows, into.into)
-            if lse is not None:
-                _put_columns(lse[heads], box.columns[0], into.into)
-        return [x[:size] for x in rows], None if lse is None else lse[:, :size].contiguous()
-
-
-def _by_tag(parcel: Parcel) -> int:
-    return parcel.tag
-
-
-def _same(one: Operand[Rows], other: Operand[Rows]) -> bool:
-    slices = isinstance(one.rows, slice) and isinstance(other.rows, slice) and one.rows == other.rows
-    return one.heads == other.heads and (one.rows is other.rows or slices)
-
-
-def _columns(tensors: Sequence[torch.Tensor], rows: Rows) -> list[torch.Tensor]:
-    """Rows of LSEs [h, t], which have them on their second axis; contiguous."""
-    return [(x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)).contiguous() for x in tensors]
-
-
-def _put_columns(into: torch.Tensor, x: torch.Tensor, rows: Rows) -> None:
-    if isinstance(rows, slice):
-        into[:, rows] = x
-    else:
-        into.index_copy_(1, rows.long(), x)

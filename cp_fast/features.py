@@ -38,7 +38,9 @@ end.
 def required(
     problem: Problem, device: str, *, deterministic: bool = False, max_logit: bool = False, in_place: bool = False
 ) -> frozenset[Feature]:
-    """Every feature that computing the problem on a device type ("cpu", "cuda") needs."""
+    """Every feature that computing the problem on a device type ("cpu", "cuda") needs; a ValueError for another."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
     needs = {
         Feature(problem.cp_comm_type),
         Feature(problem.qkv_format),

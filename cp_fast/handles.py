@@ -13,17 +13,25 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["forget", "handle_for", "object_of"]
+__all__ = ["OfThisProcess", "forget", "handle_for", "object_of"]
 
 _numbers = count(1)
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+class OfThisProcess:
+    """What has a handle, tables on a device and places in groups: none of it means anything in another process."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = type(self).__qualname__
+        raise TypeError(f"a cp_fast.{kind} belongs to its process and cannot be pickled; make one in every process")
 
 
 def handle_for(thing: Any) -> torch.Tensor:
     """A new handle, int64 [], of an object that is kept alive by others."""
     number = next(_numbers)
     _objects[number] = thing
-    return torch.tensor(number, dtype=torch.int64)
+    return torch.tensor(number, dtype=torch.int64, device="cpu")  # whatever the default device is
 
 
 def forget(handle: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,17 +77,16 @@ class Total:
         if self._total is None:
             self._total = self._first(parts)
         for part in parts:
-            first, *others = self._total.rows
-            narrow = first.dtype == dtype
-            tensors = self._total.rows if narrow else tuple(x.to(self._shape.wide) for x in (first, *others))
-            self._total = self._total._replace(rows=tensors)
+            narrow = all(x.dtype == dtype for x in self._total.rows)
+            if not narrow:
+                self._total = self._total._replace(rows=tuple(x.to(self._shape.wide) for x in self._total.rows))
             self._put(self._total.views(part), part)
 
     def finish(self) -> Part:
         """The total of all parts: in the first part's dtype if that had every row and at most one more came."""
-        narrow = self._total is not None and self._total.rows[0].dtype == self._shape.final and self.held == 1
+        narrow = self.held == 1 and all(x.dtype == self._shape.final for x in (self._total.rows if self._total else ()))
         self.settle(self._shape.final if narrow else None)
-        total = self._nothing(self._shape.wide) if self._total is None else self._total
+        total = self._nothing() if self._total is None else self._total
         if not self._shape.spare:
             return total
         size = self._shape.size
@@ -102,9 +102,9 @@ class Total:
             parts[:] = [part for part in parts if part is not chosen]
             return chosen
         if len(parts) > 1:
-            return self._nothing(self._shape.wide)
+            return self._nothing()
         part = parts.pop()
-        total = self._nothing(part.rows[0].dtype)
+        total = self._nothing([x.dtype for x in part.rows])
         here = total.views(part)
         self._kernels.put_rows_(here.rows, part.rows, part.into)
         if here.lse is not None and part.lse is not None:
@@ -114,9 +114,14 @@ class Total:
                 here.lse.index_copy_(1, part.into.long(), part.lse)
         return total
 
-    def _nothing(self, dtype: torch.dtype) -> Part:
+    def _nothing(self, dtypes: Sequence[torch.dtype] | None = None) -> Part:
+        """The total of no parts: in the wide dtype, or in these, one a tensor."""
         s, size = self._shape, self._shape.size + self._shape.spare
-        rows = tuple(torch.zeros(size, *behind, dtype=dtype, device=s.device) for behind in s.behind)
+        wide = [s.wide] * len(s.behind)
+        rows = tuple(
+            torch.zeros(size, *behind, dtype=dtype, device=s.device)
+            for behind, dtype in zip(s.behind, dtypes or wide, strict=True)
+        )
         shape = (s.behind[0][0], size)
         lse = torch.full(shape, float("-inf"), dtype=s.wide, device=s.device) if s.outs else None
         return Part(rows, lse, slice(0, size), slice(0, shape[0]))

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.execute import Inputs, run_backward, run_forward, wide_dtype
+from cp_fast.execute import run_backward, run_forward
 from cp_fast.kernels.select import kernels
 from cp_fast.plan import Plan
 from cp_fast.rows import is_mask, take
-from cp_ref.common.collectives import all_reduce_max, all_reduce_sum
+from cp_fast.running import Inputs, wide_dtype
+from cp_ref.common.collectives import all_reduce_max, offset_grad
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = ["Results", "backward_pass", "forward_pass"]
@@ -67,7 +68,7 @@ def backward_pass(
     wants_offset: bool,
     lse_given: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v in the user's format, and of offset [h_q], summed over all ranks. Collective.
+    """Gradients of q, k, v in the user's format, and of offset [h_q], as the context says. Collective.
 
     inputs: q, k, v, where `plan.needs_inputs`; out, lse, kept: the forward pass's results; dout, dlse: their gradients,
     None for zero. rows: how many packed rows q and k have on this rank. lse_given: whether the caller has lse; then
@@ -84,7 +85,7 @@ def backward_pass(
     doffset = None
     if offset is not None and wants_offset:
         mine = _offset_gradient(plan, offset, dout, packed_out, packed_lse, dlse)
-        doffset = all_reduce_sum(cp.comm, mine).to(offset.dtype)
+        doffset = offset_grad(cp, mine).to(offset.dtype)
     given = None
     if inputs is not None:
         q, k, v = inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -12,7 +12,8 @@ import torch
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
 from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
-from cp_fast.handles import forget, handle_for
+from cp_fast.handles import OfThisProcess, forget, handle_for
+from cp_fast.kernels.select import kernels
 from cp_fast.packing import Packing
 from cp_fast.planning.fit import Shape
 from cp_fast.planning.fixed import Fitted, FixedTables
@@ -54,7 +55,7 @@ _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own wi
 
 
 @dataclass(frozen=True, eq=False)  # one plan is itself alone: its tables are tensors
-class Plan(plans.Plan):
+class Plan(OfThisProcess, plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.
 
     Attributes:
@@ -67,6 +68,9 @@ class Plan(plans.Plan):
         steps: this rank's part of `schedule`, which `program` was lowered from.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: what `update` has room for; None for a plan that is not updated.
+
+    A copy, deep or not, is a plan of its own, with the same tables, which nobody writes to. A plan that is updated in
+    place is not copied, and no plan is pickled: TypeError.
     """
 
     problem: Problem
@@ -87,6 +91,17 @@ class Plan(plans.Plan):
         object.__setattr__(self, "handle", handle_for(self))
         object.__setattr__(self, "kept", self.program.kept)
         object.__setattr__(self, "needs_inputs", self.program.needs_inputs)
+
+    def __copy__(self) -> Plan:
+        if self.room is not None:
+            raise TypeError(
+                "a cp_fast.Plan that is updated in place cannot be copied, as both would have the same tables; make "
+                "another one by make_plan"
+            )
+        return replace(self)
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self.__copy__()
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -187,7 +202,13 @@ def plan_together(
     custom: Schedule | None = None,
 ) -> Plan:
     """Read this rank's arguments and compare notes with the other ranks: all get their plan, or all raise."""
-    (problem, room, _), backend, device = _together(cp, read, lambda found: found[0])
+
+    def read_and_load() -> tuple[Agreement, Backend, torch.device]:
+        found = read()
+        kernels(found[2].type)  # what is built or loaded on first use may fail, and then fails on all ranks
+        return found
+
+    (problem, room, _), backend, device = _together(cp, read_and_load, lambda found: found[0])
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
@@ -211,7 +232,8 @@ def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -
 def _together(cp: ContextParallel, read: Callable[[], Found], agreement: Callable[[Found], Agreement]) -> Found:
     """What this rank reads, once all ranks have read theirs and agree; else all raise."""
     check_context(cp, ContextParallel)
-    return read_together(cp.comm, read, agreement)
+    with cp.alone("an agreement on a plan"):
+        return read_together(cp.comm, read, agreement)
 
 
 def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, Backend, torch.device]:

@@ -51,8 +51,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Results of one kind: `size` rows of heads [heads[0], heads[1]). `home`: the rank's own rows, as many as its tensors
-    have. `complete`: nothing will be added by others, so they may be rounded before they are sent.
+    """Results of one kind: `size` rows of heads [heads[0], heads[1]). `home`: the rank's own rows, as many as its
+    tensors have. `complete`: nothing will be added by others, so they may be rounded before they are sent.
     """
 
     kind: str

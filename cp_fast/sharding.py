@@ -34,7 +34,8 @@ def unshard(
     x: torch.Tensor, *, cp: ContextParallel, qkv_format: str, cu_seqlens_padded: torch.Tensor | None
 ) -> torch.Tensor:
     check_context(cp, ContextParallel)
-    axis, spans = gathered_spans(cp, x, qkv_format, cu_seqlens_padded)
+    with cp.alone("unshard"):
+        axis, spans = gathered_spans(cp, x, qkv_format, cu_seqlens_padded)
     return _Unshard.apply(x, cp, axis, [numbers(of_rank, x.device) for of_rank in spans])
 
 
@@ -47,7 +48,9 @@ class _Unshard(torch.autograd.Function):
         shape = list(x.shape)
         shape[axis] *= cp.size
         whole = as_bytes(x.new_empty(shape))
-        for of_rank, part in zip(rows, all_gather(cp.comm, as_bytes(x)), strict=True):
+        with cp.alone("unshard"):
+            parts = all_gather(cp.comm, as_bytes(x))
+        for of_rank, part in zip(rows, parts, strict=True):
             whole.index_copy_(axis, of_rank, part)
         return as_was(whole, x.dtype)
 
@@ -55,7 +58,8 @@ class _Unshard(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         parts = [grads[0].index_select(ctx.axis, rows) for rows in ctx.rows]
-        total, *others = all_to_all(ctx.cp.comm, parts)
+        with ctx.cp.alone("unshard, backward"):
+            total, *others = all_to_all(ctx.cp.comm, parts)
         for other in others:
             total = total + other
         return total, None, None, None

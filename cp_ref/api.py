@@ -9,7 +9,7 @@ import torch
 from cp_ref.common import attention as declared
 from cp_ref.common.attention import asked_for, problem_arguments, refuse_plan
 from cp_ref.common.casting import autocast, no_autocast
-from cp_ref.common.collectives import all_reduce_max, all_reduce_sum
+from cp_ref.common.collectives import all_reduce_max, offset_grad
 from cp_ref.common.derivatives import differentiable_once, refuse_transforms
 from cp_ref.common.plans import read_call
 from cp_ref.context import ContextParallel
@@ -25,9 +25,12 @@ from cp_ref.spec import (
     check_flag,
     check_local_tensors,
     check_offset,
+    check_placements,
     check_plan_owner,
     check_room_tensors,
     check_settled,
+    local_part,
+    one_a_head,
     ranges,
     read_sizes,
 )
@@ -52,7 +55,9 @@ def attention(
 ) -> Any:
     refuse_transforms()
     check_context(cp, ContextParallel)
-    q, k, v = (autocast(x) for x in (q, k, v))
+    given = {"q": q, "k": k, "v": v}
+    q, k, v = (autocast(local_part(x)) for x in (q, k, v))
+    softmax_offset = one_a_head(softmax_offset)
     arguments = problem_arguments(arguments)
     flags = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
     if not isinstance(plan, Plan):
@@ -61,10 +66,11 @@ def attention(
             refuse_plan(plan, Plan)
             for name, flag in flags.items():
                 check_flag(name, flag)
+            check_placements(cp, arguments["qkv_format"], softmax_offset, **given)
             problem = read_call(cp, read_sizes(q, k, v, arguments["qkv_format"], cp.size), **arguments)
             check_local_tensors(problem, cp.rank, q, k, v)
             check_offset(problem, softmax_offset, q)
-            return Agreement(problem), q.device
+            return Agreement(problem, extras=(("softmax_offset_grad", cp.softmax_offset_grad),)), q.device
 
         made = plan_together(cp, read)
     else:
@@ -73,6 +79,7 @@ def attention(
         for name, flag in flags.items():
             check_flag(name, flag)
         check_settled(plan.problem, **arguments)
+        check_placements(cp, plan.problem.qkv_format, softmax_offset, **given)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_room_tensors(plan.room, q, k)
         check_offset(plan.problem, softmax_offset, q)
@@ -136,7 +143,8 @@ class _Attention(torch.autograd.Function):
             real = _real_rows(plan, q.device)
             sink = offset.to(lse.dtype)  # -inf is none at all, and a row with no key and no sink has lse -inf too
             weight = torch.exp(sink - lse[real]).masked_fill(sink == float("-inf"), 0.0)  # its share of the softmax
-            doffset = all_reduce_sum(cp.comm, -(weight * delta[real]).sum(dim=0)).to(offset.dtype)
+            share = -(weight * delta[real]).sum(dim=0)
+            doffset = offset_grad(cp, share).to(offset.dtype)
         dq, dk, dv = (g.to(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))
         ctx.recorder.own("final", dq=dq, dk=dk, dv=dv, dsoftmax_offset=doffset)
         dq, dk, dv = (to_format(g, fmt, batch_size) for g in (dq, dk, dv))

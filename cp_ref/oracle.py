@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from cp_ref.formats import lse_from_packed, to_format, to_packed
-from cp_ref.spec import Problem, Sequence, check_offset, read_problem, read_sizes
+from cp_ref.spec import Problem, Sequence, check_offset, one_a_head, read_problem, read_sizes
 
 __all__ = ["dense_attention"]
 
@@ -36,8 +36,8 @@ def dense_attention(
     Args:
         q: bshd [b, s_q, h_q, d_qk], sbhd [s_q, b, h_q, d_qk], thd [t_q, h_q, d_qk]; any float dtype.
         k: the same with s_kv (t_kv) and h_kv; v: the same as k with d_v.
-        The others: as in `cp_ref.attention`. `softmax_offset` is [h_q]. A thd tensor may be longer than its padded
-        lengths.
+        The others: as in `cp_ref.attention`. `softmax_offset` is [h_q] or [1, h_q, 1, 1]. A thd tensor may be
+        longer than its padded lengths.
 
     Returns:
         out: float64, q's format with d_v.
@@ -71,6 +71,7 @@ def dense_attention(
         softmax_type=softmax_type,
         sizes=read_sizes(q, k, v, qkv_format, 1),
     )
+    softmax_offset = one_a_head(softmax_offset)
     check_offset(problem, softmax_offset, q)
     batch_size = len(problem.sequences)
     q, k, v = (to_packed(x, qkv_format).double() for x in (q, k, v))

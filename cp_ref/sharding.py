@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from cp_ref.common import slices
 from cp_ref.common.collectives import all_gather, all_reduce_sum
 from cp_ref.common.devices import check_usable, read_device
+from cp_ref.common.processes import during
 from cp_ref.common.slices import as_bytes, as_was
 from cp_ref.context import ContextParallel
 from cp_ref.spec import check_context, gathered_spans, position_spans, slice_axis, slice_spans
@@ -44,7 +45,8 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cp: ContextParallel, axis: int, rows: list[torch.Tensor]) -> torch.Tensor:
         ctx.cp, ctx.axis, ctx.rows = cp, axis, rows
-        slices = all_gather(cp.comm, as_bytes(x))
+        with during("unshard"):
+            slices = all_gather(cp.comm, as_bytes(x))
         shape = list(x.shape)
         shape[axis] *= cp.size
         whole = slices[0].new_empty(shape)
@@ -53,7 +55,8 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # which makes ctx positional-only
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        total = all_reduce_sum(ctx.cp.comm, grads[0])
+        with during("unshard, backward"):
+            total = all_reduce_sum(ctx.cp.comm, grads[0])
         return total.index_select(ctx.axis, ctx.rows[ctx.cp.rank]), None, None, None
 
 

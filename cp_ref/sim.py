@@ -159,7 +159,7 @@ class SimSubgroup:
     """One rank's place among some ranks of a running `SimGroup`."""
 
     def __init__(self, member: SimMember, ranks: tuple[int, ...]) -> None:
-        self._member, self._ranks = member, ranks
+        self._member, self._ranks, self.ranks = member, ranks, frozenset(ranks)
         self.rank, self.size = ranks.index(member.rank), len(ranks)
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> SimPending:

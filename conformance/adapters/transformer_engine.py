@@ -23,7 +23,7 @@ import torch
 from conformance.adapters.peer import Peer
 from conformance.adapters.supported import SupportTable, Unsupported, library
 
-__all__ = ["Unsupported", "attention", "flash", "fused", "group_kind", "supports"]
+__all__ = ["Unsupported", "attention", "flash", "fused", "group_kind", "softmax_offset_grad", "supports"]
 
 _te = library("transformer_engine.pytorch", "pip install --no-build-isolation transformer_engine[pytorch]")
 
@@ -74,6 +74,8 @@ _SWITCHES = {"NVTE_FUSED_ATTN": "fused", "NVTE_FLASH_ATTN": "flash", "NVTE_UNFUS
 
 class TransformerEngine(Peer):
     """One of its two backends."""
+
+    softmax_offset_grad = "total"  # a2a, which alone has sinks, gathers it over the heads of all ranks
 
     def __init__(self, supported: SupportTable, backend: str) -> None:
         self.supported, self._backend = supported, backend
@@ -153,3 +155,4 @@ def _stream() -> Any:
 fused, flash = TransformerEngine(_FUSED, "fused"), TransformerEngine(_FLASH, "flash")
 attention, supports = fused.attention, fused.supports
 group_kind = TransformerEngine.group_kind
+softmax_offset_grad = TransformerEngine.softmax_offset_grad

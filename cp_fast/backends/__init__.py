@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cp_fast.backends import fa2
-from cp_fast.backends.base import Backend, Gradients, Partial, Segments
+from cp_fast.backends.base import Backend, Gradients, NotInstalled, Partial, Segments
 from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.cudnn import CudnnBackend
 from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend
@@ -11,6 +11,7 @@ from cp_fast.backends.fa4 import Fa4Backend
 from cp_fast.backends.probe import probe
 from cp_fast.backends.score_blocks import ScoreBlockSize
 from cp_fast.backends.variants import IN_PLACE_RULE, missing_in, variants
+from cp_fast.remarks import say_once
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = [
@@ -59,18 +60,28 @@ def choose(required: frozenset[Feature], backend: str) -> Backend:
     """The backend for a problem that requires these features; those outside `KERNEL_FEATURES` are not looked at.
 
     "auto" takes the first that works here and has every feature; a name takes that one. Where that fails, `Unsupported`
-    says for every candidate what it lacks, and why it does not work here. Nothing ever falls back from a name.
+    says for every candidate what it lacks, and why it does not work here. Nothing ever falls back from a name. Where
+    "auto" takes a later one because a library for this GPU is not installed, that is said once.
     """
     candidates = BACKENDS if backend == "auto" else (by_name(backend),)
     wanted = required & KERNEL_FEATURES
     reasons: list[str] = []
     seen: list[Backend] = []
+    missed: list[str] = []
     for candidate in map(installed, candidates):
         seen.append(candidate)
         reason = candidate.why_not()
         if reason is not None:
             reasons.append(f"{candidate.name} does not work here: {reason}")
+            if isinstance(reason, NotInstalled) and not missing_in(candidate, wanted):
+                missed.append(f"{candidate.name}: {reason}")
         elif (served := next((v for v in variants(candidate) if wanted <= v.features), None)) is not None:
+            if missed:
+                say_once(
+                    f"attention runs on {candidate.name}; what this GPU prefers is not installed "
+                    f"({'; '.join(missed)}); "
+                    f"ContextParallel(backend={candidate.name!r}) takes it without a word"
+                )
             return served
         elif remark := remark_on(candidate):
             reasons.append(f"{candidate.name} is {remark}")

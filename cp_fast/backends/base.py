@@ -19,7 +19,13 @@ import torch
 from cp_fast.backends.lengths import Cumulative, longest
 from cp_ref.spec import Feature
 
-__all__ = ["Backend", "Gradients", "Partial", "Segments"]
+__all__ = ["Backend", "Gradients", "NotInstalled", "Partial", "Segments"]
+
+
+class NotInstalled(str):
+    """Why a backend does not work here, where installing a package would mend it: the GPU is one that it is for."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

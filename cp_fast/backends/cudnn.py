@@ -29,7 +29,7 @@ from functools import cache
 
 import torch
 
-from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_fast.backends.base import Gradients, NotInstalled, Partial, Segments
 from cp_fast.backends.cudnn_graphs import Id, backward_graph, forward_graph, library, run, shape_class_of
 from cp_fast.backends.dims import aligned, round_up, trim, widen
 from cp_fast.backends.lse_gradient import lse_launch
@@ -140,7 +140,9 @@ def _why_not() -> str | None:
     try:
         version = library().backend_version()
     except Exception as error:  # a broken installation fails in many ways, and all of them mean "not here"
-        return f"importing cudnn (pip install nvidia-cudnn-frontend) failed: {type(error).__name__}: {error}"
+        return NotInstalled(
+            f"importing cudnn (pip install nvidia-cudnn-frontend) failed: {type(error).__name__}: {error}"
+        )
     if version < 91900:
         return f"it is checked with cuDNN 9.19 and later, and this is {version // 10000}.{version // 100 % 100}"
     return None

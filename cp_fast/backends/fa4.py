@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_fast.backends.base import Gradients, NotInstalled, Partial, Segments
 from cp_fast.backends.dims import round_up, trim, widen
 from cp_ref.spec import Feature
 
@@ -141,7 +141,9 @@ def _why_not() -> str | None:
     try:
         library = _interface()
     except Exception as error:  # a broken installation fails in many ways, and all of them mean "not here"
-        return f"importing flash_attn.cute.interface (pip install flash-attn-4) failed: {type(error).__name__}: {error}"
+        return NotInstalled(
+            f"importing flash_attn.cute.interface (pip install flash-attn-4) failed: {type(error).__name__}: {error}"
+        )
     both = {"cu_seqlens_q", "cu_seqlens_k", "window_size_left", "window_size_right", "softmax_scale", "softcap"}
     for name, arguments in (("_flash_attn_fwd", {"return_lse"}), ("_flash_attn_bwd", {"deterministic", "dlse"})):
         function = getattr(library, name, None)

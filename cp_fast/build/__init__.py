@@ -2,11 +2,14 @@
 
     tools     the compilers, where they are and which
     recipe    what is compiled and how, and the key that all of it gives
-    cache     finished builds by key: one builder at a time, nothing half-done is ever seen
-    builder   the three together
+    cache     finished builds by key: nothing half-done is ever seen
+    locks     one builder at a time, as far as locks work
+    trust     whose files are used
+    builder   all of them together
 
-The cache is $CP_ATTENTION_CACHE, or else cp-attention in $XDG_CACHE_HOME or ~/.cache. CXX, NVCC (or CUDA_HOME) and
-CP_ATTENTION_CUDA_ARCHS ("90", "80;90", "all") choose the compilers and the GPU architectures.
+The cache is $CP_ATTENTION_CACHE, or else cp-attention in $XDG_CACHE_HOME or ~/.cache. CXX ("g++", "ccache g++"), NVCC
+(or CUDA_HOME) and CP_ATTENTION_CUDA_ARCHS ("90", "80;90", "all") choose the compilers and the GPU architectures.
+CP_ATTENTION_BUILD_WAIT is how many seconds (600) a process waits for another one's build before it builds itself.
 """
 
 from cp_fast.build.builder import Status, build, find, library, status, why_not

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -14,7 +16,8 @@ import torch
 
 from cp_fast.build import cache, tools
 from cp_fast.build.errors import BuildError, Unavailable
-from cp_fast.build.recipe import Recipe, recipe, sources_folder
+from cp_fast.build.recipe import Recipe, Target, recipe, target
+from cp_fast.remarks import say as _say
 
 __all__ = ["Status", "build", "find", "library", "status", "why_not"]
 
@@ -57,28 +60,41 @@ def build(device: str, archs: tuple[int, ...] | None = None, say: Callable[[str]
         Unavailable, BuildError: as `library`.
     """
     _check_platform()
-    made = recipe(device, archs)
-    program = tools.ninja()
+    wanted = target(device, archs)
+    try:
+        made, program = recipe(wanted), tools.ninja()
+        key = made.key()
+    except Unavailable:  # no compiler: what another one made will do
+        if (found := _by_any_compiler(wanted)) is not None:
+            return found
+        raise
 
     def build_in(folder: Path) -> None:
         (say or _say)(f"building the native kernels for {_SAID_OF[device]}, once, into {cache.root()}")
         _run(program, made, folder)
 
-    return cache.cached(made.key(), made.file_name, build_in)
+    return cache.cached(key, wanted.file_name, build_in)
 
 
 def find(device: str, archs: tuple[int, ...] | None = None) -> Path | None:
     """The library that `build` would give, if it has been built already."""
     try:
-        made = recipe(device, archs)
-        return cache.find(made.key(), made.file_name)
+        _check_platform()
+        wanted = target(device, archs)
     except Unavailable:
         return None
+    try:
+        return cache.find(recipe(wanted).key(), wanted.file_name)
+    except Unavailable:
+        return _by_any_compiler(wanted)
 
 
 @lru_cache
 def why_not(device: str) -> str | None:
     """Why the native kernels for a device cannot be had here, or None. Looks for what they need; builds nothing.
+
+    Raises:
+        ValueError: CXX, NVCC or CP_ATTENTION_CUDA_ARCHS cannot be taken at its word.
 
     >>> why_not("tpu")
     Traceback (most recent call last):
@@ -89,24 +105,33 @@ def why_not(device: str) -> str | None:
         if device == "cuda":
             _check_gpu()
         _check_platform()
-        made = recipe(device)
+        wanted = target(device)
+    except Unavailable as error:
+        return str(error)
+    try:
+        made = recipe(wanted)
+        made.key()
         tools.ninja()
         if made.nvcc is not None:
             _check_nvcc(made.nvcc)
     except Unavailable as error:
-        return str(error)
+        return None if _by_any_compiler(wanted) is not None else f"{error}; and the cache has none that fits"
     return None
 
 
+def _by_any_compiler(wanted: Target) -> Path | None:
+    """A library in the cache for this very machine, sources and PyTorch, as where it was built with another image."""
+    return cache.find_first(f"{wanted.key()}-", wanted.file_name)
+
+
 def status(device: str) -> Status:
-    """What there is of a device's native kernels on this machine; builds nothing."""
+    """What there is of a device's native kernels on this machine; builds nothing. Raises as `why_not`."""
     return Status(find(device), why_not(device))
 
 
 def _check_platform() -> None:
     if sys.platform != "linux":
         raise Unavailable(f"native kernels are built on Linux only, and this is {sys.platform}")
-    sources_folder()
 
 
 def _check_gpu() -> None:
@@ -130,18 +155,16 @@ def _run(ninja: str, made: Recipe, folder: Path) -> None:
     """Build in an empty folder."""
     (folder / "build.ninja").write_text(made.ninja())
     began = time.perf_counter()
-    done = subprocess.run(
-        [ninja, "-C", str(folder), "--quiet"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
-    if done.returncode or not (folder / made.file_name).exists():
+    command = [ninja, "-C", str(folder), "--quiet"]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode or not (folder / made.target.file_name).exists():
+        if full := [text for text in map(os.strerror, cache.FULL) if text in done.stdout]:
+            raise OSError(cache.FULL[0], f"{full[0]}, while compiling; compilers write to {tempfile.gettempdir()} too")
         seconds = f"{time.perf_counter() - began:.0f} s"
         raise BuildError(
-            f"building the native kernels for {_SAID_OF[made.device]} failed after {seconds}. CP_FAST_KERNELS=torch "
-            f"does without them. The command and what the compiler said:\n{done.stdout.strip()}"
+            f"building the native kernels for {_SAID_OF[made.target.device]} failed after {seconds}. "
+            "CP_FAST_KERNELS=torch does without them. The command and what the compiler said:\n"
+            f"{done.stdout.strip()}"
         )
     for waste in folder.glob("*.o"):
         waste.unlink()
-
-
-def _say(line: str) -> None:
-    print(f"cp-attention: {line}", file=sys.stderr, flush=True)

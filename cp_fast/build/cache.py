@@ -1,9 +1,12 @@
 """Finished builds by key, in a folder of the user that any number of processes share.
 
 <root>/<key>/                  a finished build: the library, and build.json with its checksum; appears by one rename
-<root>/<key>.lock              held by the one who builds; the kernel lets go of it when that process ends, however
+<root>/<key>.lock              held by the one who builds, and says who that is (`locks`)
 <root>/<key>.failed            why the last try failed, for those who waited for it
-<root>/.<key>.building-*/      where it is being built; what a killed builder left goes with the next build
+<root>/.<key>.building-*/      where one process builds it; what a killed one left goes with the next build
+
+Nothing here relies on locks: without them the same is built several times, the first to finish is kept, and nobody
+touches what another process is building. Only files that are this user's are used (`trust`).
 """
 
 from __future__ import annotations
@@ -12,39 +15,59 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cp_fast.build import locks, trust
 from cp_fast.build.errors import BuildError, Unavailable
 
-__all__ = ["VARIABLE", "cached", "find", "root"]
+__all__ = ["FULL", "VARIABLE", "cached", "find", "find_first", "root"]
 
 VARIABLE = "CP_ATTENTION_CACHE"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _RECORD = "build.json"
+_BUILDING = ".building-"
+_A_DAY = 24 * 3600
 
 
 def root() -> Path:
-    """The folder of all builds."""
-    if asked := os.environ.get(VARIABLE):
-        return Path(asked).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cp-attention"
+    """The folder of all builds.
+
+    Raises:
+        Unavailable: there is no home folder for it.
+    """
+    asked = os.environ.get(VARIABLE)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return (Path(asked).expanduser() if asked else Path(cache).expanduser() / "cp-attention").absolute()
+    except RuntimeError as error:
+        raise Unavailable(
+            f"the cache of native kernels would be {asked or f'{cache}/cp-attention'}, but this user has no home "
+            f"folder ({error}): set {VARIABLE} to a folder that can be written to"
+        ) from error
 
 
 def find(key: str, file_name: str) -> Path | None:
-    """The library of a finished build; None if there is none, or if it is not what was once built."""
-    folder = root() / key
+    """The library of a finished build; None if there is none, if it is not ours, or not what was once built."""
     try:
-        record = json.loads((folder / _RECORD).read_text())
-        content = (folder / file_name).read_bytes()
-    except (OSError, ValueError):
+        trust.check_root(root(), VARIABLE)
+    except (OSError, Unavailable):
         return None
-    if not isinstance(record, dict) or record.get("sha256") != hashlib.sha256(content).hexdigest():
+    return _library_in(root() / key, file_name)
+
+
+def find_first(prefix: str, file_name: str) -> Path | None:
+    """As `find`, the newest of all builds whose keys begin so."""
+    try:
+        keys = sorted((-path.stat().st_mtime, path.name) for path in root().iterdir() if path.name.startswith(prefix))
+    except (OSError, Unavailable):
         return None
-    return folder / file_name
+    return next((found for _, key in keys if (found := find(key, file_name)) is not None), None)
 
 
 def cached(key: str, file_name: str, build_in: Callable[[Path], None]) -> Path:
@@ -53,24 +76,24 @@ def cached(key: str, file_name: str, build_in: Callable[[Path], None]) -> Path:
     Of all processes that want it at once one builds, and the others wait for its result, or its failure.
 
     Raises:
-        Unavailable: the cache cannot be written to. BuildError: the build failed.
+        Unavailable: the cache cannot be written to, or is not this user's alone. BuildError: the build failed.
     """
     if (found := find(key, file_name)) is not None:
         return found
     began = time.time()
-    with _writing(), _locked(key) as waited:
+    with _writing(), locks.turn(root() / f"{key}.lock", lambda: find(key, file_name) is not None) as waited:
         if (found := find(key, file_name)) is not None:
             return found
         if waited and (failure := _failure_since(key, began)) is not None:
             raise BuildError(failure)
-        for left_over in root().glob(f".{key}.building-*"):
-            shutil.rmtree(left_over, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{key}.building-", dir=root()))
+        _sweep()
+        folder = _own_folder(key)
         try:
             build_in(folder)
             _publish(folder, key, file_name)
         except BuildError as error:
-            _failed(key).write_text(str(error))
+            with suppress(OSError):  # a full disk: the failure itself matters more
+                _failed(key).write_text(str(error))
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -78,17 +101,72 @@ def cached(key: str, file_name: str, build_in: Callable[[Path], None]) -> Path:
     return root() / key / file_name
 
 
+def _library_in(folder: Path, file_name: str) -> Path | None:
+    try:
+        trust.check_entry(folder)
+        record = json.loads(trust.read_file(folder / _RECORD))
+        content = trust.read_file(folder / file_name)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or record.get("sha256") != hashlib.sha256(content).hexdigest():
+        return None
+    return folder / file_name
+
+
+def _own_folder(key: str) -> Path:
+    """An empty folder that nobody else touches while this process lives: its name says who that is."""
+    return Path(tempfile.mkdtemp(prefix=f".{key}{_BUILDING}{locks.place()}-{os.getpid()}-", dir=root()))
+
+
+def _sweep() -> None:
+    """Remove what builders left that were killed: their process is gone, or it was a day ago."""
+    builder_here = re.compile(rf"\..*{re.escape(_BUILDING + locks.place())}-(\d+)-\w+")
+    for folder in root().glob(f".*{_BUILDING}*"):
+        with suppress(OSError):
+            found = builder_here.fullmatch(folder.name)
+            if (found and not _alive(int(found[1]))) or folder.stat().st_mtime < time.time() - _A_DAY:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def _publish(folder: Path, key: str, file_name: str) -> None:
-    """Make a build visible, all of it at once, in place of whatever lies there."""
+    """Make a build visible, all of it at once; one that another process finished first stays, a broken one goes."""
     content = (folder / file_name).read_bytes()
     record = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), "built": time.strftime("%F %T")}
     (folder / _RECORD).write_text(json.dumps(record))
-    folder.chmod(0o755)
+    for path in (folder / _RECORD, folder / file_name, folder):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     target = root() / key
-    if target.exists():  # broken, or `find` had found it; a rename cannot replace a folder that is not empty
-        target.rename(folder / "broken")
-    folder.rename(target)
-    shutil.rmtree(target / "broken", ignore_errors=True)
+    while True:
+        try:
+            folder.rename(target)
+            return
+        except OSError as error:  # a folder replaces an empty folder only
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+        if find(key, file_name) is not None:
+            return
+        _move_away(target, key, file_name)
+
+
+def _move_away(target: Path, key: str, file_name: str) -> None:
+    """Remove a broken build; one that was put in its place just now is put back."""
+    aside = _own_folder(key)
+    with suppress(FileNotFoundError):
+        target.rename(aside / "broken")
+        if _library_in(aside / "broken", file_name) is not None:
+            with suppress(OSError):
+                (aside / "broken").rename(target)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _failed(key: str) -> Path:
@@ -104,30 +182,18 @@ def _failure_since(key: str, began: float) -> str | None:
 
 
 @contextmanager
-def _locked(key: str) -> Iterator[bool]:
-    """Hold the key's lock; yields whether it took waiting."""
-    import fcntl  # not on Windows, where nothing is built
-
-    with open(root() / f"{key}.lock", "w") as file:
-        waited = False
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waited = True
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # a file system without locks: all build, and the last rename stays
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-        yield waited
-
-
-@contextmanager
 def _writing() -> Iterator[None]:
     """An error of the file system names the folder, and the variable that moves it."""
     try:
-        root().mkdir(parents=True, exist_ok=True)
+        root().mkdir(mode=0o700, parents=True, exist_ok=True)
+        trust.check_root(root(), VARIABLE)
         yield
     except OSError as error:
+        if error.errno in FULL:
+            raise Unavailable(
+                f"the cache of native kernels, {root()}, is full ({error}): make room there, or set {VARIABLE} to a "
+                "folder with room"
+            ) from error
         raise Unavailable(
             f"the cache of native kernels, {root()}, cannot be written to ({error}): set {VARIABLE} to a folder "
             "that can be"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,9 +15,10 @@ from cp_fast.build import tools
 from cp_fast.build.archs import machine_archs
 from cp_fast.build.errors import Unavailable
 
-__all__ = ["DEVICES", "Recipe", "recipe", "sources_folder"]
+__all__ = ["DEVICES", "Recipe", "Target", "recipe", "sources_folder", "target"]
 
 DEVICES = ("cpu", "cuda")
+_SUFFIX = {"cpu": "cpp", "cuda": "cu"}
 
 # The oldest PyTorch that is supported: the stable ABI of that release is all that is used.
 _TARGET = "0x020b000000000000"
@@ -26,19 +28,18 @@ _NATIVE = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One library: its sources, the programs and flags, and what else it depends on."""
+class Target:
+    """What a library is for and made of: all that decides about the result but the programs that make it."""
 
     device: str
     folder: Path  # csrc
     sources: tuple[Path, ...]  # what is compiled
     headers: tuple[Path, ...]  # what is included
-    cxx: str
-    nvcc: str | None
+    flags: tuple[str, ...]  # of every compiler
     cxx_flags: tuple[str, ...]
     nvcc_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
-    depends_on: tuple[str, ...]  # identities: compilers, CPU, PyTorch
+    depends_on: tuple[str, ...]  # identities: CPU, C library, PyTorch
 
     @property
     def file_name(self) -> str:
@@ -46,35 +47,61 @@ class Recipe:
         return f"cp_attention_native_{self.device}.so"
 
     def key(self) -> str:
-        """A hash of everything that decides about the result; not of where the sources and PyTorch lie."""
+        """A hash of all this; not of where the sources and PyTorch lie."""
         files = {
             str(path.relative_to(self.folder)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(self.sources + self.headers)
         }
-        programs = [tools.identity(program) for program in (self.cxx, self.nvcc) if program]
         places = {str(self.folder): "csrc", str(_torch_folder()): "torch"}
-        flags = list(self.cxx_flags + self.nvcc_flags + self.link_flags)
+        flags = [list(flags) for flags in (self.flags, self.cxx_flags, self.nvcc_flags, self.link_flags)]
         for place, name in places.items():
-            flags = [flag.replace(place, name) for flag in flags]
-        text = json.dumps([self.device, files, programs, flags, self.depends_on], sort_keys=True)
-        return f"{self.device}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
+            flags = [[flag.replace(place, name) for flag in some] for some in flags]
+        return f"{self.device}-{_hash([self.device, files, flags, self.depends_on])}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One library and the programs that make it here."""
+
+    target: Target
+    cxx: tuple[str, ...]  # the words of its command
+    nvcc: str | None
+
+    def key(self) -> str:
+        """The target's, and a hash of which programs these are."""
+        programs = [tools.identity(*self.cxx), *([tools.identity(self.nvcc)] if self.nvcc else [])]
+        return f"{self.target.key()}-{_hash(programs)}"
+
+    def commands(self) -> dict[str, list[str]]:
+        """How a source is compiled and how all is linked, as words, but for what goes in and out."""
+        t = self.target
+        cxx = [*self.cxx, *t.flags, *t.cxx_flags]
+        if self.nvcc is None:
+            return {"cxx": cxx, "link": [*self.cxx]}
+        program, options = tools.host_compiler(self.cxx)
+        host = [f"-ccbin={program}", *(f"-Xcompiler={option}" for option in options)]
+        return {
+            "cxx": [*cxx, f"-I{_cuda_include(self.nvcc)}"],
+            "nvcc": [self.nvcc, *t.flags, *t.nvcc_flags, *host],
+            "link": [self.nvcc, *host],
+        }
 
     def ninja(self) -> str:
-        """The build in ninja's language; outputs lie in the folder that ninja runs in."""
-        rules = [
-            ("cxx", [self.cxx, *self.cxx_flags, "-c", "$in", "-o", "$out"]),
-            ("nvcc", [self.nvcc or "", *self.nvcc_flags, "-c", "$in", "-o", "$out"]),
-            ("link", [self.nvcc or self.cxx, "$in", "-o", "$out", *self.link_flags]),
-        ]
-        if self.nvcc is None:
-            del rules[1]
-        lines = [line for name, words in rules for line in (f"rule {name}", f"  command = {_command(words)}", "")]
+        """The build in ninja's language; outputs lie in the folder that ninja runs in.
+
+        Ninja gives a command to a shell, so every word of it is quoted; sources are no names of ninja's own.
+        """
+        commands = {name: " ".join(map(_word, words)) for name, words in self.commands().items()}
+        ends = dict.fromkeys(commands, "-c $source -o $out")
+        ends["link"] = " ".join(["$in -o $out", *map(_word, self.target.link_flags)])  # libraries after what needs them
+        lines = [f"rule {name}\n  command = {command} {ends[name]}\n" for name, command in commands.items()]
         objects = []
-        for source in self.sources:
+        for source in self.target.sources:
             objects.append(f"{source.parent.name}_{source.stem}_{source.suffix[1:]}.o")
-            lines.append(f"build {objects[-1]}: {'nvcc' if source.suffix == '.cu' else 'cxx'} {_path(str(source))}")
-        lines += [f"build {self.file_name}: link {' '.join(objects)}", f"default {self.file_name}", ""]
-        return "\n".join(lines)
+            rule = "nvcc" if source.suffix == ".cu" else "cxx"
+            lines.append(f"build {objects[-1]}: {rule}\n  source = {_word(str(source))}")
+        name = self.target.file_name
+        return "\n".join([*lines, f"build {name}: link {' '.join(objects)}", f"default {name}", ""])
 
 
 def _torch_folder() -> Path:
@@ -94,59 +121,59 @@ def sources_folder() -> Path:
     raise Unavailable(f"the sources of the native kernels are neither in {package / 'csrc'} nor beside the package")
 
 
-def recipe(device: str, archs: tuple[int, ...] | None = None) -> Recipe:
-    """How the library for a device is built here.
+def target(device: str, archs: tuple[int, ...] | None = None) -> Target:
+    """The library for a device here; asks for no compiler.
 
     Args:
         device: "cpu" or "cuda".
         archs: GPU architectures; None for those of this machine.
 
     Raises:
-        Unavailable: something that it takes is not here. ValueError: another device.
+        Unavailable: the sources or a GPU are not here. ValueError: another device.
     """
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
-    folder, torch_folder, cxx = sources_folder(), _torch_folder(), tools.cxx()
-    include = torch_folder / "include"
-    if not (include / "torch" / "csrc" / "stable" / "library.h").exists():
-        raise Unavailable(f"PyTorch {torch.__version__} comes without its headers: looked in {include}")
-    shared = ("-std=c++17", f"-DCP_DEVICE={device}", f"-I{folder / 'common'}")
-    cxx_flags = (*shared, "-fPIC", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={_TARGET}", f"-isystem{include}")
-    libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu")
-    depends_on = (platform.machine(), f"torch {torch.__version__}", f"ABI {_TARGET}")
+    folder, torch_folder = sources_folder(), _torch_folder()
     common, own = folder / "common", folder / device
-    headers = tuple(sorted({*common.glob("*.h"), *own.glob("*.h"), *own.glob("*.cuh")}))
-    binding = common / "bindings.cpp"
+    binding = ("-fPIC", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={_TARGET}")
+    binding = (*binding, f"-isystem{torch_folder / 'include'}", "-Wall", "-Wextra")
+    libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu")
+    made = Target(
+        device=device,
+        folder=folder,
+        sources=(*sorted(own.glob(f"*.{_SUFFIX[device]}"), key=_largest_first), common / "bindings.cpp"),
+        headers=tuple(sorted({*common.glob("*.h"), *own.glob("*.h"), *own.glob("*.cuh")})),
+        flags=("-std=c++17", f"-DCP_DEVICE={device}", f"-I{common}"),
+        cxx_flags=(*binding, "-O3", *_NATIVE.get(platform.machine(), ())),
+        nvcc_flags=(),
+        link_flags=("-shared", "-fPIC", "-Wl,--no-undefined", *libraries),
+        depends_on=(platform.machine(), f"torch {torch.__version__}", f"ABI {_TARGET}", tools.libc_identity()),
+    )
     if device == "cpu":
-        return Recipe(
-            device=device,
-            folder=folder,
-            sources=(*sorted(own.glob("*.cpp"), key=_largest_first), binding),
-            headers=headers,
-            cxx=cxx,
-            nvcc=None,
-            cxx_flags=(*cxx_flags, "-O3", "-Wall", "-Wextra", *_NATIVE.get(platform.machine(), ())),
-            nvcc_flags=(),
-            link_flags=("-shared", "-fPIC", "-Wl,--no-undefined", *libraries),
-            depends_on=(*depends_on, tools.cpu_identity()),
-        )
-    nvcc = tools.nvcc()
+        return replace(made, depends_on=(*made.depends_on, tools.cpu_identity()))
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs or machine_archs()]
     # without PyTorch's CUDA library the result can be made, not loaded: enough to see that sources compile
     on_gpu = ("-ltorch_cuda", "-Xlinker=--no-undefined") if (torch_folder / "lib" / "libtorch_cuda.so").exists() else ()
-    return Recipe(
-        device=device,
-        folder=folder,
-        sources=(*sorted(own.glob("*.cu"), key=_largest_first), binding),
-        headers=headers,
-        cxx=cxx,
-        nvcc=nvcc,
-        cxx_flags=(*cxx_flags, "-O2", "-Wall", "-Wextra", "-DUSE_CUDA", f"-I{_cuda_include(nvcc)}"),
-        nvcc_flags=(*shared, "-O3", f"-ccbin={cxx}", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes),
+    return replace(
+        made,
+        cxx_flags=(*binding, "-O2", "-DUSE_CUDA"),
+        nvcc_flags=("-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes),
         # its own CUDA runtime inside, so that it needs none of a certain release; the driver's streams are everyone's
-        link_flags=("-shared", f"-ccbin={cxx}", "-cudart=static", *libraries, *on_gpu),
-        depends_on=(*depends_on, f"CUDA {torch.version.cuda}"),
+        link_flags=("-shared", "-cudart=static", *libraries, *on_gpu),
+        depends_on=(*made.depends_on, f"CUDA {torch.version.cuda}"),
     )
+
+
+def recipe(wanted: Target) -> Recipe:
+    """How a library is built here.
+
+    Raises:
+        Unavailable: something that it takes is not here. ValueError: CXX or NVCC names no program.
+    """
+    include = _torch_folder() / "include"
+    if not (include / "torch" / "csrc" / "stable" / "library.h").exists():
+        raise Unavailable(f"PyTorch {torch.__version__} comes without its headers: looked in {include}")
+    return Recipe(wanted, tools.cxx(), tools.nvcc() if wanted.device == "cuda" else None)
 
 
 def _largest_first(path: Path) -> tuple[int, str]:
@@ -158,10 +185,10 @@ def _cuda_include(nvcc: str) -> Path:
     return Path(nvcc).resolve().parents[1] / "include"
 
 
-def _command(words: list[str]) -> str:
-    return " ".join(f"'{_path(word)}'" if " " in word else word for word in words)
+def _word(text: str) -> str:
+    """A word of a command, quoted for the shell and for ninja."""
+    return shlex.quote(text).replace("$", "$$")
 
 
-def _path(text: str) -> str:
-    """A path as ninja reads it."""
-    return text.replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
+def _hash(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -6,38 +6,55 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 
 from cp_fast.build.errors import Unavailable
 
-__all__ = ["cpu_identity", "cxx", "identity", "ninja", "nvcc", "nvcc_release"]
+__all__ = ["cpu_identity", "cxx", "host_compiler", "identity", "libc_identity", "ninja", "nvcc", "nvcc_release"]
 
 _CXX = ("c++", "g++", "clang++")
 
 
-def cxx() -> str:
-    """The C++ compiler: $CXX, or the first of c++, g++ and clang++.
+def cxx() -> tuple[str, ...]:
+    """The C++ compiler: $CXX, which may be several words ("ccache g++"), or the first of c++, g++ and clang++.
+
+    Returns:
+        The words of its command, programs by their paths.
 
     Raises:
-        Unavailable: none is there.
+        Unavailable: none is there. ValueError: $CXX names none.
     """
     if asked := os.environ.get("CXX"):
-        return _found("a C++ compiler", [asked], "$CXX")
-    return _found("a C++ compiler", _CXX, "$CXX is not set")
+        return _asked("CXX", asked, "a C++ compiler")
+    return (_found("a C++ compiler", _CXX, "$CXX is not set"),)
+
+
+def host_compiler(command: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """(program, options) of a compiler's command, without a launcher such as ccache.
+
+    >>> host_compiler(("/usr/bin/ccache", "/usr/bin/g++", "-m64"))
+    ('/usr/bin/g++', ('-m64',))
+    """
+    programs = list(takewhile(_no_option, command))
+    return programs[-1], command[len(programs) :]
 
 
 def nvcc() -> str:
     """The CUDA compiler: $NVCC, bin/nvcc of $CUDA_HOME or $CUDA_PATH, nvcc, or /usr/local/cuda/bin/nvcc.
 
     Raises:
-        Unavailable: none is there.
+        Unavailable: none is there. ValueError: $NVCC names none.
     """
     if asked := os.environ.get("NVCC"):
-        return _found("CUDA's compiler", [asked], "$NVCC")
+        if (path := shutil.which(asked)) is None:
+            raise ValueError(f"NVCC is {asked!r}; it must name CUDA's compiler, by its path or on PATH")
+        return path
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if home := os.environ.get(variable):
             return _found("CUDA's compiler", [str(Path(home) / "bin" / "nvcc")], f"${variable}")
@@ -59,17 +76,18 @@ def ninja() -> str:
 
 
 @lru_cache
-def identity(program: str) -> str:
-    """Which program this is: its real path and what it says of its version.
+def identity(*command: str) -> str:
+    """Which program this is: the real paths of its command, and what it says of its version.
 
     Raises:
         Unavailable: it does not run.
     """
     try:
-        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"{program} --version does not run: {error}") from error
-    return f"{os.path.realpath(program)}\n{said}"
+        raise Unavailable(f"{shlex.join(command)} --version does not run: {error}") from error
+    programs = [os.path.realpath(program) for program in takewhile(_no_option, command)]
+    return "\n".join([*programs, *command[len(programs) :], said])
 
 
 def nvcc_release(program: str) -> tuple[int, int]:
@@ -94,6 +112,28 @@ def cpu_identity() -> str:
         return f"{platform.machine()} {platform.processor()}"
     lines = [line for line in first.splitlines() if line.startswith(wanted)]
     return "\n".join([platform.machine(), *lines])
+
+
+@lru_cache
+def libc_identity() -> str:
+    """The C library, which a library that was linked to a newer one does not load with."""
+    return " ".join(platform.libc_ver())
+
+
+def _asked(variable: str, text: str, what: str) -> tuple[str, ...]:
+    """The words of a command that an environment variable has; a path may hold blanks."""
+    try:
+        words = [text] if shutil.which(text) else shlex.split(text)
+    except ValueError:
+        words = []
+    programs = [shutil.which(word) for word in takewhile(_no_option, words)]
+    if not programs or None in programs:
+        raise ValueError(f"{variable} is {text!r}; it must name {what}, by its path or on PATH")
+    return (*map(str, programs), *words[len(programs) :])
+
+
+def _no_option(word: str) -> bool:
+    return not word.startswith("-")
 
 
 def _found(what: str, names: Iterable[str], source: str) -> str:

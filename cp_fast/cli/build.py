@@ -37,7 +37,7 @@ def build(
     """
     with readable_errors():
         numbers = None if archs is None else read_archs(archs, "--archs")
-    chosen = _devices(device)
+        chosen = _devices(device)
     console = Console(soft_wrap=True, highlight=False)
     if not chosen:
         console.print(
@@ -65,7 +65,7 @@ def _built(console: Console, device: str, archs: tuple[int, ...] | None, check: 
     fresh: list[str] = []
     try:
         path = native.build(device, archs, fresh.append)
-    except (native.Unavailable, native.BuildError) as error:
+    except (native.Unavailable, native.BuildError, ValueError) as error:
         console.print(f"{device}: [red]failed[/]: {escape(str(error))}")
         return False
     how = f"built in {time.perf_counter() - began:.1f} s" if fresh else "there already"

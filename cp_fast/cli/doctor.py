@@ -17,6 +17,7 @@ from torch.cuda import nccl
 
 from cp_fast import build
 from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
+from cp_fast.build import tools
 from cp_fast.cli.common import CHECK_FAILED, table
 from cp_fast.kernels.select import chosen
 from cp_ref.spec import Feature
@@ -69,7 +70,7 @@ def _installed() -> Table:
         version = _version(package)
         made.add_row(package, version or "-", "" if version else escape(remark) or "optional")
     made.add_row("nvcc", *_tool("nvcc"))
-    made.add_row("C++ compiler", *_tool(os.environ.get("CXX", ""), "c++", "g++", "clang++", "cl"))
+    made.add_row("C++ compiler", *_compiler())
     dist = torch.distributed
     if dist.is_available():
         transports = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
@@ -122,7 +123,10 @@ def _kernels() -> tuple[Table, set[str]]:
     made = table("kernels that move and merge", "device", "in use", "native build", "remark")
     served = set()
     for device in build.DEVICES:
-        built, why_not = build.status(device)
+        try:
+            built, why_not = build.status(device)
+        except ValueError as error:
+            built, why_not = None, str(error)
         if device == "cuda" and not torch.cuda.is_available():
             in_use, why = "-", "PyTorch sees no GPU"
         else:
@@ -143,6 +147,14 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _compiler() -> tuple[str, str]:
+    try:
+        program, _ = tools.host_compiler(tools.cxx())
+    except (build.Unavailable, ValueError) as error:
+        return "-", str(error)
+    return _tool(program)
 
 
 def _tool(*names: str) -> tuple[str, str]:

@@ -4,7 +4,8 @@
     numba    Numba CUDA, compiled on first use        needs a GPU and the package numba-cuda
     torch    PyTorch's operators                      needs nothing
 
-Without a choice, a device takes the first of them whose needs are met. A choice is made by `use("torch")`, or by the
+Without a choice, a device takes the first of them whose needs are met, and where that is not the first of all its first
+use says so, once. A choice is made by `use("torch")`, or by the
 environment variable CP_FAST_KERNELS; what was chosen and cannot be had raises. So does a native build that fails: a
 compiler that is there is used.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from cp_fast.kernels.base import Kernels
 from cp_fast.kernels.base_thd import ThdKernels
+from cp_fast.remarks import say_once
 
 __all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "thd_kernels", "use", "why_not"]
 
@@ -38,7 +40,8 @@ _used: list[str] = []  # of `use`, the innermost last; for all threads, as autog
 
 
 def why_not(name: str, device_type: str) -> str | None:
-    """Why an implementation cannot be had on a device ("cpu", "cuda"); None if its needs are met.
+    """Why an implementation cannot be had on a device ("cpu", "cuda"); None if its needs are met. A ValueError where
+    the environment names a compiler that is not there.
 
     >>> why_not("torch", "cpu") is None, why_not("numba", "cpu")
     (True, "numba is for 'cuda', not 'cpu'")
@@ -120,7 +123,13 @@ def asked() -> tuple[str | None, str]:
 @lru_cache
 def _choice(device_type: str, asked_name: str | None, by: str) -> str:
     """The name of the `chosen` one, looked up once for every way of asking."""
-    return chosen(device_type)[0]
+    taken, why = chosen(device_type)
+    if asked_name is None and taken != NAMES[0]:
+        say_once(
+            f"on {device_type!r} the kernels {taken!r} move and merge, slower than {NAMES[0]!r} ones ({why}); "
+            f"{VARIABLE}={taken} takes them without a word"
+        )
+    return taken
 
 
 def _name(device_type: str, name: str | None) -> str:

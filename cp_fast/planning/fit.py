@@ -69,7 +69,7 @@ class Shape:
         pieces = 2 if problem.layout == "dual_chunk" else 1
         return max(1, min(unit, self.room.max_sequences * pieces * (left + right)))
 
-    def segments(self, keys: SegmentKeys) -> int:
+    def segments(self, keys: Any) -> int:
         """The most segments of a launch: as many a sequence as the first batch has on the average, rounded up."""
         found = len(self.tables.cumulative(keys.cu_q)) - 1
         sequences = sum(n > 0 for n in self.problem.lengths.len_q)
@@ -81,7 +81,7 @@ class Shape:
         yield from self.program.backward
 
 
-def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[LoweredProgram[Key], PaddedTables]:
+def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[LoweredProgram[Any], PaddedTables]:
     """A batch's program in this shape, with its tables.
 
     Raises:
@@ -183,7 +183,7 @@ class _Fitter:
             else own * self._shape.problem.a2a_size
         )
 
-    def step(self, where: str, wanted: LoweredStep[RowKey], given: LoweredStep[RowKey]) -> LoweredStep[Key]:
+    def step(self, where: str, wanted: LoweredStep[RowKey], given: LoweredStep[RowKey]) -> LoweredStep[Any]:
         """One step in the shape of the first batch's."""
 
         def pairs(name: str, key: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
@@ -220,7 +220,7 @@ class _Fitter:
         spare = (self.buffers.get(name) or self.sums[name]).size
         return self._tables.added_to(self._numbers(name, rows), size, spare)
 
-    def _copy(self, wanted: Copy[RowKey], given: Copy[RowKey] | None) -> Copy[Key]:
+    def _copy(self, wanted: Copy[RowKey], given: Copy[RowKey] | None) -> Copy[Any]:
         source, target = wanted.source, wanted.target
         size = self.buffers[source.buffer].size
         return Copy(
@@ -228,7 +228,7 @@ class _Fitter:
             Operand(target.buffer, self._written(target.buffer, given and given.target.rows, size), target.heads),
         )
 
-    def _send(self, where: str, wanted: Send[RowKey], given: Send[RowKey] | None) -> Send[Key]:
+    def _send(self, where: str, wanted: Send[RowKey], given: Send[RowKey] | None) -> Send[Any]:
         size = self._shape.message_rows(self.buffers[wanted.buffer].kind, wanted.peers[0])
         self._check(where, self._rows_of(given and given.rows), size)
         return replace(wanted, rows=self._read(wanted.buffer, given and given.rows, size))
@@ -279,7 +279,7 @@ class _Fitter:
             one, other = getattr(wanted, name), getattr(given, name) if given else None
             return None if one is None else replace(one, rows=self._read(one.buffer, other and other.rows, size))
 
-        keys = given.segments if given else None
+        keys: Any = given.segments if given else None
         none = np.zeros(1, dtype=np.int32)
         cu_q, cu_kv = (self._given.cumulative(k) for k in (keys.cu_q, keys.cu_kv)) if keys else (none, none)
         most = self._shape.segments(wanted.segments)
@@ -324,8 +324,8 @@ def _matched(
     pairs = [(item, found.pop(key(item), None)) for item in wanted]
     if found:
         raise ValueError(
-            f"{needs} a message or copy ({what} {next(iter(found))}) that the plan does not have; make a plan with a batch "
-            "that needs it"
+            f"{needs} a message or copy ({what} {next(iter(found))}) that the plan does not have; make a plan with a "
+            "batch that needs it"
         )
     return pairs
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cp_fast.planning.fit import Shape, fit
 from cp_fast.planning.link import linked
 from cp_fast.planning.lower import Draft
 from cp_fast.planning.padded import PaddedTables
-from cp_fast.planning.tables import Key
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows
 from cp_ref.spec import Problem
 
 __all__ = ["Fitted", "FixedTables"]
 
-Fitted = tuple[LoweredProgram[Key], PaddedTables, torch.Tensor]
+Fitted = tuple[LoweredProgram[Any], PaddedTables, torch.Tensor]
 
 
 class FixedTables:

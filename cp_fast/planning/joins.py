@@ -1,4 +1,4 @@
-"""Tiles that are one tile. A segment of a kernel launch has rows from anywhere: they are gathered, or lie there already.
+"""Tiles that are one tile. A segment of a kernel launch has rows from anywhere: they are gathered, or lie together.
 
 squares   the own chunks of a causal sequence:  q early x k early, q late x k early, q late x k late  ->  one square
 strips    tiles with nothing hidden and the same queries: one, with all their keys in any order; and where other

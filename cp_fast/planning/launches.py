@@ -8,11 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.planning.joins import Segments, SegmentSpans, one_each, squares, strips
-from cp_fast.planning.rows import Spans
+from cp_fast.planning.rows import RowMap, Spans
 from cp_fast.planning.windows import BandTiles, WindowRule, cut_to_windows
 from cp_ref.spec import Column
 
-__all__ = ["LaunchTable", "launch_tables"]
+__all__ = ["LaunchTable", "keys_in_buffer_order", "launch_tables"]
+
+_FEW = 8  # segments
 
 
 class LaunchTable(NamedTuple):
@@ -46,6 +48,19 @@ def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     else:
         segments = Segments.concat([square, strips(cut.take(full)), one_each(cut.take(~full))])
     return [_launch(found) for group in _by_window(segments) for found in _without_common_rows(group)]
+
+
+def keys_in_buffer_order(table: LaunchTable, rows: RowMap) -> LaunchTable:
+    """A launch in which nothing is hidden, with each segment's keys in the order of their buffer: where there are few
+    segments they may then lie side by side there, and need not be gathered.
+    """
+    if table.left is not None or table.right is not None or len(table.lengths_k) > _FEW:
+        return table
+    located = rows.locate(table.k_spans)
+    segment = table.k.segment[located.number]
+    order = np.lexsort((located.row, segment))
+    start, count = located.start[order], located.count[order]
+    return table._replace(k=SegmentSpans(segment[order], start, start + count))
 
 
 def _launch(segments: Segments) -> LaunchTable:

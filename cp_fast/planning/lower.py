@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.launches import LaunchTable, launch_tables
+from cp_fast.planning.launches import LaunchTable, keys_in_buffer_order, launch_tables
 from cp_fast.planning.operands import Held, Operands
 from cp_fast.planning.results import Parcels, Results, parcels_of
 from cp_fast.planning.rows import RowMap, Spans
@@ -41,8 +41,8 @@ COMPLETE = "complete"  # instead of sums: complete results that arrive are writt
 
 
 class SegmentKeys(NamedTuple):
-    """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`, of q and kv: what no length
-    ever exceeds, in a plan that is updated in place.
+    """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`, of q and kv: what no
+    length ever exceeds, in a plan that is updated in place.
     """
 
     cu_q: Key
@@ -279,7 +279,7 @@ class _Pass:
     # ---- tiles
 
     def _head_groups(self, tiles: Tiles) -> Iterator[HeadGroup]:
-        """Tiles by heads: their query heads and kv heads, of which each query head uses its own by the kernel's rule."""
+        """Tiles by heads: their query heads, and the kv heads that these use by the kernel's rule."""
         ranges = _head_ranges(tiles)
         for heads in ranges:
             some = tiles
@@ -298,7 +298,9 @@ class _Pass:
             of_kind = kv_heads if kind == "kv" else heads
             if any(self.operands.find(kind, of_kind, _rows_of_launch(t, kind), number) is None for t in tables):
                 draft.copies += self.operands.gather(kind, of_kind, [_rows_of(tiles, kind)], number)
-        draft.launches += [self._one_launch(table, number, heads, kv_heads) for table in tables]
+        for table in tables:
+            ordered = keys_in_buffer_order(table, self.operands.rows_of("kv", kv_heads, table.k_spans))
+            draft.launches.append(self._one_launch(ordered, number, heads, kv_heads))
 
     def _one_launch(self, table: LaunchTable, number: int, heads: Heads, kv_heads: Heads) -> Launch[RowKey]:
         q_spans, k_spans, tables = table.q_spans, table.k_spans, self.operands.tables

@@ -55,6 +55,14 @@ class Operands:
                     return self._operand(held, located, heads, step)
         return None
 
+    def rows_of(self, kind: str, heads: Heads, spans: Spans) -> RowMap:
+        """The rows of the buffer that `find` finds."""
+        return next(
+            held.rows
+            for held in reversed(self.held)
+            if held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1] and held.rows.covers(spans)
+        )
+
     def gather(self, kind: str, heads: Heads, parts: Sequence[Spans], step: int) -> list[Copy[RowKey]]:
         """Put all of these rows together in a new buffer, in the order of the global rows: the copies that fill it."""
         spans = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
@@ -69,14 +77,16 @@ class Operands:
                 if held.heads[0] <= part[0] and part[1] <= held.heads[1] and len(missing[0]):
                     located = held.rows.locate(missing)
                     if located.total:
+                        order = np.argsort(located.row, kind="stable")  # as they lie there: scattered, not gathered too
+                        located = Located(*(x[order] for x in located))
                         there: Spans = located.start, located.start + located.count
                         source = self._operand(held, located, part, step)
                         copies.append(Copy(source, self._operand(made, rows.locate(there), part, step)))
                         missing = subtract(missing, _merged(there))
             if len(missing[0]):
                 raise ValueError(
-                    f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which are "
-                    "not there; verify names the step that should have brought them"
+                    f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which"
+                    " are not there; verify names the step that should have brought them"
                 )
         return copies
 

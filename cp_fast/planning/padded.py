@@ -67,7 +67,7 @@ class PaddedTables:
 
     def on_host(self, *, pinned: bool) -> torch.Tensor:
         """All tables as they are to lie on the device, uint8."""
-        host = torch.zeros(self._places()[-1], dtype=torch.uint8, pin_memory=pinned)
+        host = torch.zeros(self._places()[-1], dtype=torch.uint8, device="cpu", pin_memory=pinned)
         view = host.numpy()
         for (start, _), table in zip(pairwise(self._places()), self._tables, strict=True):
             view[start : start + table.nbytes] = table.view(np.uint8)

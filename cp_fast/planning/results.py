@@ -1,8 +1,9 @@
-"""Where partial results go: into the rows of the next message that takes them along, or home, to the rank's own rows."""
+"""Where partial results go: into rows of the next message that takes them along, or home, to the rank's own rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def parcels_of(message: Message) -> list[Parcels]:
     cut = np.flatnonzero((p.head_start[1:] != p.head_start[:-1]) | (p.head_stop[1:] != p.head_stop[:-1])) + 1
     edges = [0, *cut.tolist(), len(p)]
     found: list[Parcels] = []
-    for n, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+    for n, (a, b) in enumerate(pairwise(edges)):
         heads = int(p.head_start[a]), int(p.head_stop[a])
         where = message.peer, message.tag * _TAGS + 8 * n, message.complete
         found.append(Parcels(message.kind, heads, p.start[a:b], p.stop[a:b], *where))
@@ -111,7 +112,7 @@ class Results:
         found: list[Contribution[RowKey]] = []
         size = spans[1] - spans[0]
         begin = np.cumsum(size) - size  # rows of the partial result
-        for part in zip(cuts, cuts[1:], strict=False):
+        for part in pairwise(cuts):
             rest, offset = spans, begin
             for out in self._outgoing[kind]:
                 if out.step > step and out.heads[0] <= part[0] and part[1] <= out.heads[1] and len(rest[0]):
@@ -143,6 +144,10 @@ class Results:
             return spans, offset
         first = offset[located.number] + located.start - spans[0][located.number]
         here, there = self.tables.rows(first, located.count), self.tables.rows(located.row, located.count)
+        if not isinstance(here, slice) and not isinstance(there, slice):  # gathered rather than gathered and scattered
+            order = np.argsort(located.row, kind="stable")
+            here = self.tables.rows(first[order], located.count[order])
+            there = self.tables.rows(located.row[order], located.count[order])
         first_head = self.sums[sums].heads[0]
         assert self.sums[sums].heads == part or not self.sums[sums].home
         head_cut = part[0] - heads[0], part[1] - heads[0]

@@ -14,7 +14,7 @@ Spans = tuple[Column, Column]  # (start, stop) of spans of global rows
 
 
 class Located(NamedTuple):
-    """Global spans in a buffer: span `number[n]` of those asked for has rows [row[n], row[n] + count[n]) there, in order."""
+    """Global spans in a buffer: span `number[n]` of those asked for has rows [row[n], row[n] + count[n]), in order."""
 
     number: Column
     start: Column  # the global row that row[n] holds
@@ -28,7 +28,7 @@ class Located(NamedTuple):
 
 
 class RowMap:
-    """A buffer's contents: global rows [start, stop) lie at rows [row, row + stop - start). Sorted by `start`, disjoint.
+    """A buffer's contents: global rows [start, stop) lie at rows [row, row + stop - start). Sorted by start, disjoint.
 
     >>> buffer = RowMap.packed((np.array([8, 0]), np.array([12, 4])))  # rows 8 to 11, then rows 0 to 3
     >>> located = buffer.locate((np.array([2]), np.array([10])))

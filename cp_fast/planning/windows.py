@@ -113,6 +113,8 @@ def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
     ]
     chosen = [np.flatnonzero(there) for there, *_ in parts]
     order = np.argsort(np.concatenate(chosen), kind="stable")
-    columns = [np.concatenate([part[n][c] for part, c in zip(parts, chosen, strict=True)])[order] for n in range(1, 7)]
+    q0, q1, k0, k1, left, right = (
+        np.concatenate([part[n][c] for part, c in zip(parts, chosen, strict=True)])[order] for n in range(1, 7)
+    )
     tile = np.concatenate(chosen)[order]
-    return BandTiles(area[tile], *columns[:4], lo[tile], hi[tile], *columns[4:])
+    return BandTiles(area[tile], q0, q1, k0, k1, lo[tile], hi[tile], left, right)

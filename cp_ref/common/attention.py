@@ -43,7 +43,8 @@ def attention(
             longer: the rest is tail). float16, bfloat16, and float32 and float64 (in `cp_fast` on a CPU). Query head h
             uses kv head h // (h_q // h_kv). Under torch.autocast q, k and v are cast to its dtype, as for PyTorch's
             attention.
-        k, v: the same with s_kv, h_kv, and d_v for v.
+        k, v: the same with s_kv, h_kv, and d_v for v. A DTensor is taken as its local part where the context's group
+            shards its sequence; results are plain tensors.
         cp: the group, the schedule and the layout.
         qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
         attn_mask_type: "no_mask", "causal", "causal_bottom_right" (aligned to the last query and key), or one of these
@@ -57,7 +58,8 @@ def attention(
         softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         softmax_type: "vanilla"; "off-by-one": the denominator gains 1; "learnable": it gains exp(softmax_offset[h]).
-        softmax_offset: [h_q], any float dtype, for "learnable" only.
+        softmax_offset: [h_q] or [1, h_q, 1, 1], any float dtype, for "learnable" only. Its gradient is this rank's
+            share of the total, or the total, as `cp.softmax_offset_grad` says.
         deterministic: the same bits from run to run: a kernel library that cannot is not chosen. `cp_ref` always is.
         return_lse, return_max_logit: return these too.
         plan: from `make_plan`; the problem's arguments are then left out.

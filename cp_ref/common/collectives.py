@@ -7,10 +7,11 @@ from functools import reduce
 
 import torch
 
+from cp_ref.common.context import ContextParallel
 from cp_ref.common.processes import during
 from cp_ref.spec import Group, PairGroup, Parcel
 
-__all__ = ["all_gather", "all_reduce_max", "all_reduce_sum", "all_to_all"]
+__all__ = ["all_gather", "all_reduce_max", "all_reduce_sum", "all_to_all", "offset_grad"]
 
 
 def all_to_all(group: Group, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -21,8 +22,7 @@ def all_to_all(group: Group, parts: Sequence[torch.Tensor]) -> list[torch.Tensor
     boxes = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]
     boxes[group.rank] = parts[group.rank]
     sends = [Parcel(r, 0, parts[r].contiguous()) for r in peers]
-    with during("all-to-all"):
-        group.exchange(sends, [Parcel(r, 0, boxes[r]) for r in peers]).wait()
+    group.exchange(sends, [Parcel(r, 0, boxes[r]) for r in peers]).wait()
     return boxes
 
 
@@ -42,9 +42,16 @@ def all_gather(group: Group, x: torch.Tensor) -> list[torch.Tensor]:
 
 def all_reduce_sum(group: Group, x: torch.Tensor) -> torch.Tensor:
     """The sum of every rank's x (small: h_q values), added in rank order."""
-    return reduce(torch.add, all_gather(group, x))
+    with during("a sum over all ranks"):
+        return reduce(torch.add, all_gather(group, x))
 
 
 def all_reduce_max(group: Group, x: torch.Tensor) -> torch.Tensor:
     """The elementwise maximum of every rank's x."""
-    return reduce(torch.maximum, all_gather(group, x))
+    with during("a maximum over all ranks"):
+        return reduce(torch.maximum, all_gather(group, x))
+
+
+def offset_grad(cp: ContextParallel, share: torch.Tensor) -> torch.Tensor:
+    """The gradient of softmax_offset [h_q], of the part that comes from this rank's queries: see `ContextParallel`."""
+    return all_reduce_sum(cp.comm, share) if cp.softmax_offset_grad == "total" else share

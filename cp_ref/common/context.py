@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from cp_ref.common.processes import as_group
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, check_choice
 
 __all__ = ["ContextParallel"]
 
@@ -23,11 +23,16 @@ class ContextParallel:
         backend: in `cp_fast`, "auto" takes the first kernel library that works here and has what the problem needs; a
             name ("fa4", "cudnn", "fa2", "cpu", "torch") takes that one and never another. `cp_ref` has only plain
             PyTorch, and takes "auto" alone.
+        softmax_offset_grad: what a rank's gradient of softmax_offset is. "share": of its own queries, as its gradients
+            of all other weights are of its own tokens; the ranks' shares add up to the total, so sum or average it over
+            the group with the rest. "total": the sum over the group already, the same on every rank; leave it out then.
 
     Attributes:
         rank, size: this rank and the number of ranks.
         a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
         comm: the group as a `cp_ref.spec.Group`.
+
+    A copy, deep or not, is the context itself.
 
     Raises:
         TypeError: `group` is none of the above. ValueError: a name that does not exist.
@@ -44,16 +49,24 @@ class ContextParallel:
     _: KW_ONLY
     layout: str = "dual_chunk"
     backend: str = "auto"
+    softmax_offset_grad: str = "share"
 
     def __post_init__(self) -> None:
         check_choice("cp_comm_type", self.cp_comm_type, CP_COMM_TYPES)
         check_choice("layout", self.layout, LAYOUTS)
+        check_choice("softmax_offset_grad", self.softmax_offset_grad, OFFSET_GRADS)
         check_choice("backend", self.backend, self.backends)
         self.comm = as_group(self.group, self.cp_comm_type)
         self.rank = self.comm.rank
         self.size = self.comm.size
         row = getattr(self.comm, "a2a", self.comm)
         self.a2a_size: int = {"a2a": self.size, "a2a+p2p": row.size}.get(self.cp_comm_type, 1)
+
+    def __copy__(self) -> Self:
+        return self  # nothing of it changes: a model's deep copy takes part in the same group
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
     def __repr__(self) -> str:
         return (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,8 +16,14 @@ from cp_ref.spec import Group, PairGroup, Parcel, Pending
 __all__ = ["PeerError", "ProcessMember", "as_group", "during"]
 
 
+_GATHER_TAG = 2**27  # far above the tags of schedules
+
+
 class PeerError(RuntimeError):
-    """Messages did not come through: a peer died, or did not answer within the group's time-out. Names the peers."""
+    """Messages did not come through: a peer died, or did not answer within the group's time-out.
+
+    Names the peers by their global ranks, those of the whole job.
+    """
 
 
 @contextmanager
@@ -53,24 +61,51 @@ class ProcessMember:
         ops = [dist.P2POp(dist.isend, p.tensor, self._global[p.peer], self._group, p.tag) for p in sends]
         ops += [dist.P2POp(dist.irecv, p.tensor, self._global[p.peer], self._group, p.tag) for p in recvs]
         if not ops:
-            return _Works(self.rank, [], (), ())
+            return _Works("", [], ())
+        here = f"global rank {self._global[self.rank]}"
+        messages = [
+            f"{what} global rank {self._global[p.peer]} (tag {p.tag})"
+            for what, parcels in (("to", sends), ("from", recvs))
+            for p in parcels
+        ]
         try:
-            return _Works(self.rank, dist.batch_isend_irecv(ops), sends, recvs)
+            return _Works(here, dist.batch_isend_irecv(ops), messages)
         except RuntimeError as error:
-            raise PeerError(_complaint(self.rank, _messages(sends, recvs), error)) from error
+            raise PeerError(_complaint(here, messages, error)) from error
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Reads from the device on NCCL: for plans, not for the hot path."""
+        if dist.get_backend(self._group) == "gloo":
+            return self._gather(value)
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)  # pyright: ignore[reportUnknownMemberType]  # untyped
+        try:
+            dist.all_gather_object(values, value, group=self._group)  # pyright: ignore[reportUnknownMemberType]  # untyped
+        except RuntimeError as error:
+            others = [rank for rank in self._global if rank != self._global[self.rank]]
+            messages = [f"from one of the global ranks {others}"]
+            raise PeerError(_complaint(f"global rank {self._global[self.rank]}", messages, error)) from error
         return values
+
+    def _gather(self, value: Any) -> list[Any]:
+        """`all_gather_object` by messages between every two ranks, so that a peer that is lost is named."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.tensor([len(own)], dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        tag = 2 * _GATHER_TAG
+        sends = [Parcel(peer, tag, sizes[self.rank]) for peer in peers]
+        self.exchange(sends, [Parcel(peer, tag, sizes[peer]) for peer in peers]).wait()
+        boxes = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
+        sends = [Parcel(peer, tag + 1, own) for peer in peers]
+        self.exchange(sends, [Parcel(peer, tag + 1, boxes[peer]) for peer in peers]).wait()
+        boxes[self.rank] = own
+        return [pickle.loads(box.numpy().tobytes()) for box in boxes]
 
 
 class _Works:
     """What torch.distributed is doing for one exchange: one work for each message (gloo), or one for all (NCCL)."""
 
-    def __init__(self, rank: int, works: list[Any], sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
-        self._rank, self._works, self._sends, self._recvs = rank, works, sends, recvs
+    def __init__(self, here: str, works: list[Any], messages: Sequence[str]) -> None:
+        self._here, self._works, self._messages = here, works, messages
 
     def wait(self) -> None:
         works, self._works = self._works, []
@@ -78,17 +113,13 @@ class _Works:
             try:
                 work.wait()
             except RuntimeError as error:
-                messages = _messages(self._sends, self._recvs)
-                late = messages[number : number + 1] if len(works) == len(messages) else messages
-                raise PeerError(_complaint(self._rank, late, error)) from error
+                alone = len(works) == len(self._messages)
+                late = self._messages[number : number + 1] if alone else self._messages
+                raise PeerError(_complaint(self._here, late, error)) from error
 
 
-def _messages(sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> list[str]:
-    return [f"{what} rank {p.peer} (tag {p.tag})" for what, ps in (("to", sends), ("from", recvs)) for p in ps]
-
-
-def _complaint(rank: int, messages: list[str], error: Exception) -> str:
-    return f"rank {rank}: what should go {', '.join(messages)} did not come through: {error}"
+def _complaint(here: str, messages: Sequence[str], error: Exception) -> str:
+    return f"{here}: what should go {', '.join(messages)} did not come through: {error}"
 
 
 def as_group(group: Any, cp_comm_type: str) -> Group:
@@ -102,7 +133,7 @@ def as_group(group: Any, cp_comm_type: str) -> Group:
         TypeError: it is none of them. ValueError: the two groups of a pair have more than this rank in common.
     """
     if cp_comm_type == "a2a+p2p":
-        if isinstance(group, DeviceMesh) and group.ndim == 2:
+        if isinstance(group, DeviceMesh) and group.ndim == 2 and not _left_out(group):
             group = (group.get_group(1), group.get_group(0))
         pair = cast(Sequence[Any], group) if isinstance(group, tuple | list) else ()
         if len(pair) == 2:
@@ -123,9 +154,20 @@ def _pair(a2a: Group, p2p: Group) -> PairGroup:
     return PairGroup(a2a, p2p)
 
 
+def _left_out(group: Any) -> bool:
+    """Whether this process is no member of what it has: `new_group` gives it a group all the same."""
+    if isinstance(group, DeviceMesh):
+        return group.get_coordinate() is None
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_rank(group) < 0
+    return group is dist.GroupMember.NON_GROUP_MEMBER
+
+
 def _one_group(group: Any) -> Group:
     if isinstance(group, Group):
         return group
+    if _left_out(group):
+        raise ValueError(f"group is {group!r}, which this process (rank {dist.get_rank()}) is no member of")
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     if isinstance(group, dist.ProcessGroup):

@@ -7,6 +7,7 @@ from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_own
 from cp_ref.spec.custom import check_schedule
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import gathered_spans
+from cp_ref.spec.given import OFFSET_GRADS, check_placements, local_part, one_a_head
 from cp_ref.spec.group import Group, Parcel, Pending, agree, read_together
 from cp_ref.spec.layout import divisor
 from cp_ref.spec.mask import Band, Rect
@@ -30,6 +31,7 @@ __all__ = [
     "KINDS",
     "LAYOUTS",
     "MASKS",
+    "OFFSET_GRADS",
     "OPERANDS",
     "QKV_FORMATS",
     "RESULTS",
@@ -74,6 +76,7 @@ __all__ = [
     "check_flag",
     "check_local_tensors",
     "check_offset",
+    "check_placements",
     "check_plan_owner",
     "check_room_tensors",
     "check_schedule",
@@ -85,10 +88,12 @@ __all__ = [
     "gathered_spans",
     "head_ranges",
     "joined",
+    "local_part",
     "make_program",
     "make_schedule",
     "message_bytes",
     "next_batch",
+    "one_a_head",
     "position_columns",
     "position_spans",
     "position_spans_of",

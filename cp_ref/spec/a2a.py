@@ -48,7 +48,11 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
     size = units.size
     unit, a2a_rank = divmod(rank, size)
     heads = [head_ranges(units.workload, other) for other in range(size)]
-    member = RingMember(unit, lambda other: other * size + a2a_rank, *heads[a2a_rank], first_step=1)
+
+    def rank_of(other: int) -> int:
+        return other * size + a2a_rank
+
+    member = RingMember(unit, rank_of, *heads[a2a_rank], first_step=1)
     ring_forward, ring_backward = ring_programs(units, member)
     active = _active_rows(units, unit)
     replicated = sum(last - first for _, (first, last) in heads) > units.workload.heads_kv  # then dK/dV are sums

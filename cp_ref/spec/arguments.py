@@ -144,7 +144,8 @@ def check_offset(problem: Problem, softmax_offset: Any, q: Any) -> None:
     check_data("softmax_offset", softmax_offset)
     if tuple(softmax_offset.shape) != (problem.heads_q,):
         raise ValueError(
-            f"softmax_offset has shape {list(softmax_offset.shape)}; it must be [h_q] = [{problem.heads_q}]"
+            f"softmax_offset has shape {list(softmax_offset.shape)}; it must be [h_q] = [{problem.heads_q}], or "
+            "[1, h_q, 1, 1]"
         )
     if str(softmax_offset.dtype).removeprefix("torch.") not in DTYPES:
         raise TypeError(f"softmax_offset has dtype {softmax_offset.dtype}; it must be one of {', '.join(DTYPES)}")

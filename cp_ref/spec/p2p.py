@@ -37,7 +37,9 @@ __all__ = ["RingMember", "plan_p2p_rank", "ring_programs", "tiles_of"]
 
 
 class RingMember(NamedTuple):
-    """A rank in a ring of units: its unit, the rank that stands for another unit, its heads, its first step's number."""
+    """A rank in a ring of units: its unit, the rank that stands for another unit, its heads, the number of its first
+    step.
+    """
 
     unit: int
     rank_of: Callable[[int], int]
@@ -67,7 +69,7 @@ class Route(NamedTuple):
 def plan_p2p_rank(units: Units, rank: int) -> tuple[Program, Program]:
     """One rank's forward and backward program."""
     work = units.workload
-    return ring_programs(units, RingMember(rank, lambda unit: unit, (0, work.heads_q), (0, work.heads_kv)))
+    return ring_programs(units, RingMember(rank, int, (0, work.heads_q), (0, work.heads_kv)))  # a unit is a rank
 
 
 def ring_programs(units: Units, member: RingMember) -> tuple[Program, Program]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from cp_ref.spec.group import Group, Parcel, Pending
 
@@ -36,19 +36,36 @@ class PairGroup:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank: the rows gather, then the columns gather the rows.
 
+        Every gathering is in both groups, in an order that all ranks find, so that a rank that gave the groups the
+        other way round hangs nobody: all hear of it.
+
         Raises:
-            ValueError: the groups are not the rows and columns of one grid.
+            ValueError: a rank has the groups the other way round, or they are not the rows and columns of one grid.
         """
-        row = self.a2a.all_gather_object((self.p2p.rank, value))
-        rows = self.p2p.all_gather_object((self.a2a.rank, row))
-        found = [(p2p_rank, a2a_rank) for a2a_rank, row in rows for p2p_rank, _ in row]
+        row, column = self._gather(("a2a", self.p2p.rank, value), ("p2p", self.a2a.rank, value))
+        swapped = _swapped(row) or _swapped(column)
+        here = [(p2p_rank, its) for _, p2p_rank, its in row]
+        told, rows = self._gather((swapped, 0, None), (swapped, self.a2a.rank, here))
+        if wrong := next((complaint for complaint, *_ in (*told, *rows) if complaint), ""):
+            raise ValueError(wrong)
+        found = [(p2p_rank, a2a_rank) for _, a2a_rank, row in rows for p2p_rank, _ in row]
         if found != [(p2p_rank, self.a2a.rank) for p2p_rank in range(self.p2p.size) for _ in range(self.a2a.size)]:
             raise ValueError(
                 "group is a pair (a2a_group, p2p_group) whose groups are not the rows and columns of one grid: all "
                 "ranks of an a2a group need the same rank in their p2p groups, and all of a p2p group the same in "
                 "their a2a groups"
             )
-        return [value for _, row in rows for _, value in row]
+        return [its for _, _, row in rows for _, its in row]
+
+    def _gather(self, in_row: tuple[Any, ...], in_column: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        """What the ranks of the row and of the column give; first in the group of the lower ranks, if they say them."""
+        if getattr(self.a2a, "ranks", None) is None or getattr(self.p2p, "ranks", None) is None:
+            return self.a2a.all_gather_object(in_row), self.p2p.all_gather_object(in_column)
+        if sorted(cast(Any, self.a2a).ranks) <= sorted(cast(Any, self.p2p).ranks):
+            row = self.a2a.all_gather_object(in_row)
+            return row, self.p2p.all_gather_object(in_column)
+        column = self.p2p.all_gather_object(in_column)
+        return self.a2a.all_gather_object(in_row), column
 
     def _split(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[Parcel]]:
         row: list[Parcel] = []
@@ -61,6 +78,17 @@ class PairGroup:
             else:
                 column.append(parcel._replace(peer=p2p_rank))
         return row, column
+
+
+def _swapped(gathered: list[Any]) -> str:
+    """A complaint unless all ranks of a group have it in the same place of their pair."""
+    roles = [role for role, *_ in gathered]
+    if len(set(roles)) == 1:
+        return ""
+    return (
+        "group is a pair (a2a_group, p2p_group), and a rank has it the other way round: a group is the "
+        f"{', '.join(f'{role} group of its rank {rank}' for rank, role in enumerate(roles))}"
+    )
 
 
 class _All:

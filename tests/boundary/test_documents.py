@@ -63,6 +63,12 @@ def test_the_page_on_integration_is_a_program(tmp_path: Path) -> None:
     torchrun(program, 4)
 
 
+def test_every_line_on_who_sums_what_is_run(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("\n\n".join([*blocks("docs/gradients.md"), "dist.destroy_process_group()\n"]))
+    torchrun(program, 4)
+
+
 def test_the_step_of_the_readme_runs(tmp_path: Path) -> None:
     (step,) = blocks("README.md")
     imports, rest = step.split("\n\n", 1)
@@ -127,3 +133,11 @@ def test_the_debugging_page_shows_what_is_printed(tmp_path: Path, monkeypatch: p
     assert len(shown) > 60
     for line in shown:
         assert line.startswith("$ ") or line.strip() in ("", "...") or line.rstrip() in printed, line
+
+
+def test_every_promise_has_the_test_that_is_named() -> None:
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    promised = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(promised) > 15
+    for path, name in promised:
+        assert f"def {name or 'test_'}" in (ROOT / path).read_text(), (path, name)

@@ -39,10 +39,11 @@ def within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def test_the_specification_needs_the_standard_library_alone() -> None:
+def test_the_specification_needs_numpy_alone() -> None:
     for path in files("cp_ref", "spec"):
         for module in imports(path):
-            assert within(module, "cp_ref.spec") or module.split(".")[0] in sys.stdlib_module_names, (path, module)
+            allowed = {"numpy", *sys.stdlib_module_names}
+            assert within(module, "cp_ref.spec") or module.split(".")[0] in allowed, (path, module)
 
 
 def test_cp_ref_knows_nothing_of_the_others() -> None:
@@ -70,6 +71,23 @@ def test_cp_fast_sees_of_cp_ref_the_specification_and_what_both_share() -> None:
             assert not within(module, "cp_ref") or allowed, (path, module)
             if "cli" not in path.parts:
                 assert not within(module, "conformance"), (path, module)
+
+
+def test_integrations_import_the_libraries_that_they_are_for_when_they_are_used() -> None:
+    libraries = {"transformers", "megatron", "torchtitan", "transformer_engine", "flash_attn", "accelerate"}
+    names = sorted(path.stem for path in files("cp_fast", "integrations") if path.stem != "__init__")
+    assert len(names) > 8
+    program = f"""
+import sys, cp_fast
+assert "cp_fast.integrations" not in sys.modules
+import importlib, cp_fast.integrations as integrations
+assert cp_fast.integrations.sdpa.scaled_dot_product_attention
+for name in {names}:
+    importlib.import_module("cp_fast.integrations." + name)
+assert {libraries}.isdisjoint(sys.modules), {libraries} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_conformance_sees_the_oracle_through_one_module() -> None:

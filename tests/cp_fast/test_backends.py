@@ -15,12 +15,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast import backends
-from cp_fast.backends.base import Backend, Gradients, Partial, Segments
+from cp_fast.backends.base import Backend, Gradients, NotInstalled, Partial, Segments
 from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.largest import LargestLogit, largest_logit
 from cp_fast.backends.lengths import Cumulative
 from cp_fast.backends.probe import probe
 from cp_fast.backends.score_blocks import ScoreBlockSize, score_blocks_on_device
+from cp_fast.remarks import say_once
 from cp_ref.spec import Feature, Unsupported
 
 CPU = backends.by_name("cpu")
@@ -358,6 +359,24 @@ def test_auto_takes_the_first_that_works_and_has_the_features(stubs: tuple[Backe
     assert backends.choose(frozenset({Feature.CUDA, Feature.GQA, Feature.A2A}), "auto") is stubs[1]
     assert backends.choose(frozenset({Feature.CPU}), "auto") is stubs[2]
     assert backends.choose(frozenset({Feature.CPU}), "three") is stubs[2]
+
+
+def test_a_faster_library_that_is_not_installed_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    missing = NotInstalled("importing one failed")
+    listed = (Stub("one", {Feature.CUDA}, missing), Stub("two", {Feature.CUDA, Feature.GQA}))
+    monkeypatch.setattr(backends, "BACKENDS", listed)
+    say_once.cache_clear()
+    assert backends.choose(frozenset({Feature.CUDA, Feature.GQA}), "auto") is listed[1]
+    backends.choose(frozenset({Feature.CUDA}), "two")
+    assert capfd.readouterr().err == ""  # it lacks what the problem needs; the other was asked for
+    for _ in range(2):
+        assert backends.choose(frozenset({Feature.CUDA}), "auto") is listed[1]
+    assert capfd.readouterr().err == (
+        "cp-attention: attention runs on two; what this GPU prefers is not installed (one: importing one failed); "
+        "ContextParallel(backend='two') takes it without a word\n"
+    )
 
 
 def test_max_logit_is_no_reason_to_pass_a_library_over(stubs: tuple[Backend, ...]) -> None:

@@ -160,8 +160,8 @@ def walked(thing: Any) -> Iterator[tuple[int, torch.Size, torch.dtype]]:
 
 
 def assert_padding_is_harmless(plan: cp_fast.Plan) -> None:
-    """What pads the rows of a launch that are read is one of them; of rows that are added to, the spare one; lengths end
-    in empty segments.
+    """What pads the rows of a launch that are read is one of them; of rows that are added to, the spare one; lengths
+    end in empty segments.
     """
     for launch in (launch for step in plan.program.backward for launch in step.launches):
         sides = (

@@ -179,13 +179,51 @@ def test_calls_that_would_send_different_messages_are_told_apart() -> None:
         ]
         q, k, v = qkv(member)
         for comm, how in calls:
+            cp = cp_fast.ContextParallel(member, comm, softmax_offset_grad="total")
             with pytest.raises(ValueError, match="different problems") as caught:
-                cp_fast.attention(q, k, v, cp=context(cp_fast, member, comm), **how)
+                cp_fast.attention(q, k, v, cp=cp, **how)
             said.append(str(caught.value).partition("rank 0 has ")[2])
         return said
 
     names = "return_max_logit", "return_lse", "softmax_offset.requires_grad"
     assert SimGroup(2).run(one)[0] == [f"{name}=True where rank 1 has {name}=False" for name in names]
+
+
+@PACKAGES
+@COMMS
+def test_the_shares_of_the_sink_s_gradient_add_up_to_the_total(package: Any, comm: str) -> None:
+    """And [1, h, 1, 1] is taken, with a gradient of that shape."""
+
+    def one(member: SimMember) -> list[torch.Tensor]:
+        group = member.split(2) if comm == "a2a+p2p" else member
+        grads = []
+        for kind, shape in (("share", [4]), ("total", [1, 4, 1, 1])):
+            q, k, v = qkv(member)
+            cp = package.ContextParallel(group, comm, softmax_offset_grad=kind)
+            offset = torch.arange(4.0).double().view(shape).requires_grad_()
+            package.attention(q, k, v, cp=cp, softmax_type="learnable", softmax_offset=offset).square().sum().backward()
+            assert offset.grad is not None
+            assert list(offset.grad.shape) == shape
+            grads.append(offset.grad.flatten())
+        return grads
+
+    shares, totals = zip(*SimGroup(4).run(one), strict=True)
+    torch.testing.assert_close(sum(shares), totals[0])
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    assert not torch.equal(shares[0], totals[0])
+
+
+@PACKAGES
+def test_ranks_that_ask_for_shares_and_totals_are_told_apart(package: Any) -> None:
+    def one(member: SimMember) -> None:
+        q, k, v = qkv(member)
+        kinds = ("share", "total") if member.rank == 0 else ("total", "share")
+        cp = package.ContextParallel(member, softmax_offset_grad=kinds[0])
+        said = "rank {} has softmax_offset_grad={} where rank {} has softmax_offset_grad={}"
+        with pytest.raises(ValueError, match=said.format(member.rank, kinds[0], 1 - member.rank, kinds[1])):
+            package.attention(q, k, v, cp=cp)
+
+    SimGroup(2).run(one)
 
 
 @PACKAGES
@@ -259,11 +297,11 @@ def test_a_sink_of_minus_infinity_has_no_gradient_where_nothing_is_seen(package:
         out.square().sum().backward()
         return offset.grad
 
-    for grad in SimGroup(4).run(one):
-        assert grad is not None
-        assert grad.isfinite().all()
-        assert grad[[0, 3]].tolist() == [0.0, 0.0]
-        assert grad[[1, 2]].ne(0).all()
+    shares = torch.stack([grad for grad in SimGroup(4).run(one) if grad is not None])
+    assert len(shares) == 4
+    assert shares.isfinite().all()
+    assert shares[:, [0, 3]].eq(0).all()
+    assert shares.sum(dim=0)[[1, 2]].ne(0).all()
 
 
 def test_a_plan_is_itself_alone() -> None:

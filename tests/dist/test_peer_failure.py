@@ -57,12 +57,12 @@ def _main(rank: int, store: str, package: str, comm: str, exchange: int, results
     ("package", "comm", "exchange", "where"),
     [
         ("cp_ref", "p2p", 1, "forward, step 1 of 3"),
-        ("cp_ref", "p2p", 3, "all-to-all"),  # max_logit
+        ("cp_ref", "p2p", 3, "a maximum over all ranks"),
         ("cp_ref", "p2p", 4, "backward, step 0 of"),
         ("cp_fast", "p2p", 1, "forward, step 1 of 3"),
-        ("cp_fast", "p2p", 3, "backward, step 0 of"),
-        ("cp_fast", "a2a", 0, "heads to their ranks"),
-        ("cp_fast", "a2a", 2, "heads back home"),
+        ("cp_fast", "p2p", 2, "backward, step 0 of"),
+        ("cp_fast", "a2a", 0, "forward, step 0 of"),
+        ("cp_fast", "a2a", 2, "backward, step 0 of"),
     ],
 )
 def test_the_others_are_told_the_step_and_the_peer(package: str, comm: str, exchange: int, where: str) -> None:

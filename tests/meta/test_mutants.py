@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -12,6 +13,12 @@ from conformance.levels import LEVEL_TIERS
 from conformance.tiers import TIER_NAMES
 from tests.meta.mutants import MUTANTS, Mutant
 from tests.meta.mutants.hunt import hunt, tier_names
+
+# what Python says of code that is called, or uses values, in another way than it was written for
+BROKEN = re.compile(
+    r"takes (from )?\d+ |positional argument|unexpected keyword|has no attribute|is not defined|dataclass instances|"
+    r"not subscriptable|not iterable|unsupported operand|ImportError"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +31,7 @@ def test_mutant_is_killed(name: str) -> None:
     mutant = MUTANTS[name]
     found = hunt(name, mutant, mutant.tier)
     assert found.killed, f"the tier {mutant.tier} does not see the mutant {name} in {found.played} problems"
-    assert "takes from" not in str(found.findings), f"the mutant itself is broken: {found.findings}"
+    assert not BROKEN.search(str(found.findings)), f"the mutant itself is broken: {found.findings}"
 
 
 @pytest.mark.parametrize("tier", ["plan", "logic", "probes", "budget", "metamorphic", "hygiene", "determinism"])

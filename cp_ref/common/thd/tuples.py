@@ -28,7 +28,7 @@ def tensors_of(x: torch.Tensor | tuple[torch.Tensor, ...], kv_axis: bool = False
     """The same, which have the same tokens on the same device. kv_axis: [2, t, h, d] has them on axis 1."""
     xs = as_list(x)
     if isinstance(x, tuple):
-        if any(one.ndim == 0 for one in xs) or len({_tokens(one, kv_axis) for one in xs}) != 1:
+        if not xs or any(one.ndim == 0 or _tokens(one, kv_axis) != _tokens(xs[0], kv_axis) for one in xs):
             shapes = [list(one.shape) for one in xs]
             raise ValueError(
                 f"x has shapes {shapes}; the tensors of a tuple must have the same axis of the same tokens"

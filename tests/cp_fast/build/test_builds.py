@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,45 +55,62 @@ def fresh_reasons() -> None:
     build.why_not.cache_clear()
 
 
+def with_target(made: Recipe, **changes: Any) -> Recipe:
+    return dataclasses.replace(made, target=dataclasses.replace(made.target, **changes))
+
+
+def other_dependency(made: Recipe, number: int) -> Recipe:
+    depends_on = list(made.target.depends_on)
+    depends_on[number] = "another"
+    return with_target(made, depends_on=tuple(depends_on))
+
+
 CHANGES: dict[str, Callable[[Recipe], Recipe]] = {
-    "the compiler's flags": lambda r: dataclasses.replace(r, cxx_flags=(*r.cxx_flags, "-g")),
-    "the linker's flags": lambda r: dataclasses.replace(r, link_flags=(*r.link_flags, "-s")),
-    "the CPU": lambda r: dataclasses.replace(r, depends_on=(*r.depends_on[:-1], "another CPU")),
-    "PyTorch": lambda r: dataclasses.replace(r, depends_on=(r.depends_on[0], "torch 9", *r.depends_on[2:])),
-    "the device": lambda r: dataclasses.replace(r, device="cuda"),
-    "the compiler": lambda r: dataclasses.replace(r, cxx=sys.executable),
-    "a file less": lambda r: dataclasses.replace(r, headers=r.headers[1:]),
+    "the compilers' flags": lambda r: with_target(r, flags=(*r.target.flags, "-g")),
+    "the compiler's flags": lambda r: with_target(r, cxx_flags=(*r.target.cxx_flags, "-g")),
+    "the linker's flags": lambda r: with_target(r, link_flags=(*r.target.link_flags, "-s")),
+    "PyTorch": lambda r: other_dependency(r, 1),
+    "the C library": lambda r: other_dependency(r, 3),
+    "the CPU": lambda r: other_dependency(r, -1),
+    "the device": lambda r: with_target(r, device="cuda"),
+    "the compiler": lambda r: dataclasses.replace(r, cxx=(sys.executable,)),
+    "a launcher": lambda r: dataclasses.replace(r, cxx=("/usr/bin/env", *r.cxx)),
+    "a file less": lambda r: with_target(r, headers=r.target.headers[1:]),
 }
+
+
+def made_here() -> Recipe:
+    return recipe.recipe(recipe.target("cpu"))
 
 
 @needs_cxx
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_key_changes_with(change: str) -> None:
-    made = recipe.recipe("cpu")
-    assert made.key() == recipe.recipe("cpu").key()
+    made = made_here()
+    assert made.key() == made_here().key()
     assert CHANGES[change](made).key() != made.key()
 
 
 @needs_cxx
 @pytest.mark.parametrize("file", ["common/maps.h", "cpu/copy.h", "cpu/heads.cpp", "common/bindings.cpp"])
 def test_the_key_changes_with_content(sources: Path, file: str) -> None:
-    before = recipe.recipe("cpu").key()
+    before = made_here().key()
     (sources / file).write_text((sources / file).read_text() + "\n// more\n")
-    assert recipe.recipe("cpu").key() != before
+    assert made_here().key() != before
 
 
 @needs_cxx
 def test_the_key_is_not_of_a_place(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = recipe.recipe("cpu").key()
+    before = made_here().key()
     moved = sources.rename(tmp_path / "elsewhere")
     monkeypatch.setattr(recipe, "sources_folder", lambda: moved)
-    assert recipe.recipe("cpu").key() == before
+    assert made_here().key() == before
 
 
 @needs_cxx
 def test_a_new_source_is_compiled(sources: Path) -> None:
     (sources / "cpu" / "more.cpp").write_text("int more() { return 1; }\n")
-    assert "cpu_more_cpp.o" in recipe.recipe("cpu").ninja()
+    assert "cpu_more_cpp.o" in made_here().ninja()
 
 
 @needs_cxx
@@ -111,7 +132,7 @@ def test_a_compiler_that_fails(own_cache: Path, sources: Path) -> None:
     said = str(caught.value)
     assert "building the native kernels for the CPU failed after" in said
     assert "CP_FAST_KERNELS=torch does without them" in said
-    assert f"{tools.cxx()} -std=c++17" in said  # the command
+    assert f"{tools.cxx()[0]} -std=c++17" in said  # the command
     assert "heads.cpp:1" in said  # the compiler
     assert build.find("cpu") is None
 
@@ -150,20 +171,97 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert build.status("cpu") == (None, reason)
 
 
+@pytest.mark.parametrize("text", ["no-such-compiler", "ccache no-such-compiler", "'", "-m64", " "])
+def test_a_compiler_that_is_not_there_is_no_reason_for_another(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("CXX", text)
+    for ask in (build.why_not, build.library, build.find, build.build):
+        with pytest.raises(
+            ValueError, match=f"^CXX is {re.escape(repr(text))}; it must name a C\\+\\+ compiler, by its"
+        ):
+            ask("cpu")
+
+
+def launcher(path: Path, log: Path) -> Path:
+    """A program that runs the command that it is given, as ccache does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\necho run >> {shlex.quote(str(log))}\nexec "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@needs_cxx
 def test_the_compiler_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    program = launcher(tmp_path / "my tools" / "my-c++", tmp_path / "log")
+    monkeypatch.setenv("CXX", str(program))  # a path with blanks is one word
+    assert tools.cxx() == (str(program),)
+    monkeypatch.setenv("CXX", f"{shlex.quote(str(program))} c++ -DMORE=1")
+    assert tools.cxx() == (str(program), shutil.which("c++"), "-DMORE=1")
+    assert tools.host_compiler(tools.cxx()) == (shutil.which("c++"), ("-DMORE=1",))
+
+
+SMALL = 'extern "C" __attribute__((visibility("default"))) int one() { return 1; }\n'
+
+
+@needs_cxx
+@pytest.mark.parametrize("name", ["blanks in it", "a&b", "(c)", "it's", "x;y", "$HOME", "d|e", 'q"q', "a:b"])
+def test_odd_paths_and_launchers_work(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The sources, the cache and the compiler's launcher lie in a folder with such a name."""
+    odd = tmp_path / name
+    program = launcher(odd / "ccache", tmp_path / "log")
+    for source in (sources / "cpu").glob("*.cpp"):
+        source.unlink()
+    (sources / "common" / "bindings.cpp").write_text(SMALL)
+    moved = sources.rename(odd / "csrc")
+    monkeypatch.setattr(recipe, "sources_folder", lambda: moved)
+    monkeypatch.setenv("CXX", f"{shlex.quote(str(program))} c++")
+    monkeypatch.setenv(cache.VARIABLE, str(odd / "cache"))
+    assert ctypes.CDLL(str(build.library("cpu"))).one() == 1
+    assert (tmp_path / "log").read_text().count("run") >= 3  # its version, a source, the library
+
+
+@needs_cxx
+def test_what_was_built_with_a_compiler_runs_without_one(
+    own_cache: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built in a development image, run in a slim one; of other sources, or another machine, it is not taken."""
+    for source in (sources / "cpu").glob("*.cpp"):
+        source.unlink()
+    (sources / "common" / "bindings.cpp").write_text(SMALL)
+    path = build.build("cpu", say=lambda line: None)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    build.why_not.cache_clear()
+    assert build.why_not("cpu") is None
+    assert build.library("cpu") == build.find("cpu") == path
+    build.why_not.cache_clear()
+    monkeypatch.setattr(tools, "libc_identity", lambda: "another libc")
     reason = build.why_not("cpu")
-    assert reason == "a C++ compiler was not found: looked for no-such-compiler ($CXX)"
-    program = tmp_path / "my-c++"
-    program.write_text('#!/bin/sh\nexec c++ "$@"\n')
+    assert reason is not None
+    assert reason.endswith("; and the cache has none that fits")
+    assert build.find("cpu") is None
+
+
+@needs_cxx
+def test_a_full_disk_says_where_and_what_to_do(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "g++"
+    said = "fatal error: error writing to /tmp/x.s: No space left on device"
+    program.write_text(f'#!/bin/sh\ncase "$*" in --version) echo 1;; *) echo "{said}"; exit 1;; esac\n')
     program.chmod(0o755)
     monkeypatch.setenv("CXX", str(program))
-    assert tools.cxx() == str(program)
+    rule = (
+        rf"{own_cache}, is full \(.*compilers write to .*make room there, or set {cache.VARIABLE} to a folder with room"
+    )
+    with pytest.raises(build.Unavailable, match=rule):
+        build.library("cpu")
 
 
 def test_cudas_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NVCC", "/no/nvcc")
-    with pytest.raises(build.Unavailable, match=r"CUDA's compiler was not found: looked for /no/nvcc \(\$NVCC\)"):
+    with pytest.raises(ValueError, match="NVCC is '/no/nvcc'; it must name CUDA's compiler, by its path or on PATH"):
         tools.nvcc()
     monkeypatch.delenv("NVCC")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -213,9 +311,9 @@ def test_architectures_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_cxx
 def test_sources_give_no_warning(tmp_path: Path) -> None:
-    made = recipe.recipe("cpu")
-    for source in made.sources:
-        command = [made.cxx, *made.cxx_flags, "-Werror", "-fsyntax-only", str(source)]
+    made = made_here()
+    for source in made.target.sources:
+        command = [*made.commands()["cxx"], "-Werror", "-fsyntax-only", str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 

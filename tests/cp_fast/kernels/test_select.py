@@ -14,6 +14,7 @@ from cp_fast import kernels as package
 from cp_fast.kernels import chosen, kernels, select, use, why_not
 from cp_fast.kernels.torch_ops import TorchKernels
 from cp_fast.kernels.torch_thd import TorchThdKernels
+from cp_fast.remarks import say_once
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,37 @@ def test_without_a_compiler_pytorch_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RuntimeError, match=r"'native' cannot be had: no C\+\+ compiler"):
         kernels("cpu", "native")
     with use("native"), pytest.raises(RuntimeError, match=r"use\('native'\) asks for .* no C\+\+ compiler"):
+        kernels("cpu")
+
+
+def test_the_first_use_of_a_slower_one_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: "no C++ compiler")
+    say_once.cache_clear()
+    for _ in range(2):
+        kernels("cpu")
+        select._cached.cache_clear()
+    assert capfd.readouterr().err == (
+        "cp-attention: on 'cpu' the kernels 'torch' move and merge, slower than 'native' ones (not native: no C++ "
+        "compiler; not numba: numba is for 'cuda', not 'cpu'); CP_FAST_KERNELS=torch takes them without a word\n"
+    )
+    say_once.cache_clear()
+    monkeypatch.setenv("LOCAL_RANK", "1")  # the first process of a node speaks for all
+    kernels("cpu")
+    monkeypatch.delenv("LOCAL_RANK")
+    say_once.cache_clear()
+    monkeypatch.setenv(select.VARIABLE, "torch")
+    kernels("cpu")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_compiler_that_is_not_there_is_no_reason_to_take_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    cp_fast.build.why_not.cache_clear()
+    with pytest.raises(ValueError, match="CXX is 'no-such-compiler'; it must name a C"):
+        kernels("cpu")
+    with use("torch"):
         kernels("cpu")
 
 

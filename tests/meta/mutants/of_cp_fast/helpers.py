@@ -120,8 +120,8 @@ def _unchecked(_: Any, *arguments: Any, **named: Any) -> None:
     """Lengths are believed, whatever they are."""
 
 
-_ROWS, _MERGES = "cp_fast.kernels.torch_ops", "cp_fast.kernels.torch_merges"
-_KERNELS = f"{_ROWS}.TorchKernels"
+_ROWS, _CORRECTIONS = "cp_fast.kernels.torch_thd", "cp_fast.kernels.torch_corrections"
+_KERNELS = f"{_ROWS}.TorchThdKernels"
 _PARTITION = "thd_get_partitioned_indices"
 _REORDER, _INVERSE = "thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order"
 _LSE, _OUT, _GRAD = "thd_second_half_lse_correction", "thd_out_correction", "thd_grad_correction"
@@ -159,25 +159,27 @@ MUTANTS: dict[str, Mutant] = {
         "both halves have the first half of the tail", "thd_read_half_tensor", f"{_ROWS}.half_rows", _tail_of_half_0
     ),
     "lse-of-no-token-is-minus-inf": _helper(
-        "where no token is -inf, not 0", "thd_read_second_half_lse", f"{_MERGES}.read_second_half_lse",
+        "where no token is -inf, not 0", "thd_read_second_half_lse", f"{_CORRECTIONS}.read_second_half_lse",
         _nothing_for_zero,
     ),
-    "lse-replaced": _helper("the step's LSE replaces the running one", _LSE, f"{_MERGES}.lse_correction_", _step_alone),
+    "lse-replaced": _helper(
+        "the step's LSE replaces the running one", _LSE, f"{_CORRECTIONS}.lse_correction_", _step_alone
+    ),
     "lse-of-empty-rows-is-nan": _helper(
-        "-inf with -inf is NaN", _LSE, f"{_MERGES}.lse_correction_", _nan_for_nothing
+        "-inf with -inf is NaN", _LSE, f"{_CORRECTIONS}.lse_correction_", _nan_for_nothing
     ),
     "correction-not-rescaled": _helper(
-        "out_step is added as it is", _OUT, f"{_MERGES}.out_correction_", _not_rescaled
+        "out_step is added as it is", _OUT, f"{_CORRECTIONS}.out_correction_", _not_rescaled
     ),
     "correction-rounded": _helper(
-        "shares are rounded before they are added", _OUT, f"{_MERGES}.out_correction_", _share_rounded
+        "shares are rounded before they are added", _OUT, f"{_CORRECTIONS}.out_correction_", _share_rounded
     ),
     "correction-reads-nothing": _helper(
-        "NaN of a row that a step saw nothing of", _OUT, f"{_MERGES}.out_correction_", _zero_for_nothing
+        "NaN of a row that a step saw nothing of", _OUT, f"{_CORRECTIONS}.out_correction_", _zero_for_nothing
     ),
-    "gradient-add-copies": _helper("add copies", _GRAD, f"{_MERGES}.grad_correction_", _copied),
+    "gradient-add-copies": _helper("add copies", _GRAD, f"{_CORRECTIONS}.grad_correction_", _copied),
     "gradient-halves-exchanged": _helper(
-        "the other half's action", _GRAD, f"{_MERGES}.grad_correction_", _halves_exchanged
+        "the other half's action", _GRAD, f"{_CORRECTIONS}.grad_correction_", _halves_exchanged
     ),
     "counted-by-division": _helper("real lengths are divided", _LENGTHS, f"{_KERNELS}.rank_lengths", _by_division),
     "late-chunk-missing": _helper(
@@ -201,7 +203,8 @@ MUTANTS: dict[str, Mutant] = {
     "ends-not-checked": _helper(
         "lengths beyond the buffer are believed",
         _GRAD,
-        "cp_fast.kernels.ops.check_fits cp_fast.kernels.ops.check_room cp_fast.kernels.ops.check_tail",
+        "cp_fast.kernels.ops_movers.check_fits cp_fast.kernels.ops_movers.check_room "
+        "cp_fast.kernels.ops_corrections.check_room cp_fast.kernels.ops.check_tail",
         _unchecked,
         "helpers-malformed",
     ),

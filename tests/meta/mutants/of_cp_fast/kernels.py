@@ -29,14 +29,6 @@ def _heads_of_rank_0(front: Any, self: Any, x: Tensor, rows: Any, first_heads: A
     return front(self, x, rows, [first_heads[0]] * len(first_heads), heads)
 
 
-def _heads_rotated(back: Any, self: Any, out: Tensor, x: Tensor, rows: Any, first_heads: Any, add: bool) -> None:
-    back(self, out, x, rows, [*first_heads[1:], first_heads[0]], add)
-
-
-def _replicas_not_summed(back: Any, self: Any, out: Tensor, x: Tensor, rows: Any, first: Any, add: bool) -> None:
-    back(self, out, x, rows, first, False)
-
-
 Side = int | None
 
 
@@ -132,15 +124,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "mover-sends-the-first-heads": Mutant(
         "every rank gets the first rank's heads", f"{_KERNELS}.heads_to_front", wrap(_heads_of_rank_0), "probes"
-    ),
-    "mover-rotates-heads": Mutant(
-        "heads come home to the next rank's place", f"{_KERNELS}.heads_to_back_", wrap(_heads_rotated), "probes"
-    ),
-    "mover-keeps-one-replica": Mutant(
-        "gradients of a replicated head are not summed",
-        f"{_KERNELS}.heads_to_back_",
-        wrap(_replicas_not_summed),
-        "probes",
     ),
     "block-window-too-wide": Mutant(
         "the window shows one key more", _COLUMNS, _sides(lambda left, right, _: (_moved(left, 1), right)), "probes"

@@ -48,38 +48,43 @@ def _lse_rounded(merged: Any, *parts: Tensor) -> Any:
     return mean, new.bfloat16().to(new.dtype)
 
 
-def _rounded_after(put: Any, self: Any, total: Any, part: Any, rows: Any) -> None:
+def _rounded_after(put: Any, self: Any, total: Any, part: Any) -> None:
     """The total is rounded to the inputs' dtype whenever it gains a part."""
-    put(self, total, part, rows)
-    if self._final in (torch.bfloat16, torch.float16):
-        total[0].copy_(total[0].to(self._final))
+    put(self, total, part)
+    if total.lse is not None and self._shape.final in (torch.bfloat16, torch.float16):
+        total.rows[0].copy_(total.rows[0].to(self._shape.final))
 
 
-def _rounded_to_bf16(put: Any, self: Any, total: Any, part: Any, rows: Any) -> None:
-    put(self, total, part, rows)
-    total[0].copy_(total[0].bfloat16())
+def _rounded_to_bf16(put: Any, self: Any, total: Any, part: Any) -> None:
+    put(self, total, part)
+    if total.lse is None and len(total.rows) == 1:
+        total.rows[0].copy_(total.rows[0].bfloat16())
 
 
-def _held_part_lost(settle: Any, self: Any) -> None:
+def _held_part_lost(settle: Any, self: Any, *dtype: Any) -> None:
     if self._total is not None:
-        self._held = None
-    settle(self)
+        self._held = []
+    settle(self, *dtype)
 
 
-def _whole_part_overwrites(take: Any, self: Any, part: Any, rows: Any) -> None:
-    if isinstance(rows, slice) and (rows.start, rows.stop) == (0, self._rows):
-        self._total, self._held = part, None
+def _whole_part_overwrites(add: Any, self: Any, part: Any) -> None:
+    whole = isinstance(part.into, slice) and (part.into.start, part.into.stop) == (0, self._shape.size)
+    if whole and part.heads == slice(0, self._shape.behind[0][0]):
+        self._total, self._held = part, []
     else:
-        take(self, part, rows)
+        add(self, part)
 
 
-def _lse_of_no_parts_is_zero(nothing: Any, self: Any) -> Any:
-    out, lse = nothing(self)
-    return out, torch.zeros_like(lse)
+def _lse_of_no_parts_is_zero(nothing: Any, self: Any, dtype: Any) -> Any:
+    part = nothing(self, dtype)
+    return part if part.lse is None else part._replace(lse=torch.zeros_like(part.lse))
 
 
-def _sum_overwritten(_: Any, self: Any, total: Any, part: Any, rows: Any) -> None:
-    self._kernels.put_rows_([*total], [x.to(total[0].dtype) for x in part], rows)
+def _sum_overwritten(put: Any, self: Any, total: Any, part: Any) -> None:
+    if total.lse is None and len(total.rows) == 1:
+        self._kernels.put_rows_([*total.rows], [x.to(total.rows[0].dtype) for x in part.rows], part.into)
+    else:
+        put(self, total, part)
 
 
 def _copied(_: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
@@ -103,7 +108,7 @@ def _sums_rounded(add: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
 _MERGED = "cp_fast.kernels.torch_merges._merged"
 _WEIGHTED = "cp_fast.kernels.torch_merges._weighted"
 _ADD = "cp_fast.kernels.torch_ops.TorchKernels.add_rows_"
-_PARTS = "cp_fast.merge._Parts"
+_TOTAL = "cp_fast.merge.Total"
 
 
 def _schedule(text: str, target: str, change: Any, tier: str) -> Mutant:
@@ -125,23 +130,19 @@ MUTANTS: dict[str, Mutant] = {
     "kernel-nothing-with-nothing-is-nan": _merge("-inf with -inf is NaN", _WEIGHTED, _nothing_is_nan),
     "kernel-merged-lse-rounded": _merge("lse is rounded to bfloat16", _MERGED, _lse_rounded),
     "totals-in-the-inputs-dtype": _schedule(
-        "out is rounded after every merge", "cp_fast.merge.Merged._put", _rounded_after, "budget"
+        "out is rounded after every merge", f"{_TOTAL}._put", _rounded_after, "budget"
     ),
-    "dq-total-in-bf16": _schedule(
-        "dq is rounded after every sum", "cp_fast.merge.Summed._put", _rounded_to_bf16, "logic"
-    ),
+    "dq-total-in-bf16": _schedule("dq is rounded after every sum", f"{_TOTAL}._put", _rounded_to_bf16, "logic"),
     "held-part-lost": _schedule(
-        "what waits for the next launch is forgotten", f"{_PARTS}.settle", _held_part_lost, "logic"
+        "what waits for the next launch is forgotten", f"{_TOTAL}.settle", _held_part_lost, "logic"
     ),
     "whole-part-overwrites": _schedule(
-        "a part of all rows replaces the total", f"{_PARTS}._take", _whole_part_overwrites, "logic"
+        "a part of all rows replaces the total", f"{_TOTAL}.add", _whole_part_overwrites, "logic"
     ),
     "lse-of-no-parts-is-zero": _schedule(
-        "accumulators begin with lse 0", "cp_fast.merge.Merged._nothing", _lse_of_no_parts_is_zero, "probes"
+        "accumulators begin with lse 0", f"{_TOTAL}._nothing", _lse_of_no_parts_is_zero, "probes"
     ),
-    "dq-overwritten": _schedule(
-        "a part of dq replaces what is there", "cp_fast.merge.Summed._put", _sum_overwritten, "logic"
-    ),
+    "dq-overwritten": _schedule("a part of dq replaces what is there", f"{_TOTAL}._put", _sum_overwritten, "logic"),
     "rows-copied-not-added": _schedule("dk and dv are copied, not added", _ADD, _copied, "probes"),
     "rows-added-twice": _schedule("dk and dv are added twice", _ADD, _added_twice, "probes"),
     "first-tensor-of-a-launch": _schedule("of dk and dv only dk is added", _ADD, _first_of_a_pair, "probes"),

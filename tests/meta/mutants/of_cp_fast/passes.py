@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cp_ref.common.collectives import all_reduce_sum
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -28,15 +29,13 @@ def _every_row(add_sink: Any, out: Tensor, lse: Tensor, sink: Tensor, rows: Any)
     add_sink(out, lse, sink, slice(None))
 
 
-def _first_heads(own_heads: Any, plan: Any, per_head: Tensor) -> Tensor:
-    return per_head[: len(own_heads(plan, per_head))]
+def _next_heads(sink: Any, *arguments: Any) -> Any:
+    found = sink(*arguments)
+    return None if found is None else found.roll(1)
 
 
-def _not_reduced(which: Any) -> Any:
-    def reduce(all_reduce: Any, group: Any, x: Tensor, combine: Any) -> Tensor:
-        return x if combine is which else all_reduce(group, x, combine)
-
-    return wrap(reduce)
+def _not_reduced(_: Any, group: Any, x: Tensor) -> Tensor:
+    return x
 
 
 def _offset_gradient_without_dlse(
@@ -45,10 +44,10 @@ def _offset_gradient_without_dlse(
     return gradient(plan, offset, dout, out, lse, None)
 
 
-def _home_without_sink(
-    home: Any, plan: Any, cp: Any, movers: Any, out: Tensor, lse: Tensor, sink: Any, rows: int
-) -> Any:
-    return home(plan, cp, movers, out, lse, None, rows)
+def _nothing_stays(add_sink: Any, out: Tensor, lse: Tensor, sink: Tensor, rows: Any) -> None:
+    unseen = lse == float("-inf")
+    add_sink(out, lse, sink, rows)
+    lse.masked_fill_(unseen, float("-inf"))
 
 
 def _without_dlse(
@@ -109,7 +108,7 @@ def _one_scale_for_all(
     return forward(plan, cp, q, k, v, *rest, **named)
 
 
-_SINK, _REDUCE = "cp_fast.passes.add_sink", "cp_fast.passes.all_reduce"
+_SINK = "cp_fast.running.add_sink"
 _FORWARD, _BACKWARD = "cp_fast.autograd.forward_pass", "cp_fast.autograd.backward_pass"
 
 MUTANTS: dict[str, Mutant] = {
@@ -119,18 +118,25 @@ MUTANTS: dict[str, Mutant] = {
     "sink-ignored": Mutant(
         "softmax_type is ignored", "cp_fast.passes._sink", lambda _: lambda *a: None, "probes"
     ),
-    "sinks-of-the-first-heads": Mutant(
-        "ranks of an a2a group have the first heads' sinks", "cp_fast.passes._own_heads", wrap(_first_heads), "logic"
+    "sinks-of-other-heads": Mutant(
+        "each head has another head's sink", "cp_fast.passes._sink", wrap(_next_heads), "logic"
     ),
     "sink-missing-at-home": Mutant(
         "rows that saw nothing have lse -inf beside a sink",
-        "cp_fast.passes._home",
-        wrap(_home_without_sink),
+        _SINK,
+        wrap(_nothing_stays),
         "special",
         where="no-keys-learnable",
     ),
-    "max-logit-not-reduced": Mutant("max_logit is the rank's own", _REDUCE, _not_reduced(torch.maximum), "logic"),
-    "offset-gradient-not-reduced": Mutant("d_offset is not summed", _REDUCE, _not_reduced(torch.add), "logic"),
+    "max-logit-not-reduced": Mutant(
+        "max_logit is the rank's own", "cp_fast.passes.all_reduce_max", wrap(_not_reduced), "logic"
+    ),
+    "offset-gradient-of-all-ranks": Mutant(
+        "d_offset is the total where a share is asked for",
+        "cp_fast.passes.offset_grad",
+        lambda _: lambda cp, share: all_reduce_sum(cp.comm, share),
+        "logic",
+    ),
     "offset-gradient-without-dlse": Mutant(
         "the sink's gradient ignores that of lse",
         "cp_fast.passes._offset_gradient",

@@ -29,11 +29,6 @@ def _without_rescaling(merge: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b: An
     return out_a + out_b, merge(out_a, lse_a, out_b, lse_b)[1]
 
 
-def _low(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Rounded as the problem's inputs are; float32 and float64 problems have no low precision to go wrong in."""
-    return x.to(getattr(torch, dtype)).to(x.dtype) if dtype in ("bfloat16", "float16") else x
-
-
 def _rounded_result(kind: str, number: int | None = None) -> Any:
     """What is added up is rounded to the inputs' dtype after every addition: all of it, or one of its tensors."""
 
@@ -42,7 +37,7 @@ def _rounded_result(kind: str, number: int | None = None) -> Any:
         if what == kind:
             for n, x in enumerate(self.tensors[what]):
                 if number in (None, n):
-                    x[rows, heads] = _low(x[rows, heads], self.problem.dtype)
+                    x[rows, heads] = x[rows, heads].to(self.tensors["q"][0].dtype).to(x.dtype)
 
     return wrap(add)
 

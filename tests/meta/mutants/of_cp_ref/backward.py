@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,17 +58,17 @@ def _copied(kind: str) -> Any:
 
 def _dkv_twice(unpack: Any, self: Any, message: Any, parcels: Any) -> None:
     unpack(self, message, parcels)
-    if message.what == "dkv":
+    if message.kind == "dkv":
         unpack(self, message, parcels)
 
 
 def _replicas_not_summed(unpack: Any, self: Any, message: Any, parcels: Any) -> None:
     """The gradients of a replicated kv head are those of the rank that came last."""
-    if message.what == "dkv" and any(piece.heads for piece in message.pieces):
-        for piece in message.pieces:
-            rows, heads = self._where(message.what, piece)
-            for x in self.tensors[message.what]:
-                x[rows, heads] = 0.0
+    if message.kind == "dkv":
+        for start, stop, first, last in message.pieces.rows():
+            if (first, last) != (0, self.work.heads_kv):
+                for x in self.tensors[message.kind]:
+                    x[start:stop, first:last] = 0.0
     unpack(self, message, parcels)
 
 
@@ -79,22 +80,22 @@ def _wrong_kv_head(slices: Any, world: Any, tile: Any) -> Any:
 def _interleaved_groups(slices: Any, world: Any, tile: Any) -> Any:
     """Query head h uses kv head h % h_kv, and not h // group_size."""
     rows, columns, heads, _ = slices(world, tile)
-    first, last = tile.heads or (0, world.problem.heads_q)
-    return rows, columns, heads, torch.arange(first, last, device=world.device) % world.problem.heads_kv
+    return rows, columns, heads, torch.arange(heads.start, heads.stop, device=world.device) % world.work.heads_kv
 
 
 def _heads_rotated(by_kv_head: Any, *arguments: Any) -> torch.Tensor:
     return by_kv_head(*arguments).roll(1, 1)
 
 
-def _mean_of_group(by_kv_head: Any, grads: torch.Tensor, kv_heads: torch.Tensor, problem: Any) -> torch.Tensor:
-    return by_kv_head(grads, kv_heads, problem) / problem.group_size
+def _mean_of_group(by_kv_head: Any, grads: torch.Tensor, kv_heads: torch.Tensor, heads_kv: int) -> torch.Tensor:
+    sizes = torch.bincount(kv_heads, minlength=heads_kv).clamp(min=1)
+    return by_kv_head(grads, kv_heads, heads_kv) / sizes[:, None]
 
 
-def _only_first_of_group(by_kv_head: Any, grads: torch.Tensor, kv_heads: torch.Tensor, problem: Any) -> torch.Tensor:
+def _only_first_of_group(by_kv_head: Any, grads: torch.Tensor, kv_heads: torch.Tensor, heads_kv: int) -> torch.Tensor:
     first = torch.ones_like(kv_heads, dtype=torch.bool)
     first[1:] = kv_heads[1:] != kv_heads[:-1]
-    return by_kv_head(grads[:, first], kv_heads[first], problem)
+    return by_kv_head(grads[:, first], kv_heads[first], heads_kv)
 
 
 _TILE = "cp_ref.execute.tile_backward"
@@ -128,7 +129,10 @@ MUTANTS: dict[str, Mutant] = {
         wrap(lambda lse_to_packed, *a: 0.0 * lse_to_packed(*a).nan_to_num()),
         "logic",
     ),
-    "sink-gradient-of-one-rank": Mutant(
-        "d_offset is not summed over ranks", "cp_ref.api.all_reduce_sum", lambda _: lambda group, x: x, "logic"
+    "sink-gradient-of-all-ranks": Mutant(
+        "d_offset is the total where a share is asked for",
+        "cp_ref.api.offset_grad",
+        lambda grad: lambda cp, share: grad(SimpleNamespace(comm=cp.comm, softmax_offset_grad="total"), share),
+        "logic",
     ),
 }

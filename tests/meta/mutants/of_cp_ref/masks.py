@@ -6,59 +6,80 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from cp_ref.spec import Band, Problem, Sequence
+from cp_ref.spec import UNBOUNDED, Areas, Band, Problem, Sequence
+from cp_ref.spec.areas import crop
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
 
 
-def _band(change: Callable[[Band], Band]) -> Callable[[Any], Any]:
+Edges = tuple[int, int]  # lo, hi
+
+
+def _band(change: Callable[[int, int], Edges]) -> Callable[[Any], Any]:
     """The tiles' mask with another band; the plan keeps the right one."""
-    return wrap(lambda visible_pairs, band, *rest: visible_pairs(change(band), *rest))
+
+    def wrong(visible_pairs: Any, rows: slice, columns: slice, lo: int, hi: int, device: torch.device) -> torch.Tensor:
+        return visible_pairs(rows, columns, *change(lo, hi), device)
+
+    return wrap(wrong)
 
 
-def _wider(band: Band) -> Band:
-    return band if band.lo is None else replace(band, lo=band.lo - 1)
+def _wider(lo: int, hi: int) -> Edges:
+    return lo - 1, hi
 
 
-def _narrower(band: Band) -> Band:
-    return band if band.lo is None else replace(band, lo=band.lo + 1)
+def _narrower(lo: int, hi: int) -> Edges:
+    return lo + 1, hi
 
 
-def _no_window(band: Band) -> Band:
-    return replace(band, lo=None)
+def _no_window(lo: int, hi: int) -> Edges:
+    return -UNBOUNDED, hi
 
 
-def _minus_one(band: Band) -> Band:
+def _minus_one(lo: int, hi: int) -> Edges:
     """A window side of -1 taken for minus one: the first key is the one after the query."""
-    return replace(band, lo=1) if band.lo is None else band
+    return (1 if lo <= -UNBOUNDED else lo), hi
 
 
-def _diagonal_hidden(band: Band) -> Band:
-    return band if band.hi is None else replace(band, hi=band.hi - 1)
+def _diagonal_hidden(lo: int, hi: int) -> Edges:
+    return lo, hi - 1
 
 
-def _future_shown(band: Band) -> Band:
-    return band if band.hi is None else replace(band, hi=band.hi + 1)
+def _future_shown(lo: int, hi: int) -> Edges:
+    return lo, hi + 1
 
 
-def _bottom_right_off_by_one(band: Any) -> Any:
-    """In the specification itself, which plan, `verify` and probes believe: only the oracle knows better."""
+def _believed(band: Callable[[Problem, Sequence], Band]) -> Callable[[Any], Any]:
+    """Areas by a wrong band, which plan, `verify` and probes believe: only the oracle knows better."""
 
-    def shifted(self: Problem, sequence: Sequence) -> Band:
-        right = band(self, sequence)
-        return replace(right, hi=right.hi + 1) if self.bottom_right and right.hi is not None else right
+    def wrong(areas_of: Any, problem: Problem) -> Areas:
+        if not problem.bottom_right:
+            return areas_of(problem)
+        rows: list[tuple[int, ...]] = []
+        for s, q, k in zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False):
+            found, shift = band(problem, s), k - q
+            lo = -UNBOUNDED if found.lo is None else found.lo + shift
+            hi = UNBOUNDED if found.hi is None else found.hi + shift
+            cropped = crop(*(np.array([x]) for x in (q, q + s.len_q, k, k + s.len_kv, lo, hi)))
+            q0, q1, k0, k1 = (int(x[0]) for x in cropped)
+            if q0 < q1 and k0 < k1 and s.len_q and s.len_kv:
+                rows.append((q0, q1, k0, k1, lo, hi))
+        return Areas.of_rows(rows)
 
-    return shifted
+    return wrap(wrong)
 
 
-def _always_top_left(band: Any) -> Any:
-    def unshifted(self: Problem, sequence: Sequence) -> Band:
-        return band(self, replace(sequence, len_kv=sequence.len_q) if self.bottom_right else sequence)
+def _bottom_right_off_by_one(problem: Problem, sequence: Sequence) -> Band:
+    right = problem.band(sequence)
+    return right if right.hi is None else replace(right, hi=right.hi + 1)
 
-    return unshifted
+
+def _always_top_left(problem: Problem, sequence: Sequence) -> Band:
+    return problem.band(replace(sequence, len_kv=sequence.len_q))
 
 
 def _first_key_lost_in_long_rows(visible_pairs: Any, *arguments: Any) -> torch.Tensor:
@@ -122,14 +143,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "diagonal-off-by-one-in-the-spec": Mutant(
         "d is one too large, and everything but the oracle believes it",
-        "cp_ref.spec.problem.Problem.band",
-        _bottom_right_off_by_one,
+        "cp_ref.spec.workload.areas_of",
+        _believed(_bottom_right_off_by_one),
         "logic",
     ),
     "bottom-right-taken-for-top-left": Mutant(
         "d is 0, and everything but the oracle believes it",
-        "cp_ref.spec.problem.Problem.band",
-        _always_top_left,
+        "cp_ref.spec.workload.areas_of",
+        _believed(_always_top_left),
         "logic",
     ),
     "padding-is-attended": Mutant("slots are taken for tokens", _READ, _lengths(_all_slots), "hygiene"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cp_ref.spec import Message, Problem, Schedule, Step
+from cp_ref.spec import Message, Problem, Schedule, Step, Tiles
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -43,21 +43,22 @@ def _everywhere(schedule: Schedule, edit: Callable[[Step], Step]) -> Schedule:
 
 def _without_a_tile(_: Problem, schedule: Schedule) -> Schedule:
     def edit(step: Step) -> Step | None:
-        return replace(step, tiles=step.tiles[:-1]) if step.tiles else None
+        return step._replace(tiles=step.tiles.take(slice(-1))) if len(step.tiles) else None
 
     return replace(schedule, forward=_edit(schedule.forward, edit))
 
 
 def _without_a_backward_tile(_: Problem, schedule: Schedule) -> Schedule:
     def edit(step: Step) -> Step | None:
-        return replace(step, tiles=step.tiles[:-1]) if step.tiles else None
+        return step._replace(tiles=step.tiles.take(slice(-1))) if len(step.tiles) else None
 
     return replace(schedule, backward=_edit(schedule.backward, edit))
 
 
 def _with_a_tile_twice(_: Problem, schedule: Schedule) -> Schedule:
     def edit(step: Step) -> Step | None:
-        return replace(step, tiles=(*step.tiles, step.tiles[-1])) if step.tiles else None
+        last = step.tiles.take(slice(-1, None))
+        return step._replace(tiles=Tiles.concat([step.tiles, last])) if len(last) else None
 
     return replace(schedule, forward=_edit(schedule.forward, edit), backward=_edit(schedule.backward, edit))
 
@@ -67,7 +68,7 @@ def _with_a_wrong_tag(_: Problem, schedule: Schedule) -> Schedule:
         if not step.recvs:
             return None
         last = step.recvs[-1]
-        return replace(step, recvs=(*step.recvs[:-1], replace(last, tag=last.tag + 100)))
+        return step._replace(recvs=(*step.recvs[:-1], replace(last, tag=last.tag + 100)))
 
     return replace(schedule, forward=_edit(schedule.forward, edit))
 
@@ -76,10 +77,10 @@ def _dkv_to_the_wrong_owner(_: Problem, schedule: Schedule) -> Schedule:
     """The last gradients of a rank stay where they are: neither sent nor awaited."""
 
     def without(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        return tuple(m for m in messages if m.what != "dkv")
+        return tuple(m for m in messages if m.kind != "dkv")
 
     last = tuple(
-        (*program[:-1], *(replace(s, sends=without(s.sends), recvs=without(s.recvs)) for s in program[-1:]))
+        (*program[:-1], *(s._replace(sends=without(s.sends), recvs=without(s.recvs)) for s in program[-1:]))
         for program in schedule.backward
     )
     return replace(schedule, backward=last)
@@ -89,7 +90,7 @@ def _pieces_reversed(_: Problem, schedule: Schedule) -> Schedule:
     """Senders pack their pieces in the other order than receivers unpack them."""
 
     def edit(step: Step) -> Step:
-        return replace(step, sends=tuple(replace(m, pieces=m.pieces[::-1]) for m in step.sends))
+        return step._replace(sends=tuple(replace(m, pieces=m.pieces.take(slice(None, None, -1))) for m in step.sends))
 
     return _everywhere(schedule, edit)
 
@@ -98,12 +99,13 @@ def _halo_one_short(_: Problem, schedule: Schedule) -> Schedule:
     """Of every block of keys that travels, the first row stays at home."""
 
     def shorter(m: Message) -> Message:
-        if m.what != "kv":
+        if m.kind != "kv":
             return m
-        return replace(m, pieces=tuple(replace(p, start=p.start + (p.stop - p.start > 1)) for p in m.pieces))
+        p = m.pieces
+        return replace(m, pieces=replace(p, start=p.start + (p.stop - p.start > 1)))
 
     def edit(step: Step) -> Step:
-        return replace(step, sends=tuple(map(shorter, step.sends)), recvs=tuple(map(shorter, step.recvs)))
+        return step._replace(sends=tuple(map(shorter, step.sends)), recvs=tuple(map(shorter, step.recvs)))
 
     return _everywhere(schedule, edit)
 
@@ -112,9 +114,8 @@ def _a_step_late(_: Problem, schedule: Schedule) -> Schedule:
     """Every message is posted a step later than it was planned."""
 
     def delayed(program: tuple[Step, ...]) -> tuple[Step, ...]:
-        messages = [Step(), *(replace(s, tiles=()) for s in program)]
-        tiles = [*(s.tiles for s in program), ()]
-        return tuple(replace(m, tiles=t) for m, t in zip(messages, tiles, strict=True))
+        tiles = [*(s.tiles for s in program), Step().tiles]
+        return tuple(m._replace(tiles=t) for m, t in zip((Step(), *program), tiles, strict=True))
 
     forward, backward = (tuple(map(delayed, programs)) for programs in (schedule.forward, schedule.backward))
     return replace(schedule, forward=forward, backward=backward)
@@ -136,7 +137,7 @@ def _sends_to_itself_in_a_ring_of_odd_size(problem: Problem, schedule: Schedule)
     """The neighbour's number without the modulo that an odd group needs."""
 
     def edit(step: Step) -> Step:
-        return replace(step, sends=tuple(replace(m, peer=m.peer ^ 1) for m in step.sends))
+        return step._replace(sends=tuple(replace(m, peer=m.peer ^ 1) for m in step.sends))
 
     return _everywhere(schedule, edit) if problem.cp_size % 2 else schedule
 
@@ -145,8 +146,8 @@ def _tiles_of_the_wrong_heads(_: Problem, schedule: Schedule) -> Schedule:
     """Every tile that has heads of its own is computed for the first heads."""
 
     def edit(step: Step) -> Step:
-        tiles = tuple(t if t.heads is None else replace(t, heads=(0, t.heads[1] - t.heads[0])) for t in step.tiles)
-        return replace(step, tiles=tiles)
+        t = step.tiles
+        return step._replace(tiles=replace(t, head_start=t.head_start * 0, head_stop=t.head_stop - t.head_start))
 
     return _everywhere(schedule, edit)
 
@@ -155,10 +156,10 @@ def _chunks_exchanged(slice_spans: Any, *arguments: Any) -> Any:
     return list(slice_spans(*arguments))[::-1]
 
 
-def _first_positions(spans_of: Any, fragments: Any) -> Any:
+def _first_positions(position_spans_of: Any, *arguments: Any) -> Any:
     """Positions counted on the rank, and not in the sequence."""
     spans, row = [], 0
-    for start, stop in spans_of(fragments):
+    for start, stop in position_spans_of(*arguments):
         spans.append((row, row + stop - start))
         row += stop - start
     return spans
@@ -172,7 +173,7 @@ def _unread(schedule: Schedule) -> Schedule:
     """A message that nobody takes."""
 
     def edit(step: Step) -> Step | None:
-        return replace(step, recvs=step.recvs[:-1]) if step.recvs else None
+        return step._replace(recvs=step.recvs[:-1]) if step.recvs else None
 
     return replace(schedule, forward=_edit(schedule.forward, edit))
 
@@ -212,7 +213,7 @@ MUTANTS: dict[str, Mutant] = {
         "shard puts the late chunk first", "cp_ref.sharding.slice_spans", wrap(_chunks_exchanged), "plan"
     ),
     "positions-counted-on-the-rank": Mutant(
-        "position_ids of a plan run from 0", "cp_ref.plan.spans_of", wrap(_first_positions), "plan"
+        "position_ids of a plan run from 0", "cp_ref.plan.position_spans_of", wrap(_first_positions), "plan"
     ),
     "unshard-gradient-not-summed": Mutant(
         "the other ranks' gradients are left out",

@@ -1,0 +1,37 @@
+"""Context-parallel attention under the names that other libraries have for attention. Each module is imported when it
+is asked for, and needs the library that it is for only where it says so.
+
+    flash_attn           flash_attn_func, flash_attn_varlen_func
+    ring_flash_attn      zigzag_ring_flash_attn_func and its varlen form, llama3_flash_attn_varlen_func
+    sdpa                 scaled_dot_product_attention
+    transformers         register(): attn_implementation="cp_fast"; shard_batch
+    transformer_engine   patch(): the function that its attention calls under context parallelism
+    megatron             CoreAttention, for the specs of transformer layers
+    torchtitan           apply_cp_to_forward and prepare_context_parallel_input, for varlen attention
+    loss                 token_mean: a loss over the tokens of all ranks
+
+What a function takes, it honours; what it cannot honour raises and is named. All of them plan once for a batch: a call
+with the same lengths (the same tensors, unchanged) finds the plan of the layer before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+_MODULES = (
+    "flash_attn",
+    "loss",
+    "megatron",
+    "ring_flash_attn",
+    "sdpa",
+    "torchtitan",
+    "transformer_engine",
+    "transformers",
+)
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

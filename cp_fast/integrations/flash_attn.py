@@ -1,0 +1,138 @@
+"""flash-attn's two functions over sequences that are spread over ranks: the same arguments, and `cp`.
+
+from cp_fast.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cp_fast.context import ContextParallel
+from cp_fast.integrations.planned import attend, check_longest, once, refuse
+
+__all__ = ["attend_aligned", "flash_attn_func", "flash_attn_varlen_func"]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    cp: ContextParallel,
+) -> Any:
+    """`flash_attn.flash_attn_func` of this rank's slices. Collective.
+
+    Args:
+        q, k, v: this rank's slices, [b, s/cp, h, d], as `cp_fast.shard` cuts them.
+        softmax_scale ... deterministic: as there. Causal masks and windows are aligned to the last query and key.
+        return_attn_probs: return (out, lse, None); there are no probabilities.
+        cp: the group, the schedule and the layout.
+
+    Raises:
+        NotImplementedError: dropout_p or alibi_slopes is given, or a window that no named mask aligns to the end.
+        The others: as `cp_fast.attention`.
+    """
+    refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    return attend_aligned(
+        q,
+        k,
+        v,
+        causal,
+        window_size,
+        q.shape[1] == k.shape[1],
+        return_attn_probs,
+        cp=cp,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    cp: ContextParallel,
+) -> Any:
+    """`flash_attn.flash_attn_varlen_func` of this rank's slices. Collective.
+
+    Args:
+        q, k, v: this rank's slices of the packed tensors, [t/cp, h, d], as `cp_fast.shard` cuts them.
+        cu_seqlens_q, cu_seqlens_k: GLOBAL cumulative lengths, int32 [b + 1]. On the CPU, best; on a GPU they are waited
+            for, once for all layers that are given the same tensors.
+        max_seqlen_q, max_seqlen_k: not needed; must hold where the lengths are on the CPU.
+        The others: as in `flash_attn_func`; with return_attn_probs lse is [h, t/cp].
+
+    Raises:
+        NotImplementedError: dropout_p, alibi_slopes or block_table is given, or a window that no named mask aligns to
+        the end. The others: as `cp_fast.attention`.
+    """
+    refuse("flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
+    check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
+    same = cu_seqlens_q is cu_seqlens_k or once(torch.equal, cu_seqlens_q, cu_seqlens_k)
+    return attend_aligned(
+        q,
+        k,
+        v,
+        causal,
+        window_size,
+        same,
+        return_attn_probs,
+        cp=cp,
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=None if same else cu_seqlens_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+
+
+def attend_aligned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window_size: tuple[int, int],
+    same_lengths: bool,
+    return_attn_probs: bool,
+    **problem: Any,
+) -> Any:
+    """`attend` with flash-attn's rule: whatever the mask, query and key are counted from their sequence's end."""
+    left, right = window_size
+    if causal or (right == 0 and not same_lengths):
+        mask, window_size = "causal" if same_lengths else "causal_bottom_right", (left, 0)
+    elif same_lengths or (left < 0 and right < 0):
+        mask = "no_mask"
+    else:
+        raise NotImplementedError(
+            f"window_size is {window_size} without causal, and the lengths of q and k differ: a window that is aligned "
+            "to the end is there for causal masks alone"
+        )
+    results = attend(q, k, v, attn_mask_type=mask, window_size=window_size, return_lse=return_attn_probs, **problem)
+    return (*results, None) if return_attn_probs else results

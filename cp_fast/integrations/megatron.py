@@ -1,0 +1,183 @@
+"""Megatron-LM: the core attention of a TransformerLayer, under context parallelism, without TransformerEngine.
+
+    from cp_fast.integrations.megatron import use_cp_fast
+
+    spec = use_cp_fast(get_gpt_layer_local_spec())  # or CoreAttention in a specification of your own
+
+What Megatron says of a layer is read where Megatron keeps it: sizes, softmax_type, windows and cp_comm_type in the
+TransformerConfig, groups in the ProcessGroupCollection, the lengths of packed batches in PackedSeqParams. Batches are
+cut by Megatron's own get_batch_on_this_cp_rank. Needs megatron-core.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from cp_fast.context import ContextParallel
+from cp_fast.integrations.planned import attend, context_for, refuse
+
+__all__ = ["CoreAttention", "use_cp_fast"]
+
+_MASKS = ("no_mask", "causal", "causal_bottom_right")
+_PACKED = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+def use_cp_fast(spec: Any) -> Any:
+    """A transformer layer's ModuleSpec with `CoreAttention` in its self attention; the given one stays as it is."""
+    changed = copy.deepcopy(spec)
+    changed.submodules.self_attention.submodules.core_attention = CoreAttention
+    return changed
+
+
+class CoreAttention(torch.nn.Module):
+    """The arguments are those that SelfAttention gives to every core attention.
+
+    Raises:
+        NotImplementedError: dropout. ValueError: "a2a+p2p" without hierarchical groups.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.utils import is_layer_window_attention
+
+        super().__init__()
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        refuse("CoreAttention", attention_dropout=dropout)
+        self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
+        self.cp_comm_type = cp_comm_type or "p2p"
+        self.groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.softmax_scale = softmax_scale  # None: d_qk ** -0.5
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window_size = tuple(config.window_size) if windowed else (-1, -1)
+        self.wants_max_logit = bool(config.qk_clip or config.log_max_attention_logit)
+        self.current_max_attn_logits: torch.Tensor | None = None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            device = "cpu" if config.use_cpu_initialization else "cuda"
+            heads = config.num_attention_heads // self.groups.tp.size()
+            offset = torch.zeros(heads, dtype=config.params_dtype, device=device)
+            self.softmax_offset = torch.nn.Parameter(
+                config.init_method(offset) if config.perform_initialization else offset
+            )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attention of this rank's slices. Collective over the context parallel group.
+
+        Args:
+            query, key, value: [s/cp, b, h, d], or [t/cp, h, d] for packed batches.
+            attention_mask: Megatron hands one on for every mask; masks here go by their type.
+            attn_mask_type: no_mask, causal, causal_bottom_right; padding and padding_causal for packed batches.
+            packed_seq_params: lengths are global, as Megatron has them. Its `cp_group` and `local_cp_size` choose
+                another group for this batch.
+
+        Returns:
+            [s/cp, b, h * d_v], or [t/cp, h * d_v].
+
+        Raises:
+            NotImplementedError: attention_bias, a mask that has only a tensor (arbitrary, padding without packing).
+        """
+        refuse("CoreAttention", attention_bias=attention_bias)
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        mask = (attn_mask_type or self.attn_mask_type).name
+        mask = mask.removeprefix("padding_") if packed and mask != "padding" else mask
+        mask = "no_mask" if packed and mask == "padding" else mask
+        if mask not in _MASKS:
+            raise NotImplementedError(
+                f"attn_mask_type is {mask!r}, whose mask is a tensor; it must be one of {', '.join(_MASKS)}, or the "
+                "lengths of a packed batch in packed_seq_params"
+            )
+        lengths = {name: getattr(packed_seq_params, name) for name in _PACKED} if packed else {}
+        results = attend(
+            query,
+            key,
+            value,
+            cp=self._context(packed_seq_params),
+            qkv_format="thd" if packed else "sbhd",
+            attn_mask_type=mask,
+            window_size=self.window_size,
+            softmax_scale=self.softmax_scale,
+            softmax_type=self.config.softmax_type,
+            softmax_offset=self.softmax_offset,
+            deterministic=self.config.deterministic_mode,
+            return_max_logit=self.wants_max_logit,
+            **{name: x for name, x in lengths.items() if x is not None},
+        )
+        if not self.wants_max_logit:
+            return results.flatten(-2)
+        out, largest = results
+        before = self.current_max_attn_logits
+        self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
+        return out.flatten(-2)
+
+    def _context(self, packed: Any) -> ContextParallel:
+        """The layer's context, or that of a batch which brings its own group."""
+        from megatron.core.parallel_state import get_hierarchical_context_parallel_groups
+
+        group = getattr(packed, "cp_group", None)
+        if group is None and getattr(packed, "local_cp_size", None) == 1:
+            return context_for(_ALONE, "p2p")
+        if self.cp_comm_type != "a2a+p2p":
+            return context_for(group or self.groups.cp, self.cp_comm_type)
+        levels = getattr(self.groups, "hcp", None) or get_hierarchical_context_parallel_groups(check_initialized=False)
+        if group is not None or not levels:
+            found = "no hcp groups" if group is None else "a cp_group of the batch"
+            raise ValueError(
+                f"cp_comm_type is 'a2a+p2p' with {found}; it needs the groups of hierarchical_context_parallel_sizes"
+            )
+        return context_for(list(levels), self.cp_comm_type)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For distributed checkpoints: sinks are sharded over the tensor parallel group."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        state = self.state_dict(prefix="", keep_vars=True)
+        groups = {"tp_group": self.groups.tp, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
+
+
+class _Alone:
+    """A group of one rank, for batches that are not spread over any."""
+
+    rank, size = 0, 1
+
+    def exchange(self, sends: Any, recvs: Any) -> _Alone:
+        assert not sends, "a group of one has nobody to send to"
+        assert not recvs, "a group of one has nobody to hear from"
+        return self
+
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+
+_ALONE = _Alone()

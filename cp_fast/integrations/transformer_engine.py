@@ -1,0 +1,140 @@
+"""TransformerEngine: its attention modules, with cp_fast where they would run their own context parallelism.
+
+    from cp_fast.integrations import transformer_engine as cp_te
+
+    cp_te.patch()  # DotProductAttention and what is built on it call cp_fast from now on; cp_te.unpatch() takes it back
+
+The function is `attn_forward_func_with_cp` with its 33 arguments. Which problems reach it is TransformerEngine's
+choice: its own checks come first. Only `patch` and `unpatch` import TransformerEngine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from cp_fast.integrations.planned import attend, context_for, refuse
+
+__all__ = ["attn_forward_func_with_cp", "patch", "unpatch"]
+
+_FOLDER = "transformer_engine.pytorch.attention.dot_product_attention."
+_USERS = (_FOLDER + "context_parallel", _FOLDER + "backends")  # where the function is defined, and where it is called
+_NAME = "attn_forward_func_with_cp"
+_originals: dict[str, Any] = {}
+
+
+def patch(**context: Any) -> None:
+    """Put `attn_forward_func_with_cp` in the place of TransformerEngine's.
+
+    Args:
+        context: keywords of `ContextParallel`, such as backend="fa4" or softmax_offset_grad="total", which is what
+            TransformerEngine gives.
+
+    Raises:
+        ImportError, AttributeError: TransformerEngine is not installed, or has no such function (it has since 2.0).
+    """
+    modules = [importlib.import_module(name) for name in _USERS]
+    for module in modules:
+        _originals.setdefault(module.__name__, getattr(module, _NAME))
+    for module in modules:
+        setattr(module, _NAME, partial(attn_forward_func_with_cp, context=context))
+
+
+def unpatch() -> None:
+    """Put TransformerEngine's function back."""
+    while _originals:
+        name, original = _originals.popitem()
+        setattr(importlib.import_module(name), _NAME, original)
+
+
+def attn_forward_func_with_cp(
+    is_training: bool,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_kv: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+    cu_seqlens_q_padded: torch.Tensor | None,
+    cu_seqlens_kv_padded: torch.Tensor | None,
+    dropout_p: float,
+    cp_group: Any,
+    cp_global_ranks: Sequence[int] | None,
+    cp_stream: Any,
+    cp_comm_type: str,
+    softmax_scale: float | None = None,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "causal",
+    attn_bias_type: str = "no_bias",
+    attn_bias: torch.Tensor | None = None,
+    deterministic: bool = False,
+    use_fused_attention: bool = False,
+    window_size: tuple[int, int] | None = None,
+    fp8: bool = False,
+    fp8_meta: Any = None,
+    quantizers: Any = None,
+    pad_between_seqs: bool = False,
+    use_flash_attn_3: bool = False,
+    softmax_type: str = "vanilla",
+    softmax_offset: torch.Tensor | None = None,
+    fp8_output: bool = False,
+    layer_number: int = 1,
+    return_max_logit: bool = False,
+    *,
+    context: dict[str, Any] | None = None,
+) -> Any:
+    """TransformerEngine's function of this name. Collective.
+
+    Args:
+        q, k, v: this rank's slices, rank r holding chunks r and 2 * cp - 1 - r.
+        cu_seqlens_q ... cu_seqlens_kv_padded: global; used in thd, and in bshd and sbhd with a padding mask. On a GPU
+            they are waited for, once for all layers that are given the same tensors.
+        cp_group: a ProcessGroup, or [a2a_group, p2p_group] for "a2a+p2p".
+        softmax_offset: [1, h, 1, 1] or [h].
+        max_seqlen_q, max_seqlen_kv, cp_global_ranks, cp_stream, use_fused_attention, use_flash_attn_3, quantizers,
+        fp8_meta, pad_between_seqs, layer_number, is_training: not needed. They choose among TransformerEngine's
+            kernels, or follow from the others.
+        context: keywords of `ContextParallel`.
+
+    Returns:
+        out in q's format, [..., h, d_v]; or (out, max_logit) with return_max_logit.
+
+    Raises:
+        NotImplementedError: dropout_p (in training), attn_bias, attn_bias_type, fp8 or fp8_output asks for something;
+        the others: as `cp_fast.attention`.
+    """
+    refuse(
+        _NAME,
+        dropout_p=dropout_p if is_training else 0.0,
+        attn_bias_type="" if attn_bias_type == "no_bias" else attn_bias_type,
+        attn_bias=attn_bias,
+        fp8=fp8,
+        fp8_output=fp8_output,
+    )
+    padded = qkv_format == "thd"
+    lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    paddings: dict[str, Any] = {
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+    }
+    given = {**(lengths if padded or attn_mask_type.startswith("padding") else {}), **(paddings if padded else {})}
+    return attend(
+        q,
+        k,
+        v,
+        cp=context_for(cp_group, cp_comm_type, **(context or {})),
+        qkv_format=qkv_format,
+        attn_mask_type=attn_mask_type,
+        window_size=(-1, -1) if window_size is None else tuple(window_size),
+        softmax_scale=softmax_scale,
+        softmax_type=softmax_type,
+        softmax_offset=softmax_offset if softmax_type == "learnable" else None,
+        deterministic=deterministic,
+        return_max_logit=return_max_logit,
+        **{name: x for name, x in given.items() if x is not None},
+    )

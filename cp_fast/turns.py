@@ -1,0 +1,88 @@
+"""One call at a time on a group: the messages of two would mix, and each would compute with the other's.
+
+Calls of one thread follow each other, forward and backward. Calls of several threads do not wait for each other, which
+would only hide that the ranks may begin them in different orders: the second one raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Turn", "alone_in", "turns_of"]
+
+
+class Turn:
+    """Of one group: which thread is inside a call, and what that is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._what = ""
+        self._number = 0
+
+    def next_number(self) -> int:
+        """Count a call."""
+        self._number += 1
+        return self._number
+
+    @contextmanager
+    def taken(self, what: str) -> Iterator[None]:
+        """Hold it; a thread that has it already keeps it.
+
+        Raises:
+            RuntimeError: another thread has it.
+        """
+        here = threading.current_thread()
+        if self._thread is here:
+            yield
+            return
+        if not self._lock.acquire(blocking=False):
+            other = self._thread
+            raise RuntimeError(
+                f"{what} begins in thread {here.name!r} while {self._what} runs in thread "
+                f"{'?' if other is None else other.name!r} on the same group: their messages would mix. Call one after "
+                "the other, in the same order on all ranks, or give each thread a group of its own "
+                "(torch.distributed.new_group)"
+            )
+        self._thread, self._what = here, what
+        try:
+            yield
+        finally:
+            self._thread = None
+            self._lock.release()
+
+
+_turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def turns_of(group: Any) -> tuple[Turn, ...]:
+    """The turns of what a user gives as a group; contexts of the same group have the same."""
+    if isinstance(group, DeviceMesh):
+        group = tuple(group.get_all_groups())
+    parts = group if isinstance(group, tuple | list) else (group,)
+    with _making:
+        return tuple(_turn_of(part) for part in parts)
+
+
+def _turn_of(part: Any) -> Turn:
+    try:
+        return _turns.setdefault(part, Turn())
+    except TypeError:  # a user's own group, that has no hash or takes no weak reference: a turn for each context
+        return Turn()
+
+
+@contextmanager
+def alone_in(turns: tuple[Turn, ...], what: str) -> Iterator[None]:
+    """Hold all of a context's turns while `what` is called."""
+    if not turns:
+        yield
+        return
+    with turns[0].taken(what), alone_in(turns[1:], what):
+        yield

@@ -1,0 +1,149 @@
+"""A small GPT, trained on packed documents over several processes. One file, on a laptop's CPU, in a few minutes:
+
+    python examples/train_gpt.py --processes 4 --check
+
+Documents are the source files of your Python's own library, as bytes; every batch packs as many as fit, of whatever
+lengths. Each sequence is spread over all processes (context parallelism). `--check` trains the same on one process and
+compares the losses. The lines with a number are what context parallelism adds to a training script: nine of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+import cp_fast as cp
+from cp_fast.integrations.loss import token_mean
+
+HEADS, HEAD_DIM, LAYERS = 4, 16, 2
+WIDTH = HEADS * HEAD_DIM
+
+
+def batches(tokens: int, divisor: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Packed ids and next bytes (-100: none), and cumulative lengths without and with padding. The same in all."""
+    chance = random.Random(0)
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    while True:
+        texts, room = [], tokens
+        while room >= 16:
+            text = chance.choice(files).read_bytes()
+            start, length = chance.randrange(len(text) + 1), min(room, int(math.exp(chance.uniform(2, 7))))
+            if piece := text[start : start + length]:
+                texts.append(torch.frombuffer(bytearray(piece), dtype=torch.uint8).long())
+                room -= -(-len(piece) // divisor) * divisor
+        labels = torch.cat([F.pad(text[1:], (0, 1), value=-100) for text in texts])
+        cu = torch.tensor([0, *(len(text) for text in texts)]).cumsum(0).int()
+        ids, labels, cu_padded = cp.thd.pad_thd_sequences_for_cp(torch.cat(texts), labels, cu, divisor)
+        yield ids, labels, cu, cu_padded
+
+
+def rope(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding of [t, h, d] by the positions [t] inside each document."""
+    frequency = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angle = (positions[:, None] * frequency)[:, None]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()), -1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor, context: cp.ContextParallel, plan: cp.Plan) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(1)
+        q, k = rope(q, plan.position_ids), rope(k, plan.position_ids)
+        x = x + self.out(cp.attention(q, k, v, cp=context, plan=plan).flatten(-2))  # 1
+        return x + self.mlp(x)
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, ids: Tensor, context: cp.ContextParallel, plan: cp.Plan) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, context, plan)
+        return self.head(x)
+
+
+def train(rank: int, processes: int, store: str, steps: int, tokens: int, divisor: int) -> None:
+    """One process's part of the training; rank 0 writes the losses beside the store."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    context = cp.ContextParallel(dist.group.WORLD)  # 2
+    torch.manual_seed(0)  # the same weights everywhere
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _, (ids, labels, cu, cu_padded) in zip(range(steps), batches(tokens, divisor), strict=False):
+        lengths: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_q_padded": cu_padded}
+        sizes: dict[str, Any] = {"heads_q": HEADS, "heads_kv": HEADS, "d_qk": HEAD_DIM, "d_v": HEAD_DIM}
+        plan = cp.make_plan(cp=context, qkv_format="thd", **lengths, **sizes, dtype=torch.float32, device="cpu")  # 3
+        ids = cp.shard(ids, cp=context, qkv_format="thd", cu_seqlens_padded=cu_padded)  # 4
+        labels = cp.shard(labels, cp=context, qkv_format="thd", cu_seqlens_padded=cu_padded)  # 5
+        token_losses = F.cross_entropy(model(ids, context, plan), labels, reduction="none", ignore_index=-100)
+        loss = token_mean(token_losses, labels != -100, over=context)  # 6
+        optimizer.zero_grad()
+        loss.backward()
+        for weight in model.parameters():  # 7
+            dist.all_reduce(weight.grad)  # 8
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        dist.all_reduce(loss := loss.detach())  # 9
+        losses.append(loss.item())
+        if rank == 0 and len(losses) % 20 == 1:
+            print(f"{processes} processes, step {len(losses):4}: loss {loss.item():.4f}, {len(cu) - 1} documents")
+    if rank == 0:
+        torch.save(losses, f"{store}.losses")
+    dist.destroy_process_group()
+
+
+def curve(losses: list[float], rows: int = 10, columns: int = 72) -> str:
+    """The losses as a picture of text."""
+    found = [losses[i * len(losses) // columns] for i in range(columns)]
+    low, high = min(found), max(found)
+    level = [round((loss - low) / (high - low or 1) * (rows - 1)) for loss in found]
+    lines = ["".join("*" if n == row else " " for n in level) for row in reversed(range(rows))]
+    return f"{high:.2f}\n" + "\n".join(line.rstrip() for line in lines) + f"\n{low:.2f}  after {len(losses)} steps"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    for name, value in {"processes": 4, "steps": 200, "tokens": 2048}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--check", action="store_true", help="train on one process too, and compare the losses")
+    given = parser.parse_args()
+    divisor, curves = 2 * given.processes, {}  # one divisor, so that one process sees the same batches
+    for processes in (given.processes, *([1] if given.check else [])):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (processes, f"{folder}/store", given.steps, given.tokens, divisor)
+            spawn(train, arguments, nprocs=processes)
+            curves[processes] = torch.load(f"{folder}/store.losses")
+    print(curve(curves[given.processes]))
+    if given.check:
+        apart = max(abs(a - b) for a, b in zip(curves[given.processes], curves[1], strict=True))
+        print(f"{given.processes} processes and one: losses at most {apart:.1e} apart")
+        assert apart < 0.01, "the losses differ by more than rounding"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What the gradient of softmax_offset is said to be, a share or the total, is what the suite looks for."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cp_fast
+import cp_ref
+from conformance.case import Case
+from conformance.run import play
+from conformance.tensors import build
+from conformance.tiers.logic import check
+from cp_ref.spec import Problem, Sequence
+
+PACKAGES = pytest.mark.parametrize("package", [cp_ref, cp_fast])
+CASE = Case(Problem(4, (Sequence(16, 16, 16, 16),), qkv_format="thd", heads_q=2, softmax_type="learnable"))
+
+
+def implementation(package: Any, gives: str, says: str) -> Any:
+    """The package, whose contexts ask for one kind of gradient, and which says what kind it is."""
+    context = partial(package.ContextParallel, softmax_offset_grad=gives)
+    members = {name: getattr(package, name) for name in ("attention", "supports", "Unsupported", "make_plan", "shard")}
+    return SimpleNamespace(ContextParallel=context, softmax_offset_grad=says, **members)
+
+
+@PACKAGES
+@pytest.mark.parametrize("kind", ["share", "total"])
+def test_both_kinds_are_right(package: Any, kind: str) -> None:
+    assert check(implementation(package, kind, kind), CASE, "cpu") == []
+
+
+@PACKAGES
+def test_a_total_taken_for_a_share_is_seen(package: Any) -> None:
+    assert any("d_offset" in finding for finding in check(implementation(package, "total", "share"), CASE, "cpu"))
+
+
+@PACKAGES
+def test_shares_taken_for_totals_are_seen(package: Any) -> None:
+    played = play(implementation(package, "share", "total"), CASE, build(CASE, "cpu"))
+    assert any("d_offset differs between ranks" in finding for finding in played.findings)

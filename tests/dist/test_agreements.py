@@ -1,0 +1,145 @@
+"""What is wrong on one rank alone raises on all of them, over gloo: kernels, groups, gradients, devices."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cp_fast
+import cp_fast.build
+from cp_fast.kernels import select
+from cp_ref import SimGroup
+from tests.dist.workers import Processes
+
+SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    group = Processes(4)
+    yield group
+    group.close()
+
+
+def call(planned: bool, cp: Any, x: torch.Tensor) -> None:
+    if planned:
+        cp_fast.make_plan(cp=cp, batch_size=1, seqlen_q=4 * cp.size, **SIZES)
+    else:
+        cp_fast.attention(x, x, x, cp=cp)
+
+
+def bad_kernels(planned: bool, how: str) -> None:
+    """Rank 1 has a wrong choice of kernels, or its build fails."""
+    cp, x = cp_fast.ContextParallel(dist.group.WORLD), torch.zeros(1, 4, 2, 8)
+    found, before = cp_fast.build.library, os.environ.get(select.VARIABLE)
+
+    def fails(device: str) -> Any:
+        raise cp_fast.build.BuildError("the compiler says no")
+
+    if cp.rank == 1:
+        os.environ[select.VARIABLE] = "native" if how == "build" else how
+        cp_fast.build.library = fails
+        select._cached.cache_clear()
+        select._loaded.cache_clear()
+        importlib.import_module("cp_fast.kernels.native").load.cache_clear()
+    try:
+        call(planned, cp, x)
+    finally:
+        cp_fast.build.library = found
+        os.environ.pop(select.VARIABLE, None)
+        if before is not None:
+            os.environ[select.VARIABLE] = before
+        select._cached.cache_clear()
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("cutlass", "CP_FAST_KERNELS is 'cutlass'; it must be one of"),
+        ("numba", "CP_FAST_KERNELS=numba asks for the kernels 'numba', which cannot be had"),
+        ("build", "the compiler says no"),
+    ],
+)
+def test_kernels_that_cannot_be_had_on_one_rank(four: Processes, planned: bool, how: str, said: str) -> None:
+    for rank, error in enumerate(four.run(bad_kernels, planned, how)):
+        assert isinstance(error, RuntimeError | ValueError), (rank, error)
+        assert said in str(error)
+        assert rank == 1 or "rank 1 refused its arguments" in str(error)
+
+
+def gradient_on_one() -> None:
+    cp = cp_fast.ContextParallel(dist.group.WORLD)
+    x = torch.zeros(1, 4, 2, 8, requires_grad=cp.rank == 1)
+    cp_fast.attention(x, x, x, cp=cp)
+
+
+def test_requires_grad_on_one_rank_without_a_plan(four: Processes) -> None:
+    for rank, error in enumerate(four.run(gradient_on_one)):
+        text = str(error)
+        assert isinstance(error, ValueError), (rank, error)
+        assert "requires_grad=True" in text
+        assert "requires_grad=False" in text
+
+
+def swapped(package: str, member: Any = None) -> None:
+    """Rank 1 gives the pair the other way round."""
+    impl, rank = importlib.import_module(package), dist.get_rank() if member is None else member.rank
+    if member is None:
+        rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        pair = rows[rank // 2], columns[rank % 2]
+    else:
+        pair = member.split(2)
+    cp = impl.ContextParallel(pair[::-1] if rank == 1 else pair, "a2a+p2p")
+    impl.make_plan(cp=cp, batch_size=1, seqlen_q=16, **SIZES)
+
+
+@pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
+def test_a_pair_that_one_rank_gives_the_other_way_round(four: Processes, package: str) -> None:
+    def one(member: Any) -> Any:
+        try:
+            return swapped(package, member)
+        except Exception as error:
+            return error
+
+    for error in (*four.run(swapped, package), *SimGroup(4).run(one)):
+        assert isinstance(error, ValueError), error
+        assert "a rank has it the other way round: a group is the a2a group of its rank 0, p2p group of" in str(error)
+
+
+def left_out(package: str) -> list[str]:
+    impl, said = importlib.import_module(package), []
+    group = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        for given, comm in ((group, "p2p"), (dist.GroupMember.NON_GROUP_MEMBER, "a2a"), ((group, group), "a2a+p2p")):
+            with pytest.raises(ValueError, match="no member of") as caught:
+                impl.ContextParallel(given, comm)
+            said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
+def test_a_group_that_the_process_is_no_member_of(four: Processes, package: str) -> None:
+    for rank, said in enumerate(four.run(left_out, package)):
+        assert not isinstance(said, Exception), said
+        assert len(said) == (3 if rank > 1 else 0)
+        assert all(f"which this process (rank {rank}) is no member of" in text for text in said)
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "xla"])
+def test_a_device_that_nothing_runs_on(device: str) -> None:
+    sizes: dict[str, Any] = SIZES | {"device": device}
+
+    def one(member: Any) -> None:
+        for ask in (cp_fast.make_plan, cp_fast.supports):
+            with pytest.raises(ValueError, match=f"device is '{device}'; it must be 'cpu' or 'cuda'"):
+                ask(cp=cp_fast.ContextParallel(member), batch_size=1, seqlen_q=8, **sizes)
+
+    SimGroup(1).run(one)

@@ -1,0 +1,244 @@
+"""`cp_fast.checked`: calls that are not the same on all ranks raise on all of them, over gloo and simulated."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cp_fast
+from cp_ref import SimGroup
+from tests.dist.workers import Processes
+
+CUS = [torch.tensor(cu, dtype=torch.int32) for cu in ([0, 16], [0, 4, 16])]
+SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[Run]:
+    group = Processes(2)
+    yield group.run
+    group.close()
+
+
+def simulated(fn: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def one(member: Any) -> Any:
+        try:
+            return fn(*arguments, member)
+        except Exception as error:
+            return error
+
+    return SimGroup(2).run(one)
+
+
+@pytest.fixture(params=["gloo", "simulated"])
+def run(request: pytest.FixtureRequest) -> Run:
+    return request.getfixturevalue("gloo") if request.param == "gloo" else simulated
+
+
+def setting(member: Any) -> tuple[cp_fast.ContextParallel, Callable[..., cp_fast.Plan], torch.Tensor]:
+    cp = cp_fast.ContextParallel(dist.group.WORLD if member is None else member)
+
+    def plan(batch: int = 0, **how: Any) -> cp_fast.Plan:
+        return cp_fast.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=CUS[batch], **SIZES, **how)
+
+    return cp, plan, torch.randn(8, 2, 8, requires_grad=True)
+
+
+def other_batches(member: Any = None) -> None:
+    """Rank 0 uses the plan of the first batch, rank 1 that of the second."""
+    cp, plan, x = setting(member)
+    plans = [plan(0), plan(1)]
+    with cp_fast.checked():
+        cp_fast.attention(x, x, x, cp=cp, plan=plans[cp.rank])
+
+
+def other_shapes(member: Any = None) -> None:
+    """Rank 1 has a longer tail."""
+    cp, plan, x = setting(member)
+    x = torch.cat([x] * (1 + cp.rank)).detach()
+    made = plan(0)
+    with cp_fast.checked():
+        cp_fast.attention(x, x, x, cp=cp, plan=made)
+
+
+def refused_here(member: Any = None) -> None:
+    """Rank 1's tensors are not those of the plan: beside a plan only rank 1 would know."""
+    cp, plan, x = setting(member)
+    made = plan(0)
+    with cp_fast.checked():
+        cp_fast.attention(x, x.half() if cp.rank else x, x, cp=cp, plan=made)
+
+
+def other_flags(member: Any = None) -> None:
+    cp, plan, x = setting(member)
+    made = plan(0)
+    with cp_fast.checked():
+        cp_fast.attention(x, x, x, cp=cp, plan=made, return_max_logit=cp.rank == 1)
+
+
+def no_gradient_here(member: Any = None) -> None:
+    """Rank 1 will not call backward."""
+    cp, plan, x = setting(member)
+    made = plan(0)
+    with cp_fast.checked():
+        x = x.detach() if cp.rank else x
+        cp_fast.attention(x, x, x, cp=cp, plan=made)
+
+
+def swapped_windows(member: Any = None) -> None:
+    """Two layers with different windows, in another order on rank 1."""
+    cp, plan, x = setting(member)
+    plans = [plan(0, window_size=(1, 0)), plan(0, window_size=(2, 0))]
+    with cp_fast.checked():
+        for made in plans if cp.rank == 0 else plans[::-1]:
+            cp_fast.attention(x, x, x, cp=cp, plan=made)
+
+
+class Attend(torch.nn.Module):
+    def forward(self, x: torch.Tensor, cp: Any, plan: Any) -> torch.Tensor:
+        return cp_fast.attention(x, x, x, cp=cp, plan=plan)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Attend(), Attend()])
+
+    def forward(self, x: torch.Tensor, cp: Any, plan: Any, order: tuple[int, ...]) -> torch.Tensor:
+        for number in order:
+            x = self.layers[number](x, cp, plan)
+        return x
+
+
+def swapped_layers(member: Any = None) -> None:
+    """Two layers that are alike in everything, in another order on rank 1."""
+    cp, plan, x = setting(member)
+    made = plan(0)
+    with cp_fast.checked():
+        Model()(x, cp, made, (0, 1) if cp.rank == 0 else (1, 0))
+
+
+def swapped_backwards(member: Any = None) -> None:
+    """Two calls whose backward passes are called in another order on rank 1."""
+    cp, plan, x = setting(member)
+    made = plan(0)
+    with cp_fast.checked():
+        outs = [cp_fast.attention(x, x, x, cp=cp, plan=made).sum() for _ in range(2)]
+        for out in outs if cp.rank == 0 else outs[::-1]:
+            out.backward()
+
+
+def one_call_more(member: Any = None) -> None:
+    """Rank 0 makes a second call where rank 1 goes on to the backward pass."""
+    cp, plan, x = setting(member)
+    made = plan(0)
+    with cp_fast.checked():
+        out = cp_fast.attention(x, x, x, cp=cp, plan=made)
+        if cp.rank == 0:
+            cp_fast.attention(x, x, x, cp=cp, plan=made)
+        out.sum().backward()
+
+
+CASES: list[tuple[Callable[..., None], str, str, str]] = [
+    (other_batches, "forward, call ", "1 sequences", "2 sequences"),
+    (other_shapes, "forward, call ", "q=float32[8, 2, 8]", "q=float32[16, 2, 8]"),
+    (other_flags, "forward, call ", "return_max_logit=False", "return_max_logit=True"),
+    (no_gradient_here, "forward, call ", "requires_grad=True", "requires_grad=False"),
+    (swapped_windows, "forward, call ", "window_size=(1, 0)", "window_size=(2, 0)"),
+    (swapped_layers, " in Model.layers.", "module=Model.layers.0", "module=Model.layers.1"),
+    (swapped_backwards, "backward, call ", "of_call=", "of_call="),
+    (one_call_more, ", call ", "what=forward", "what=backward"),
+]
+
+
+@pytest.mark.parametrize(("fn", "where", "first", "second"), CASES)
+def test_the_first_difference_raises_on_all_ranks(run: Run, fn: Any, where: str, first: str, second: str) -> None:
+    for rank, error in enumerate(run(fn)):
+        assert isinstance(error, ValueError), (rank, error)
+        text = str(error)
+        assert text.startswith("checked, ")
+        assert where in text
+        ours, theirs = (first, second) if rank == 0 else (second, first)
+        assert f"rank {rank} has {ours}" in text
+        assert f"where rank {1 - rank} has {theirs}" in text
+
+
+def test_what_one_rank_refuses_is_raised_on_all(run: Run) -> None:
+    there, here = run(refused_here)
+    assert "rank 1 refused its arguments, so rank 0 does not start" in str(there)
+    assert str(here) in str(there)
+    assert "dtype" in str(here)
+
+
+def all_alike(member: Any = None) -> list[torch.Tensor]:
+    """What is the same on all ranks is as without it, and the next calls go on after an error."""
+    cp, plan, x = setting(member)
+    made = plan(1)
+    results = []
+    for check in (False, True, False):
+        x.grad = None
+        if check:
+            with cp_fast.checked():
+                cp_fast.attention(x, x, x, cp=cp, plan=made).sum().backward()
+                cp_fast.attention(x.detach(), x.detach(), x.detach(), cp=cp, qkv_format="thd", cu_seqlens_q=CUS[1])
+                with pytest.raises(ValueError, match=r"^checked"):
+                    cp_fast.attention(x, x, x, cp=cp, plan=made, return_lse=cp.rank == 0)
+                Model()(x, cp, made, (0, 1, 0))
+        else:
+            cp_fast.attention(x, x, x, cp=cp, plan=made).sum().backward()
+        results.append(x.grad)
+    assert torch.equal(results[0], results[1])
+    return [results[0], results[2]]
+
+
+def test_what_is_alike_is_computed_as_ever(run: Run) -> None:
+    for found in run(all_alike):
+        assert not isinstance(found, Exception), found
+        assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+def test_compiled_calls_are_checked() -> None:
+    """One rank is enough to see that its operator agrees on the call; Dynamo is not made for threads."""
+
+    def one(member: Any) -> None:
+        cp, plan, _ = setting(member)
+        x, made = torch.randn(16, 2, 8, requires_grad=True), plan(0)
+        gathered: list[Any] = []
+        plainly = member.all_gather_object
+        member.all_gather_object = lambda value: gathered.append(value) or plainly(value)
+        with cp_fast.checked():
+            torch.compile(Attend(), fullgraph=True, backend="aot_eager")(x, cp, made).sum().backward()
+        assert len(gathered) == 2
+
+    torch._dynamo.reset()
+    SimGroup(1).run(one)
+
+
+def test_off_nothing_is_gathered() -> None:
+    def one(member: Any) -> None:
+        cp, plan, x = setting(member)
+        made = plan(0)
+        member.all_gather_object = None
+        cp_fast.attention(x, x, x, cp=cp, plan=made).sum().backward()
+
+    SimGroup(2).run(one)
+
+
+@pytest.mark.parametrize(("text", "said"), [("1", "True"), ("0", "False"), ("", "False"), ("yes", None)])
+def test_the_environment(text: str, said: str | None) -> None:
+    code = "import cp_fast.checking as c; print(c.checking())"
+    environment = {**os.environ, "CP_FAST_CHECK": text}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    if said is None:
+        assert "CP_FAST_CHECK is 'yes'; it must be 0 or 1" in done.stderr
+    else:
+        assert done.stdout.strip() == said

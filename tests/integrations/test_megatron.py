@@ -1,0 +1,201 @@
+"""A transformer layer of megatron-core over gloo: over ranks as on one with the oracle, forward and backward."""
+
+# pyright: reportMissingImports=false, reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_ref import dense_attention
+from tests.dist.workers import Processes
+
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install '.[test-integrations]'")
+
+CU = torch.tensor([0, 13, 20, 40], dtype=torch.int32)
+PADDED = torch.tensor([0, 16, 24, 48], dtype=torch.int32)
+
+
+class Oracle(torch.nn.Module):
+    """A core attention of one rank that has everything."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.window_size = config.window_size or (-1, -1)
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(config.num_attention_heads, dtype=torch.float64))
+
+    def forward(self, q: Any, k: Any, v: Any, _: Any, attn_mask_type: Any = None, **more: Any) -> torch.Tensor:
+        packed = more.get("packed_seq_params")
+        lengths: dict[str, Any] = {} if packed is None else {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
+        how: dict[str, Any] = {
+            "qkv_format": "sbhd" if packed is None else "thd",
+            "softmax_type": self.config.softmax_type,
+        }
+        sink: dict[str, Any] = {"softmax_offset": self.softmax_offset} if self.softmax_offset is not None else {}
+        return dense_attention(q, k, v, window_size=self.window_size, **how, **sink, **lengths)[0].flatten(-2)
+
+
+def layer_of(comm: str, size: int, core: Any, **more: Any) -> Any:
+    """A TransformerLayer of Megatron's local specification with another core attention."""
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(context_parallel_size=size, hierarchical_context_parallel_sizes=[2, 2])
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=True,
+        perform_initialization=True,
+        bias_dropout_fusion=False,
+        context_parallel_size=size,
+        cp_comm_type=comm,
+        params_dtype=torch.float64,
+        **more,
+    )
+    spec: Any = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core
+    layer = TransformerLayer(config, spec.submodules, layer_number=1).double()
+    torch.manual_seed(0)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return layer
+
+
+def run(layer: Any, x: torch.Tensor, packed: Any) -> torch.Tensor:
+    return layer(x, attention_mask=None, packed_seq_params=packed)[0]
+
+
+def over_ranks(comm: str, packed: bool, more: dict[str, Any]) -> str:
+    """What differs between this rank's part and the one rank's; "" if nothing does."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    import cp_fast
+    from cp_fast.integrations import planned
+    from cp_fast.integrations.megatron import CoreAttention
+
+    size = dist.get_world_size()
+    planned._plans.clear()
+    ours, alone = layer_of(comm, size, CoreAttention, **more), layer_of(comm, size, Oracle, **more)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((48, 1, 32) if packed else (16, 2, 32), generator=generator, dtype=torch.float64)
+    dy = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    params = None
+    cp = cp_fast.ContextParallel(parallel_state.get_context_parallel_group())
+    if packed:
+        params = PackedSeqParams("thd", CU, CU, PADDED, PADDED, 20, 20)
+        dy[:, 0] *= torch.cat([(torch.arange(n) < r) for n, r in ((16, 13), (8, 7), (24, 20))])[:, None]
+        local, dlocal = (cp_fast.shard(z, cp=cp, qkv_format="thd", cu_seqlens_padded=PADDED) for z in (x, dy))
+    else:  # Megatron cuts [b, s, ...]
+        batch = get_batch_on_this_cp_rank({"x": x.transpose(0, 1), "dy": dy.transpose(0, 1)})
+        local, dlocal = (batch[name].transpose(0, 1).contiguous() for name in ("x", "dy"))
+    whole, local = x.requires_grad_(), local.detach().requires_grad_()
+    expected, found = run(alone, whole, params), run(ours, local, params)
+    found.backward(dlocal)
+    expected.backward(dy)
+    wrong = []
+    how: dict[str, Any] = {
+        "cp": cp,
+        "qkv_format": "thd" if packed else "sbhd",
+        "cu_seqlens_padded": PADDED if packed else None,
+    }
+    real = torch.ones(len(x), dtype=torch.bool)
+    if packed:
+        real = torch.cat([(torch.arange(n) < r) for n, r in ((16, 13), (8, 7), (24, 20))])
+    assert local.grad is not None
+    assert whole.grad is not None
+    for name, mine, want in (("out", found, expected), ("dx", local.grad, whole.grad)):
+        if not torch.allclose(cp_fast.unshard(mine.detach(), **how)[real], want[real], rtol=1e-9, atol=1e-9):
+            wrong.append(name)
+    for (name, mine), want in zip(ours.named_parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(mine.grad)
+        if not torch.allclose(mine.grad, want.grad, rtol=1e-9, atol=1e-9):
+            wrong.append(name)
+    run(ours, local, params)  # another layer of the batch: no other plan
+    return ", ".join(wrong) + (" plans" if max(map(len, planned._plans.values())) != 1 else "")
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    """Started once: each imports megatron-core, which takes seconds."""
+    processes = Processes(4)
+    yield processes
+    processes.close()
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_size": (5, 0)},
+    "sinks": {"softmax_type": "learnable"},
+    "max_logit": {"deterministic_mode": True, "log_max_attention_logit": True},
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["sbhd", "thd"])
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE.keys())
+def test_a_layer_is_the_same_over_ranks(four: Processes, comm: str, packed: bool, more: dict[str, Any]) -> None:
+    assert four.run(over_ranks, comm, packed, more) == [""] * 4
+
+
+def refused() -> list[str]:
+    """What the core attention says of what it cannot honour."""
+    from types import SimpleNamespace
+
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from cp_fast.integrations.megatron import CoreAttention, use_cp_fast
+
+    layer = layer_of("p2p", dist.get_world_size(), CoreAttention)
+    core, q = layer.self_attention.core_attention, torch.zeros(8, 2, 4, 8, dtype=torch.float64)
+    said = []
+    for odd in (
+        {"attention_bias": torch.zeros(1, 4, 8, 8)},
+        {"attn_mask_type": AttnMaskType.arbitrary},
+        {"attn_mask_type": AttnMaskType.padding},
+    ):
+        with pytest.raises(NotImplementedError) as caught:
+            core(q, q[:, :, :2], q[:, :, :2], None, **odd)
+        said.append(str(caught.value).partition(",")[0])
+    config = SimpleNamespace(attention_dropout=0.1)
+    with pytest.raises(NotImplementedError) as caught:
+        CoreAttention(config, 1, AttnMaskType.causal, "self")
+    said.append(str(caught.value).partition(",")[0])
+    core.cp_comm_type = "a2a+p2p"
+    core.groups = SimpleNamespace(cp=core.groups.cp)
+    other = PackedSeqParams("sbhd", cp_group=core.groups.cp)
+    with pytest.raises(ValueError, match="hierarchical_context_parallel_sizes"):
+        core(q, q[:, :, :2], q[:, :, :2], None, packed_seq_params=other)
+    alone = PackedSeqParams("sbhd", local_cp_size=1)  # this batch is not spread
+    assert core(q, q[:, :, :2], q[:, :, :2], None, packed_seq_params=alone).shape == (8, 2, 32)
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec: Any = get_gpt_layer_local_spec()
+    assert use_cp_fast(spec).submodules.self_attention.submodules.core_attention is CoreAttention
+    assert spec.submodules.self_attention.submodules.core_attention is not CoreAttention
+    return said
+
+
+def test_what_cannot_be_honoured_is_named(four: Processes) -> None:
+    expected = ["attention_bias is a tensor [1", "attn_mask_type is 'arbitrary'", "attn_mask_type is 'padding'"]
+    assert four.run(refused) == [[*expected, "attention_dropout is 0.1"]] * 4

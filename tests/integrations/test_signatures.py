@@ -1,0 +1,214 @@
+"""The functions with other libraries' names: over the simulated group, against the oracle, forward and backward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cp_fast
+from cp_fast.integrations import flash_attn, planned, ring_flash_attn, sdpa
+from cp_ref import SimGroup, dense_attention
+
+FLASH_ATTN: Any = flash_attn
+RING: Any = ring_flash_attn
+SDPA_OURS: Any = sdpa
+CU = torch.tensor([0, 16, 24, 48], dtype=torch.int32)
+PACKED = {"qkv_format": "thd", "cu_seqlens_q": CU}
+
+
+def tensors(*shape: int, heads_kv: int = 2) -> list[torch.Tensor]:
+    """q, k, v and dout, 4 heads over `heads_kv`, d 8."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (4, heads_kv, heads_kv, 4)
+    return [torch.randn(*shape, h, 8, generator=generator, dtype=torch.float64) for h in heads]
+
+
+def check(
+    call: Callable[..., Any],
+    whole: list[torch.Tensor],
+    expected: dict[str, Any],
+    layout: str = "dual_chunk",
+    n: int = 2,
+) -> None:
+    """`call(q, k, v, cp=cp)` of the slices gives the oracle's out (and lse) and gradients."""
+    fmt: dict[str, Any] = {"qkv_format": expected.get("qkv_format", "bshd")}
+    padded: dict[str, Any] = {"cu_seqlens_padded": CU} if fmt["qkv_format"] == "thd" else {}
+    *leaves, dout = (x.clone().requires_grad_() for x in whole)
+    out, lse, _ = dense_attention(*leaves, **expected)
+    grads = torch.autograd.grad(out, leaves, dout)
+
+    def one(member: Any) -> list[torch.Tensor]:
+        cp = cp_fast.ContextParallel(member, layout=layout)
+        *local, upstream = (cp_fast.shard(x, cp=cp, **fmt, **padded) for x in whole)
+        local = [x.requires_grad_() for x in local]
+        results = call(*local, cp=cp)
+        results = results if isinstance(results, tuple) else (results,)
+        results[0].backward(upstream)
+        found = [results[0], *(x.grad for x in local if x.grad is not None)]
+        gathered = [cp_fast.unshard(x.detach(), cp=cp, **fmt, **padded) for x in found]
+        if len(results) > 1:
+            assert results[2] is None
+            gathered.append(
+                cp_fast.unshard(results[1].detach().movedim(-1, 1 if not padded else 0), cp=cp, **fmt, **padded)
+            )
+        return gathered
+
+    for got in SimGroup(n).run(one):
+        wanted = [out, *grads, lse.movedim(-1, 0 if padded else 1)]
+        for x, y in zip(got, wanted, strict=False):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+        assert len(got) >= 4
+
+
+SCALED = {"softmax_scale": 0.5, "softcap": 2.0}
+DENSE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {"attn_mask_type": "no_mask"}),
+    "causal": ({"causal": True}, {"attn_mask_type": "causal"}),
+    "window": ({"causal": True, "window_size": (3, 0)}, {"window_size": (3, 0)}),
+    "both sides": ({"window_size": (3, 2)}, {"attn_mask_type": "no_mask", "window_size": (3, 2)}),
+    "scaled": (SCALED, {"attn_mask_type": "no_mask", **SCALED}),
+    "lse": ({"causal": True, "return_attn_probs": True}, {"attn_mask_type": "causal"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "expected"), DENSE.values(), ids=DENSE.keys())
+def test_flash_attn(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    check(lambda *x, cp: FLASH_ATTN.flash_attn_func(*x, **given, cp=cp), tensors(2, 16), expected)
+    packed = lambda *x, cp: FLASH_ATTN.flash_attn_varlen_func(*x, CU, CU.clone(), 24, 24, **given, cp=cp)  # noqa: E731
+    check(packed, tensors(48), expected | PACKED)
+
+
+def test_flash_attn_aligns_causal_masks_to_the_end() -> None:
+    q, _, _, dout = tensors(2, 8)
+    _, k, v, _ = tensors(2, 24)
+    whole = [q, k, v, dout]
+    for given in ({"causal": True}, {"window_size": (-1, 0)}):
+        call = lambda *x, cp, given=given: FLASH_ATTN.flash_attn_func(*x, **given, cp=cp)  # noqa: E731
+        check(call, whole, {"attn_mask_type": "causal_bottom_right"})
+
+
+@pytest.mark.parametrize(("given", "expected"), [DENSE[name] for name in ("full", "causal", "window", "lse")])
+def test_ring_flash_attn(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    zigzag = RING.zigzag_ring_flash_attn_func
+    check(lambda *x, cp: zigzag(*x, **given, cp=cp), tensors(2, 16), expected)
+    varlen = RING.zigzag_ring_flash_attn_varlen_func
+    check(lambda *x, cp: varlen(*x, CU // cp.size, 24 // cp.size, **given, cp=cp), tensors(48), expected | PACKED)
+
+    def llama3(*x: torch.Tensor, cp: cp_fast.ContextParallel) -> Any:
+        prepared = RING.llama3_flash_attn_prepare_cu_seqlens(CU, True, cp.rank, cp.size)
+        *lengths, local_k_slice = prepared
+        return RING.llama3_flash_attn_varlen_func(*x, *lengths, 1, local_k_slice, **given, cp=cp)
+
+    check(llama3, tensors(48), expected | PACKED, "contiguous")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sdpa(is_causal: bool) -> None:
+    def call(*x: torch.Tensor, cp: cp_fast.ContextParallel) -> torch.Tensor:
+        heads_first = (y.transpose(1, 2) for y in x)
+        how = {"is_causal": is_causal, "scale": 0.5, "enable_gqa": True}
+        return SDPA_OURS.scaled_dot_product_attention(*heads_first, **how, cp=cp).transpose(1, 2)
+
+    whole = tensors(2, 16)
+    mask = "causal" if is_causal else "no_mask"
+    check(call, whole, {"attn_mask_type": mask, "softmax_scale": 0.5})
+    q, k, v = (x.transpose(1, 2) for x in whole[:3])
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=0.5, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(theirs, dense_attention(*whole[:3], attn_mask_type=mask, softmax_scale=0.5)[0])
+
+
+def test_sdpa_has_the_arguments_that_pytorch_documents() -> None:
+    ours = list(inspect.signature(sdpa.scaled_dot_product_attention).parameters)
+    head = str(F.scaled_dot_product_attention.__doc__).split("->")[0]
+    theirs = [word.split("=")[0].strip(" ,*()\n") for word in head.partition("(")[2].split(",")]
+    assert [name for name in theirs if name] == ours[:-1]
+
+
+FLASH, ZIGZAG, SDPA = "flash_attn_func", "zigzag_ring_flash_attn_func", "scaled_dot_product_attention"
+REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [
+    (flash_attn, FLASH, {"dropout_p": 0.1}, r"dropout_p is 0\.1"),
+    (flash_attn, FLASH, {"alibi_slopes": torch.zeros(4)}, r"alibi_slopes is a tensor \[4\]"),
+    (ring_flash_attn, ZIGZAG, {"dropout_p": 0.1}, r"dropout_p is 0\.1"),
+    (ring_flash_attn, ZIGZAG, {"alibi_slopes": torch.zeros(4)}, "alibi_slopes"),
+    (sdpa, SDPA, {"attn_mask": torch.zeros(8, 8)}, r"attn_mask is a tensor \[8, 8\]"),
+    (sdpa, SDPA, {"dropout_p": 0.5}, r"dropout_p is 0\.5"),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "odd", "said"), REFUSED)
+def test_what_cannot_be_honoured_is_named(module: Any, name: str, odd: dict[str, Any], said: str) -> None:
+    q = torch.zeros(2, 8, 4, 8)
+
+    def one(member: Any) -> None:
+        with pytest.raises(NotImplementedError, match=said):
+            getattr(module, name)(q, q, q, cp=cp_fast.ContextParallel(member), **odd)
+
+    SimGroup(1).run(one)
+
+
+def test_what_contradicts_itself_is_named() -> None:
+    q, kv = torch.zeros(2, 8, 4, 8), torch.zeros(2, 16, 4, 8)
+    packed = torch.zeros(24, 4, 8)
+
+    def one(member: Any) -> None:
+        zigzag, contiguous = cp_fast.ContextParallel(member), cp_fast.ContextParallel(member, layout="contiguous")
+        with pytest.raises(NotImplementedError, match=r"window_size is \(3, 2\)"):
+            FLASH_ATTN.flash_attn_func(q, kv, kv, window_size=(3, 2), cp=zigzag)
+        with pytest.raises(NotImplementedError, match=r"block_table is a tensor"):
+            FLASH_ATTN.flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 24, block_table=CU, cp=zigzag)
+        with pytest.raises(ValueError, match=r"max_seqlen_k is 16, but a sequence has 24 tokens"):
+            FLASH_ATTN.flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 16, cp=zigzag)
+        with pytest.raises(ValueError, match="layout 'contiguous'"):
+            RING.zigzag_ring_flash_attn_func(q, q, q, cp=contiguous)
+        with pytest.raises(ValueError, match="layout 'dual_chunk'"):
+            RING.llama3_flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 24, 1, slice(0, 48), cp=zigzag)
+        with pytest.raises(ValueError, match="heads_k_stride is 3"):
+            RING.llama3_flash_attn_varlen_func(packed, packed, packed, CU, CU, 24, 24, 3, slice(0, 48), cp=contiguous)
+        with pytest.raises(ValueError, match="keeps the global lengths"):
+            RING.llama3_flash_attn_varlen_func(
+                packed, packed, packed, CU, CU.clone(), 24, 24, 1, slice(24, 48), cp=contiguous
+            )
+        with pytest.raises(ValueError, match="enable_gqa"):
+            SDPA_OURS.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, q[:, :, :2], q[:, :, :2])), cp=zigzag
+            )
+
+    SimGroup(2).run(one)
+
+
+def test_what_is_worked_out_of_lengths_is_kept_until_they_change() -> None:
+    lengths, calls = CU.clone(), []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(calls))
+        return x * 2
+
+    first = planned.once(double, lengths)
+    assert planned.once(double, lengths) is first
+    assert planned.once(double, lengths.clone()) is not first
+    lengths[1] = 8
+    assert planned.once(double, lengths).tolist() == [0, 16, 48, 96]
+    assert len(calls) == 3
+
+
+def test_layers_of_a_batch_share_a_plan() -> None:
+    """Even where the lengths are changed in place there is another plan, and a bad argument raises on every rank."""
+
+    def one(member: Any) -> list[int]:
+        cp, lengths, made = cp_fast.ContextParallel(member), CU.clone(), []
+        q, k, v, _ = (cp_fast.shard(x, cp=cp, qkv_format="thd", cu_seqlens_padded=CU) for x in tensors(48))
+        for change in (False, False, True, False):
+            if change:
+                lengths[1] = 8
+            planned.attend(q, k, v, cp=cp, qkv_format="thd", cu_seqlens_q=lengths)
+            made.append(len(planned._plans[cp]))
+        with pytest.raises(ValueError, match="head dim"):
+            planned.attend(q, k[..., :4] if member.rank else k, v, cp=cp, qkv_format="thd", cu_seqlens_q=CU)
+        return made
+
+    assert SimGroup(2).run(one) == [[1, 1, 2, 2]] * 2

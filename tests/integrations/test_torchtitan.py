@@ -1,0 +1,136 @@
+"""torchtitan's Llama 3 with varlen attention: over ranks as on one with the oracle, forward and backward."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cp_fast
+from cp_fast.integrations import torchtitan as ours
+from cp_fast.integrations.loss import token_mean
+from cp_ref import SimGroup, dense_attention
+
+attention = pytest.importorskip(
+    "torchtitan.models.common.attention", reason="needs torchtitan: pip install '.[test-integrations]'"
+)
+
+
+def model_of(layers: int = 2) -> Any:
+    from torchtitan.models.llama3 import _debugmodel
+
+    torch.manual_seed(0)
+    config = _debugmodel("varlen")
+    config.layers = config.layers[:layers]
+    model = config.build()
+    model.init_states()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.05)
+    return model
+
+
+def attentions(model: Any) -> list[Any]:
+    return [block.attention.inner_attention for block in model.layers.values()]
+
+
+def oracle(window_size: tuple[int, int]) -> Callable[..., torch.Tensor]:
+    def forward(q: Any, k: Any, v: Any, *, attention_masks: Any, scale: Any, **_: Any) -> torch.Tensor:
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        how: dict[str, Any] = {"qkv_format": "thd", "window_size": window_size, "softmax_scale": scale}
+        out = dense_attention(*rows, cu_seqlens_q=attention_masks.cu_seq_q, **how)[0]
+        return out.to(q.dtype).view(*q.shape[:2], *out.shape[1:])
+
+    return forward
+
+
+def documents(*lengths: int) -> dict[str, torch.Tensor]:
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, -1)
+    ids = torch.randint(0, 2048, positions.shape, generator=torch.Generator().manual_seed(1))
+    return {"inputs": ids, "labels": ids.roll(-1, dims=1), "positions": positions}
+
+
+def losses_of(model: Any, ids: Any, labels: Any, extra: dict[str, Any]) -> torch.Tensor:
+    return F.cross_entropy(model(ids, **extra).flatten(0, 1), labels.flatten(), reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("comm", "layout", "lengths", "window_size"),
+    [
+        ("all_gather", "contiguous", (5, 19, 11, 13), (-1, 0)),
+        ("p2p", "contiguous", (5, 19, 11, 13), (4, 0)),
+        ("a2a", "dual_chunk", (8, 16, 24), (-1, 0)),
+    ],
+)
+def test_a_model_is_the_same_over_ranks(
+    comm: str, layout: str, lengths: tuple[int, ...], window_size: tuple[int, int]
+) -> None:
+    whole, batch = model_of(), documents(*lengths)
+    for module in attentions(whole):
+        module.window_size = window_size
+    masks = attention.create_varlen_metadata_for_document(batch["positions"])
+    alone = copy.deepcopy(whole)
+    for module in attentions(alone):
+        module.forward = oracle(window_size)
+    extra = {"positions": batch["positions"], "attention_masks": masks}
+    expected = losses_of(alone, batch["inputs"], batch["labels"], extra).mean()
+    expected.backward()
+
+    def one(member: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        cp, model = cp_fast.ContextParallel(member, comm, layout=layout), copy.deepcopy(whole)
+        ours.apply_cp_to_forward(attentions(model), cp)
+        local = ours.prepare_context_parallel_input(batch["inputs"], batch["labels"], extra, cp)
+        losses = losses_of(model, *local)
+        loss = token_mean(losses, torch.ones_like(losses, dtype=torch.bool), over=cp)
+        loss.backward()
+        return loss.detach(), [weight.grad for weight in model.parameters()]
+
+    parts = SimGroup(2).run(one)
+    torch.testing.assert_close(sum(loss for loss, _ in parts), expected.detach(), rtol=1e-6, atol=1e-6)
+    for n, weight in enumerate(alone.parameters()):
+        torch.testing.assert_close(sum(grads[n] for _, grads in parts), weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_lse_goes_to_the_transform() -> None:
+    q = torch.randn(1, 16, 2, 8, dtype=torch.float64)
+    masks = attention.VarlenMetadata(*[torch.tensor([0, 6, 16], dtype=torch.int32)] * 2, 10, 10)
+    how: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": masks.cu_seq_q}
+    out, lse, _ = dense_attention(q[0], q[0], q[0], **how)
+
+    def one(member: Any) -> torch.Tensor:
+        cp = cp_fast.ContextParallel(member, layout="contiguous")
+        x = q[:, 8 * member.rank : 8 * member.rank + 8]
+        given: dict[str, Any] = {"attention_masks": masks, "out_transform": lambda o, s: o * s[..., None].sigmoid()}
+        return ours.attention_forward(x, x, x, cp=cp, window_size=(-1, 0), **given)
+
+    torch.testing.assert_close(torch.cat(SimGroup(2).run(one), dim=1)[0], out * lse.t()[..., None].sigmoid())
+
+
+def test_what_cannot_be_honoured_is_named() -> None:
+    q = torch.zeros(1, 16, 2, 8)
+    cu = torch.tensor([0, 16], dtype=torch.int32)
+    masks = attention.VarlenMetadata(cu, cu, 16, 16)
+
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member, layout="contiguous")
+        how: dict[str, Any] = {"cp": cp, "window_size": (-1, 0)}
+        with pytest.raises(ValueError, match="q has 2 rows"):
+            ours.attention_forward(*[q.view(2, 8, 2, 8)] * 3, attention_masks=masks, **how)  # type: ignore[misc]
+        with pytest.raises(ValueError, match="enable_gqa"):
+            ours.attention_forward(q, q[:, :, :1], q[:, :, :1], attention_masks=masks, **how)
+        with pytest.raises(ValueError, match="max_q is 8, but a sequence has 16 tokens"):
+            ours.attention_forward(q, q, q, attention_masks=masks._replace(max_q=8), **how)
+        other = torch.tensor([0, 8], dtype=torch.int32)
+        with pytest.raises(ValueError, match="other lengths for keys"):
+            ours.attention_forward(q, q, q, attention_masks=masks._replace(cu_seq_k=other), **how)
+        with pytest.raises(NotImplementedError, match="score_mod is"):
+            ours.attention_forward(q, q, q, attention_masks=masks, score_mod=len, **how)
+        with pytest.raises(TypeError, match="has a Linear"):
+            ours.apply_cp_to_forward([torch.nn.Linear(1, 1)], cp)
+
+    SimGroup(1).run(one)

@@ -1,0 +1,135 @@
+"""TransformerEngine's function, alone: it needs a GPU, the function that takes its place does not."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import cp_fast
+from cp_fast.integrations import transformer_engine as ours
+from cp_ref import SimGroup, dense_attention
+
+CU = torch.tensor([0, 13, 20, 40], dtype=torch.int32)
+PADDED = torch.tensor([0, 16, 24, 48], dtype=torch.int32)
+FUNCTION: Any = ours.attn_forward_func_with_cp
+REST = (None, None)  # cp_global_ranks, cp_stream
+
+
+def tensors(*shape: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, h, 8, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4)]
+
+
+def call(member: Any, local: list[torch.Tensor], comm: str, **given: Any) -> Any:
+    """The function, called by position as TransformerEngine calls it."""
+    lengths = given.pop("lengths", (None, None))
+    group = list(member.split(2)) if comm == "a2a+p2p" else member
+    return FUNCTION(
+        True, *local, lengths[0], lengths[0], 24, 24, lengths[1], lengths[1], 0.0, group, *REST, comm, **given
+    )
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+def test_the_function_is_right(fmt: str, comm: str) -> None:
+    packed = fmt == "thd"
+    whole = tensors(48) if packed else tensors(2, 16) if fmt == "bshd" else tensors(16, 2)
+    offset = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    given: dict[str, Any] = {
+        "qkv_format": fmt,
+        "attn_mask_type": "padding_causal" if packed else "causal",
+        "softmax_scale": 0.4,
+        "window_size": (5, 0),
+        "softmax_type": "learnable",
+    }
+    lengths = {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED} if packed else {}
+    *leaves, sink = (x.clone().requires_grad_() for x in (*whole[:3], offset))
+    out, _, max_logit = dense_attention(*leaves, **given, **lengths, softmax_offset=sink)
+    grads = torch.autograd.grad(out, [*leaves, sink], whole[3])
+
+    def one(member: Any) -> list[torch.Tensor]:
+        cp = cp_fast.ContextParallel(member)
+        split: dict[str, Any] = {"cp": cp, "qkv_format": fmt, "cu_seqlens_padded": PADDED if packed else None}
+        *local, dout = (cp_fast.shard(x, **split) for x in whole)
+        local = [x.requires_grad_() for x in local]
+        sink = offset.view(1, 4, 1, 1).clone().requires_grad_()
+        found, largest = call(
+            member, local, comm, lengths=(CU, PADDED), softmax_offset=sink, return_max_logit=True, **given
+        )
+        found.backward(dout)
+        gathered = [cp_fast.unshard(x.detach(), **split) for x in (found, *(x.grad for x in local)) if x is not None]
+        assert sink.grad is not None
+        return [largest, sink.grad.flatten(), *gathered]
+
+    ranks = SimGroup(4).run(one)
+    for largest, _, *gathered in ranks:
+        torch.testing.assert_close(largest, max_logit)
+        for x, y in zip(gathered, (out, *grads[:3]), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(sum(rank[1] for rank in ranks), grads[3])
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"attn_bias": torch.zeros(1, 4, 8, 8)}, r"attn_bias is a tensor \[1, 4, 8, 8\]"),
+        ({"attn_bias_type": "post_scale_bias"}, "attn_bias_type is 'post_scale_bias'"),
+        ({"fp8": True}, "fp8 is True"),
+        ({"fp8_output": True}, "fp8_output is True"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(odd: dict[str, Any], said: str) -> None:
+    def one(member: Any) -> None:
+        with pytest.raises(NotImplementedError, match=said):
+            call(member, tensors(2, 8)[:3], "p2p", **odd)
+
+    SimGroup(1).run(one)
+
+
+def test_dropout_is_refused_in_training_alone() -> None:
+    def one(member: Any) -> None:
+        local = tensors(2, 8)[:3]
+        rest = (None, None, 8, 8, None, None, 0.1, member, *REST, "p2p")
+        with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
+            FUNCTION(True, *local, *rest)
+        FUNCTION(False, *local, *rest)
+
+    SimGroup(1).run(one)
+
+
+def test_it_has_the_33_arguments() -> None:
+    names = list(inspect.signature(ours.attn_forward_func_with_cp).parameters)
+    assert len(names) == 34
+    assert names[-1] == "context"
+    assert names[:4] == ["is_training", "q", "k", "v"]
+    assert names[10:16] == ["dropout_p", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "softmax_scale"]
+    assert names[28:33] == ["softmax_type", "softmax_offset", "fp8_output", "layer_number", "return_max_logit"]
+
+
+def test_patch_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over modules with TransformerEngine's names, as it is not installed here."""
+
+    def original() -> None: ...
+
+    for name in ours._USERS:
+        parts = name.split(".")
+        for n in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:n]), ModuleType(".".join(parts[:n])))
+    modules = [sys.modules[name] for name in ours._USERS]
+    for module in modules:
+        module.attn_forward_func_with_cp = original  # type: ignore[attr-defined]
+    ours.patch(softmax_offset_grad="total")
+    ours.patch(backend="cpu")
+
+    def one(member: Any) -> torch.Tensor:
+        rest = (None, None, 8, 8, None, None, 0.0, member, *REST, "p2p")
+        return modules[1].attn_forward_func_with_cp(True, *tensors(2, 8)[:3], *rest)
+
+    assert SimGroup(1).run(one)[0].shape == (2, 8, 4, 8)
+    ours.unpatch()
+    assert all(module.attn_forward_func_with_cp is original for module in modules)
