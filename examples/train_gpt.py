@@ -1,4 +1,4 @@
-"""A small GPT, trained on packed documents over several processes. One file, on a laptop's CPU, in two minutes:
+"""A small GPT, trained on packed documents over several processes. One file, on a laptop's CPU, in a few minutes:
 
     python examples/train_gpt.py --processes 4 --check
 

@@ -21,7 +21,7 @@ LIBRARY = torch.library.Library("cp_attention", "FRAGMENT")
 
 
 def operator(
-    schema: str, check: Callable[..., None], fake: Callable[..., Any]
+    schema: str, check: Callable[..., object], fake: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the operator `schema`, for every device. `check` comes first, for fake tensors too."""
 

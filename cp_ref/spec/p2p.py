@@ -37,7 +37,9 @@ __all__ = ["RingMember", "plan_p2p_rank", "ring_programs", "tiles_of"]
 
 
 class RingMember(NamedTuple):
-    """A rank in a ring of units: its unit, which rank stands for a unit, its heads, the number of its first step."""
+    """A rank in a ring of units: its unit, the rank that stands for another unit, its heads, the number of its first
+    step.
+    """
 
     unit: int
     rank_of: Callable[[int], int]

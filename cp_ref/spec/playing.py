@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -173,8 +173,8 @@ class Play:
         return number < len(self._sent[message.peer, rank])
 
     def _receive(self, rank: int, message: Message, sent: Sent) -> None:
-        kind, expected, found = sent.message.kind, message.pieces, sent.message.pieces
-        if (kind, sent.message.tag) != (message.kind, message.tag) or expected != found:
+        kind = sent.message.kind
+        if replace(sent.message, peer=message.peer) != message:
             self.errors.append(
                 f"{self._where(rank)}: expects {self.schedule.message_text(message, 'recv')!r}, but the next message "
                 f"is {self.schedule.message_text(sent.message, 'send')!r} ({sent.where})"

@@ -38,7 +38,7 @@ def _last_taken(_: Any, one: Any, other: Any) -> bool:
     return one.heads == other.heads
 
 
-_RUN = "cp_fast.execute._Run"
+_RUN = "cp_fast.running.Run"
 
 MUTANTS: dict[str, Mutant] = {
     "heads-come-home-rotated": Mutant(
@@ -54,11 +54,11 @@ MUTANTS: dict[str, Mutant] = {
         "max_logit is the first head's", "cp_fast.passes.run_forward", wrap(_first_largest), "logic"
     ),
     "rows-taken-for-the-last-ones": Mutant(
-        "a launch gets the rows of the one before", "cp_fast.execute._same", wrap(_last_taken), "probes"
+        "a launch gets the rows of the one before", "cp_fast.running._same", wrap(_last_taken), "probes"
     ),
     "accumulators-in-the-inputs-dtype": Mutant(
         "partial results are accumulated in the inputs' dtype",
-        "cp_fast.execute.wide_dtype cp_fast.passes.wide_dtype",
+        "cp_fast.running.wide_dtype cp_fast.passes.wide_dtype",
         lambda _: lambda dtype: dtype,
         "budget",
     ),

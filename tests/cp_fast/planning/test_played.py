@@ -1,0 +1,115 @@
+"""Whole lowered programs: every visible pair is computed once, and ends at the owners of its query and its key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cp_fast.packing import Packing
+from cp_fast.plan import lowered
+from cp_fast.planning.fit import Shape, fit
+from cp_fast.planning.fold import fold_batch
+from cp_fast.planning.link import linked, upload
+from cp_fast.planning.lower import lower
+from cp_fast.planning.windows import WindowRule
+from cp_fast.program import LoweredProgram
+from cp_fast.rows import Rows
+from cp_ref.spec import Problem, Room, Schedule, Sequence, Workload, make_program, saved_kinds, verify_tables
+from tests.cp_fast.planning.played import play
+from tests.spec.problems import problems
+from tests.spec.random_schedules import random_schedules, random_workloads, small_problems
+
+CPU = torch.device("cpu")
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+
+
+def check(problem: Problem, *, fits: bool = True) -> None:
+    """A problem's own schedule; and, updated in place, the same in its own shape."""
+    packing = Packing(problem)
+    work = packing.packed_problem.workload
+    drafts = [
+        lowered(packing, rank, make_program(problem, rank), saved_kinds(problem)) for rank in range(problem.cp_size)
+    ]
+    play(work, [upload(draft, CPU) for draft in drafts], sizes_of(packing.packed_problem))
+    if problem.qkv_format == "thd" and fits:
+        unit = 2 * problem.cp_size
+        most_q, most_kv = (max(unit, total + unit) for total in (problem.starts_q[-1], problem.starts_kv[-1]))
+        room = Room(len(problem.sequences) + 1, most_q, most_kv, problem.cp_size)
+        fitted: list[LoweredProgram[Rows]] = []
+        for rank, draft in enumerate(drafts):
+            program, tables = fit(draft, problem, Shape(draft.program, draft.tables, problem, rank, room))
+            fitted.append(linked(program, tables.on_device(tables.on_host(pinned=False))))
+        play(work, fitted, (room.rows_q, room.rows_kv))
+
+
+def sizes_of(problem: Problem) -> tuple[int, int]:
+    return problem.starts_q[-1] // problem.cp_size, problem.starts_kv[-1] // problem.cp_size
+
+
+@settings(max_examples=100, suppress_health_check=SLOW)
+@given(problems((1, 2, 3, 4)), st.sampled_from([(-1, -1), (0, 0), (2, 0), (3, 1), (-1, 1)]))
+def test_problems(problem: Problem, window: tuple[int, int]) -> None:
+    check(replace(problem, window_size=window))
+
+
+def random_programs(work: Workload, schedule: Schedule, rule: WindowRule) -> list[LoweredProgram[Rows]]:
+    return [
+        upload(lower(work, rank, schedule.forward[rank], schedule.backward[rank], schedule.saved, rule), CPU)
+        for rank in range(work.cp_size)
+    ]
+
+
+@settings(max_examples=150, suppress_health_check=SLOW)
+@given(st.data(), st.sampled_from([0, 3, 2048]))
+def test_random_schedules(data: st.DataObject, large: int) -> None:
+    """Of problems, and of tables that no problem has."""
+    own = (-1, -1)
+    if data.draw(st.booleans()):
+        problem = data.draw(small_problems())
+        work = problem.workload
+        own = problem.window_size[0], 0 if problem.causal else problem.window_size[1]
+    else:
+        work = data.draw(random_workloads())
+    play(work, random_programs(work, data.draw(random_schedules(work)), WindowRule(own, large)))
+
+
+SAME = tuple(Sequence(n, n, n, n) for n in (16, 8))
+SCHEDULES: list[dict[str, Any]] = [
+    {"cp_comm_type": "p2p"},
+    {"cp_comm_type": "all_gather"},
+    {"cp_comm_type": "a2a", "a2a_size": 4},
+    {"cp_comm_type": "a2a+p2p", "a2a_size": 2},
+]
+
+
+@pytest.mark.parametrize("mask", ["causal", "no_mask"])
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s["cp_comm_type"])
+def test_documents(schedule: dict[str, Any], layout: str, mask: str) -> None:
+    check(Problem(4, SAME, **schedule, qkv_format="thd", layout=layout, attn_mask_type=mask, heads_q=8, heads_kv=2))
+
+
+@settings(max_examples=100)
+@given(problems((1, 2, 3, 4)), st.sampled_from([(-1, -1), (2, 0), (3, 1)]))
+def test_folded_batches(problem: Problem, window: tuple[int, int]) -> None:
+    """The folded steps of all ranks are a schedule of the packed problem: one sequence of many heads."""
+    mask = problem.attn_mask_type.replace("padding_", "").replace("padding", "no_mask")
+    first = problem.sequences[0] if problem.sequences else Sequence(8, 8, 24, 24)
+    slots = -(-max(first.slots_q, 1) // 24) * 24, -(-max(first.slots_kv, 1) // 24) * 24
+    sequences = (Sequence(*slots, *slots),) * max(1, len(problem.sequences))
+    comm = "all_gather" if problem.cp_comm_type == "all_gather" else "p2p"
+    options = {"cp_comm_type": comm, "a2a_size": 1, "qkv_format": "sbhd", "attn_mask_type": mask}
+    problem = replace(problem, sequences=sequences, window_size=window, **options)
+    packing = Packing(problem)
+    assert packing.folded
+    packed = packing.packed_problem
+    programs = [fold_batch(make_program(problem, rank), problem) for rank in range(problem.cp_size)]
+    forward, backward = zip(*programs, strict=True)
+    heads = packed.heads_q, packed.heads_kv
+    assert heads == (problem.heads_q * len(sequences), problem.heads_kv * len(sequences))
+    verify_tables(packed.workload, Schedule("folded", heads, forward, backward, saved_kinds(problem)))

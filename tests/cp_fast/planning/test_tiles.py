@@ -1,0 +1,205 @@
+"""Windows, joins and launches of tiles: the same pairs before and after, by brute force."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from cp_fast.planning.joins import one_each, squares, strips
+from cp_fast.planning.launches import launch_tables
+from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles, cut_to_windows, windowed
+from cp_ref.spec import UNBOUNDED, Areas, Tiles
+from tests.cp_fast.planning.brute_force import (
+    Segment,
+    band_pairs,
+    disjoint,
+    kernel_pairs,
+    rows_twice,
+    ruled_tiles,
+    segments_of,
+    window_pairs,
+)
+
+Ruled = tuple[BandTiles, WindowRule]
+
+
+def parts_of(tiles: BandTiles) -> list[BandTiles]:
+    return [tiles.take(np.array([n])) for n in range(len(tiles))]
+
+
+@given(st.tuples(*[st.integers(0, 9)] * 4), st.integers(-12, 12), st.integers(-12, 12), st.integers(0, 3))
+def test_windows_of_bands(edges: tuple[int, int, int, int], lo: int, hi: int, unbounded: int) -> None:
+    """The kernel's window, aligned to the cropped tile's corner, lets through what the band does."""
+    q, k = sorted(edges[:2]), sorted(edges[2:])
+    lo, hi = -UNBOUNDED if unbounded & 1 else lo, UNBOUNDED if unbounded & 2 else hi
+    areas = Areas.of_rows([(0, 9, 0, 9, lo, hi)])
+    tiles = band_tiles(areas, Tiles.of_rows([(0, *q, *k, 0, 1)]))
+    visible = {(i, j) for i, j in product(range(*q), range(*k)) if lo <= j - i <= hi}
+    assert set(band_pairs(tiles)) == visible
+    assert window_pairs(tiles) == band_pairs(tiles)
+    if visible:
+        for axis, (start, stop) in enumerate(((tiles.q_start, tiles.q_stop), (tiles.k_start, tiles.k_stop))):
+            assert sorted({pair[axis] for pair in visible})[0] == start[0]
+            assert sorted({pair[axis] for pair in visible})[-1] == stop[0] - 1
+
+
+@given(ruled_tiles())
+def test_cut_to_windows(drawn: Ruled) -> None:
+    """The same pairs; windows are the problem's own, or one of four that all tiles of a band share."""
+    tiles, rule = drawn
+    cut = cut_to_windows(tiles, rule)
+    assert window_pairs(cut) == band_pairs(cut) == band_pairs(tiles)
+    whole = {row[1:5] for row in tiles.rows()}
+    for row in cut.rows():
+        (_, q0, q1, k0, k1, lo, hi), window = row[:7], row[7:]
+        width = -1 if lo <= -UNBOUNDED else hi - lo
+        large = (q0, q1, k0, k1) in whole and q1 - q0 >= rule.large
+        assert window in {(width, 0), (0, -1), (-1, -1), rule.own} or large
+
+
+@given(ruled_tiles())
+def test_a_tile_is_cut_alone(drawn: Ruled) -> None:
+    """Into at most three, whatever other tiles there are, which keep their order."""
+    tiles, rule = drawn
+    parts = [cut_to_windows(tile, rule) for tile in parts_of(tiles)]
+    assert all(1 <= len(part) <= 3 for part in parts)
+    assert cut_to_windows(tiles, rule) == BandTiles.concat(parts)
+
+
+@given(ruled_tiles())
+def test_squares(drawn: Ruled) -> None:
+    """The tiles that are part of squares, and the squares, have the same pairs; the window is the causal one."""
+    tiles = drawn[0]
+    found, part = squares(tiles)
+    event(f"{len(found)} squares")
+    assert kernel_pairs(segments_of(found)) == band_pairs(tiles.take(part))
+    assert {(left, right) for (left, right), _, _ in segments_of(found)} <= {(-1, 0)}
+    assert len(set(found.area.tolist())) == len(found)
+
+
+@st.composite
+def own_chunks(draw: st.DrawFn) -> tuple[Areas, list[list[tuple[int, int]]]]:
+    """Causal sequences, and the chunks of each that a rank has."""
+    table: list[tuple[int, ...]] = []
+    chunks: list[list[tuple[int, int]]] = []
+    q_begin, k_begin = 0, draw(st.integers(0, 5))
+    for _ in range(draw(st.integers(1, 4))):
+        size = draw(st.integers(2, 12))
+        table.append((q_begin, q_begin + size, k_begin, k_begin + size, -UNBOUNDED, k_begin - q_begin))
+        chunks.append([(q_begin + a, q_begin + b) for a, b in disjoint(draw, size, 3)])
+        q_begin, k_begin = q_begin + size, k_begin + size
+    return Areas.of_rows(table), chunks
+
+
+@given(own_chunks(), st.randoms(use_true_random=False))
+def test_own_chunks_are_one_square(
+    drawn: tuple[Areas, list[list[tuple[int, int]]]], random: np.random.Generator
+) -> None:
+    """All chunks of a causal sequence that a rank has, in any order of the tiles, are one segment; so a whole rank is
+    one launch.
+    """
+    areas, chunks = drawn
+    rows = [
+        (n, *q, k[0] + shift, k[1] + shift, 0, 1)
+        for n, of_area in enumerate(chunks)
+        for shift in [int(areas.hi[n])]
+        for q, k in product(of_area, of_area)
+        if k <= q
+    ]
+    random.shuffle(rows)  # type: ignore[arg-type]
+    tiles = band_tiles(areas, Tiles.of_rows(rows))
+    found, part = squares(tiles)
+    several = [n for n, of_area in enumerate(chunks) if len(of_area) > 1]
+    assert found.area.tolist() == several
+    assert part.tolist() == [area in several for area in tiles.area.tolist()]
+    launches = launch_tables(tiles, WindowRule((-1, 0), 0))
+    assert len(launches) == bool(len(tiles))
+    for launch in launches:
+        assert (launch.left, launch.right) == (None, 0)
+        assert len(launch.lengths_q) == sum(bool(x) for x in chunks)
+
+
+def full_tiles(rows: list[tuple[int, ...]]) -> BandTiles:
+    area, *edges = np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy()
+    q0, q1, k0, k1 = edges
+    edge = np.full(len(area), UNBOUNDED)
+    return windowed(area, q0, q1, k0, k1, -edge, edge)
+
+
+@st.composite
+def rectangles(draw: st.DrawFn) -> BandTiles:
+    """Tiles with nothing hidden, in any order."""
+    rows: list[tuple[int, ...]] = []
+    for number in range(draw(st.integers(1, 3))):
+        q, k = disjoint(draw, 12, 4), disjoint(draw, 12, 4)
+        most = draw(st.sampled_from([0, 3]))  # of four of them one is missing, or none
+        rows += [
+            (number, number * 20 + a, number * 20 + b, number * 20 + c, number * 20 + d)
+            for (a, b), (c, d) in product(q, k)
+            if not most or draw(st.integers(0, most))
+        ]
+    return full_tiles(draw(st.permutations(rows)))
+
+
+@given(rectangles())
+def test_strips(tiles: BandTiles) -> None:
+    """The same pairs; each span of queries is in one segment, and neighbours with the same keys are in the same."""
+    found = strips(tiles)
+    segments = segments_of(found)
+    assert kernel_pairs(segments) == band_pairs(tiles)
+    queries = sorted({row[1:3] for row in tiles.rows()})
+    assert [row[1:] for row in found.q.rows()] == queries
+    keys = {q: sorted(row[3:5] for row in tiles.rows() if row[1:3] == q) for q in queries}
+    area = {row[1:3]: row[0] for row in tiles.rows()}
+    changes = sum((keys[a], area[a]) != (keys[b], area[b]) for a, b in pairwise(queries))
+    assert len(found) == (changes + 1 if queries else 0)
+
+
+@given(ruled_tiles(), st.randoms(use_true_random=False))
+def test_launches(drawn: Ruled, random: np.random.Generator) -> None:
+    """The launches of tiles in any order have the same pairs as the tiles, and no row twice."""
+    tiles, rule = drawn
+    order = list(range(len(tiles)))
+    random.shuffle(order)  # type: ignore[arg-type]
+    tiles = tiles.take(np.array(order, dtype=np.int64))
+    launches = launch_tables(tiles, rule)
+    pairs = [kernel_pairs(segments_of(launch)) for launch in launches]
+    assert sum(pairs, start=type(band_pairs(tiles))()) == band_pairs(tiles)
+    for launch in launches:
+        assert not list(rows_twice(launch))
+        segments = segments_of(launch)
+        assert [len(q) for _, q, _ in segments] == launch.lengths_q.tolist()
+        assert [len(k) for _, _, k in segments] == launch.lengths_k.tolist()
+
+
+@given(ruled_tiles())
+def test_a_sequence_is_launched_as_if_it_were_alone(drawn: Ruled) -> None:
+    """The same segments in the same order, so that its results have the same bits in every batch."""
+    tiles, rule = drawn
+
+    def of_area(area: int, of: BandTiles) -> list[Segment]:
+        rows = {row for r in tiles.take(tiles.area == area).rows() for row in range(r[1], r[2])}
+        return [s for launch in launch_tables(of, rule) for s in segments_of(launch) if s[1][0] in rows]
+
+    for area in sorted(set(tiles.area.tolist())):
+        assert of_area(area, tiles) == of_area(area, tiles.take(tiles.area == area))
+
+
+@given(ruled_tiles())
+def test_one_each(drawn: Ruled) -> None:
+    tiles = drawn[0]
+    tiles = drawn[0]
+    assert kernel_pairs(segments_of(one_each(tiles))) == band_pairs(tiles)
+
+
+def test_areas_that_share_rows_are_launched_apart() -> None:
+    """Two areas of the same queries: their tiles never meet in one launch, as results are added by rows."""
+    areas = Areas.of_rows([(0, 4, 0, 4, -UNBOUNDED, UNBOUNDED), (0, 4, 6, 9, -UNBOUNDED, UNBOUNDED)])
+    tiles = band_tiles(areas, Tiles.of_rows([(0, 0, 4, 0, 4, 0, 1), (1, 0, 2, 6, 9, 0, 1), (1, 2, 4, 6, 9, 0, 1)]))
+    launches = launch_tables(tiles, WindowRule((-1, -1), 0))
+    assert not any(list(rows_twice(launch)) for launch in launches)
+    got = [kernel_pairs(segments_of(launch)) for launch in launches]
+    assert sum(got, start=type(got[0])()) == band_pairs(tiles)
