@@ -81,7 +81,8 @@ def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
     if len(segments) and bool((left == left[0]).all()) and bool((right == right[0]).all()):
         yield segments
         return
-    windows = {*zip(left.tolist(), right.tolist(), strict=True)}
+    pairs = np.unique(left + 1j * right)  # as one number each
+    windows = list(zip(pairs.real.astype(int).tolist(), pairs.imag.astype(int).tolist(), strict=True))
     kinds = [rule.own, *((-1, 0), (-1, -1), (0, -1))]
 
     def place(window: tuple[int, int]) -> tuple[int, int, int]:
