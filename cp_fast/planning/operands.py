@@ -47,21 +47,21 @@ class Operands:
 
     def find(self, kind: str, heads: Heads, spans: Spans, step: int) -> Operand[RowKey] | None:
         """The rows of these spans, span after span, in the newest buffer that has all of them; None if none has."""
-        wanted = count(spans)
-        for held in reversed(self.held):
-            if held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1]:
-                located = held.rows.locate(spans)
-                if located.total == wanted:
-                    return self._operand(held, located, heads, step)
-        return None
+        held = self._holder(kind, heads, spans)
+        return None if held is None else self._operand(held, held.rows.locate(spans), heads, step)
 
     def rows_of(self, kind: str, heads: Heads, spans: Spans) -> RowMap:
         """The rows of the buffer that `find` finds."""
-        return next(
-            held.rows
-            for held in reversed(self.held)
-            if held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1] and held.rows.covers(spans)
-        )
+        held = self._holder(kind, heads, spans)
+        assert held is not None, f"{kind} rows that were put together are not there"
+        return held.rows
+
+    def _holder(self, kind: str, heads: Heads, spans: Spans) -> Held | None:
+        for held in reversed(self.held):
+            has_heads = held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1]
+            if has_heads and held.rows.may_cover(spans) and held.rows.covers(spans):
+                return held
+        return None
 
     def gather(self, kind: str, heads: Heads, parts: Sequence[Spans], step: int) -> list[Copy[RowKey]]:
         """Put all of these rows together in a new buffer, in the order of the global rows: the copies that fill it."""

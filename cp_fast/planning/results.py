@@ -73,6 +73,7 @@ class Results:
     direction: str = "forward"
     sums: dict[str, Sums] = field(default_factory=dict)
     _edges: dict[str, set[int]] = field(default_factory=dict)
+    _stay: set[str] = field(default_factory=set)  # kinds of which no own row is handed over
     _outgoing: dict[str, list[_Outgoing]] = field(default_factory=dict)
 
     def announce(self, steps: Steps, edges: dict[str, set[int]]) -> list[tuple[ResultSend, ...]]:
@@ -99,7 +100,12 @@ class Results:
                     sends.append(ResultSend(parcels.peer, parcels.tag, sums, row, parcels.size))
                     row += parcels.size
             found.append(tuple(sends))
+        self._stay = {kind for kind in RESULTS if not any(self._own_leave(kind, out) for out in self._outgoing[kind])}
         return found
+
+    def _own_leave(self, kind: str, out: _Outgoing) -> bool:
+        """Whether results of own rows are handed over, which then need not stay at home."""
+        return out.rows.locate((self.own[kind].start, self.own[kind].stop)).total > 0
 
     def sent_complete(self) -> list[tuple[str, Heads, RowMap]]:
         """(sums, heads, rows) of the outs that leave this rank complete; after `announce` of the forward pass."""
@@ -107,15 +113,18 @@ class Results:
 
     def goes_to(self, kind: str, heads: Heads, spans: Spans, step: int) -> tuple[Contribution[RowKey], ...]:
         """Where the rows of these spans go, which are the rows of a partial result of `step`, span after span."""
-        edges = self._edges[kind] | {e for o in self._outgoing[kind] if o.step > step for e in o.heads}
+        later = [o for o in self._outgoing[kind] if o.step > step]
+        if kind in self._stay and self.own[kind].may_cover(spans) and self.own[kind].covers(spans):
+            later = []
+        edges = self._edges[kind] | {e for o in later for e in o.heads}
         cuts = sorted({*heads, *(e for e in edges if heads[0] < e < heads[1])})
         found: list[Contribution[RowKey]] = []
         size = spans[1] - spans[0]
         begin = np.cumsum(size) - size  # rows of the partial result
         for part in pairwise(cuts):
             rest, offset = spans, begin
-            for out in self._outgoing[kind]:
-                if out.step > step and out.heads[0] <= part[0] and part[1] <= out.heads[1] and len(rest[0]):
+            for out in later:
+                if out.heads[0] <= part[0] and part[1] <= out.heads[1] and len(rest[0]):
                     rest, offset = self._into(found, out.sums, out.rows, rest, offset, part, heads)
             if len(rest[0]):
                 home = f"{kind} {part[0]}:{part[1]} at home"

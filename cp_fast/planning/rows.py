@@ -82,6 +82,13 @@ class RowMap:
         first, last = np.maximum(start[number], self.start[here]), np.minimum(stop[number], self.stop[here])
         return Located(number, first, first + (self.row - self.start)[here], last - first)
 
+    def may_cover(self, spans: Spans) -> bool:
+        """Whether the first of these rows is here: most buffers that lack some rows lack that one."""
+        if not len(spans[0]):
+            return True
+        here = int(np.searchsorted(self.stop, spans[0][0], side="right"))
+        return here < len(self) and bool(self.start[here] <= spans[0][0])
+
     def covers(self, spans: Spans) -> bool:
         """Whether all of these rows are here."""
         return self.locate(spans).total == count(spans)
