@@ -204,6 +204,7 @@ MUTANTS: dict[str, Mutant] = {
         "cp_fast.plan.fold_batch",
         wrap(_folded_tiles_of_one_sequence),
         "special",
+        where="sbhd-of-equal-lengths",
     ),
     "complete-results-from-row-0": Mutant(
         "complete results come home to the first rows",
