@@ -134,7 +134,7 @@ MUTANTS: dict[str, Mutant] = {
         "a tile's window has one key too many on the left",
         "cp_fast.planning.windows.windowed",
         _too_wide("left"),
-        "logic",
+        "metamorphic",
     ),
     "right-side-too-wide": Mutant(
         "a tile's window has one key too many on the right",
@@ -155,7 +155,8 @@ MUTANTS: dict[str, Mutant] = {
         "chunks of a sequence with a window are joined to a causal square",
         f"{_LAUNCHES}.squares",
         wrap(_squares_in_windows),
-        "logic",
+        "special",
+        where="window-one-short-of-all",
     ),
     "last-launch-left-out": Mutant(
         "of several launches of a step the last is left out",
@@ -210,6 +211,6 @@ MUTANTS: dict[str, Mutant] = {
         "complete results come home to the first rows",
         f"{_LOWER}._Pass._receive_result",
         wrap(_complete_rows_sorted),
-        "logic",
+        "metamorphic",
     ),
 }
