@@ -1,14 +1,13 @@
-"""How long a plan takes on the host, stage by stage, whatever the number of sequences.
+"""How long a plan takes on the host, stage by stage.
 
     python benchmarks/planning.py --out benchmarks/results/planning.csv
-
-The loops over sequences are native ones, or numpy's where there is no compiler (or with CP_FAST_KERNELS=torch).
 
 A plan is made as `make_plan` makes it, for one rank of a group that is only pretended (every other rank says the same):
 
     read      arguments to a checked problem, from cu_seqlens tensors on the host
     agree     the fingerprint that the ranks compare; without the network
-    compile   all steps of one rank: messages, tiles, launches
+    program   this rank's steps: messages and tiles, of both passes
+    lower     rows of buffers, windows, launches
     pack      the tables into one buffer on the host
     spread    the buffer to the device, and there the row numbers of its spans; with --device cpu the host spreads them
     link      the program that refers to them
@@ -36,16 +35,27 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from cp_fast.planning.compile import draft_program, link_program
-from cp_fast.planning.loops import loops
+from rich.console import Console
+from rich.table import Table
 
 from cp_fast.features import required
 from cp_fast.packing import Packing
-from cp_fast.planning.tables import Tables
-from cp_ref.spec import Agreement, Parcel, Pending, Problem, Sizes, agree, read_problem
+from cp_fast.plan import lowered
+from cp_fast.planning.link import linked
+from cp_ref.spec import (
+    Agreement,
+    Parcel,
+    Pending,
+    Problem,
+    Sizes,
+    agree,
+    make_program,
+    read_problem,
+    saved_kinds,
+)
 
 SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-STAGES = ("read", "agree", "compile", "pack", "spread", "link")
+STAGES = ("read", "agree", "program", "lower", "pack", "spread", "link")
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,8 @@ class Row:
     lengths: str  # "full", "padded"
     read_ms: float
     agree_ms: float
-    compile_ms: float
+    program_ms: float
+    lower_ms: float
     pack_ms: float
     spread_ms: float
     link_ms: float
@@ -67,7 +78,6 @@ class Row:
     host_cpu_ms: float  # of all stages but spread
     spread_cpu_ms: float
     launches: int  # of the forward pass
-    loops: str  # "native", "numpy"
     device: str
     processor: str
     load: float  # of the machine, one minute's average, while this was measured
@@ -88,10 +98,9 @@ class _Echo:
 
 def main(
     out: Annotated[Path | None, typer.Option(help="A CSV file for the table.")] = None,
-    sequences: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,100,1000,10000",
-    cp_sizes: Annotated[str, typer.Option(help="Group sizes.")] = "8,64",
+    shapes: Annotated[str, typer.Option(help="Numbers of sequences and group sizes.")] = "100:8,1000:8,10000:64",
     schedules: Annotated[str, typer.Option(help="Schedules.")] = ",".join(SCHEDULES),
-    windows: Annotated[str, typer.Option(help="Left windows; -1 for none.")] = "-1,4096,64",
+    windows: Annotated[str, typer.Option(help="Left windows; -1 for none.")] = "-1,4096",
     mean: Annotated[int, typer.Option(help="Tokens of a sequence, on average.")] = 1024,
     rounds: Annotated[int, typer.Option(help="Plans per line.")] = 9,
     repeats: Annotated[int, typer.Option(help="How often the whole table is measured.")] = 1,
@@ -99,17 +108,21 @@ def main(
 ) -> None:
     """Measure and print."""
     torch.set_num_threads(1)
-    lines = list(
-        product(_numbers(sequences), _numbers(cp_sizes), schedules.split(","), _numbers(windows), ("full", "padded"))
-    )
+    lines = [
+        (*_shape(shape), schedule, window, lengths)
+        for shape in shapes.split(",")
+        for schedule, window, lengths in product(schedules.split(","), _numbers(windows), ("full", "padded"))
+    ]
     fastest: dict[tuple[int, int, str, int, str], Row] = {}
     for _ in range(repeats):
         for line in lines:
             row = _measure(*line, mean, rounds, torch.device(device))
             if line not in fastest or row.host_cpu_ms < fastest[line].host_cpu_ms:
                 fastest[line] = row
-            print(_line(row), flush=True)
+            print(".", end="", flush=True)
+    print()
     rows = list(fastest.values())
+    Console().print(_table(rows))
     if out is not None:
         with out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
@@ -132,16 +145,17 @@ def _measure(
         marks.append(_now())
         agree(group, Agreement(problem), None)
         marks.append(_now())
-        draft = draft_program(Packing(problem).packed_problem, rank)
+        steps = make_program(problem, rank)
         marks.append(_now())
-        assert isinstance(draft.tables, Tables)
+        draft = lowered(Packing(problem), rank, steps, saved_kinds(problem))
+        marks.append(_now())
         host = draft.tables.on_host(pinned=device.type == "cuda")
         marks.append(_now())
         tables = draft.tables.on_device(host.to(device, non_blocking=True))
         if device.type == "cuda":
             torch.cuda.synchronize()
         marks.append(_now())
-        program = link_program(draft, tables)
+        program = linked(draft.program, tables)
         marks.append(_now())
         wall, cpu = (1e3 * np.diff(column) for column in zip(*marks, strict=True))
         spread = STAGES.index("spread")
@@ -151,7 +165,7 @@ def _measure(
         del host, tables, draft, program  # so that giving their memory back is not in the next plan's time
     medians = {f"{name}_ms": round(statistics.median(t[name] for t in times[1:]), 3) for name in times[0]}
     return Row(
-        count, cp_size, comm, window, lengths, **medians, launches=launches, loops=loops().name,
+        count, cp_size, comm, window, lengths, **medians, launches=launches,
         device=str(device), processor=_processor(), load=round(_load(), 1),
     )  # fmt: skip
 
@@ -191,17 +205,29 @@ def _reader(count: int, cp_size: int, comm: str, window: int, lengths: str, mean
     return lambda: read_problem(**arguments)
 
 
-def _line(row: Row) -> str:
-    stages = "  ".join(f"{stage} {getattr(row, f'{stage}_ms'):6.2f}" for stage in STAGES)
-    return (
-        f"{row.sequences:6} sequences  cp {row.cp_size:2}  {row.cp_comm_type:10}  window {row.window:5}  "
-        f"{row.lengths:6}  {stages}  total {row.total_ms:7.2f} ms  "
-        f"cpu {row.host_cpu_ms:6.2f} + {row.spread_cpu_ms:6.2f} ms  launches {row.launches}"
-    )
+def _table(rows: Sequence[Row]) -> Table:
+    first = rows[0]
+    table = Table(title=f"One rank's plan, milliseconds: {first.device}, {first.processor}, load {first.load}")
+    for name in ("sequences", "cp", "schedule", "window", "lengths"):
+        table.add_column(name)
+    for name in (*STAGES, "total", "cpu", "launches"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        names = (row.sequences, row.cp_size, row.cp_comm_type, "-" if row.window < 0 else row.window, row.lengths)
+        times = [getattr(row, f"{stage}_ms") for stage in (*STAGES, "total")]
+        cpu = row.host_cpu_ms + row.spread_cpu_ms
+        table.add_row(*map(str, names), *(f"{x:.2f}" for x in (*times, cpu)), str(row.launches))
+    return table
 
 
 def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """Sequences and ranks of "100:8"."""
+    count, cp_size = text.split(":")
+    return int(count), int(cp_size)
 
 
 def _processor() -> str:

@@ -41,6 +41,11 @@ def test_windows_of_bands(edges: tuple[int, int, int, int], lo: int, hi: int, un
     assert set(band_pairs(tiles)) == visible
     assert window_pairs(tiles) == band_pairs(tiles)
     if visible:
+        for side, edge in (
+            (tiles.left, lo - tiles.k_start + tiles.q_stop - 1),
+            (tiles.right, tiles.k_stop - 1 - tiles.q_start - hi),
+        ):
+            assert (side[0] >= 0) == (edge[0] > 0)  # where nothing is hidden there is no window
         for axis, (start, stop) in enumerate(((tiles.q_start, tiles.q_stop), (tiles.k_start, tiles.k_stop))):
             assert sorted({pair[axis] for pair in visible})[0] == start[0]
             assert sorted({pair[axis] for pair in visible})[-1] == stop[0] - 1
@@ -56,7 +61,7 @@ def test_cut_to_windows(drawn: Ruled) -> None:
     for row in cut.rows():
         (_, q0, q1, k0, k1, lo, hi), window = row[:7], row[7:]
         width = -1 if lo <= -UNBOUNDED else hi - lo
-        large = (q0, q1, k0, k1) in whole and q1 - q0 >= rule.large
+        large = (q0, q1, k0, k1) in whole and q1 - q0 >= rule.large  # one launch of it rather than several
         assert window in {(width, 0), (0, -1), (-1, -1), rule.own} or large
 
 
@@ -122,6 +127,24 @@ def test_own_chunks_are_one_square(
         assert len(launch.lengths_q) == sum(bool(x) for x in chunks)
 
 
+@given(own_chunks(), st.data())
+def test_chunks_that_lack_a_tile_are_no_square(
+    drawn: tuple[Areas, list[list[tuple[int, int]]]], data: st.DataObject
+) -> None:
+    """Nothing is computed that is not asked for."""
+    areas, chunks = drawn
+    rows = [
+        (n, *q, k[0] + int(areas.hi[n]), k[1] + int(areas.hi[n]), 0, 1)
+        for n, of_area in enumerate(chunks)
+        for q, k in product(of_area, of_area)
+        if k <= q
+    ]
+    rows = [row for row in rows if data.draw(st.integers(0, 3))]
+    tiles = band_tiles(areas, Tiles.of_rows(rows))
+    found, part = squares(tiles)
+    assert kernel_pairs(segments_of(found)) == band_pairs(tiles.take(part))
+
+
 def full_tiles(rows: list[tuple[int, ...]]) -> BandTiles:
     area, *edges = np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy()
     q0, q1, k0, k1 = edges
@@ -133,11 +156,13 @@ def full_tiles(rows: list[tuple[int, ...]]) -> BandTiles:
 def rectangles(draw: st.DrawFn) -> BandTiles:
     """Tiles with nothing hidden, in any order."""
     rows: list[tuple[int, ...]] = []
+    begin = draw(st.sampled_from([0, 20]))  # 0: areas of the same keys
+    k = disjoint(draw, 12, 4)
     for number in range(draw(st.integers(1, 3))):
-        q, k = disjoint(draw, 12, 4), disjoint(draw, 12, 4)
+        q, k = disjoint(draw, 12, 4), k if draw(st.booleans()) else disjoint(draw, 12, 4)
         most = draw(st.sampled_from([0, 3]))  # of four of them one is missing, or none
         rows += [
-            (number, number * 20 + a, number * 20 + b, number * 20 + c, number * 20 + d)
+            (number, number * 20 + a, number * 20 + b, number * begin + c, number * begin + d)
             for (a, b), (c, d) in product(q, k)
             if not most or draw(st.integers(0, most))
         ]

@@ -1,7 +1,7 @@
 """Mutants of `cp_fast`."""
 
 from tests.meta.mutants.model import Mutant
-from tests.meta.mutants.of_cp_fast import executor, helpers, kernels, merges, packing, passes
+from tests.meta.mutants.of_cp_fast import executor, helpers, kernels, lowering, merges, packing, passes
 
 __all__ = ["MUTANTS"]
 
@@ -9,6 +9,7 @@ MUTANTS: dict[str, Mutant] = {
     **executor.MUTANTS,
     **helpers.MUTANTS,
     **kernels.MUTANTS,
+    **lowering.MUTANTS,
     **merges.MUTANTS,
     **packing.MUTANTS,
     **passes.MUTANTS,

@@ -1,4 +1,4 @@
-"""Bugs of the lowering of a schedule, and of the executor: what is accumulated in which dtype, in which order."""
+"""Bugs of the executor: what travels, what is accumulated in which dtype, in which order."""
 
 from __future__ import annotations
 
@@ -38,6 +38,58 @@ def _last_taken(_: Any, one: Any, other: Any) -> bool:
     return one.heads == other.heads
 
 
+def _keys_travel_as_values(parcels: Any, self: Any, send: Any) -> Any:
+    """The tags of keys and values are exchanged."""
+    found = parcels(self, send)
+    if self.given.program.buffers[send.buffer].kind != "kv":
+        return found
+    tags = [parcel.tag for parcel in found]
+    return [parcel._replace(tag=tags[n ^ 1]) for n, parcel in enumerate(found)]
+
+
+def _last_row_left_out(copy_rows: Any, self: Any, copy: Any) -> None:
+    copy_rows(self, copy)
+    for x in self.held[copy.target.buffer].rows:
+        x[-1] = 0
+
+
+def _columns_reversed(put: Any, into: Any, x: Any, rows: Any) -> None:
+    put(into, x.flip(1), rows)
+
+
+def _no_sink_on_the_way(add: Any, out: Any, lse: Any, sink: Any, rows: Any) -> None:
+    """Outs that leave their rank complete have no sink."""
+    if rows != slice(None):
+        add(out, lse, sink, rows)
+
+
+def _no_dlse_from_afar(take: Any, self: Any, what: Any) -> Any:
+    rows, columns = take(self, what)
+    if self.given.program.buffers[what.buffer].kind == "do" and not what.buffer.startswith("own"):
+        columns = [x.new_zeros(x.shape) for x in columns]
+    return rows, columns
+
+
+def _last_part_forgotten(finish: Any, self: Any) -> Any:
+    """What is still held when a total is finished is not added."""
+    if self._total is not None:
+        self._held = []
+    return finish(self)
+
+
+def _some_rows_are_all(is_whole: Any, rows: Any, size: int) -> bool:
+    """A part with as many rows as the total, in whatever order, becomes the total."""
+    return is_whole(rows, size) or (not isinstance(rows, slice) and len(rows) == size)
+
+
+def _arrived_lse_left_out(home: Any, self: Any, kind: str, size: int) -> Any:
+    """Complete results that arrive bring no lse."""
+    self._arrived = [
+        (into, of, box._replace(columns=[x.new_zeros(x.shape) for x in box.columns])) for into, of, box in self._arrived
+    ]
+    return home(self, kind, size)
+
+
 _RUN = "cp_fast.running.Run"
 
 MUTANTS: dict[str, Mutant] = {
@@ -61,5 +113,38 @@ MUTANTS: dict[str, Mutant] = {
         "cp_fast.running.wide_dtype cp_fast.passes.wide_dtype",
         lambda _: lambda dtype: dtype,
         "budget",
+    ),
+    "keys-travel-as-values": Mutant(
+        "keys arrive as values, and values as keys",
+        f"{_RUN}._operand_parcels",
+        wrap(_keys_travel_as_values),
+        "logic",
+    ),
+    "last-row-not-copied": Mutant(
+        "of rows that are put together the last is zero", f"{_RUN}._copy", wrap(_last_row_left_out), "logic"
+    ),
+    "columns-reversed": Mutant(
+        "the lse of rows that are put together is in reverse order",
+        "cp_fast.running._put_columns",
+        wrap(_columns_reversed),
+        "logic",
+    ),
+    "no-sink-on-the-way": Mutant(
+        "outs that travel complete have no sink", "cp_fast.running.add_sink", wrap(_no_sink_on_the_way), "logic"
+    ),
+    "no-dlse-from-afar": Mutant(
+        "the gradient of the lse does not travel with that of out", f"{_RUN}.take", wrap(_no_dlse_from_afar), "logic"
+    ),
+    "last-part-forgotten": Mutant(
+        "the last part is not added to a total", "cp_fast.merge.Total.finish", wrap(_last_part_forgotten), "logic"
+    ),
+    "rows-in-any-order-are-the-total": Mutant(
+        "a part that has every row, in any order, becomes the total",
+        "cp_fast.merge._is_whole",
+        wrap(_some_rows_are_all),
+        "logic",
+    ),
+    "no-lse-of-complete-results": Mutant(
+        "outs that arrive complete have lse zero", f"{_RUN}.home", wrap(_arrived_lse_left_out), "logic"
     ),
 }

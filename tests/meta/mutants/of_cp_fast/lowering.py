@@ -1,0 +1,216 @@
+"""Bugs of the lowering: windows, joined tiles, rows in buffers, and where results go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cp_ref.spec import UNBOUNDED
+from tests.meta.mutants.model import Mutant, wrap
+
+__all__ = ["MUTANTS"]
+
+
+def _last_span_lost(strips: Any, tiles: Any) -> Any:
+    """Segments with several spans of keys lose their last one."""
+    found = strips(tiles)
+    k = found.k
+    last = np.append(k.segment[1:] != k.segment[:-1], True)
+    several = np.bincount(k.segment, minlength=len(found))[k.segment] > 1
+    return replace(found, k=k.take(~(last & several)))
+
+
+def _too_wide(side: str) -> Any:
+    def wrong(windowed: Any, *columns: Any) -> Any:
+        tiles = windowed(*columns)
+        window = getattr(tiles, side)
+        return replace(tiles, **{side: np.where(window >= 0, window + 1, window)})
+
+    return wrap(wrong)
+
+
+def _first_parts(cut: Any, tiles: Any, rule: Any) -> Any:
+    """Of a tile that is cut only the first part is computed."""
+    found = [cut(tiles.take(np.array([n])), rule).take(slice(0, 1)) for n in range(len(tiles))]
+    return type(tiles).concat(found) if found else cut(tiles, rule)
+
+
+def _causal_forgotten(rule: Any, own: Any, large: int) -> Any:
+    """A tile with the problem's left side is launched with a window that has no right side."""
+    return rule((own[0], -1) if own[0] >= 0 else own, large)
+
+
+def _squares_in_windows(squares: Any, tiles: Any) -> Any:
+    """What a window hides on the left is not looked at."""
+    return squares(replace(tiles, lo=np.full_like(tiles.lo, -UNBOUNDED)))
+
+
+def _tiles_of_one_launch(launch_tables: Any, tiles: Any, rule: Any) -> Any:
+    """Of several launches of a step the last is left out."""
+    found = launch_tables(tiles, rule)
+    return found[:-1] if len(found) > 1 else found
+
+
+def _home_twice(goes_to: Any, self: Any, *arguments: Any) -> Any:
+    found = goes_to(self, *arguments)
+    return found + tuple(c for c in found if self.sums[c.sums].home)
+
+
+def _never_home(goes_to: Any, self: Any, kind: str, *arguments: Any) -> Any:
+    """Of a partial result that goes to several places the last gets nothing."""
+    found = goes_to(self, kind, *arguments)
+    return found[:-1] if len(found) > 1 else found
+
+
+def _first_rows_for_all(announce: Any, self: Any, *arguments: Any) -> Any:
+    """Every peer gets the first rows of what is handed over."""
+    return [tuple(replace(send, start=0) for send in sends) for sends in announce(self, *arguments)]
+
+
+def _received_in_another_order(receive: Any, self: Any, draft: Any, *arguments: Any) -> Any:
+    found = receive(self, draft, *arguments)
+    draft.recvs.reverse()
+    return found
+
+
+def _first_heads_for_all(packed_together: Any, sends: Any) -> Any:
+    """Every peer gets the first peer's heads."""
+    return [replace(s, first_heads=s.first_heads[:1] * len(s.peers)) for s in packed_together(sends)]
+
+
+def _heads_one_early(operand: Any, self: Any, *arguments: Any) -> Any:
+    found = operand(self, *arguments)
+    first, last = found.heads
+    return replace(found, heads=(first - 1, last - 1)) if first else found
+
+
+def _first_head_is_zero(one_launch: Any, self: Any, *arguments: Any) -> Any:
+    return replace(one_launch(self, *arguments), first_head=0)
+
+
+def _copies_reversed(gather: Any, self: Any, *arguments: Any) -> Any:
+    """Rows that are put together from several buffers lie in each other's places, where they are as many."""
+    copies = gather(self, *arguments)
+    rows = [len(self.tables.numbers(c.source.rows)) for c in copies]
+    same = len(copies) > 1 and len(set(rows)) == 1 and len({c.target.heads for c in copies}) == 1
+    turned = [*copies[1:], *copies[:1]] if same else copies
+    return [replace(c, target=other.target) for c, other in zip(copies, turned, strict=True)]
+
+
+def _one_row_early(find: Any, self: Any, kind: str, *arguments: Any) -> Any:
+    """Contiguous rows begin at the row before their first one."""
+    found = find(self, kind, *arguments)
+    if found is not None and isinstance(found.rows, slice) and found.rows.start > 0:
+        return replace(found, rows=slice(found.rows.start - 1, found.rows.stop - 1))
+    return found
+
+
+def _folded_tiles_of_one_sequence(fold: Any, steps: Any, problem: Any) -> Any:
+    def tiles(t: Any) -> Any:
+        return replace(t, head_stop=np.minimum(t.head_stop, problem.heads_q))
+
+    return tuple(tuple(s._replace(tiles=tiles(s.tiles)) for s in program) for program in fold(steps, problem))
+
+
+def _complete_rows_sorted(receive: Any, self: Any, parcels: Any, number: int) -> Any:
+    """Complete results are written behind one another from row 0 on, in the order in which they were sent."""
+    found = receive(self, parcels, number)
+    if not found.complete:
+        return found
+    (into,) = found.into
+    return replace(found, into=(replace(into, into=slice(0, found.size)),))
+
+
+_LOWER, _LAUNCHES, _RESULTS = "cp_fast.planning.lower", "cp_fast.planning.launches", "cp_fast.planning.results.Results"
+_OPERANDS = "cp_fast.planning.operands.Operands"
+
+MUTANTS: dict[str, Mutant] = {
+    "strip-loses-a-span": Mutant(
+        "of several spans of keys the last is not seen", f"{_LAUNCHES}.strips", wrap(_last_span_lost), "logic"
+    ),
+    "left-side-too-wide": Mutant(
+        "a tile's window has one key too many on the left",
+        "cp_fast.planning.windows.windowed",
+        _too_wide("left"),
+        "metamorphic",
+    ),
+    "right-side-too-wide": Mutant(
+        "a tile's window has one key too many on the right",
+        "cp_fast.planning.windows.windowed",
+        _too_wide("right"),
+        "logic",
+    ),
+    "first-parts-alone": Mutant(
+        "of a tile that is cut the first part is computed",
+        f"{_LAUNCHES}.cut_to_windows",
+        wrap(_first_parts),
+        "probes",
+    ),
+    "own-window-without-right-side": Mutant(
+        "the window that no tile is cut in is not causal", "cp_fast.plan.WindowRule", wrap(_causal_forgotten), "logic"
+    ),
+    "squares-in-windows": Mutant(
+        "chunks of a sequence with a window are joined to a causal square",
+        f"{_LAUNCHES}.squares",
+        wrap(_squares_in_windows),
+        "special",
+        where="window-one-short-of-all",
+    ),
+    "last-launch-left-out": Mutant(
+        "of several launches of a step the last is left out",
+        f"{_LOWER}.launch_tables",
+        wrap(_tiles_of_one_launch),
+        "logic",
+    ),
+    "results-home-twice": Mutant(
+        "results of own rows are added twice", f"{_RESULTS}.goes_to", wrap(_home_twice), "logic"
+    ),
+    "results-lost": Mutant(
+        "of a result that goes to several places the last gets nothing",
+        f"{_RESULTS}.goes_to",
+        wrap(_never_home),
+        "logic",
+    ),
+    "first-results-for-all-peers": Mutant(
+        "every peer gets the first peer's results", f"{_RESULTS}.announce", wrap(_first_rows_for_all), "logic"
+    ),
+    "received-in-another-order": Mutant(
+        "blocks of several peers lie in a buffer in another order",
+        f"{_LOWER}._Pass._receive",
+        wrap(_received_in_another_order),
+        "logic",
+    ),
+    "first-heads-for-all-peers": Mutant(
+        "every peer gets the first peer's heads", f"{_LOWER}._packed_together", wrap(_first_heads_for_all), "logic"
+    ),
+    "operand-heads-one-early": Mutant(
+        "heads of a buffer are counted one too low", f"{_OPERANDS}._operand", wrap(_heads_one_early), "logic"
+    ),
+    "first-head-is-zero": Mutant(
+        "max_logit of any heads is that of the first ones",
+        f"{_LOWER}._Pass._one_launch",
+        wrap(_first_head_is_zero),
+        "logic",
+    ),
+    "gathered-from-each-other": Mutant(
+        "rows that are put together lie in each other's places", f"{_OPERANDS}.gather", wrap(_copies_reversed), "logic"
+    ),
+    "rows-one-early": Mutant(
+        "operands that are contiguous begin a row too early", f"{_OPERANDS}.find", wrap(_one_row_early), "logic"
+    ),
+    "folded-tiles-of-one-sequence": Mutant(
+        "of a folded batch only the first sequence is computed",
+        "cp_fast.plan.fold_batch",
+        wrap(_folded_tiles_of_one_sequence),
+        "special",
+        where="sbhd-of-equal-lengths",
+    ),
+    "complete-results-from-row-0": Mutant(
+        "complete results come home to the first rows",
+        f"{_LOWER}._Pass._receive_result",
+        wrap(_complete_rows_sorted),
+        "metamorphic",
+    ),
+}
