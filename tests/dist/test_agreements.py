@@ -45,7 +45,7 @@ def bad_kernels(planned: bool, how: str) -> None:
     if cp.rank == 1:
         os.environ[select.VARIABLE] = "native" if how == "build" else how
         cp_fast.build.library = fails
-        select._cached.cache_clear()
+        select._choice.cache_clear()
         select._loaded.cache_clear()
         importlib.import_module("cp_fast.kernels.native").load.cache_clear()
     try:
@@ -55,7 +55,7 @@ def bad_kernels(planned: bool, how: str) -> None:
         os.environ.pop(select.VARIABLE, None)
         if before is not None:
             os.environ[select.VARIABLE] = before
-        select._cached.cache_clear()
+        select._choice.cache_clear()
 
 
 @pytest.mark.parametrize("planned", [True, False])
