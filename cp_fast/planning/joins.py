@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_fast.planning.windows import BandTiles
+from cp_fast.planning.windows import BandTiles, WindowRule
 from cp_ref.spec import UNBOUNDED, Column, Table, ranges
 from cp_ref.spec.areas import pairs
 
@@ -125,13 +125,13 @@ def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
     return same
 
 
-def squares(tiles: BandTiles) -> tuple[Segments, Column]:
+def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
     """Tiles that make causal squares, by area, as segments; and whether each tile is part of one.
 
     Queries and keys of such an area are the same positions, seen along the diagonal, whatever lies between them. So in
     the rows that are there one sees just those before it and itself.
     """
-    causal = (tiles.lo <= -UNBOUNDED) & (tiles.hi < UNBOUNDED)
+    causal = tiles.hi < UNBOUNDED
     diagonal = causal & (tiles.hi == tiles.k_stop - tiles.q_stop)  # tiles that end on the diagonal, as squares do
     if not diagonal.any():
         return one_each(tiles.take(diagonal)), diagonal
@@ -153,15 +153,20 @@ def squares(tiles: BandTiles) -> tuple[Segments, Column]:
     rows = np.bincount(q.segment, q.stop - q.start, number)
     visible = np.bincount(some.area, pairs(*some.columns[1:7]), number)
     good &= visible == rows * (rows + 1) / 2
+    lo, hi = np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.int64)
+    lo[some.area], hi[some.area] = some.lo, some.hi
+    begin, end = np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.int64)
+    begin[q.segment[::-1]], end[q.segment] = q.start[::-1], q.stop  # the first span's and the last one's
+    good &= hi - lo >= end - 1 - begin  # a window that hides nothing on the left
     part = causal & (np.append(good, False)[np.minimum(tiles.area, number)])
     q = q.take(good[q.segment])
     area = np.flatnonzero(good)
-    hi = np.zeros(number, dtype=tiles.hi.dtype)
-    hi[some.area] = some.hi
     segment = (np.cumsum(good) - 1)[q.segment]
     own = SegmentSpans(segment, q.start, q.stop)
     keys = SegmentSpans(segment, q.start + hi[q.segment], q.stop + hi[q.segment])
-    return Segments(area, np.full_like(area, -1), np.zeros_like(area), own, keys), part
+    own_left, own_right = rule.own
+    left = np.where((own_right == 0) & (hi - lo == own_left), own_left, -1)[area]
+    return Segments(area, left, np.zeros_like(area), own, keys), part
 
 
 def _distinct(segment: Column, start: Column, stop: Column) -> SegmentSpans:

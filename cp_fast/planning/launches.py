@@ -40,7 +40,7 @@ class LaunchTable(NamedTuple):
 
 def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles."""
-    square, part = squares(tiles)
+    square, part = squares(tiles, rule)
     cut = cut_to_windows(tiles.take(~part) if part.any() else tiles, rule)
     full = cut.full
     if full.all():

@@ -77,11 +77,11 @@ def test_a_tile_is_cut_alone(drawn: Ruled) -> None:
 @given(ruled_tiles())
 def test_squares(drawn: Ruled) -> None:
     """The tiles that are part of squares, and the squares, have the same pairs; the window is the causal one."""
-    tiles = drawn[0]
-    found, part = squares(tiles)
+    tiles, rule = drawn
+    found, part = squares(tiles, rule)
     event(f"{len(found)} squares")
     assert kernel_pairs(segments_of(found)) == band_pairs(tiles.take(part))
-    assert {(left, right) for (left, right), _, _ in segments_of(found)} <= {(-1, 0)}
+    assert {(left, right) for (left, right), _, _ in segments_of(found)} <= {(-1, 0), rule.own}
     assert len(set(found.area.tolist())) == len(found)
 
 
@@ -116,7 +116,7 @@ def test_own_chunks_are_one_square(
     ]
     random.shuffle(rows)  # type: ignore[arg-type]
     tiles = band_tiles(areas, Tiles.of_rows(rows))
-    found, part = squares(tiles)
+    found, part = squares(tiles, WindowRule((-1, 0), 0))
     several = [n for n, of_area in enumerate(chunks) if len(of_area) > 1]
     assert found.area.tolist() == several
     assert part.tolist() == [area in several for area in tiles.area.tolist()]
@@ -141,7 +141,7 @@ def test_chunks_that_lack_a_tile_are_no_square(
     ]
     rows = [row for row in rows if data.draw(st.integers(0, 3))]
     tiles = band_tiles(areas, Tiles.of_rows(rows))
-    found, part = squares(tiles)
+    found, part = squares(tiles, WindowRule((-1, 0), 0))
     assert kernel_pairs(segments_of(found)) == band_pairs(tiles.take(part))
 
 

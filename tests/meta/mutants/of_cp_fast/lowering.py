@@ -42,9 +42,9 @@ def _causal_forgotten(rule: Any, own: Any, large: int) -> Any:
     return rule((own[0], -1) if own[0] >= 0 else own, large)
 
 
-def _squares_in_windows(squares: Any, tiles: Any) -> Any:
+def _squares_in_windows(squares: Any, tiles: Any, rule: Any) -> Any:
     """What a window hides on the left is not looked at."""
-    return squares(replace(tiles, lo=np.full_like(tiles.lo, -UNBOUNDED)))
+    return squares(replace(tiles, lo=np.full_like(tiles.lo, -UNBOUNDED)), rule)
 
 
 def _tiles_of_one_launch(launch_tables: Any, tiles: Any, rule: Any) -> Any:
