@@ -45,7 +45,7 @@ def test_the_first_use_of_a_slower_one_says_so_once(
     say_once.cache_clear()
     for _ in range(2):
         kernels("cpu")
-        select._cached.cache_clear()
+        select._choice.cache_clear()
     assert capfd.readouterr().err == (
         "cp-attention: on 'cpu' the kernels 'torch' move and merge, slower than 'native' ones (not native: no C++ "
         "compiler; not numba: numba is for 'cuda', not 'cpu'); CP_FAST_KERNELS=torch takes them without a word\n"
