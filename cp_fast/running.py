@@ -60,7 +60,18 @@ class _Pending(NamedTuple):
     where: str
     work: Pending
     operands: dict[str, list[Held]]  # by buffer: its messages' boxes
-    results: list[tuple[ResultRecv[Rows], Held]]
+    partial: list[tuple[ResultRecv[Rows], Held]]
+    complete: list[_Complete]
+
+
+class _Complete(NamedTuple):
+    """Complete results for the same own rows, from each peer for as many heads; unpacked by one kernel."""
+
+    kind: str
+    into: Rows
+    first_heads: list[int]
+    rows: list[torch.Tensor]  # [peers, n, heads, d]
+    columns: list[torch.Tensor]  # by peer, lse [heads, n]
 
 
 @dataclass
@@ -79,7 +90,7 @@ class Run:
     held: dict[str, Held] = field(default_factory=dict)
     sent: dict[str, Held] = field(default_factory=dict)  # by sums: complete results as they were sent
     _totals: dict[str, Total] = field(default_factory=dict)
-    _arrived: list[tuple[Contribution[Rows], str, Held]] = field(default_factory=list)  # complete results
+    _arrived: list[_Complete] = field(default_factory=list)
     _taken: dict[str, tuple[Operand[Rows], tuple[list[torch.Tensor], list[torch.Tensor]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,7 +125,7 @@ class Run:
         for name in {send.sums for send in step.result_sends}:
             if name not in self.given.program.saved_sums:
                 self.sent.pop(name, None)
-        recvs, operands, results = [], {}, []
+        recvs, operands, partial = [], {}, []
         for recv in step.recvs:
             buffer = self.given.program.buffers[recv.buffer]
             if recv.buffer not in self.held:
@@ -128,10 +139,14 @@ class Run:
             operands.setdefault(recv.buffer, []).append(box)
             recvs += self._parcels(recv.peer, recv.tag, box.rows, box.columns)
         for recv in step.result_recvs:
-            dtype = self.dtype if recv.complete else self.wide
-            box = self._empty(recv.kind, recv.heads, recv.size, dtype)
-            results.append((recv, box))
-            recvs += self._parcels(recv.peer, recv.tag, box.rows, box.columns)
+            if not recv.complete:
+                partial.append((recv, self._empty(recv.kind, recv.heads, recv.size, self.wide)))
+                recvs += self._parcels(recv.peer, recv.tag, *partial[-1][1])
+        complete: list[_Complete] = []
+        for group in _for_the_same_rows(step.result_recvs):
+            complete.append(room := self._room_for(group))
+            for n, recv in enumerate(group):
+                recvs += self._parcels(recv.peer, recv.tag, [x[n] for x in room.rows], room.columns[n : n + 1])
         work: Pending = _Nothing()
         if sends or recvs:
             with during(where):
@@ -140,7 +155,7 @@ class Run:
                 head_start(self.device)
         for copy in step.copies:
             self._copy(copy)
-        return _Pending(where, work, operands, results)
+        return _Pending(where, work, operands, partial, complete)
 
     def complete_step(self, step: LoweredStep[Rows], pending: _Pending) -> None:
         """Wait for the step's messages and take them in; let go of what is not needed any more."""
@@ -150,11 +165,9 @@ class Run:
             for n, column in enumerate(self.held[name].columns):
                 arrived = torch.cat([box.columns[n] for box in boxes], 1)
                 column[:, : arrived.shape[1]] = arrived
-        for recv, box in pending.results:
-            if recv.complete:
-                self._arrived.append((recv.into[0], recv.kind, box))
-            else:
-                self.contribute(recv.into, box.rows, box.columns[0] if box.columns else None)
+        self._arrived += pending.complete
+        for recv, box in pending.partial:
+            self.contribute(recv.into, box.rows, box.columns[0] if box.columns else None)
         for name, total in self._totals.items():
             sums = self.given.program.sums[name]
             if sums.kind == "dkv" and (total.held > 1 or not sums.home):
@@ -182,7 +195,9 @@ class Run:
         if copy.target.buffer not in self.held:
             self.held[copy.target.buffer] = self._empty(buffer.kind, buffer.heads, buffer.size)
         target, heads = self.held[copy.target.buffer], slice(*copy.target.heads)
-        rows, columns = self.take(copy.source)
+        source, source_heads = self.held[copy.source.buffer], slice(*copy.source.heads)
+        rows = self.given.kernels.take_rows([x[:, source_heads] for x in source.rows], copy.source.rows)
+        columns = _columns([x[source_heads] for x in source.columns], copy.source.rows)
         self.given.kernels.put_rows_([x[:, heads] for x in target.rows], rows, copy.target.rows)
         for into, x in zip(target.columns, columns, strict=True):
             _put_columns(into[heads], x, copy.target.rows)
@@ -196,6 +211,15 @@ class Run:
             [torch.empty(size, count, d, dtype=dtype or self.dtype, device=device) for d in self._dims[kind]],
             [torch.empty(count, size, dtype=self.wide, device=device) for _ in range(columns)],
         )
+
+    def _room_for(self, group: list[ResultRecv[Rows]]) -> _Complete:
+        """Room for complete results that go to the same own rows."""
+        first, heads = group[0], group[0].heads[1] - group[0].heads[0]
+        shape, device = (len(group), first.size, heads), self.device
+        rows = [torch.empty(*shape, d, dtype=self.dtype, device=device) for d in self._dims[first.kind]]
+        count = len(group) if first.kind == "out" else 0
+        columns = [torch.empty(heads, first.size, dtype=self.wide, device=device) for _ in range(count)]
+        return _Complete(first.kind, first.into[0].into, [recv.heads[0] for recv in group], rows, columns)
 
     def _operand_parcels(self, send: Send[Rows]) -> list[Parcel]:
         held, found = self.held[send.buffer], []
@@ -269,7 +293,7 @@ class Run:
         problem, program = self.given.problem, self.given.program
         whole = (0, problem.heads_kv if kind == "dkv" else problem.heads_q)
         mine = [n for n, sums in program.sums.items() if sums.kind == kind and sums.home]
-        arrived = [(into, box) for into, of_kind, box in self._arrived if of_kind == kind]
+        arrived = [done for done in self._arrived if done.kind == kind]
         if len(mine) == 1 and not arrived and program.sums[mine[0]].heads == whole:
             rows, lse, *_ = self._total(mine[0]).finish()
         else:
@@ -294,12 +318,24 @@ class Run:
         if arrived and program.spare_rows:  # what pads a table is written behind the rows
             rows = [torch.cat([x, x.new_empty(program.spare_rows, *x.shape[1:])]) for x in rows]
             lse = None if lse is None else torch.cat([lse, lse.new_empty(lse.shape[0], program.spare_rows)], 1)
-        for into, box in arrived:
-            heads = slice(*into.into_heads)
-            self.given.kernels.put_rows_([x[:, heads] for x in rows], box.rows, into.into)
-            if lse is not None:
-                _put_columns(lse[heads], box.columns[0], into.into)
+        for done in arrived:
+            for into, x in zip(rows, done.rows, strict=True):
+                self.given.kernels.heads_to_back_(into, x, done.into, done.first_heads, False)
+            for first, x in zip(done.first_heads, done.columns, strict=False):
+                assert lse is not None
+                _put_columns(lse[first : first + len(x)], x, done.into)
         return [x[:size] for x in rows], None if lse is None else lse[:, :size].contiguous()
+
+
+def _for_the_same_rows(recvs: Sequence[ResultRecv[Rows]]) -> list[list[ResultRecv[Rows]]]:
+    """Complete results by the own rows that they go to."""
+    groups: dict[tuple[object, ...], list[ResultRecv[Rows]]] = {}
+    for recv in recvs:
+        if recv.complete:
+            into = recv.into[0].into
+            rows = (into.start, into.stop) if isinstance(into, slice) else id(into)
+            groups.setdefault((recv.kind, rows, recv.size, recv.heads[1] - recv.heads[0]), []).append(recv)
+    return list(groups.values())
 
 
 def _by_tag(parcel: Parcel) -> int:
