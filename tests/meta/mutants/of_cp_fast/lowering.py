@@ -211,6 +211,6 @@ MUTANTS: dict[str, Mutant] = {
         "complete results come home to the first rows",
         f"{_LOWER}._Pass._receive_result",
         wrap(_complete_rows_sorted),
-        "metamorphic",
+        "special",
     ),
 }
