@@ -104,8 +104,8 @@ def train(rank: int, processes: int, store: str, steps: int, tokens: int, diviso
         loss = token_mean(token_losses, labels != -100, over=context)  # 6
         optimizer.zero_grad()
         loss.backward()
-        for weight in model.parameters():  # 7
-            dist.all_reduce(weight.grad)  # 8
+        for grad in [weight.grad for weight in model.parameters() if weight.grad is not None]:  # 7
+            dist.all_reduce(grad)  # 8
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         dist.all_reduce(loss := loss.detach())  # 9

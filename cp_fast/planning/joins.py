@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_fast.planning.windows import BandTiles, WindowRule
+from cp_fast.planning.windows import BandTiles, WindowRule, windowed
 from cp_ref.spec import UNBOUNDED, Column, Table, ranges
 from cp_ref.spec.areas import pairs
 
-__all__ = ["SegmentSpans", "Segments", "one_each", "squares", "strips"]
+__all__ = ["SegmentSpans", "Segments", "boxes", "one_each", "squares", "strips"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +123,43 @@ def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
         ends = np.cumsum(size[1:][some])
         same[some] = np.logical_and.reduceat(equal, ends - size[1:][some])
     return same
+
+
+def boxes(tiles: BandTiles) -> BandTiles:
+    """Tiles with those of an area that touch as one, where the rectangle around them has their rows and pairs and no
+    others: the neighbouring chunks of the last rank.
+
+    >>> from cp_fast.planning.windows import windowed
+    >>> three = [(0, 0, 2, 0, 2, -3, 0), (0, 2, 4, 0, 2, -3, 0), (0, 2, 4, 2, 4, -3, 0)]  # a window of three to the left
+    >>> [row[1:5] for row in boxes(windowed(*map(np.array, zip(*three)))).rows()]
+    [(0, 4, 0, 4)]
+    """
+    same = tiles.area[1:] == tiles.area[:-1]
+    touch = (tiles.q_start[1:] == tiles.q_stop[:-1]) | (tiles.k_start[1:] == tiles.k_stop[:-1])
+    if not bool((same & touch).any()):
+        return tiles
+    tiles = tiles.take(np.argsort(tiles.area, kind="stable"))
+    begin = np.flatnonzero(np.append(True, tiles.area[1:] != tiles.area[:-1]))
+    size = np.diff(np.append(begin, len(tiles)))
+    q0, k0 = (np.minimum.reduceat(x, begin) for x in (tiles.q_start, tiles.k_start))
+    q1, k1 = (np.maximum.reduceat(x, begin) for x in (tiles.q_stop, tiles.k_stop))
+    area, lo, hi = tiles.area[begin], tiles.lo[begin], tiles.hi[begin]
+    whole = (size > 1) & (pairs(q0, q1, k0, k1, lo, hi) == np.add.reduceat(pairs(*tiles.columns[1:7]), begin))
+    for spans, length in (
+        (_distinct(tiles.area, tiles.q_start, tiles.q_stop), q1 - q0),
+        (_distinct(tiles.area, tiles.k_start, tiles.k_stop), k1 - k0),
+    ):
+        apart = np.append(True, (spans.segment[1:] != spans.segment[:-1]) | (spans.start[1:] >= spans.stop[:-1]))
+        number = int(tiles.area[-1]) + 1
+        whole &= (np.bincount(spans.segment, spans.stop - spans.start, number) == np.bincount(area, length, number))[
+            area
+        ]
+        whole &= np.bincount(spans.segment, ~apart, number)[area] == 0
+    if not whole.any():
+        return tiles
+    joined = windowed(*(x[whole] for x in (area, q0, q1, k0, k1, lo, hi)))
+    found = BandTiles.concat([tiles.take(~np.repeat(whole, size)), joined])
+    return found.take(np.argsort(found.area, kind="stable"))
 
 
 def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.joins import Segments, SegmentSpans, one_each, squares, strips
+from cp_fast.planning.joins import Segments, SegmentSpans, boxes, one_each, squares, strips
 from cp_fast.planning.rows import RowMap, Spans
 from cp_fast.planning.windows import BandTiles, WindowRule, cut_to_windows
 from cp_ref.spec import Column
@@ -40,6 +40,7 @@ class LaunchTable(NamedTuple):
 
 def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles."""
+    tiles = boxes(tiles)
     square, part = squares(tiles, rule)
     cut = cut_to_windows(tiles.take(~part) if part.any() else tiles, rule)
     full = cut.full
