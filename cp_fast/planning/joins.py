@@ -130,7 +130,7 @@ def boxes(tiles: BandTiles) -> BandTiles:
     others: the neighbouring chunks of the last rank.
 
     >>> from cp_fast.planning.windows import windowed
-    >>> three = [(0, 0, 2, 0, 2, -3, 0), (0, 2, 4, 0, 2, -3, 0), (0, 2, 4, 2, 4, -3, 0)]  # a window of three to the left
+    >>> three = [(0, 0, 2, 0, 2, -3, 0), (0, 2, 4, 0, 2, -3, 0), (0, 2, 4, 2, 4, -3, 0)]  # a window of three
     >>> [row[1:5] for row in boxes(windowed(*map(np.array, zip(*three)))).rows()]
     [(0, 4, 0, 4)]
     """
@@ -145,16 +145,8 @@ def boxes(tiles: BandTiles) -> BandTiles:
     q1, k1 = (np.maximum.reduceat(x, begin) for x in (tiles.q_stop, tiles.k_stop))
     area, lo, hi = tiles.area[begin], tiles.lo[begin], tiles.hi[begin]
     whole = (size > 1) & (pairs(q0, q1, k0, k1, lo, hi) == np.add.reduceat(pairs(*tiles.columns[1:7]), begin))
-    for spans, length in (
-        (_distinct(tiles.area, tiles.q_start, tiles.q_stop), q1 - q0),
-        (_distinct(tiles.area, tiles.k_start, tiles.k_stop), k1 - k0),
-    ):
-        apart = np.append(True, (spans.segment[1:] != spans.segment[:-1]) | (spans.start[1:] >= spans.stop[:-1]))
-        number = int(tiles.area[-1]) + 1
-        whole &= (np.bincount(spans.segment, spans.stop - spans.start, number) == np.bincount(area, length, number))[
-            area
-        ]
-        whole &= np.bincount(spans.segment, ~apart, number)[area] == 0
+    whole &= _rows_together(tiles.area, tiles.q_start, tiles.q_stop)[area] == q1 - q0
+    whole &= _rows_together(tiles.area, tiles.k_start, tiles.k_stop)[area] == k1 - k0
     if not whole.any():
         return tiles
     joined = windowed(*(x[whole] for x in (area, q0, q1, k0, k1, lo, hi)))
@@ -204,6 +196,16 @@ def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
     own_left, own_right = rule.own
     left = np.where((own_right == 0) & (hi - lo == own_left), own_left, -1)[area]
     return Segments(area, left, np.zeros_like(area), own, keys), part
+
+
+def _rows_together(segment: Column, start: Column, stop: Column) -> Column:
+    """How many rows the spans of each segment have together, by the segment's number."""
+    order = np.lexsort((start, segment))
+    shift = segment[order] * (int(stop.max()) + 1)  # segments side by side on one axis, with a gap between them
+    start, stop = start[order] + shift, stop[order] + shift
+    reach = np.maximum.accumulate(stop)
+    new = stop - np.maximum(start, np.append(start[0], reach[:-1]))
+    return np.bincount(segment[order], np.maximum(new, 0))
 
 
 def _distinct(segment: Column, start: Column, stop: Column) -> SegmentSpans:
