@@ -84,7 +84,7 @@ def test_size_of_the_inner_group() -> None:
     words = ["--text", "--cp-size", "6", "--seqlens", "24", "--heads-q", "6", "--heads-kv", "6"]
     words += ["--cp-comm-type", "a2a+p2p"]
     assert plan(*words) == plan(*words, "--a2a-size", "2")
-    assert " q 0[0:2]h2:4 " in plan(*words, "--a2a-size", "3")
+    assert " q [0:2]h2:4 " in plan(*words, "--a2a-size", "3")
     assert "send q" not in plan(*words, "--a2a-size", "1")
 
 
