@@ -114,7 +114,10 @@ def subtract(spans: Spans, others: Spans) -> Spans:
 
     >>> [x.tolist() for x in subtract((np.array([0, 6]), np.array([4, 9])), (np.array([2]), np.array([7])))]
     [[0, 7], [2, 9]]
+    >>> [x.tolist() for x in subtract((np.array([0]), np.array([4])), (np.array([0, 2]), np.array([2, 3])))]
+    [[3], [4]]
     """
     far = np.array([2**60])
-    gaps = np.append(-far, others[1]), np.append(others[0], far)
-    return intersect(spans, gaps)
+    begin, end = np.append(-far, others[1]), np.append(others[0], far)
+    some = begin < end  # others that touch have nothing between them
+    return intersect(spans, (begin[some], end[some]))

@@ -82,7 +82,7 @@ def ranges(first: Column, count: Column) -> Column:
 def joined(start: Column, stop: Column, others_start: Column, others_stop: Column) -> tuple[Column, Column]:
     """All pairs (number of a span, number of another span) that have an element in common, by the span's number.
 
-    `others` are sorted and disjoint; empty spans of either side have nothing in common with any.
+    `others` are sorted, disjoint and not empty; an empty span has nothing in common with any.
 
     >>> [pair.tolist() for pair in joined(*np.array([[0, 5], [4, 9]]), *np.array([[0, 3, 6], [2, 5, 9]]))]
     [[0, 0, 1], [0, 1, 2]]

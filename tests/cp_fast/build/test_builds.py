@@ -161,6 +161,7 @@ def test_of_eight_ranks_one_compiles_and_all_load(own_cache: Path) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CP_ATTENTION_CACHE", str(tmp_path / "empty"))  # a library that is there would be used
     rule = r"a C\+\+ compiler was not found: looked for c\+\+, g\+\+, clang\+\+ \(\$CXX is not set\)"
     reason = build.why_not("cpu")
     assert reason is not None
