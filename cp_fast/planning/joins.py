@@ -1,5 +1,6 @@
 """Tiles that are one tile. A segment of a kernel launch has rows from anywhere: they are gathered, or lie together.
 
+boxes     tiles of an area that touch, where the rectangle around them has no other rows and pairs: that rectangle
 squares   the own chunks of a causal sequence:  q early x k early, q late x k early, q late x k late  ->  one square
 strips    tiles with nothing hidden and the same queries: one, with all their keys in any order; and where other
           queries see just the same keys, one with all these queries

@@ -11,6 +11,7 @@ import numpy as np
 from cp_fast.planning.rows import Located, RowMap, Spans, count, subtract
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import Buffer, Copy, Heads, Operand
+from cp_ref.spec.units import spans_by
 
 __all__ = ["Held", "Operands"]
 
@@ -108,8 +109,4 @@ def _cut(heads: Heads, others: Iterable[Heads]) -> list[Heads]:
 
 def _merged(spans: Spans) -> Spans:
     """The rows of the spans as few sorted spans."""
-    order = np.argsort(spans[0], kind="stable")
-    start, stop = spans[0][order], spans[1][order]
-    reach = np.maximum.accumulate(stop)
-    begin = np.flatnonzero(np.append(True, start[1:] > reach[:-1]))
-    return start[begin], reach[np.append(begin[1:], len(start)) - 1]
+    return spans_by(np.zeros_like(spans[0]), *spans).of(0)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from cp_fast.planning.rows import RowMap, Spans, count, subtract
-from cp_fast.planning.tables import RowKey, Tables
+from cp_fast.planning.tables import RowKey, Tables, one_range
 from cp_fast.program import Contribution, Heads, ResultSend, Sums
 from cp_ref.spec import RESULTS, Message
 from cp_ref.spec import Program as Steps
@@ -152,15 +152,15 @@ class Results:
         if not located.total:
             return spans, offset
         first = offset[located.number] + located.start - spans[0][located.number]
-        here, there = self.tables.rows(first, located.count), self.tables.rows(located.row, located.count)
-        if not isinstance(here, slice) and not isinstance(there, slice):  # gathered rather than gathered and scattered
-            order = np.argsort(located.row, kind="stable")
-            here = self.tables.rows(first[order], located.count[order])
-            there = self.tables.rows(located.row[order], located.count[order])
+        there, size = located.row, located.count
+        if not (one_range(first, size) or one_range(there, size)):  # gathered rather than gathered and scattered
+            order = np.argsort(there, kind="stable")
+            first, there, size = first[order], there[order], size[order]
         first_head = self.sums[sums].heads[0]
         assert self.sums[sums].heads == part or not self.sums[sums].home
         head_cut = part[0] - heads[0], part[1] - heads[0]
-        found.append(Contribution(sums, here, head_cut, there, (part[0] - first_head, part[1] - first_head)))
+        here, into = self.tables.rows(first, size), self.tables.rows(there, size)
+        found.append(Contribution(sums, here, head_cut, into, (part[0] - first_head, part[1] - first_head)))
         if located.total == count(spans):
             return (spans[0][:0], spans[1][:0]), offset[:0]
         order = np.argsort(spans[0], kind="stable")

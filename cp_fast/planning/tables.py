@@ -20,7 +20,7 @@ from cp_fast.backends.lengths import Cumulative
 from cp_fast.rows import Rows
 from cp_ref.spec import Column, ranges
 
-__all__ = ["Key", "Lengths", "RowKey", "Tables", "Uploaded"]
+__all__ = ["Key", "Lengths", "RowKey", "Tables", "Uploaded", "one_range"]
 
 
 class Key(int):
@@ -36,6 +36,11 @@ class Lengths(NamedTuple):
     host: Column
     device: torch.Tensor
     longest: int | None = None
+
+
+def one_range(start: Column, count: Column) -> bool:
+    """Whether spans lie one behind the other, without a gap."""
+    return bool((start[1:] == start[:-1] + count[:-1]).all())
 
 
 class Tables:
@@ -61,7 +66,7 @@ class Tables:
         if not total:
             return slice(0, 0)
         begin, last = int(start[0]), int(start[-1])
-        if last + int(count[-1]) - begin == total and bool((start[1:] == start[:-1] + count[:-1]).all()):
+        if one_range(start, count):
             return slice(begin, begin + total)
         known = self._known.setdefault((len(count), total, begin, last), [])
         for key in known:
