@@ -72,7 +72,7 @@ def main() -> None:
     cu_seqlens = torch.tensor([0, 1, 3, 8], dtype=torch.int32) * unit
     batch = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
     batch |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
-    spread, whole = (PackedSeqParams("thd", **batch, local_cp_size=size) for size in (None, 1))  # 1: not spread
+    spread, whole = PackedSeqParams("thd", **batch), PackedSeqParams("thd", **batch, local_cp_size=1)  # not spread
     torch.manual_seed(1)
     x, dy = (torch.randn(8 * unit, 1, WIDTH).to(device, dtype) for _ in range(2))
 
