@@ -56,8 +56,11 @@ class Recent:
     def plan_of(self, signature: Signature) -> Plan | None:
         """The plan of an equal call."""
         with self._lock:
-            calls = (call for kept in reversed(self._calls.values()) for call in kept)
-            return next((plan for known, plan in calls if known == signature), None)
+            for calls in reversed(self._calls.values()):
+                for known, plan in calls:
+                    if known == signature:
+                        return plan
+        return None
 
     def plans(self, stream: int) -> list[Plan]:
         """All plans whose tables were written on a stream."""

@@ -6,8 +6,7 @@ tensor's identity nor its version tells of what a replayed CUDA graph, or anothe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +23,8 @@ from cp_ref.spec import Agreement, check_flag, check_local_tensors, check_offset
 
 __all__ = ["Call", "on_host", "plan_of_call"]
 
-_PLAIN = (str, int, float, bool, type(None))  # whose `repr` is all of their value
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = {str, int, float, bool, type(None), tuple, list}  # equal ones of one type mean the same
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
 def plan_of_call(call: Call) -> Plan:
@@ -50,8 +49,7 @@ def plan_of_call(call: Call) -> Plan:
     return plan
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of `attention` whose plan is none of ours. Nothing of it has been checked.
 
     Attributes:
@@ -111,30 +109,25 @@ class Call:
         """All that decides the agreement and the plan; where that cannot be told, a signature that equals no other."""
         (q, k, v), cp = self.tensors, self.cp
         stream = torch.cuda.current_stream(q.device).cuda_stream if self.on_gpu else 0
-        flags = self.deterministic, self.return_max_logit, self.return_lse
         lengths = {name: x for name, x in self.problem.items() if isinstance(x, torch.Tensor)}
-        plain = [x for name, x in self.problem.items() if name not in lengths]
-        items = [item for x in plain for item in (x if type(x) in (tuple, list) else (x,))]
-        known = self.plan is None and all(type(x) in _PLAIN for x in (*items, *flags))
-        if not known or not all(map(_dense, self.tensors)) or not all(map(_countable, lengths.values())):
-            return Signature((object(),), stream, ())
-        packed = self.problem["qkv_format"] == "thd"  # then tails may make the number of rows differ
-        sizes = (q.shape[1:], k.shape[1:], v.shape[1:]) if packed else (q.shape, k.shape, v.shape)
-        grads = requires_grad(q, k, v), isinstance(self.offset, torch.Tensor) and requires_grad(self.offset)
-        context = cp.cp_comm_type, cp.a2a_size, cp.layout, cp.backend, cp.softmax_offset_grad
-        values = tuple((name, x.dtype, x.shape, x.numpy().tobytes()) for name, x in lengths.items())
-        return Signature((repr(plain), *sizes, q.dtype, q.device, flags, grads, context), stream, values)
+        settings = [x for name, x in self.problem.items() if name not in lengths]
+        settings += [self.plan, self.deterministic, self.return_max_logit, self.return_lse]
+        items = [item for x in settings for item in (x if type(x) in (tuple, list) else (x,))]
+        types = *map(type, settings), *map(type, items)  # as True == 1 == 1.0
+        if self.plan is None and _PLAIN.issuperset(types) and {type(q), type(k), type(v)} <= _TENSORS:
+            try:
+                values = tuple((name, x.ndim, x.dtype, x.numpy().tobytes()) for name, x in lengths.items())
+                packed = self.problem["qkv_format"] == "thd"  # then tails may make the number of rows differ
+                sizes = (q.shape[1:], k.shape[1:], v.shape[1:]) if packed else (q.shape, k.shape, v.shape)
+            except (RuntimeError, TypeError):  # without values or without a shape: sparse, nested, on meta
+                return Signature((object(),), stream, ())
+            grads = requires_grad(q, k, v), isinstance(self.offset, torch.Tensor) and requires_grad(self.offset)
+            context = cp.cp_comm_type, cp.a2a_size, cp.layout, cp.backend, cp.softmax_offset_grad
+            return Signature((types, items, sizes, q.dtype, q.device, grads, context), stream, values)
+        return Signature((object(),), stream, ())
 
 
 def on_host(arguments: dict[str, Any]) -> dict[str, Any]:
     """A problem's arguments with lengths that a GPU has copied to the host; a tensor that is given twice, once."""
     copies = {id(x): x.cpu() for x in arguments.values() if isinstance(x, torch.Tensor) and x.is_cuda}
     return {name: copies.get(id(x), x) for name, x in arguments.items()} if copies else arguments
-
-
-def _dense(x: Any) -> bool:
-    return type(x) in _TENSORS and not x.is_nested
-
-
-def _countable(x: torch.Tensor) -> bool:
-    return x.is_cpu and x.layout is torch.strided and not x.is_nested and x.dtype in (torch.int32, torch.int64)
