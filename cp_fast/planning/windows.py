@@ -17,15 +17,16 @@ same bits in every batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.spec import UNBOUNDED, Areas, Column, Table, Tiles
+from cp_ref.spec import UNBOUNDED, Areas, Column, Problem, Table, Tiles
 from cp_ref.spec.areas import crop
 
-__all__ = ["BandTiles", "WindowRule", "band_tiles", "cut_to_windows", "windowed"]
+__all__ = ["BandTiles", "WindowRule", "band_tiles", "cut_to_windows", "own_window", "windowed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,18 @@ class WindowRule(NamedTuple):
 
     own: tuple[int, int]
     large: int
+
+
+def own_window(problem: Problem) -> tuple[int, int]:
+    """The problem's window; of areas the window of most query rows, among those that hide anything."""
+    if problem.areas is None:
+        left, right = problem.window_size
+        return left, 0 if problem.causal else right
+    rows: Counter[tuple[int, int]] = Counter()
+    for q_start, q_stop, _, _, left, right in problem.areas:
+        rows[left, right] += q_stop - q_start
+    del rows[-1, -1]
+    return max(rows, key=lambda window: (rows[window], window), default=(-1, -1))
 
 
 def band_tiles(areas: Areas, tiles: Tiles) -> BandTiles:
