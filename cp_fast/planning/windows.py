@@ -100,11 +100,8 @@ def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
     """
     area, q0, q1, k0, k1, lo, hi, left, right = tiles.columns
     corner, (own_left, own_right) = k1 - q1, rule.own
-    own = np.full(len(tiles), rule.own != (-1, -1))
-    if own_left >= 0:
-        own &= corner - lo == own_left
-    if own_right >= 0:
-        own &= hi - corner == own_right
+    own = (left < 0) if own_left < 0 else corner - lo == own_left
+    own &= (right < 0) if own_right < 0 else hi - corner == own_right
     left, right = np.where(own, own_left, left), np.where(own, own_right, right)
     rest = ~own & ~tiles.full
     if not rest.any():

@@ -35,7 +35,7 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
 
     Raises:
         TypeError, ValueError: it is no such tensor, or a row has no meaning, sees nothing, reaches outside the buffers,
-        or has a pair of another row too.
+        or has a pair of another row too. (Where there is a rectangle its last row sees its last column.)
     """
     if not str(getattr(areas, "dtype", "")).startswith("torch."):
         raise TypeError(f"areas is a {type(areas).__name__}; it must be {_FORM}")
@@ -49,15 +49,13 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
     for first, last, side, size in ((0, 1, "q", rows_q), (2, 3, "k", rows_kv)):
         start, stop = table[:, first], table[:, last]
         name = f"{side}_start, {side}_stop"
-        _refuse(table, start >= stop, f"{name} are its first row and the one behind its last; there must be one")
+        _refuse(table, start >= stop, f"{name} are its first row and the one behind its last; it sees nothing")
         outside = (start < 0) | (stop > size)
         _refuse(table, outside, f"{name} must lie within the {size} rows of the global buffer, padding included")
     sides = table[:, 4:]
     wrong = ((sides < -1) | (sides > FURTHEST)).any(axis=1)
     _refuse(table, wrong, f"left and right must be -1 (unbounded) or from 0 to {FURTHEST}")
-    found = areas_of_rows(rows)
-    _refuse(table, found.pairs == 0, "its window hides all of its rectangle; an area must see something")
-    if (shared := common_pair(found)) is not None:
+    if (shared := common_pair(areas_of_rows(rows))) is not None:
         one, other, q, k = shared
         raise ValueError(
             f"areas[{one}] = {list(rows[one])} and areas[{other}] = {list(rows[other])} both have query row {q} and "

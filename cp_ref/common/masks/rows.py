@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
 
-from cp_ref.spec import AreaRow, areas_of_rows, read_count
+from cp_ref.spec import AreaRow, read_count
 
 __all__ = ["FULL", "Lengths", "causal", "listed", "numbers", "tensor", "upper"]
 
@@ -31,9 +30,8 @@ def upper(start: int, stop: int) -> AreaRow:
 
 
 def tensor(rows: Iterable[AreaRow]) -> torch.Tensor:
-    """The areas, int64 [n, 6], without those that see nothing."""
-    kept = tuple(row for row in rows if row[0] < row[1] and row[2] < row[3])
-    kept = list(compress(kept, areas_of_rows(kept).pairs > 0))
+    """The areas, int64 [n, 6], without those that have no row or no column."""
+    kept = [row for row in rows if row[0] < row[1] and row[2] < row[3]]
     return torch.tensor(kept, dtype=torch.int64).reshape(-1, 6)
 
 
