@@ -1,4 +1,4 @@
-"""cp_fast in one process a GPU, messages by NCCL and through peers' memory: the simulated group's results, bit for bit."""
+"""cp_fast with a process for each GPU, over NCCL and through peers' memory: the simulated group's bits."""
 
 from __future__ import annotations
 
