@@ -21,6 +21,7 @@ from cp_fast.planning.fixed import Fitted, FixedTables
 from cp_fast.planning.fold import fold_batch
 from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower
+from cp_fast.planning.narrow import agree_on_narrow, may_be_narrow
 from cp_fast.planning.windows import WindowRule
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows, check_row_numbers
@@ -217,7 +218,12 @@ def plan_together(
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
     messages = cp.comm if custom is not None else _messages(cp, problem, room, device)
     if room is None:
-        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, messages, custom)
+        program = upload(draft, device)
+        if custom is None and may_be_narrow(problem):
+            with cp.alone("an agreement on the gradients of a plan"):
+                rounded = getattr(backend, "rounded_gradients", False)
+                program = agree_on_narrow(cp.comm, program, rounded=rounded)
+        return Plan(problem, cp.rank, device, backend, packing, program, steps, messages, custom)
     fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
     program = fixed.overwrite(fixed.fitted(draft, problem))
     return Plan(problem, cp.rank, device, backend, packing, program, steps, messages, custom, room, fixed)

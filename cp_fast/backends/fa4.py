@@ -43,6 +43,7 @@ class Fa4Backend:
     """FlashAttention 4 on Hopper; float16 and bfloat16, head dims up to 256."""
 
     name: str = "fa4"
+    rounded_gradients: bool = True  # in q's dtype, always: see `planning.narrow`
     features: frozenset[Feature] = frozenset(
         {
             Feature.GQA,

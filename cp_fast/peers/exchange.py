@@ -79,7 +79,7 @@ class PeerMessages:
                 streams.wait(shared.done[peer], place.over)
             for view, parcel in self._seen(self.rank, first, place, parcels):
                 view.copy_(parcel.tensor)
-            streams.signal(shared.ready_of[peer], place.number)
+            streams.signal((shared.ready_of[peer], place.number))
             peers.append(peer)
         pulls: list[tuple[int, Place, list[tuple[torch.Tensor, Parcel]]]] = []
         for peer, parcels in _by_peer(recvs).items():
@@ -98,8 +98,8 @@ class PeerMessages:
                     streams.wait(shared.ready[peer], place.number)
                     for view, parcel in views:
                         parcel.tensor.copy_(view)
-                    streams.signal(shared.done_of[peer], place.number)
-                self._watch.posted(sorted({*peers, *(pull[0] for pull in pulls)}), streams)
+                here = self._watch.posted(sorted({*peers, *(pull[0] for pull in pulls)}))
+                streams.signal(*((shared.done_of[peer], place.number) for peer, place, _ in pulls), here)
                 mark = streams.mark()
         self._last = _Pulled(self, mark, [parcel.tensor for parcel in recvs], rest)
         return self._last

@@ -18,7 +18,7 @@ from cp_fast.peers.exchange import PeerMessages, Shared
 from cp_fast.peers.lanes import lane_sizes
 from cp_fast.peers.streams import CudaStreams, why_not_driver
 from cp_fast.peers.watch import Watch
-from cp_fast.remarks import say_once
+from cp_fast.remarks import say, say_once
 from cp_ref.common.processes import ProcessMember
 from cp_ref.spec import Group, PairGroup, Parcel, Pending, Problem
 
@@ -28,6 +28,7 @@ VARIABLE = "CP_FAST_MESSAGES"
 CHOICES = ("auto", "peers", "group")
 _WORDS = 4096  # bytes in front of the lanes, for words
 _SHARE = 16  # at most this part of a GPU's memory for the lanes of a group
+_GRACE = 10.0  # seconds that a process has to end by itself when a peer is lost
 _TRIAL = 20.0  # seconds that the trial of a new group may take
 
 Messages = Group  # what carries a plan's messages
@@ -252,7 +253,7 @@ def _messages(member: ProcessMember, memory: torch.Tensor, sizes: tuple[int, ...
     ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     seen = ended.numpy()
     names = [f"global rank {rank}" for rank in dist.get_process_group_ranks(member.group)]
-    watch = Watch(names, here, _limit(member), lambda: int(seen[0]), ended.data_ptr(), _stop)
+    watch = Watch(names, here, _limit(member), lambda: int(seen[0]), ended.data_ptr(), _Stop(memory.device))
     return PeerMessages(member, shared, CudaStreams(memory.device), watch)
 
 
@@ -262,11 +263,24 @@ def _limit(member: ProcessMember) -> float:
     return options._timeout.total_seconds()
 
 
-def _stop(complaint: str) -> None:
-    """Let everything on the GPU end in an error."""
-    with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
-        torch.ops.aten._assert_async.msg(torch.zeros((), dtype=torch.bool, device="cuda"), f"cp_fast {complaint}")
-        torch.cuda.current_stream().synchronize()
+class _Stop:
+    """Let everything on a GPU end in an error; and the process, where that does not free the host.
+
+    What it needs is made and loaded beforehand: while a stream waits, CUDA may load and allocate nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._never = torch.zeros((), dtype=torch.bool, device=device)
+        torch.ops.aten._assert_async.msg(~self._never, "cp_fast: loaded before it is needed")
+        torch.cuda.synchronize(device)
+
+    def __call__(self, complaint: str) -> None:
+        with suppress(RuntimeError), torch.cuda.stream(self._stream):
+            torch.ops.aten._assert_async.msg(self._never, f"cp_fast: {complaint}")
+        time.sleep(_GRACE)
+        say(f"the process did not end within {_GRACE:g} s of that, and is ended")
+        os.abort()
 
 
 def _try(messages: PeerMessages, device: torch.device) -> None:

@@ -15,6 +15,7 @@ import torch
 
 __all__ = ["CudaStreams", "Streams", "why_not_driver"]
 
+_WRITE = 2  # CU_STREAM_MEM_OP_WRITE_VALUE_32
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: the difference as int32 is not negative, so that numbers may wrap around
 
 
@@ -25,8 +26,8 @@ class Streams(Protocol):
         """Whether a CUDA graph is captured on the current stream."""
         ...
 
-    def signal(self, word: Any, number: int) -> None:
-        """Write a number to a word, of this rank or of a peer, when the current stream has come so far."""
+    def signal(self, *words: tuple[Any, int]) -> None:
+        """Write a number to each of these words, of this rank or of a peer, when the current stream has come so far."""
         ...
 
     def wait(self, word: Any, number: int) -> None:
@@ -48,15 +49,26 @@ class Streams(Protocol):
 
 @cache
 def _driver() -> tuple[Callable[..., int], Callable[..., int]]:
-    """cuStreamWaitValue32 and cuStreamWriteValue32 of CUDA 12 and later, which every GPU since Volta has."""
+    """cuStreamWaitValue32 and cuStreamBatchMemOp of CUDA 12 and later, which every GPU since Volta has."""
     library = ctypes.CDLL("libcuda.so.1")
-    found = []
-    for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
-        function = getattr(library, name)
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-        function.restype = ctypes.c_int
-        found.append(function)
-    return found[0], found[1]
+    wait, batch = library.cuStreamWaitValue32_v2, library.cuStreamBatchMemOp_v2
+    wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    batch.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+    wait.restype = batch.restype = ctypes.c_int
+    return wait, batch
+
+
+class _Write(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a write: 6 words of 8 bytes, whatever the operation."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    )
 
 
 def why_not_driver() -> str | None:
@@ -75,13 +87,14 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._aside = torch.cuda.Stream(device, priority=-1)
-        self._wait, self._write = _driver()
+        self._wait, self._batch = _driver()
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def signal(self, word: int, number: int) -> None:
-        _check(self._write(torch.cuda.current_stream().cuda_stream, word, number & 0xFFFFFFFF, 0))
+    def signal(self, *words: tuple[int, int]) -> None:
+        writes = (_Write * len(words))(*((_WRITE, word, number & 0xFFFFFFFF, 0, 0, 0) for word, number in words))
+        _check(self._batch(torch.cuda.current_stream().cuda_stream, len(words), writes, 0))
 
     def wait(self, word: int, number: int) -> None:
         _check(self._wait(torch.cuda.current_stream().cuda_stream, word, number & 0xFFFFFFFF, _GEQ))

@@ -4,7 +4,7 @@ A stream that waits for a word cannot be given a time-out, so a thread looks. Be
 the exchange's number into memory of the host. Where exchanges are under way and none of them has ended for as long as
 the group's time-out, the thread says which one and whose messages are missing, and ends everything on the GPU by an
 assertion on it: whoever waits for the GPU gets an error, and no number that was computed from messages that never came.
-The next call raises the PeerError.
+The next call raises the PeerError. A process that goes on waiting all the same is ended, as NCCL's own watchdog does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from cp_fast.peers.streams import Streams
 from cp_fast.remarks import say
 from cp_ref.common.processes import PeerError, under_way
 
@@ -62,12 +61,12 @@ class Watch:
         self._failure: str | None = None
         _all.add(self)
 
-    def posted(self, peers: Sequence[int], streams: Streams) -> None:
-        """An exchange was posted on the current stream: remember it until the stream has come here."""
+    def posted(self, peers: Sequence[int]) -> tuple[Any, int]:
+        """An exchange is posted: the word that says that it has ended, and its number."""
         self._number += 1
         self._under_way.append(_Posted(self._number, time.monotonic(), under_way(), peers))
-        streams.signal(self._word, self._number)
         _start()
+        return self._word, self._number
 
     def check(self) -> None:
         """Go on, or raise a PeerError: a peer did not answer."""

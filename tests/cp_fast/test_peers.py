@@ -56,10 +56,11 @@ class Streams:
     def capturing(self) -> bool:
         return self.captures
 
-    def signal(self, word: torch.Tensor, number: int) -> None:
+    def signal(self, *words: tuple[torch.Tensor, int]) -> None:
         time.sleep(self._random.choice([0.0, 0.0, 2e-3]))
         with self._host.changed:
-            word.fill_(number)
+            for word, number in words:
+                word.fill_(number)
             self._host.changed.notify_all()
 
     def wait(self, word: torch.Tensor, number: int) -> None:
@@ -243,10 +244,9 @@ def test_both_ends_cut_their_messages_into_the_same_steps(problem: Problem) -> N
 def test_a_peer_that_does_not_answer_is_named_and_ends_everything() -> None:
     ended, word, said = [0], torch.zeros(1, dtype=torch.int32), list[str]()
     watch = Watch(["global rank 4", "global rank 6"], 0, 0.3, lambda: ended[0], word, said.append)
-    streams = Streams(Host(2, (4096,)), 0)
-    watch.posted([1], streams)
+    assert watch.posted([1]) == (word, 1)
     with during("forward, step 1 of 3"):
-        watch.posted([1], streams)
+        watch.posted([1])
     ended[0] = 1
     until = time.monotonic() + PATIENCE
     while not said and time.monotonic() < until:  # the thread that looks is the package's

@@ -204,7 +204,7 @@ def test_a_killed_rank_is_named_in_time_and_no_number_comes_out() -> None:
             for rank in range(2)
         ]
         try:
-            said = ranks[0].communicate(timeout=120)[0]
+            said = ranks[0].communicate(timeout=100)[0]
         finally:
             for process in ranks:
                 process.kill()
