@@ -16,10 +16,13 @@ from rich.table import Table
 from torch.cuda import nccl
 
 from cp_fast import build
-from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
+from cp_fast.backends import BACKENDS, Backend, fa4_cache, installed, probe, remark_on
 from cp_fast.build import tools
 from cp_fast.cli.common import CHECK_FAILED, table
 from cp_fast.kernels.select import chosen
+from cp_fast.peers import VARIABLE as MESSAGES
+from cp_fast.peers import carried_by
+from cp_fast.peers import why_not as why_not_peers
 from cp_ref.spec import Feature
 
 __all__ = ["doctor"]
@@ -69,6 +72,8 @@ def _installed() -> Table:
     for package, remark in _PACKAGES.items():
         version = _version(package)
         made.add_row(package, version or "-", "" if version else escape(remark) or "optional")
+    made.add_row("fa4's kernels", "on disk" if os.sep in (kept := _kept_where()) else "-", escape(kept))
+    made.add_row("messages", *_messages())
     made.add_row("nvcc", *_tool("nvcc"))
     made.add_row("C++ compiler", *_compiler())
     dist = torch.distributed
@@ -80,6 +85,23 @@ def _installed() -> Table:
     else:
         made.add_row("torch.distributed", "-", "PyTorch was built without it")
     return made
+
+
+def _kept_where() -> str:
+    fa4_cache.keep_on_disk()
+    return fa4_cache.kept_where()
+
+
+def _messages() -> tuple[str, str]:
+    """What carries messages between this machine's GPUs, and why not peers' memory."""
+    try:
+        choice = carried_by()
+    except ValueError as error:
+        return "[red]none[/]", escape(str(error))
+    reason = why_not_peers() or ("PyTorch sees one GPU" if torch.cuda.device_count() == 1 else None)
+    by_group = f"{MESSAGES}=group" if choice == "group" else reason
+    remark = "copy engines read the peers' memory; a group tries it before its first plan"
+    return ("the group's", escape(by_group)) if by_group else ("peers' memory", remark)
 
 
 def _backends() -> tuple[Table, list[tuple[str, str]]]:
