@@ -20,6 +20,8 @@ EXECUTOR = frozenset(
         Feature.THD,
         Feature.DUAL_CHUNK,
         Feature.CONTIGUOUS,
+        Feature.BALANCED,
+        Feature.GIVEN_LAYOUT,
         Feature.NO_MASK,
         Feature.CAUSAL,
         Feature.BOTTOM_RIGHT,
@@ -45,7 +47,7 @@ def required(
     needs = {
         Feature(problem.cp_comm_type),
         Feature(problem.qkv_format),
-        Feature(problem.layout),
+        Feature(problem.layout) if isinstance(problem.layout, str) else Feature.GIVEN_LAYOUT,
         Feature(f"device {device}"),
         Feature(problem.dtype),
     }

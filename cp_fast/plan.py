@@ -24,6 +24,7 @@ from cp_fast.planning.windows import WindowRule, own_window
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows, check_row_numbers
 from cp_ref.common import plans
+from cp_ref.common.cutting import numbers
 from cp_ref.common.declared import implements
 from cp_ref.common.plans import read_plan_arguments
 from cp_ref.spec import (
@@ -39,8 +40,7 @@ from cp_ref.spec import (
     make_program,
     make_schedule,
     next_batch,
-    position_columns,
-    ranges,
+    planned_positions,
     read_together,
     saved_kinds,
 )
@@ -117,10 +117,7 @@ class Plan(OfThisProcess, plans.Plan):
         """
         if self.program.position_ids is not None:
             return self.program.position_ids
-        p, packed = self.problem, self.problem.qkv_format == "thd"
-        slots = p.lengths.slots_q if packed else p.lengths.slots_q[:1]
-        positions = ranges(*position_columns(p.layout, slots, packed, p.cp_size, self.rank))
-        return torch.from_numpy(positions).to(self.device)
+        return numbers(planned_positions(self.problem, self.rank), self.device)
 
     @plans.update
     def update(

@@ -13,8 +13,8 @@ from operator import gt
 from typing import Any
 
 from cp_ref.spec.given_areas import read_areas
-from cp_ref.spec.layout import check_divides
-from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
+from cp_ref.spec.layout import check_layout, read_layout
+from cp_ref.spec.problem import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 from cp_ref.spec.values import check_choice, check_data, differences, read_count, read_lengths, read_number, read_window
 
 __all__ = ["DTYPES", "Sizes", "check_offset", "read_problem", "read_sizes"]
@@ -77,7 +77,7 @@ def read_problem(
     *,
     cp_size: int,
     cp_comm_type: str,
-    layout: str,
+    layout: Any,
     qkv_format: str,
     attn_mask_type: str | None,
     window_size: tuple[int, int],
@@ -96,7 +96,7 @@ def read_problem(
     `make_plan`.
     """
     check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
-    check_choice("layout", layout, LAYOUTS)
+    layout = read_layout(layout)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     window_size = read_window(window_size)
     if areas is not None:
@@ -114,10 +114,7 @@ def read_problem(
         "cu_seqlens_kv_padded": read_lengths("cu_seqlens_kv_padded", cu_seqlens_kv_padded),
     }
     sequences = _packed(given, sizes) if qkv_format == "thd" else _batched(given, qkv_format, attn_mask_type, sizes)
-    lengths = Sequences.of(sequences)
-    for slots in (lengths.slots_q, *(() if lengths.slots_kv is lengths.slots_q else (lengths.slots_kv,))):
-        check_divides(slots, layout, qkv_format != "thd", cp_size)
-    return Problem(
+    problem = Problem(
         cp_size=cp_size,
         sequences=sequences,
         cp_comm_type=cp_comm_type,
@@ -136,6 +133,8 @@ def read_problem(
         softmax_type=softmax_type,
         dtype=sizes.dtype,
     )
+    check_layout(problem)
+    return problem
 
 
 def check_offset(problem: Problem, softmax_offset: Any, q: Any) -> None:

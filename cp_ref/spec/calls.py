@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from cp_ref.spec.arguments import Sizes, read_sizes
+from cp_ref.spec.layout import slice_rows
 from cp_ref.spec.problem import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem
 from cp_ref.spec.values import check_choice, read_number, read_window
 
@@ -34,13 +35,16 @@ def check_context(cp: Any, kind: type) -> None:
 
 
 def check_plan_owner(problem: Problem, plan_rank: int, cp: Any) -> None:
-    """A plan is for the rank, the group size, the schedule and the layout that it was made with.
+    """A plan is for the rank, the group size, the schedule and the layout that it was made with (unless it was given a
+    table, which is the plan's alone).
 
     Raises:
         ValueError: `cp` is another.
     """
-    made = {"rank": plan_rank, "size": problem.cp_size, "cp_comm_type": problem.cp_comm_type, "layout": problem.layout}
+    made = {"rank": plan_rank, "size": problem.cp_size, "cp_comm_type": problem.cp_comm_type}
     made["a2a_size"] = problem.a2a_size
+    if isinstance(problem.layout, str):
+        made["layout"] = problem.layout
     for name, value in made.items():
         if getattr(cp, name, value) != value:
             raise ValueError(
@@ -93,8 +97,8 @@ def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> 
             raise ValueError(
                 f"{name} of q, k, v is {getattr(got, name)}, but the plan was made for {getattr(wanted, name)}"
             )
-    for name, tensor, slots in (("q", q, problem.starts_q[-1]), ("k", k, problem.starts_kv[-1])):
-        rows = slots // problem.cp_size  # every rank holds as many
+    for name, tensor in (("q", q), ("k", k)):
+        rows = slice_rows(problem, "q" if name == "q" else "kv")
         shape = list(tensor.shape)
         if problem.qkv_format == "thd":
             if shape[0] < rows:
@@ -105,8 +109,8 @@ def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> 
             continue
         batch_axis, axis = (0, 1) if problem.qkv_format == "bshd" else (1, 0)
         batch = len(problem.sequences)
-        if shape[batch_axis] != batch or shape[axis] * batch != rows:
+        if shape[batch_axis] != batch or shape[axis] != rows:
             raise ValueError(
                 f"{name} has shape {shape}; rank {rank} of a group of {problem.cp_size} needs batch size {batch} and "
-                f"local sequence length {rows // batch if batch else 0}"
+                f"local sequence length {rows}"
             )

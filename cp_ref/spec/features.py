@@ -28,6 +28,8 @@ class Feature(StrEnum):
     # layouts
     DUAL_CHUNK = "dual_chunk"
     CONTIGUOUS = "contiguous"
+    BALANCED = "balanced"
+    GIVEN_LAYOUT = "layout given as a table"
     # masks
     NO_MASK = "no_mask"
     CAUSAL = "causal"

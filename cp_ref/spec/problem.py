@@ -19,12 +19,13 @@ from cp_ref.spec.mask import Band, Rect
 from cp_ref.spec.sequences import Sequence, Sequences
 
 if TYPE_CHECKING:
+    from cp_ref.spec.ownership import Ownership
     from cp_ref.spec.workload import Workload
 
 __all__ = ["CP_COMM_TYPES", "LAYOUTS", "MASKS", "QKV_FORMATS", "SOFTMAX_TYPES", "Problem", "Sequence", "Sequences"]
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-LAYOUTS = ("dual_chunk", "contiguous")
+LAYOUTS = ("dual_chunk", "contiguous", "balanced")
 QKV_FORMATS = ("bshd", "sbhd", "thd")
 MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -37,6 +38,7 @@ class Problem:
     `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` is what it comes to for a
     sequence. `areas`, as the user gave them, stand instead of mask and window, which then have their defaults and mean
     nothing. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
+    `layout` is one of `LAYOUTS`, or a table: rows (rank, sequence, start, stop), in the order of each rank's buffer.
 
     >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
     >>> p.band(p.sequences[0]), p.pairs
@@ -49,7 +51,7 @@ class Problem:
     sequences: Seq[Sequence]
     cp_comm_type: str = "p2p"
     a2a_size: int = 1
-    layout: str = "dual_chunk"
+    layout: str | tuple[tuple[int, int, int, int], ...] = "dual_chunk"
     qkv_format: str = "bshd"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] = (-1, -1)
@@ -106,6 +108,18 @@ class Problem:
         from cp_ref.spec.workload import workload_of
 
         return workload_of(self)
+
+    @cached_property
+    def slots(self) -> Ownership:
+        """Who holds which slots, padding included: the layout."""
+        from cp_ref.spec.layout import slots_of
+
+        return slots_of(self)
+
+    @property
+    def layout_name(self) -> str:
+        """The layout in a word: "given" for a table."""
+        return self.layout if isinstance(self.layout, str) else "given"
 
     @cached_property
     def starts_q(self) -> tuple[int, ...]:

@@ -8,11 +8,11 @@ import numpy as np
 
 from cp_ref.spec.areas import UNBOUNDED, Areas, crop
 from cp_ref.spec.given_areas import areas_of_rows
-from cp_ref.spec.ownership import Fragments, Ownership, layout_fragments
+from cp_ref.spec.ownership import Fragments, Ownership
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.table import Column, joined
 
-__all__ = ["Workload", "areas_of", "slot_fragments", "workload_of"]
+__all__ = ["Workload", "areas_of", "workload_of"]
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,6 @@ def _stretches(problem: Problem, side: str) -> tuple[Column, Column]:
     return start[np.append(True, apart)[: len(start)]], stop[np.append(apart, True)[: len(stop)]]
 
 
-def slot_fragments(problem: Problem, side: str) -> Fragments:
-    """Who holds which slots of one side ("q" or "kv"), padding included: the layout's own table."""
-    packed = problem.qkv_format == "thd"
-    return layout_fragments(problem.layout, _starts(problem, side), packed, problem.cp_size)
-
-
 def _ownership_of(problem: Problem) -> Ownership:
     lengths, q = problem.lengths, _real(problem, "q")
     same = lengths.len_q == lengths.len_kv and lengths.slots_q == lengths.slots_kv
@@ -112,7 +106,7 @@ def _ownership_of(problem: Problem) -> Ownership:
 
 def _real(problem: Problem, side: str) -> Fragments:
     """Who holds which real tokens."""
-    slots, (start, length) = slot_fragments(problem, side), _tokens(problem, side)
+    slots, (start, length) = problem.slots.side(side), _tokens(problem, side)
     padded = bool((start + length < _starts(problem, side)[1:]).any())
     return slots.within(start, start + length) if padded else slots
 
