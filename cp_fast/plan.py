@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ from cp_ref.spec import (
 )
 from cp_ref.spec import Program as Passes
 
-__all__ = ["Plan", "backend_for", "lowered", "make_plan", "plan_together", "supports"]
+__all__ = ["Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "planned", "supports"]
 
 Found = TypeVar("Found")
 Steps = tuple[Passes, Passes]  # of the forward and the backward pass
@@ -163,7 +163,8 @@ class Plan(OfThisProcess, plans.Plan):
 @implements(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
     given = plans.make_plan.bind(arguments)
-    return plan_together(given["cp"], lambda: _read_plan_arguments(given), given["schedule"])
+    agreement, backend, device = agree_on_plan(given["cp"], lambda: _read_plan_arguments(given))
+    return planned(given["cp"], agreement, backend, device, given["schedule"])
 
 
 @plans.supports
@@ -193,19 +194,32 @@ def backend_for(
     return choose(needs, cp.backend)
 
 
-def plan_together(
+def agree_on_plan(
     cp: ContextParallel,
     read: Callable[[], tuple[Agreement, Backend, torch.device]],
-    custom: Schedule | None = None,
-) -> Plan:
-    """Read this rank's arguments and compare notes with the other ranks: all get their plan, or all raise."""
+    known: Set[bytes] = frozenset(),
+) -> tuple[Agreement, Backend, torch.device]:
+    """Read this rank's arguments and compare notes with the other ranks, but for agreements that are known: all get
+    what they have read, or all raise.
+    """
 
     def read_and_load() -> tuple[Agreement, Backend, torch.device]:
         found = read()
         kernels(found[2].type)  # what is built or loaded on first use may fail, and then fails on all ranks
         return found
 
-    (problem, room, _), backend, device = _together(cp, read_and_load, lambda found: found[0])
+    return _together(cp, read_and_load, lambda found: found[0], known)
+
+
+def planned(
+    cp: ContextParallel,
+    agreement: Agreement,
+    backend: Backend,
+    device: torch.device,
+    custom: Schedule | None = None,
+) -> Plan:
+    """This rank's plan of what all ranks agree on. Sends nothing."""
+    problem, room, _ = agreement
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
@@ -225,11 +239,16 @@ def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -
     return lower(packed.workload, rank, *steps, saved, rule)
 
 
-def _together(cp: ContextParallel, read: Callable[[], Found], agreement: Callable[[Found], Agreement]) -> Found:
+def _together(
+    cp: ContextParallel,
+    read: Callable[[], Found],
+    agreement: Callable[[Found], Agreement],
+    known: Set[bytes] = frozenset(),
+) -> Found:
     """What this rank reads, once all ranks have read theirs and agree; else all raise."""
     check_context(cp, ContextParallel)
     with cp.alone("an agreement on a plan"):
-        return read_together(cp.comm, read, agreement)
+        return read_together(cp.comm, read, agreement, known)
 
 
 def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, Backend, torch.device]:

@@ -60,7 +60,7 @@ def attention(
             whatever areas say. `cu_seqlens_*` then only say where documents lie, for layouts and positions. `masks`
             has makers of areas.
         cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
-            On the CPU, best: they are read on the host, which waits for a GPU that has them.
+            On the CPU, best: every call reads them on the host, which waits for a GPU that has them.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
         softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
@@ -69,7 +69,8 @@ def attention(
             share of the total, or the total, as `cp.softmax_offset_grad` says.
         deterministic: the same bits from run to run: a kernel library that cannot is not chosen. `cp_ref` always is.
         return_lse, return_max_logit: return these too.
-        plan: from `make_plan`; the problem's arguments are then left out.
+        plan: from `make_plan`; the problem's arguments are then left out. Without one the call plans by itself, and
+            `cp_fast` keeps the plans of the last few batches: the next layer's call finds the first one's.
 
     Returns:
         out, or (out, lse), (out, max_logit), (out, lse, max_logit):

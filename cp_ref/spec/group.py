@@ -8,7 +8,7 @@ needs no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 __all__ = ["Group", "Parcel", "Pending", "agree", "read_together"]
@@ -100,16 +100,27 @@ def agree(group: Group, problem: Agreed | None, error: Exception | None) -> None
             )
 
 
-def read_together(group: Group, read: Callable[[], Found], agreed: Callable[[Found], Agreed]) -> Found:
+def read_together(
+    group: Group, read: Callable[[], Found], agreed: Callable[[Found], Agreed], known: Set[bytes] = frozenset()
+) -> Found:
     """What `read` finds in this rank's arguments, once every rank has read its own and `agreed` of it is the same on
     all; else all raise, as in `agree`.
+
+    known: fingerprints of what all ranks have agreed on before; for these nothing is sent. A rank whose arguments are
+    refused tells the others all the same; where they do not listen, as theirs are known, its own error is raised.
     """
     try:
         found = read()
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        agree(group, None, error)
+        try:
+            agree(group, None, error)
+        except Exception as other:
+            if other is not error:
+                error.add_note(f"The other ranks could not be told: {other}")
         raise
-    agree(group, agreed(found), None)
+    wanted = agreed(found)
+    if wanted.fingerprint not in known:
+        agree(group, wanted, None)
     return found
 
 
