@@ -114,6 +114,7 @@ def read_problem(
         "cu_seqlens_kv_padded": read_lengths("cu_seqlens_kv_padded", cu_seqlens_kv_padded),
     }
     sequences = _packed(given, sizes) if qkv_format == "thd" else _batched(given, qkv_format, attn_mask_type, sizes)
+    lengths = Sequences.of(sequences)
     problem = Problem(
         cp_size=cp_size,
         sequences=sequences,
