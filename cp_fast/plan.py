@@ -15,11 +15,13 @@ from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import OfThisProcess, forget, handle_for
 from cp_fast.kernels.select import kernels
 from cp_fast.packing import Packing
+from cp_fast.peers import Messages, messages_for
 from cp_fast.planning.fit import Shape
 from cp_fast.planning.fixed import Fitted, FixedTables
 from cp_fast.planning.fold import fold_batch
 from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower
+from cp_fast.planning.narrow import agree_on_narrow, may_be_narrow
 from cp_fast.planning.windows import WindowRule, own_window
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows, check_row_numbers
@@ -68,6 +70,7 @@ class Plan(OfThisProcess, plans.Plan):
         steps: this rank's part of `schedule`, which `program` was lowered from.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: what `update` has room for; None for a plan that is not updated.
+        messages: what carries them: the group, or its ranks' memory (`cp_fast.peers`).
 
     A copy, deep or not, is a plan of its own, with the same tables, which nobody writes to. A plan that is updated in
     place is not copied, and no plan is pickled: TypeError.
@@ -80,6 +83,7 @@ class Plan(OfThisProcess, plans.Plan):
     packing: Packing
     program: LoweredProgram[Rows]
     steps: Steps = field(repr=False)
+    messages: Messages = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
@@ -223,11 +227,23 @@ def planned(
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
+    messages = cp.comm if custom is not None else _messages(cp, problem, room, device)
     if room is None:
-        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, custom)
+        program = upload(draft, device)
+        if custom is None and may_be_narrow(problem):
+            with cp.alone("an agreement on the gradients of a plan"):
+                rounded = getattr(backend, "rounded_gradients", False)
+                program = agree_on_narrow(cp.comm, program, rounded=rounded)
+        return Plan(problem, cp.rank, device, backend, packing, program, steps, messages, custom)
     fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
     program = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(problem, cp.rank, device, backend, packing, program, steps, custom, room, fixed)
+    return Plan(problem, cp.rank, device, backend, packing, program, steps, messages, custom, room, fixed)
+
+
+def _messages(cp: ContextParallel, problem: Problem, room: Room | None, device: torch.device) -> Messages:
+    tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
+    with cp.alone("an agreement on the messages of a plan"):
+        return messages_for(cp.comm, problem, (-(-tokens[0] // cp.size), -(-tokens[1] // cp.size)), device)
 
 
 def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:
