@@ -15,7 +15,7 @@ from conformance.case import Case
 from conformance.implementation import Missing
 from conformance.record import readable
 from conformance.tensors import GlobalTensors, attention_arguments
-from cp_ref import SimGroup, dense_attention
+from cp_ref import SimGroup, dense_attention, masks
 
 __all__ = [
     "Hang",
@@ -25,6 +25,7 @@ __all__ = [
     "describe_error",
     "exact_results",
     "is_out_of_memory",
+    "masks",
     "run_ranks",
     "running_ranks_by",
     "watching",

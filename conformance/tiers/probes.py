@@ -8,7 +8,7 @@ more with a sink of logit 0):
     n * out  = sum of v                v spells each key's number in digits, one per head dim: which keys it sees
     dv       = sum of dout / n         dout is n times each query's number in digits: which queries saw the key
 
-The right answers are integers, counted from `Problem.band`, with no oracle.
+The right answers are integers, counted by the definition (`conformance.visibility`), with no oracle.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from conformance.implementation import Implementation
 from conformance.placement import where
 from conformance.run import UnsupportedCase, play
 from conformance.tensors import GlobalTensors, build
+from conformance.visibility import seen
 
 __all__ = ["check", "digits", "visible_pairs"]
 
@@ -66,11 +67,8 @@ def visible_pairs(case: Case) -> torch.Tensor:
     """Which packed query row sees which packed key row, over all sequences and tails: bool [rows of q, rows of kv]."""
     p = case.problem
     visible = torch.zeros(p.starts_q[-1] + case.tail_q, p.starts_kv[-1] + case.tail_kv, dtype=torch.bool)
-    for s, q0, k0 in zip(p.sequences, p.starts_q, p.starts_kv, strict=False):
-        band = p.band(s)
-        for i in range(s.len_q):
-            start, stop = band.row(i, 0, s.len_kv)
-            visible[q0 + i, k0 + start : k0 + max(stop, start)] = True
+    for row, keys in seen(p):
+        visible[row, keys] = True
     return visible
 
 

@@ -49,7 +49,8 @@ def _kv_too(case: Case, arguments: Arguments) -> Arguments:
 
 def _by_name(case: Case, arguments: Arguments) -> Arguments:
     p = case.problem
-    return {"softmax_scale": p.scale, "window_size": (p.window_size[0], 0) if p.causal else p.window_size}
+    window = {"window_size": (p.window_size[0], 0)} if p.causal and "window_size" in arguments else {}
+    return {"softmax_scale": p.scale, **window}
 
 
 SPELLINGS: dict[str, Callable[[Case, Arguments], Arguments]] = {
@@ -76,7 +77,7 @@ def _check_rank(call: Call) -> list[str]:
         call.problem_arguments = plain | (changed := spelling(call.case, plain))
         if changed:
             found += close(f"({name})", call.case, want, _both(call, call.leaves()))
-    call.problem_arguments = {n: x for n, x in plain.items() if n in _LENGTHS or x != _DEFAULTS[n]}
+    call.problem_arguments = {n: x for n, x in plain.items() if n not in _DEFAULTS or x != _DEFAULTS[n]}
     found += close("(left out)", call.case, want, _both(call, call.leaves()))
     call.problem_arguments = plain
     return found + (_half(call) if "offset" in call.inputs else [])
