@@ -72,7 +72,7 @@ def _installed() -> Table:
     for package, remark in _PACKAGES.items():
         version = _version(package)
         made.add_row(package, version or "-", "" if version else escape(remark) or "optional")
-    made.add_row("fa4's kernels", "on disk" if os.sep in (kept := _kept_where()) else "-", escape(kept))
+    made.add_row("fa4's kernels", "on disk" if (kept := _kept_where()).startswith(os.sep) else "-", escape(kept))
     made.add_row("messages", *_messages())
     made.add_row("nvcc", *_tool("nvcc"))
     made.add_row("C++ compiler", *_compiler())
