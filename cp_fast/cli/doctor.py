@@ -18,11 +18,14 @@ from rich.table import Table
 from torch.cuda import nccl
 
 from cp_fast import build
-from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
+from cp_fast.backends import BACKENDS, Backend, fa4_cache, installed, probe, remark_on
 from cp_fast.build import tools
 from cp_fast.cli.common import CHECK_FAILED, table
 from cp_fast.kernels.numba_cuda.simulated import SIMULATED
 from cp_fast.kernels.select import chosen, why_not
+from cp_fast.peers import VARIABLE as MESSAGES
+from cp_fast.peers import carried_by
+from cp_fast.peers import why_not as why_not_peers
 from cp_ref.spec import Feature
 
 __all__ = ["doctor"]
@@ -99,6 +102,9 @@ def _installed() -> list[Row]:
     for package, remark in _PACKAGES.items():
         version = _version(package)
         add(package, version, _numba_remark() if version and package == "numba-cuda" else "" if version else remark)
+    kept = _kept_where()
+    add("fa4's kernels", "on disk" if kept.startswith(os.sep) else None, kept)
+    add("messages", *_messages())
     add("nvcc", *_tool("nvcc"))
     add("C++ compiler", *_compiler())
     dist = torch.distributed
@@ -114,6 +120,23 @@ def _numba_remark() -> str:
     """Whether the kernels in Numba load and compute, where there is a GPU (or Numba simulates one)."""
     device = "cpu" if SIMULATED else "cuda"
     return why_not("numba", device) or f"its kernels work on {device!r}"
+
+
+def _kept_where() -> str:
+    fa4_cache.keep_on_disk()
+    return fa4_cache.kept_where()
+
+
+def _messages() -> tuple[str | None, str]:
+    """What carries messages between this machine's GPUs, and why not peers' memory."""
+    try:
+        choice = carried_by()
+    except ValueError as error:
+        return None, str(error)
+    reason = why_not_peers() or ("PyTorch sees one GPU" if torch.cuda.device_count() == 1 else None)
+    by_group = f"{MESSAGES}=group" if choice == "group" else reason
+    remark = "copy engines read the peers' memory; a group tries it before its first plan"
+    return ("the group's", by_group) if by_group else ("peers' memory", remark)
 
 
 def _backends() -> list[Row]:
