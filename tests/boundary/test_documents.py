@@ -131,6 +131,18 @@ def test_the_bytes_in_the_choice_of_a_schedule_are_what_plan_says() -> None:
         assert f"| {row} | {' | '.join(sent)} |" in text
 
 
+def test_the_work_and_the_bytes_in_the_choice_of_a_layout_are_what_plan_says() -> None:
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    lengths = re.findall(r"`--seqlens ([\d,]+)`", text)[0]
+    found = []
+    for layout in ("dual_chunk", "contiguous", "balanced"):
+        arguments = ["plan", "--cp-size", "8", "--seqlens", lengths, "--cp-comm-type", "all_gather", "--layout", layout]
+        said = CliRunner(env={"COLUMNS": "200"}).invoke(cp_fast.cli.app, arguments).output
+        found += re.findall(r"balance ([\d.]+) .*; ([\d.]+ .B) sent by all", said)
+    for n, row in enumerate(("the mean rank's work over the busiest's", "sent by all ranks")):
+        assert f"| {row} | {' | '.join(cells[n] for cells in found)} |" in text
+
+
 def test_the_table_of_backends_is_what_they_declare() -> None:
     assert backend_table() in (ROOT / "docs" / "support.md").read_text()
 
