@@ -6,15 +6,15 @@ deadlock.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation, context
-from conformance.placement import global_rows, positions
+from conformance.placement import positions, take_slice, unsharded
 from conformance.reference import Hang, describe_error, run_ranks
-from conformance.run import UnsupportedCase
+from conformance.run import UnsupportedCase, lengths_to_cut
 from conformance.tensors import plan_arguments, sequence_axis
 from cp_ref.spec import InvalidSchedule, Schedule, verify
 
@@ -70,62 +70,64 @@ def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tup
         raise UnsupportedCase(reason) from refusal
     if not supported:
         raise AssertionError(f"supports(...) is False ({reason}), but make_plan did not raise Unsupported")
-    findings = _sharding(impl, case, cp, device)
-    want = positions(p, "q", member.rank)
-    got = plan.position_ids.tolist()[: len(want)]
+    findings = _sharding(impl, case, cp, plan, device)
+    want, got = positions(p, member.rank), plan.position_ids.tolist()
     if got != want:
         findings.append(f"plan.position_ids is {got}, but should be {want}")
     return str(plan.problem), str(plan.schedule), plan.schedule, findings
 
 
-def _sharding(impl: Implementation, case: Case, cp: Any, device: str) -> list[str]:
+def _sharding(impl: Implementation, case: Case, cp: Any, plan: Any, device: str) -> list[str]:
     """shard, unshard and position_ids on token numbers, against the ownership of the specification."""
     p, findings = case.problem, []
     for side, tail in (("q", case.tail_q), ("kv", case.tail_kv)):
-        starts = p.starts_q if side == "q" else p.starts_kv
-        padded = torch.tensor(starts, dtype=torch.int32, device=device) if p.qkv_format == "thd" else None
         tokens = _token_numbers(case, side, tail).to(device)
-        axis = sequence_axis(p.qkv_format)
-        mine = impl.shard(tokens, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded)
-        rows = global_rows(p, side, tail, cp.rank)
-        want = tokens.index_select(axis, torch.tensor(rows, dtype=torch.int64, device=device))
+        axis, packed = sequence_axis(p.qkv_format), p.qkv_format == "thd"
+        by_plan = p.layout == "balanced" or (side == "q" and case.use_plan)
+        lengths = {"plan": plan} if by_plan else lengths_to_cut(impl, p, cp, device)[side]
+        seqlen = {} if by_plan or packed else {"seqlen": tokens.shape[axis]}
+        mine, want = impl.shard(tokens, cp=cp, **lengths), take_slice(p, tokens, side, tail, cp.rank)
         if not torch.equal(mine, want):
             findings.append(f"shard of the {side} token numbers gives {mine.tolist()}, but should give {want.tolist()}")
             continue
-        back = impl.unshard(mine, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded)
-        if not torch.equal(back, tokens):
-            findings.append(f"unshard(shard(x)) of the {side} token numbers gives {back.tolist()}")
-        findings += _gradients(impl, tokens.double(), rows, axis, side, cp, p.qkv_format, padded)
-        seqlen = None if p.qkv_format == "thd" else tokens.shape[axis]
-        ids = impl.position_ids(cp=cp, qkv_format=p.qkv_format, seqlen=seqlen, cu_seqlens_padded=padded, device=device)
-        if ids.dtype != torch.int64 or ids.tolist() != positions(p, side, cp.rank):
-            findings.append(
-                f"position_ids gives {ids.dtype} {ids.tolist()}, but should give {positions(p, side, cp.rank)}"
-            )
+        back, want = impl.unshard(mine, cp=cp, **lengths, **seqlen), unsharded(p, tokens, side, tail)
+        if not torch.equal(back, want):
+            findings.append(f"unshard(shard(x)) of the {side} token numbers gives {back.tolist()}, not {want.tolist()}")
+        findings += _gradients(impl, case, tokens.double(), side, tail, cp, lengths, seqlen)
+        if side == "q" or (p.lengths.slots_q == p.lengths.slots_kv):
+            ids, want_ids = impl.position_ids(cp=cp, **lengths, **seqlen, device=device), positions(p, cp.rank)
+            if ids.dtype != torch.int64 or ids.tolist() != want_ids:
+                findings.append(f"position_ids gives {ids.dtype} {ids.tolist()}, but should give {want_ids}")
     return findings
 
 
 def _gradients(
     impl: Implementation,
+    case: Case,
     x: torch.Tensor,
-    rows: tuple[int, ...],
-    axis: int,
     side: str,
+    tail: int,
     cp: Any,
-    qkv_format: str,
-    padded: torch.Tensor | None,
+    lengths: dict[str, Any],
+    seqlen: dict[str, int],
 ) -> list[str]:
     """shard's gradient is the slice's, in its place; unshard's is the sum over the ranks' global tensors."""
-    findings, index = [], torch.tensor(rows, dtype=torch.int64, device=x.device)
-    whole = x.clone().requires_grad_()
-    mine = impl.shard(whole, cp=cp, qkv_format=qkv_format, cu_seqlens_padded=padded)
-    mine.backward(mine.detach() + 1)
-    want = torch.zeros_like(x).index_copy_(axis, index, (x + 1).index_select(axis, index))
-    if whole.grad is None or not torch.equal(whole.grad, want):
-        findings.append(f"the gradient through shard of the {side} tokens is {whole.grad}, but should be {want}")
-    part = x.index_select(axis, index).requires_grad_()
-    impl.unshard(part, cp=cp, qkv_format=qkv_format, cu_seqlens_padded=padded).backward((x + 1) * (cp.rank + 1))
-    want = (x + 1).index_select(axis, index) * (cp.size * (cp.size + 1) // 2)
+    p, findings = case.problem, []
+    whole, again = x.clone().requires_grad_(), x.clone().requires_grad_()
+    for leaf, mine in (
+        (whole, impl.shard(whole, cp=cp, **lengths)),
+        (again, take_slice(p, again, side, tail, cp.rank)),
+    ):
+        mine.backward(mine.detach() + 1)
+        if leaf.grad is None:
+            return [f"the gradient does not reach the {side} tokens through shard"]
+    if not torch.equal(cast(torch.Tensor, whole.grad), cast(torch.Tensor, again.grad)):
+        findings.append(f"the gradient through shard of the {side} tokens is {whole.grad}, but should be {again.grad}")
+    part = take_slice(p, x, side, tail, cp.rank).nan_to_num().requires_grad_()
+    back = impl.unshard(part, cp=cp, **lengths, **seqlen)
+    back.backward((back.detach() + 1) * (cp.rank + 1))
+    want = take_slice(p, unsharded(p, x, side, tail) + 1, side, tail, cp.rank).nan_to_num()
+    want = want * (cp.size * (cp.size + 1) // 2)
     if part.grad is None or not torch.equal(part.grad, want):
         findings.append(f"the gradient through unshard of the {side} tokens is {part.grad}, but should be {want}")
     return findings
