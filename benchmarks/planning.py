@@ -166,7 +166,7 @@ def _measure(
     medians = {f"{name}_ms": round(statistics.median(t[name] for t in times[1:]), 3) for name in times[0]}
     return Row(
         count, cp_size, comm, window, lengths, **medians, launches=launches,
-        device=str(device), processor=_processor(), load=round(_load(), 1),
+        device=str(device), processor=processor(), load=round(load(), 1),
     )  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def _shape(text: str) -> tuple[int, int]:
     return int(count), int(cp_size)
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's model, as Linux names it."""
     info = Path("/proc/cpuinfo")
     names = (
@@ -241,7 +241,7 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _load() -> float:
+def load() -> float:
     load = Path("/proc/loadavg")
     return float(load.read_text().split()[0]) if load.exists() else float("nan")
 

@@ -15,7 +15,7 @@ from conformance.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
 from cp_ref.spec import Problem, divisor
 
-__all__ = ["Gathered", "UnsupportedCase", "lengths_to_cut", "local_slice", "needs_plan", "play"]
+__all__ = ["Gathered", "UnsupportedCase", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
 
 
 LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
@@ -154,10 +154,8 @@ def needs_plan(problem: Problem) -> bool:
 
 def lengths_to_cut(impl: Implementation, problem: Problem, cp: Any, device: str) -> dict[str, dict[str, Any]]:
     """What `shard` needs beside the tensor and `cp`, by side: the lengths, or the plan that decides the layout."""
-    if not impl.offers("shard"):
-        return {}
     if problem.layout == "balanced":
-        plan = impl.make_plan(cp=cp, **plan_arguments(problem, device))
+        plan = impl.make_plan(cp=cp, **plan_arguments(problem, device)) if impl.offers("shard") else None
         return {side: {"plan": plan} for side in ("q", "kv")}
     packed = problem.qkv_format == "thd"
     starts = {"q": problem.starts_q, "kv": problem.starts_kv}
@@ -207,10 +205,18 @@ def _attend(
         **_wishes(case),
         **arguments,
     )
+    return dict(named_results(case, results))
+
+
+def named_results(case: Case, returned: Any) -> dict[str, torch.Tensor]:
+    """What `attention` returned, by name. Raises AssertionError where it is not what the case asks for."""
     names = [name for name in ("out", "lse", "max_logit") if name in case.results]
-    results = results if isinstance(results, tuple) else (results,)
+    results = returned if isinstance(returned, tuple) else (returned,)
     if len(results) != len(names):
         raise AssertionError(f"attention returned {len(results)} results; {', '.join(names)} were asked for")
+    for name, x in zip(names, results, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise AssertionError(f"attention returned {type(x).__name__} for {name}, but should return a tensor")
     return dict(zip(names, results, strict=True))
 
 

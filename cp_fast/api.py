@@ -7,29 +7,16 @@ from typing import Any
 import torch
 
 from cp_fast.autograd import Attention
-from cp_fast.backends import Backend
-from cp_fast.calls import agree_on_forward, check_planned_call, requires_grad
+from cp_fast.calls import agree_on_forward, check_planned_call
 from cp_fast.compiled import attention_in_graph
 from cp_fast.context import ContextParallel
-from cp_fast.plan import Plan, backend_for, plan_together
-from cp_fast.rows import check_row_numbers
+from cp_fast.plan import Plan
+from cp_fast.unplanned import Call, on_host, plan_of_call
 from cp_ref.common import attention as declared
-from cp_ref.common.attention import asked_for, problem_arguments, refuse_plan
+from cp_ref.common.attention import asked_for, problem_arguments
 from cp_ref.common.casting import autocast
 from cp_ref.common.derivatives import refuse_transforms
-from cp_ref.common.plans import read_call
-from cp_ref.spec import (
-    Agreement,
-    check_context,
-    check_flag,
-    check_local_tensors,
-    check_offset,
-    check_placements,
-    check_settled,
-    local_part,
-    one_a_head,
-    read_sizes,
-)
+from cp_ref.spec import check_context, check_flag, check_placements, check_settled, local_part, one_a_head
 
 __all__ = ["attention"]
 
@@ -63,30 +50,11 @@ def attention(
         results = attention_in_graph(plan, cp, deterministic, return_max_logit, return_lse, q, k, v, softmax_offset)
         return asked_for(results, return_lse, return_max_logit)
     refuse_transforms()
-    if not isinstance(plan, Plan):
-
-        def read() -> tuple[Agreement, Backend, torch.device]:
-            refuse_plan(plan, Plan)
-            check_flag("return_lse", return_lse)
-            check_placements(cp, arguments["qkv_format"], softmax_offset, **given)
-            sizes = read_sizes(q, k, v, arguments["qkv_format"], cp.size)
-            how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
-            problem = read_call(cp, sizes, **arguments)
-            check_row_numbers(problem)
-            backend = backend_for(cp, problem, q.device.type, **how)
-            check_local_tensors(problem, cp.rank, q, k, v)
-            check_offset(problem, softmax_offset, q)
-            extras = (
-                ("return_max_logit", return_max_logit),
-                ("requires_grad", requires_grad(q, k, v)),
-                *_of_backward(cp, softmax_offset, return_lse),
-            )
-            return Agreement(problem, extras=extras), backend, q.device
-
-        made = plan_together(cp, read)
-        settled = {}
-    else:
+    flags = deterministic, return_max_logit, return_lse
+    if isinstance(plan, Plan):
         made, settled = plan, arguments
+    else:
+        made, settled = plan_of_call(Call(cp, given, (q, k, v), softmax_offset, *flags, on_host(arguments), plan)), {}
 
     def look() -> None:
         check_flag("return_lse", return_lse)
@@ -94,7 +62,6 @@ def attention(
         check_placements(cp, made.problem.qkv_format, softmax_offset, **given)
         check_planned_call(made, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
 
-    flags = deterministic, return_max_logit, return_lse
     call = agree_on_forward(made, cp, look, flags, q, k, v, softmax_offset)
     results = Attention.apply(made, cp, *flags, call, q, k, v, softmax_offset)
     return asked_for(results, return_lse, return_max_logit)
@@ -105,13 +72,3 @@ def attention(
 )
 def _outside_graphs(*tensors: torch.Tensor, **arguments: Any) -> Any:
     return attention(*tensors, **arguments)
-
-
-def _of_backward(cp: ContextParallel, offset: torch.Tensor | None, return_lse: bool) -> list[tuple[str, object]]:
-    """What decides which messages the backward pass sends: whether the sinks' gradients are summed over all ranks, and
-    heads are exchanged for the gradient of lse too.
-    """
-    extras: list[tuple[str, object]] = [("softmax_offset_grad", cp.softmax_offset_grad)]
-    if cp.softmax_offset_grad == "total":
-        extras.append(("softmax_offset.requires_grad", requires_grad(offset)))
-    return [*extras, *([("return_lse", return_lse)] if cp.a2a_size > 1 else [])]

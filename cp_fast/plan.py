@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,12 +15,14 @@ from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import OfThisProcess, forget, handle_for
 from cp_fast.kernels.select import kernels
 from cp_fast.packing import Packing
+from cp_fast.peers import Messages, messages_for
 from cp_fast.planning.fit import Shape
 from cp_fast.planning.fixed import Fitted, FixedTables
 from cp_fast.planning.fold import fold_batch
 from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower
-from cp_fast.planning.windows import WindowRule
+from cp_fast.planning.narrow import agree_on_narrow, may_be_narrow
+from cp_fast.planning.windows import WindowRule, own_window
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows, check_row_numbers
 from cp_ref.common import plans
@@ -46,7 +48,7 @@ from cp_ref.spec import (
 )
 from cp_ref.spec import Program as Passes
 
-__all__ = ["Plan", "backend_for", "lowered", "make_plan", "plan_together", "supports"]
+__all__ = ["Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "planned", "supports"]
 
 Found = TypeVar("Found")
 Steps = tuple[Passes, Passes]  # of the forward and the backward pass
@@ -68,6 +70,7 @@ class Plan(OfThisProcess, plans.Plan):
         steps: this rank's part of `schedule`, which `program` was lowered from.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: what `update` has room for; None for a plan that is not updated.
+        messages: what carries them: the group, or its ranks' memory (`cp_fast.peers`).
 
     A copy, deep or not, is a plan of its own, with the same tables, which nobody writes to. A plan that is updated in
     place is not copied, and no plan is pickled: TypeError.
@@ -80,6 +83,7 @@ class Plan(OfThisProcess, plans.Plan):
     packing: Packing
     program: LoweredProgram[Rows]
     steps: Steps = field(repr=False)
+    messages: Messages = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
@@ -163,7 +167,9 @@ class Plan(OfThisProcess, plans.Plan):
 @implements(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
     given = plans.make_plan.bind(arguments)
-    return plan_together(given["cp"], lambda: _read_plan_arguments(given), given["schedule"])
+    agreement, backend, device = agree_on_plan(given["cp"], lambda: _read_plan_arguments(given))
+    plan = planned(given["cp"], agreement, backend, device, given["schedule"])
+    return plan if given["schedule"] is not None else _with_messages(given["cp"], plan)
 
 
 @plans.supports
@@ -193,27 +199,53 @@ def backend_for(
     return choose(needs, cp.backend)
 
 
-def plan_together(
+def agree_on_plan(
     cp: ContextParallel,
     read: Callable[[], tuple[Agreement, Backend, torch.device]],
-    custom: Schedule | None = None,
-) -> Plan:
-    """Read this rank's arguments and compare notes with the other ranks: all get their plan, or all raise."""
+    known: Set[bytes] = frozenset(),
+) -> tuple[Agreement, Backend, torch.device]:
+    """Read this rank's arguments and compare notes with the other ranks, but for agreements that are known: all get
+    what they have read, or all raise.
+    """
 
     def read_and_load() -> tuple[Agreement, Backend, torch.device]:
         found = read()
         kernels(found[2].type)  # what is built or loaded on first use may fail, and then fails on all ranks
         return found
 
-    (problem, room, _), backend, device = _together(cp, read_and_load, lambda found: found[0])
+    return _together(cp, read_and_load, lambda found: found[0], known)
+
+
+def planned(
+    cp: ContextParallel,
+    agreement: Agreement,
+    backend: Backend,
+    device: torch.device,
+    custom: Schedule | None = None,
+) -> Plan:
+    """This rank's plan of what all ranks agree on; its messages are the group's own. Sends nothing."""
+    problem, room, _ = agreement
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
     if room is None:
-        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, custom)
+        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, cp.comm, custom)
     fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
     program = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(problem, cp.rank, device, backend, packing, program, steps, custom, room, fixed)
+    return Plan(problem, cp.rank, device, backend, packing, program, steps, cp.comm, custom, room, fixed)
+
+
+def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
+    """A plan whose messages are carried and sized as the ranks find out together is best. Collective."""
+    problem, room, program = plan.problem, plan.room, plan.program
+    tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
+    with cp.alone("an agreement on the messages of a plan"):
+        messages = messages_for(cp.comm, problem, (-(-tokens[0] // cp.size), -(-tokens[1] // cp.size)), plan.device)
+        if room is None and may_be_narrow(problem):
+            program = agree_on_narrow(cp.comm, program, rounded=getattr(plan.backend, "rounded_gradients", False))
+    return (
+        plan if messages is cp.comm and program is plan.program else replace(plan, messages=messages, program=program)
+    )
 
 
 def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:
@@ -221,16 +253,20 @@ def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -
     problem, packed = packing.problem, packing.packed_problem
     if packing.folded:
         steps = fold_batch(steps, problem)
-    left, right = problem.window_size
-    rule = WindowRule((left, 0 if problem.causal else right), _LARGE if problem.qkv_format == "thd" else 0)
+    rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
     return lower(packed.workload, rank, *steps, saved, rule)
 
 
-def _together(cp: ContextParallel, read: Callable[[], Found], agreement: Callable[[Found], Agreement]) -> Found:
+def _together(
+    cp: ContextParallel,
+    read: Callable[[], Found],
+    agreement: Callable[[Found], Agreement],
+    known: Set[bytes] = frozenset(),
+) -> Found:
     """What this rank reads, once all ranks have read theirs and agree; else all raise."""
     check_context(cp, ContextParallel)
     with cp.alone("an agreement on a plan"):
-        return read_together(cp.comm, read, agreement)
+        return read_together(cp.comm, read, agreement, known)
 
 
 def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, Backend, torch.device]:

@@ -6,7 +6,7 @@ deadlock.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -14,9 +14,9 @@ from conformance.case import Case
 from conformance.implementation import Implementation, context
 from conformance.placement import positions, take_slice, unsharded
 from conformance.reference import Hang, describe_error, run_ranks
-from conformance.run import UnsupportedCase, lengths_to_cut
+from conformance.run import UnsupportedCase, lengths_to_cut, needs_plan
 from conformance.tensors import plan_arguments, sequence_axis
-from cp_ref.spec import InvalidSchedule, Schedule, verify
+from cp_ref.spec import InvalidSchedule, Problem, Schedule, verify
 
 __all__ = ["check"]
 
@@ -38,10 +38,16 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     found = [f"rank {rank} raised {describe_error(error)}" for rank, error in enumerate(errors) if error is not None]
     if found:
         return found
-    texts = [text for _, text, _, _ in (o.value for o in outcomes)]
     for rank, outcome in enumerate(outcomes):
-        problem_text, text, schedule, findings = outcome.value
-        found += [f"rank {rank}: {finding}" for finding in findings]
+        found += [f"rank {rank}: {finding}" for finding in outcome.value[1]]
+    plans = [o.value[0] for o in outcomes]
+    return found + (_plans(p, plans) if impl.offers("make_plan") else [])
+
+
+def _plans(p: Problem, plans: list[tuple[str, str, Schedule]]) -> list[str]:
+    """Findings about the ranks' plans: (problem, schedule's text, schedule)."""
+    found, texts = [], [text for _, text, _ in plans]
+    for rank, (problem_text, text, schedule) in enumerate(plans):
         if problem_text != str(p):
             found.append(f"rank {rank}: plan.problem is {problem_text}, but should be {p}")
         if text != texts[0]:
@@ -49,19 +55,24 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
         if Schedule.parse(text) != schedule:
             found.append(f"rank {rank}: the schedule's text does not read back to an equal schedule")
     try:
-        verify(p, outcomes[0].value[2])
+        verify(p, plans[0][2])
     except InvalidSchedule as wrong:
         found += wrong.errors
     return found
 
 
-def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tuple[str, str, Schedule, list[str]]:
+def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tuple[Any, list[str]]:
+    """The plan as texts and schedule, None where there is no `make_plan`; and findings about what this rank has."""
     p = case.problem
     try:
         cp = context(impl, p, member)
     except impl.Unsupported as refusal:
         raise UnsupportedCase(str(refusal)) from refusal
     supported, reason = impl.supports(cp=cp, **plan_arguments(p, device))
+    if not impl.offers("make_plan"):
+        if not supported or needs_plan(p):
+            raise UnsupportedCase(reason or "there is no make_plan, which this problem needs")
+        return None, _sharding(impl, case, cp, None, device)
     try:
         plan = impl.make_plan(cp=cp, **plan_arguments(p, device))
     except impl.Unsupported as refusal:
@@ -74,27 +85,32 @@ def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tup
     want, got = positions(p, member.rank), plan.position_ids.tolist()
     if got != want:
         findings.append(f"plan.position_ids is {got}, but should be {want}")
-    return str(plan.problem), str(plan.schedule), plan.schedule, findings
+    return (str(plan.problem), str(plan.schedule), plan.schedule), findings
 
 
 def _sharding(impl: Implementation, case: Case, cp: Any, plan: Any, device: str) -> list[str]:
-    """shard, unshard and position_ids on token numbers, against the ownership of the specification."""
+    """Those of shard, unshard and position_ids that are there, on token numbers, against the ownership."""
     p, findings = case.problem, []
     for side, tail in (("q", case.tail_q), ("kv", case.tail_kv)):
         tokens = _token_numbers(case, side, tail).to(device)
         axis, packed = sequence_axis(p.qkv_format), p.qkv_format == "thd"
-        by_plan = p.layout == "balanced" or (side == "q" and case.use_plan)
+        by_plan = plan is not None and (p.layout == "balanced" or (side == "q" and case.use_plan))
         lengths = {"plan": plan} if by_plan else lengths_to_cut(impl, p, cp, device)[side]
         seqlen = {} if by_plan or packed else {"seqlen": tokens.shape[axis]}
-        mine, want = impl.shard(tokens, cp=cp, **lengths), take_slice(p, tokens, side, tail, cp.rank)
-        if not torch.equal(mine, want):
-            findings.append(f"shard of the {side} token numbers gives {mine.tolist()}, but should give {want.tolist()}")
-            continue
-        back, want = impl.unshard(mine, cp=cp, **lengths, **seqlen), unsharded(p, tokens, side, tail)
-        if not torch.equal(back, want):
-            findings.append(f"unshard(shard(x)) of the {side} token numbers gives {back.tolist()}, not {want.tolist()}")
+        want = take_slice(p, tokens, side, tail, cp.rank)
+        if impl.offers("shard"):
+            mine = impl.shard(tokens, cp=cp, **lengths)
+            if not torch.equal(mine, want):
+                given = mine.tolist()
+                findings.append(f"shard of the {side} token numbers gives {given}, but should give {want.tolist()}")
+                continue
+        if impl.offers("unshard"):
+            back, whole = impl.unshard(want, cp=cp, **lengths, **seqlen), unsharded(p, tokens, side, tail)
+            if not torch.equal(back, whole):
+                given = back.tolist()
+                findings.append(f"unshard of the ranks' {side} token numbers gives {given}, not {whole.tolist()}")
         findings += _gradients(impl, case, tokens.double(), side, tail, cp, lengths, seqlen)
-        if side == "q" or (p.lengths.slots_q == p.lengths.slots_kv):
+        if impl.offers("position_ids") and (side == "q" or p.lengths.slots_q == p.lengths.slots_kv):
             ids, want_ids = impl.position_ids(cp=cp, **lengths, **seqlen, device=device), positions(p, cp.rank)
             if ids.dtype != torch.int64 or ids.tolist() != want_ids:
                 findings.append(f"position_ids gives {ids.dtype} {ids.tolist()}, but should give {want_ids}")
@@ -113,16 +129,17 @@ def _gradients(
 ) -> list[str]:
     """shard's gradient is the slice's, in its place; unshard's is the sum over the ranks' global tensors."""
     p, findings = case.problem, []
-    whole, again = x.clone().requires_grad_(), x.clone().requires_grad_()
-    for leaf, mine in (
-        (whole, impl.shard(whole, cp=cp, **lengths)),
-        (again, take_slice(p, again, side, tail, cp.rank)),
-    ):
-        mine.backward(mine.detach() + 1)
-        if leaf.grad is None:
-            return [f"the gradient does not reach the {side} tokens through shard"]
-    if not torch.equal(cast(torch.Tensor, whole.grad), cast(torch.Tensor, again.grad)):
-        findings.append(f"the gradient through shard of the {side} tokens is {whole.grad}, but should be {again.grad}")
+    if impl.offers("shard"):
+        whole, again = x.clone().requires_grad_(), x.clone().requires_grad_()
+        slices = impl.shard(whole, cp=cp, **lengths), take_slice(p, again, side, tail, cp.rank)
+        grads = [
+            torch.autograd.grad(mine, leaf, mine.detach() + 1)[0]
+            for mine, leaf in zip(slices, (whole, again), strict=True)
+        ]
+        if not torch.equal(*grads):
+            findings.append(f"the gradient through shard of the {side} tokens is {grads[0]}, not {grads[1]}")
+    if not impl.offers("unshard"):
+        return findings
     part = take_slice(p, x, side, tail, cp.rank).nan_to_num().requires_grad_()
     back = impl.unshard(part, cp=cp, **lengths, **seqlen)
     back.backward((back.detach() + 1) * (cp.rank + 1))

@@ -1,0 +1,90 @@
+"""The plans of a group's last few batches, for calls of `attention` without a plan.
+
+Ranks must not differ in whether they send messages to agree. So that hangs on one thing alone: whether these ranks came
+to this very agreement (the problem and the flags, as a fingerprint) among their last `KEPT` ones. An agreement is noted
+when all ranks have it, and the oldest is forgotten first, however often it was used since; so all ranks have the same
+ones at all times. Which plan then serves a call is each rank's own business: its device, its stream and its kernel
+library decide that, and a rank that finds no plan makes one, without a message.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from cp_fast.turns import Turn
+
+if TYPE_CHECKING:
+    from cp_fast.plan import Plan
+
+__all__ = ["KEPT", "Recent", "Signature", "recent_of"]
+
+KEPT = 16  # agreements: a model's kinds of layers, with and without gradients, for the batches of an accumulation step
+_CALLS = 8  # calls of an agreement: the same problem written in several ways, or on several streams
+
+
+class Signature(NamedTuple):
+    """A call's arguments as they were given, and what of this rank its plan depends on: equal ones have equal plans."""
+
+    words: tuple[Any, ...]
+    stream: int  # on which the plan's tables are written, and whose memory they are given back to
+    lengths: tuple[Any, ...]  # of every sequence, by value
+
+
+class Recent:
+    """Of one group: its last agreements, and the plans that were made for them on this rank."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[bytes, list[tuple[Signature, Plan]]] = {}  # by the agreement's fingerprint, oldest first
+
+    @property
+    def agreements(self) -> Set[bytes]:
+        """The fingerprints of the last agreements, the same on all ranks."""
+        with self._lock:
+            return frozenset(self._calls)
+
+    def agree(self, fingerprint: bytes) -> None:
+        """Note what all ranks have agreed on."""
+        with self._lock:
+            self._calls.setdefault(fingerprint, [])
+            while len(self._calls) > KEPT:
+                del self._calls[next(iter(self._calls))]
+
+    def plan_of(self, signature: Signature) -> Plan | None:
+        """The plan of an equal call."""
+        with self._lock:
+            for calls in reversed(self._calls.values()):
+                for known, plan in calls:
+                    if known == signature:
+                        return plan
+        return None
+
+    def plans(self, stream: int) -> list[Plan]:
+        """All plans whose tables were written on a stream."""
+        with self._lock:
+            return [plan for kept in self._calls.values() for known, plan in kept if known.stream == stream]
+
+    def keep(self, fingerprint: bytes, signature: Signature, plan: Plan) -> None:
+        """Keep a call's plan for as long as its agreement."""
+        with self._lock:
+            calls = self._calls.get(fingerprint, [])
+            calls.append((signature, plan))
+            del calls[:-_CALLS]
+
+
+_recent: WeakKeyDictionary[Turn, WeakKeyDictionary[Turn, Recent]] = WeakKeyDictionary()  # gone when their groups are
+_making = threading.Lock()
+
+
+def recent_of(turns: tuple[Turn, ...]) -> Recent:
+    """What is kept for the group, or the pair of groups, that these turns belong to.
+
+    >>> one, other = Turn(), Turn()
+    >>> recent_of((one,)) is recent_of((one,)), recent_of((one, other)) is recent_of((one,))
+    (True, False)
+    """
+    with _making:
+        return _recent.setdefault(turns[0], WeakKeyDictionary()).setdefault(turns[-1], Recent())

@@ -1,0 +1,259 @@
+"""Calls without a plan: from a batch's second layer on they find its plan, send nothing, and compute the same."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import cp_fast
+from cp_fast import recent, unplanned
+from cp_ref import SimGroup
+from cp_ref.sim import SimMember
+
+CU = torch.tensor([0, 8, 24, 48], dtype=torch.int32)
+THD: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": CU}
+
+
+class Counts:
+    """A member that counts the agreements it takes part in."""
+
+    def __init__(self, member: SimMember) -> None:
+        self.rank, self.size, self.exchange = member.rank, member.size, member.exchange
+        self._member, self.agreements = member, 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.agreements += 1
+        return self._member.all_gather_object(value)
+
+
+def draw(cp: cp_fast.ContextParallel, heads: int = 2, dtype: torch.dtype = torch.float32, rows: int = 48) -> Any:
+    x = torch.randn(rows, heads, 8, generator=torch.Generator().manual_seed(rows), dtype=torch.float64).to(dtype)
+    return cp_fast.shard(x, cp=cp, qkv_format="thd", cu_seqlens_padded=torch.tensor([0, rows]))
+
+
+def agreements_of(change: Any) -> list[list[int]]:
+    """Agreements, by rank: of a first call, of the same again, of one that `change` makes another, and of that again.
+    change: (the call's arguments, its tensor) -> another tensor, or None.
+    """
+
+    def one(member: SimMember) -> list[int]:
+        counts = Counts(member)
+        cp = cp_fast.ContextParallel(counts)
+        call, x, found = {**THD, "cu_seqlens_q": CU.clone()}, draw(cp), []
+        for number in range(4):
+            if number == 2:
+                x = y if (y := change(call, x)) is not None else x
+            before = counts.agreements
+            out = cp_fast.attention(x, x, x, cp=cp, **call)
+            found.append(counts.agreements - before)
+            sizes = {"heads_q": x.shape[-2], "heads_kv": x.shape[-2], "d_qk": x.shape[-1], "d_v": x.shape[-1]}
+            how = {name: value for name, value in call.items() if name not in ("return_lse", "softmax_offset")}
+            plan = cp_fast.make_plan(cp=cp, **how, **sizes, dtype=x.dtype, device="cpu")
+            how = {name: value for name, value in call.items() if name in ("return_lse", "softmax_offset")}
+            want = cp_fast.attention(x, x, x, cp=cp, plan=plan, **how)
+            assert all(map(torch.equal, *(r if isinstance(r, tuple) else (r,) for r in (out, want))))
+        return found
+
+    return SimGroup(2).run(one)
+
+
+def in_place(call: Any, x: Any) -> None:
+    call["cu_seqlens_q"][1] = 16
+
+
+def behind_the_version_counter(call: Any, x: Any) -> None:
+    call["cu_seqlens_q"].numpy()[1] = 16
+
+
+CHANGES = {
+    "a length, in place": in_place,
+    "a length, unknown to PyTorch": behind_the_version_counter,
+    "heads": lambda call, x: x.repeat(1, 2, 1),
+    "dtype": lambda call, x: x.double(),
+    "gradients": lambda call, x: x.clone().requires_grad_(),
+    "padding": lambda call, x: call.update(cu_seqlens_q_padded=CU, cu_seqlens_q=CU - torch.tensor([0, 1, 1, 2])),
+    "window": lambda call, x: call.update(window_size=(3, 0)),
+    "sink": lambda call, x: call.update(softmax_type="learnable", softmax_offset=torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed_and_agreed_on_once(change: str) -> None:
+    assert agreements_of(CHANGES[change]) == [[1, 0, 1, 0]] * 2
+
+
+ALIKE = {
+    "nothing": lambda call, x: None,
+    "a copy of the lengths": lambda call, x: call.update(cu_seqlens_q=CU.clone()),
+    "other integers": lambda call, x: call.update(cu_seqlens_q=CU.long()),
+    "the same keys": lambda call, x: call.update(cu_seqlens_kv=CU, window_size=[-1, -1]),
+    "a tail": lambda call, x: torch.cat([x, x[:3]]),
+    "a flag of this rank": lambda call, x: call.update(deterministic=True),
+    "another kind of tensor": lambda call, x: x.as_subclass(type("Mine", (torch.Tensor,), {})),
+}
+
+
+@pytest.mark.parametrize("change", ALIKE)
+@pytest.mark.parametrize("rank", [0, None])
+def test_one_problem_is_agreed_on_once_however_each_rank_writes_it(change: str, rank: int | None) -> None:
+    """rank: whose call changes, if not all do: what one finds and another does not is no message."""
+
+    def one(member: SimMember) -> int:
+        counts = Counts(member)
+        cp = cp_fast.ContextParallel(counts)
+        call, x = dict(THD), draw(cp)
+        for _ in range(2):
+            cp_fast.attention(x, x, x, cp=cp, **call)
+        if rank in (None, member.rank):
+            x = y if (y := ALIKE[change](call, x)) is not None else x
+            cp = cp_fast.ContextParallel(counts)
+        for _ in range(2):
+            cp_fast.attention(x, x, x, cp=cp, **call)
+        return counts.agreements
+
+    assert SimGroup(2).run(one) == [1, 1]
+
+
+def test_random_calls_are_those_with_a_plan() -> None:
+    """Many calls of more problems than are kept: each rank agrees as often, and the results are equal."""
+    choice = random.Random(5)
+    problems = [
+        {"cu": [0, *sorted(choice.sample(range(8, 48, 8), 2)), 48], "heads": heads, "causal": causal, "comm": comm}
+        for heads in (2, 4)
+        for causal in (True, False)
+        for comm in ("p2p", "a2a", "all_gather")
+        for _ in range(2)
+    ]
+    assert len(problems) > recent.KEPT
+    order = [choice.choice(problems) for _ in range(80)]
+
+    def one(member: SimMember) -> int:
+        counts = Counts(member)
+        made = 0
+        for problem in order:
+            cp = cp_fast.ContextParallel(counts, problem["comm"])
+            x = draw(cp, problem["heads"]).requires_grad_()
+            call = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor(problem["cu"])}
+            call["attn_mask_type"] = "causal" if problem["causal"] else "no_mask"
+            sizes = {"heads_q": x.shape[1], "heads_kv": x.shape[1], "d_qk": 8, "d_v": 8}
+            plan = cp_fast.make_plan(cp=cp, **call, **sizes, dtype=x.dtype, device="cpu")
+            results: list[Any] = []
+            hows: list[dict[str, Any]] = [call, {"plan": plan}]
+            for how in hows:
+                out = cp_fast.attention(x, x, x, cp=cp, **how)
+                results.append((out, *torch.autograd.grad(out.sum(), x)))
+            assert all(map(torch.equal, *results))
+            made += 1
+        return counts.agreements - made
+
+    first, second = SimGroup(2).run(one)
+    assert first == second
+    assert len({str(problem) for problem in order}) <= first < len(order)
+
+
+def test_the_oldest_agreement_is_forgotten_first() -> None:
+    def one(member: SimMember) -> list[int]:
+        counts = Counts(member)
+        cp = cp_fast.ContextParallel(counts)
+        x, found = draw(cp), []
+
+        def call(window: int) -> None:
+            before = counts.agreements
+            cp_fast.attention(x, x, x, cp=cp, **THD, window_size=(window, 0))
+            found.append(counts.agreements - before)
+
+        for window in range(recent.KEPT):
+            call(window)
+        call(0)  # is there, and stays the oldest
+        call(recent.KEPT)
+        call(1)
+        call(0)
+        return found[recent.KEPT :]
+
+    assert SimGroup(2).run(one) == [[0, 1, 0, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"window_size": (4.0, 0)}, "window_size is"),
+        ({"softcap": False}, "softcap is False"),
+        ({"deterministic": 0}, "deterministic is 0"),
+        ({"plan": 3}, "plan is a builtins.int"),
+        ({"cu_seqlens_q": CU.float()}, "cu_seqlens_q has dtype"),
+        ({"cu_seqlens_q": CU[None]}, "cu_seqlens_q has shape"),
+        ({"softmax_offset": torch.ones(2)}, "softmax_offset is given"),
+    ],
+)
+def test_what_equals_a_kept_call_only_by_chance_is_refused(wrong: dict[str, Any], error: str) -> None:
+    def one(member: SimMember) -> None:
+        cp = cp_fast.ContextParallel(member)
+        x = draw(cp)
+        call = {**THD, "window_size": (4, 0)}
+        cp_fast.attention(x, x, x, cp=cp, **call)
+        with pytest.raises((TypeError, ValueError), match=error):
+            cp_fast.attention(x, x, x, cp=cp, **{**call, **wrong})
+
+    SimGroup(2).run(one)
+
+
+def test_a_rank_that_refuses_what_the_others_find_says_why() -> None:
+    """The others wait for its tensors, as in a call with a plan; under `checked` they are told."""
+    said: dict[int, BaseException] = {}
+
+    def one(member: SimMember) -> None:
+        cp = cp_fast.ContextParallel(member)
+        x = draw(cp)
+        cp_fast.attention(x, x, x, cp=cp, **THD)
+        v = x[..., :4].repeat(1, 2, 1) if member.rank else x
+        with cp_fast.checked(), pytest.raises(ValueError, match="all but the last size must be equal"):
+            cp_fast.attention(x, x, v, cp=cp, **THD)
+        try:
+            cp_fast.attention(x, x, v, cp=cp, **THD)
+        except Exception as error:
+            said[member.rank] = error
+            raise
+
+    with pytest.raises(ValueError, match="all but the last size"):
+        SimGroup(2).run(one)
+    assert isinstance(said[1], ValueError)
+    assert "all but the last size must be equal" in str(said[1])
+    assert "The other ranks could not be told" in "".join(said[1].__notes__)
+    assert "rank 0" in str(said[0])
+
+
+def test_checkpointed_layers_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients it is another agreement, but the same plan."""
+    plans: list[Any] = []
+    monkeypatch.setattr(unplanned, "planned", lambda *given: plans.append(planned(*given)) or plans[-1])
+    planned = cp_fast.plan.planned  # pyright: ignore[reportAttributeAccessIssue]
+
+    def one(member: SimMember) -> None:
+        cp = cp_fast.ContextParallel(member)
+        x = draw(cp).requires_grad_()
+        for _ in range(2):
+            out: Any = checkpoint(lambda y: cp_fast.attention(y, y, y, cp=cp, **THD), x, use_reentrant=True)
+            out.sum().backward()
+
+    SimGroup(2).run(one)
+    assert len(plans) == 2
+
+
+def test_a_group_is_not_kept_alive() -> None:
+    gone: list[weakref.ref[Any]] = []
+
+    def one(member: SimMember) -> None:
+        cp = cp_fast.ContextParallel(member)
+        x = draw(cp)
+        cp_fast.attention(x, x, x, cp=cp, **THD)
+        gone.extend([weakref.ref(member), weakref.ref(cp.recent)])
+
+    SimGroup(2).run(one)
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
