@@ -168,7 +168,8 @@ class Plan(OfThisProcess, plans.Plan):
 def make_plan(**arguments: Any) -> Plan:
     given = plans.make_plan.bind(arguments)
     agreement, backend, device = agree_on_plan(given["cp"], lambda: _read_plan_arguments(given))
-    return planned(given["cp"], agreement, backend, device, given["schedule"])
+    plan = planned(given["cp"], agreement, backend, device, given["schedule"])
+    return plan if given["schedule"] is not None else _with_messages(given["cp"], plan)
 
 
 @plans.supports
@@ -222,28 +223,29 @@ def planned(
     device: torch.device,
     custom: Schedule | None = None,
 ) -> Plan:
-    """This rank's plan of what all ranks agree on. Sends nothing."""
+    """This rank's plan of what all ranks agree on; its messages are the group's own. Sends nothing."""
     problem, room, _ = agreement
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
-    messages = cp.comm if custom is not None else _messages(cp, problem, room, device)
     if room is None:
-        program = upload(draft, device)
-        if custom is None and may_be_narrow(problem):
-            with cp.alone("an agreement on the gradients of a plan"):
-                rounded = getattr(backend, "rounded_gradients", False)
-                program = agree_on_narrow(cp.comm, program, rounded=rounded)
-        return Plan(problem, cp.rank, device, backend, packing, program, steps, messages, custom)
+        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, cp.comm, custom)
     fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
     program = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(problem, cp.rank, device, backend, packing, program, steps, messages, custom, room, fixed)
+    return Plan(problem, cp.rank, device, backend, packing, program, steps, cp.comm, custom, room, fixed)
 
 
-def _messages(cp: ContextParallel, problem: Problem, room: Room | None, device: torch.device) -> Messages:
+def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
+    """A plan whose messages are carried and sized as the ranks find out together is best. Collective."""
+    problem, room, program = plan.problem, plan.room, plan.program
     tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
     with cp.alone("an agreement on the messages of a plan"):
-        return messages_for(cp.comm, problem, (-(-tokens[0] // cp.size), -(-tokens[1] // cp.size)), device)
+        messages = messages_for(cp.comm, problem, (-(-tokens[0] // cp.size), -(-tokens[1] // cp.size)), plan.device)
+        if room is None and may_be_narrow(problem):
+            program = agree_on_narrow(cp.comm, program, rounded=getattr(plan.backend, "rounded_gradients", False))
+    return (
+        plan if messages is cp.comm and program is plan.program else replace(plan, messages=messages, program=program)
+    )
 
 
 def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:

@@ -26,6 +26,8 @@ from conformance.visibility import seen
 
 __all__ = ["check", "digits", "visible_pairs"]
 
+_BLOCK = 4096  # queries
+
 
 def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     """Queries that see the wrong keys, and keys that are seen by the wrong queries.
@@ -36,6 +38,7 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     case = replace(case, return_lse=True, return_max_logit=False, loss="out", grads="v", magnitude=1.0)
     plain = build(case, device)
     visible = visible_pairs(case).to(device)  # [rows of q, rows of kv], bool
+    blocks = visible.split(_BLOCK)  # of which each may be as wide as float64
     sink = 0.0 if case.problem.softmax_type == "vanilla" else 1.0
     count = visible.sum(1).double()
     tensors = _counting(case, plain, count + sink)
@@ -50,10 +53,12 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
         found = _check_counts(case, played.results["lse"].double().exp(), count, sink, tensors)
     out = _packed(case, played.results["out"].double())
     values = _packed(case, tensors.v.double()).nan_to_num(0.0).repeat_interleave(case.problem.group_size, dim=1)
-    want = torch.einsum("nm,mhd->nhd", visible.double(), values)
+    want = torch.cat([torch.einsum("nm,mhd->nhd", block.double(), values) for block in blocks])
     found += _check_digits(case, "q", "n * out", out * (count + sink)[:, None, None], want)
     upstream = _packed(case, tensors.dout.double()).nan_to_num(0.0) / (count + sink).clamp(min=1)[:, None, None]
-    want = torch.einsum("nm,nhd->mhd", visible.double(), upstream)
+    want = torch.zeros(visible.shape[1], *upstream.shape[1:], dtype=torch.float64, device=upstream.device)
+    for block, rows in zip(blocks, upstream.split(_BLOCK), strict=True):
+        want += torch.einsum("nm,nhd->mhd", block.double(), rows)
     want = want.unflatten(1, (case.problem.heads_kv, case.problem.group_size)).sum(2)
     return found + _check_digits(case, "kv", "dv", _packed(case, played.results["dv"].double()), want)
 

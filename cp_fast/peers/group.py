@@ -79,7 +79,7 @@ class _Place:
     why_not: str | None = None
     most: int = 0
     messages: PeerMessages | None = None
-    sizes: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()  # the largest lanes that any plan asked for
 
 
 _places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
@@ -129,12 +129,12 @@ def _member_messages(
     if place.why_not is not None:
         return member
     sizes = lane_sizes(problem, rows, way, member.size)
-    if place.messages is None or any(a > b for a, b in zip(sizes, place.sizes, strict=True)):
-        wanted = tuple(max(a, b) for a, b in zip(sizes, place.sizes or sizes, strict=True))
-        if sum(wanted) > place.most:
-            wanted = tuple(size * place.most // sum(wanted) // 4096 * 4096 for size in wanted)
-        if place.messages is None or wanted != place.sizes:
-            _share(member, place, wanted, device)
+    asked = tuple(map(max, sizes, place.asked or sizes))
+    if asked != place.asked:
+        total = sum(asked)
+        fitting = asked if total <= place.most else tuple(s * place.most // total // 4096 * 4096 for s in asked)
+        _share(member, place, fitting, device)
+        place.asked = asked
     return place.messages or member
 
 
@@ -196,7 +196,7 @@ def _share(member: ProcessMember, place: _Place, sizes: tuple[int, ...], device:
             _refuse(place, reason)
             return
         _first_messages(member, device)
-    place.messages, place.sizes = messages, sizes
+    place.messages = messages
 
 
 def _attempt(member: ProcessMember, what: str, act: Callable[[], Any]) -> tuple[Any, str | None]:
