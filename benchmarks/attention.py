@@ -6,7 +6,10 @@ efficiency = (time of the whole problem on one GPU, kernel alone, no context par
 A time is that of several calls in a row over their number, as layers follow each other in training. Both are measured
 in turns (A B A B), with CUDA events, on all GPUs at once; of both the slowest GPU counts, and the median of the rounds
 is reported. Before that, each schedule's out, dq, dk, dv are compared with the single GPU's; where they differ nothing
-is reported.
+is reported. `host_ms` is what the host needs to launch one call, forward and backward.
+
+    --messages peers,group   each schedule with messages through peers' memory, and by NCCL, in turns too
+    --trace FOLDER           a Chrome trace of every rank and one picture with its kernels, transfers and gaps
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from __future__ import annotations
 import csv
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +31,11 @@ from torch.multiprocessing.spawn import spawn
 
 import cp_fast
 from cp_fast.backends import Backend, Segments, by_name
+
+if __package__:
+    from benchmarks import timeline
+else:
+    import timeline
 
 
 @dataclass(frozen=True)
@@ -85,8 +94,19 @@ def alone(job: Job, backend: Backend, x: dict[str, torch.Tensor]) -> tuple[Calla
     return forward, both
 
 
-def parallel(job: Job, schedule: str, group: Any, x: dict[str, torch.Tensor]) -> tuple[Any, Callable, Callable]:
-    """The same over all GPUs: (context, forward, forward and backward); both return this rank's slices."""
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute the problem over all GPUs; each function returns this rank's slices: out (dq, dk, dv)."""
+
+    name: str
+    messages: str  # what carried them
+    context: tuple[Any, torch.Tensor]  # whose slices: see `worst_error`
+    forward: Callable[[], Any]
+    both: Callable[[], Any]
+
+
+def parallel(job: Job, schedule: str, messages: str, group: Any, x: dict[str, torch.Tensor]) -> Contender:
+    """cp_fast's; `messages`: "auto", "group" or "peers"."""
     cp = cp_fast.ContextParallel(group, schedule, backend=job.backend)
     cu = torch.tensor([sum(job.lengths[:n]) for n in range(len(job.lengths) + 1)], dtype=torch.int32)
     local = {name: cp_fast.shard(t, cp=cp, qkv_format="thd", cu_seqlens_padded=cu) for name, t in x.items()}
@@ -104,6 +124,11 @@ def parallel(job: Job, schedule: str, group: Any, x: dict[str, torch.Tensor]) ->
         dtype=torch.bfloat16,
         device=q.device,
     )
+    if messages == "group":
+        plan = replace(plan, messages=cp.comm)
+    by_group = plan.messages is cp.comm
+    if messages == "peers" and by_group:
+        raise SystemExit("messages through peers' memory cannot be had here; doctor says why")
 
     def forward() -> Any:
         with torch.no_grad():
@@ -113,7 +138,22 @@ def parallel(job: Job, schedule: str, group: Any, x: dict[str, torch.Tensor]) ->
         out = cp_fast.attention(q, k, v, cp=cp, plan=plan)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
 
-    return (cp, cu), forward, both
+    return Contender(schedule, "group" if by_group else "peers", (cp, cu), forward, both)
+
+
+def host_seconds(fn: Callable[[], Any], calls: int) -> float:
+    """What the host needs to launch one of several calls in a row; the median of five, of the slowest rank."""
+    taken = []
+    for _ in range(5):
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        taken.append((time.perf_counter() - begin) / calls)
+    median = torch.tensor(statistics.median(taken), device="cuda")
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    return float(median)
 
 
 def seconds(fn: Callable[[], Any], calls: int) -> float:
@@ -153,47 +193,62 @@ def worst_error(context: Any, whole: Any, slices: Any) -> float:
     return float(worst)
 
 
-def worker(rank: int, job: Job, schedules: list[str], folder: str) -> None:
+def measure(job: Job, one: tuple[Callable[[], Any], Callable[[], Any]], contenders: list[Contender]) -> list[list[Any]]:
+    """By contender the medians of (one GPU's forward, forward, one GPU's both, both), all in turns."""
+    for fn in one:
+        fn()
+    for contender in contenders:
+        for _ in range(2):
+            contender.forward()
+            contender.both()
+    rounds: list[list[list[float]]] = [[] for _ in contenders]
+    for _ in range(job.rounds):
+        for times, contender in zip(rounds, contenders, strict=True):
+            forward = seconds(one[0], 1), seconds(contender.forward, job.calls)
+            both = seconds(one[1], 1), seconds(contender.both, job.calls)
+            times.append([*forward, *both])
+    return [[statistics.median(column) for column in zip(*times, strict=True)] for times in rounds]
+
+
+def worker(rank: int, job: Job, schedules: list[str], messages: list[str], trace: str, folder: str) -> None:
     torch.cuda.set_device(rank)
     store = f"file://{Path(folder) / 'store'}"
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=job.gpus, device_id=device)
     mesh = init_device_mesh("cuda", (job.gpus // 2, 2)) if job.gpus % 2 == 0 else None
     x = job.tensors()
-    one_forward, one_both = alone(job, by_name(job.backend), x)
-    whole = one_both()
-    rows = []
-    for schedule in schedules:
-        group = mesh if schedule == "a2a+p2p" else dist.group.WORLD
-        context, forward, both = parallel(job, schedule, group, x)
-        error = worst_error(context, whole, both())
+    one = alone(job, by_name(job.backend), x)
+    whole = one[1]()
+    groups = {schedule: mesh if schedule == "a2a+p2p" else dist.group.WORLD for schedule in schedules}
+    contenders = [parallel(job, schedule, how, groups[schedule], x) for schedule in schedules for how in messages]
+    errors = [worst_error(contender.context, whole, contender.both()) for contender in contenders]
+    for contender, error in zip(contenders, errors, strict=True):
         if not error < 1e-2:
-            raise SystemExit(f"{schedule}: relative error {error:.2e} against one GPU; nothing is reported")
-        for fn in (one_forward, one_both, forward, both, forward, both):
-            fn()
-        times: dict[str, list[float]] = {name: [] for name in ("one_forward", "forward", "one_both", "both")}
-        for _ in range(job.rounds):
-            times["one_forward"].append(seconds(one_forward, 1))
-            times["forward"].append(seconds(forward, job.calls))
-            times["one_both"].append(seconds(one_both, 1))
-            times["both"].append(seconds(both, job.calls))
-        t = {name: statistics.median(values) for name, values in times.items()}
+            raise SystemExit(f"{contender.name}: relative error {error:.2e} against one GPU; nothing is reported")
+    rows = []
+    for contender, error, times in zip(contenders, errors, measure(job, one, contenders), strict=True):
+        one_forward, forward, one_both, both = times
         flops = job.forward_flops / job.gpus / 1e12
         rows.append(
             {
-                "schedule": schedule,
-                "forward_ms": round(1e3 * t["forward"], 3),
-                "forward_backward_ms": round(1e3 * t["both"], 3),
-                "forward_tflops_per_gpu": round(flops / t["forward"], 1),
-                "forward_backward_tflops_per_gpu": round(3.5 * flops / t["both"], 1),
-                "forward_efficiency": round(t["one_forward"] / job.gpus / t["forward"], 3),
-                "forward_backward_efficiency": round(t["one_both"] / job.gpus / t["both"], 3),
-                "one_gpu_forward_ms": round(1e3 * t["one_forward"], 3),
-                "one_gpu_forward_backward_ms": round(1e3 * t["one_both"], 3),
-                "peak_gib_above_inputs": round(peak_bytes(both) / 2**30, 3),
+                "schedule": contender.name,
+                "messages": contender.messages,
+                "forward_ms": round(1e3 * forward, 3),
+                "forward_backward_ms": round(1e3 * both, 3),
+                "forward_tflops_per_gpu": round(flops / forward, 1),
+                "forward_backward_tflops_per_gpu": round(3.5 * flops / both, 1),
+                "forward_efficiency": round(one_forward / job.gpus / forward, 3),
+                "forward_backward_efficiency": round(one_both / job.gpus / both, 3),
+                "one_gpu_forward_ms": round(1e3 * one_forward, 3),
+                "one_gpu_forward_backward_ms": round(1e3 * one_both, 3),
+                "host_ms": round(1e3 * host_seconds(contender.both, job.calls), 3),
+                "peak_gib_above_inputs": round(peak_bytes(contender.both) / 2**30, 3),
                 "relative_error": f"{error:.1e}",
             }
         )
+    if trace:
+        for contender in contenders:
+            timeline.record(Path(trace), f"{contender.name} {contender.messages}", contender.both, rank)
     if rank == 0:
         torch.save(rows, Path(folder) / "rows.pt")
     dist.destroy_process_group()
@@ -207,6 +262,8 @@ def main(
     dims: Annotated[str, typer.Option(help="d_qk, d_v.")] = "128,128",
     window: Annotated[int, typer.Option(help="Left side of a sliding window; -1 for none.")] = -1,
     schedules: Annotated[str, typer.Option(help="cp_comm_type, several with commas.")] = "p2p,all_gather,a2a",
+    messages: Annotated[str, typer.Option(help="auto, or peers and group, with commas.")] = "auto",
+    trace: Annotated[Path | None, typer.Option(help="Folder for Chrome traces and pictures.")] = None,
     backend: Annotated[str, typer.Option(help="The kernel library.")] = "fa4",
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
     calls: Annotated[int, typer.Option(help="Calls in a row in a round, over all GPUs.")] = 4,
@@ -220,7 +277,10 @@ def main(
     (h_q, h_kv), (d_qk, d_v) = ([int(n) for n in pair.split(",")] for pair in (heads, dims))
     job = Job(gpus, sizes, h_q, h_kv, d_qk, d_v, window, backend, rounds, calls)
     with tempfile.TemporaryDirectory() as folder:
-        spawn(worker, args=(job, schedules.split(","), folder), nprocs=gpus)
+        if trace is not None:
+            trace.mkdir(parents=True, exist_ok=True)
+        ways = schedules.split(","), messages.split(","), str(trace or "")
+        spawn(worker, args=(job, *ways, folder), nprocs=gpus)
         rows = torch.load(Path(folder) / "rows.pt", weights_only=False)
     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": commit}
     problem = asdict(job) | {"lengths": " ".join(map(str, sizes))}
@@ -234,6 +294,9 @@ def main(
             if fresh:
                 writer.writeheader()
             writer.writerows(rows)
+    if trace is not None:
+        for picture in timeline.pictures(trace, gpus):
+            print(picture)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from conformance.case import Case
-from cp_ref.spec import Problem, ranges, slot_fragments
+from cp_ref.spec import Problem, ranges
 
 __all__ = ["assemble", "global_rows", "positions", "take_slice", "where"]
 
@@ -19,7 +19,7 @@ def global_rows(problem: Problem, side: str, tail: int, rank: int) -> tuple[int,
     In bshd and sbhd that axis is one sequence's slots; in thd it is the packed buffer.
     """
     starts = problem.starts_q if side == "q" else problem.starts_kv
-    own = slot_fragments(problem, side).of(rank)
+    own = problem.slots.side(side).of(rank)
     if problem.qkv_format != "thd":
         own = own.take(own.start < starts[1])
     rows: list[int] = ranges(own.start, own.stop - own.start).tolist()

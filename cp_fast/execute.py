@@ -37,7 +37,7 @@ def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     """
     program, problem = given.program, given.problem
     run = Run(given, program.forward, q, k, v, sink)
-    max_logit = torch.full((q.shape[1],), float("-inf"), dtype=run.wide, device=q.device)
+    max_logit: torch.Tensor | None = None
     has_max_logit = True
     for number, step in enumerate(program.forward):
         pending = run.post(f"forward, step {number} of {len(program.forward)}", step)
@@ -52,6 +52,7 @@ def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             if part.max_logit is None:
                 has_max_logit = False
             else:
+                max_logit = _no_logit(run, q) if max_logit is None else max_logit
                 here = max_logit[launch.first_head : launch.first_head + len(part.max_logit)]
                 torch.maximum(here, part.max_logit, out=here)
         run.complete_step(step, pending)
@@ -59,7 +60,13 @@ def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     assert lse is not None
     kept = [x for name in program.saved if name not in OWN.values() for x in run.held[name].tensors]
     kept += [x for sums in program.saved_sums for x in run.sent[sums].tensors]
+    if has_max_logit and max_logit is None:  # nothing was launched
+        max_logit = _no_logit(run, q)
     return Forward(out, lse, max_logit if has_max_logit else None, kept)
+
+
+def _no_logit(run: Run, q: torch.Tensor) -> torch.Tensor:
+    return torch.full((q.shape[1],), float("-inf"), dtype=run.wide, device=q.device)
 
 
 def run_backward(
@@ -91,6 +98,7 @@ def run_backward(
     for name in program.saved_sums.values():
         run.held[name] = Held([next(rest)], [next(rest)])
     run.has_dlse = dlse is not None
+    dq, last = None, len(program.backward) - 1
     for number, step in enumerate(program.backward):
         pending = run.post(f"backward, step {number} of {len(program.backward)}", step)
         for launch in step.launches:
@@ -116,7 +124,10 @@ def run_backward(
             )
             run.contribute(launch.results, [part.dq])
             run.contribute(launch.results_kv, [part.dk, part.dv])
-        run.complete_step(step, pending)
-    (dq,), _ = run.home("dq", sizes[0])
+        if number == last and not any(recv.kind == "dq" for recv in step.result_recvs):
+            (dq,), _ = run.home("dq", sizes[0])  # while the last gradients of keys travel home
+        run.complete_step(step, pending, last=number == last)
+    if dq is None:
+        (dq,), _ = run.home("dq", sizes[0])
     (dk, dv), _ = run.home("dkv", sizes[1])
     return dq, dk, dv

@@ -84,6 +84,8 @@ class Total:
 
     def finish(self) -> Part:
         """The total of all parts: in the first part's dtype if that had every row and at most one more came."""
+        if self._total is None and self.held == 2:
+            self._total = self._whole(self._held, self._shape.final)
         narrow = self.held == 1 and all(x.dtype == self._shape.final for x in (self._total.rows if self._total else ()))
         self.settle(self._shape.final if narrow else None)
         total = self._nothing() if self._total is None else self._total
@@ -95,11 +97,7 @@ class Total:
 
     def _first(self, parts: list[Part]) -> Part:
         """The part that the total begins with, taken out of `parts`: wide rows of messages rather than a kernel's."""
-        size, heads = self._shape.size + self._shape.spare, slice(0, self._shape.behind[0][0])
-        whole = [part for part in parts if _is_whole(part.into, size) and part.heads == heads]
-        chosen = next((part for part in whole if part.rows[0].dtype == self._shape.wide), next(iter(whole), None))
-        if chosen is not None:
-            parts[:] = [part for part in parts if part is not chosen]
+        if (chosen := self._whole(parts, self._shape.wide) or self._whole(parts, None)) is not None:
             return chosen
         if len(parts) > 1:
             return self._nothing()
@@ -113,6 +111,15 @@ class Total:
             else:
                 here.lse.index_copy_(1, part.into.long(), part.lse)
         return total
+
+    def _whole(self, parts: list[Part], dtype: torch.dtype | None) -> Part | None:
+        """A part that has every row, in this dtype (any, for None), taken out of `parts`; None if there is none."""
+        size, heads = self._shape.size + self._shape.spare, slice(0, self._shape.behind[0][0])
+        for n, part in enumerate(parts):
+            fits = dtype is None or all(x.dtype == dtype for x in part.rows)
+            if fits and _is_whole(part.into, size) and part.heads == heads:
+                return parts.pop(n)
+        return None
 
     def _nothing(self, dtypes: Sequence[torch.dtype] | None = None) -> Part:
         """The total of no parts: in the wide dtype, or in these, one a tensor."""

@@ -13,6 +13,7 @@ import torch
 from cp_fast.context import ContextParallel
 from cp_fast.execute import run_backward, run_forward
 from cp_fast.kernels.select import kernels
+from cp_fast.peers import carries
 from cp_fast.plan import Plan
 from cp_fast.rows import is_mask, take
 from cp_fast.running import Inputs, wide_dtype
@@ -106,7 +107,8 @@ def backward_pass(
 
 
 def _inputs(plan: Plan, cp: ContextParallel, device: torch.device) -> Inputs:
-    return Inputs(plan.packing.packed_problem, plan.program, plan.backend, cp.comm, kernels(device.type))
+    comm = plan.messages if carries(plan.messages, cp.comm) else cp.comm
+    return Inputs(plan.packing.packed_problem, plan.program, plan.backend, comm, kernels(device.type))
 
 
 def _sink(plan: Plan, offset: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

@@ -15,15 +15,18 @@ from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import OfThisProcess, forget, handle_for
 from cp_fast.kernels.select import kernels
 from cp_fast.packing import Packing
+from cp_fast.peers import Messages, messages_for
 from cp_fast.planning.fit import Shape
 from cp_fast.planning.fixed import Fitted, FixedTables
 from cp_fast.planning.fold import fold_batch
 from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower
-from cp_fast.planning.windows import WindowRule
+from cp_fast.planning.narrow import agree_on_narrow, may_be_narrow
+from cp_fast.planning.windows import WindowRule, own_window
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows, check_row_numbers
 from cp_ref.common import plans
+from cp_ref.common.cutting import numbers
 from cp_ref.common.declared import implements
 from cp_ref.common.plans import read_plan_arguments
 from cp_ref.spec import (
@@ -39,8 +42,7 @@ from cp_ref.spec import (
     make_program,
     make_schedule,
     next_batch,
-    position_columns,
-    ranges,
+    planned_positions,
     read_together,
     saved_kinds,
 )
@@ -68,6 +70,7 @@ class Plan(OfThisProcess, plans.Plan):
         steps: this rank's part of `schedule`, which `program` was lowered from.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: what `update` has room for; None for a plan that is not updated.
+        messages: what carries them: the group, or its ranks' memory (`cp_fast.peers`).
 
     A copy, deep or not, is a plan of its own, with the same tables, which nobody writes to. A plan that is updated in
     place is not copied, and no plan is pickled: TypeError.
@@ -80,6 +83,7 @@ class Plan(OfThisProcess, plans.Plan):
     packing: Packing
     program: LoweredProgram[Rows]
     steps: Steps = field(repr=False)
+    messages: Messages = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
@@ -117,10 +121,7 @@ class Plan(OfThisProcess, plans.Plan):
         """
         if self.program.position_ids is not None:
             return self.program.position_ids
-        p, packed = self.problem, self.problem.qkv_format == "thd"
-        slots = p.lengths.slots_q if packed else p.lengths.slots_q[:1]
-        positions = ranges(*position_columns(p.layout, slots, packed, p.cp_size, self.rank))
-        return torch.from_numpy(positions).to(self.device)
+        return numbers(planned_positions(self.problem, self.rank), self.device)
 
     @plans.update
     def update(
@@ -167,7 +168,8 @@ class Plan(OfThisProcess, plans.Plan):
 def make_plan(**arguments: Any) -> Plan:
     given = plans.make_plan.bind(arguments)
     agreement, backend, device = agree_on_plan(given["cp"], lambda: _read_plan_arguments(given))
-    return planned(given["cp"], agreement, backend, device, given["schedule"])
+    plan = planned(given["cp"], agreement, backend, device, given["schedule"])
+    return plan if given["schedule"] is not None else _with_messages(given["cp"], plan)
 
 
 @plans.supports
@@ -221,16 +223,29 @@ def planned(
     device: torch.device,
     custom: Schedule | None = None,
 ) -> Plan:
-    """This rank's plan of what all ranks agree on. Sends nothing."""
+    """This rank's plan of what all ranks agree on; its messages are the group's own. Sends nothing."""
     problem, room, _ = agreement
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
     if room is None:
-        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, custom)
+        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, cp.comm, custom)
     fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
     program = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(problem, cp.rank, device, backend, packing, program, steps, custom, room, fixed)
+    return Plan(problem, cp.rank, device, backend, packing, program, steps, cp.comm, custom, room, fixed)
+
+
+def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
+    """A plan whose messages are carried and sized as the ranks find out together is best. Collective."""
+    problem, room, program = plan.problem, plan.room, plan.program
+    tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
+    with cp.alone("an agreement on the messages of a plan"):
+        messages = messages_for(cp.comm, problem, (-(-tokens[0] // cp.size), -(-tokens[1] // cp.size)), plan.device)
+        if room is None and may_be_narrow(problem):
+            program = agree_on_narrow(cp.comm, program, rounded=getattr(plan.backend, "rounded_gradients", False))
+    return (
+        plan if messages is cp.comm and program is plan.program else replace(plan, messages=messages, program=program)
+    )
 
 
 def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:
@@ -238,8 +253,7 @@ def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -
     problem, packed = packing.problem, packing.packed_problem
     if packing.folded:
         steps = fold_batch(steps, problem)
-    left, right = problem.window_size
-    rule = WindowRule((left, 0 if problem.causal else right), _LARGE if problem.qkv_format == "thd" else 0)
+    rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
     return lower(packed.workload, rank, *steps, saved, rule)
 
 

@@ -52,7 +52,8 @@ class Buffer:
 @dataclass(frozen=True, slots=True)
 class Sums:
     """Results of one kind: `size` rows of heads [heads[0], heads[1]). `home`: the rank's own rows, as many as its
-    tensors have. `complete`: nothing will be added by others, so they may be rounded before they are sent.
+    tensors have. `complete`: nothing will be added by others, so they may be rounded before they are sent. `narrow`:
+    one launch's results, sent as the launch rounded them (`planning.narrow`).
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Sums:
     size: int
     home: bool
     complete: bool = False
+    narrow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class ResultSend:
 
 @dataclass(frozen=True, slots=True)
 class ResultRecv(Generic[R]):
-    """Partial results of `size` rows that arrive, and where they go."""
+    """Partial results of `size` rows that arrive, and where they go. `narrow`: in the input's dtype."""
 
     peer: int
     tag: int
@@ -136,6 +138,7 @@ class ResultRecv(Generic[R]):
     size: int
     complete: bool
     into: tuple[Contribution[R], ...]
+    narrow: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,11 @@ class _Complete(NamedTuple):
     rows: list[torch.Tensor]  # [peers, n, heads, d]
     columns: list[torch.Tensor]  # by peer, lse [heads, n]
 
+    @property
+    def heads(self) -> int:
+        """How many there are, of all peers together."""
+        return self.rows[0].shape[0] * self.rows[0].shape[2]
+
 
 @dataclass
 class Run:
@@ -140,7 +145,8 @@ class Run:
             recvs += self._parcels(recv.peer, recv.tag, box.rows, box.columns)
         for recv in step.result_recvs:
             if not recv.complete:
-                partial.append((recv, self._empty(recv.kind, recv.heads, recv.size, self.wide)))
+                dtype = self.dtype if recv.narrow else self.wide
+                partial.append((recv, self._empty(recv.kind, recv.heads, recv.size, dtype)))
                 recvs += self._parcels(recv.peer, recv.tag, *partial[-1][1])
         complete: list[_Complete] = []
         for group in _for_the_same_rows(step.result_recvs):
@@ -151,14 +157,16 @@ class Run:
         if sends or recvs:
             with during(where):
                 work = self.given.comm.exchange(sorted(sends, key=_by_tag), sorted(recvs, key=_by_tag))
-            if step.launches:
+            if step.launches and not getattr(work, "by_copies", False):
                 head_start(self.device)
         for copy in step.copies:
             self._copy(copy)
         return _Pending(where, work, operands, partial, complete)
 
-    def complete_step(self, step: LoweredStep[Rows], pending: _Pending) -> None:
-        """Wait for the step's messages and take them in; let go of what is not needed any more."""
+    def complete_step(self, step: LoweredStep[Rows], pending: _Pending, *, last: bool = False) -> None:
+        """Wait for the step's messages and take them in; let go of what is not needed any more. `last`: of the pass,
+        so that the totals of the rank's own rows are finished next.
+        """
         with during(pending.where):
             pending.work.wait()
         for name, boxes in pending.operands.items():
@@ -170,7 +178,7 @@ class Run:
             self.contribute(recv.into, box.rows, box.columns[0] if box.columns else None)
         for name, total in self._totals.items():
             sums = self.given.program.sums[name]
-            if sums.kind == "dkv" and (total.held > 1 or not sums.home):
+            if sums.kind == "dkv" and (total.held > 1 or not sums.home) and not (last and sums.home):
                 total.settle()
         for name in step.last_use:
             self.held.pop(name, None)
@@ -284,7 +292,8 @@ class Run:
             if sums.complete and sums.kind == "out" and self.sink is not None:
                 assert lse is not None
                 add_sink(rows[0], lse, self.sink[slice(*sums.heads)], slice(None))
-            dtype = self.dtype if sums.complete else self.wide
+            assert not sums.narrow or all(x.dtype == self.dtype for x in rows), "the library said that it rounds"
+            dtype = self.dtype if sums.complete or sums.narrow else self.wide
             self.sent[name] = Held([x.to(dtype) for x in rows], [] if lse is None else [lse])
         return self.sent[name]
 
@@ -297,18 +306,21 @@ class Run:
         if len(mine) == 1 and not arrived and program.sums[mine[0]].heads == whole:
             rows, lse, *_ = self._total(mine[0]).finish()
         else:
-            behind = tuple((whole[1], d) for d in self._dims[kind])
             dtype = self.wide if kind == "out" and self.sink is not None else self.dtype
-            rows = tuple(torch.zeros(size, *shape, dtype=dtype, device=self.device) for shape in behind)
-            lse = (
-                torch.full((whole[1], size), float("-inf"), dtype=self.wide, device=self.device)
-                if kind == "out"
-                else None
-            )
+            all_written = not program.spare_rows and whole[1] == sum(
+                program.sums[name].heads[1] - program.sums[name].heads[0] for name in mine
+            ) + sum(done.heads for done in arrived if _count(done.into) == size)
+            new = torch.empty if all_written else torch.zeros
+            rows = tuple(new(size, whole[1], d, dtype=dtype, device=self.device) for d in self._dims[kind])
+            lse = None
+            if kind == "out":
+                lse = torch.empty(whole[1], size, dtype=self.wide, device=self.device)
+                if not all_written:
+                    lse.fill_(float("-inf"))
             for name in mine:
                 heads, part = slice(*program.sums[name].heads), self._total(name).finish()
-                for into, x in zip(rows, part.rows, strict=True):
-                    into[:, heads] = x
+                here = [x[:, heads] for x in rows]
+                self.given.kernels.put_rows_(here, [x.to(dtype) for x in part.rows], slice(0, size))
                 if lse is not None and part.lse is not None:
                     lse[heads] = part.lse
         if kind == "out" and self.sink is not None:
@@ -336,6 +348,10 @@ def _for_the_same_rows(recvs: Sequence[ResultRecv[Rows]]) -> list[list[ResultRec
             rows = (into.start, into.stop) if isinstance(into, slice) else id(into)
             groups.setdefault((recv.kind, rows, recv.size, recv.heads[1] - recv.heads[0]), []).append(recv)
     return list(groups.values())
+
+
+def _count(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 def _by_tag(parcel: Parcel) -> int:

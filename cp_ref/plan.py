@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from cp_ref.common import plans
+from cp_ref.common.cutting import numbers
 from cp_ref.common.declared import implements
 from cp_ref.common.devices import check_usable
 from cp_ref.common.plans import read_plan_arguments
 from cp_ref.context import ContextParallel
-from cp_ref.sharding import numbers
 from cp_ref.spec import (
     Agreement,
     Problem,
@@ -25,7 +25,7 @@ from cp_ref.spec import (
     check_plan_owner,
     make_schedule,
     next_batch,
-    position_spans_of,
+    planned_positions,
     read_together,
 )
 
@@ -60,9 +60,7 @@ class Plan(plans.Plan):
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
         sbhd. With `room`, [max_tokens_q / cp], 0 in the tail.
         """
-        p, packed = self.problem, self.problem.qkv_format == "thd"
-        slots = p.lengths.slots_q if packed else p.lengths.slots_q[:1]
-        ids = numbers(position_spans_of(p.layout, slots, packed, p.cp_size, self.rank), self.device)
+        ids = numbers(planned_positions(self.problem, self.rank), self.device)
         return ids if self.room is None else torch.nn.functional.pad(ids, (0, self.room.rows_q - len(ids)))
 
     @plans.update

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from threading import Lock
 from types import ModuleType
@@ -31,6 +33,7 @@ import torch
 
 from cp_fast.backends.base import Gradients, NotInstalled, Partial, Segments
 from cp_fast.backends.dims import round_up, trim, widen
+from cp_fast.backends.fa4_cache import keep_on_disk, says_when_it_compiles
 from cp_ref.spec import Feature
 
 __all__ = ["Fa4Backend"]
@@ -43,6 +46,7 @@ class Fa4Backend:
     """FlashAttention 4 on Hopper; float16 and bfloat16, head dims up to 256."""
 
     name: str = "fa4"
+    rounded_gradients: bool = True  # in q's dtype, always: see `planning.narrow`
     features: frozenset[Feature] = frozenset(
         {
             Feature.GQA,
@@ -70,8 +74,8 @@ class Fa4Backend:
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
         d_qk, d_v = _forward_dims(q.shape[2], v.shape[2])
-        with _launch_lock, torch.cuda.device(q.device):
-            out, lse, *_ = _interface()._flash_attn_fwd(
+        with _launching("_flash_attn_fwd", q.device) as launch:
+            out, lse, *_ = launch(
                 _operand(q, d_qk),
                 _operand(k, d_qk),
                 _operand(v, d_v),
@@ -106,8 +110,8 @@ class Fa4Backend:
                 "max_seqlen_q": max(segments.max_q, _SEVERAL_BLOCKS),
                 "max_seqlen_k": max(segments.max_kv, _SEVERAL_BLOCKS),
             }
-        with _launch_lock, torch.cuda.device(q.device):
-            dq, dk, dv = _interface()._flash_attn_bwd(
+        with _launching("_flash_attn_bwd", q.device) as launch:
+            dq, dk, dv = launch(
                 _operand(q, d_qk),
                 _operand(k, d_qk),
                 _operand(v, d_v),
@@ -124,9 +128,18 @@ class Fa4Backend:
         return Gradients(trim(dq, q.shape[2]), trim(dk, q.shape[2]), trim(dv, v.shape[2]))
 
 
+@contextmanager
+def _launching(name: str, device: torch.device) -> Iterator[Callable[..., Any]]:
+    """One of the library's functions, for one thread at a time and on this device."""
+    library = _interface()
+    with _launch_lock, torch.cuda.device(device), says_when_it_compiles(library, name):
+        yield getattr(library, name)
+
+
 @cache
 def _interface() -> ModuleType:
     """The library, imported on first use: the import takes seconds."""
+    keep_on_disk()
     return importlib.import_module("flash_attn.cute.interface")
 
 

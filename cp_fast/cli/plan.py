@@ -31,7 +31,7 @@ def plan(
     seqlen_kv: Annotated[int | None, typer.Option(help="The same for keys where they differ.")] = None,
     batch: Annotated[int, typer.Option(help="Number of sequences of a bshd or sbhd batch.")] = 1,
     qkv_format: Annotated[str, typer.Option(help="bshd, sbhd or thd; thd where --seqlens is given, else bshd.")] = "",
-    layout: Annotated[str, typer.Option(help="dual_chunk or contiguous.")] = "dual_chunk",
+    layout: Annotated[str, typer.Option(help="dual_chunk, contiguous or balanced.")] = "dual_chunk",
     mask: Annotated[
         str, typer.Option(help="attn_mask_type: causal, no_mask, padding_causal_bottom_right, ...")
     ] = "causal",

@@ -35,11 +35,12 @@ from cp_fast.program import (
     Send,
     Sums,
 )
-from cp_ref.spec import Column, Problem, Room, position_columns, ranges
+from cp_ref.spec import Column, Problem, Room, planned_positions
 
 __all__ = ["Shape", "fit"]
 
 Item = TypeVar("Item")
+_PIECES = {"dual_chunk": 2, "contiguous": 1}  # of one sequence on one rank, at most
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ class Shape:
         lengths = problem.lengths
         if left < 0 or right < 0 or lengths.len_q != lengths.len_kv or lengths.slots_q != lengths.slots_kv:
             return unit
-        pieces = 2 if problem.layout == "dual_chunk" else 1
+        if problem.layout_name not in _PIECES:
+            return unit
+        pieces = _PIECES[problem.layout_name]
         return max(1, min(unit, self.room.max_sequences * pieces * (left + right)))
 
     def segments(self, keys: Any) -> int:
@@ -88,7 +91,7 @@ def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[LoweredProgram[An
         ValueError: it has a message, copy or launch that the shape does not have, or larger ones.
     """
     tables = PaddedTables()
-    positions = ranges(*position_columns(problem.layout, problem.lengths.slots_q, True, problem.cp_size, shape.rank))
+    positions = planned_positions(problem, shape.rank)
     ids = tables.add(pad(positions, shape.room.rows_q, 0))
     real = np.zeros(shape.room.rows_q, dtype=bool)
     real[draft.tables.numbers(draft.program.real_q_rows)] = True

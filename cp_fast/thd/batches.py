@@ -10,7 +10,8 @@ import torch
 from cp_fast.context import ContextParallel
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
 from cp_fast.kernels.checks import end_of, sizes_of
-from cp_fast.thd.slices import cut_batched, cut_packed
+from cp_fast.sharding import shard
+from cp_fast.thd.slices import cut_packed
 from cp_ref.common.thd import batches
 from cp_ref.common.thd.checks import check_room
 from cp_ref.spec import check_context
@@ -48,13 +49,16 @@ def pad_thd_sequences_for_cp(
 
 @batches.get_batch_on_this_cp_rank
 def get_batch_on_this_cp_rank(
-    batch: Mapping[str, Any], *, cp: ContextParallel, qkv_format: str, cu_seqlens_padded: torch.Tensor | None
+    batch: Mapping[str, Any],
+    *,
+    cp: ContextParallel,
+    qkv_format: str,
+    cu_seqlens_padded: torch.Tensor | None,
+    plan: Any,
 ) -> dict[str, Any]:
     check_context(cp, ContextParallel)
-    cut = batches.entries_to_cut(batch, qkv_format)
-    tensors = list(cut.values())
-    if qkv_format == "thd":
-        parts = cut_packed(tensors, cp, cu_seqlens_padded)
-    else:
-        parts = cut_batched(tensors, cp, qkv_format, cu_seqlens_padded)
-    return dict(batch) | dict(zip(cut, parts, strict=True))
+    if plan is None and qkv_format == "thd":  # lengths on a GPU are not read
+        return batches.cut_entries(batch, qkv_format, lambda xs: cut_packed(xs, cp, cu_seqlens_padded))
+    lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
+    in_format = qkv_format if plan is None else plan.problem.qkv_format
+    return batches.cut_entries(batch, in_format, lambda xs: [shard(x, cp=cp, **lengths) for x in xs])

@@ -12,27 +12,16 @@ from cp_fast.kernels.checks import end_of, sizes_of
 from cp_fast.thd.kinds import check_lengths
 from cp_ref.common.thd import checks
 from cp_ref.common.thd.checks import check_tail
-from cp_ref.spec import slice_axis, slice_spans
+from cp_ref.spec.slices import check_known
 
-__all__ = ["cut_batched", "cut_packed"]
-
-
-def cut_batched(
-    xs: Sequence[torch.Tensor], cp: ContextParallel, qkv_format: str, cu_seqlens_padded: torch.Tensor | None
-) -> list[torch.Tensor]:
-    """bshd and sbhd: each part is a span or two of the sequence axis."""
-    parts = []
-    for x in xs:
-        axis = slice_axis(x, qkv_format)
-        spans = slice_spans(cp.layout, cp.size, cp.rank, x.shape[axis], qkv_format, cu_seqlens_padded)
-        parts.append(torch.cat([x.narrow(axis, start, stop - start) for start, stop in spans or [(0, 0)]], axis))
-    return parts
+__all__ = ["cut_packed"]
 
 
 def cut_packed(
     xs: Sequence[torch.Tensor], cp: ContextParallel, cu_seqlens_padded: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """thd, all tensors in one launch for layout dual_chunk."""
+    check_known(cp.layout)
     if not xs:
         return []
     check_lengths("cu_seqlens_padded", cu_seqlens_padded)

@@ -40,7 +40,7 @@ class Request:
     seqlen_kv: Annotated[int | None, Option(help="The same for keys where they differ.")] = None
     batch: Annotated[int, Option(help="Number of sequences of a bshd or sbhd batch.")] = 1
     qkv_format: Annotated[str, Option(help="bshd, sbhd or thd; thd where --seqlens is given, else bshd.")] = ""
-    layout: Annotated[str, Option(help="Who owns which tokens: dual_chunk or contiguous.")] = "dual_chunk"
+    layout: Annotated[str, Option(help="Who owns which tokens: dual_chunk, contiguous or balanced.")] = "dual_chunk"
     mask: Annotated[str, Option(help="attn_mask_type: causal, no_mask, padding_causal_bottom_right, ...")] = "causal"
     window: Annotated[str, Option(help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1"
     heads_q: Annotated[int | None, Option(help="Query heads; 2 for each rank that exchanges heads.")] = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from cp_ref.spec import UNBOUNDED, Message, Problem, Step, Tiles, tile_pairs
+from cp_ref.spec import Message, Problem, Step, Tiles, Units, tile_pairs
 
 __all__ = [
     "BACKWARD",
@@ -54,6 +54,9 @@ _LAYOUT = {
     "dual_chunk": "each sequence is cut into {chunks} chunks; rank r has the chunks r and {last}-r. Under a causal "
     "mask an early chunk sees little and a late one much, so every rank gets the same work.",
     "contiguous": "rank r has the r-th of {ranks} equal parts.",
+    "balanced": "documents stay whole on one of the {ranks} ranks where they fit, and are cut where rows or work would "
+    "not be equal.",
+    "given": "who holds what was given as a table.",
 }
 
 _TRAVELS = {
@@ -68,17 +71,17 @@ _TRAVELS = {
 def about(problem: Problem) -> str:
     """What the problem's schedule does, in a few sentences."""
     said = _ABOUT[problem.cp_comm_type]
-    areas = problem.workload.areas
-    windowed = bool(((areas.lo > -UNBOUNDED) & (areas.hi < UNBOUNDED)).any())
-    if problem.cp_comm_type in ("p2p", "a2a+p2p") and windowed:
-        said += " As the window hides most keys, nothing goes round: rows that are seen come straight from their owner."
+    if problem.cp_comm_type in ("p2p", "a2a+p2p") and Units(problem.workload).sparse:
+        said += " As ranks see little of most others, nothing goes round: rows come straight from their owner."
     return said
 
 
 def layout_words(problem: Problem) -> str:
     """Who owns what."""
     size = problem.cp_size
-    return f"{problem.layout}: " + _LAYOUT[problem.layout].format(chunks=2 * size, last=2 * size - 1, ranks=size)
+    return f"{problem.layout_name}: " + _LAYOUT[problem.layout_name].format(
+        chunks=2 * size, last=2 * size - 1, ranks=size
+    )
 
 
 def legend(problem: Problem) -> str:

@@ -19,7 +19,9 @@ class ContextParallel:
         group: a torch.distributed ProcessGroup, a 1-D DeviceMesh, or one member of a `SimGroup`; for "a2a+p2p" a pair
             (a2a_group, p2p_group) of these (`member.split(a2a_size)`), or a 2-D DeviceMesh [p2p, a2a].
         cp_comm_type: "p2p" (ring attention), "all_gather", "a2a" (Ulysses) or "a2a+p2p".
-        layout: which rank owns which tokens: "dual_chunk" (balanced under causal masks) or "contiguous".
+        layout: which rank owns which tokens: "dual_chunk" (every sequence over all ranks, balanced under causal masks),
+            "contiguous" (equal stretches), or "balanced" (whole documents where they fit, equal work on all ranks;
+            decided by `make_plan`, whose plan `shard` and the like then take).
         backend: in `cp_fast`, "auto" takes the first kernel library that works here and has what the problem needs; a
             name ("fa4", "cudnn", "fa2", "cpu", "torch") takes that one and never another. `cp_ref` has only plain
             PyTorch, and takes "auto" alone.
@@ -28,7 +30,8 @@ class ContextParallel:
             the group with the rest. "total": the sum over the group already, the same on every rank; leave it out then.
 
     Attributes:
-        rank, size: this rank and the number of ranks.
+        rank: this rank, from 0.
+        size: the number of ranks.
         a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
         comm: the group as a `cp_ref.spec.Group`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ def make_plan(
     *,
     cp: ContextParallel,
     qkv_format: str = "bshd",
-    attn_mask_type: str = "causal",
+    attn_mask_type: str | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    areas: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     cu_seqlens_q_padded: torch.Tensor | None = None,
@@ -65,6 +67,7 @@ def make_plan(
     max_sequences: int | None = None,
     max_tokens_q: int | None = None,
     max_tokens_kv: int | None = None,
+    layout: torch.Tensor | Sequence[Sequence[int]] | None = None,
     schedule: Schedule | None = None,
 ) -> Plan:
     """Plan one batch. Collective: every rank calls it, and all of them find out here when their problems differ.
@@ -78,6 +81,10 @@ def make_plan(
         max_tokens_q, max_tokens_kv: with max_sequences; global, tails included: every rank's q (k, v) then has exactly
             max_tokens_q / cp_size rows. Default to what this batch needs; max_tokens_kv to max_tokens_q without
             `cu_seqlens_kv`.
+        layout: who holds which rows of this batch, instead of the context's layout: rows (rank, sequence, start, stop),
+            integers [n, 4], positions inside the sequences, padding included; every position has one rank. A rank's
+            slice has its rows in the order given, behind one another; all slices are as long as the longest. Give the
+            plan to `shard`, `unshard` and `position_ids`. For self-attention; in bshd and sbhd with a padding mask.
         schedule: for all ranks; any that `cp_ref.spec.verify` accepts for this problem, such as `Schedule.parse(text)`.
             By default the one that `cp_comm_type` names. Not with max_sequences.
 
@@ -148,18 +155,20 @@ def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, t
         check_flag(name, given[name])
     device = read_device(given["device"])
     sizes = Sizes(dtype=str(given["dtype"]).removeprefix("torch."), **{name: given[name] for name in _SIZES})
+    if isinstance(given["layout"], str):
+        raise ValueError(f"layout is {given['layout']!r}; a layout's name belongs to the ContextParallel, a table here")
     problem = read_call(cp, sizes, **{name: value for name, value in given.items() if name in OF_THE_PROBLEM})
     room = read_room(problem, given)
     return Agreement(problem, room, check_schedule(given["schedule"], problem, room, cp.comm)), device
 
 
-def read_call(cp: ContextParallel, sizes: Sizes, **arguments: Any) -> Problem:
+def read_call(cp: ContextParallel, sizes: Sizes, layout: Any = None, **arguments: Any) -> Problem:
     """The problem of one call; raises ValueError or TypeError. Sends nothing."""
     return read_problem(
         cp_size=cp.size,
         cp_comm_type=cp.cp_comm_type,
         a2a_size=cp.a2a_size,
-        layout=cp.layout,
+        layout=cp.layout if layout is None else layout,
         sizes=sizes,
         **arguments,
     )

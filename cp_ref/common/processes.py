@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_ref.spec import Group, PairGroup, Parcel, Pending
 
-__all__ = ["PeerError", "ProcessMember", "as_group", "during"]
+__all__ = ["PeerError", "ProcessMember", "as_group", "during", "under_way"]
 
 
 _GATHER_TAG = 2**27  # far above the tags of schedules
@@ -36,10 +37,27 @@ def during(what: str) -> Generator[None]:
         ...
     cp_ref.common.processes.PeerError: forward, step 1 of 3: rank 0: nothing came from rank 1
     """
+    before = _under_way.get()
+    _under_way.set((*before, what))
     try:
         yield
     except PeerError as error:
         raise PeerError(f"{what}: {error}") from error
+    finally:
+        _under_way.set(before)
+
+
+_under_way: ContextVar[tuple[str, ...]] = ContextVar("_under_way", default=())
+
+
+def under_way() -> str:
+    """What is being done in this thread, by `during`.
+
+    >>> with during("forward"), during("step 1 of 3"):
+    ...     under_way()
+    'forward: step 1 of 3'
+    """
+    return ": ".join(_under_way.get())
 
 
 class ProcessMember:
@@ -50,7 +68,7 @@ class ProcessMember:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._global = dist.get_process_group_ranks(group)
@@ -58,8 +76,8 @@ class ProcessMember:
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
         """Post all messages as one batch, so that NCCL runs them in one kernel and no order of ranks can block."""
-        ops = [dist.P2POp(dist.isend, p.tensor, self._global[p.peer], self._group, p.tag) for p in sends]
-        ops += [dist.P2POp(dist.irecv, p.tensor, self._global[p.peer], self._group, p.tag) for p in recvs]
+        ops = [dist.P2POp(dist.isend, p.tensor, self._global[p.peer], self.group, p.tag) for p in sends]
+        ops += [dist.P2POp(dist.irecv, p.tensor, self._global[p.peer], self.group, p.tag) for p in recvs]
         if not ops:
             return _Works("", [], ())
         here = f"global rank {self._global[self.rank]}"
@@ -75,11 +93,11 @@ class ProcessMember:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Reads from the device on NCCL: for plans, not for the hot path."""
-        if dist.get_backend(self._group) == "gloo":
+        if dist.get_backend(self.group) == "gloo":
             return self._gather(value)
         values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, group=self._group)  # pyright: ignore[reportUnknownMemberType]  # untyped
+            dist.all_gather_object(values, value, group=self.group)  # pyright: ignore[reportUnknownMemberType]  # untyped
         except RuntimeError as error:
             others = [rank for rank in self._global if rank != self._global[self.rank]]
             messages = [f"from one of the global ranks {others}"]

@@ -1,4 +1,4 @@
-"""`shard`, `unshard` and `position_ids`, declared; and how tensors of 8-bit floats are moved."""
+"""`shard`, `unshard` and `position_ids`, declared."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import torch
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import declare
+from cp_ref.common.plans import Plan
 
-__all__ = ["as_bytes", "as_was", "position_ids", "shard", "unshard"]
+__all__ = ["position_ids", "shard", "unshard"]
 
 
 @declare
 def shard(
-    x: torch.Tensor, *, cp: ContextParallel, qkv_format: str = "bshd", cu_seqlens_padded: torch.Tensor | None = None
+    x: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    qkv_format: str = "bshd",
+    cu_seqlens_padded: torch.Tensor | None = None,
+    plan: Plan | None = None,
 ) -> torch.Tensor:
     """This rank's slice of a global tensor that every rank has whole.
 
@@ -20,14 +26,18 @@ def shard(
         x: any tensor with the format's sequence axis: token ids [b, s] (bshd), activations [s, b, d] (sbhd), packed [t,
             ...] (thd).
         cp, qkv_format: as in `attention`.
-        cu_seqlens_padded: thd only, GLOBAL, int32 or int64 [b + 1]. Tokens behind the last of them are the tail: each
-            rank gets an equal part of it, after its own tokens.
+        cu_seqlens_padded: thd only, GLOBAL, int32 or int64 [b + 1]. Tokens behind the last of them are the tail, which
+            fills the slices up, after each rank's own tokens.
+        plan: says format, lengths and layout instead, of the query side; layout "balanced" needs it.
 
     Returns:
-        The slice, contiguous. Differentiable: the gradient of x is the slice's, in its place, and zero elsewhere.
+        The slice, contiguous, of ceil(t / cp_size) tokens in thd. Where s does not divide (by 2 * cp_size in
+        dual_chunk, by cp_size in the others) a sequence of bshd and sbhd is cut as if it were padded at its end until
+        it does. What a slice has no token for is zero. Differentiable: the gradient of x is the slice's, in its place,
+        and zero elsewhere.
 
     Raises:
-        ValueError: a length does not divide; it names the sequence, its length and the divisor.
+        ValueError, TypeError: lengths that do not fit x, are not the format's, or are given beside a plan.
 
     >>> from cp_ref import SimGroup
     >>> ids = torch.arange(8)[None]                                                # b 1, s 8: chunks 01 23 45 67
@@ -39,7 +49,13 @@ def shard(
 
 @declare
 def unshard(
-    x: torch.Tensor, *, cp: ContextParallel, qkv_format: str = "bshd", cu_seqlens_padded: torch.Tensor | None = None
+    x: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    qkv_format: str = "bshd",
+    cu_seqlens_padded: torch.Tensor | None = None,
+    seqlen: int | None = None,
+    plan: Plan | None = None,
 ) -> torch.Tensor:
     """The global tensor, on every rank, from every rank's slice: the inverse of `shard`. Collective.
 
@@ -49,7 +65,13 @@ def unshard(
 
     Args:
         x: this rank's slice, as `shard` gives it; alike on all ranks.
-        cp, qkv_format, cu_seqlens_padded: as in `shard`.
+        cp, qkv_format, cu_seqlens_padded, plan: as in `shard`.
+        seqlen: bshd and sbhd only: the global sequence length, where it does not divide. By default the result has
+            cp_size times the rows of x.
+
+    Returns:
+        The global tensor, in thd exactly the tokens of the sequences; with a tail, where slices are longer than these
+        need, cp_size times the rows of x.
 
     Raises:
         ValueError: the ranks' slices differ in shape or dtype (on every rank), or as `shard`.
@@ -75,33 +97,28 @@ def position_ids(
     seqlen: int | None = None,
     cu_seqlens_padded: torch.Tensor | None = None,
     device: torch.device | str | None = None,
+    plan: Plan | None = None,
+    rank: int | None = None,
 ) -> torch.Tensor:
-    """This rank's positions inside each sequence, for RoPE.
+    """A rank's positions inside each sequence, for RoPE.
 
     Args:
         cp, qkv_format: as in `attention`.
         seqlen: bshd and sbhd only: the global sequence length.
         cu_seqlens_padded: thd only: GLOBAL, int32 or int64 [b + 1].
-        device: where the positions are made; the CPU by default.
+        device: where the positions are made; by default the CPU, or the plan's.
+        plan: says format, lengths and layout instead; layout "balanced" needs it.
+        rank: whose positions; this rank's by default.
 
     Returns:
-        int64 [s/cp], or [t/cp] for thd (no tail).
+        int64, as many as a slice has rows: [s/cp] for bshd and sbhd, [t/cp] for thd, rounded up; 0 where thd has no
+        token. Of a plan in bshd or sbhd whose layout does not cut all sequences alike, [b, s/cp] or [s/cp, b].
 
     Raises:
-        ValueError, TypeError: the lengths are missing, do not divide or do not belong to the format.
+        ValueError, TypeError: the lengths are missing, or do not belong to the format.
 
     >>> from cp_ref import SimGroup
     >>> SimGroup(2).run(lambda member: position_ids(cp=ContextParallel(member), seqlen=8).tolist())
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     raise NotImplementedError
-
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as bytes, others as they are: not every operator that moves rows knows them."""
-    return x.detach().view(torch.uint8) if x.dtype.is_floating_point and x.element_size() == 1 else x
-
-
-def as_was(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of `as_bytes` as the dtype that they were."""
-    return x if x.dtype == dtype else x.view(dtype)

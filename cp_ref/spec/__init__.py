@@ -6,10 +6,11 @@ from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
 from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_owner, check_settled
 from cp_ref.spec.custom import check_schedule
 from cp_ref.spec.features import Feature, Unsupported, describe
-from cp_ref.spec.gathering import gathered_spans
+from cp_ref.spec.gathering import agreed_cut
 from cp_ref.spec.given import OFFSET_GRADS, check_placements, local_part, one_a_head
+from cp_ref.spec.given_areas import AreaRow, areas_of_rows
 from cp_ref.spec.group import Group, Parcel, Pending, agree, read_together
-from cp_ref.spec.layout import divisor
+from cp_ref.spec.layout import divisor, slice_rows
 from cp_ref.spec.mask import Band, Rect
 from cp_ref.spec.overlap import check_apart
 from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
@@ -19,12 +20,12 @@ from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFT
 from cp_ref.spec.report import RankCost, Report, message_bytes, report, tile_pairs
 from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
 from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, Program, Schedule, Step, Tiles, tag
-from cp_ref.spec.slices import position_columns, position_spans, position_spans_of, slice_axis, slice_spans
+from cp_ref.spec.slices import Cut, planned_positions, read_cut, read_positions, slice_axis
 from cp_ref.spec.table import Column, Table, joined, ranges
 from cp_ref.spec.units import Units
 from cp_ref.spec.values import check_choice, check_data, check_flag, read_count
 from cp_ref.spec.verify import InvalidSchedule, verify, verify_tables
-from cp_ref.spec.workload import Workload, areas_of, slot_fragments, workload_of
+from cp_ref.spec.workload import Workload, areas_of, workload_of
 
 __all__ = [
     "CP_COMM_TYPES",
@@ -38,9 +39,11 @@ __all__ = [
     "SOFTMAX_TYPES",
     "UNBOUNDED",
     "Agreement",
+    "AreaRow",
     "Areas",
     "Band",
     "Column",
+    "Cut",
     "Feature",
     "Fragments",
     "Group",
@@ -68,7 +71,9 @@ __all__ = [
     "Unsupported",
     "Workload",
     "agree",
+    "agreed_cut",
     "areas_of",
+    "areas_of_rows",
     "check_apart",
     "check_choice",
     "check_context",
@@ -85,7 +90,6 @@ __all__ = [
     "describe",
     "divisor",
     "dual_chunk",
-    "gathered_spans",
     "head_ranges",
     "joined",
     "local_part",
@@ -94,11 +98,11 @@ __all__ = [
     "message_bytes",
     "next_batch",
     "one_a_head",
-    "position_columns",
-    "position_spans",
-    "position_spans_of",
+    "planned_positions",
     "ranges",
     "read_count",
+    "read_cut",
+    "read_positions",
     "read_problem",
     "read_room",
     "read_sizes",
@@ -106,8 +110,7 @@ __all__ = [
     "report",
     "saved_kinds",
     "slice_axis",
-    "slice_spans",
-    "slot_fragments",
+    "slice_rows",
     "tag",
     "tile_pairs",
     "verify",

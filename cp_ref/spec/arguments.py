@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from operator import gt
 from typing import Any
 
-from cp_ref.spec.layout import check_divides
-from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
+from cp_ref.spec.given_areas import read_areas
+from cp_ref.spec.layout import check_layout, read_layout
+from cp_ref.spec.problem import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 from cp_ref.spec.values import check_choice, check_data, differences, read_count, read_lengths, read_number, read_window
 
 __all__ = ["DTYPES", "Sizes", "check_offset", "read_problem", "read_sizes"]
@@ -76,10 +77,11 @@ def read_problem(
     *,
     cp_size: int,
     cp_comm_type: str,
-    layout: str,
+    layout: Any,
     qkv_format: str,
-    attn_mask_type: str,
+    attn_mask_type: str | None,
     window_size: tuple[int, int],
+    areas: Any,
     cu_seqlens_q: Any,
     cu_seqlens_kv: Any,
     cu_seqlens_q_padded: Any,
@@ -94,8 +96,12 @@ def read_problem(
     `make_plan`.
     """
     check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
-    check_choice("layout", layout, LAYOUTS)
+    layout = read_layout(layout)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
+    window_size = read_window(window_size)
+    if areas is not None:
+        _check_alone(qkv_format, attn_mask_type, window_size)
+    attn_mask_type = "causal" if attn_mask_type is None else attn_mask_type
     check_choice("attn_mask_type", attn_mask_type, MASKS)
     check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
     check_choice("dtype", sizes.dtype, DTYPES)
@@ -109,9 +115,7 @@ def read_problem(
     }
     sequences = _packed(given, sizes) if qkv_format == "thd" else _batched(given, qkv_format, attn_mask_type, sizes)
     lengths = Sequences.of(sequences)
-    for slots in (lengths.slots_q, *(() if lengths.slots_kv is lengths.slots_q else (lengths.slots_kv,))):
-        check_divides(slots, layout, qkv_format != "thd", cp_size)
-    return Problem(
+    problem = Problem(
         cp_size=cp_size,
         sequences=sequences,
         cp_comm_type=cp_comm_type,
@@ -119,7 +123,8 @@ def read_problem(
         layout=layout,
         qkv_format=qkv_format,
         attn_mask_type=attn_mask_type,
-        window_size=read_window(window_size),
+        window_size=window_size,
+        areas=None if areas is None else read_areas(areas, sum(lengths.slots_q), sum(lengths.slots_kv)),
         heads_q=sizes.heads_q,
         heads_kv=sizes.heads_kv,
         d_qk=sizes.d_qk,
@@ -129,6 +134,8 @@ def read_problem(
         softmax_type=softmax_type,
         dtype=sizes.dtype,
     )
+    check_layout(problem)
+    return problem
 
 
 def check_offset(problem: Problem, softmax_offset: Any, q: Any) -> None:
@@ -153,6 +160,15 @@ def check_offset(problem: Problem, softmax_offset: Any, q: Any) -> None:
         raise ValueError(
             f"softmax_offset is on {softmax_offset.device} and q is on {q.device}; they must be on one device"
         )
+
+
+def _check_alone(qkv_format: str, attn_mask_type: str | None, window_size: tuple[int, int]) -> None:
+    """Areas are for packed buffers, and have all that a mask and a window say."""
+    if qkv_format != "thd":
+        raise ValueError(f"areas are given, but qkv_format is {qkv_format!r}; they are rows of packed buffers, 'thd'")
+    for name, value, none in (("attn_mask_type", attn_mask_type, None), ("window_size", window_size, (-1, -1))):
+        if value != none:
+            raise ValueError(f"{name} is {value!r}, but areas are given, which say who sees whom; leave one out")
 
 
 def _counted(sizes: Sizes) -> Sizes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from cp_ref.spec.arguments import Sizes, read_sizes
+from cp_ref.spec.layout import slice_rows
 from cp_ref.spec.problem import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem
 from cp_ref.spec.values import check_choice, read_number, read_window
 
@@ -15,7 +16,7 @@ __all__ = ["check_context", "check_local_tensors", "check_plan_owner", "check_se
 # what `attention` takes its arguments to be when the caller says nothing
 _DEFAULTS: dict[str, Any] = {
     "qkv_format": "bshd",
-    "attn_mask_type": "causal",
+    "attn_mask_type": None,
     "window_size": (-1, -1),
     "softmax_scale": None,
     "softcap": 0.0,
@@ -34,13 +35,16 @@ def check_context(cp: Any, kind: type) -> None:
 
 
 def check_plan_owner(problem: Problem, plan_rank: int, cp: Any) -> None:
-    """A plan is for the rank, the group size, the schedule and the layout that it was made with.
+    """A plan is for the rank, the group size, the schedule and the layout that it was made with (unless it was given a
+    table, which is the plan's alone).
 
     Raises:
         ValueError: `cp` is another.
     """
-    made = {"rank": plan_rank, "size": problem.cp_size, "cp_comm_type": problem.cp_comm_type, "layout": problem.layout}
+    made = {"rank": plan_rank, "size": problem.cp_size, "cp_comm_type": problem.cp_comm_type}
     made["a2a_size"] = problem.a2a_size
+    if isinstance(problem.layout, str):
+        made["layout"] = problem.layout
     for name, value in made.items():
         if getattr(cp, name, value) != value:
             raise ValueError(
@@ -52,8 +56,8 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
     """Arguments given beside a plan: each is left at its default, or says what the plan says.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the lengths that only the plan
-        may have.
+        ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the tensors of lengths or areas
+        that only the plan may have.
     """
     for name, value in arguments.items():
         if name in _DEFAULTS:
@@ -65,19 +69,19 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
                     f"{name} is {value!r}, but the plan was made for {settled!r}; leave it out beside a plan"
                 )
         elif value is not None:
-            raise ValueError(
-                f"{name} is given beside a plan, which has the lengths already; leave it out, or make a new plan"
-            )
+            raise ValueError(f"{name} is given beside a plan, which has its own; leave it out, or make a new plan")
 
 
 def _read(name: str, value: Any) -> Any:
     """One of the arguments in _DEFAULTS as a problem has it."""
     if name == "window_size":
         return read_window(value)
+    if value is None and name in ("attn_mask_type", "softmax_scale"):
+        return None
     if name in _CHOICES:
         check_choice(name, value, _CHOICES[name])
         return value
-    return None if value is None and name == "softmax_scale" else read_number(name, value, positive=name != "softcap")
+    return read_number(name, value, positive=name != "softcap")
 
 
 def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> None:
@@ -93,8 +97,8 @@ def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> 
             raise ValueError(
                 f"{name} of q, k, v is {getattr(got, name)}, but the plan was made for {getattr(wanted, name)}"
             )
-    for name, tensor, slots in (("q", q, problem.starts_q[-1]), ("k", k, problem.starts_kv[-1])):
-        rows = slots // problem.cp_size  # every rank holds as many
+    for name, tensor in (("q", q), ("k", k)):
+        rows = slice_rows(problem, "q" if name == "q" else "kv")
         shape = list(tensor.shape)
         if problem.qkv_format == "thd":
             if shape[0] < rows:
@@ -105,8 +109,8 @@ def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> 
             continue
         batch_axis, axis = (0, 1) if problem.qkv_format == "bshd" else (1, 0)
         batch = len(problem.sequences)
-        if shape[batch_axis] != batch or shape[axis] * batch != rows:
+        if shape[batch_axis] != batch or shape[axis] != rows:
             raise ValueError(
                 f"{name} has shape {shape}; rank {rank} of a group of {problem.cp_size} needs batch size {batch} and "
-                f"local sequence length {rows // batch if batch else 0}"
+                f"local sequence length {rows}"
             )

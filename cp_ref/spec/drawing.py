@@ -25,7 +25,6 @@ import numpy as np
 from cp_ref.spec.areas import UNBOUNDED, crop, pairs
 from cp_ref.spec.problem import Problem, Sequence
 from cp_ref.spec.schedule import Schedule
-from cp_ref.spec.workload import slot_fragments
 
 __all__ = ["Block", "Box", "Owner", "Part", "Plane", "Point", "area", "band_edge", "centre", "plane", "staircase"]
 
@@ -171,7 +170,7 @@ def _owners(problem: Problem, side: str, where: dict[int, tuple[int, int]]) -> t
     """Who owns the slots of these sequences; `where`: number -> (place in the plane, real tokens)."""
     owners: list[Owner] = []
     starts = np.array(problem.starts_q if side == "q" else problem.starts_kv)
-    slots = slot_fragments(problem, side)
+    slots = problem.slots.side(side)
     for seq, (offset, length) in where.items():
         first = int(starts[seq])
         for rank, start, stop, _ in slots.within(starts[seq : seq + 1], starts[seq + 1 : seq + 2]).rows():

@@ -28,12 +28,15 @@ class Feature(StrEnum):
     # layouts
     DUAL_CHUNK = "dual_chunk"
     CONTIGUOUS = "contiguous"
+    BALANCED = "balanced"
+    GIVEN_LAYOUT = "layout given as a table"
     # masks
     NO_MASK = "no_mask"
     CAUSAL = "causal"
     BOTTOM_RIGHT = "bottom_right"
     PADDING = "padding"
     WINDOW = "sliding window"
+    AREAS = "areas"
     CROSS_ATTENTION = "cross attention"
     # heads
     GQA = "GQA (h_q > h_kv)"

@@ -7,11 +7,9 @@ from hashlib import blake2b
 from typing import Any
 
 from cp_ref.spec.group import read_together
-from cp_ref.spec.slices import slice_axis, slice_spans
+from cp_ref.spec.slices import Cut, read_cut
 
-__all__ = ["gathered_spans"]
-
-Spans = list[tuple[int, int]]
+__all__ = ["agreed_cut"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,9 @@ class Gathering:
     x: tuple[tuple[int, ...], str]
     qkv_format: str
     layout: str
+    seqlen: int | None
     cu_seqlens_padded: tuple[int, ...] | None
+    problem: str | None  # the plan's
 
     @property
     def fingerprint(self) -> bytes:
@@ -29,9 +29,8 @@ class Gathering:
         return blake2b(str(self).encode()).digest()[:32]
 
 
-def gathered_spans(cp: Any, x: Any, qkv_format: str, cu_seqlens_padded: Any) -> tuple[int, list[Spans]]:
-    """The sequence axis, and the rows of the global axis that each rank's slice fills. Collective: all ranks get them,
-    or all raise.
+def agreed_cut(cp: Any, plan: Any, x: Any, qkv_format: str, cu_seqlens_padded: Any, seqlen: Any) -> Cut:
+    """How the tensor was cut of which every rank has a slice. Collective: all ranks get it, or all raise.
 
     Args:
         cp: a ContextParallel. The others: as in `unshard`.
@@ -40,12 +39,11 @@ def gathered_spans(cp: Any, x: Any, qkv_format: str, cu_seqlens_padded: Any) -> 
         ValueError, TypeError: an argument is wrong, here or on another rank, or not the same on all of them.
     """
 
-    def read() -> tuple[int, list[Spans], Gathering]:
-        axis = slice_axis(x, qkv_format)
-        size = x.shape[axis] * cp.size
-        spans = [slice_spans(cp.layout, cp.size, r, size, qkv_format, cu_seqlens_padded) for r in range(cp.size)]
+    def read() -> tuple[Cut, Gathering]:
+        cut = read_cut(cp, plan, x, qkv_format, cu_seqlens_padded, whole=False, seqlen=seqlen)
         lengths = None if cu_seqlens_padded is None else tuple(cu_seqlens_padded.tolist())
-        return axis, spans, Gathering((tuple(x.shape), str(x.dtype)), qkv_format, cp.layout, lengths)
+        of_plan = None if plan is None else plan.problem.fingerprint.hex()
+        shape = tuple(x.shape), str(x.dtype)
+        return cut, Gathering(shape, cut.qkv_format, cp.layout, seqlen, lengths, of_plan)
 
-    axis, spans, _ = read_together(cp.comm, read, lambda found: found[2])
-    return axis, spans
+    return read_together(cp.comm, read, lambda found: found[1])[0]

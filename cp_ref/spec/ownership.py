@@ -8,6 +8,9 @@ packed buffer from row `row` of its own buffer on. A layout is a maker of such t
     rank                       0 0 1 1 1 1 0 0    0 0 0 0 0 0 1 1 1 1  1  1
     row of the rank's buffer   0 1 0 1 2 3 2 3    0 1 2 3 4 5 0 1 2 3  4  5
 
+Every rank's buffer has as many rows, ceil(total / cp_size); what has no owner is tail. "balanced" has a file of its
+own, and a user's table is a layout too.
+
 Under a causal mask a late chunk sees much, so dual_chunk gives the rank of an early one the late one too: chunk c sees
 c and a half chunks, so chunks r and 2 * cp_size - 1 - r together see 2 * cp_size, on every rank.
 """
@@ -21,7 +24,7 @@ import numpy as np
 
 from cp_ref.spec.table import Column, Table, joined
 
-__all__ = ["Fragments", "Ownership", "contiguous", "dual_chunk", "grouped", "layout_fragments"]
+__all__ = ["Fragments", "Ownership", "contiguous", "dual_chunk", "grouped"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,56 +112,58 @@ _LINE = re.compile(r"rank (\d+) (q|kv)\[(\d+):(\d+)\] row (\d+)")
 
 
 def dual_chunk(starts: Column, cp_size: int) -> Fragments:
-    """Every sequence is cut in 2 * cp_size equal chunks; rank r holds chunk r and then chunk 2 * cp_size - 1 - r.
+    """Every sequence is cut in 2 * cp_size chunks; rank r holds chunk r and then chunk 2 * cp_size - 1 - r.
+
+    What is left of a length that does not divide goes to one rank after the other, a token each, and the next sequence
+    goes on where the last one ended: no rank holds more than one token more than another, all sequences together.
 
     Args:
-        starts: where each sequence begins in the global buffer, and where the last ends, [b + 1]; every length divides
-            by 2 * cp_size.
+        starts: where each sequence begins in the global buffer, and where the last ends, [b + 1].
 
     >>> list(dual_chunk(np.array([0, 8]), 2).rows())
     [(0, 0, 2, 0), (0, 6, 8, 2), (1, 2, 4, 0), (1, 4, 6, 2)]
+    >>> list(dual_chunk(np.array([0, 5, 6]), 2).rows())  # token 0 is left of the first, the second one is all left
+    [(0, 0, 2, 0), (0, 4, 5, 2), (1, 2, 3, 0), (1, 3, 4, 1), (1, 5, 6, 2)]
     """
-    chunk = np.diff(starts) // (2 * cp_size)
-    ranks = np.arange(cp_size, dtype=starts.dtype)
-    number = np.stack([ranks, 2 * cp_size - 1 - ranks], axis=1)[:, None, :]  # [rank, 1, early or late]
-    start = starts[:-1, None] + chunk[:, None] * number  # [rank, sequence, early or late]
-    row = (np.cumsum(2 * chunk) - 2 * chunk)[:, None] + chunk[:, None] * np.arange(2)  # [sequence, early or late]
-    return _fragments(start, chunk[:, None], row)
+    chunk, rest = np.divmod(np.diff(starts), 2 * cp_size)
+    first = (np.cumsum(rest) - rest) % cp_size  # the rank that gets the first token that is left
+    early, late = np.minimum(rest, cp_size), np.maximum(rest - cp_size, 0)  # of them, in the early and late chunks
+    rank = np.arange(cp_size + 1, dtype=starts.dtype)[:, None]
+
+    def before(count: Column) -> Column:
+        """How many of `count` tokens, given to ranks first, first + 1, ..., the ranks before each rank get."""
+        return np.clip(rank - first, 0, count) + np.clip(np.minimum(rank, first + count - cp_size), 0, None)
+
+    begin = starts[:-1] + rank * chunk + before(early)  # [rank + 1, sequence]: of the early chunk
+    end = starts[1:] - rank * chunk - before(late)  # of the late one
+    start, stop = np.stack([begin[:-1], end[1:]], axis=2), np.stack([begin[1:], end[:-1]], axis=2)
+    return _fragments(start, stop)
 
 
 def contiguous(starts: Column, cp_size: int) -> Fragments:
-    """Every stretch of the global buffer is cut in cp_size equal parts; rank r holds the r-th of each.
+    """Every stretch of the global buffer is cut in cp_size equal parts, of which the last ones are shorter where the
+    length does not divide; rank r holds the r-th of each.
 
     Args:
         starts: where each stretch begins, and where the last ends, [n + 1]: the sequences in bshd and sbhd, one stretch
-            in thd; every length divides by cp_size.
+            in thd.
 
     >>> list(contiguous(np.array([0, 4, 12]), 2).rows())
     [(0, 0, 2, 0), (0, 4, 8, 2), (1, 2, 4, 0), (1, 8, 12, 2)]
+    >>> list(contiguous(np.array([0, 7]), 3).rows())
+    [(0, 0, 3, 0), (1, 3, 6, 0), (2, 6, 7, 0)]
     """
-    part = np.diff(starts) // cp_size
+    part = -(-np.diff(starts) // cp_size)
     start = starts[:-1] + part * np.arange(cp_size, dtype=starts.dtype)[:, None]  # [rank, stretch]
-    return _fragments(start, part, np.cumsum(part) - part)
+    return _fragments(np.minimum(start, starts[1:]), np.minimum(start + part, starts[1:]))
 
 
-def layout_fragments(layout: str, starts: Column, packed: bool, cp_size: int) -> Fragments:
-    """Who holds which slots under a layout, by its name.
-
-    Args:
-        starts: where each sequence begins in the global buffer, padding included, and where the last ends, [b + 1].
-        packed: whether "contiguous" cuts the buffer as a whole (thd), or every sequence (bshd, sbhd).
-    """
-    if layout == "dual_chunk":
-        return dual_chunk(starts, cp_size)
-    return contiguous(starts[[0, -1]] if packed else starts, cp_size)
-
-
-def _fragments(start: Column, size: Column, row: Column) -> Fragments:
-    """Fragments from arrays whose first axis is the rank; empty ones are left out."""
-    rank = np.arange(len(start), dtype=start.dtype).reshape(-1, *[1] * (start.ndim - 1))
-    columns = (np.broadcast_to(x, start.shape).ravel() for x in (rank, start, start + size, row))
-    found = Fragments(*columns)
-    return found if len(size) and size.all() else found.take(found.start < found.stop)
+def _fragments(start: Column, stop: Column) -> Fragments:
+    """Fragments from arrays [rank, ...] in the order of the ranks' buffers; empty ones are left out."""
+    size = (stop - start).reshape(len(start), -1)
+    rank = np.repeat(np.arange(len(start), dtype=start.dtype), size.shape[1])
+    found = Fragments(rank, start.ravel(), stop.ravel(), (np.cumsum(size, axis=1) - size).ravel())
+    return found if size.all() else found.take(found.start < found.stop)
 
 
 def grouped(fragments: Fragments, size: int) -> Fragments:

@@ -11,10 +11,10 @@ Without a window the blocks travel round a ring. At step s unit u has the block 
 In the backward pass the gradients of a block travel one step behind it, collecting what each unit adds, and end at its
 owner.
 
-With a window on both sides a unit sees little of most blocks and nothing of many. Then every unit receives just the
-rows that it sees (the halo), straight from their owner: unit u hears from unit u - s at step s - 1, and its gradients
-of these rows go straight back. In both cases rows that nobody needs any more are not sent, and a tile that sees nothing
-is not computed.
+With a window on both sides, or documents that lie on a few units, a unit sees little of most blocks and nothing of
+many. Then every unit receives just the rows that it sees (the halo), straight from their owner: unit u hears from unit
+u - s at step s - 1, and its gradients of these rows go straight back. In both cases rows that nobody needs any more are
+not sent, and a tile that sees nothing is not computed.
 
 A unit is a rank; in `a2a+p2p` it is a group of ranks, and each rank of it takes part in a ring of its own with its
 heads.
@@ -80,7 +80,7 @@ def ring_programs(units: Units, member: RingMember) -> tuple[Program, Program]:
     tiles = tiles_of(sees, distance, count, member.q_heads)
     if count == 1:
         return (Step(tiles=tiles[0]),), (Step(tiles=tiles[0]),)
-    route = _halo(units, member.unit, sees, distance) if units.windowed else _ring(units, member.unit)
+    route = _halo(units, member.unit, sees, distance) if units.sparse else _ring(units, member.unit)
 
     def messages(kind: str, hop: Hop, h: int, step: int) -> tuple[Message, ...]:
         start, stop = hop.rows.of(h)

@@ -104,9 +104,11 @@ def _what(problem: Problem, view: Plane, chosen: list[int], size: int) -> str:
 
 def _chunk(problem: Problem, view: Plane) -> int:
     """The length at which ownership changes, where it is the same all along; else 1."""
-    if len(view.blocks) != 1 or (problem.layout == "contiguous" and problem.qkv_format == "thd"):
+    alike = problem.layout == "dual_chunk" or (problem.layout == "contiguous" and problem.qkv_format != "thd")
+    if len(view.blocks) != 1 or not alike:
         return 1
-    return max(view.blocks[0].sequence.slots_q // divisor(problem.layout, problem.cp_size), 1)
+    chunk, rest = divmod(view.blocks[0].sequence.slots_q, divisor(problem.layout, problem.cp_size))
+    return 1 if rest else max(chunk, 1)
 
 
 def _cell_size(view: Plane, chunk: int, room: int) -> int:

@@ -14,16 +14,18 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from cp_ref.spec.given_areas import AreaRow
 from cp_ref.spec.mask import Band, Rect
 from cp_ref.spec.sequences import Sequence, Sequences
 
 if TYPE_CHECKING:
+    from cp_ref.spec.ownership import Ownership
     from cp_ref.spec.workload import Workload
 
 __all__ = ["CP_COMM_TYPES", "LAYOUTS", "MASKS", "QKV_FORMATS", "SOFTMAX_TYPES", "Problem", "Sequence", "Sequences"]
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-LAYOUTS = ("dual_chunk", "contiguous")
+LAYOUTS = ("dual_chunk", "contiguous", "balanced")
 QKV_FORMATS = ("bshd", "sbhd", "thd")
 MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -34,7 +36,9 @@ class Problem:
     """One attention call over all ranks. Lengths in tokens, global (before sharding).
 
     `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` is what it comes to for a
-    sequence. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
+    sequence. `areas`, as the user gave them, stand instead of mask and window, which then have their defaults and mean
+    nothing. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
+    `layout` is one of `LAYOUTS`, or a table: rows (rank, sequence, start, stop), in the order of each rank's buffer.
 
     >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
     >>> p.band(p.sequences[0]), p.pairs
@@ -47,10 +51,11 @@ class Problem:
     sequences: Seq[Sequence]
     cp_comm_type: str = "p2p"
     a2a_size: int = 1
-    layout: str = "dual_chunk"
+    layout: str | tuple[tuple[int, int, int, int], ...] = "dual_chunk"
     qkv_format: str = "bshd"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] = (-1, -1)
+    areas: tuple[AreaRow, ...] | None = None
     heads_q: int = 1
     heads_kv: int = 1
     d_qk: int = 8
@@ -63,12 +68,12 @@ class Problem:
     @property
     def causal(self) -> bool:
         """Whether a query never sees a later key than its own (aligned) position."""
-        return "causal" in self.attn_mask_type
+        return self.areas is None and "causal" in self.attn_mask_type
 
     @property
     def bottom_right(self) -> bool:
         """Whether the diagonal is aligned to the last query and the last key."""
-        return self.attn_mask_type.endswith("bottom_right")
+        return self.areas is None and self.attn_mask_type.endswith("bottom_right")
 
     @property
     def scale(self) -> float:
@@ -105,6 +110,18 @@ class Problem:
         return workload_of(self)
 
     @cached_property
+    def slots(self) -> Ownership:
+        """Who holds which slots, padding included: the layout."""
+        from cp_ref.spec.layout import slots_of
+
+        return slots_of(self)
+
+    @property
+    def layout_name(self) -> str:
+        """The layout in a word: "given" for a table."""
+        return self.layout if isinstance(self.layout, str) else "given"
+
+    @cached_property
     def starts_q(self) -> tuple[int, ...]:
         """Where each sequence's query slots begin in the packed global buffer, and their total:
         `cu_seqlens_q_padded`.
@@ -117,7 +134,10 @@ class Problem:
         return tuple(accumulate(self.lengths.slots_kv, initial=0))
 
     def band(self, sequence: Sequence) -> Band:
-        """The visible pairs of one sequence (its real tokens), by DESIGN section 3."""
+        """The visible pairs of one sequence (its real tokens), by DESIGN section 3. Not with areas, which know no
+        sequences.
+        """
+        assert self.areas is None
         left, right = self.window_size
         if self.causal:
             right = 0
@@ -127,6 +147,8 @@ class Problem:
     @cached_property
     def pairs(self) -> int:
         """How many (query, key) pairs are visible, over all sequences; for each query head."""
+        if self.areas is not None:
+            return int(self.workload.areas.pairs.sum())
         return sum(self.band(s).count(Rect(0, s.len_q, 0, s.len_kv)) for s in self.sequences)
 
     def __str__(self) -> str:

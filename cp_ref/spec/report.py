@@ -10,7 +10,6 @@ from cp_ref.spec.areas import Areas, pairs
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.schedule import Message, Program, Schedule, Step, Tiles
 from cp_ref.spec.table import Column
-from cp_ref.spec.workload import slot_fragments
 
 __all__ = ["RankCost", "Report", "message_bytes", "report", "tile_pairs"]
 
@@ -49,7 +48,7 @@ class Report:
 
 def report(problem: Problem, schedule: Schedule) -> Report:
     """Count. The schedule is taken to be right: `verify` first."""
-    slots = slot_fragments(problem, "q")
+    slots = problem.slots.q
     tokens = np.bincount(slots.rank, slots.stop - slots.start, minlength=problem.cp_size).astype(np.int64).tolist()
     costs: list[RankCost] = []
     for rank, program in enumerate(schedule.forward):

@@ -1,24 +1,67 @@
-"""Which rows of a global tensor a rank's slice has, and at which positions they lie: what shard, unshard and
+"""Which rows of a global tensor each rank's slice has, and at which positions they lie: what shard, unshard and
 position_ids share.
+
+    x [7], dual_chunk of sequences of 4 and 3 on 2 ranks     with the zeros that fill up the slices: each rank's rows
+    a0 a1 a2 a3 b0 b1 b2                                     rank 0: a0 a3 b0 b2     rank 1: a1 a2 b1 0
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from cp_ref.spec.layout import check_divides
-from cp_ref.spec.ownership import Fragments, layout_fragments
-from cp_ref.spec.problem import QKV_FORMATS
-from cp_ref.spec.table import Column
+from cp_ref.spec.calls import check_plan_owner, check_settled
+from cp_ref.spec.layout import padded_to_cut, slice_rows, slots_of_lengths, starts_of
+from cp_ref.spec.ownership import Fragments
+from cp_ref.spec.problem import QKV_FORMATS, Problem
+from cp_ref.spec.table import Column, ranges
 from cp_ref.spec.values import check_choice, check_data, read_count, read_lengths
 
-__all__ = ["position_columns", "position_spans", "position_spans_of", "slice_axis", "slice_spans"]
+__all__ = ["Cut", "planned_positions", "read_cut", "read_positions", "slice_axis"]
 
-Span = tuple[int, int]
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """How a global tensor falls into slices, once zeros behind it have made it cp_size slices long.
+
+    Attributes:
+        fragments: who holds which rows; rows that nobody holds, and the zeros, are tail, which fills the slices up.
+        cp_size: the number of slices.
+        qkv_format: of the tensors.
+        size: rows of the global tensor's sequence axis.
+        rows: rows of each slice's.
+        batch: None where the sequence axis is cut, of all sequences alike; else the number of sequences, which are cut
+            as one buffer of rows.
+    """
+
+    fragments: Fragments
+    cp_size: int
+    qkv_format: str
+    size: int
+    rows: int
+    batch: int | None = None
+
+    def of(self, rank: int) -> Column:
+        """The rows of the lengthened tensor that a rank's slice has, in order.
+
+        >>> fragments = Fragments.of_rows([(0, 0, 1, 0), (0, 3, 5, 1), (0, 6, 7, 3), (1, 1, 3, 0), (1, 5, 6, 2)])
+        >>> Cut(fragments, 2, "thd", 7, 4).of(1).tolist()
+        [1, 2, 5, 7]
+        """
+        own = self.fragments.of(rank)
+        tail = np.arange(self._tails[rank], self._tails[rank + 1])
+        return np.append(ranges(own.start, own.stop - own.start), tail)
+
+    @cached_property
+    def _tails(self) -> Column:
+        """Where each rank's part of the tail begins, and the end of the last."""
+        held = np.bincount(self.fragments.rank, self.fragments.stop - self.fragments.start, self.cp_size)
+        held = held.astype(np.int64)
+        return np.append(0, np.cumsum((self.batch or 1) * self.rows - held)) + held.sum()
 
 
 def slice_axis(x: Any, qkv_format: str) -> int:
@@ -37,79 +80,132 @@ def slice_axis(x: Any, qkv_format: str) -> int:
     return axis
 
 
-def slice_spans(layout: str, cp_size: int, rank: int, size: int, qkv_format: str, cu_seqlens_padded: Any) -> list[Span]:
-    """The rows of the global sequence axis (of `size`) that `rank`'s slice has, in order, as half-open spans.
+def read_cut(
+    cp: Any, plan: Any, x: Any, qkv_format: str, cu_seqlens_padded: Any, *, whole: bool, seqlen: Any = None
+) -> Cut:
+    """How a tensor is cut, by a plan or by lengths.
+
+    Args:
+        cp: a ContextParallel. plan: a plan of its package, or None.
+        whole: whether x is the global tensor (shard), or a rank's slice (unshard).
+        seqlen: rows of the global tensor in bshd and sbhd, where x is a slice; None: as many as all slices have.
 
     Raises:
-        ValueError, TypeError: the lengths do not divide, do not fit `size`, or do not belong to the format.
-
-    >>> slice_spans("dual_chunk", 2, 0, 8, "bshd", None)
-    [(0, 2), (6, 8)]
+        ValueError, TypeError: lengths that are not the format's, do not fit x, or stand beside a plan, which has them;
+        a layout that only plans know.
     """
-    if qkv_format != "thd":
-        _refuse_lengths(qkv_format, cu_seqlens_padded)
-        return _spans(_fragments(layout, [size], False, cp_size, rank))
-    slots = _thd_slots(cu_seqlens_padded)
-    total = sum(slots)
-    tail, rest = divmod(size - total, cp_size)
-    if size < total or rest:
+    if plan is not None:
+        check_plan_owner(plan.problem, plan.rank, cp)
+        check_settled(plan.problem, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded, seqlen=seqlen)
+        return _by_plan(plan.problem, x, whole)
+    axis, count = slice_axis(x, qkv_format), x.shape[slice_axis(x, qkv_format)] * (1 if whole else cp.size)
+    check_known(cp.layout)
+    if qkv_format == "thd":
+        if seqlen is not None:
+            raise ValueError(f"seqlen is {seqlen!r}, but qkv_format 'thd' takes its lengths from cu_seqlens_padded")
+        slots = _thd_slots(cu_seqlens_padded)
+        fragments = slots_of_lengths(cp.layout, starts_of(slots), True, cp.size)
+        return _packed(fragments, -(-sum(slots) // cp.size), sum(slots), cp.size, count, whole)
+    _refuse_lengths(qkv_format, cu_seqlens_padded)
+    size = count if seqlen is None else read_count("seqlen", seqlen, at_least=0)
+    slots = padded_to_cut(size, cp.layout, cp.size)
+    if not whole and slots != count:
         raise ValueError(
-            f"x has {size} tokens and cu_seqlens_padded ends at {total}: the tail of {size - total} must be a "
-            f"non-negative multiple of cp_size = {cp_size}"
+            f"x has {x.shape[axis]} rows on axis {axis}, but layout {cp.layout!r} at cp_size {cp.size} cuts a sequence "
+            f"of {size} into slices of {slots // cp.size}"
         )
-    own = _spans(_fragments(layout, slots, True, cp_size, rank))
-    return [*own, (total + rank * tail, total + (rank + 1) * tail)]
+    fragments = slots_of_lengths(cp.layout, starts_of([slots]), False, cp.size)
+    return Cut(fragments, cp.size, qkv_format, size, slots // cp.size)
 
 
-def position_spans(
-    layout: str, cp_size: int, rank: int, qkv_format: str, seqlen: int | None, cu_seqlens_padded: Any
-) -> list[Span]:
-    """The positions inside their sequences of `rank`'s tokens, in order, as half-open spans.
+def _by_plan(problem: Problem, x: Any, whole: bool) -> Cut:
+    """The cut of tensors of the query side."""
+    axis, cp_size, rows = slice_axis(x, problem.qkv_format), problem.cp_size, slice_rows(problem, "q")
+    slots, count = problem.lengths.slots_q, x.shape[axis] * (1 if whole else problem.cp_size)
+    if problem.qkv_format == "thd":
+        return _packed(problem.slots.q, rows, sum(slots), cp_size, count, whole)
+    batch, wanted = len(slots), slots[0] if whole and len(slots) else rows
+    if x.shape[axis] != wanted:
+        raise ValueError(
+            f"x has shape {list(x.shape)}; of the plan's batch axis {axis} has {wanted} rows "
+            f"{'before' if whole else 'after'} sharding"
+        )
+    size = slots[0] if batch else count
+    if problem.layout in ("dual_chunk", "contiguous"):
+        fragments = slots_of_lengths(problem.layout, starts_of([rows * cp_size]), False, cp_size)
+        return Cut(fragments, cp_size, problem.qkv_format, size, rows)
+    if len(x.shape) < 2 or x.shape[1 - axis] != batch:
+        raise ValueError(f"x has shape {list(x.shape)}; axis {1 - axis} must have the plan's {batch} sequences")
+    return Cut(problem.slots.q, cp_size, problem.qkv_format, size, rows, batch)
+
+
+def _packed(fragments: Fragments, rows: int, total: int, cp_size: int, count: int, whole: bool) -> Cut:
+    """A packed buffer of `count` rows, of which `total` are sequences, which need slices of `rows` rows; or all slices
+    of one, which have a tail if they are longer than that.
+    """
+    if count < (total if whole else rows * cp_size):
+        has, of_which = (count, "") if whole else (count // cp_size, f", of which a slice has {rows}")
+        raise ValueError(
+            f"x has {has} tokens, but cu_seqlens_padded ends at {total}{of_which}; more is a tail, fewer is a mistake"
+        )
+    size = count if whole or count > rows * cp_size else total
+    return Cut(fragments, cp_size, "thd", size, max(rows, -(-count // cp_size)))
+
+
+def check_known(layout: str) -> None:
+    """Raise ValueError for a layout that the lengths alone do not decide."""
+    if layout == "balanced":
+        raise ValueError("plan is None, but layout 'balanced' is known to a plan alone; give plan=make_plan(...)")
+
+
+def read_positions(
+    cp: Any, plan: Any, qkv_format: str, seqlen: int | None, cu_seqlens_padded: Any, rank: int | None
+) -> Column:
+    """The position inside its sequence of each row of a rank's slice; the arguments are those of `position_ids`.
 
     Raises:
-        ValueError, TypeError: as `slice_spans`.
-
-    >>> position_spans("dual_chunk", 2, 1, "sbhd", 8, None)
-    [(2, 4), (4, 6)]
+        ValueError, TypeError: the lengths are missing, or not the format's; a layout that only plans know.
     """
+    whose: int = cp.rank if rank is None else read_count("rank", rank, at_least=0, at_most=cp.size - 1)
+    if plan is not None:
+        check_plan_owner(plan.problem, plan.rank, cp)
+        check_settled(plan.problem, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded, seqlen=seqlen)
+        return planned_positions(plan.problem, whose)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
+    check_known(cp.layout)
     if qkv_format != "thd":
         _refuse_lengths(qkv_format, cu_seqlens_padded)
         if seqlen is None:
             raise ValueError(f"seqlen is None; qkv_format {qkv_format!r} needs the global sequence length")
-        slots = [read_count("seqlen", seqlen, at_least=0)]
+        slots = [padded_to_cut(read_count("seqlen", seqlen, at_least=0), cp.layout, cp.size)]
     else:
         if seqlen is not None:
             raise ValueError(f"seqlen is {seqlen!r}, but qkv_format 'thd' takes its lengths from cu_seqlens_padded")
         slots = _thd_slots(cu_seqlens_padded)
-    return position_spans_of(layout, slots, qkv_format == "thd", cp_size, rank)
+    starts = starts_of(slots)
+    own = slots_of_lengths(cp.layout, starts, qkv_format == "thd", cp.size).of(whose)
+    return _positions(own, starts, -(-sum(slots) // cp.size))
 
 
-def position_spans_of(layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int) -> list[Span]:
-    """The positions inside their sequences of the slots that `rank` holds, for sequences of these slots."""
-    first, count = position_columns(layout, slots, packed, cp_size, rank)
-    return list(zip(first.tolist(), (first + count).tolist(), strict=True))
+def planned_positions(problem: Problem, rank: int) -> Column:
+    """The position inside its sequence of each query row of a rank's slice: [rows]; for layouts that cut the sequences
+    of bshd and sbhd differently, [b, rows] and [rows, b].
+    """
+    slots, rows = problem.lengths.slots_q, slice_rows(problem, "q")
+    if problem.qkv_format == "thd":
+        return _positions(problem.slots.q.of(rank), starts_of(slots), rows)
+    if problem.layout in ("dual_chunk", "contiguous"):
+        starts = starts_of([rows * problem.cp_size])
+        return _positions(slots_of_lengths(problem.layout, starts, False, problem.cp_size).of(rank), starts, rows)
+    found = _positions(problem.slots.q.of(rank), starts_of(slots), rows * len(slots)).reshape(len(slots), rows)
+    return found if problem.qkv_format == "bshd" else np.ascontiguousarray(found.T)
 
 
-def position_columns(layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int) -> tuple[Column, Column]:
-    """Position spans as columns: the first position of each span, and their number."""
-    starts = _starts(slots)
-    fragments = _fragments(layout, slots, packed, cp_size, rank).within(starts[:-1], starts[1:])
-    first = starts[np.searchsorted(starts, fragments.start, side="right") - 1]  # of the sequence that it is a part of
-    return fragments.start - first, fragments.stop - fragments.start
-
-
-def _fragments(layout: str, slots: Seq[int], packed: bool, cp_size: int, rank: int) -> Fragments:
-    check_divides(slots, layout, not packed, cp_size)
-    return layout_fragments(layout, _starts(slots), packed, cp_size).of(rank)
-
-
-def _starts(slots: Seq[int]) -> Column:
-    return np.append(0, np.cumsum(np.array(slots, dtype=np.int64)))
-
-
-def _spans(fragments: Fragments) -> list[Span]:
-    return list(zip(fragments.start.tolist(), fragments.stop.tolist(), strict=True))
+def _positions(own: Fragments, starts: Column, rows: int) -> Column:
+    own = own.within(starts[:-1], starts[1:])
+    first = starts[np.searchsorted(starts, own.start, side="right") - 1]  # of the sequence that it is a part of
+    found = ranges(own.start - first, own.stop - own.start)
+    return np.append(found, np.zeros(rows - len(found), dtype=found.dtype))
 
 
 def _refuse_lengths(qkv_format: str, cu_seqlens_padded: Any) -> None:

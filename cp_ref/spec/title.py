@@ -10,7 +10,13 @@ __all__ = ["title"]
 
 def title(problem: Problem, schedule: Schedule) -> str:
     """The problem in a few words."""
-    words = [schedule.name, f"cp_size {problem.cp_size}", problem.qkv_format, problem.layout, problem.attn_mask_type]
+    words = [
+        schedule.name,
+        f"cp_size {problem.cp_size}",
+        problem.qkv_format,
+        problem.layout_name,
+        problem.attn_mask_type,
+    ]
     if problem.window_size != (-1, -1):
         words.append(f"window {problem.window_size}")
     return ", ".join(words)

@@ -60,11 +60,25 @@ class Units:
         return (fragments if self.size == 1 else grouped(fragments, self.size)).sorted()
 
     @cached_property
-    def windowed(self) -> bool:
-        """Whether an area is bounded on both sides: units see little of most others, and what several of them see of a
-        block need not be one stretch.
+    def sparse(self) -> bool:
+        """Whether units see little of most others: an area is bounded on both sides, or lies on some units alone, so
+        that a ring would carry its keys by units that see none of them.
         """
-        return bool(((self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)).any())
+        windowed = (self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)
+        return bool(windowed.any()) or self._on_some_units
+
+    @property
+    def _on_some_units(self) -> bool:
+        """Whether an area has rows on several units, but not on all."""
+        areas, holds = self.areas, np.zeros((len(self.areas), self.count), dtype=bool)
+        for start, stop, rows in (
+            (areas.q_start, areas.q_stop, self.queries),
+            (areas.k_start, areas.k_stop, self.keys),
+        ):
+            area, n = joined(start, stop, rows.start, rows.stop)
+            holds[area, rows.rank[n]] = True
+        units = holds.sum(axis=1)
+        return bool(((units > 1) & (units < self.count)).any())
 
     def sees(self, unit: int) -> Sights:
         """The rectangles in which the queries of one unit see keys, of any unit."""

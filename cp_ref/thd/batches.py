@@ -53,11 +53,16 @@ def pad_thd_sequences_for_cp(
 
 @batches.get_batch_on_this_cp_rank
 def get_batch_on_this_cp_rank(
-    batch: Mapping[str, Any], *, cp: ContextParallel, qkv_format: str, cu_seqlens_padded: torch.Tensor | None
+    batch: Mapping[str, Any],
+    *,
+    cp: ContextParallel,
+    qkv_format: str,
+    cu_seqlens_padded: torch.Tensor | None,
+    plan: Any,
 ) -> dict[str, Any]:
     check_context(cp, ContextParallel)
-    cut = batches.entries_to_cut(batch, qkv_format)
-    return {
-        name: shard(cut[name], cp=cp, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded) if name in cut else x
-        for name, x in batch.items()
-    }
+    lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
+    if plan is None and cu_seqlens_padded is not None and qkv_format == "thd":
+        batches.check_lengths_divide(cp, cu_seqlens_padded)
+    in_format = qkv_format if plan is None else plan.problem.qkv_format
+    return batches.cut_entries(batch, in_format, lambda xs: [shard(x, cp=cp, **lengths) for x in xs])

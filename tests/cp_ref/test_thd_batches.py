@@ -112,7 +112,11 @@ def test_positions_without_a_batch_axis_in_sbhd() -> None:
             {"qkv_format": "thd", "cu_seqlens_padded": cumulative([8, 4])},
             r"lengths.*\[2\].*axis 0",
         ),
-        ({"tokens": torch.ones(2, 6)}, {}, "length 6.*needs a multiple of 2 \\* cp_size = 4"),
+        (
+            {"tokens": torch.ones(6)},
+            {"qkv_format": "thd", "cu_seqlens_padded": cumulative([6])},
+            "cu_seqlens_padded.*6.*layout 'dual_chunk' at cp_size 2.*4",
+        ),
         ({"tokens": torch.ones(8)}, {"qkv_format": "thd"}, "cu_seqlens_padded is None"),
         ({"tokens": torch.ones(2, 8)}, {"cu_seqlens_padded": cumulative([8])}, "cu_seqlens_padded is given"),
         ({"tokens": torch.ones(2, 8)}, {"qkv_format": "bhsd"}, "qkv_format is 'bhsd'"),

@@ -1,19 +1,25 @@
-"""cp_fast over NCCL, one process a GPU: the results of the simulated group, bit for bit."""
+"""cp_fast with a process for each GPU, over NCCL and through peers' memory: the simulated group's bits."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 import cp_fast
+from cp_fast.peers.exchange import PeerMessages
+from cp_fast.peers.group import Crossed
 from cp_ref import SimGroup, dense_attention
 from cp_ref.sim import SimMember
 
@@ -67,6 +73,9 @@ def play(group: Any, comm: str, arguments: dict[str, Any], layout: str) -> dict[
         deterministic=True,
         **arguments,
     )
+    if isinstance(group, dist.ProcessGroup | DeviceMesh):
+        by_copies = isinstance(plan.messages, PeerMessages | Crossed)
+        assert by_copies == (os.environ["CP_FAST_MESSAGES"] == "peers"), plan.messages
     out, lse = cp_fast.attention(q, k, v, cp=cp, plan=plan, deterministic=True, return_lse=True)
     out.backward(local["dout"])
     results = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad, "lse": lse.detach().t().contiguous()}
@@ -118,9 +127,13 @@ def worker(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("messages", ["group", "peers"])
 @pytest.mark.parametrize("size", [n for n in (2, 4, 8) if n <= GPUS] or [2])
-def test_nccl_gives_what_the_simulated_group_gives(size: int) -> None:
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+def test_processes_give_what_the_simulated_group_gives(
+    size: int, messages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("CP_FAST_MESSAGES", messages)  # which the processes inherit
     with tempfile.TemporaryDirectory() as folder:
         spawn(worker, args=(size, folder), nprocs=size)
         by_rank = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size)]
@@ -148,3 +161,53 @@ def test_nccl_gives_what_the_simulated_group_gives(size: int) -> None:
                 error = (simulated[0][name].cuda().double() - x).norm() / x.norm()
                 assert error < 6e-3, (comm, case, layout, name, error.item())
             number += 1
+
+
+def lonely(rank: int, store: str) -> None:
+    """Rank 1 plans, and is gone before it sends; rank 0 waits for its messages."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        device_id=torch.device("cuda", rank),
+        timeout=timedelta(seconds=8),
+    )
+    cp = cp_fast.ContextParallel(dist.group.WORLD, "p2p")
+    x = torch.randn(512, 8, 128, device="cuda", dtype=torch.bfloat16)
+    how: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_q": cumulative([1024])}
+    sizes: dict[str, Any] = {"heads_q": 8, "heads_kv": 8, "d_qk": 128, "d_v": 128, "dtype": x.dtype, "device": "cuda"}
+    plan = cp_fast.make_plan(**how, **sizes)
+    cp_fast.attention(x, x, x, cp=cp, plan=plan)
+    torch.cuda.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    out = cp_fast.attention(x, x, x, cp=cp, plan=plan)
+    print("a number:", out.float().sum().item(), flush=True)
+    os._exit(0)
+
+
+def test_a_killed_rank_is_named_in_time_and_no_number_comes_out() -> None:
+    code = "import sys; from tests.gpu.test_nccl import lonely; lonely(int(sys.argv[1]), sys.argv[2])"
+    environment = os.environ | {"CP_FAST_MESSAGES": "peers", "NCCL_NVLS_ENABLE": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", code]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(Path(folder) / "store")],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = ranks[0].communicate(timeout=100)[0]
+        finally:
+            for process in ranks:
+                process.kill()
+    assert "forward, step 0 of 2: global rank 0: messages with global rank 1 did not come through within 8 s" in said
+    assert "a number" not in said, said
+    assert ranks[0].returncode != 0, said

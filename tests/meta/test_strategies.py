@@ -17,7 +17,7 @@ from conformance.session import PROFILES, run_tier
 from conformance.strategies import CP_SIZES, cases
 from conformance.tensors import build, sequence_axis
 from conformance.tiers.probes import digits, visible_pairs
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, slot_fragments
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 from tests.meta.mutants import MUTANTS
 
 _QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": tuple(HealthCheck)}
@@ -199,7 +199,7 @@ def test_placement_agrees_with_the_specification_by_hand() -> None:
     p = Problem(2, (Sequence(7, 7, 8, 8), Sequence(4, 4, 4, 4)), qkv_format="thd", attn_mask_type="padding_causal")
     assert global_rows(p, "q", 4, 0) == (0, 1, 6, 7, 8, 11, 12, 13)
     assert global_rows(p, "q", 4, 1) == (2, 3, 4, 5, 9, 10, 14, 15)
-    assert len(slot_fragments(p, "q").of(0)) == 4
+    assert len(p.slots.q.of(0)) == 4
     case = Case(p, tail_q=4)
     assert where(case, "q", None, 7) == "sequence 0 padding slot 7 (rank 0)"
     assert where(case, "q", None, 9) == "sequence 1 query 1 (rank 1)"

@@ -68,7 +68,7 @@ def small_problems(draw: st.DrawFn, cp_sizes: Sequence[int] = (1, 2, 3, 4)) -> P
         draw(st.sampled_from(QKV_FORMATS)),
         draw(st.sampled_from(MASKS)),
     )
-    slots = st.integers(0, 2).map(lambda n: 2 * cp_size * n)
+    slots = draw(st.sampled_from([st.integers(0, 2).map(lambda n: 2 * cp_size * n), st.integers(0, 4 * cp_size)]))
     shape = draw(slots), draw(slots)
     sequences: list[Lengths] = []
     for _ in range(draw(st.integers(1, 3))):
@@ -77,12 +77,16 @@ def small_problems(draw: st.DrawFn, cp_sizes: Sequence[int] = (1, 2, 3, 4)) -> P
         len_q = slots_q if full else draw(st.integers(0, slots_q))
         len_kv = slots_kv if full else draw(st.integers(0, slots_kv))
         sequences.append(Lengths(len_q, len_kv, slots_q, slots_kv))
+    layout = draw(st.sampled_from(LAYOUTS))
+    if layout == "balanced":
+        mask = mask if fmt == "thd" or mask.startswith("padding") else "padding"
+        sequences = [Lengths(s.len_q, s.len_q, s.slots_q, s.slots_q) for s in sequences]
     heads_kv = draw(st.integers(1, 2))
     side = st.one_of(st.just(-1), st.integers(0, 9))
     return Problem(
         cp_size,
         tuple(sequences),
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=layout,
         qkv_format=fmt,
         attn_mask_type=mask,
         window_size=(draw(side), draw(side)),

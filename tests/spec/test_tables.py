@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.spec import UNBOUNDED, Areas, Fragments, Ownership, Problem, contiguous, dual_chunk, slot_fragments
+from cp_ref.spec import UNBOUNDED, Areas, Fragments, Ownership, Problem, contiguous, dual_chunk, slice_rows
 from cp_ref.spec.ownership import grouped
 from cp_ref.spec.table_pictures import areas_picture, ownership_picture
 from tests.spec.problems import problems
@@ -95,14 +95,18 @@ def test_texts_that_are_no_areas(text: str) -> None:
 @given(problems())
 def test_every_slot_has_one_owner_and_buffers_are_equal(problem: Problem) -> None:
     for side, starts in (("q", problem.starts_q), ("kv", problem.starts_kv)):
-        slots = slot_fragments(problem, side)
+        slots = problem.slots.side(side)
         rows = [row for _, start, stop, _ in slots.rows() for row in range(start, stop)]
         assert sorted(rows) == list(range(starts[-1]))
         for rank in range(problem.cp_size):
             local = [
                 row for _, start, stop, first in slots.of(rank).rows() for row in range(first, first + stop - start)
             ]
-            assert local == list(range(starts[-1] // problem.cp_size))
+            batch = 1 if problem.qkv_format == "thd" else len(problem.sequences)
+            assert local == sorted(set(local))
+            assert all(row < slice_rows(problem, side) * batch for row in local)
+            if problem.qkv_format == "thd" or problem.layout == "balanced":
+                assert local == list(range(len(local)))  # the tail comes last
 
 
 @given(problems())
@@ -110,7 +114,7 @@ def test_real_tokens_lie_where_their_slots_are(problem: Problem) -> None:
     for side, starts in (("q", problem.starts_q), ("kv", problem.starts_kv)):
         lengths = [s.len_q if side == "q" else s.len_kv for s in problem.sequences]
         real = {start + n for start, length in zip(starts, lengths, strict=False) for n in range(length)}
-        slots, owned = (_by_row(x) for x in (slot_fragments(problem, side), problem.workload.ownership.side(side)))
+        slots, owned = (_by_row(x) for x in (problem.slots.side(side), problem.workload.ownership.side(side)))
         assert owned == {row: place for row, place in slots.items() if row in real}
 
 

@@ -40,7 +40,7 @@ def demo(
     heads_kv: Annotated[int, typer.Option(help="Key and value heads.", min=1)] = 2,
     head_dim: Annotated[int, typer.Option(help="Head dim, even.", min=2)] = 64,
     dtype: Annotated[str, typer.Option(help="float32 on a CPU, bfloat16 on GPUs, unless said otherwise.")] = "",
-    layout: Annotated[str, typer.Option(help="dual_chunk or contiguous.")] = "dual_chunk",
+    layout: Annotated[str, typer.Option(help="dual_chunk, contiguous or balanced.")] = "dual_chunk",
     mask: Annotated[str, typer.Option(help="attn_mask_type, such as padding_causal or padding.")] = "padding_causal",
     window_size: Annotated[str, typer.Option("--window", help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
     cp_comm_type: Annotated[str, typer.Option(help="The schedule: p2p, all_gather, a2a or a2a+p2p.")] = "p2p",

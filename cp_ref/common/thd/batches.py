@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import declare
-from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_lengths, check_tensor
-from cp_ref.spec import QKV_FORMATS, check_choice
+from cp_ref.common.plans import Plan
+from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_divisible, check_lengths, check_tensor
+from cp_ref.spec import QKV_FORMATS, check_choice, divisor
 
-__all__ = ["check_padding", "entries_to_cut", "get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
+__all__ = ["check_padding", "cut_entries", "get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
 
 @declare
@@ -65,6 +66,7 @@ def get_batch_on_this_cp_rank(
     cp: ContextParallel,
     qkv_format: str = "bshd",
     cu_seqlens_padded: torch.Tensor | None = None,
+    plan: Plan | None = None,
 ) -> dict[str, Any]:
     """This rank's part of a batch: ids, labels, positions and loss mask cut as `shard` cuts q, k and v.
 
@@ -74,9 +76,11 @@ def get_batch_on_this_cp_rank(
     2. Its name begins with "cu_seqlens": passed on. Attention takes global lengths.
     3. A tensor [n] that may be positions without a batch axis and may as well be one value a sequence is refused: in
        bshd where n is the sequence length, in sbhd where it is the batch size too.
-    4. A tensor without the format's sequence axis (axis 1 of bshd [b, s, ...]; axis 0 of sbhd [s, ...] and thd
+    4. Its name ends with "position_ids" and it has the format's axes behind others: [..., b, s] in bshd, [..., s, b] in
+       sbhd, [..., t] in thd, such as mRoPE's [3, b, s] and [1, t]: cut along that axis.
+    5. A tensor without the format's sequence axis (axis 1 of bshd [b, s, ...]; axis 0 of sbhd [s, ...] and thd
        [t, ...]): passed on.
-    5. Every other tensor is cut, along that axis alone. Their sizes there must agree; where they do not (an attention
+    6. Every other tensor is cut, along that axis alone. Their sizes there must agree; where they do not (an attention
        mask [b, 1, s, s], lengths [b] in thd), nobody can tell which are sequences, and the batch is refused. Take such
        entries out, and put them back yourself.
 
@@ -84,13 +88,15 @@ def get_batch_on_this_cp_rank(
         batch: the global batch, whole on every rank.
         cp: the group and its layout.
         qkv_format: "bshd" for [b, s, ...], "sbhd" for [s, b, ...], "thd" for [t, ...].
-        cu_seqlens_padded: thd only: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1].
+        cu_seqlens_padded: thd only: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1], multiples of 2 *
+            cp_size in layout dual_chunk, their sum one of cp_size in contiguous.
+        plan: says format, lengths (of any size) and layout instead; layout "balanced" needs it.
 
     Returns:
         A new dict with the same keys in the same order.
 
     Raises:
-        ValueError, TypeError: rules 3 and 5, a length that does not divide, lengths that are not the format's.
+        ValueError, TypeError: rules 3 and 6, a length that does not divide, lengths that are not the format's.
 
     Megatron-LM: `get_batch_on_this_cp_rank`; TransformerEngine has a function of this name for thd.
 
@@ -129,13 +135,56 @@ def check_padding(
     _check_fill("padding_label_id", padding_label_id, labels)
 
 
-def entries_to_cut(batch: Any, qkv_format: Any) -> dict[str, torch.Tensor]:
-    """The entries of a batch that have the sequence axis, by the rules of `get_batch_on_this_cp_rank`."""
+def check_lengths_divide(cp: ContextParallel, cu_seqlens_padded: torch.Tensor) -> None:
+    """Raise ValueError where a length is not cut without a rest: without a plan ranks have equal chunks, as for
+    Megatron-LM and TransformerEngine.
+    """
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens_padded.device)
+    sizes = cu_seqlens_padded.diff() if cp.layout == "dual_chunk" else cu_seqlens_padded[-1:]
+    check_divisible(
+        "cu_seqlens_padded", sizes, divisor(cp.layout, cp.size), f"layout {cp.layout!r} at cp_size {cp.size}"
+    )
+
+
+def cut_entries(
+    batch: Any, qkv_format: Any, cut: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+) -> dict[str, Any]:
+    """The batch with the parts that `cut` gives of the entries that have the sequence axis, by the rules of
+    `get_batch_on_this_cp_rank`.
+    """
+    entries = _entries_to_cut(batch, qkv_format)
+    parts = zip(entries, cut(list(entries.values())), strict=True)
+    return dict(batch) | {name: _tokens_last(name, part, qkv_format) for name, part in parts}
+
+
+_AXES = {"bshd": 2, "sbhd": 2, "thd": 1}  # of tokens
+
+
+def _tokens_first(name: object, x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """The tensor with the format's axes before all others: positions have them at the end."""
+    others = _other_axes(name, x, qkv_format)
+    return x.movedim(tuple(range(others)), tuple(range(-others, 0)))
+
+
+def _tokens_last(name: object, x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """The inverse of `_tokens_first`."""
+    others = _other_axes(name, x, qkv_format)
+    return x.movedim(tuple(range(-others, 0)), tuple(range(others))).contiguous()
+
+
+def _other_axes(name: object, x: torch.Tensor, qkv_format: str) -> int:
+    return max(x.ndim - _AXES[qkv_format], 0) if str(name).endswith("position_ids") else 0
+
+
+def _entries_to_cut(batch: Any, qkv_format: Any) -> dict[str, torch.Tensor]:
+    """The entries that have the sequence axis, on the axis where the format has it."""
     _check_mapping(batch)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     axis = 1 if qkv_format == "bshd" else 0
     candidates = {
-        name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and not str(name).startswith("cu_seqlens")
+        name: _tokens_first(name, x, qkv_format)
+        for name, x in batch.items()
+        if isinstance(x, torch.Tensor) and not str(name).startswith("cu_seqlens")
     }
     cut = {name: x for name, x in candidates.items() if x.ndim > axis}
     _check_agreement(cut, axis, qkv_format)

@@ -1,0 +1,64 @@
+"""Where FlashAttention 4 keeps what it compiled: on disk, so that not every process compiles a shape class anew.
+
+The library can do that, and does not unless its variables say so. They are read when it is imported; what the user set
+stays. Its own folder inside holds what one release compiled, by a checksum of its sources.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic
+from types import ModuleType
+
+from cp_fast.build import Unavailable
+from cp_fast.build.cache import VARIABLE, root
+from cp_fast.build.trust import check_root
+from cp_fast.remarks import say_once
+
+__all__ = ["keep_on_disk", "kept_where", "says_when_it_compiles"]
+
+ENABLED, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+_NAME = "flash_attn_4"
+_LONG = 1.0  # seconds that no launch takes, and every compilation
+
+
+def keep_on_disk() -> None:
+    """Set the library's variables where the user has not: to a folder beside our own builds. Before it is imported."""
+    if ENABLED in os.environ or FOLDER in os.environ or "flash_attn.cute.cache_utils" in sys.modules:
+        return
+    with suppress(OSError, Unavailable):  # no home, or a folder that others could write to: it compiles as before
+        folder = root() / _NAME
+        folder.mkdir(parents=True, exist_ok=True)
+        check_root(root(), VARIABLE)
+        os.environ[ENABLED], os.environ[FOLDER] = "1", str(folder)
+
+
+def kept_where() -> str:
+    """Where compiled kernels are kept, in words.
+
+    >>> import os
+    >>> from unittest.mock import patch
+    >>> with patch.dict(os.environ, {ENABLED: "0"}):
+    ...     kept_where()
+    'nowhere: every process compiles anew (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is not 1)'
+    """
+    if os.environ.get(ENABLED) != "1":
+        return f"nowhere: every process compiles anew ({ENABLED} is not 1)"
+    return os.environ.get(FOLDER) or "the library's own folder of temporary files"
+
+
+@contextmanager
+def says_when_it_compiles(library: ModuleType, name: str) -> Iterator[None]:
+    """A launch by `library.name`: where it took a compilation, say so once."""
+    compiled = getattr(getattr(library, name), "compile_cache", None)
+    known = getattr(compiled, "cache", {})
+    before, began = len(known), monotonic()
+    yield
+    if len(known) > before and (took := monotonic() - began) > _LONG:
+        say_once(
+            f"FlashAttention 4 compiles its kernels on the first call of each shape class (the first one took "
+            f"{took:.0f} s); they are kept {'in ' if kept_where()[0] == '/' else ''}{kept_where()}"
+        )

@@ -1,0 +1,337 @@
+"""Which groups can reach their peers' memory, and the memory that their ranks share."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from cp_fast.peers.exchange import PeerMessages, Shared
+from cp_fast.peers.lanes import lane_sizes
+from cp_fast.peers.streams import CudaStreams, why_not_driver
+from cp_fast.peers.watch import Watch
+from cp_fast.remarks import say, say_once
+from cp_ref.common.processes import ProcessMember
+from cp_ref.spec import Group, PairGroup, Parcel, Pending, Problem
+
+__all__ = ["VARIABLE", "Crossed", "Messages", "carried_by", "carries", "messages_for", "why_not"]
+
+VARIABLE = "CP_FAST_MESSAGES"
+CHOICES = ("auto", "peers", "group")
+_WORDS = 4096  # bytes in front of the lanes, for words
+_SHARE = 16  # at most this part of a GPU's memory for the lanes of a group
+_GRACE = 10.0  # seconds that a process has to end by itself when a peer is lost
+_TRIAL = 20.0  # seconds that the trial of a new group may take
+
+Messages = Group  # what carries a plan's messages
+
+
+def carried_by() -> str:
+    """The choice, by the environment.
+
+    Raises:
+        ValueError: it names none.
+    """
+    choice = os.environ.get(VARIABLE) or CHOICES[0]
+    if choice not in CHOICES:
+        raise ValueError(f"{VARIABLE} is {choice!r}; it must be one of {', '.join(map(repr, CHOICES))}")
+    return choice
+
+
+def why_not() -> str | None:
+    """Why this machine's GPUs cannot read each other's memory by copy engines; None if they can, as far as one process
+    sees. Runs nothing on a GPU.
+    """
+    if (reason := why_not_driver()) is not None:
+        return reason
+    if not dist.is_nccl_available():
+        return "PyTorch was built without NCCL, which carries what peers' memory does not"
+    count = torch.cuda.device_count()
+    if count < 2:
+        return "PyTorch sees one GPU"
+    apart = [
+        (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
+    return f"GPU {apart[0][0]} cannot reach the memory of GPU {apart[0][1]}" if apart else None
+
+
+class _Facts(NamedTuple):
+    """What a rank says before anything is shared."""
+
+    choice: str
+    why_not: str | None
+    host: str
+    most: int  # bytes that it gives
+
+
+@dataclass
+class _Place:
+    """What is known of one group on this rank: why it cannot, or the memory that was last shared."""
+
+    why_not: str | None = None
+    most: int = 0
+    messages: PeerMessages | None = None
+    asked: tuple[int, ...] = ()  # the largest lanes that any plan asked for
+
+
+_places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+
+
+def carries(messages: Messages, comm: Group) -> bool:
+    """Whether they are messages of this group: a plan may be used with another one."""
+    return messages is comm or _names(messages) == _names(comm) != ()
+
+
+def _names(comm: Group) -> tuple[str, ...]:
+    """The process groups behind it; none for a user's own."""
+    if isinstance(comm, PairGroup):
+        return (*_names(comm.a2a), *_names(comm.p2p))
+    member = comm.group if isinstance(comm, PeerMessages) else comm
+    return (member.group.group_name,) if isinstance(member, ProcessMember) else ()
+
+
+def messages_for(comm: Group, problem: Problem, rows: tuple[int, int], device: torch.device) -> Messages:
+    """What carries the messages of a planner's schedule of this problem. Collective: all ranks call it at the same
+    place with the same problem, and all get the same answer.
+
+    Args:
+        rows: of q and of k and v on each rank, padding included.
+
+    Raises:
+        ValueError: ranks choose differently. RuntimeError: peers' memory was asked for, and cannot be had.
+    """
+    if device.type != "cuda" or problem.cp_size == 1:
+        return comm
+    if isinstance(comm, PairGroup):
+        across = _member_messages(comm.a2a, problem, rows, "heads", device)
+        along = _member_messages(comm.p2p, problem, rows, "ring", device)
+        return comm if across is comm.a2a and along is comm.p2p else Crossed(across, along)
+    way = {"p2p": "ring", "all_gather": "gather"}.get(problem.cp_comm_type, "heads")
+    return _member_messages(comm, problem, rows, way, device)
+
+
+def _member_messages(
+    member: Group, problem: Problem, rows: tuple[int, int], way: str, device: torch.device
+) -> Messages:
+    if not isinstance(member, ProcessMember) or member.size == 1 or not _on_gpus(member):
+        return member
+    place = _places.setdefault(member.group, _Place())
+    if place.most == 0 and place.why_not is None:
+        _meet(member, place)
+    if place.why_not is not None:
+        return member
+    sizes = lane_sizes(problem, rows, way, member.size)
+    asked = tuple(map(max, sizes, place.asked or sizes))
+    if asked != place.asked:
+        total = sum(asked)
+        fitting = asked if total <= place.most else tuple(s * place.most // total // 4096 * 4096 for s in asked)
+        _share(member, place, fitting, device)
+        place.asked = asked
+    return place.messages or member
+
+
+def _on_gpus(member: ProcessMember) -> bool:
+    """Whether the group's messages between GPUs are NCCL's."""
+    return "nccl" in str(dist.get_backend_config(member.group))
+
+
+def _meet(member: ProcessMember, place: _Place) -> None:
+    """Find out together whether all ranks can share memory; collective."""
+    error: Exception | None = None
+    try:
+        facts = _Facts(carried_by(), why_not(), socket.gethostname(), _most())
+    except ValueError as wrong:
+        error, facts = wrong, _Facts("", str(wrong), "", 0)
+    everyone = [_Facts(*x) for x in member.all_gather_object(tuple(facts))]
+    if error is not None:
+        raise error
+    if len({x.choice for x in everyone}) > 1:
+        raise ValueError(f"{VARIABLE} differs between ranks: {[x.choice for x in everyone]}")
+    reasons = [f"rank {rank}: {x.why_not}" for rank, x in enumerate(everyone) if x.why_not]
+    if len({x.host for x in everyone}) > 1:
+        reasons.append("the ranks are on several hosts")
+    place.most = min(x.most for x in everyone)
+    if facts.choice == "group":
+        place.why_not = f"{VARIABLE}=group"
+    elif reasons:
+        _refuse(place, reasons[0])
+
+
+def _most() -> int:
+    if not torch.cuda.is_available():
+        return 1
+    return max(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // _SHARE, 1)
+
+
+def _refuse(place: _Place, reason: str) -> None:
+    if carried_by() == "peers":
+        raise RuntimeError(f"{VARIABLE}=peers asks for messages through peers' memory, which cannot be had: {reason}")
+    place.why_not = reason
+    say_once(
+        f"messages go through NCCL kernels, slower than peers' memory ({reason}); {VARIABLE}=group takes them "
+        "without a word"
+    )
+
+
+def _share(member: ProcessMember, place: _Place, sizes: tuple[int, ...], device: torch.device) -> None:
+    """Share lanes of these sizes, and try them; collective. Plans that have the old ones keep them."""
+    with torch.cuda.device(device):
+        made, reason = _attempt(member, "sharing memory", lambda: _memory(sizes))
+        messages = None
+        if reason is None:
+            messages, reason = _attempt(member, "mapping the peers' memory", lambda: _messages(member, made, sizes))
+        if reason is None:
+            assert messages is not None
+            _, reason = _attempt(member, "the trial of it", lambda: _try(messages, device))
+        if reason is not None:
+            place.messages = None
+            _refuse(place, reason)
+            return
+        _first_messages(member, device)
+    place.messages = messages
+
+
+def _attempt(member: ProcessMember, what: str, act: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What `act` returns, or why it fails on some rank: the same on all of them."""
+    found, reason = None, None
+    try:
+        found = act()
+    except Exception as error:  # whatever it is, the ranks stay together
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    for rank, its in enumerate(member.all_gather_object(reason)):
+        if its is not None:
+            return None, f"{what} failed on rank {rank}: {its}"
+    return found, None
+
+
+def _memory(sizes: tuple[int, ...]) -> torch.Tensor:
+    from torch.distributed import _symmetric_memory as symmetric  # what it needs is not on every machine
+
+    made = symmetric.empty(_WORDS + sum(sizes), dtype=torch.uint8, device=torch.device("cuda"))
+    made[:_WORDS].zero_()
+    torch.cuda.synchronize()
+    return made
+
+
+def _messages(member: ProcessMember, memory: torch.Tensor, sizes: tuple[int, ...]) -> PeerMessages:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    before = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # nothing here needs it
+    try:
+        handle = symmetric.rendezvous(memory, member.group)
+    finally:
+        if before is None:
+            del os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"]
+    ranks = range(member.size)
+    buffers = [handle.get_buffer(rank, (memory.numel(),), torch.uint8, 0) for rank in ranks]
+    first = [x.data_ptr() for x in buffers]
+
+    def word(rank: int, number: int) -> int:
+        return first[rank] + 4 * number
+
+    here = member.rank
+    assert 8 * member.size <= _WORDS
+    shared = Shared(
+        [x[_WORDS:] for x in buffers],
+        ready=[word(here, sender) for sender in ranks],
+        ready_of=[word(receiver, here) for receiver in ranks],
+        done=[word(here, member.size + receiver) for receiver in ranks],
+        done_of=[word(sender, member.size + here) for sender in ranks],
+        sizes=sizes,
+        words=buffers[here][:_WORDS].view(torch.int32),
+        keeps=(handle, memory),
+    )
+    ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    seen = ended.numpy()
+    names = [f"global rank {rank}" for rank in dist.get_process_group_ranks(member.group)]
+    watch = Watch(names, here, _limit(member), lambda: int(seen[0]), ended.data_ptr(), _Stop(memory.device))
+    return PeerMessages(member, shared, CudaStreams(memory.device), watch)
+
+
+def _limit(member: ProcessMember) -> float:
+    """Seconds of the group's time-out."""
+    options: Any = member.group._get_backend(torch.device("cuda")).options
+    return options._timeout.total_seconds()
+
+
+class _Stop:
+    """Let everything on a GPU end in an error; and the process, where that does not free the host.
+
+    What it needs is made and loaded beforehand: while a stream waits, CUDA may load and allocate nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._never = torch.zeros((), dtype=torch.bool, device=device)
+        torch.ops.aten._assert_async.msg(~self._never, "cp_fast: loaded before it is needed")
+        torch.cuda.synchronize(device)
+
+    def __call__(self, complaint: str) -> None:
+        with suppress(RuntimeError), torch.cuda.stream(self._stream):
+            torch.ops.aten._assert_async.msg(self._never, f"cp_fast: {complaint}")
+        time.sleep(_GRACE)
+        say(f"the process did not end within {_GRACE:g} s of that, and is ended")
+        os.abort()
+
+
+def _try(messages: PeerMessages, device: torch.device) -> None:
+    """Send and receive a little, with other numbers each time, and wait for it; no stream is left waiting."""
+    others = [rank for rank in range(messages.size) if rank != messages.rank]
+    for turn in range(3):
+        sends, recvs = [], []
+        for peer in others:
+            mine = torch.arange(64, dtype=torch.int32, device=device) + 1000 * messages.rank + 100 * peer + turn
+            sends.append(Parcel(peer, 0, mine))
+            recvs.append(Parcel(peer, 0, torch.full((64,), -1, dtype=torch.int32, device=device)))
+        messages.exchange(sends, recvs).wait()
+        done = torch.cuda.current_stream().record_event()
+        until = time.monotonic() + _TRIAL
+        while not done.query():
+            if time.monotonic() > until:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    messages.release()
+                raise RuntimeError(f"nothing came within {_TRIAL:g} s")
+            time.sleep(1e-3)
+        for parcel in recvs:
+            expected = torch.arange(64, dtype=torch.int32, device=device)
+            expected += 1000 * parcel.peer + 100 * messages.rank + turn
+            if not torch.equal(parcel.tensor, expected):
+                raise RuntimeError(f"what came from rank {parcel.peer} is not what it sent")
+
+
+def _first_messages(member: ProcessMember, device: torch.device) -> None:
+    """One small message of the group's own between every two ranks: NCCL connects them now, and not while a CUDA graph
+    is captured.
+    """
+    others = [rank for rank in range(member.size) if rank != member.rank]
+    sends = [Parcel(peer, 0, torch.zeros(1, device=device)) for peer in others]
+    member.exchange(sends, [Parcel(peer, 0, torch.zeros(1, device=device)) for peer in others]).wait()
+
+
+class Crossed(PairGroup):
+    """Two groups that cross in this rank, at least one of them with messages through peers' memory."""
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
+        """Post each message in the group that its peer shares with this rank."""
+        (row_sends, column_sends), (row_recvs, column_recvs) = (self._split(x) for x in (sends, recvs))
+        posted = ((self.a2a, row_sends, row_recvs), (self.p2p, column_sends, column_recvs))
+        return _Both([group.exchange(out, back) for group, out, back in posted if out or back])
+
+
+class _Both:
+    def __init__(self, pending: list[Pending]) -> None:
+        self._pending = pending
+        self.by_copies = all(getattr(one, "by_copies", False) for one in pending)
+
+    def wait(self) -> None:
+        for one in self._pending:
+            one.wait()

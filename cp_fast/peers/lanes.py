@@ -1,0 +1,94 @@
+"""Where the bytes of each message lie, from one rank to another: a number that both ends know without asking.
+
+A lane is a ring of bytes in the sender's memory, for one receiver. All that goes to it in one exchange is one block.
+Both ends place the same blocks in the same order, so both know where each one lies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from cp_ref.spec import Problem
+
+__all__ = ["ALIGNMENT", "Lane", "Place", "lane_sizes", "rounded"]
+
+ALIGNMENT = 256  # bytes, of tensors in a block
+
+
+class Place(NamedTuple):
+    """A block: where it begins, its number (from 1), and the last number of those that lay there, 0 for none."""
+
+    start: int
+    number: int
+    over: int
+
+
+class Lane:
+    """One way between two ranks.
+
+    >>> lane = Lane(1000)
+    >>> [lane.place(400), lane.place(400), lane.place(300), lane.place(1001), lane.place(300)]
+    [Place(start=0, number=1, over=0), Place(start=400, number=2, over=0), Place(start=0, number=3, over=1), None, \
+Place(start=300, number=4, over=2)]
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._end = self._number = 0
+        self._lying: deque[tuple[int, int, int]] = deque()  # start, stop, number; the oldest first
+
+    def place(self, size: int) -> Place | None:
+        """The place of the next block; None for one that is larger than the lane, which is not counted."""
+        if size > self.size:
+            return None
+        over, start = 0, self._end
+        if start + size > self.size:
+            start = 0
+            while self._lying and self._lying[0][0] >= self._end:  # of the lap before, behind what is left free
+                over = self._lying.popleft()[2]
+        while self._lying and self._lying[0][0] < start + size and start < self._lying[0][1]:
+            over = self._lying.popleft()[2]
+        self._end, self._number = start + size, self._number + 1
+        self._lying.append((start, start + size, self._number))
+        return Place(start, self._number, over)
+
+
+def rounded(size: int) -> int:
+    """Bytes, rounded up to the alignment; not zero, so that every block lies somewhere.
+
+    >>> rounded(0), rounded(256), rounded(257)
+    (256, 256, 512)
+    """
+    return max(-(-size // ALIGNMENT), 1) * ALIGNMENT
+
+
+def lane_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int) -> tuple[int, ...]:
+    """Bytes of the lanes to the ranks at distance 1, 2, ...: what an exchange of a planner's schedule may send there.
+
+    It is the largest exchange where all ranks own equally many rows. Elsewhere one may be larger: then that one goes by
+    the group's own messages.
+
+    Args:
+        rows: of q and of k and v on a rank, padding included.
+        way: "ring" (a block and the gradients of another), "gather" (either of them) or "heads" (all kinds, for a
+            share of the heads).
+
+    >>> from cp_ref.spec import Problem
+    >>> sizes = dict(heads_q=4, heads_kv=2, d_qk=64, d_v=64, dtype="bfloat16", qkv_format="thd")
+    >>> problem = Problem(cp_size=2, cp_comm_type="p2p", sequences=((64, 64, 64, 64),), **sizes)
+    >>> [lane_sizes(problem, (32, 32), way, 2) for way in ("ring", "gather", "heads")]
+    [(57344,), (40960,), (25088,)]
+    """
+    element = {"float64": 8, "float32": 4}.get(problem.dtype, 2)
+    wide = max(element, 4)
+    q, kv = rows
+    head, slack = problem.d_qk + problem.d_v, 32 * ALIGNMENT
+    heads_kv = max(problem.heads_kv, problem.a2a_size)  # replicated where there are fewer than ranks
+    if way == "heads":
+        partial = wide if heads_kv > problem.heads_kv else element
+        sized = q * problem.heads_q * (max(problem.d_qk, problem.d_v) * element + 2 * wide)
+        return (rounded((sized + kv * heads_kv * head * partial) // ranks) + slack,) * (ranks - 1)
+    block = rounded(kv * heads_kv * head * (wide + (element if way == "ring" else 0)) + slack)
+    windowed = problem.window_size[0] >= 0
+    return (block,) * (ranks - 1) if way == "gather" or windowed else (block, *(0,) * (ranks - 2))

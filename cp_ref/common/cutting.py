@@ -1,0 +1,102 @@
+"""Global tensors and slices: how both packages cut the one, and put the others together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from cp_ref.common.collectives import all_gather, all_to_all
+from cp_ref.common.context import ContextParallel
+from cp_ref.common.devices import check_usable, read_device
+from cp_ref.spec import Column, Cut, read_positions
+
+__all__ = ["Guard", "gathered", "numbers", "positions_on", "slice_of"]
+
+Guard = Callable[[str], AbstractContextManager[None]]  # what a package wraps an exchange in, by what it is for
+
+
+def numbers(values: Column, device: torch.device) -> torch.Tensor:
+    """A column of integers on a device, int64."""
+    return torch.as_tensor(values, dtype=torch.int64).to(device)
+
+
+def slice_of(x: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+    """One rank's slice of a global tensor. Differentiable."""
+    axis, rows = _rows_of(cut), _lined_up(x, cut)
+    if (missing := cut.cp_size * cut.rows * (cut.batch or 1) - rows.shape[axis]) > 0:
+        shape = list(rows.shape)
+        shape[axis] = missing
+        rows = torch.cat([rows, rows.new_zeros(shape)], axis)
+    return _in_format(rows.index_select(axis, numbers(cut.of(rank), x.device)), cut)
+
+
+def gathered(x: torch.Tensor, cut: Cut, cp: ContextParallel, guard: Guard) -> torch.Tensor:
+    """The global tensor of which this rank has slice x. Collective, as its backward pass is."""
+    lined_up = _lined_up(x, cut)
+    index = [numbers(cut.of(rank), x.device) for rank in range(cp.size)]
+    whole = cast(Any, _Gather).apply(lined_up, cp, _rows_of(cut), index, guard)  # torch leaves apply untyped
+    return _in_format(whole.narrow(_rows_of(cut), 0, cut.size * (cut.batch or 1)), cut)
+
+
+def positions_on(device: torch.device | str | None, cp: ContextParallel, plan: Any, *lengths: Any) -> torch.Tensor:
+    """What `position_ids` gives; lengths: those of its arguments that `read_positions` takes."""
+    where = read_device(("cpu" if plan is None else plan.device) if device is None else device)
+    check_usable(where)
+    return numbers(read_positions(cp, plan, *lengths), where)
+
+
+class _Gather(torch.autograd.Function):
+    """Every rank's slice into its rows; backward: every rank's gradients of the own rows, added up in rank order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, cp: ContextParallel, axis: int, index: Sequence[torch.Tensor], guard: Guard
+    ) -> torch.Tensor:
+        ctx.cp, ctx.axis, ctx.index, ctx.guard = cp, axis, index, guard
+        shape = list(x.shape)
+        shape[axis] *= cp.size
+        whole = _as_bytes(x.new_empty(shape))
+        with guard("unshard"):
+            parts = all_gather(cp.comm, _as_bytes(x))
+        for rows, part in zip(index, parts, strict=True):
+            whole.index_copy_(axis, rows, part)
+        return whole if whole.dtype == x.dtype else whole.view(x.dtype)
+
+    @staticmethod
+    @once_differentiable  # which makes ctx positional-only
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        parts = [grads[0].index_select(ctx.axis, rows) for rows in ctx.index]
+        with ctx.guard("unshard, backward"):
+            total, *others = all_to_all(ctx.cp.comm, parts)
+        for other in others:
+            total = total + other
+        return total, None, None, None, None
+
+
+def _rows_of(cut: Cut) -> int:
+    """The axis of a lined-up tensor that has its rows."""
+    return 1 if cut.batch is None and cut.qkv_format == "bshd" else 0
+
+
+def _lined_up(x: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The tensor with all rows that are cut as one on one axis."""
+    if cut.batch is None:
+        return x
+    return (x if cut.qkv_format == "bshd" else x.transpose(0, 1)).flatten(0, 1)
+
+
+def _in_format(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The inverse of `_lined_up`, contiguous."""
+    if cut.batch is None:
+        return rows.contiguous()
+    x = rows.reshape(cut.batch, len(rows) // max(cut.batch, 1), *rows.shape[1:])
+    return (x if cut.qkv_format == "bshd" else x.transpose(0, 1)).contiguous()
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes, others as they are: not every operator that moves rows knows them."""
+    return x.detach().view(torch.uint8) if x.dtype.is_floating_point and x.element_size() == 1 else x

@@ -1,0 +1,253 @@
+"""The layout "balanced": every rank holds as many rows and computes as many visible pairs, and little travels.
+
+Ranks are filled one after the other. A rank has room for its share of the rows, and needs its share of the pairs.
+Documents lie in a line by their pairs a row (under a causal mask: by their lengths). A rank takes from all of it:
+
+    light                                     dense        1 whole documents, the densest first, as long as the lightest
+    [1][2][ 3 ][ 4  ][  5  ][   6    ][         7       ]    that fill the rank's rows keep it within its need
+    3  3  3                     1              [222222]    2 the late rows of a denser one, as many as are needed
+                                                           3 the lightest, until the rows are full; of the last one its
+                                                             early rows
+
+More rows from 2 and fewer from 3 are more pairs, so some number of rows meets the need to within a row. A whole
+document needs no message; late rows receive the document's rows before them, early rows receive none. What is left of
+a document is a document for the ranks that follow, and the last rank gets what is left of all: its share.
+
+Greedy, since equal rows and equal pairs at once is bin packing in two dimensions. Two things improve on it: where 1
+can go on or stop, and 2 can cut one document or another, the way that receives least is taken; and at the end the ranks
+of most and of fewest pairs share theirs anew by 2 and 3 until all are level. One document alone is cut into late and
+early rows for every rank, which is dual_chunk. Equal parts of the buffer ("contiguous") are taken where they are no
+worse: documents of equal lengths, and masks that see as much everywhere.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_ref.spec.areas import Areas, crop
+from cp_ref.spec.ownership import Fragments, contiguous
+from cp_ref.spec.table import Column, ranges
+
+__all__ = ["balanced", "pairs_before"]
+
+_CLOSE = 0.004  # of a rank's need: this much may be missing before a document is cut for it
+_CHOICES = 4  # so many documents, after so many of the whole ones, are tried as the one to cut; more gain little
+
+Spans = list[tuple[int, int]]
+
+
+class Part(NamedTuple):
+    """Rows [start, stop) of one document that no rank has yet; sorted by how many pairs a row of them sees."""
+
+    density: float
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """Their number."""
+        return self.stop - self.start
+
+
+def balanced(starts: Column, tokens: Column, areas: Areas, cp_size: int) -> Fragments:
+    """Who holds which rows, so that ranks have equal rows and equal visible pairs.
+
+    Args:
+        starts: where each document begins in the global buffer, and where the last ends, [b + 1].
+        tokens: how many real tokens each document begins with, [b]; its other rows are padding.
+        areas: who may see whom.
+
+    >>> starts, tokens = np.array([0, 6, 8, 10, 12]), np.array([6, 2, 2, 2])
+    >>> causal = Areas.of_rows([(a, b, a, b, -(2**40), 0) for a, b in ((0, 6), (6, 8), (8, 10), (10, 12))])
+    >>> list(balanced(starts, tokens, causal, 2).rows())  # rank 0 sees 6 + 3 + 3 + 1 of the 30 pairs, rank 1 the rest
+    [(0, 5, 11, 0), (1, 0, 5, 0), (1, 11, 12, 5)]
+    """
+    even = contiguous(starts[[0, -1]], cp_size)
+    if cp_size == 1 or not len(even):
+        return even
+    solver = _Solver(pairs_before(areas, int(starts[-1])), cp_size)
+    found = solver.level(solver.fill(solver.parts(starts, tokens)))
+    as_spans = [list(zip(own.start.tolist(), own.stop.tolist(), strict=True)) for own in map(even.of, range(cp_size))]
+    return even if solver.most_pairs(as_spans) <= solver.most_pairs(found) else _fragments(found)
+
+
+def pairs_before(areas: Areas, rows: int) -> Column:
+    """How many pairs the rows before each row of the buffer see, [rows + 1].
+
+    >>> pairs_before(Areas.parse("area q[0:3] k[0:3] band *:0"), 4).tolist()
+    [0, 1, 3, 6, 6]
+    """
+    q0, q1, k0, k1 = crop(*areas.columns)
+    count = np.maximum(q1 - q0, 0)
+    row = ranges(q0, count)
+    lo, hi, k0, k1 = (np.repeat(x, count) for x in (areas.lo, areas.hi, k0, k1))
+    seen = np.maximum(np.minimum(k1, row + hi + 1) - np.maximum(k0, row + lo), 0)
+    return np.append(0, np.cumsum(np.bincount(row, seen, rows).astype(np.int64)))
+
+
+def _fragments(ranks: list[Spans]) -> Fragments:
+    """Every rank's spans as one table, each rank's in the order of the global buffer; spans that touch are one."""
+    found: list[tuple[int, int, int, int]] = []
+    for rank, spans in enumerate(ranks):
+        row = 0
+        for start, stop in sorted(spans):
+            if found and found[-1][0] == rank and found[-1][2] == start:
+                found[-1] = (rank, found[-1][1], stop, found[-1][3])
+            else:
+                found.append((rank, start, stop, row))
+            row += stop - start
+    return Fragments.of_rows(found)
+
+
+class _Solver:
+    """Shares rows out among ranks by the pairs that they see."""
+
+    def __init__(self, before: Column, cp_size: int) -> None:
+        self.before, self.total, self.cp_size = memoryview(before.data), int(before[-1]), cp_size  # is quick to index
+
+    def pairs(self, start: int, stop: int) -> int:
+        """What rows [start, stop) see."""
+        return self.before[stop] - self.before[start]
+
+    def most_pairs(self, ranks: list[Spans]) -> int:
+        """What the rank with most pairs sees."""
+        return max(sum(self.pairs(*span) for span in spans) for spans in ranks)
+
+    def part(self, start: int, stop: int) -> Part:
+        """Rows of one document."""
+        return Part(self.pairs(start, stop) / (stop - start), start, stop)
+
+    def parts(self, starts: Column, tokens: Column) -> list[Part]:
+        """The tokens of each document, and its padding, which sees nothing; the lightest first."""
+        real = (starts[:-1] + tokens).tolist()
+        spans = [*zip(starts[:-1].tolist(), real, strict=True), *zip(real, starts[1:].tolist(), strict=True)]
+        return sorted(self.part(start, stop) for start, stop in spans if start < stop)
+
+    def fill(self, parts: list[Part]) -> list[Spans]:
+        """The spans of every rank, one rank after the other."""
+        rows, pairs = sum(part.rows for part in parts), self.total
+        ranks: list[Spans] = []
+        for left in range(self.cp_size, 0, -1):
+            room = -(-rows // left)
+            spans, parts = self.fill_rank(parts, room, pairs / left)
+            ranks.append(spans)
+            rows, pairs = rows - room, pairs - sum(self.pairs(*span) for span in spans)
+        return ranks
+
+    def fill_rank(self, parts: list[Part], room: int, need: float) -> tuple[Spans, list[Part]]:
+        """What one rank takes of the parts, and what is left of them."""
+        line, missing = _Line(self, parts), need * _CLOSE
+        whole: list[int] = []  # numbers of parts that are taken
+        stages: list[_Stage] = []
+        end, cut = len(parts), -1  # all from number `end` on are taken or do not fit
+
+        def fits(n: int) -> bool:
+            rest = room - parts[n].rows
+            return rest >= 0 and self.pairs(*parts[n][1:]) + line.first(rest) <= need
+
+        while room and need - line.first(room) > missing:  # the lightest alone see too little
+            if end and fits(end - 1):
+                n = end - 1
+            else:  # the densest of all that does not fit now never will: it is cut first
+                n = bisect_right(range(end), False, key=lambda n: not fits(n)) - 1 if whole else -1
+            first = n + 1 if whole or n >= 0 else end - 1
+            stages.append(_Stage(len(whole), room, need, range(first, min(first + _CHOICES, end))))
+            if n < 0 or parts[n].density * room < need:  # what fits from here on is too light
+                count, cut = self.best_cut(parts, line, stages[-_CHOICES:], missing)
+                room, need = stages[count].room, stages[count].need
+                del whole[count:]
+                break
+            whole.append(n)
+            room, need, end = room - parts[n].rows, need - self.pairs(*parts[n][1:]), n
+        taken = {*whole, cut}
+        others = [part for n, part in enumerate(parts) if n not in taken]
+        spans: Spans = [parts[n][1:] for n in whole]
+        more, left = _Line(self, others if cut < 0 else [*others, parts[cut]]).ends(room, need if cut >= 0 else 0)
+        return spans + more, left
+
+    def best_cut(self, parts: list[Part], line: _Line, stages: list[_Stage], missing: float) -> tuple[int, int]:
+        """After how many whole parts to stop, and the number of the part to cut then: what meets the need, and of those
+        the one that leaves least of the document before the cut, which its late rows receive.
+        """
+        found: list[tuple[float, int, int, int]] = []
+        for count, room, need, candidates in stages:
+            for n in candidates:
+                part = parts[n]
+
+                def pairs(late: int, part: Part = part, room: int = room) -> int:
+                    return self.pairs(part.stop - late, part.stop) + line.first(room - late)
+
+                late = bisect_right(range(min(part.rows, room) + 1), need, key=pairs) - 1
+                if late > 0:
+                    short = need - pairs(late)
+                    found.append((short if short > missing else 0, part.rows - late, count, n))
+        return min(found)[2:] if found else (stages[-1].whole, -1)
+
+    def level(self, ranks: list[Spans]) -> list[Spans]:
+        """The ranks of most and of fewest pairs share theirs anew, until none has much more than the mean."""
+        pairs = [sum(self.pairs(*span) for span in spans) for spans in ranks]
+        for _ in range(2 * self.cp_size):
+            most, fewest = pairs.index(max(pairs)), pairs.index(min(pairs))
+            if pairs[most] * self.cp_size <= self.total * (1 + _CLOSE):
+                break
+            both = pairs[most] + pairs[fewest]
+            line = _Line(self, sorted(self.part(*span) for span in ranks[most] + ranks[fewest]))
+            ranks[most], left = line.ends(sum(stop - start for start, stop in ranks[most]), both / 2)
+            ranks[fewest] = [part[1:] for part in left]
+            pairs[most] = sum(self.pairs(*span) for span in ranks[most])
+            pairs[fewest] = both - pairs[most]
+        return ranks
+
+
+class _Stage(NamedTuple):
+    """A rank with so many whole documents: what is left to fill, and which document could be cut for it."""
+
+    whole: int
+    room: int
+    need: float
+    candidates: range
+
+
+class _Line:
+    """Parts one behind the other, as one line of rows."""
+
+    def __init__(self, solver: _Solver, parts: list[Part]) -> None:
+        self.solver, self.parts = solver, parts
+        self.rows = list(accumulate((part.rows for part in parts), initial=0))
+        self.pairs = list(accumulate((solver.pairs(*part[1:]) for part in parts), initial=0))
+
+    def first(self, rows: int) -> int:
+        """What the first rows of the line see."""
+        n = bisect_right(self.rows, rows) - 1
+        if n >= len(self.parts):
+            return self.pairs[-1]
+        start = self.parts[n].start
+        return self.pairs[n] + self.solver.pairs(start, start + rows - self.rows[n])
+
+    def between(self, first: int, last: int) -> Spans:
+        """Rows first ... last - 1 of the line, as rows of the buffer."""
+        found: Spans = []
+        for n in range(max(bisect_right(self.rows, first) - 1, 0), len(self.parts)):
+            if self.rows[n] >= last:
+                break
+            shift = self.parts[n].start - self.rows[n]
+            span = max(first, self.rows[n]) + shift, min(last, self.rows[n + 1]) + shift
+            found += [span] if span[0] < span[1] else []
+        return found
+
+    def ends(self, room: int, need: float) -> tuple[Spans, list[Part]]:
+        """`room` rows from both ends of the line that see what is needed, to within a row, and what is left."""
+        total, all_rows = self.pairs[-1], self.rows[-1]
+
+        def pairs(last: int) -> int:
+            return total - self.first(all_rows - last) + self.first(room - last)
+
+        last = max(bisect_right(range(room + 1), need, key=pairs) - 1, 0)
+        left = self.between(room - last, all_rows - last)
+        return self.between(0, room - last) + self.between(all_rows - last, all_rows), sorted(
+            self.solver.part(*span) for span in left
+        )

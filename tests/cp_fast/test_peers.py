@@ -1,0 +1,265 @@
+"""Messages through peers' memory: the protocol between threads, whose words and memory are tensors on a CPU."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import cp_fast
+from cp_fast.packing import Packing
+from cp_fast.peers.exchange import PeerMessages, Shared
+from cp_fast.peers.group import carried_by
+from cp_fast.peers.lanes import lane_sizes
+from cp_fast.peers.watch import Watch
+from cp_fast.plan import lowered
+from cp_ref import SimGroup
+from cp_ref.common.processes import PeerError, during
+from cp_ref.spec import Parcel, Problem, make_program, saved_kinds
+from cp_ref.spec import Sequence as Lengths
+from tests.spec.problems import problems
+
+PATIENCE = 20.0  # seconds that a thread waits before the test fails
+
+
+class Host:
+    """What the ranks of a job have in common."""
+
+    def __init__(self, size: int, sizes: tuple[int, ...]) -> None:
+        self.size, self.sizes = size, sizes
+        self.changed = threading.Condition()
+        self.lanes = [torch.full((sum(sizes),), 255, dtype=torch.uint8) for _ in range(size)]
+        self.words = [torch.zeros(2 * size, dtype=torch.int32) for _ in range(size)]
+        self.queues: dict[Any, SimpleQueue[Any]] = {}
+        self.by_group: list[int] = []  # peers of the group's own messages
+
+    def queue(self, *key: Any) -> SimpleQueue[Any]:
+        with self.changed:
+            return self.queues.setdefault(key, SimpleQueue())
+
+
+class Streams:
+    """Every operation is done at once, in the rank's thread; before each, other ranks may run ahead."""
+
+    def __init__(self, host: Host, rank: int) -> None:
+        self._host, self._random = host, random.Random(rank)
+        self.captures = False
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def signal(self, *words: tuple[torch.Tensor, int]) -> None:
+        time.sleep(self._random.choice([0.0, 0.0, 2e-3]))
+        with self._host.changed:
+            for word, number in words:
+                word.fill_(number)
+            self._host.changed.notify_all()
+
+    def wait(self, word: torch.Tensor, number: int) -> None:
+        with self._host.changed:
+            assert self._host.changed.wait_for(lambda: int(word) >= number, PATIENCE), "a word was waited for in vain"
+
+    def aside(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def mark(self) -> None:
+        return None
+
+    def join(self, mark: None) -> None:
+        pass
+
+
+class Wires:
+    """The group's own messages, by queues."""
+
+    def __init__(self, host: Host, rank: int) -> None:
+        self._host, self.rank, self.size = host, rank, host.size
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Wires:
+        self._host.by_group += [parcel.peer for parcel in sends]
+        for peer, tag, x in sends:
+            self._host.queue(self.rank, peer, tag).put(x.clone())
+        for peer, tag, x in recvs:
+            x.copy_(self._host.queue(peer, self.rank, tag).get(timeout=PATIENCE))
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        for peer in range(self.size):
+            self._host.queue(self.rank, peer, "object").put(value)
+        return [self._host.queue(peer, self.rank, "object").get(timeout=PATIENCE) for peer in range(self.size)]
+
+
+def member(host: Host, rank: int) -> PeerMessages:
+    """One rank's place."""
+
+    def word(where: int, number: int) -> torch.Tensor:
+        return host.words[where][number : number + 1]
+
+    ranks, ended = range(host.size), torch.zeros(1, dtype=torch.int32)
+    shared = Shared(
+        host.lanes,
+        [word(rank, sender) for sender in ranks],
+        [word(receiver, rank) for receiver in ranks],
+        [word(rank, host.size + receiver) for receiver in ranks],
+        [word(sender, host.size + rank) for sender in ranks],
+        host.sizes,
+        host.words[rank],
+    )
+    watch = Watch([f"rank {n}" for n in ranks], rank, 600, lambda: int(ended), ended, lambda why: None)
+    return PeerMessages(Wires(host, rank), shared, Streams(host, rank), watch)
+
+
+def run(host: Host, fn: Callable[[PeerMessages], Any]) -> list[Any]:
+    """fn of every rank, in threads."""
+    results: list[Any] = [None] * host.size
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = fn(member(host, rank))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(host.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def content(sender: int, receiver: int, number: int, n: int, size: int) -> torch.Tensor:
+    return (torch.arange(size) * 7 + 1000 * sender + 100 * receiver + 10 * number + n).to(torch.float32)
+
+
+@pytest.mark.parametrize("room", [1024, 5000, 100_000])
+def test_what_is_pulled_is_what_was_sent_whatever_fits_into_a_lane(room: int) -> None:
+    """Random messages of three ranks, one of which runs ahead; what does not fit goes by the group."""
+    draw = random.Random(room)
+    pairs = [(s, r) for s in range(3) for r in range(3) if s != r]
+    rounds = [
+        {pair: [draw.choice([0, 3, 200, 700]) for _ in range(draw.choice([0, 1, 3]))] for pair in pairs}
+        for _ in range(25)
+    ]
+    for sizes in rounds[::2]:  # rounds in which rank 0 sends only
+        sizes.update({pair: [] for pair in pairs if pair[1] == 0})
+    host = Host(3, (room, room))
+
+    def one(messages: PeerMessages) -> None:
+        me = messages.rank
+        for number, sizes in enumerate(rounds):
+            sends, recvs, expected = [], [], []
+            for (sender, receiver), lengths in sizes.items():
+                for n, size in enumerate(lengths):
+                    x = content(sender, receiver, number, n, size)
+                    if sender == me:
+                        sends.append(Parcel(receiver, n, x))
+                    if receiver == me:
+                        recvs.append(Parcel(sender, n, torch.full_like(x, -1)))
+                        expected.append(x)
+            messages.exchange(sends, recvs).wait()
+            for parcel, x in zip(recvs, expected, strict=True):
+                assert torch.equal(parcel.tensor, x), (me, number, parcel.peer, parcel.tag)
+
+    run(host, one)
+    assert bool(host.by_group) == (room < 9000)
+
+
+def attend(group: Any, comm: str, window: int) -> list[torch.Tensor]:
+    cp = cp_fast.ContextParallel(group, comm)
+    draw = torch.Generator().manual_seed(cp.rank)
+    q, k, v, dout = (torch.randn(1, 16, h, 8, generator=draw) for h in (6, 3, 3, 6))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = cp_fast.attention(*leaves, cp=cp, window_size=(window, 0))
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("window", [-1, 9])
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
+def test_attention_has_the_bits_of_the_simulated_group(comm: str, window: int) -> None:
+    ways = {"p2p": "ring", "all_gather": "gather", "a2a": "heads"}
+    sizes: dict[str, Any] = {"heads_q": 6, "heads_kv": 3, "d_qk": 8, "d_v": 8, "dtype": "float32"}
+    problem = Problem(
+        cp_size=3, cp_comm_type=comm, sequences=(Lengths(48, 48, 48, 48),), window_size=(window, 0), **sizes
+    )
+    host = Host(3, lane_sizes(problem, (16, 16), ways[comm], 3))
+    found = run(host, lambda messages: attend(messages, comm, window))
+    expected = SimGroup(3).run(lambda sim: attend(sim, comm, window))
+    for mine, its in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, its))
+    assert not host.by_group, "the lanes of a planner's schedule have room for all of it"
+
+
+def test_a_captured_exchange_goes_by_the_group() -> None:
+    host = Host(2, (4096,))
+
+    def one(messages: PeerMessages) -> None:
+        messages._streams.captures = True  # type: ignore[attr-defined]
+        x, box = torch.full((3,), float(messages.rank)), torch.empty(3)
+        messages.exchange([Parcel(1 - messages.rank, 0, x)], [Parcel(1 - messages.rank, 0, box)]).wait()
+        assert box.tolist() == [1.0 - messages.rank] * 3
+
+    run(host, one)
+    assert sorted(host.by_group) == [0, 1]
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_both_ends_cut_their_messages_into_the_same_steps(problem: Problem) -> None:
+    """Which is what a lane's two ends rest on: a block is all that goes to a rank in one step."""
+    programs = [
+        lowered(Packing(problem), rank, make_program(problem, rank), saved_kinds(problem)).program
+        for rank in range(problem.cp_size)
+    ]
+    for name in ("forward", "backward"):
+        sent: dict[Any, list[int]] = {}
+        received: dict[Any, list[int]] = {}
+        for rank, program in enumerate(programs):
+            for number, step in enumerate(getattr(program, name)):
+                for send in step.sends:
+                    for peer, tag in zip(send.peers, send.tags, strict=True):
+                        sent.setdefault((number, rank, peer), []).append(tag)
+                for send in step.result_sends:
+                    sent.setdefault((number, rank, send.peer), []).append(send.tag)
+                for recv in (*step.recvs, *step.result_recvs):
+                    received.setdefault((number, recv.peer, rank), []).append(recv.tag)
+        assert {key: sorted(tags) for key, tags in sent.items()} == {
+            key: sorted(tags) for key, tags in received.items()
+        }
+
+
+def test_a_peer_that_does_not_answer_is_named_and_ends_everything() -> None:
+    ended, word, said = [0], torch.zeros(1, dtype=torch.int32), list[str]()
+    watch = Watch(["global rank 4", "global rank 6"], 0, 0.3, lambda: ended[0], word, said.append)
+    assert watch.posted([1]) == (word, 1)
+    with during("forward, step 1 of 3"):
+        watch.posted([1])
+    ended[0] = 1
+    until = time.monotonic() + PATIENCE
+    while not said and time.monotonic() < until:  # the thread that looks is the package's
+        time.sleep(0.05)
+    where = "forward, step 1 of 3: global rank 4: messages with global rank 6 did not come through within 0.3 s"
+    assert said == [where]
+    with pytest.raises(PeerError, match=where):
+        watch.check()
+
+
+def test_the_choice_is_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CP_FAST_MESSAGES", "carrier pigeons")
+    with pytest.raises(ValueError, match="CP_FAST_MESSAGES is 'carrier pigeons'; it must be one of 'auto'"):
+        carried_by()
+    monkeypatch.delenv("CP_FAST_MESSAGES")
+    assert carried_by() == "auto"
