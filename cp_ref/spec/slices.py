@@ -52,9 +52,8 @@ class Cut:
         >>> Cut(fragments, 2, "thd", 7, 4).of(1).tolist()
         [1, 2, 5, 7]
         """
-        own = self.fragments.of(rank)
-        tail = np.arange(self._tails[rank], self._tails[rank + 1])
-        return np.append(ranges(own.start, own.stop - own.start), tail)
+        own, tails = self.fragments.of(rank), self._tails
+        return ranges(np.append(own.start, tails[rank]), np.append(own.stop - own.start, tails[rank + 1] - tails[rank]))
 
     @cached_property
     def _tails(self) -> Column:
