@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -276,11 +277,16 @@ class _Stop:
         torch.cuda.synchronize(device)
 
     def __call__(self, complaint: str) -> None:
+        end = threading.Timer(_GRACE, _end_process)  # in a thread of its own: what follows may wait for ever too
+        end.daemon = True
+        end.start()
         with suppress(RuntimeError), torch.cuda.stream(self._stream):
             torch.ops.aten._assert_async.msg(self._never, f"cp_fast: {complaint}")
-        time.sleep(_GRACE)
-        say(f"the process did not end within {_GRACE:g} s of that, and is ended")
-        os._exit(1)
+
+
+def _end_process() -> None:
+    say(f"the process did not end within {_GRACE:g} s of that, and is ended")
+    os._exit(1)
 
 
 def _try(messages: PeerMessages, device: torch.device) -> None:

@@ -6,8 +6,8 @@ A word is waited for until it is a number or a later one. Waiting costs no multi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
 
@@ -86,8 +86,7 @@ class CudaStreams:
     """`Streams` of a GPU; words are addresses."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._aside = device, torch.cuda.Stream(device, priority=-1)
-        self._fork, self._mark = torch.cuda.Event(), torch.cuda.Event()
+        self._aside = torch.cuda.Stream(device, priority=-1)
         self._wait, self._batch = _driver()
 
     def capturing(self) -> bool:
@@ -95,34 +94,20 @@ class CudaStreams:
 
     def signal(self, *words: tuple[int, int]) -> None:
         writes = (_Write * len(words))(*((_WRITE, word, number & 0xFFFFFFFF, 0, 0, 0) for word, number in words))
-        _check(self._batch(self._current(), len(words), writes, 0))
+        _check(self._batch(torch.cuda.current_stream().cuda_stream, len(words), writes, 0))
 
     def wait(self, word: int, number: int) -> None:
-        _check(self._wait(self._current(), word, number & 0xFFFFFFFF, _GEQ))
+        _check(self._wait(torch.cuda.current_stream().cuda_stream, word, number & 0xFFFFFFFF, _GEQ))
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        here, device = torch.cuda.current_stream(self._device), torch.cuda.current_device()
-        self._fork.record(here)
-        self._aside.wait_event(self._fork)
-        torch.cuda.set_stream(self._aside)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(here)
-            if device != self._device.index:  # `set_stream` makes its device the current one
-                torch.cuda.set_device(device)
+    def aside(self) -> AbstractContextManager[Any]:
+        self._aside.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._aside)
 
-    def mark(self) -> torch.cuda.Event:
-        """One event for all marks: an exchange is waited for before the next one is posted."""
-        self._mark.record(torch.cuda.current_stream(self._device))
-        return self._mark
+    def mark(self) -> Any:
+        return torch.cuda.current_stream().record_event()
 
-    def join(self, mark: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
-
-    def _current(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self._device.index)
+    def join(self, mark: Any) -> None:
+        torch.cuda.current_stream().wait_event(mark)
 
 
 def _check(code: int) -> None:
