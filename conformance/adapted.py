@@ -39,7 +39,7 @@ def adapted(case: Case, capabilities: Capabilities, free: tuple[str, ...] = ()) 
     Problem(cp_size=2, sequences=[(8, 8, 8, 8)], layout='contiguous', qkv_format='sbhd')
     """
     p, has = case.problem, capabilities.has
-    if "layout" in free and not has("layout", p.layout):
+    if "layout" in free and not has("layout", p.layout_name):
         p = replace(p, layout=capabilities.choices["layout"][0])
     if "softmax_type" in free and not has("softmax_type", p.softmax_type):
         p = replace(p, softmax_type="vanilla")

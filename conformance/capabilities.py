@@ -9,7 +9,7 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.implementation import as_implementation, context
-from conformance.reference import describe_error, run_ranks
+from conformance.reference import Hang, describe_error, run_ranks, watching
 from conformance.run import UnsupportedCase, play
 from conformance.tensors import build, plan_arguments
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
@@ -65,13 +65,15 @@ class Capabilities:
     """The choices that an implementation supports on each axis of `AXES`, taken one at a time from a plain problem.
 
     A combination may still be unsupported: every case asks again. `refused` has the reason of every choice that is not
-        there.
+    there. `hung` says which question was not answered in time: what it asks, and all that comes after it, is taken to
+    be there.
     """
 
     choices: dict[str, tuple[str, ...]]
     refused: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
     wishes: tuple[str, ...] = ("use_plan", *WISHES)
+    hung: str = ""
 
     def has(self, axis: str, choice: str) -> bool:
         """Whether the choice is supported."""
@@ -86,6 +88,7 @@ def ask(impl: Any, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
     played.
 
     Raises:
+        Hang: there was no answer in time.
         ValueError: `supports` raised something itself, or its ranks disagree.
     """
     impl = as_implementation(impl)
@@ -111,11 +114,14 @@ def ask(impl: Any, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
 
 
 def try_case(impl: Any, case: Case, device: str) -> tuple[bool, str]:
-    """Whether the case is refused; one that fails otherwise is no refusal, and the tiers will see it."""
-    try:
-        play(impl, case, build(case, device))
-    except UnsupportedCase as refusal:
-        return False, str(refusal)
+    """Whether the case is refused; one that fails otherwise is no refusal, and the tiers will see it. Raises Hang."""
+    with watching() as watch:
+        try:
+            play(impl, case, build(case, device))
+        except UnsupportedCase as refusal:
+            return False, str(refusal)
+    if watch.hung:
+        raise Hang(watch.hung[0])
     return True, ""
 
 
@@ -140,12 +146,24 @@ def probe(impl: Any, device: str = "cpu") -> Capabilities:
 def probe_by(
     asked: Callable[[Problem], tuple[bool, str]], tried: Callable[[Case], tuple[bool, str]], plans: bool, device: str
 ) -> Capabilities:
-    """`probe`, whoever answers: `asked` as `ask`, `tried` as `try_case`; `plans` is whether there is a `make_plan`."""
+    """`probe`, whoever answers: `asked` as `ask`, `tried` as `try_case`; `plans` is whether there is a `make_plan`.
+    After the first question that raises Hang no other is asked.
+    """
     reasons: set[str] = set()
+    hung = ""
+
+    def answer(question: Callable[[Any], tuple[bool, str]], about: Any) -> tuple[bool, str]:
+        nonlocal hung
+        try:
+            return (True, "") if hung else question(about)
+        except Hang as hang:
+            hung = f"whether it has {about}: {hang}"
+            return True, ""
+
     for comm, layout, dtype, fmt in product(CP_COMM_TYPES, LAYOUTS, AXES["dtype"], QKV_FORMATS):
         comm_fields = AXES["cp_comm_type"][comm] if comm != "p2p" else {}
         base = replace(Problem(2, _SQUARE, layout=layout, dtype=dtype, qkv_format=fmt), **comm_fields)
-        supported, reason = asked(base)
+        supported, reason = answer(asked, base)
         if supported:
             break
         reasons.add(reason)
@@ -156,13 +174,13 @@ def probe_by(
     choices: dict[str, tuple[str, ...]] = dict.fromkeys(AXES, ())
     refused: dict[str, str] = {}
     for axis, choice, problem in variants(base):
-        supported, reason = asked(problem)
+        supported, reason = answer(asked, problem)
         if supported:
             choices[axis] += (choice,)
         else:
             refused[f"{axis} {choice}"] = reason
-    wishes = tuple(wish for wish, call in WISHES.items() if tried(Case(base, **call))[0])
-    return Capabilities(choices, refused, device, (("use_plan",) if plans else ()) + wishes)
+    wishes = tuple(wish for wish, call in WISHES.items() if answer(tried, Case(base, **call))[0])
+    return Capabilities(choices, refused, device, (("use_plan",) if plans else ()) + wishes, hung)
 
 
 def capabilities_of(impl: Any, device: str = "cpu") -> Capabilities:

@@ -5,9 +5,19 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, fields
 
-from cp_ref.spec import Problem
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, check_choice
 
 __all__ = ["GRADS", "LOSSES", "Case"]
+
+_CHOICES = {
+    "cp_comm_type": CP_COMM_TYPES,
+    "layout": LAYOUTS,
+    "qkv_format": QKV_FORMATS,
+    "attn_mask_type": MASKS,
+    "softmax_type": SOFTMAX_TYPES,
+    "dtype": ("float64", "float32", "bfloat16", "float16"),
+}
+_POSITIVE = ("cp_size", "a2a_size", "heads_q", "heads_kv", "d_qk", "d_v")
 
 LOSSES = ("out", "lse", "out+lse")
 GRADS = ("qkvo", "q", "k", "v", "kv", "qo", "o", "")
@@ -43,6 +53,13 @@ class Case:
 
     def __post_init__(self) -> None:
         """Refuse what no call can mean, so that a mistyped text does not replay something else."""
+        _check_meaning(self.problem)
+        for f in fields(self)[1:]:
+            if not isinstance(value := getattr(self, f.name), kind := type(f.default)) and (kind, type(value)) != (
+                float,
+                int,
+            ):
+                raise ValueError(f"{f.name} is {value!r}; it must be of type {kind.__name__}")
         cp_size = self.problem.cp_size
         for name, tail in (("tail_q", self.tail_q), ("tail_kv", self.tail_kv)):
             if tail < 0 or tail % cp_size or (tail and self.problem.qkv_format != "thd"):
@@ -83,3 +100,28 @@ class Case:
             return Case(Problem.parse(ast.unparse(problem)), **words)
         except (SyntaxError, TypeError, ValueError) as error:
             raise ValueError(f"cannot read a case from {text!r}: {error}") from error
+
+
+def _check_meaning(p: Problem) -> None:
+    """Raise ValueError for a problem that no call can have; whether an implementation has it is another question."""
+    for name, choices in _CHOICES.items():
+        check_choice(name, getattr(p, name), choices)
+    for name in _POSITIVE:
+        if type(value := getattr(p, name)) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+    whole = {"a2a": p.cp_size, "a2a+p2p": p.a2a_size}.get(p.cp_comm_type, 1)
+    if p.a2a_size != whole or p.cp_size % p.a2a_size:
+        rule = "a divisor of cp_size" if p.cp_comm_type == "a2a+p2p" else f"{whole} for {p.cp_comm_type!r}"
+        raise ValueError(f"a2a_size is {p.a2a_size}; it must be {rule}")
+    window = p.window_size
+    if not isinstance(window, tuple) or len(window) != 2 or any(type(n) is not int or n < -1 for n in window):
+        raise ValueError(f"window_size is {window!r}; it must be (left, right), integers of -1 and more")
+    packed, padded = p.qkv_format == "thd", p.attn_mask_type.startswith("padding")
+    for n, s in enumerate(p.sequences):
+        numbers = (s.len_q, s.len_kv, s.slots_q, s.slots_kv)
+        if any(type(x) is not int or x < 0 for x in numbers) or s.len_q > s.slots_q or s.len_kv > s.slots_kv:
+            raise ValueError(f"sequence {n} is {numbers}; it must be (len_q, len_kv, slots_q, slots_kv), len <= slots")
+        if not packed and not padded and numbers[:2] != numbers[2:]:
+            raise ValueError(f"sequence {n} is {numbers}: it has padding, which {p.qkv_format} has in padding masks")
+        if not packed and numbers[2:] != (p.sequences[0].slots_q, p.sequences[0].slots_kv):
+            raise ValueError(f"sequence {n} is {numbers}; all of {p.qkv_format} must have as many slots as the first")

@@ -25,11 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from conformance.commands import DEFAULT_TIME_LIMIT_S, replay_options
 from conformance.coverage import coverage
+from conformance.folders import unwritable
 from conformance.implementation import LoadError, load
 from conformance.ledger import Ledger, LedgerError
 from conformance.printing import print_coverage, print_failures, print_table
 from conformance.record import LEVELS, RunRecord
-from conformance.runner import InProcess, Runner
+from conformance.runner import InProcess, Runner, task_of
 from conformance.session import PROFILES, TierResult
 from conformance.strategies import CP_SIZES
 from conformance.suite_run import ALL_TIERS, NO_LEDGER, KnownFailures, SuiteRun, describe_run, level_of, nothing_tested
@@ -72,6 +73,9 @@ def main(
     report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
 ) -> None:
     """Play an implementation of context-parallel attention against the oracle."""
+    sizes_of_problem = _sizes_of_problem(repro)
+    if report is not None and (problem := unwritable(report)):
+        raise typer.BadParameter(problem, param_hint="--report")
     tiers = _tiers(level, tier)
     (profile,) = _choices("--profile", [profile], tuple(PROFILES))
     drawn = replace(PROFILES[profile], most_failures=max_failures, shrink_s=shrink_time, seed=seed)
@@ -81,7 +85,7 @@ def main(
     known = _ledger(ledger)
     torch.set_num_threads(1)  # the tensors are tiny
     console = Console(soft_wrap=True)
-    runner = _runner(impl, device, isolate, time_limit, cp_size, _sizes_of_problem(repro))
+    runner = _runner(impl, device, isolate, time_limit, cp_size, sizes_of_problem)
     sizes = cp_sizes_of(cp_size, runner.info.group_kind, device)
     suite_run = SuiteRun(runner, drawn, tiers, sizes, device, known)
     try:
@@ -98,7 +102,7 @@ def main(
     except LedgerError as error:
         raise typer.BadParameter(str(error), param_hint="--ledger") from error
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--repro" if repro else "--impl") from error
+        raise typer.BadParameter(str(error), param_hint="--impl" if repro is None else "--repro") from error
     record = RunRecord(meta, tuple(p for result in results for p in result.played))
     for result in results:
         print_failures(console, result, meta)
@@ -130,9 +134,9 @@ def _run(suite_run: SuiteRun, console: Console) -> list[TierResult]:
 
 
 def _sizes_of_problem(repro: str | None) -> tuple[int, ...]:
-    """The group sizes of the problem to play again."""
+    """The group sizes of the problem to play again, whose text means something."""
     try:
-        return tuple(case.problem.cp_size for case in cases_of(repro or ""))
+        return () if repro is None else tuple(c.problem.cp_size for t in task_of(repro) for c in cases_of(t.text))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--repro") from error
 

@@ -40,6 +40,7 @@ class TableEntry:
         change: other values in the tensors, for the tier logic alone.
         errors: entries of the tier `errors`: calls that have to raise.
         by_hand: `by_hand(impl, device) -> findings`, for what is no case.
+        gpu: whether a GPU alone is quick enough.
         free: fields of the problems that may be others for an implementation that has less; see `conformance.adapted`.
     """
 
@@ -50,6 +51,7 @@ class TableEntry:
     errors: tuple[str, ...] = ()
     by_hand: Callable[[Implementation, str], list[str]] | None = None
     free: tuple[str, ...] = ()
+    gpu: bool = False
 
     def play(self, impl: Implementation, device: str = "cpu") -> Judged:
         """All findings, each with the case it belongs to, and what became of every case.

@@ -110,7 +110,7 @@ AXES: dict[str, tuple[tuple[str, ...], Callable[[Case], str | Iterable[str]]]] =
     "mask": (MASKS, lambda c: c.problem.attn_mask_type),
     "window": (("none", "left", "right", "both"), lambda c: _window(c.problem)),
     "lengths": (_LENGTHS, _lengths),
-    "layout": (LAYOUTS, lambda c: c.problem.layout),
+    "layout": (LAYOUTS, lambda c: c.problem.layout_name),
     "cp_size": (_SIZES, lambda c: {str(c.problem.cp_size)} & set(_SIZES)),
     "a2a split": (("not split", "all ring", "both", "all a2a"), lambda c: _split(c.problem)),
     "heads": (("MHA", "GQA", "MQA", "kv < a2a size"), lambda c: _heads(c.problem)),

@@ -44,7 +44,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
 
-from conformance.record import Level
+import torch
+
+from conformance.record import Level, readable
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, check_choice
 
 __all__ = ["ENTRY_POINTS", "Context", "Implementation", "LoadError", "Missing", "as_implementation", "context", "load"]
@@ -56,6 +58,10 @@ _IN_FULL = {"cp_ref": "conformance.adapters.cp_ref", "cp_fast": "conformance.ada
 
 _LEVEL_MEMBER: dict[Level, str] = {"helpers": "thd", "merge": "merge", "kernel": "tile", "schedule": "attention"}
 _SCHEDULE_MEMBERS = ("ContextParallel", "supports", "Unsupported", "shard", "make_plan", "unshard", "position_ids")
+
+# attention, merge and tile are looked at where they are called
+_RETURNS: dict[str, type] = dict.fromkeys(("shard", "unshard", "position_ids"), torch.Tensor) | {"make_plan": object}
+_IN_WORDS = dict.fromkeys(_RETURNS, "a tensor") | {"make_plan": "a plan"}
 
 
 class LoadError(ValueError):
@@ -147,13 +153,28 @@ class Implementation:
 
     def supports(self, **arguments: Any) -> tuple[bool, str]:
         """Its own, or (True, "")."""
-        return self.offered.supports(**arguments) if self.offers("supports") else (True, "")
+        answer = self.offered.supports(**arguments) if self.offers("supports") else (True, "")
+        if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], str):
+            raise AssertionError(f"supports returned {answer!r}, but should return a pair (bool, reason)")
+        return bool(answer[0]), readable(answer[1])
 
     def __getattr__(self, name: str) -> Any:
         """The module's or object's; a function that raises `Missing` where it has none."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.offered, name) if self.offers(name) else self._absent(name)
+        if not self.offers(name):
+            return self._absent(name)
+        member = getattr(self.offered, name)
+        return self._returning(name, member) if name in _RETURNS else member
+
+    def _returning(self, name: str, member: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*arguments: Any, **options: Any) -> Any:
+            result = member(*arguments, **options)
+            if not isinstance(result, _RETURNS[name]) or result is None:
+                raise AssertionError(f"{name} returned {type(result).__name__}, but should return {_IN_WORDS[name]}")
+            return result
+
+        return checked
 
     def _absent(self, name: str) -> Callable[..., Any]:
         def absent(*_: Any, **__: Any) -> Any:
@@ -191,8 +212,9 @@ def load(name: str) -> Implementation:
             offered = getattr(offered, part)
         if isinstance(offered, type):
             offered = offered()
-    except Exception as error:
-        raise LoadError(f"cannot load the implementation {name!r}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        said = readable(f"{type(error).__name__}: {error}")
+        raise LoadError(f"cannot load the implementation {name!r}: {said}") from error
     impl = Implementation(offered, name)
     if not impl.levels:
         members = ", ".join(f"{member} ({level})" for level, member in _LEVEL_MEMBER.items())

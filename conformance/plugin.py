@@ -68,6 +68,15 @@ def settings_of(config: pytest.Config) -> Settings:
     return config.stash[_KEY]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A report that cannot be written is a mistake of the command line."""
+    from conformance.folders import unwritable
+
+    folder = config.getoption("--conformance-report", None)
+    if folder is not None and (problem := unwritable(folder)):
+        raise pytest.UsageError(f"--conformance-report: {problem}")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `conformance_part` is made once for every part."""
     if PARTS_FIXTURE not in metafunc.fixturenames:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["LEVELS", "VERDICTS", "Level", "Played", "RunRecord", "Verdict"]
+__all__ = ["LEVELS", "VERDICTS", "Level", "Played", "RunRecord", "Verdict", "readable"]
 
 Level = Literal["helpers", "merge", "kernel", "schedule"]
 LEVELS: tuple[Level, ...] = ("helpers", "merge", "kernel", "schedule")
@@ -28,6 +28,15 @@ VERDICTS: tuple[Verdict, ...] = (
 error that should not be. missing: the implementation does not offer this level or function. crashed: the worker process
 died. hung: the watchdog ended it. known: wrong or crashed, and expected by the ledger.
 """
+
+
+def readable(text: str) -> str:
+    """The text with lone surrogates, which no encoding has, as escapes.
+
+    >>> readable("Zürich \\udc80")
+    'Zürich \\\\udc80'
+    """
+    return text.encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,10 @@ class Played:
     # what became of it, so that the tables can count it
     pairs: tuple[tuple[int, int], ...] | None = None  # who saw whom: (query row, key row) of the global packed
     # buffers, padding and tails counted; None where no probe can say it
+
+    def __post_init__(self) -> None:
+        """What others said can be printed and written."""
+        object.__setattr__(self, "findings", tuple(readable(finding) for finding in self.findings))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Missing
+from conformance.record import readable
 from conformance.tensors import GlobalTensors, attention_arguments
-from cp_ref import SimGroup, dense_attention
+from cp_ref import SimGroup, dense_attention, masks
 
 __all__ = [
     "Hang",
@@ -24,6 +25,7 @@ __all__ = [
     "describe_error",
     "exact_results",
     "is_out_of_memory",
+    "masks",
     "run_ranks",
     "running_ranks_by",
     "watching",
@@ -38,7 +40,7 @@ class Outcome(NamedTuple):
     """The outcome of one rank's function: a value, or the error that it raised."""
 
     value: Any
-    error: Exception | None
+    error: BaseException | None
 
 
 RankRunner = Callable[[int, Callable[[Any], Any], float], list[Outcome]]
@@ -68,7 +70,7 @@ def watching(limit_s: float = float("inf")) -> Iterator[Watch]:
         _watch = before
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception's type and message, and where it was raised: file name and line."""
     trace, described = error.__traceback__, getattr(error, "described", None)
     if described is not None:  # it was raised in another process, which said so
@@ -76,7 +78,7 @@ def describe_error(error: Exception) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     place = "" if trace is None else f" (at {trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})"
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {readable(str(error))}{place}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -121,7 +123,7 @@ def _run_simulated(cp_size: int, fn: Callable[[Any], Any], limit_s: float) -> li
         threads[member.rank] = threading.get_ident()
         try:
             outcomes[member.rank] = Outcome(fn(member), None)
-        except Exception as error:  # the caller judges it
+        except BaseException as error:  # SystemExit too; the caller judges it
             outcomes[member.rank] = Outcome(None, error)
 
     def play() -> None:

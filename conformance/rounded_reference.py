@@ -10,13 +10,12 @@ that they judge.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from conformance.case import Case
 from conformance.tensors import GlobalTensors
-from cp_ref.spec import Problem, Sequence
+from conformance.visibility import scopes
+from cp_ref.spec import Problem
 
 __all__ = ["rounded_results"]
 
@@ -38,10 +37,8 @@ def rounded_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tenso
     results |= {f"d{n}": torch.zeros_like(clean[n]) for n in ("q", "k", "v")}
     sink = _sink(p, tensors)
     d_offset = torch.zeros(p.heads_q, dtype=wide, device=dout.device)
-    for n, s in enumerate(p.sequences):
-        rows, keys = _rows(p, n, p.starts_q[n], s.len_q), _rows(p, n, p.starts_kv[n], s.len_kv)
-        lse_rows = _lse_rows(p, n, s.len_q)
-        one = _Sequence(p, s, clean["q"][rows], clean["k"][keys], clean["v"][keys], wide)
+    for rows, keys, lse_rows, visible in scopes(p, dout.device):
+        one = _Scope(p, visible, clean["q"][rows], clean["k"][keys], clean["v"][keys], wide)
         out, lse, largest = one.forward(sink)
         results["out"][rows], results["lse"][lse_rows] = out, lse
         results["max_logit"] = torch.maximum(results["max_logit"], largest)
@@ -53,39 +50,24 @@ def rounded_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tenso
     return results
 
 
-def _rows(p: Problem, n: int, start: int, length: int) -> Any:
-    if p.qkv_format == "thd":
-        return (slice(start, start + length),)
-    return (n, slice(0, length)) if p.qkv_format == "bshd" else (slice(0, length), n)
-
-
-def _lse_rows(p: Problem, n: int, length: int) -> Any:
-    if p.qkv_format == "thd":
-        return (slice(None), slice(p.starts_q[n], p.starts_q[n] + length))
-    return (n, slice(None), slice(0, length))
-
-
 def _sink(p: Problem, tensors: GlobalTensors) -> torch.Tensor | None:
     if p.softmax_type == "vanilla":
         return None
     return tensors.dlse.new_zeros(p.heads_q) if tensors.softmax_offset is None else tensors.softmax_offset
 
 
-class _Sequence:
-    """One sequence: q [n, h, d], k and v [m, h_kv, d] in the input dtype; everything inside is [h, n, m] in float32."""
+class _Scope:
+    """A scope: visible [n, m], q [n, h, d], k and v [m, h_kv, d] in the input dtype; everything inside is [h, n, m] in
+    float32.
+    """
 
-    def __init__(self, p: Problem, s: Sequence, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wide: torch.dtype):
-        self.p, self.dtype, self.group = p, q.dtype, p.group_size
+    def __init__(
+        self, p: Problem, visible: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wide: torch.dtype
+    ):
+        self.p, self.seen, self.dtype, self.group = p, visible, q.dtype, p.group_size
         self.q, self.k, self.v = (x.to(wide).transpose(0, 1) for x in (q, k, v))
         self.k, self.v = (x.repeat_interleave(self.group, dim=0) for x in (self.k, self.v))
-        band = p.band(s)
-        offset = torch.arange(s.len_kv, device=q.device)[None] - torch.arange(s.len_q, device=q.device)[:, None]
-        self.seen = torch.ones_like(offset, dtype=torch.bool)
-        if band.lo is not None:
-            self.seen &= offset >= band.lo
-        if band.hi is not None:
-            self.seen &= offset <= band.hi
-        self.blocks = [slice(n, min(n + _BLOCK, s.len_kv)) for n in range(0, s.len_kv, _BLOCK)]
+        self.blocks = [slice(n, min(n + _BLOCK, len(k))) for n in range(0, len(k), _BLOCK)]
 
     def scores(self, block: slice) -> tuple[torch.Tensor, torch.Tensor | float]:
         s = (self.q @ self.k[:, block].mT) * self.p.scale

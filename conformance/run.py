@@ -14,7 +14,7 @@ from conformance.placement import assemble, global_rows, take_slice
 from conformance.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
 
-__all__ = ["Gathered", "UnsupportedCase", "local_slice", "play"]
+__all__ = ["Gathered", "UnsupportedCase", "local_slice", "named_results", "play"]
 
 
 LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
@@ -173,10 +173,18 @@ def _attend(
         **_wishes(case),
         **arguments,
     )
+    return dict(named_results(case, results))
+
+
+def named_results(case: Case, returned: Any) -> dict[str, torch.Tensor]:
+    """What `attention` returned, by name. Raises AssertionError where it is not what the case asks for."""
     names = [name for name in ("out", "lse", "max_logit") if name in case.results]
-    results = results if isinstance(results, tuple) else (results,)
+    results = returned if isinstance(returned, tuple) else (returned,)
     if len(results) != len(names):
         raise AssertionError(f"attention returned {len(results)} results; {', '.join(names)} were asked for")
+    for name, x in zip(names, results, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise AssertionError(f"attention returned {type(x).__name__} for {name}, but should return a tensor")
     return dict(zip(names, results, strict=True))
 
 

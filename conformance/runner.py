@@ -6,11 +6,14 @@ Task("schedule", "logic", "Case(...)")    ->    Played(..., verdict="right")
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from conformance.capabilities import Capabilities, probe
+from conformance.capabilities import EVERYTHING, Capabilities, probe
 from conformance.case import Case
+from conformance.global_state import kept
 from conformance.gpu_context import context_error
 from conformance.implementation import Implementation, Missing, as_implementation
 from conformance.judged import Judged
@@ -21,14 +24,15 @@ from conformance.run import UnsupportedCase
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
 from conformance.tiers.malformed import ERRORS, call_of
 
-__all__ = ["FAILING", "InProcess", "Offer", "Pairs", "Runner", "Task", "pairs_of", "play_task", "task_of"]
+__all__ = ["FAILING", "InProcess", "Offer", "Pairs", "Patience", "Runner", "Task", "pairs_of", "play_task", "task_of"]
 
 Pairs = tuple[tuple[int, int], ...]
 FAILING: tuple[Verdict, ...] = ("wrong", "crashed", "hung", "out of memory")
+_MOST_HUNG = 2.5  # times the limit: three problems that hang, or dozens where one rank raised and the others wait
 _WHOLE: tuple[Verdict, ...] = ("unsupported", "missing")  # said of an entry, they are said of all its problems
 
-# what a tier cannot do without, of the schedule level
-_NEEDED = {"plan": ("make_plan", "supports", "shard", "unshard", "position_ids")}
+# a tier that judges whichever of these are there; the others need `attention`
+_ANY_OF = {"plan": ("make_plan", "shard", "unshard", "position_ids")}
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,29 @@ class Offer:
         return Offer(impl.levels, impl.missing, impl.group_kind)
 
 
+class Patience:
+    """Ends the playing of a level whose problems hang one after the other, so that few time limits are spent."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._most_s = _MOST_HUNG * limit_s
+        self._hung_s: dict[Level, float] = defaultdict(float)  # since the last problem that came to an end
+
+    def play(self, task: Task, play: Callable[[Task], Played]) -> Played:
+        """`play(task)`; "missing" where the level is given up."""
+        if (seconds := self._hung_s[task.level]) > self._most_s:
+            words = f"not played: the problems of the level {task.level} before it hung, for {seconds:.0f} s together"
+            return Played(task.level, task.tier, task.text, "missing", (words,))
+        played = play(task)
+        self._hung_s[task.level] = seconds + played.seconds if played.verdict == "hung" else 0.0
+        return played
+
+
 class InProcess:
     """Plays in this process. A crash takes it along; a hanging problem leaves its threads behind."""
 
     def __init__(self, impl: Any, device: str = "cpu", limit_s: float = float("inf")) -> None:
         self._impl, self._device, self._limit_s = as_implementation(impl), device, limit_s
+        self._patience = Patience(limit_s)
         if self._impl.group_kind == "process":
             raise ValueError(f"{self._impl.name} has group_kind 'process': every rank needs a process of its own")
 
@@ -96,10 +118,14 @@ class InProcess:
 
     def capabilities(self) -> Capabilities:
         """The capabilities of its `attention`."""
-        return probe(self._impl, self._device)
+        with watching(self._limit_s):
+            return probe(self._impl, self._device)
 
     def play(self, task: Task) -> Played:
-        """Play a problem; "missing" when an earlier one has ended this process's context on the GPU."""
+        """Play a problem; "missing" when earlier ones hung, or ended this process's context on the GPU."""
+        return self._patience.play(task, self._play)
+
+    def _play(self, task: Task) -> Played:
         if reason := context_error(self._device):
             words = f"an earlier problem ended this process's use of the GPU ({reason}): play in worker processes"
             return Played(task.level, task.tier, task.text, "missing", (words,))
@@ -139,7 +165,7 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
         reason = f"the implementation does not offer {absent}"
         return Played(task.level, task.tier, task.text, "missing", (reason,), cases=_cases(task, "missing", None))
     judged: list[str] = []
-    with watching(limit_s) as watch:
+    with watching(limit_s) as watch, kept():
         try:
             judged = check(impl, device)
             verdict, findings = _verdict(judged, watch)
@@ -155,7 +181,7 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
             if table_entry(task.text) and str(error).startswith("there is no "):
                 raise
             verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
-        except Exception as error:  # the oracle refused what the strategies drew, or the suite itself is wrong
+        except (Exception, SystemExit) as error:  # the oracle refused what was drawn, or the suite itself is wrong
             verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
             if is_out_of_memory(error):
                 verdict, findings = "out of memory", [describe_error(error)]
@@ -222,8 +248,10 @@ def _check_of(task: Task) -> Any:
 
 def _absent(impl: Implementation, task: Task) -> str:
     """The members that the task needs and the implementation does not offer; empty when nothing is."""
-    needed = _NEEDED.get(task.tier, ("attention",)) if task.level == "schedule" else LEVEL_TIERS[task.tier].needs
-    absent = [member for member in needed if not impl.offers(member)]
+    needed = ("attention",) if task.level == "schedule" else LEVEL_TIERS[task.tier].needs
+    absent = [member for member in _ANY_OF.get(task.tier, needed) if not impl.offers(member)]
+    if task.tier in _ANY_OF and len(absent) < len(_ANY_OF[task.tier]):
+        return ""
     if not absent and task.level == "helpers":
         name = LEVEL_TIERS[task.tier].parse(task.text).name
         absent = [] if hasattr(impl.thd, name) else [f"thd.{name}"]
@@ -242,7 +270,10 @@ def task_of(text: str, tier: str | None = None) -> list[Task]:
             level_tier.parse(text)
             return [Task(level_tier.level, name, text)]
     if (entry := table_entry(text)) is not None:
-        return [Task("schedule", entry[0].name, text)]
+        table, entry_id = entry
+        if entry_id not in (ids := table.ids(EVERYTHING)) and not table.cases(entry_id):
+            raise ValueError(f"there is no {table.word} {entry_id!r}; there are: {', '.join(ids)}")
+        return [Task("schedule", table.name, text)]
     Case.parse(text)
     if tier in TABLE_TIERS:
         raise ValueError(f"the tier {tier!r} does not play {text!r}")

@@ -7,14 +7,15 @@ Hypothesis runs in `conformance.rounds`; where a problem is played is the runner
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import count, islice
 from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
 from conformance.capabilities import Capabilities, narrowed
+from conformance.case import Case
 from conformance.distinctive import distinctive_features
 from conformance.levels import LEVEL_TIERS
 from conformance.record import Level, Played
@@ -22,6 +23,7 @@ from conformance.rounds import Judge, OnProblem, Profile, Round, as_it_is
 from conformance.runner import FAILING, InProcess, Runner, Task, task_of
 from conformance.strategies import CP_SIZES, cases
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
+from cp_ref.spec import Problem
 
 __all__ = [
     "PROFILES",
@@ -38,6 +40,11 @@ __all__ = [
 
 
 _MOST_DRAWN = 5  # for an implementation that refuses most of what is drawn
+_KEPT = ("cp_size", "sequences", "dtype", "heads_q", "heads_kv")
+_PLAIN: dict[str, dict[str, Any]] = {
+    "case": {f.name: f.default for f in fields(Case) if f.name != "problem"},
+    "problem": {f.name: f.default for f in fields(Problem) if f.name not in _KEPT},
+}
 
 PROFILES = {"quick": Profile(60, True), "ci": Profile(500, True), "nightly": Profile(5000, False)}
 
@@ -124,6 +131,9 @@ def run_tier(
     dtypes = tier.dtypes_of(capabilities)
     if not dtypes:
         return TierResult(tier_name, note=f"none of {', '.join(tier.dtypes)} is supported")
+    if tier.made is not None:
+        made = tier.made(capabilities, cp_sizes)
+        return _made_problems(_runner(impl, capabilities.device), tier_name, made, profile, on_problem, judge)
     strategy = cases(capabilities, cp_sizes=cp_sizes, dtypes=dtypes).map(lambda c: narrowed(c, capabilities))
     runner = _runner(impl, capabilities.device)
     return drawn_problems(
@@ -196,6 +206,46 @@ def drawn_problems(
         explained.append(features)
     result.seconds = time.monotonic() - began
     return result
+
+
+def _made_problems(
+    runner: Runner, tier_name: str, made: Iterable[Case], profile: Profile, on_problem: OnProblem, judge: Judge
+) -> TierResult:
+    """Play cases that were made, as many as a tier would draw at most; those with all features of the smallest of a
+    failure are left out from there on.
+    """
+    result, began, explained = TierResult(tier_name), time.monotonic(), []
+    for case in islice(made, _MOST_DRAWN * profile.max_examples):
+        if any(features <= distinctive_features(case) for features in explained):
+            continue
+        result.played.append(played := judge(runner.play(Task("schedule", tier_name, str(case)))))
+        on_problem()
+        if played.verdict in FAILING:
+            give_up_at = time.monotonic() + profile.shrink_s
+            smallest, small = _plainest(case, played, runner, judge, give_up_at)
+            result.played.append(replace(small, shrunk=True))
+            explained.append(distinctive_features(smallest))
+        if played.verdict == "missing" or len(explained) == profile.most_failures:
+            break
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _plainest(case: Case, played: Played, runner: Runner, judge: Judge, give_up_at: float) -> tuple[Case, Played]:
+    """The failing case with every field that it does not need to fail at its default."""
+    for owner in ("problem", "case"):
+        for name, plain in _PLAIN[owner].items():
+            try:
+                problem = replace(case.problem, **{name: plain}) if owner == "problem" else case.problem
+                other = replace(case, problem=problem) if owner == "problem" else replace(case, **{name: plain})
+            except ValueError:  # not without another field
+                continue
+            if other == case or time.monotonic() > give_up_at:
+                continue
+            again = judge(runner.play(Task("schedule", played.tier, str(other))))
+            if again.verdict in FAILING:
+                case, played = other, again
+    return case, played
 
 
 def run_table(

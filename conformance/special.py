@@ -26,15 +26,19 @@ def _entry(
     tiers: tuple[str, ...] = ("logic", "probes"),
     change: Change | None = None,
     call: dict[str, object] | None = None,
+    gpu: bool = False,
     **fields: object,
 ) -> TableEntry:
-    """An entry under every schedule; `call` has fields of the case, `fields` those of the problem."""
+    """An entry under every schedule; `call` has fields of the case, `fields` those of the problem; `gpu` for one that
+    takes a CPU too long.
+    """
     options = {"return_lse": True, "return_max_logit": True, "loss": "out+lse", "seed": 7, **(call or {})}
     p = problem(cp_size, *sequences, **fields)
     case = Case(p, tail_q=tails[0], tail_kv=tails[1], **options)  # pyright: ignore[reportArgumentType]
     only = (p.cp_comm_type,) if "cp_comm_type" in fields else ("p2p", "all_gather", "a2a", "a2a+p2p")
     cases = (case,) if "cp_comm_type" in fields else every_schedule(case, only)
-    return TableEntry(text, cases, tiers, change, free=tuple(name for name in _FREE if name not in fields))
+    free = tuple(name for name in _FREE if name not in fields)
+    return TableEntry(text, cases, tiers, change, free=free, gpu=gpu)
 
 
 def _with_offset(value: float) -> Change:
@@ -64,6 +68,7 @@ def _no_dout(t: GlobalTensors) -> GlobalTensors:
 
 _PADDED = (Sequence(5, 5, 8, 8), Sequence(8, 8, 8, 8), Sequence(0, 0, 8, 8))
 _NONE = [Sequence(0, 0, 0, 0)] * 1000
+_FEW: dict[str, Any] = {"dtype": "float32", "heads_q": 2, "heads_kv": 1, "d_qk": 1, "d_v": 4}
 _BATCH: dict[str, Any] = {"qkv_format": "bshd", "attn_mask_type": "padding_causal"}
 
 SPECIAL: dict[str, TableEntry] = {
@@ -216,6 +221,11 @@ SPECIAL: dict[str, TableEntry] = {
     "window-past-the-keys": _entry(
         "the last queries see nothing", 2, dense(16, 4), window_size=(2, 2), attn_mask_type="no_mask"
     ),
+    "positions-beyond-1024": _entry(
+        "1,504 tokens: tables of positions that end at a power of two", 2, dense(1504), tiers=("probes",), **_FEW
+    ),
+    "positions-beyond-4096": _entry("5,008 tokens", 2, dense(5008), tiers=("probes",), **_FEW),
+    "positions-beyond-65536": _entry("70,000 tokens, on a GPU", 4, dense(70_000), tiers=("probes",), gpu=True, **_FEW),
     "one-key-too-few": _entry("rows of 200 keys: one less changes an error bound by nothing", 2, dense(200)),
     "window-and-sink": _entry("both at once", 2, dense(16), window_size=(3, 0), softmax_type="learnable"),
     # heads and head dims
@@ -247,6 +257,15 @@ SPECIAL: dict[str, TableEntry] = {
         "lse counts the sink, and so does its gradient", 2, dense(8), softmax_type="learnable", call={"loss": "lse"}
     ),
     "zero-dout": _entry("every gradient is 0", 2, dense(8), change=_no_dout, call={"loss": "out"}),
+    "gradients-of-a-ring-of-eight": _entry(
+        "dk and dv are added up in float32, however long the ring",
+        8,
+        dense(256),
+        attn_mask_type="no_mask",
+        **(_FEW | {"dtype": "float16", "d_qk": 32, "d_v": 32}),
+        tiers=("budget",),
+        call={"loss": "out"},
+    ),
     "gradient-of-k-alone": _entry("only k needs one", 2, dense(8), call={"grads": "k"}),
     "gradient-of-v-alone": _entry("only v needs one", 2, dense(8), call={"grads": "v"}),
     "gradient-of-the-sink-alone": _entry(

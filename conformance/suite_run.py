@@ -121,6 +121,8 @@ class SuiteRun:
         """How many problems the tier will play, if none fails."""
         if tier in LEVEL_TIERS:
             return self.profile.max_examples * len(LEVEL_TIERS[tier].parts)
+        if tier in CASE_TIERS and (made := CASE_TIERS[tier].made) is not None:
+            return sum(1 for _ in made(self.capabilities, self.cp_sizes))
         return len(TABLE_TIERS[tier].ids(self.capabilities)) if tier in TABLE_TIERS else self.profile.max_examples
 
     def replay(self, text: str, tier_names: Sequence[str] = ()) -> list[TierResult]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from conformance.case import Case
+from conformance.visibility import seen
 from cp_ref.spec import Problem
 
 __all__ = [
@@ -83,13 +84,9 @@ def real_tokens(problem: Problem, side: str, tail: int) -> torch.Tensor:
 def _blind(problem: Problem, tail: int) -> torch.Tensor:
     """Which queries are real and see nothing; axes as in `real_tokens`."""
     blind = real_tokens(problem, "q", tail)
-    for n, s in enumerate(problem.sequences):
-        band, start = problem.band(s), problem.starts_q[n]
-        for i in range(s.len_q):
-            first, stop = band.row(i, 0, s.len_kv)
-            if first < stop:
-                blind[{"bshd": (n, i), "sbhd": (i, n), "thd": (start + i,)}[problem.qkv_format]] = False
-    return blind
+    packed = {"thd": blind, "bshd": blind, "sbhd": blind.t()}[problem.qkv_format].flatten()
+    packed[[row for row, keys in seen(problem) if len(keys)]] = False
+    return packed.view(blind.t().shape).t() if problem.qkv_format == "sbhd" else packed.view(blind.shape)
 
 
 def sequence_axis(qkv_format: str) -> int:
@@ -111,12 +108,14 @@ def attention_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]
     """The problem arguments of `attention` (no tensors, no offset). Lengths equal to their default are left out."""
     arguments: dict[str, Any] = {
         "qkv_format": problem.qkv_format,
-        "attn_mask_type": problem.attn_mask_type,
-        "window_size": problem.window_size,
         "softmax_scale": problem.softmax_scale,
         "softcap": problem.softcap,
         "softmax_type": problem.softmax_type,
     }
+    if problem.areas is None:
+        arguments |= {"attn_mask_type": problem.attn_mask_type, "window_size": problem.window_size}
+    else:
+        arguments["areas"] = torch.tensor(problem.areas, dtype=torch.int64).reshape(-1, 6)
     if problem.qkv_format != "thd" and not problem.attn_mask_type.startswith("padding"):
         return arguments
     lens_q, lens_kv = _cumulative(problem, "len_q"), _cumulative(problem, "len_kv")

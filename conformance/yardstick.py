@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.spec import Problem, Sequence
+from conformance.visibility import scopes
+from cp_ref.spec import Problem
 
 __all__ = ["eager_attention"]
 
@@ -37,41 +38,31 @@ def eager_attention(
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     max_logit = torch.full((problem.heads_q,), -torch.inf, dtype=wide, device=q.device)
-    outs, lses = [], []
-    for n, s in enumerate(problem.sequences):
-        q_s = _rows(q, problem, n, problem.starts_q[n], s.len_q)
-        k_s, v_s = (_rows(x, problem, n, problem.starts_kv[n], s.len_kv) for x in (k, v))
-        out, lse, largest = _one_sequence(q_s, k_s, v_s, problem, s, softmax_offset, wide)
-        padding = s.slots_q - s.len_q
-        outs.append(torch.cat([out, out.new_zeros(padding, *out.shape[1:])]))
-        lses.append(torch.cat([lse, lse.new_full((lse.shape[0], padding), -torch.inf)], dim=1))
-        max_logit = torch.maximum(max_logit, largest)
-    if problem.qkv_format != "thd":
-        return torch.stack(outs, dim=0 if problem.qkv_format == "bshd" else 1), torch.stack(lses), max_logit
-    tail = q.shape[0] - problem.starts_q[-1]
-    outs.append(q.new_zeros(tail, problem.heads_q, problem.d_v))
-    lses.append(torch.full((problem.heads_q, tail), -torch.inf, dtype=wide, device=q.device))
-    return torch.cat(outs), torch.cat(lses, dim=1), max_logit
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    lse = torch.full(_lse_shape(q, problem.qkv_format), -torch.inf, dtype=wide, device=q.device)
+    for rows, keys, lse_rows, visible in scopes(problem, q.device):
+        part = _one_scope(q[rows], k[keys], v[keys], problem, visible, softmax_offset, wide)
+        out[rows], lse[lse_rows] = part[:2]
+        max_logit = torch.maximum(max_logit, part[2])
+    return out, lse, max_logit
 
 
-def _rows(x: torch.Tensor, problem: Problem, n: int, start: int, length: int) -> torch.Tensor:
-    """The real tokens of sequence n: [length, h, d]."""
-    if problem.qkv_format == "thd":
-        return x[start : start + length]
-    return x[n, :length] if problem.qkv_format == "bshd" else x[:length, n]
+def _lse_shape(q: torch.Tensor, qkv_format: str) -> tuple[int, ...]:
+    sizes = dict(zip(qkv_format, q.shape, strict=True))
+    return tuple(sizes[letter] for letter in ("ht" if qkv_format == "thd" else "bhs"))
 
 
-def _one_sequence(
+def _one_scope(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     problem: Problem,
-    sequence: Sequence,
+    visible: torch.Tensor,
     softmax_offset: torch.Tensor | None,
     wide: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [n, h_q, d], k, v [m, h_kv, d] -> out [n, h_q, d_v], lse [h_q, n], max_logit [h_q]."""
-    hidden = _hidden(problem, sequence, q.device)
+    """visible [n, m], q [n, h_q, d], k, v [m, h_kv, d] -> out [n, h_q, d_v], lse [h_q, n], max_logit [h_q]."""
+    hidden = ~visible
     k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))
     scores = _scores(q, k, hidden, problem)
     weights = _softmax(scores, problem, softmax_offset)
@@ -85,18 +76,6 @@ def _one_sequence(
     largest = scores.detach().to(wide).flatten(1)
     none = largest.new_full((problem.heads_q, 1), -torch.inf)
     return out, lse, torch.cat([largest, none], dim=1).amax(dim=1)
-
-
-def _hidden(problem: Problem, sequence: Sequence, device: torch.device) -> torch.Tensor:
-    """Which pairs the mask hides: bool [len_q, len_kv]."""
-    band = problem.band(sequence)
-    offset = torch.arange(sequence.len_kv, device=device)[None] - torch.arange(sequence.len_q, device=device)[:, None]
-    hidden = torch.zeros_like(offset, dtype=torch.bool)
-    if band.lo is not None:
-        hidden |= offset < band.lo
-    if band.hi is not None:
-        hidden |= offset > band.hi
-    return hidden
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, problem: Problem) -> torch.Tensor:

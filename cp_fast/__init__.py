@@ -2,7 +2,7 @@
 debug.
 """
 
-from cp_fast import thd
+from cp_fast import masks, thd
 from cp_fast.api import attention
 from cp_fast.checking import checked
 from cp_fast.context import ContextParallel
@@ -17,6 +17,7 @@ __all__ = [
     "attention",
     "checked",
     "make_plan",
+    "masks",
     "position_ids",
     "shard",
     "supports",

@@ -27,6 +27,7 @@ EXECUTOR = frozenset(
         Feature.BOTTOM_RIGHT,
         Feature.PADDING,
         Feature.WINDOW,
+        Feature.AREAS,
         Feature.CROSS_ATTENTION,
         Feature.OFF_BY_ONE,
         Feature.LEARNABLE,
@@ -51,7 +52,8 @@ def required(
         Feature(problem.dtype),
     }
     conditions = {
-        Feature.NO_MASK: not problem.causal,
+        Feature.AREAS: problem.areas is not None,
+        Feature.NO_MASK: problem.areas is None and not problem.causal,
         Feature.CAUSAL: problem.causal,
         Feature.BOTTOM_RIGHT: problem.bottom_right,
         Feature.PADDING: problem.attn_mask_type.startswith("padding"),

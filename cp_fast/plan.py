@@ -22,7 +22,7 @@ from cp_fast.planning.fold import fold_batch
 from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower
 from cp_fast.planning.narrow import agree_on_narrow, may_be_narrow
-from cp_fast.planning.windows import WindowRule
+from cp_fast.planning.windows import WindowRule, own_window
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows, check_row_numbers
 from cp_ref.common import plans
@@ -253,8 +253,7 @@ def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -
     problem, packed = packing.problem, packing.packed_problem
     if packing.folded:
         steps = fold_batch(steps, problem)
-    left, right = problem.window_size
-    rule = WindowRule((left, 0 if problem.causal else right), _LARGE if problem.qkv_format == "thd" else 0)
+    rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
     return lower(packed.workload, rank, *steps, saved, rule)
 
 

@@ -1,7 +1,8 @@
 """The plan of a call of `attention` without one: that of an equal call before, or a new one on which all ranks agree.
 
-Lengths on the CPU are compared by value. Lengths on a GPU are read by every call, which waits for the GPU: neither a
-tensor's identity nor its version tells of what a replayed CUDA graph, or another library's kernel, writes into it.
+Lengths and areas on the CPU are compared by value. On a GPU they are read by every call, which waits for the GPU:
+neither a tensor's identity nor its version tells of what a replayed CUDA graph, or another library's kernel, writes
+into it.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Call(NamedTuple):
         types = *map(type, settings), *map(type, items)  # as True == 1 == 1.0
         if self.plan is None and _PLAIN.issuperset(types) and {type(q), type(k), type(v)} <= _TENSORS:
             try:
-                values = tuple((name, x.ndim, x.dtype, x.numpy().tobytes()) for name, x in lengths.items())
+                values = tuple((name, tuple(x.shape), x.dtype, x.numpy().tobytes()) for name, x in lengths.items())
                 packed = self.problem["qkv_format"] == "thd"  # then tails may make the number of rows differ
                 sizes = (q.shape[1:], k.shape[1:], v.shape[1:]) if packed else (q.shape, k.shape, v.shape)
             except (RuntimeError, TypeError):  # without values or without a shape: sparse, nested, on meta

@@ -5,7 +5,7 @@ The names are those of `cp_fast`, with the same signatures: swap the import. Onl
 `compare`, which find the first step and rank where two runs part.
 """
 
-from cp_ref import thd
+from cp_ref import masks, thd
 from cp_ref.api import attention
 from cp_ref.comparison import compare
 from cp_ref.context import ContextParallel
@@ -27,6 +27,7 @@ __all__ = [
     "compare",
     "dense_attention",
     "make_plan",
+    "masks",
     "position_ids",
     "shard",
     "supports",

@@ -1,15 +1,17 @@
 """Attention by its definition: the oracle that everything else is measured against.
 
-Global tensors, one sequence at a time, the whole score matrix, float64. It knows no rank, no schedule and no tile, so
-none of their mistakes can hide in it; gradients come from autograd.
+Global tensors, one sequence at a time (all at once where there are areas), the whole score matrix, float64. It knows no
+rank, no schedule and no tile, so none of their mistakes can hide in it; gradients come from autograd.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 
 from cp_ref.formats import lse_from_packed, to_format, to_packed
-from cp_ref.spec import Problem, Sequence, check_offset, one_a_head, read_problem, read_sizes
+from cp_ref.spec import AreaRow, Problem, Sequence, check_offset, one_a_head, read_problem, read_sizes
 
 __all__ = ["dense_attention"]
 
@@ -20,8 +22,9 @@ def dense_attention(
     v: torch.Tensor,
     *,
     qkv_format: str = "bshd",
-    attn_mask_type: str = "causal",
+    attn_mask_type: str | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    areas: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     cu_seqlens_q_padded: torch.Tensor | None = None,
@@ -62,6 +65,7 @@ def dense_attention(
         qkv_format=qkv_format,
         attn_mask_type=attn_mask_type,
         window_size=window_size,
+        areas=areas,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv,
         cu_seqlens_q_padded=cu_seqlens_q_padded,
@@ -81,14 +85,42 @@ def dense_attention(
     out = q.new_zeros(q.shape[0], problem.heads_q, problem.d_v)
     lse = q.new_full((q.shape[0], problem.heads_q), float("-inf"))
     max_logit = q.new_full((problem.heads_q,), float("-inf"))
-    for sequence, start_q, start_kv in zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False):
-        rows = slice(start_q, start_q + sequence.len_q)
-        columns = slice(start_kv, start_kv + sequence.len_kv)
-        out[rows], lse[rows], largest = _one_sequence(
-            problem, sequence, q[rows], k[columns], v[columns], softmax_offset
-        )
+    for rows, columns, visible in _masks(problem, q.device):
+        out[rows], lse[rows], largest = _one_mask(problem, visible, q[rows], k[columns], v[columns], softmax_offset)
         max_logit = torch.maximum(max_logit, largest)
     return to_format(out, qkv_format, batch_size), lse_from_packed(lse, qkv_format, batch_size), max_logit
+
+
+def _masks(problem: Problem, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Query rows int64 [n] and key rows int64 [m] of the packed tensors, and which of these pairs are visible, bool
+    [n, m]: a sequence after the other; with areas, which may reach from one to another, all real tokens at once.
+    """
+    lengths = zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False)
+    tokens = [
+        (torch.arange(q, q + s.len_q, device=device), torch.arange(k, k + s.len_kv, device=device), s)
+        for s, q, k in lengths
+    ]
+    if problem.areas is None:
+        yield from ((rows, columns, _visible(problem, s, device)) for rows, columns, s in tokens)
+    elif tokens:
+        rows, columns = (torch.cat(side) for side in list(zip(*tokens, strict=True))[:2])
+        yield rows, columns, _inside(problem.areas, rows[:, None], columns[None, :])
+
+
+def _inside(areas: Iterable[AreaRow], i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    """Which pairs of rows i [n, 1] and j [1, m] are in an area, bool [n, m]: the definition, and on purpose not the
+    arithmetic of `cp_ref.spec`.
+    """
+    visible = torch.zeros(i.shape[0], j.shape[1], dtype=torch.bool, device=i.device)
+    for q_start, q_stop, k_start, k_stop, left, right in areas:
+        inside = (q_start <= i) & (i < q_stop) & (k_start <= j) & (j < k_stop)
+        aligned = i + (k_stop - q_stop)
+        if left >= 0:
+            inside &= j >= aligned - left
+        if right >= 0:
+            inside &= j <= aligned + right
+        visible |= inside
+    return visible
 
 
 def _visible(problem: Problem, sequence: Sequence, device: torch.device) -> torch.Tensor:
@@ -110,20 +142,22 @@ def _visible(problem: Problem, sequence: Sequence, device: torch.device) -> torc
     return visible
 
 
-def _one_sequence(
+def _one_mask(
     problem: Problem,
-    sequence: Sequence,
+    visible: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     softmax_offset: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v] -> out [n, h_q, d_v], lse [n, h_q], max_logit [h_q]."""
+    """visible bool [n, m], q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v] -> out [n, h_q, d_v], lse [n, h_q],
+    max_logit [h_q].
+    """
     k, v = (x.repeat_interleave(problem.group_size, dim=1) for x in (k, v))  # query head h uses kv head h // group_size
     scores = problem.scale * torch.einsum("nhd,mhd->nhm", q, k)
     if problem.softcap > 0:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
-    hidden = ~_visible(problem, sequence, q.device)[:, None, :]
+    hidden = ~visible[:, None, :]
     masked = scores.detach().masked_fill(hidden, float("-inf"))
     columns = [masked, masked.new_full((*masked.shape[:2], 1), float("-inf"))]  # a row may have no key at all
     sink = None

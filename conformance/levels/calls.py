@@ -11,7 +11,7 @@ from conformance.implementation import Implementation, Missing
 from conformance.reference import describe_error, is_out_of_memory
 from conformance.run import UnsupportedCase
 
-__all__ = ["Raised", "call", "dtype_of", "same_bytes", "shape_findings", "worst"]
+__all__ = ["Raised", "call", "dtype_of", "parts_of", "same_bytes", "shape_findings", "worst"]
 
 
 class Raised(Exception):
@@ -29,10 +29,19 @@ def call(impl: Implementation, fn: Callable[..., Any], *arguments: Any, **option
         return fn(*arguments, **options)
     except (impl.Unsupported, NotImplementedError) as refusal:
         raise UnsupportedCase(str(refusal)) from refusal
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, Missing) or is_out_of_memory(error):
             raise
         raise Raised(f"{getattr(fn, '__name__', 'it')} raised {describe_error(error)}") from error
+
+
+def parts_of(name: str, returned: Any, *parts: str) -> tuple[torch.Tensor, ...]:
+    """What a function returned, a tuple of tensors called `parts`. Raises Raised where it is none."""
+    found = [type(x).__name__ for x in returned] if isinstance(returned, tuple | list) else []
+    if len(found) != len(parts) or not all(isinstance(x, torch.Tensor) for x in returned):
+        what = f"({', '.join(found)})" if found else type(returned).__name__
+        raise Raised(f"{name} returned {what}; it must return tensors ({', '.join(parts)})")
+    return tuple(returned)
 
 
 def dtype_of(name: str) -> torch.dtype:

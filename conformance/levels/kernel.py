@@ -18,7 +18,7 @@ from hypothesis.strategies import DrawFn
 from conformance.budgets import compare
 from conformance.implementation import Implementation
 from conformance.judged import Judged
-from conformance.levels.calls import call, dtype_of, same_bytes, shape_findings, worst
+from conformance.levels.calls import call, dtype_of, parts_of, same_bytes, shape_findings, worst
 from conformance.levels.text import LevelCase
 from conformance.levels.tile_definition import exact_tile
 
@@ -119,7 +119,7 @@ def _call(impl: Implementation, case: Tile, inputs: dict[str, torch.Tensor]) -> 
     by_autograd = case.backward and not impl.offers("tile_backward")
     leaves = [x.detach().requires_grad_(by_autograd) for x in (q, k, v)]
     with torch.set_grad_enabled(by_autograd):
-        out, lse = call(impl, impl.tile, *leaves, **case.options)
+        out, lse = parts_of("tile", call(impl, impl.tile, *leaves, **case.options), "out", "lse")
     results = {"out": out.detach(), "lse": lse.detach()}
     if not case.backward:
         return results
@@ -130,7 +130,8 @@ def _call(impl: Implementation, case: Tile, inputs: dict[str, torch.Tensor]) -> 
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
     else:
         grads = call(impl, impl.tile_backward, *leaves, out, lse, dout, **case.options)
-    return results | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    names = ("dq", "dk", "dv")
+    return results | dict(zip(names, parts_of("tile_backward", grads, *names), strict=True))
 
 
 def _inputs(case: Tile, device: str) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from conformance.implementation import Implementation
-from conformance.levels.calls import call, dtype_of, same_bytes, shape_findings, worst
+from conformance.levels.calls import call, dtype_of, parts_of, same_bytes, shape_findings, worst
 from conformance.levels.text import LevelCase
 
 __all__ = ["Merge", "check", "strategy"]
@@ -72,8 +72,7 @@ def check(impl: Implementation, case: Merge, device: str = "cpu") -> list[str]:
     found, results = [], []
     for order, given in (("", copies), (" in reverse order", copies[::-1])):
         result = call(impl, impl.merge, list(given))
-        if not (isinstance(result, tuple) and len(result) == 2):
-            return [*found, f"merge{order} returned {type(result).__name__}; it must return (out, lse)"]
+        result = parts_of(f"merge{order}", result, "out", "lse")
         found += [f"{finding}{order}" for finding in _judge(case, result, exact_out, exact_lse)]
         results.append(result)
     if not all(same_bytes(a, b) for old, new in zip(parts, copies, strict=True) for a, b in zip(old, new, strict=True)):
@@ -82,7 +81,7 @@ def check(impl: Implementation, case: Merge, device: str = "cpu") -> list[str]:
 
 
 def _judge(
-    case: Merge, result: tuple[torch.Tensor, torch.Tensor], exact_out: torch.Tensor, exact_lse: torch.Tensor
+    case: Merge, result: tuple[torch.Tensor, ...], exact_out: torch.Tensor, exact_lse: torch.Tensor
 ) -> list[str]:
     out, lse = result
     dtype, wide = dtype_of(case.dtype), torch.float64 if case.dtype == "float64" else torch.float32

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conformance.case import Case
+from conformance.visibility import seen
 
 __all__ = ["MOST", "Difference", "Pair", "visibility_difference", "visible"]
 
@@ -52,12 +53,7 @@ def visible(case: Case) -> frozenset[Pair]:
     >>> sorted(visible(Case(Problem(1, (Sequence(1, 1, 2, 2), Sequence(2, 2, 2, 2)), qkv_format="thd"))))
     [(0, 0), (2, 2), (3, 2), (3, 3)]
     """
-    p, found = case.problem, set()
-    for s, q0, k0 in zip(p.sequences, p.starts_q, p.starts_kv, strict=False):
-        band = p.band(s)
-        for i in range(s.len_q):
-            found.update((q0 + i, k0 + j) for j in range(*band.row(i, 0, s.len_kv)))
-    return frozenset(found)
+    return frozenset((row, key) for row, keys in seen(case.problem) for key in keys)
 
 
 def visibility_difference(case: Case, got_pairs: Iterable[Pair] | None) -> Difference:

@@ -7,8 +7,13 @@ drawn cases, `check(impl, case, device) -> findings` (sentences; empty when all 
     probes        counting inputs: which query saw which key, exactly
     budget        low precision, in units of plain PyTorch's error
     metamorphic   problems that must have the same answer: fewer ranks, other orders, other company
+    spellings     the same call in other words: lengths in int64, defaults by name
     hygiene       reads and writes out of place: NaN in fresh memory, guard bands, strides, aliases
     determinism   the same bits from run to run
+
+made cases, of the same kind
+
+    pairs         every possible pair of features, and every schedule with every format and mask
 
 tables, `ids(capabilities)`, `check(impl, entry_id, device) -> findings` and `cases(entry_id)`, the problems that an
 entry plays; an entry's text is "TIER ID"
@@ -23,11 +28,12 @@ Both raise `UnsupportedCase` where the implementation does not have what is aske
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from conformance.capabilities import Capabilities
 from conformance.case import Case
+from conformance.covering import covering
 from conformance.implementation import Implementation
 from conformance.tiers import (
     budget,
@@ -37,9 +43,11 @@ from conformance.tiers import (
     known,
     logic,
     metamorphic,
+    pairs,
     plan,
     probes,
     special,
+    spellings,
     torch_integration,
 )
 
@@ -49,13 +57,14 @@ __all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "case
 @dataclass(frozen=True)
 class Tier:
     """A tier that runs on drawn cases, the dtypes that it is meant for, and those that it takes where an implementation
-    has none of these: there it sees less.
+    has none of these: there it sees less. With `made` the cases are these, and none are drawn.
     """
 
     name: str
     check: Callable[[Implementation, Case, str], list[str]]
     dtypes: tuple[str, ...]
     coarser: tuple[str, ...] = ()
+    made: Callable[[Capabilities, Sequence[int]], Iterable[Case]] | None = None
 
     def dtypes_of(self, capabilities: Capabilities) -> tuple[str, ...]:
         """The dtypes to draw for an implementation; none if it has none."""
@@ -86,8 +95,10 @@ CASE_TIERS = {
         Tier("probes", probes.check, ALL_DTYPES),
         Tier("budget", budget.check, ("bfloat16", "float16", "float32")),
         Tier("metamorphic", metamorphic.check, ("float64", "float32", "bfloat16")),
+        Tier("spellings", spellings.check, ("float64", "float32")),
         Tier("hygiene", hygiene.check, ("float64", "float32"), coarser=("bfloat16", "float16")),
         Tier("determinism", determinism.check, ALL_DTYPES),
+        Tier("pairs", pairs.check, ALL_DTYPES, made=covering),
     )
 }
 

@@ -7,6 +7,7 @@
     aliases      no result lies in the memory of an input, or of another result
     strides      transposed memory, every second element, a dout of stride 0 (what out.sum().backward() gives)
     again        the same inputs a second time give the same results
+    state        PyTorch's settings and the random states are as they were (see `conformance.global_state`)
 
 The implementation always runs before the oracle: a fresh allocation may hold the right answer.
 """
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from conformance.case import Case
+from conformance.global_state import changed, state
 from conformance.implementation import Implementation
 from conformance.reference import exact_results
 from conformance.run import play
@@ -40,8 +42,13 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     """
     case, tensors = replace(case, strided=True), build(case, device)
     with poisoned_memory():
+        settings = state()
         played = play(impl, case, tensors)
-        found = played.findings or on_every_rank(impl, replace(case, strided=False), tensors, _check_rank)
+        found = (
+            changed(settings)
+            or played.findings
+            or on_every_rank(impl, replace(case, strided=False), tensors, _check_rank)
+        )
     if found:
         return found
     exact = exact_results(case, tensors)
@@ -62,12 +69,14 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def _check_rank(call: Call) -> list[str]:
-    leaves = call.leaves()
+    leaves, settings = call.leaves(), state()
     watched = {**leaves, "dout": call.dout, "dlse": call.dlse} | {
         name: x for name, x in call.problem_arguments.items() if isinstance(x, torch.Tensor)
     }
     before = {name: x.detach().clone() for name, x in watched.items()}
     results = call.both(leaves)
+    if found := changed(settings):  # of this thread
+        return found
     found = same_bits("(an input) after the call", before, {name: x.detach() for name, x in watched.items()})
     found += _aliases(results, watched)
     again = call.both(call.leaves())

@@ -14,7 +14,7 @@ from conformance.case import Case
 from conformance.implementation import Implementation, as_implementation, context
 from conformance.placement import global_rows
 from conformance.reference import Hang, describe_error, run_ranks
-from conformance.run import UnsupportedCase, local_slice
+from conformance.run import UnsupportedCase, local_slice, named_results
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments
 
 __all__ = ["Call", "close", "on_every_rank", "same_bits"]
@@ -37,9 +37,11 @@ class Call:
     dlse: torch.Tensor
     problem_arguments: dict[str, Any]
 
-    def plan(self) -> Any:
-        """`make_plan` for the case's problem."""
+    def plan(self, other: dict[str, Any] | None = None) -> Any:
+        """`make_plan` for the case's problem, or for `other` words for it in place of `problem_arguments`."""
         arguments = plan_arguments(self.case.problem, str(self.dout.device))
+        if other is not None:
+            arguments = {name: x for name, x in arguments.items() if name not in self.problem_arguments} | other
         return self.impl.make_plan(cp=self.cp, **arguments, **self.wishes())
 
     def wishes(self) -> dict[str, bool]:
@@ -59,9 +61,7 @@ class Call:
         results = self.impl.attention(
             leaves["q"], leaves["k"], leaves["v"], cp=self.cp, **arguments, **offset, **self.wishes()
         )
-        results = results if isinstance(results, tuple) else (results,)
-        names = [name for name in ("out", "lse", "max_logit") if name in self.case.results]
-        return dict(zip(names, results, strict=True))
+        return named_results(self.case, results)
 
     def backward(self, results: Tensors, leaves: Tensors, *, dout: torch.Tensor | None = None, **more: Any) -> Tensors:
         """The gradients that the case asks for, by name; `more` goes to `torch.autograd.grad`."""

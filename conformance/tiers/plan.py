@@ -16,7 +16,7 @@ from conformance.placement import global_rows, positions
 from conformance.reference import Hang, describe_error, run_ranks
 from conformance.run import UnsupportedCase
 from conformance.tensors import plan_arguments, sequence_axis
-from cp_ref.spec import InvalidSchedule, Schedule, verify
+from cp_ref.spec import InvalidSchedule, Problem, Schedule, verify
 
 __all__ = ["check"]
 
@@ -38,10 +38,16 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     found = [f"rank {rank} raised {describe_error(error)}" for rank, error in enumerate(errors) if error is not None]
     if found:
         return found
-    texts = [text for _, text, _, _ in (o.value for o in outcomes)]
     for rank, outcome in enumerate(outcomes):
-        problem_text, text, schedule, findings = outcome.value
-        found += [f"rank {rank}: {finding}" for finding in findings]
+        found += [f"rank {rank}: {finding}" for finding in outcome.value[1]]
+    plans = [o.value[0] for o in outcomes]
+    return found + (_plans(p, plans) if impl.offers("make_plan") else [])
+
+
+def _plans(p: Problem, plans: list[tuple[str, str, Schedule]]) -> list[str]:
+    """Findings about the ranks' plans: (problem, schedule's text, schedule)."""
+    found, texts = [], [text for _, text, _ in plans]
+    for rank, (problem_text, text, schedule) in enumerate(plans):
         if problem_text != str(p):
             found.append(f"rank {rank}: plan.problem is {problem_text}, but should be {p}")
         if text != texts[0]:
@@ -49,19 +55,24 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
         if Schedule.parse(text) != schedule:
             found.append(f"rank {rank}: the schedule's text does not read back to an equal schedule")
     try:
-        verify(p, outcomes[0].value[2])
+        verify(p, plans[0][2])
     except InvalidSchedule as wrong:
         found += wrong.errors
     return found
 
 
-def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tuple[str, str, Schedule, list[str]]:
+def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tuple[Any, list[str]]:
+    """The plan as texts and schedule, None where there is no `make_plan`; and findings about what this rank has."""
     p = case.problem
     try:
         cp = context(impl, p, member)
     except impl.Unsupported as refusal:
         raise UnsupportedCase(str(refusal)) from refusal
     supported, reason = impl.supports(cp=cp, **plan_arguments(p, device))
+    if not impl.offers("make_plan"):
+        if not supported:
+            raise UnsupportedCase(reason)
+        return None, _sharding(impl, case, cp, device)
     try:
         plan = impl.make_plan(cp=cp, **plan_arguments(p, device))
     except impl.Unsupported as refusal:
@@ -75,27 +86,32 @@ def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tup
     got = plan.position_ids.tolist()[: len(want)]
     if got != want:
         findings.append(f"plan.position_ids is {got}, but should be {want}")
-    return str(plan.problem), str(plan.schedule), plan.schedule, findings
+    return (str(plan.problem), str(plan.schedule), plan.schedule), findings
 
 
 def _sharding(impl: Implementation, case: Case, cp: Any, device: str) -> list[str]:
-    """shard, unshard and position_ids on token numbers, against the ownership of the specification."""
+    """Those of shard, unshard and position_ids that are there, on token numbers, against the ownership."""
     p, findings = case.problem, []
     for side, tail in (("q", case.tail_q), ("kv", case.tail_kv)):
         starts = p.starts_q if side == "q" else p.starts_kv
         padded = torch.tensor(starts, dtype=torch.int32, device=device) if p.qkv_format == "thd" else None
         tokens = _token_numbers(case, side, tail).to(device)
         axis = sequence_axis(p.qkv_format)
-        mine = impl.shard(tokens, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded)
         rows = global_rows(p, side, tail, cp.rank)
         want = tokens.index_select(axis, torch.tensor(rows, dtype=torch.int64, device=device))
-        if not torch.equal(mine, want):
-            findings.append(f"shard of the {side} token numbers gives {mine.tolist()}, but should give {want.tolist()}")
-            continue
-        back = impl.unshard(mine, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded)
-        if not torch.equal(back, tokens):
-            findings.append(f"unshard(shard(x)) of the {side} token numbers gives {back.tolist()}")
+        if impl.offers("shard"):
+            mine = impl.shard(tokens, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded)
+            if not torch.equal(mine, want):
+                given = mine.tolist()
+                findings.append(f"shard of the {side} token numbers gives {given}, but should give {want.tolist()}")
+                continue
+        if impl.offers("unshard"):
+            back = impl.unshard(want, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded)
+            if not torch.equal(back, tokens):
+                findings.append(f"unshard of the ranks' {side} token numbers gives {back.tolist()}")
         findings += _gradients(impl, tokens.double(), rows, axis, side, cp, p.qkv_format, padded)
+        if not impl.offers("position_ids"):
+            continue
         seqlen = None if p.qkv_format == "thd" else tokens.shape[axis]
         ids = impl.position_ids(cp=cp, qkv_format=p.qkv_format, seqlen=seqlen, cu_seqlens_padded=padded, device=device)
         if ids.dtype != torch.int64 or ids.tolist() != positions(p, side, cp.rank):
@@ -117,12 +133,15 @@ def _gradients(
 ) -> list[str]:
     """shard's gradient is the slice's, in its place; unshard's is the sum over the ranks' global tensors."""
     findings, index = [], torch.tensor(rows, dtype=torch.int64, device=x.device)
-    whole = x.clone().requires_grad_()
-    mine = impl.shard(whole, cp=cp, qkv_format=qkv_format, cu_seqlens_padded=padded)
-    mine.backward(mine.detach() + 1)
-    want = torch.zeros_like(x).index_copy_(axis, index, (x + 1).index_select(axis, index))
-    if whole.grad is None or not torch.equal(whole.grad, want):
-        findings.append(f"the gradient through shard of the {side} tokens is {whole.grad}, but should be {want}")
+    if impl.offers("shard"):
+        whole = x.clone().requires_grad_()
+        mine = impl.shard(whole, cp=cp, qkv_format=qkv_format, cu_seqlens_padded=padded)
+        mine.backward(mine.detach() + 1)
+        want = torch.zeros_like(x).index_copy_(axis, index, (x + 1).index_select(axis, index))
+        if whole.grad is None or not torch.equal(whole.grad, want):
+            findings.append(f"the gradient through shard of the {side} tokens is {whole.grad}, but should be {want}")
+    if not impl.offers("unshard"):
+        return findings
     part = x.index_select(axis, index).requires_grad_()
     impl.unshard(part, cp=cp, qkv_format=qkv_format, cu_seqlens_padded=padded).backward((x + 1) * (cp.rank + 1))
     want = (x + 1).index_select(axis, index) * (cp.size * (cp.size + 1) // 2)

@@ -8,7 +8,7 @@ more with a sink of logit 0):
     n * out  = sum of v                v spells each key's number in digits, one per head dim: which keys it sees
     dv       = sum of dout / n         dout is n times each query's number in digits: which queries saw the key
 
-The right answers are integers, counted from `Problem.band`, with no oracle.
+The right answers are integers, counted by the definition (`conformance.visibility`), with no oracle.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from conformance.implementation import Implementation
 from conformance.placement import where
 from conformance.run import UnsupportedCase, play
 from conformance.tensors import GlobalTensors, build
+from conformance.visibility import seen
 
 __all__ = ["check", "digits", "visible_pairs"]
+
+_BLOCK = 4096  # queries
 
 
 def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
@@ -35,6 +38,7 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     case = replace(case, return_lse=True, return_max_logit=False, loss="out", grads="v", magnitude=1.0)
     plain = build(case, device)
     visible = visible_pairs(case).to(device)  # [rows of q, rows of kv], bool
+    blocks = visible.split(_BLOCK)  # of which each may be as wide as float64
     sink = 0.0 if case.problem.softmax_type == "vanilla" else 1.0
     count = visible.sum(1).double()
     tensors = _counting(case, plain, count + sink)
@@ -49,10 +53,12 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
         found = _check_counts(case, played.results["lse"].double().exp(), count, sink, tensors)
     out = _packed(case, played.results["out"].double())
     values = _packed(case, tensors.v.double()).nan_to_num(0.0).repeat_interleave(case.problem.group_size, dim=1)
-    want = torch.einsum("nm,mhd->nhd", visible.double(), values)
+    want = torch.cat([torch.einsum("nm,mhd->nhd", block.double(), values) for block in blocks])
     found += _check_digits(case, "q", "n * out", out * (count + sink)[:, None, None], want)
     upstream = _packed(case, tensors.dout.double()).nan_to_num(0.0) / (count + sink).clamp(min=1)[:, None, None]
-    want = torch.einsum("nm,nhd->mhd", visible.double(), upstream)
+    want = torch.zeros(visible.shape[1], *upstream.shape[1:], dtype=torch.float64, device=upstream.device)
+    for block, rows in zip(blocks, upstream.split(_BLOCK), strict=True):
+        want += torch.einsum("nm,nhd->mhd", block.double(), rows)
     want = want.unflatten(1, (case.problem.heads_kv, case.problem.group_size)).sum(2)
     return found + _check_digits(case, "kv", "dv", _packed(case, played.results["dv"].double()), want)
 
@@ -61,11 +67,8 @@ def visible_pairs(case: Case) -> torch.Tensor:
     """Which packed query row sees which packed key row, over all sequences and tails: bool [rows of q, rows of kv]."""
     p = case.problem
     visible = torch.zeros(p.starts_q[-1] + case.tail_q, p.starts_kv[-1] + case.tail_kv, dtype=torch.bool)
-    for s, q0, k0 in zip(p.sequences, p.starts_q, p.starts_kv, strict=False):
-        band = p.band(s)
-        for i in range(s.len_q):
-            start, stop = band.row(i, 0, s.len_kv)
-            visible[q0 + i, k0 + start : k0 + max(stop, start)] = True
+    for row, keys in seen(p):
+        visible[row, keys] = True
     return visible
 
 

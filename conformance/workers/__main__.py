@@ -2,7 +2,7 @@
 
 A worker says ("ready", offer) or ("load error", why), and then answers ("ask", problem), ("try", case), ("know",
 capabilities), ("play", task), ("pairs", case) and ("renew",) with ("done", answer), with ("context lost", answer) if
-it can answer nothing more, or ("refused", why) for what means nothing.
+it can answer nothing more, ("hung", where) for a question, or ("refused", why) for what means nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
     from conformance.capabilities import ask, try_case
     from conformance.gpu_context import context_error
     from conformance.implementation import LoadError, load
+    from conformance.reference import Hang, watching
     from conformance.runner import Offer, pairs_of, play_task
+    from conformance.workers.forks import without_copies
 
     try:
         impl = load(name)
@@ -45,7 +47,7 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
         "ask": lambda problem: ask(impl, problem, device),
         "try": lambda case: try_case(impl, case, device),
         "know": lambda capabilities: impl.probed.update({device: capabilities}),
-        "play": lambda task: play_task(impl, task, device, inner_limit_s),
+        "play": lambda task: without_copies(play_task(impl, task, device, inner_limit_s)),
         "pairs": lambda case: pairs_of(impl, case, device, inner_limit_s),
         "renew": renew,
     }
@@ -55,9 +57,12 @@ def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
         except EOFError:
             return
         try:
-            answer = answers[message[0]](*message[1:])
+            with watching(inner_limit_s):
+                answer = answers[message[0]](*message[1:])
         except ValueError as error:
             connection.send(("refused", str(error)))
+        except Hang as hang:
+            connection.send(("hung", str(hang)))
         else:
             connection.send(("context lost" if context_error(device) else "done", answer))
 

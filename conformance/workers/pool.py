@@ -12,14 +12,14 @@ from typing import Any
 from conformance.capabilities import Capabilities, probe_by
 from conformance.implementation import LoadError
 from conformance.record import Played, Verdict
-from conformance.runner import FAILING, Offer, Pairs, Task
+from conformance.reference import Hang
+from conformance.runner import FAILING, Offer, Pairs, Patience, Task
 from conformance.workers.turn import GRACE_S, Turn
 from conformance.workers.worker import Worker, WorkerDied
 
 __all__ = ["IsolatedRunner", "ProcessRunner", "RemotePlayer", "start_runner"]
 
 _START_S = 300.0  # for importing and, on a GPU, compiling what the import compiles
-_QUESTION_S = 30.0  # for what is compiled on first use
 
 
 class RemotePlayer(ABC):
@@ -28,6 +28,7 @@ class RemotePlayer(ABC):
     def __init__(self, name: str, device: str, limit_s: float) -> None:
         self._name, self._device, self._limit_s = name, device, limit_s
         self.restarts = 0
+        self._patience = Patience(limit_s)
         self._known: Capabilities | None = None
 
     @property
@@ -51,12 +52,16 @@ class RemotePlayer(ABC):
     @abstractmethod
     def _question(self, message: tuple[str, Any]) -> tuple[bool, str]:
         """The workers' answer; (True, "") where the question ends them: what fails is no refusal, and the tiers will
-        see it.
+        see it. Raises Hang.
         """
 
-    @abstractmethod
     def play(self, task: Task) -> Played:
         """Play a problem. Raises ValueError for a task that means nothing."""
+        return self._patience.play(task, self._play)
+
+    @abstractmethod
+    def _play(self, task: Task) -> Played:
+        """Play a problem, whatever came before."""
 
     @abstractmethod
     def pairs(self, case: str) -> Pairs | None:
@@ -151,25 +156,36 @@ class IsolatedRunner(RemotePlayer):
         return [] if self._worker is None else [self._worker]
 
     def _question(self, message: tuple[str, Any]) -> tuple[bool, str]:
+        worker = self._start()
         try:
-            return self._ask(message, max(self._limit_s, _QUESTION_S))
-        except (TimeoutError, WorkerDied):
+            return self._ask(message, self._limit_s)
+        except TimeoutError:
+            places = "; ".join(worker.where())
+            self.close()
+            raise Hang(f"no answer within {self._limit_s:g} s: {places}") from None
+        except WorkerDied:
             self.close()
             return True, ""
 
     def _ask(self, message: tuple[str, Any], limit_s: float) -> Any:
-        """The worker's answer, after which its context may be lost. Raises ValueError, TimeoutError, WorkerDied."""
+        """The worker's answer, after which its context may be lost.
+
+        Raises:
+            ValueError, TimeoutError, WorkerDied, Hang.
+        """
         worker = self._start()
         worker.send(message)
         word, answer = worker.receive(limit_s)
         if word == "refused":
             raise ValueError(answer)
+        if word == "hung":  # its threads are left behind
+            self._end()
+            raise Hang(answer)
         if word == "context lost":
             self._end()
         return answer
 
-    def play(self, task: Task) -> Played:
-        """Play a problem."""
+    def _play(self, task: Task) -> Played:
         worker, began = self._start(), time.monotonic()
         try:
             answer = self._ask(("play", task), self._limit_s)
@@ -230,11 +246,14 @@ class ProcessRunner(RemotePlayer):
 
     def _question(self, message: tuple[str, Any]) -> tuple[bool, str]:
         task = Task("schedule", "probe", "what the implementation supports")
-        answer = self._together(message, task, max(self._limit_s, _QUESTION_S))
-        return (True, "") if isinstance(answer, Played) else answer
+        answer = self._together(message, task, self._limit_s)
+        if not isinstance(answer, Played):
+            return answer
+        if answer.verdict == "hung":
+            raise Hang("; ".join(answer.findings))
+        return True, ""
 
-    def play(self, task: Task) -> Played:
-        """Play a problem on all ranks."""
+    def _play(self, task: Task) -> Played:
         played = self._together(("play", task), task, self._limit_s)
         if played.verdict in FAILING and self._workers:  # messages may be left on the wire
             self._renew(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class ProcessRanks:
 
     def __init__(self, connection: Any, rank: int, size: int, device: str) -> None:
         self._connection, self._rank, self._size, self._device = connection, rank, size, device
-        self._inside = False
+        self._inside, self._pid = False, os.getpid()
 
     def __call__(self, cp_size: int, fn: Callable[[Any], Any], limit_s: float) -> list[Outcome]:
         """As `conformance.reference.run_ranks`; the driver watches the time."""
@@ -104,10 +105,12 @@ class ProcessRanks:
             self._inside = True
             try:
                 outcome = Outcome(fn(_member(tuple(range(cp_size)), self._rank)), None)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 outcome = Outcome(None, error)
             finally:
                 self._inside = False
+        if os.getpid() != self._pid:  # a copy that the implementation forked: it must not speak for this rank
+            os._exit(0)
         failed = outcome is not None and outcome.error is not None
         said = describe_error(outcome.error) if outcome is not None and outcome.error is not None else ""
         self._connection.send(("outcome", failed, said, None if outcome is None else _pack(outcome)))
@@ -137,14 +140,14 @@ def _unpack(packed: bytes, device: str) -> Outcome:
     return Outcome(*torch.load(io.BytesIO(packed), map_location=device, weights_only=False))
 
 
-def _portable(error: Exception) -> Exception:
+def _portable(error: BaseException) -> Exception:
     described = describe_error(error)
     try:
         copy = pickle.loads(pickle.dumps(error))
-        if str(copy) != str(error):
+        if not isinstance(copy, Exception) or str(copy) != str(error):
             raise ValueError("it is another after travelling")
     except Exception:
         kind = next((kind for kind in _KINDS if isinstance(error, kind)), Exception)
-        copy = kind(str(error))
+        copy = kind(described)
     copy.described = described  # type: ignore[attr-defined]  # the traceback stays behind
     return copy

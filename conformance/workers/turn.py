@@ -6,6 +6,7 @@ import time
 from multiprocessing.connection import wait
 from typing import Any
 
+from conformance.workers.forks import copies
 from conformance.workers.worker import Worker
 
 __all__ = ["GRACE_S", "Turn"]
@@ -57,6 +58,8 @@ class Turn:
         found = []
         for rank, worker in enumerate(self._workers):
             if rank not in self._outcomes and rank not in self.answers:
+                if there := copies(worker.pid):
+                    found.append(f"a call of rank {rank} forked the process, and left {len(there)} copies of it behind")
                 places = "; ".join(worker.where()[:2]) or "nobody can say where"
                 found.append(f"rank {rank} did not finish within {seconds:.3g} s: {places}")
         return found

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,10 @@ class Worker:
         return _places(self._text(begin))
 
     def stop(self) -> None:
-        """End it and whatever it started, at once."""
-        if self._process.poll() is None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except OSError:
-                self._process.kill()
-            self._process.wait()
+        """End it and whatever it started, at once; what it started may outlive it."""
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self.connection.close()
         self._said.close()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import subprocess
 from importlib import metadata
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,7 +21,8 @@ from cp_fast import build
 from cp_fast.backends import BACKENDS, Backend, fa4_cache, installed, probe, remark_on
 from cp_fast.build import tools
 from cp_fast.cli.common import CHECK_FAILED, table
-from cp_fast.kernels.select import chosen
+from cp_fast.kernels.numba_cuda.simulated import SIMULATED
+from cp_fast.kernels.select import chosen, why_not
 from cp_fast.peers import VARIABLE as MESSAGES
 from cp_fast.peers import carried_by
 from cp_fast.peers import why_not as why_not_peers
@@ -27,6 +30,13 @@ from cp_ref.spec import Feature
 
 __all__ = ["doctor"]
 
+Row = dict[str, Any]
+_TITLES = {
+    "installed": "installed",
+    "attention backends": "attention backends, in the order that 'auto' prefers",
+    "kernels": "kernels that move and merge",
+}
+_CELLS = {None: "-", True: "[green]yes[/]", False: "[red]no[/]"}
 _PACKAGES = {
     "numpy": "",
     "numba-cuda": "kernels for GPUs without nvcc",
@@ -37,54 +47,79 @@ _PACKAGES = {
 }
 
 
-def doctor() -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for bug reports.")] = False,
+) -> None:
     """Say what is installed, which attention backends and kernels work here, and why not where not.
 
     Exit code: 0 when attention runs here on at least one backend, else 1.
     """
-    console = Console()
-    console.print(_installed())
+    console = Console(stderr=as_json)
     with console.status("trying the attention backends"):
-        backends, working = _backends()
-    console.print(backends)
-    kernels, served = _kernels()
-    console.print(kernels)
-    if ready := [f"{name} ({device})" for name, device in working if device in served]:
-        console.print(f"[green]ready[/]: attention runs here on {', '.join(ready)}")
-        return
-    lacking = "no kernels move and merge for the backends that work" if working else "no attention backend works"
-    console.print(f"[red]{lacking} here[/]; the table says why")
-    raise typer.Exit(CHECK_FAILED)
+        found = {"installed": _installed(), "attention backends": _backends(), "kernels": _kernels()}
+    working = [row for row in found["attention backends"] if row["works"]]
+    served = {row["device"] for row in found["kernels"] if row["in use"]}
+    ready = [f"{row['backend']} ({row['device']})" for row in working if row["device"] in served]
+    if as_json:
+        typer.echo(json.dumps({**found, "ready": ready, "variables": _variables()}, indent=2))
+    else:
+        for part, rows in found.items():
+            console.print(_table(_TITLES[part], rows))
+        lacking = "no kernels move and merge for the backends that work" if working else "no attention backend works"
+        console.print(
+            f"[green]ready[/]: attention runs here on {', '.join(ready)}"
+            if ready
+            else f"[red]{lacking} here[/]; the table says why"
+        )
+    if not ready:
+        raise typer.Exit(CHECK_FAILED)
 
 
-def _installed() -> Table:
-    made = table("installed", "what", "here", "remark")
-    made.add_row("Python", platform.python_version(), platform.platform())
-    made.add_row("PyTorch", torch.__version__, f"{torch.get_num_threads()} CPU threads, {os.cpu_count()} CPUs")
+def _table(title: str, rows: list[Row]) -> Table:
+    made = table(title, *rows[0])
+    for row in rows:
+        made.add_row(*(_CELLS.get(cell, escape(str(cell))) for cell in row.values()))
+    return made
+
+
+def _installed() -> list[Row]:
+    made: list[Row] = []
+
+    def add(what: str, here: str | None, remark: str = "") -> None:
+        made.append({"what": what, "here": here, "remark": remark})
+
+    add("cp-attention", _version("cp-attention"), "" if _version("cp-attention") else "run from a checkout")
+    add("Python", platform.python_version(), platform.platform())
+    add("PyTorch", torch.__version__, f"{torch.get_num_threads()} CPU threads, {os.cpu_count()} CPUs")
     cuda = torch.version.cuda
-    made.add_row("CUDA", cuda or "-", "what PyTorch was built for" if cuda else "PyTorch was built without it")
+    add("CUDA", cuda, "what PyTorch was built for" if cuda else "PyTorch was built without it")
     gpus = range(torch.cuda.device_count())
     for gpu in gpus:
         p = torch.cuda.get_device_properties(gpu)
-        made.add_row(f"GPU {gpu}", p.name, f"compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
+        add(f"GPU {gpu}", p.name, f"compute capability {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB")
     if not gpus:
-        made.add_row("GPU", "-", "none that PyTorch sees")
+        add("GPU", None, "none that PyTorch sees")
     for package, remark in _PACKAGES.items():
         version = _version(package)
-        made.add_row(package, version or "-", "" if version else escape(remark) or "optional")
-    made.add_row("fa4's kernels", "on disk" if (kept := _kept_where()).startswith(os.sep) else "-", escape(kept))
-    made.add_row("messages", *_messages())
-    made.add_row("nvcc", *_tool("nvcc"))
-    made.add_row("C++ compiler", *_compiler())
+        add(package, version, _numba_remark() if version and package == "numba-cuda" else "" if version else remark)
+    kept = _kept_where()
+    add("fa4's kernels", "on disk" if kept.startswith(os.sep) else None, kept)
+    add("messages", *_messages())
+    add("nvcc", *_tool("nvcc"))
+    add("C++ compiler", *_compiler())
     dist = torch.distributed
     if dist.is_available():
         transports = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-        made.add_row(
-            "torch.distributed", ", ".join(n for n, there in transports.items() if there) or "-", _nccl_version()
-        )
+        add("torch.distributed", ", ".join(n for n, there in transports.items() if there) or None, _nccl_version())
     else:
-        made.add_row("torch.distributed", "-", "PyTorch was built without it")
+        add("torch.distributed", None, "PyTorch was built without it")
     return made
+
+
+def _numba_remark() -> str:
+    """Whether the kernels in Numba load and compute, where there is a GPU (or Numba simulates one)."""
+    device = "cpu" if SIMULATED else "cuda"
+    return why_not("numba", device) or f"its kernels work on {device!r}"
 
 
 def _kept_where() -> str:
@@ -92,36 +127,27 @@ def _kept_where() -> str:
     return fa4_cache.kept_where()
 
 
-def _messages() -> tuple[str, str]:
+def _messages() -> tuple[str | None, str]:
     """What carries messages between this machine's GPUs, and why not peers' memory."""
     try:
         choice = carried_by()
     except ValueError as error:
-        return "[red]none[/]", escape(str(error))
+        return None, str(error)
     reason = why_not_peers() or ("PyTorch sees one GPU" if torch.cuda.device_count() == 1 else None)
     by_group = f"{MESSAGES}=group" if choice == "group" else reason
     remark = "copy engines read the peers' memory; a group tries it before its first plan"
-    return ("the group's", escape(by_group)) if by_group else ("peers' memory", remark)
+    return ("the group's", by_group) if by_group else ("peers' memory", remark)
 
 
-def _backends() -> tuple[Table, list[tuple[str, str]]]:
-    """Every backend on every device that it says it runs on, tried on small problems with known answers; and those that
-    work.
-    """
-    made = table("attention backends, in the order that 'auto' prefers", "backend", "device", "works", "remark")
-    working = []
+def _backends() -> list[Row]:
+    """Every backend on every device that it says it runs on, tried on small problems with known answers."""
+    made: list[Row] = []
     for backend in map(installed, BACKENDS):
         for device in _devices(backend):
             reason = _try(backend, device)
-            if reason is None:
-                working.append((backend.name, device))
-            made.add_row(
-                backend.name,
-                device,
-                "[green]yes[/]" if reason is None else "[red]no[/]",
-                escape(reason or remark_on(backend)),
-            )
-    return made, working
+            remark = reason or remark_on(backend)
+            made.append({"backend": backend.name, "device": device, "works": reason is None, "remark": remark})
+    return made
 
 
 def _devices(backend: Backend) -> list[str]:
@@ -138,30 +164,32 @@ def _try(backend: Backend, device: str) -> str | None:
     return None if reason is None else " ".join(reason.split())
 
 
-def _kernels() -> tuple[Table, set[str]]:
-    """For every device, which kernels move and merge there and why, and what there is of the native ones; and the
-    devices that have some.
-    """
-    made = table("kernels that move and merge", "device", "in use", "native build", "remark")
-    served = set()
+def _kernels() -> list[Row]:
+    """For every device, which kernels move and merge there and why, and what there is of the native ones."""
+    made: list[Row] = []
     for device in build.DEVICES:
         try:
-            built, why_not = build.status(device)
+            built, why_not_built = build.status(device)
         except ValueError as error:
-            built, why_not = None, str(error)
+            built, why_not_built = None, str(error)
+        in_use: str | None = None
         if device == "cuda" and not torch.cuda.is_available():
-            in_use, why = "-", "PyTorch sees no GPU"
+            why = "PyTorch sees no GPU"
         else:
             try:
                 in_use, why = chosen(device)
-                served.add(device)
             except (RuntimeError, ValueError) as error:
-                in_use, why = "[red]none[/]", str(error)
-        state = "no" if why_not else "yes" if built else "on first use"
-        made.add_row(
-            device, in_use, state, escape(why if why_not in (None, why) or why_not in why else f"{why}; {why_not}")
-        )
-    return made, served
+                why = str(error)
+        remark = why if why_not_built in (None, why) or why_not_built in why else f"{why}; {why_not_built}"
+        state = "no" if why_not_built else "yes" if built else "on first use"
+        made.append({"device": device, "in use": in_use, "native build": state, "remark": remark})
+    return made
+
+
+def _variables() -> dict[str, str]:
+    """What the environment says about this package, PyTorch and the libraries beside it."""
+    prefixes = ("CP_", "CUDA_", "CXX", "NCCL_", "NUMBA_", "PYTORCH_", "TORCH_")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
 def _version(package: str) -> str | None:
@@ -171,15 +199,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _compiler() -> tuple[str, str]:
+def _compiler() -> tuple[str | None, str]:
     try:
         program, _ = tools.host_compiler(tools.cxx())
     except (build.Unavailable, ValueError) as error:
-        return "-", str(error)
+        return None, str(error)
     return _tool(program)
 
 
-def _tool(*names: str) -> tuple[str, str]:
+def _tool(*names: str) -> tuple[str | None, str]:
     """The first of these programs that is there: its version line and its path."""
     for name in names:
         if name and (path := shutil.which(name)):
@@ -192,7 +220,7 @@ def _tool(*names: str) -> tuple[str, str]:
             lines = [line for line in said.splitlines() if line.strip()]
             release = [line for line in lines if "release" in line]
             return (release or lines or ["?"])[0].strip(), path
-    return "-", "not found; builds native kernels"
+    return None, "not found; builds native kernels"
 
 
 def _nccl_version() -> str:

@@ -5,6 +5,7 @@ is asked for, and needs the library that it is for only where it says so.
     ring_flash_attn      zigzag_ring_flash_attn_func and its varlen form, llama3_flash_attn_varlen_func
     sdpa                 scaled_dot_product_attention
     transformers         register(): attn_implementation="cp_fast"; shard_batch
+    trainer              ContextParallelMixin, for transformers' Trainer
     transformer_engine   patch(): the function that its attention calls under context parallelism
     megatron             CoreAttention, for the specs of transformer layers
     torchtitan           apply_cp_to_forward and prepare_context_parallel_input, for varlen attention
@@ -26,6 +27,7 @@ _MODULES = (
     "ring_flash_attn",
     "sdpa",
     "torchtitan",
+    "trainer",
     "transformer_engine",
     "transformers",
 )

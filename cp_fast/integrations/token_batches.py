@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ class CpBatch:
 
 
 def shard_batch(batch: Mapping[str, torch.Tensor], *, cp: ContextParallel, pad_token_id: int = 0) -> dict[str, Any]:
-    """This rank's part of a batch that every rank has whole, as arguments of a model.
+    """This rank's part of a batch that every rank has whole, as arguments of a model. Collective.
 
     Args:
         batch: input_ids [b, s], and any of
@@ -46,8 +47,8 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, cp: ContextParallel, pad_t
         multiply the loss by n.
 
     Raises:
-        ValueError: an argument that is not there, a mask with padding before or between tokens, or a packed batch with
-        a mask.
+        ValueError: an argument that is not there, a mask with padding before or between tokens, a packed batch with a
+        mask; or a batch that is not the same on all ranks, which their loaders then gave other rows.
     """
     check_context(cp, ContextParallel)
     unknown = set(batch) - {"input_ids", "position_ids", "attention_mask", "labels"}
@@ -56,6 +57,7 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, cp: ContextParallel, pad_t
             f"batch has {', '.join(sorted(batch))}; it must have input_ids, and may have position_ids, attention_mask "
             "and labels"
         )
+    _check_the_same(batch, cp)
     ids, labels = batch["input_ids"], batch.get("labels")
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     labels = torch.full_like(ids, -100) if labels is None else labels
@@ -72,6 +74,17 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, cp: ContextParallel, pad_t
     shifted, count = local.pop("shift_labels")
     given = {"labels": shifted, "shift_labels": shifted, "num_items_in_batch": count} if "labels" in batch else {}
     return {**local, **given, "cp_batch": sequences}
+
+
+def _check_the_same(batch: Mapping[str, torch.Tensor], cp: ContextParallel) -> None:
+    mine = {name: (list(x.shape), crc32(x.cpu().numpy().tobytes())) for name, x in sorted(batch.items())}
+    for rank, theirs in enumerate(cp.comm.all_gather_object(mine)):
+        if theirs != mine:
+            odd = ", ".join(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
+            raise ValueError(
+                f"batch differs between rank {cp.rank} and rank {rank} in {odd}; all ranks of a context get the same "
+                "batch whole (Trainer's and accelerate's own loaders give every process another)"
+            )
 
 
 Parts = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -9,6 +9,7 @@ import numpy as np
 
 from cp_fast.planning.joins import Segments, SegmentSpans, boxes, one_each, squares, strips
 from cp_fast.planning.rows import RowMap, Spans
+from cp_fast.planning.sharing import apart, areas_meet, behind, staircases
 from cp_fast.planning.windows import BandTiles, WindowRule, cut_to_windows
 from cp_ref.spec import Column
 
@@ -44,11 +45,16 @@ def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     square, part = squares(tiles, rule)
     cut = cut_to_windows(tiles.take(~part) if part.any() else tiles, rule)
     full = cut.full
-    if full.all():
-        segments = Segments.concat([square, strips(cut)])
-    else:
-        segments = Segments.concat([square, strips(cut.take(full)), one_each(cut.take(~full))])
-    return [_launch(found) for group in _by_window(segments, rule) for found in _without_common_rows(group)]
+    parts = [square, strips(cut)] if full.all() else [square, strips(cut.take(full)), one_each(cut.take(~full))]
+    if not areas_meet(tiles):
+        return [_launch(found) for group in _by_window(Segments.concat(parts), rule) for found in _places(group)]
+    if len(parts[1]) > 1:
+        parts[1] = staircases(parts[1])
+    segments = Segments.concat(parts)
+    choices = (
+        [one for group in _by_window(some, rule) for one in apart(group)] for some in (behind(segments), segments)
+    )
+    return [_launch(found) for found in min(choices, key=len)]
 
 
 def keys_in_buffer_order(table: LaunchTable, rows: RowMap) -> LaunchTable:
@@ -94,8 +100,10 @@ def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
         yield segments.take(np.flatnonzero((left == window[0]) & (right == window[1])))
 
 
-def _without_common_rows(segments: Segments) -> Iterator[Segments]:
-    """The segments in launches that have each row of queries, and of keys, once: results are added by rows."""
+def _places(segments: Segments) -> Iterator[Segments]:
+    """The segments in launches that have each row of queries, and of keys, once: results are added by rows. The first
+    segments of all areas are one launch, then the second ones: areas have no rows in common.
+    """
     if not (_overlap(segments.q) or _overlap(segments.k)):
         yield segments
         return
@@ -103,12 +111,7 @@ def _without_common_rows(segments: Segments) -> Iterator[Segments]:
         segments = segments.take(np.argsort(segments.area, kind="stable"))
     place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # in their area
     for n in range(int(place.max()) + 1):
-        group = segments.take(np.flatnonzero(place == n))
-        if _overlap(group.q) or _overlap(group.k):  # areas that share rows
-            for one in range(len(group)):
-                yield group.take(np.array([one]))
-        else:
-            yield group
+        yield segments.take(np.flatnonzero(place == n))
 
 
 def _overlap(spans: SegmentSpans) -> bool:

@@ -17,15 +17,16 @@ same bits in every batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.spec import UNBOUNDED, Areas, Column, Table, Tiles
+from cp_ref.spec import UNBOUNDED, Areas, Column, Problem, Table, Tiles
 from cp_ref.spec.areas import crop
 
-__all__ = ["BandTiles", "WindowRule", "band_tiles", "cut_to_windows", "windowed"]
+__all__ = ["BandTiles", "WindowRule", "band_tiles", "cut_to_windows", "own_window", "windowed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,18 @@ class WindowRule(NamedTuple):
     large: int
 
 
+def own_window(problem: Problem) -> tuple[int, int]:
+    """The problem's window; of areas the window of most query rows, among those that hide anything."""
+    if problem.areas is None:
+        left, right = problem.window_size
+        return left, 0 if problem.causal else right
+    rows: Counter[tuple[int, int]] = Counter()
+    for q_start, q_stop, _, _, left, right in problem.areas:
+        rows[left, right] += q_stop - q_start
+    del rows[-1, -1]
+    return max(rows, key=lambda window: (rows[window], window), default=(-1, -1))
+
+
 def band_tiles(areas: Areas, tiles: Tiles) -> BandTiles:
     """A schedule's tiles with their bands, cut down to the rows and keys that see anything."""
     lo, hi = areas.lo[tiles.area], areas.hi[tiles.area]
@@ -87,11 +100,8 @@ def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
     """
     area, q0, q1, k0, k1, lo, hi, left, right = tiles.columns
     corner, (own_left, own_right) = k1 - q1, rule.own
-    own = np.full(len(tiles), rule.own != (-1, -1))
-    if own_left >= 0:
-        own &= corner - lo == own_left
-    if own_right >= 0:
-        own &= hi - corner == own_right
+    own = (left < 0) if own_left < 0 else corner - lo == own_left
+    own &= (right < 0) if own_right < 0 else hi - corner == own_right
     left, right = np.where(own, own_left, left), np.where(own, own_right, right)
     rest = ~own & ~tiles.full
     if not rest.any():

@@ -21,8 +21,9 @@ def attention(
     *,
     cp: ContextParallel,
     qkv_format: str = "bshd",
-    attn_mask_type: str = "causal",
+    attn_mask_type: str | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    areas: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     cu_seqlens_q_padded: torch.Tensor | None = None,
@@ -47,11 +48,17 @@ def attention(
             shards its sequence; results are plain tensors.
         cp: the group, the schedule and the layout.
         qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
-        attn_mask_type: "no_mask", "causal", "causal_bottom_right" (aligned to the last query and key), or one of these
-            with "padding" ("padding", "padding_causal", "padding_causal_bottom_right"). In thd both spellings mean the
-            same; in bshd and sbhd a padding mask takes each sequence's length from `cu_seqlens_*`.
+        attn_mask_type: "no_mask", "causal" (the default), "causal_bottom_right" (aligned to the last query and key), or
+            one of these with "padding" ("padding", "padding_causal", "padding_causal_bottom_right"). In thd both
+            spellings mean the same; in bshd and sbhd a padding mask takes each sequence's length from `cu_seqlens_*`.
         window_size: (left, right): query i sees keys i - left ... i + right (aligned); -1 is unbounded. Causal masks
             set right to 0.
+        areas: thd only, instead of attn_mask_type and window_size: who sees whom, int32 or int64 [n, 6]; best on the
+            CPU. A row is (q_start, q_stop, k_start, k_stop, left, right): rows of the global packed buffers, padding
+            counted, and a window inside this rectangle, aligned to its last row and last column, -1 for unbounded; so
+            (-1, 0) makes a square causal. No pair may be in two areas. A pair in none is hidden, and so is padding,
+            whatever areas say. `cu_seqlens_*` then only say where documents lie, for layouts and positions. `masks`
+            has makers of areas.
         cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
             On the CPU, best: every call reads them on the host, which waits for a GPU that has them.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
@@ -88,8 +95,8 @@ def problem_arguments(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: one that it does not have.
 
-    >>> problem_arguments({"softcap": 5.0})["attn_mask_type"]
-    'causal'
+    >>> problem_arguments({"softcap": 5.0})["window_size"]
+    (-1, -1)
     """
     for name in given:
         if name not in _DEFAULTS:

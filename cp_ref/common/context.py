@@ -30,7 +30,8 @@ class ContextParallel:
             the group with the rest. "total": the sum over the group already, the same on every rank; leave it out then.
 
     Attributes:
-        rank, size: this rank and the number of ranks.
+        rank: this rank, from 0.
+        size: the number of ranks.
         a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
         comm: the group as a `cp_ref.spec.Group`.
 

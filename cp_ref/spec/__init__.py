@@ -8,6 +8,7 @@ from cp_ref.spec.custom import check_schedule
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import agreed_cut
 from cp_ref.spec.given import OFFSET_GRADS, check_placements, local_part, one_a_head
+from cp_ref.spec.given_areas import AreaRow, areas_of_rows
 from cp_ref.spec.group import Group, Parcel, Pending, agree, read_together
 from cp_ref.spec.layout import divisor, slice_rows
 from cp_ref.spec.mask import Band, Rect
@@ -38,6 +39,7 @@ __all__ = [
     "SOFTMAX_TYPES",
     "UNBOUNDED",
     "Agreement",
+    "AreaRow",
     "Areas",
     "Band",
     "Column",
@@ -71,6 +73,7 @@ __all__ = [
     "agree",
     "agreed_cut",
     "areas_of",
+    "areas_of_rows",
     "check_apart",
     "check_choice",
     "check_context",

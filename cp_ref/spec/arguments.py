@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from operator import gt
 from typing import Any
 
+from cp_ref.spec.given_areas import read_areas
 from cp_ref.spec.layout import check_layout, read_layout
 from cp_ref.spec.problem import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 from cp_ref.spec.values import check_choice, check_data, differences, read_count, read_lengths, read_number, read_window
@@ -78,8 +79,9 @@ def read_problem(
     cp_comm_type: str,
     layout: Any,
     qkv_format: str,
-    attn_mask_type: str,
+    attn_mask_type: str | None,
     window_size: tuple[int, int],
+    areas: Any,
     cu_seqlens_q: Any,
     cu_seqlens_kv: Any,
     cu_seqlens_q_padded: Any,
@@ -96,6 +98,10 @@ def read_problem(
     check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
     layout = read_layout(layout)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
+    window_size = read_window(window_size)
+    if areas is not None:
+        _check_alone(qkv_format, attn_mask_type, window_size)
+    attn_mask_type = "causal" if attn_mask_type is None else attn_mask_type
     check_choice("attn_mask_type", attn_mask_type, MASKS)
     check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
     check_choice("dtype", sizes.dtype, DTYPES)
@@ -108,6 +114,7 @@ def read_problem(
         "cu_seqlens_kv_padded": read_lengths("cu_seqlens_kv_padded", cu_seqlens_kv_padded),
     }
     sequences = _packed(given, sizes) if qkv_format == "thd" else _batched(given, qkv_format, attn_mask_type, sizes)
+    lengths = Sequences.of(sequences)
     problem = Problem(
         cp_size=cp_size,
         sequences=sequences,
@@ -116,7 +123,8 @@ def read_problem(
         layout=layout,
         qkv_format=qkv_format,
         attn_mask_type=attn_mask_type,
-        window_size=read_window(window_size),
+        window_size=window_size,
+        areas=None if areas is None else read_areas(areas, sum(lengths.slots_q), sum(lengths.slots_kv)),
         heads_q=sizes.heads_q,
         heads_kv=sizes.heads_kv,
         d_qk=sizes.d_qk,
@@ -152,6 +160,15 @@ def check_offset(problem: Problem, softmax_offset: Any, q: Any) -> None:
         raise ValueError(
             f"softmax_offset is on {softmax_offset.device} and q is on {q.device}; they must be on one device"
         )
+
+
+def _check_alone(qkv_format: str, attn_mask_type: str | None, window_size: tuple[int, int]) -> None:
+    """Areas are for packed buffers, and have all that a mask and a window say."""
+    if qkv_format != "thd":
+        raise ValueError(f"areas are given, but qkv_format is {qkv_format!r}; they are rows of packed buffers, 'thd'")
+    for name, value, none in (("attn_mask_type", attn_mask_type, None), ("window_size", window_size, (-1, -1))):
+        if value != none:
+            raise ValueError(f"{name} is {value!r}, but areas are given, which say who sees whom; leave one out")
 
 
 def _counted(sizes: Sizes) -> Sizes:

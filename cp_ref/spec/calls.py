@@ -16,7 +16,7 @@ __all__ = ["check_context", "check_local_tensors", "check_plan_owner", "check_se
 # what `attention` takes its arguments to be when the caller says nothing
 _DEFAULTS: dict[str, Any] = {
     "qkv_format": "bshd",
-    "attn_mask_type": "causal",
+    "attn_mask_type": None,
     "window_size": (-1, -1),
     "softmax_scale": None,
     "softcap": 0.0,
@@ -56,8 +56,8 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
     """Arguments given beside a plan: each is left at its default, or says what the plan says.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the lengths that only the plan
-        may have.
+        ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the tensors of lengths or areas
+        that only the plan may have.
     """
     for name, value in arguments.items():
         if name in _DEFAULTS:
@@ -69,19 +69,19 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
                     f"{name} is {value!r}, but the plan was made for {settled!r}; leave it out beside a plan"
                 )
         elif value is not None:
-            raise ValueError(
-                f"{name} is given beside a plan, which has the lengths already; leave it out, or make a new plan"
-            )
+            raise ValueError(f"{name} is given beside a plan, which has its own; leave it out, or make a new plan")
 
 
 def _read(name: str, value: Any) -> Any:
     """One of the arguments in _DEFAULTS as a problem has it."""
     if name == "window_size":
         return read_window(value)
+    if value is None and name in ("attn_mask_type", "softmax_scale"):
+        return None
     if name in _CHOICES:
         check_choice(name, value, _CHOICES[name])
         return value
-    return None if value is None and name == "softmax_scale" else read_number(name, value, positive=name != "softcap")
+    return read_number(name, value, positive=name != "softcap")
 
 
 def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> None:

@@ -36,6 +36,7 @@ class Feature(StrEnum):
     BOTTOM_RIGHT = "bottom_right"
     PADDING = "padding"
     WINDOW = "sliding window"
+    AREAS = "areas"
     CROSS_ATTENTION = "cross attention"
     # heads
     GQA = "GQA (h_q > h_kv)"

@@ -124,8 +124,11 @@ def read_together(
     return found
 
 
+_LISTS = ("sequences", "areas")
+
+
 def _difference(one: str, other: str) -> tuple[str, str]:
-    """The first arguments in which two canonical texts differ; of sequences the first that do.
+    """The first arguments in which two canonical texts differ; of sequences, and of areas, the first that do.
 
     >>> _difference("Problem(cp_size=2, softcap=1.0)", "Problem(cp_size=2, softcap=2.0)")
     ('softcap=1.0', 'softcap=2.0')
@@ -138,8 +141,8 @@ def _difference(one: str, other: str) -> tuple[str, str]:
     for name in [*words, *others]:
         here, there = words.get(name), others.get(name)
         if here != there:
-            if name == "sequences" and here is not None and there is not None:
-                return _sequences(here, there)
+            if name in _LISTS and here is not None and there is not None:
+                return _in_lists(name, here, there)
             return _word(name, here), _word(name, there)
     return "nothing", "nothing"
 
@@ -154,10 +157,10 @@ def _words(text: str) -> dict[str, str]:
     return {name: value for name, _, value in (word.partition("=") for word in re.split(r", (?=[\w.]+=)", inside))}
 
 
-def _sequences(one: str, other: str) -> tuple[str, str]:
-    """Where two lists of (len_q, len_kv, slots_q, slots_kv) differ."""
-    mine, theirs = (re.findall(r"\([\d, ]*\)", text) for text in (one, other))
+def _in_lists(name: str, one: str, other: str) -> tuple[str, str]:
+    """Where two lists of rows of integers differ."""
+    mine, theirs = (re.findall(r"\([-\d, ]*\d\)", text) for text in (one, other))
     if len(mine) != len(theirs):
-        return f"{len(mine)} sequences", f"{len(theirs)} sequences"
+        return f"{len(mine)} {name}", f"{len(theirs)} {name}"
     n = next(n for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-    return f"sequences[{n}]={mine[n]}", f"sequences[{n}]={theirs[n]}"
+    return f"{name}[{n}]={mine[n]}", f"{name}[{n}]={theirs[n]}"

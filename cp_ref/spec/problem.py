@@ -14,6 +14,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from cp_ref.spec.given_areas import AreaRow
 from cp_ref.spec.mask import Band, Rect
 from cp_ref.spec.sequences import Sequence, Sequences
 
@@ -35,7 +36,8 @@ class Problem:
     """One attention call over all ranks. Lengths in tokens, global (before sharding).
 
     `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` is what it comes to for a
-    sequence. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
+    sequence. `areas`, as the user gave them, stand instead of mask and window, which then have their defaults and mean
+    nothing. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
     `layout` is one of `LAYOUTS`, or a table: rows (rank, sequence, start, stop), in the order of each rank's buffer.
 
     >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
@@ -53,6 +55,7 @@ class Problem:
     qkv_format: str = "bshd"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] = (-1, -1)
+    areas: tuple[AreaRow, ...] | None = None
     heads_q: int = 1
     heads_kv: int = 1
     d_qk: int = 8
@@ -65,12 +68,12 @@ class Problem:
     @property
     def causal(self) -> bool:
         """Whether a query never sees a later key than its own (aligned) position."""
-        return "causal" in self.attn_mask_type
+        return self.areas is None and "causal" in self.attn_mask_type
 
     @property
     def bottom_right(self) -> bool:
         """Whether the diagonal is aligned to the last query and the last key."""
-        return self.attn_mask_type.endswith("bottom_right")
+        return self.areas is None and self.attn_mask_type.endswith("bottom_right")
 
     @property
     def scale(self) -> float:
@@ -131,7 +134,10 @@ class Problem:
         return tuple(accumulate(self.lengths.slots_kv, initial=0))
 
     def band(self, sequence: Sequence) -> Band:
-        """The visible pairs of one sequence (its real tokens), by DESIGN section 3."""
+        """The visible pairs of one sequence (its real tokens), by DESIGN section 3. Not with areas, which know no
+        sequences.
+        """
+        assert self.areas is None
         left, right = self.window_size
         if self.causal:
             right = 0
@@ -141,6 +147,8 @@ class Problem:
     @cached_property
     def pairs(self) -> int:
         """How many (query, key) pairs are visible, over all sequences; for each query head."""
+        if self.areas is not None:
+            return int(self.workload.areas.pairs.sum())
         return sum(self.band(s).count(Rect(0, s.len_q, 0, s.len_kv)) for s in self.sequences)
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from cp_ref.spec.arguments import Sizes, read_problem
+from cp_ref.spec.features import Feature, Unsupported
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.values import FURTHEST, read_count
 
@@ -71,7 +72,7 @@ def read_room(problem: Problem, arguments: Mapping[str, Any]) -> Room | None:
     """The room that the arguments of `make_plan` ask for, by name; None if they ask for none.
 
     Raises:
-        ValueError, TypeError: naming the argument, its value and the rule.
+        ValueError, TypeError: naming the argument, its value and the rule. Unsupported: areas do not change in place.
     """
     max_sequences, max_tokens_q, max_tokens_kv = (arguments.get(name) for name in _NAMES)
     if max_sequences is None:
@@ -79,6 +80,8 @@ def read_room(problem: Problem, arguments: Mapping[str, Any]) -> Room | None:
             if value is not None:
                 raise ValueError(f"{name} is {value!r}, but max_sequences is None; it is for plans that can be updated")
         return None
+    if problem.areas is not None:
+        raise Unsupported("a plan with areas and max_sequences", {"an update in place": {Feature.AREAS}})
     if problem.qkv_format != "thd":
         raise ValueError(
             f"max_sequences is {max_sequences!r}, but qkv_format is {problem.qkv_format!r}; it needs 'thd'"
@@ -151,6 +154,7 @@ def next_batch(
         qkv_format=problem.qkv_format,
         attn_mask_type=problem.attn_mask_type,
         window_size=problem.window_size,
+        areas=None,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv,
         cu_seqlens_q_padded=cu_seqlens_q_padded,

@@ -52,8 +52,8 @@ class Cut:
         >>> Cut(fragments, 2, "thd", 7, 4).of(1).tolist()
         [1, 2, 5, 7]
         """
-        own, (first, last) = self.fragments.of(rank), self._tails[rank : rank + 2]
-        return np.append(ranges(own.start, own.stop - own.start), np.arange(first, last))
+        own, tails = self.fragments.of(rank), self._tails
+        return ranges(np.append(own.start, tails[rank]), np.append(own.stop - own.start, tails[rank + 1] - tails[rank]))
 
     @cached_property
     def _tails(self) -> Column:
@@ -165,11 +165,11 @@ def read_positions(
     Raises:
         ValueError, TypeError: the lengths are missing, or not the format's; a layout that only plans know.
     """
-    rank = cp.rank if rank is None else read_count("rank", rank, at_least=0, at_most=cp.size - 1)
+    whose: int = cp.rank if rank is None else read_count("rank", rank, at_least=0, at_most=cp.size - 1)
     if plan is not None:
         check_plan_owner(plan.problem, plan.rank, cp)
         check_settled(plan.problem, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded, seqlen=seqlen)
-        return planned_positions(plan.problem, rank)
+        return planned_positions(plan.problem, whose)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     check_known(cp.layout)
     if qkv_format != "thd":
@@ -182,7 +182,7 @@ def read_positions(
             raise ValueError(f"seqlen is {seqlen!r}, but qkv_format 'thd' takes its lengths from cu_seqlens_padded")
         slots = _thd_slots(cu_seqlens_padded)
     starts = starts_of(slots)
-    own = slots_of_lengths(cp.layout, starts, qkv_format == "thd", cp.size).of(rank)
+    own = slots_of_lengths(cp.layout, starts, qkv_format == "thd", cp.size).of(whose)
     return _positions(own, starts, -(-sum(slots) // cp.size))
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ref.spec.areas import UNBOUNDED, Areas, crop
+from cp_ref.spec.given_areas import areas_of_rows
 from cp_ref.spec.ownership import Fragments, Ownership
 from cp_ref.spec.problem import Problem
-from cp_ref.spec.table import Column
+from cp_ref.spec.table import Column, joined
 
 __all__ = ["Workload", "areas_of", "workload_of"]
 
@@ -56,9 +57,11 @@ def workload_of(problem: Problem) -> Workload:
 
 
 def areas_of(problem: Problem) -> Areas:
-    """One area a sequence: its real tokens, cut down to the rows and columns that see anything. Sequences of which
-    nothing is visible have none.
+    """Who may see whom: the areas that the user gave, or one a sequence, for its mask and window. Of real tokens alone,
+    cut down to the rows and columns that see anything; sequences of which nothing is visible have none.
     """
+    if problem.areas is not None:
+        return _between_tokens(areas_of_rows(problem.areas), problem)
     (q_start, q_len), (k_start, k_len) = _tokens(problem, "q"), _tokens(problem, "kv")
     left, right = problem.window_size
     diagonal = k_start - q_start + (k_len - q_len if problem.bottom_right else 0)  # of the mask, in global rows
@@ -69,6 +72,30 @@ def areas_of(problem: Problem) -> Areas:
     there = (q0 < q1) & (k0 < k1) & (q_len > 0) & (k_len > 0) & (lo <= hi)
     areas = Areas(q0, q1, k0, k1, lo, hi)
     return areas if there.all() else areas.take(there)
+
+
+def _between_tokens(areas: Areas, problem: Problem) -> Areas:
+    """The pairs of real tokens: areas are cut where they reach over padding."""
+    area, q0, q1 = _cut(areas.q_start, areas.q_stop, *_stretches(problem, "q"))
+    part, k0, k1 = _cut(areas.k_start[area], areas.k_stop[area], *_stretches(problem, "kv"))
+    area = area[part]
+    lo, hi = areas.lo[area], areas.hi[area]
+    q0, q1, k0, k1 = crop(q0[part], q1[part], k0, k1, lo, hi)
+    return Areas(q0, q1, k0, k1, lo, hi).take((q0 < q1) & (k0 < k1))
+
+
+def _cut(start: Column, stop: Column, first: Column, last: Column) -> tuple[Column, Column, Column]:
+    """Spans cut to stretches [first, last): (number of the span, start, stop)."""
+    span, stretch = joined(start, stop, first, last)
+    return span, np.maximum(start[span], first[stretch]), np.minimum(stop[span], last[stretch])
+
+
+def _stretches(problem: Problem, side: str) -> tuple[Column, Column]:
+    """The real tokens of one side as few spans: (start, stop)."""
+    start, length = _tokens(problem, side)
+    start, stop = start[length > 0], (start + length)[length > 0]
+    apart = start[1:] != stop[:-1]
+    return start[np.append(True, apart)[: len(start)]], stop[np.append(apart, True)[: len(stop)]]
 
 
 def _ownership_of(problem: Problem) -> Ownership:

@@ -18,7 +18,8 @@ import conformance.cli
 import cp_fast.cli
 import cp_ref.cli
 from conformance.case import Case
-from cp_ref.spec import Problem, Sequence, make_schedule
+from cp_fast.features import backend_table
+from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence, make_schedule
 from cp_ref.spec.picture import text_picture
 from cp_ref.spec.table_pictures import areas_picture, ownership_picture
 
@@ -28,20 +29,6 @@ DOCUMENTS = sorted(
 )
 APPS = {"cp_fast": cp_fast.cli.app, "cp_ref": cp_ref.cli.app, "conformance": conformance.cli.app}
 TREE = re.compile(r"(?:cp_ref|cp_fast|conformance|csrc|tests|benchmarks|docs)/[\w./*-]*\w")
-# what the README's programs leave open, on a CPU
-README_STEP = """
-dist.init_process_group("gloo")
-cu, cu_padded = torch.tensor([0, 5, 12]), torch.tensor([0, 8, 16])
-packed_ids = torch.arange(16)
-q = torch.randn(16 // dist.get_world_size(), 32, 128, dtype=torch.bfloat16)
-k, v = q[:, :8], q[:, 8:16]
-{step}
-assert out.shape == q.shape and len(ids) == len(positions) == len(q)
-{schedule}
-assert plan.schedule == mine
-x, y = (torch.randn(1, 16 // dist.get_world_size(), heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
-torch.testing.assert_close(cp.attention(x, y, y, cp=context, plan=plan), cp.attention(x, y, y, cp=context))
-"""
 
 
 def blocks(document: str) -> list[str]:
@@ -65,26 +52,26 @@ def torchrun(program: Path, processes: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_page_on_integration_is_a_program(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "processes"), [("integration", 4), ("gradients", 4), ("plans", 2)])
+def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes: int) -> None:
     program = tmp_path / "program.py"
-    program.write_text("\n\n".join([*blocks("docs/integration.md"), "dist.destroy_process_group()\n"]))
+    program.write_text("\n\n".join([*blocks(f"docs/{page}.md"), "dist.destroy_process_group()\n"]))
+    torchrun(program, processes)
+
+
+def test_the_tutorial_is_a_program() -> None:
+    program = compile("\n\n".join(blocks("docs/tutorial.md")), "tutorial", "exec")  # all ranks in this process
+    found: dict[str, Any] = {}
+    exec(program, found)
+    assert found["loss"] > 0
+
+
+def test_the_five_lines_of_the_readme_run(tmp_path: Path) -> None:
+    [five] = blocks("README.md")
+    assert len(list(filter(None, five.splitlines()))) == 5
+    program = tmp_path / "five_lines.py"
+    program.write_text(five + "assert out.shape == q.shape\ndist.destroy_process_group()\n")
     torchrun(program, 4)
-
-
-def test_every_line_on_who_sums_what_is_run(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("\n\n".join([*blocks("docs/gradients.md"), "dist.destroy_process_group()\n"]))
-    torchrun(program, 4)
-
-
-def test_the_programs_of_the_readme_run(tmp_path: Path) -> None:
-    """A step of a training, and a schedule of the user's own."""
-    step, schedule = (block.replace('"cuda"', '"cpu"') for block in blocks("README.md"))
-    imports, rest = step.split("\n\n", 1)
-    program = tmp_path / "program.py"
-    body = README_STEP.format(step=rest, schedule=schedule.replace("4096", "16"))
-    program.write_text(imports + "\n" + body + "dist.destroy_process_group()\n")
-    torchrun(program, 2)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -111,11 +98,40 @@ def test_commands_have_the_options_that_are_named() -> None:
     assert seen > 10
 
 
-def test_the_picture_is_what_plan_draws(tmp_path: Path) -> None:
+PICTURES = {"plan": ["--seqlens", "96,32,56"]} | {
+    name.replace("+", "_"): ["--seqlen", "64", "--heads-q", "8", "--heads-kv", "4", "--cp-comm-type", name]
+    for name in CP_COMM_TYPES
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_pictures_are_what_plan_draws(tmp_path: Path, name: str) -> None:
     drawn = tmp_path / "plan.svg"
-    done = CliRunner().invoke(cp_fast.cli.app, ["plan", "--cp-size", "4", "--seqlens", "96,32,56", "--svg", str(drawn)])
+    done = CliRunner().invoke(cp_fast.cli.app, ["plan", "--cp-size", "4", *PICTURES[name], "--svg", str(drawn)])
     assert done.exit_code == 0, done.output
-    assert drawn.read_text() == (ROOT / "docs" / "plan.svg").read_text()
+    assert drawn.read_text() == (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
+
+
+def test_the_bytes_in_the_choice_of_a_schedule_are_what_plan_says() -> None:
+    """The rows of the table, each of the four schedules."""
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    window = ["--window", "4096,0"]
+    rows = {
+        "one sequence": [],
+        "window 4,096": window,
+        "window 4,096, `contiguous`": [*window, "--layout", "contiguous"],
+    }
+    for row, options in rows.items():
+        sent = []
+        for name in CP_COMM_TYPES:
+            arguments = ["plan", "--cp-size", "8", "--seqlen", "65536", "--cp-comm-type", name, *options]
+            said = CliRunner(env={"COLUMNS": "200"}).invoke(cp_fast.cli.app, arguments).output
+            sent.append(re.findall(r"; ([\d.]+ .B) sent by all", said)[0])
+        assert f"| {row} | {' | '.join(sent)} |" in text
+
+
+def test_the_table_of_backends_is_what_they_declare() -> None:
+    assert backend_table() in (ROOT / "docs" / "support.md").read_text()
 
 
 def test_the_designs_tables_and_pictures_are_what_the_code_prints() -> None:

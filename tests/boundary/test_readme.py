@@ -1,24 +1,28 @@
-"""The README's claims that can be read off the code are kept equal to it."""
+"""What the README says of the package, in the order and the length that it should have."""
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
-import cp_fast
-import cp_ref
-from cp_fast.features import backend_table
-
-README = (Path(__file__).parents[2] / "README.md").read_text()
-
-
-def test_the_backend_table_is_what_the_backends_declare() -> None:
-    assert backend_table() in README
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ORDER = ("Install", "Five lines", "Two commands", "Why", "Where you already are", "When a number is wrong")
 
 
-def test_every_name_in_the_table_of_names_exists() -> None:
-    table = README.split("| name | what it does |")[1].split("\n\n")[0]
-    for line in table.splitlines()[2:]:
-        for word in line.split("|")[1].split("`")[1::2]:
-            name = word.split("(")[0]
-            module = cp_ref if name.startswith("cp_ref.") else cp_fast
-            assert hasattr(module, name.removeprefix("cp_ref.").removeprefix("cp_fast.")), name
+def test_it_is_short_and_in_order() -> None:
+    assert len(README.splitlines()) <= 150
+    assert tuple(re.findall(r"^## (.*)$", README, re.MULTILINE))[: len(ORDER)] == ORDER
+
+
+def test_the_badges_are_true() -> None:
+    [torch] = [found[1] for need in PROJECT["dependencies"] if (found := re.fullmatch(r"torch>=([\d.]+)", need))]
+    python = PROJECT["requires-python"].removeprefix(">=")
+    title = f"Python {python} and later, PyTorch {torch} and later, licence {PROJECT['license']}"
+    badges = (ROOT / "docs" / "pictures" / "badges.svg").read_text()
+    assert title in badges
+    assert re.findall(r">([^<>\n]+)</text>", badges) == [
+        word for part in title.split(", ") for word in part.split(" ", 1)
+    ]

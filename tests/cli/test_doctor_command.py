@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,8 +71,60 @@ def test_a_choice_of_kernels_that_cannot_be_had_is_not_ready(monkeypatch: pytest
     assert "ready" not in result.output
 
 
+def test_json_for_bug_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CP_FAST_KERNELS", "torch")
+    result = runner.invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["ready"] == ["cpu (cpu)"]
+    assert {"what": "PyTorch", "here": torch.__version__}.items() <= said["installed"][2].items()
+    assert [row["backend"] for row in said["attention backends"] if row["works"]] == ["cpu"]
+    assert said["kernels"][0]["in use"] == "torch"
+    assert said["variables"]["CP_FAST_KERNELS"] == "torch"
+
+
+BROKEN = """
+def is_available():
+    return True
+def jit(*_, **__):
+    raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+"""
+LOOK = """
+import json
+from cp_fast.kernels import chosen, use
+from typer.testing import CliRunner
+from cp_fast.cli import app
+try:
+    with use("numba"):
+        chosen("cpu")
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+print(json.dumps(chosen("cpu")))
+said = json.loads(CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False).stdout)
+print(json.dumps(next(row["remark"] for row in said["installed"] if row["what"] == "numba-cuda")))
+"""
+
+
+def test_numba_that_is_there_and_raises_when_kernels_are_loaded(tmp_path: Path) -> None:
+    """Seen with a numba-cuda that is older than the NumPy beside it: `import numba.cuda` works, decorating does not."""
+    for package in ("numba", "numba_cuda"):
+        (tmp_path / package).mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("int64 = float32 = float64 = None")
+    (tmp_path / "numba" / "cuda.py").write_text(BROKEN)
+    (tmp_path / "numba_cuda" / "__init__.py").write_text("")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), *sys.path])
+    environment = {"PYTHONPATH": path, "NUMBA_ENABLE_CUDASIM": "1", "PATH": "", "HOME": str(tmp_path)}  # no compiler
+    command = [sys.executable, "-c", LOOK]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    asked, (taken, why), remark = map(json.loads, done.stdout.splitlines())
+    assert "asks for the kernels 'numba', which cannot be had" in asked
+    assert taken == "torch"
+    for said in (asked, why, remark):
+        assert "pip install --upgrade numba numba-cuda, or an older NumPy" in said
+        assert "AttributeError: module 'numpy' has no attribute 'row_stack'" in said
+
+
 def doctor_module() -> Any:
     """The module; its package's attribute of that name is the command."""
-    import sys
-
     return sys.modules[doctor.__module__]

@@ -14,6 +14,7 @@ from cp_ref.spec import Problem, Sequence
 from tests.meta.report_records import drawn_cases
 
 SQUARE = (Sequence(16, 16, 16, 16),)
+PADDED = {"attn_mask_type": "padding"}
 
 
 def _case(**changes: object) -> Case:
@@ -40,13 +41,21 @@ def _played(case: Case, verdict: str = "right", **more: object) -> Played:
         ("window", {}, ["none"]),
         ("lengths", {}, ["plain"]),
         ("lengths", {"sequences": ()}, ["no sequences"]),
-        ("lengths", {"sequences": (Sequence(0, 0, 8, 8),)}, ["0 tokens", "padding"]),
-        ("lengths", {"sequences": (Sequence(1, 16, 16, 16),)}, ["1 token", "cross", "padding"]),
-        ("lengths", {"sequences": (Sequence(5, 6, 16, 24),)}, ["chunk edge", "cross", "padding"]),  # chunks of 4 and 6
-        ("lengths", {"sequences": (Sequence(6, 6, 16, 16),)}, ["padding"]),
+        ("lengths", {"sequences": (Sequence(0, 0, 8, 8),), **PADDED}, ["0 tokens", "padding"]),
+        ("lengths", {"sequences": (Sequence(1, 16, 16, 16),), **PADDED}, ["1 token", "cross", "padding"]),
+        (
+            "lengths",
+            {"sequences": (Sequence(5, 6, 16, 24),), **PADDED},
+            ["chunk edge", "cross", "padding"],
+        ),  # chunks of 4 and 6
+        ("lengths", {"sequences": (Sequence(6, 6, 16, 16),), **PADDED}, ["padding"]),
         ("lengths", {"sequences": (Sequence(4, 4, 4, 4),) * 32, "qkv_format": "thd"}, ["many tiny"]),
         ("lengths", {"sequences": (Sequence(4, 4, 4, 4),) * 31, "qkv_format": "thd"}, ["plain"]),
-        ("lengths", {"sequences": (*SQUARE, Sequence(256, 256, 256, 256))}, ["one huge", "different"]),
+        (
+            "lengths",
+            {"sequences": (*SQUARE, Sequence(256, 256, 256, 256)), "qkv_format": "thd"},
+            ["one huge", "different"],
+        ),
         ("lengths", {"qkv_format": "thd", "tail_kv": 2}, ["tail"]),
         ("a2a split", {"cp_comm_type": "a2a+p2p", "cp_size": 4, "a2a_size": 2}, ["both"]),
         ("a2a split", {"cp_comm_type": "a2a+p2p", "cp_size": 4, "a2a_size": 4}, ["all a2a"]),

@@ -14,7 +14,7 @@ from conformance.capabilities import Capabilities, probe
 from conformance.implementation import Implementation
 from conformance.levels import LEVEL_TIERS
 from conformance.run import UnsupportedCase
-from conformance.strategies import cases
+from conformance.strategies import CP_SIZES, cases
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
 from cp_fast.kernels.select import use
 from tests.meta.mutants.model import Mutant, Package, loaded
@@ -84,6 +84,11 @@ def _problems(impl: Implementation, mutant: Mutant, tier: str, capabilities: Cap
         ids = table.ids(capabilities)
         chosen = [mutant.where] if mutant.where in ids else ids
         return [(f"{table.word} {i}", lambda i=i: table.check(impl, i, capabilities.device)) for i in chosen]
+    if tier in CASE_TIERS and (made := CASE_TIERS[tier].made) is not None:
+        return [
+            (str(c), lambda c=c: CASE_TIERS[tier].check(impl, c, capabilities.device))
+            for c in made(capabilities, CP_SIZES)
+        ]
     if tier in CASE_TIERS:
         drawn = _draw((tier, capabilities.device), cases(capabilities, dtypes=CASE_TIERS[tier].dtypes), most)
         return [(str(c), lambda c=c: CASE_TIERS[tier].check(impl, c, capabilities.device)) for c in drawn]

@@ -1,13 +1,14 @@
 """Mutants of `cp_ref`."""
 
 from tests.meta.mutants.model import Mutant
-from tests.meta.mutants.of_cp_ref import arithmetic, backward, helpers, masks, memory, schedules
+from tests.meta.mutants.of_cp_ref import arithmetic, backward, corners, helpers, masks, memory, schedules
 
 __all__ = ["MUTANTS"]
 
 MUTANTS: dict[str, Mutant] = {
     **arithmetic.MUTANTS,
     **backward.MUTANTS,
+    **corners.MUTANTS,
     **helpers.MUTANTS,
     **masks.MUTANTS,
     **memory.MUTANTS,

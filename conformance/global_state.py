@@ -1,0 +1,82 @@
+"""The state of a process that a call of attention has to leave as it was: PyTorch's settings, and random numbers.
+
+Grad mode and default device belong to a thread, so what looks at them has to be in the thread that made the call.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["changed", "kept", "state"]
+
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+SETTINGS: dict[str, Setting] = {
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the default device": (lambda: str(torch.get_default_device()), torch.set_default_device),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the deterministic algorithms": (
+        _deterministic,
+        lambda was: torch.use_deterministic_algorithms(was[0], warn_only=was[1]),
+    ),
+    "cuDNN's deterministic flag": (
+        lambda: torch.backends.cudnn.deterministic,
+        lambda was: setattr(torch.backends.cudnn, "deterministic", was),
+    ),
+    "the precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "PyTorch's random state": (
+        lambda: torch.get_rng_state().numpy().tobytes(),
+        lambda was: torch.set_rng_state(torch.frombuffer(bytearray(was), dtype=torch.uint8)),
+    ),
+    "Python's random state": (random.getstate, random.setstate),
+    "numpy's random state": (
+        lambda: pickle.dumps(np.random.get_state()),
+        lambda was: np.random.set_state(pickle.loads(was)),
+    ),
+}
+
+
+def state() -> dict[str, Any]:
+    """The value of every setting, in this thread."""
+    return {name: read() for name, (read, _) in SETTINGS.items()}
+
+
+def changed(before: dict[str, Any]) -> list[str]:
+    """One sentence for every setting that is not as it was; it is set back.
+
+    >>> before = state()
+    >>> _ = torch.set_grad_enabled(False)
+    >>> changed(before), torch.is_grad_enabled()
+    (['a call left grad mode as False; it was True'], True)
+    """
+    found = []
+    for name, (read, write) in SETTINGS.items():
+        now, was = read(), before[name]
+        if now != was:
+            values = "" if "random" in name else f" as {now}; it was {was}"
+            found.append(f"a call left {name}{values}" if values else f"a call changed {name}")
+            write(was)
+    return found
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Whatever is changed inside is set back, so that one problem says nothing of the next."""
+    before = state()
+    try:
+        yield
+    finally:
+        changed(before)

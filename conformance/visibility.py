@@ -1,0 +1,82 @@
+"""Who sees whom, by the definition: what the suite counts, draws and computes with, and no planner has a part in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cp_ref.spec import Problem
+
+__all__ = ["Scope", "scopes", "seen"]
+
+
+class Scope(NamedTuple):
+    """Queries and keys that see each other, and none besides: a sequence, or with areas all real tokens."""
+
+    rows: Any  # an index that takes them from q and out
+    keys: Any  # from k and v
+    lse_rows: Any  # from lse
+    visible: torch.Tensor  # bool [queries, keys]
+
+
+def seen(problem: Problem) -> Iterator[tuple[int, Sequence[int]]]:
+    """(query, its keys) as rows of the packed buffers, sequence after sequence with their padding; in bshd and sbhd,
+    batch after batch. A query may come several times, with other keys.
+
+    >>> from cp_ref.spec import Sequence
+    >>> one = Problem(1, (Sequence(2, 3, 4, 4),), qkv_format="thd", areas=((0, 4, 0, 4, 0, 1),))
+    >>> [(i, list(keys)) for i, keys in seen(one)]  # rows 2 and 3 are padding, and so is key 3
+    [(0, [0, 1]), (1, [1, 2])]
+    """
+    if problem.areas is None:
+        for s, q, k in zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False):
+            band = problem.band(s)
+            for i in range(s.len_q):
+                start, stop = band.row(i, 0, s.len_kv)
+                yield q + i, range(k + start, k + max(start, stop))
+        return
+    queries, keys = (set(_tokens(problem, side)) for side in ("q", "kv"))
+    for q_start, q_stop, k_start, k_stop, left, right in problem.areas:
+        for i in range(q_start, q_stop):
+            aligned = i + k_stop - q_stop
+            first = k_start if left < 0 else max(k_start, aligned - left)
+            last = k_stop - 1 if right < 0 else min(k_stop - 1, aligned + right)
+            if i in queries:
+                yield i, [j for j in range(first, last + 1) if j in keys]
+
+
+def scopes(problem: Problem, device: torch.device | str = "cpu") -> Iterator[Scope]:
+    """All scopes of a problem; padding is in none."""
+    if problem.areas is not None:
+        rows, keys = (torch.tensor(_tokens(problem, side), dtype=torch.int64, device=device) for side in ("q", "kv"))
+        visible = torch.zeros(problem.starts_q[-1], problem.starts_kv[-1], dtype=torch.bool)
+        for i, its in seen(problem):
+            visible[i, its] = True
+        yield Scope((rows,), (keys,), (slice(None), rows), visible.to(device)[rows][:, keys])
+        return
+    for n, (s, q, k) in enumerate(zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False)):
+        band = problem.band(s)
+        offset = torch.arange(s.len_kv, device=device)[None] - torch.arange(s.len_q, device=device)[:, None]
+        visible = torch.ones_like(offset, dtype=torch.bool)
+        if band.lo is not None:
+            visible &= offset >= band.lo
+        if band.hi is not None:
+            visible &= offset <= band.hi
+        rows, keys = _index(problem, n, q, s.len_q), _index(problem, n, k, s.len_kv)
+        lse_rows = (slice(None), *rows) if problem.qkv_format == "thd" else (n, slice(None), slice(0, s.len_q))
+        yield Scope(rows, keys, lse_rows, visible)
+
+
+def _index(problem: Problem, n: int, start: int, length: int) -> Any:
+    if problem.qkv_format == "thd":
+        return (slice(start, start + length),)
+    return (n, slice(0, length)) if problem.qkv_format == "bshd" else (slice(0, length), n)
+
+
+def _tokens(problem: Problem, side: str) -> list[int]:
+    """The packed rows of real tokens."""
+    starts = problem.starts_q if side == "q" else problem.starts_kv
+    lengths = [getattr(s, f"len_{side}") for s in problem.sequences]
+    return [row for start, length in zip(starts, lengths, strict=False) for row in range(start, start + length)]

@@ -1,0 +1,102 @@
+"""Documents, each on its own; several masks in one buffer; and pictures of masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from cp_ref.common.masks.rows import Lengths, listed, numbers, tensor
+from cp_ref.spec import areas_of_rows
+from cp_ref.spec.table_pictures import areas_picture
+from cp_ref.spec.values import read_window
+
+__all__ = ["documents", "packed", "picture"]
+
+
+def documents(
+    cu_seqlens_q: Lengths,
+    cu_seqlens_kv: Lengths | None = None,
+    *,
+    cu_seqlens_q_padded: Lengths | None = None,
+    cu_seqlens_kv_padded: Lengths | None = None,
+    window_size: tuple[int, int] = (-1, 0),
+) -> torch.Tensor:
+    """Each document sees itself through a window: what `cu_seqlens_*` and a bottom-right mask mean without areas.
+
+    Args:
+        cu_seqlens_q ... cu_seqlens_kv_padded: as in `attention`, [b + 1].
+        window_size: (left, right), -1 for unbounded, aligned to each document's last query and key; causal by default.
+
+    Returns:
+        int64 [n, 6]: an area for each document that sees anything.
+
+    >>> print(picture(documents([0, 3, 5])))
+    5 query rows x 5 key rows; a cell is 1 x 1
+         k 0
+    q    0 0 . . . .
+         1 0 0 . . .
+         2 0 0 0 . .
+         3 . . . 1 .
+         4 . . . 1 1
+    >>> documents([0, 3, 5]).tolist()
+    [[0, 3, 0, 3, -1, 0], [3, 5, 3, 5, -1, 0]]
+    """
+    left, right = read_window(window_size)
+    q = numbers("cu_seqlens_q", cu_seqlens_q)
+    slots_q = q if cu_seqlens_q_padded is None else numbers("cu_seqlens_q_padded", cu_seqlens_q_padded)
+    k = q if cu_seqlens_kv is None else numbers("cu_seqlens_kv", cu_seqlens_kv)
+    slots_k = slots_q if cu_seqlens_kv is None else k
+    if cu_seqlens_kv_padded is not None:
+        slots_k = numbers("cu_seqlens_kv_padded", cu_seqlens_kv_padded)
+    if len({len(x) for x in (q, k, slots_q, slots_k)}) > 1:
+        raise ValueError("cu_seqlens_q, cu_seqlens_kv and those with padding must have the same number of entries")
+    lengths = ([b - a for a, b in pairwise(x)] for x in (q, k))
+    placed = zip(slots_q, slots_k, *lengths, strict=False)
+    return tensor((i, i + len_q, j, j + len_k, left, right) for i, j, len_q, len_k in placed)
+
+
+def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths | None = None) -> torch.Tensor:
+    """One mask for each document of a buffer.
+
+    Args:
+        masks: areas of each document, as if it began at row 0.
+        starts_q: the row of the buffer at which each begins, such as `cu_seqlens_q_padded`; entries behind the last
+            document's are not looked at.
+        starts_kv: the same for keys; defaults to starts_q.
+
+    >>> from cp_ref.masks import prefix_lm
+    >>> print(picture(packed([prefix_lm(2, 3), prefix_lm(3, 4)], [0, 3])))
+    7 query rows x 7 key rows; a cell is 1 x 1
+         k 0
+    q    0 0 1 . . . . .
+         1 0 0 . . . . .
+         2 0 0 0 . . . .
+         3 . . . 2 3 3 .
+         4 . . . 2 2 3 .
+         5 . . . 2 2 2 .
+         6 . . . 2 2 2 2
+    """
+    q = numbers("starts_q", starts_q)
+    k = q if starts_kv is None else numbers("starts_kv", starts_kv)
+    for name, starts in (("starts_q", q), ("starts_kv", k)):
+        if len(starts) < len(masks):
+            raise ValueError(f"{name} has {len(starts)} entries for {len(masks)} masks; each needs its first row")
+    moved = [mask + torch.tensor([i, i, j, j, 0, 0]) for mask, i, j in zip(masks, q, k, strict=False)]
+    return torch.cat(moved) if moved else tensor(())
+
+
+def picture(areas: torch.Tensor, width: int = 80) -> str:
+    """Who sees whom, as text: each cell shows the number of its area, "." where none is; cells are larger where the
+    mask does not fit `width`. The 37th area is 0 again.
+
+    >>> print(picture(torch.tensor([[0, 3, 0, 4, -1, 0], [3, 4, 1, 3, -1, -1]])))
+    4 query rows x 4 key rows; a cell is 1 x 1
+         k 0
+    q    0 0 0 . .
+         1 0 0 0 .
+         2 0 0 0 0
+         3 . 1 1 .
+    """
+    return areas_picture(areas_of_rows(tuple(map(tuple, listed(areas)))), width)

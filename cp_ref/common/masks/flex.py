@@ -1,0 +1,156 @@
+"""PyTorch's FlexAttention: its `BlockMask` as areas."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from cp_ref.common.masks.rows import listed, tensor
+from cp_ref.spec import AreaRow, Feature, Unsupported
+
+__all__ = ["from_block_mask"]
+
+_MOST = 16  # areas that may begin in a block
+
+Run = tuple[int, int]  # keys [start, stop) that a query sees
+
+
+def from_block_mask(block_mask: Any) -> torch.Tensor:
+    """The areas of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked about every pair of its
+    blocks that are not full.
+
+    Args:
+        block_mask: what `create_block_mask` returned, the same for all batches and heads (B=None, H=None).
+
+    Returns:
+        int64 [n, 6]. Rows of a document mask may lie in several documents: they are those of the packed buffer.
+
+    Raises:
+        TypeError: it is no BlockMask. Unsupported: it differs between batches or heads, or a block is not a union of a
+        few bands (16 may begin in it); the block is named.
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> from cp_ref.masks import picture
+    >>> def prefix_of_two(b, h, q, k):
+    ...     return (k <= q) | (k < 2)
+    >>> print(picture(from_block_mask(create_block_mask(prefix_of_two, None, None, 5, 5, device="cpu"))))
+    5 query rows x 5 key rows; a cell is 1 x 1
+         k 0
+    q    0 0 0 . . .
+         1 0 0 . . .
+         2 1 1 1 . .
+         3 1 1 1 1 .
+         4 1 1 1 1 1
+    """
+    if not all(hasattr(block_mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
+        raise TypeError(f"block_mask is a {type(block_mask).__name__}; it must be a FlexAttention BlockMask")
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    if (batch, heads) != (1, 1):
+        raise Unsupported(
+            f"a BlockMask of {batch} batches and {heads} heads",
+            {"from_block_mask": {Feature.AREAS}},
+            "areas are the same for all of them: make it with B=None, H=None",
+        )
+    found: list[_Band] = []
+    begun: Counter[tuple[int, int]] = Counter()  # by block
+    going: list[_Band] = []  # those of the row before
+    for i, runs in _rows(block_mask):
+        before, going = going, []
+        for run in runs:
+            band = next((one for one in before if one.takes(run)), None)
+            if band is None:
+                band = _Band(i, run)
+                found.append(band)
+                begun[_block(block_mask, i, run[0])] += 1
+            else:
+                before.remove(band)
+                band.add(run)
+            going.append(band)
+        _refuse_many(block_mask, begun)
+    return tensor(band.row() for band in found)
+
+
+class _Band:
+    """A band in a rectangle, row by row: the first visible key stays, and then moves on with the row; the last one
+    moves on, and then stays.
+    """
+
+    def __init__(self, i: int, run: Run) -> None:
+        self.first_row, self.first_run, self.rows, self.last_run = i, run, 1, run
+        self.start_moves = self.stop_stays = False
+
+    def takes(self, run: Run) -> bool:
+        """Whether the next row may see this run."""
+        start, stop = run[0] - self.last_run[0], run[1] - self.last_run[1]
+        return start in ((1,) if self.start_moves else (0, 1)) and stop in ((0,) if self.stop_stays else (0, 1))
+
+    def add(self, run: Run) -> None:
+        """The next row."""
+        self.start_moves |= run[0] > self.last_run[0]
+        self.stop_stays |= run[1] == self.last_run[1]
+        self.rows, self.last_run = self.rows + 1, run
+
+    def row(self) -> AreaRow:
+        """The area."""
+        q_start, q_stop = self.first_row, self.first_row + self.rows
+        k_start, k_stop = self.first_run[0], self.last_run[1]
+        corner = k_stop - q_stop
+        left = corner - (self.last_run[0] - (q_stop - 1)) if self.start_moves else -1
+        right = self.first_run[1] - 1 - q_start - corner if k_stop > self.first_run[1] else -1
+        return q_start, q_stop, k_start, k_stop, left, right
+
+
+def _rows(block_mask: Any) -> Iterator[tuple[int, list[Run]]]:
+    """Each query, and the runs of keys that it sees."""
+    rows, keys = block_mask.seq_lengths
+    size_q, size_k = block_mask.BLOCK_SIZE
+    partial = _blocks_seen(block_mask.kv_num_blocks, block_mask.kv_indices)
+    full = _blocks_seen(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    head = torch.zeros((), dtype=torch.int64, device=block_mask.kv_indices.device)
+    of_a_row = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
+    mask_mod: Callable[..., torch.Tensor] = torch.vmap(of_a_row, in_dims=(None, None, 0, None))
+    for n, start in enumerate(range(0, rows, size_q)):
+        stop = min(start + size_q, rows)
+        seen = torch.zeros(stop - start, -(-keys // size_k), size_k, dtype=torch.bool)
+        seen[:, full[n]] = True
+        if partial[n]:
+            columns = torch.arange(seen[0].numel()).view(-1, size_k)[partial[n]].flatten().clamp(max=keys - 1)
+            asked = mask_mod(head, head, *(x.to(head.device) for x in (torch.arange(start, stop), columns)))
+            seen[:, partial[n]] = asked.cpu().view(stop - start, -1, size_k)
+        edges = torch.nn.functional.pad(seen.flatten(1)[:, :keys], (1, 1)).int().diff(dim=1)
+        for i, row in enumerate(edges, start):
+            first, last = (_places(row == step) for step in (1, -1))
+            yield i, list(zip(first, last, strict=True))
+
+
+def _places(where: torch.Tensor) -> list[int]:
+    return listed(where.nonzero().flatten())
+
+
+def _blocks_seen(count: torch.Tensor | None, index: torch.Tensor | None) -> dict[int, list[int]]:
+    """The key blocks of each row of blocks."""
+    seen: dict[int, list[int]] = defaultdict(list)
+    if count is not None and index is not None:
+        for n, (row, number) in enumerate(zip(listed(index[0, 0]), listed(count[0, 0]), strict=True)):
+            seen[n] = row[:number]
+    return seen
+
+
+def _block(block_mask: Any, i: int, j: int) -> tuple[int, int]:
+    return i // block_mask.BLOCK_SIZE[0], j // block_mask.BLOCK_SIZE[1]
+
+
+def _refuse_many(block_mask: Any, begun: Counter[tuple[int, int]]) -> None:
+    """Raise Unsupported where too many bands begin in one block."""
+    for place, number in begun.most_common(1):
+        if number > _MOST:
+            q, k = (n * size for n, size in zip(place, block_mask.BLOCK_SIZE, strict=True))
+            raise Unsupported(
+                f"the BlockMask, in its block of queries {q}:{q + block_mask.BLOCK_SIZE[0]} and keys {k}:"
+                f"{k + block_mask.BLOCK_SIZE[1]},",
+                {"from_block_mask": {Feature.AREAS}},
+                f"more than {_MOST} bands begin there; blocks must be unions of a few bands",
+            )

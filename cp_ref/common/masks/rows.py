@@ -1,0 +1,52 @@
+"""The rows of a table of areas, and what makers' arguments are read into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from cp_ref.spec import AreaRow, read_count
+
+__all__ = ["FULL", "Lengths", "causal", "listed", "numbers", "tensor", "upper"]
+
+FULL = (-1, -1)  # a window that hides nothing
+Lengths = torch.Tensor | Sequence[int]
+
+
+def causal(start: int, stop: int) -> AreaRow:
+    """Rows that see each other up to themselves."""
+    return (start, stop, start, stop, -1, 0)
+
+
+def upper(start: int, stop: int) -> AreaRow:
+    """What is lacking when the rows of a causal square are to see all of each other: the keys behind each.
+
+    >>> tensor([causal(0, 3), upper(0, 3)]).tolist()
+    [[0, 3, 0, 3, -1, 0], [0, 2, 1, 3, 0, -1]]
+    """
+    return (start, stop - 1, start + 1, stop, 0, -1)
+
+
+def tensor(rows: Iterable[AreaRow]) -> torch.Tensor:
+    """The areas, int64 [n, 6], without those that have no row or no column."""
+    kept = [row for row in rows if row[0] < row[1] and row[2] < row[3]]
+    return torch.tensor(kept, dtype=torch.int64).reshape(-1, 6)
+
+
+def listed(x: Any) -> Any:
+    """A tensor as lists; anything else as it is."""
+    return x.tolist() if hasattr(x, "tolist") else x
+
+
+def numbers(name: str, values: Any, at_least: int = 0) -> list[int]:
+    """Integers from a list, a tuple or a tensor of one axis.
+
+    Raises:
+        TypeError, ValueError: naming the first that is wrong.
+    """
+    if not isinstance(values, list | tuple | torch.Tensor):
+        raise TypeError(f"{name} is {values!r}; it must be a list of integers, or a tensor")
+    found: Sequence[Any] = listed(values)
+    return [read_count(f"{name}[{n}]", value, at_least=at_least) for n, value in enumerate(found)]

@@ -1,0 +1,136 @@
+"""The argument `areas`: rectangles with windows, as users give them, checked and read.
+
+A row is (q_start, q_stop, k_start, k_stop, left, right). Inside its rectangle the window has the meaning that it has
+for a sequence, aligned to the last row and the last column ("bottom-right"), -1 for unbounded:
+
+    i = q_start ... q_stop - 1 sees j = k_start ... k_stop - 1      iff      left < 0   or  j >= i + d - left
+    d = k_stop - q_stop                                             and      right < 0  or  j <= i + d + right
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cp_ref.spec.areas import UNBOUNDED, Areas, crop
+from cp_ref.spec.table import Column, ranges
+from cp_ref.spec.values import FURTHEST, check_data
+
+__all__ = ["AreaRow", "areas_of_rows", "common_pair", "read_areas"]
+
+AreaRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
+
+_FORM = "an int32 or int64 tensor [n, 6]: q_start, q_stop, k_start, k_stop, left, right"
+_AT_ONCE = 2**22  # areas of slabs that are looked at together
+
+
+def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
+    """The rows of a tensor of areas.
+
+    Args:
+        rows_q, rows_kv: of the global buffers, padding included: areas lie inside.
+
+    Raises:
+        TypeError, ValueError: it is no such tensor, or a row has no meaning, sees nothing, reaches outside the buffers,
+        or has a pair of another row too. (Where there is a rectangle its last row sees its last column.)
+    """
+    if not str(getattr(areas, "dtype", "")).startswith("torch."):
+        raise TypeError(f"areas is a {type(areas).__name__}; it must be {_FORM}")
+    if str(areas.dtype).removeprefix("torch.") not in ("int32", "int64"):
+        raise TypeError(f"areas has dtype {areas.dtype}; it must be {_FORM}")
+    check_data("areas", areas)
+    if len(areas.shape) != 2 or areas.shape[1] != 6:
+        raise ValueError(f"areas has shape {list(areas.shape)}; it must be {_FORM}")
+    rows: tuple[AreaRow, ...] = tuple(map(tuple, areas.tolist()))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    for first, last, side, size in ((0, 1, "q", rows_q), (2, 3, "k", rows_kv)):
+        start, stop = table[:, first], table[:, last]
+        name = f"{side}_start, {side}_stop"
+        _refuse(table, start >= stop, f"{name} are its first row and the one behind its last; it sees nothing")
+        outside = (start < 0) | (stop > size)
+        _refuse(table, outside, f"{name} must lie within the {size} rows of the global buffer, padding included")
+    sides = table[:, 4:]
+    wrong = ((sides < -1) | (sides > FURTHEST)).any(axis=1)
+    _refuse(table, wrong, f"left and right must be -1 (unbounded) or from 0 to {FURTHEST}")
+    if (shared := common_pair(areas_of_rows(rows))) is not None:
+        one, other, q, k = shared
+        raise ValueError(
+            f"areas[{one}] = {list(rows[one])} and areas[{other}] = {list(rows[other])} both have query row {q} and "
+            f"key row {k}; areas must be disjoint"
+        )
+    return rows
+
+
+def areas_of_rows(rows: tuple[AreaRow, ...]) -> Areas:
+    """The rows as `Areas`, cut down to the queries and keys that see anything.
+
+    >>> print(areas_of_rows(((0, 4, 0, 6, 1, 0), (4, 6, 0, 6, -1, -1))), end="")
+    area q[0:4] k[1:6] band 1:2
+    area q[4:6] k[0:6] band *:*
+    """
+    q0, q1, k0, k1, left, right = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    corner = k1 - q1
+    lo = np.where(left < 0, -UNBOUNDED, corner - np.minimum(left, UNBOUNDED // 2))
+    hi = np.where(right < 0, UNBOUNDED, corner + np.minimum(right, UNBOUNDED // 2))
+    return Areas(*crop(q0, q1, k0, k1, lo, hi), lo, hi)
+
+
+def common_pair(areas: Areas) -> tuple[int, int, int, int] | None:
+    """Two areas that have a visible pair in common, and the pair: (number, number, query row, key row); None where all
+    are disjoint.
+
+    The edges of all areas cut the query rows into slabs. In a slab every area is there from its first row to its last,
+    and sees one stretch of keys in each; both ends of it stay, or move on by one, from row to row. So no stretch
+    can pass another without meeting it, and where all are apart they stay in one order: it is enough to compare, in
+    each slab, areas that are neighbours in the order of the first row's stretches.
+
+        slab    a a a . b b b . .       a and b are compared, b and c; a and c, if apart from b, are from each other
+                . a a a . b b c c
+
+    >>> common_pair(areas_of_rows(((0, 4, 0, 4, -1, 0), (1, 4, 2, 5, -1, -1))))
+    (0, 1, 2, 2)
+    >>> common_pair(areas_of_rows(((0, 4, 0, 4, -1, 0), (0, 3, 1, 4, 0, -1)))) is None  # the other side of the diagonal
+    True
+    """
+    edges = np.unique(np.concatenate([areas.q_start, areas.q_stop]))
+    first, last = np.searchsorted(edges, areas.q_start), np.searchsorted(edges, areas.q_stop)
+    for begin, end in _portions(first, last, len(edges)):
+        some = np.flatnonzero((first < end) & (last > begin))
+        count = np.minimum(last[some], end) - np.maximum(first[some], begin)
+        area, slab = np.repeat(some, count), ranges(np.maximum(first[some], begin), count)
+        order = np.lexsort((np.maximum(areas.k_start[area], edges[slab] + areas.lo[area]), slab))
+        area, slab = area[order], slab[order]
+        neighbours = np.sort(np.stack([area[:-1], area[1:]])[:, slab[1:] == slab[:-1]], axis=0)
+        one, other = areas.take(neighbours[0]), areas.take(neighbours[1])
+        shared = Areas(
+            *(
+                (np.minimum if name in ("q_stop", "k_stop", "hi") else np.maximum)(vars(one)[name], vars(other)[name])
+                for name in vars(one)
+            )
+        )
+        if len(found := np.flatnonzero(shared.pairs)):
+            n = found[np.lexsort(neighbours[::-1, found])[0]]
+            pair = shared.take(np.array([n]))
+            q, _, k, _ = (int(edge[0]) for edge in crop(*pair.columns))
+            return int(neighbours[0, n]), int(neighbours[1, n]), q, max(k, q + int(pair.lo[0]))
+    return None
+
+
+def _portions(first: Column, last: Column, edges: int) -> Iterator[tuple[int, int]]:
+    """The slabs in portions [begin, end) of not too many areas. first, last: of each area the first slab, and the one
+    behind the last.
+    """
+    there = np.cumsum(np.bincount(first, minlength=edges) - np.bincount(last, minlength=edges))
+    portion = np.cumsum(there) // _AT_ONCE
+    begin = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), edges]
+    yield from pairwise(begin)
+
+
+def _refuse(table: Column, wrong: Any, rule: str) -> None:
+    """Raise ValueError for the first row that is wrong; `wrong` is bool [n]."""
+    if wrong.any():
+        n = int(np.flatnonzero(wrong)[0])
+        raise ValueError(f"areas[{n}] is {table[n].tolist()}; {rule}")

@@ -1,0 +1,90 @@
+"""transformers' Trainer and accelerate: what they take, what they refuse and how to get around it."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import cp_fast
+from cp_fast.integrations.token_batches import shard_batch
+from cp_fast.integrations.trainer import ContextParallelMixin
+from cp_ref import SimGroup
+
+ROOT = Path(__file__).parents[2]
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[test-integrations]'")
+
+
+def output_of(program: Path, processes: int, *arguments: str) -> str:
+    """What a program prints, in so many processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *(launcher if processes > 1 else []), str(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_fine_tune_has_the_losses_of_one_process() -> None:
+    def losses(processes: int) -> list[float]:
+        given = ["--steps", "3", "--tokens", "64"]
+        said = output_of(ROOT / "examples" / "finetune_transformers.py", processes, *given)
+        return [float(word) for word in re.findall(r"^losses (.*)$", said, re.MULTILINE)[0].split()]
+
+    one = losses(1)
+    assert len(one) == 4  # three steps and the evaluation
+    assert losses(2) == pytest.approx(one, abs=2e-4)
+
+
+def test_accelerate_prepares_the_model(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    [block] = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "frameworks.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    program.write_text(block + "dist.destroy_process_group()\n")
+    output_of(program, 2)
+
+
+def test_loaders_that_give_every_rank_another_batch() -> None:
+    def one(member: Any) -> None:
+        ids = torch.full((1, 8), member.rank // 2)
+        with pytest.raises(ValueError, match=r"differs between rank \d and rank \d in input_ids; all ranks"):
+            shard_batch({"input_ids": ids}, cp=cp_fast.ContextParallel(member))
+
+    SimGroup(4).run(one)
+
+
+def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
+    parallelism = SimpleNamespace(cp_enabled=True, cp_backend="torch")
+    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=parallelism))
+    model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="cp_fast"))
+    with pytest.raises(ValueError, match="supported only with SDPA attention, you are using cp_fast"):
+        transformers.Trainer._prepare_context_parallel_inputs(trainer, model, {})
+
+    class CpTrainer(ContextParallelMixin, transformers.Trainer):
+        pass
+
+    def said(member: Any, model: Any = None, **odd: Any) -> str:
+        how = {name: odd.pop(name) for name in ("compute_metrics",) if name in odd}
+        args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, report_to=[], **odd)
+        with pytest.raises((NotImplementedError, ValueError)) as caught:
+            CpTrainer(model, args, cp=cp_fast.ContextParallel(member), **how)
+        return str(caught.value)
+
+    def one(member: Any) -> None:
+        assert "label_smoothing_factor is 0.1" in said(member, label_smoothing_factor=0.1)
+        assert "dataloader_num_workers is 2" in said(member, dataloader_num_workers=2)
+        assert "compute_metrics is" in said(member, compute_metrics=print)
+        assert "average_tokens_across_devices is False" in said(member, average_tokens_across_devices=False)
+
+    SimGroup(1).run(one)

@@ -1,0 +1,162 @@
+"""What is wrong with areas is named, on every rank, by every function that takes them."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cp_fast
+import cp_ref
+from conformance.draw_areas import areas as drawn_areas
+from cp_ref import SimGroup
+from cp_ref.spec import AreaRow, Sequence, areas_of_rows
+from cp_ref.spec.given_areas import common_pair
+
+CU = torch.tensor([0, 5, 12])
+PADDED = torch.tensor([0, 8, 16])
+SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 1, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
+LENGTHS: dict[str, Any] = {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
+GOOD = [[0, 8, 0, 8, -1, 0]]
+AREAS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a list": (GOOD, TypeError, "areas is a list; it must be an int32 or int64 tensor"),
+    "floats": (torch.tensor(GOOD).float(), TypeError, "areas has dtype torch.float32; it must be an int32"),
+    "one row": (torch.tensor(GOOD[0]), ValueError, r"areas has shape \[6\]; it must be"),
+    "five columns": (torch.zeros(1, 5).long(), ValueError, r"areas has shape \[1, 5\]; it must be"),
+    "no queries": (torch.tensor([[4, 4, 0, 8, -1, -1]]), ValueError, r"areas\[0\] is \[4, 4, .*q_start, q_stop"),
+    "no keys": (torch.tensor([*GOOD, [8, 9, 8, 3, -1, -1]]), ValueError, r"areas\[1\] .*k_start, k_stop"),
+    "before the buffer": (torch.tensor([[-1, 4, 0, 8, -1, -1]]), ValueError, r"areas\[0\] .*within the 16"),
+    "behind the buffer": (torch.tensor([[0, 4, 0, 17, -1, -1]]), ValueError, r"k_start.*within the 16 rows"),
+    "a side below -1": (torch.tensor([[0, 4, 0, 4, -2, 0]]), ValueError, r"areas\[0\] .*left and right must"),
+    "an overlap": (
+        torch.tensor([*GOOD, [7, 8, 3, 4, -1, -1]]),
+        ValueError,
+        r"areas\[0\] .* and areas\[1\] .* both have query row 7 and key row 3",
+    ),
+}
+OTHERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "with a mask": ({"attn_mask_type": "causal"}, ValueError, "attn_mask_type is 'causal', but areas are given"),
+    "with a window": ({"window_size": (3, 0)}, ValueError, r"window_size is \(3, 0\), but areas are given"),
+    "another format": ({"qkv_format": "bshd"}, ValueError, "areas are given, but qkv_format is 'bshd'"),
+    "an update": ({"max_sequences": 2}, cp_ref.Unsupported, "areas and max_sequences is not supported"),
+}
+WRONG = {name: ({"areas": areas}, kind, words) for name, (areas, kind, words) in AREAS.items()} | OTHERS
+
+
+def raised(call: Any, *tensors: torch.Tensor, **arguments: Any) -> Exception:
+    with pytest.raises((ValueError, TypeError, cp_ref.Unsupported)) as caught:
+        call(*tensors, **arguments)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_function_names_what_is_wrong(name: str) -> None:
+    change, kind, words = WRONG[name]
+    given: dict[str, Any] = {"qkv_format": "thd", "areas": torch.tensor(GOOD), **LENGTHS, **change}
+    q = torch.zeros(16, 1, 4) if given["qkv_format"] == "thd" else torch.zeros(1, 16, 1, 4)
+
+    def one(member: Any) -> list[Exception]:
+        found: list[Exception] = []
+        for package in (cp_ref, cp_fast):
+            cp = package.ContextParallel(member)
+            found.append(raised(package.make_plan, cp=cp, **given, **SIZES))
+            if "max_sequences" in given:
+                assert package.supports(cp=cp, **given, **SIZES) == (False, str(found[-1]))
+            else:
+                found.append(raised(package.supports, cp=cp, **given, **SIZES))
+                found.append(raised(package.attention, q, q, q, cp=cp, **given))
+        return found
+
+    errors = [error for rank in SimGroup(2).run(one) for error in rank]
+    if "max_sequences" not in given:
+        errors.append(raised(cp_ref.dense_attention, q, q, q, **given))
+    for error in errors:
+        assert isinstance(error, kind), error
+        assert re.search(words, str(error)), error
+
+
+@pytest.mark.parametrize("package", [cp_ref, cp_fast])
+def test_the_ranks_agree_on_areas(package: Any) -> None:
+    def one(member: Any) -> list[str]:
+        cp = package.ContextParallel(member)
+        found = []
+        for areas in ([*GOOD, [8 + member.rank, 16, 8, 16, -1, -1]], GOOD if member.rank else [[0, 8, 0, 99, -1, 0]]):
+            arguments = {**LENGTHS, **SIZES, "qkv_format": "thd", "areas": torch.tensor(areas)}
+            found.append(str(raised(package.make_plan, cp=cp, **arguments)))
+        return found
+
+    (_, refused), (differ, told) = SimGroup(2).run(one)
+    expected = "rank 1 has areas[1]=(9, 16, 8, 16, -1, -1) where rank 0 has areas[1]=(8, 16, 8, 16, -1, -1)"
+    assert differ == f"the ranks have different problems: {expected}"
+    assert refused.startswith("areas[0] is [0, 8, 0, 99, -1, 0]; k_start, k_stop must lie within the 16 rows")
+    assert told.startswith(
+        "rank 0 refused its arguments, so rank 1 does not start: ValueError: areas[0] is [0, 8, 0, 99"
+    )
+
+
+@pytest.mark.parametrize("package", [cp_ref, cp_fast])
+def test_areas_beside_a_plan_and_rows_that_see_nothing(package: Any) -> None:
+    areas = torch.tensor([[0, 3, 0, 8, -1, -1]])
+
+    def one(member: Any) -> None:
+        cp = package.ContextParallel(member)
+        plan = package.make_plan(cp=cp, qkv_format="thd", areas=areas, **LENGTHS, **SIZES)
+        q = torch.ones(8, 2, 4, dtype=torch.float64)
+        with pytest.raises(ValueError, match="areas is given beside a plan, which has its own"):
+            package.attention(q, q[:, :1], q[:, :1], cp=cp, plan=plan, areas=areas)
+        out, lse = package.attention(q, q[:, :1], q[:, :1], cp=cp, plan=plan, return_lse=True)
+        seen = torch.tensor([True, True] + [False] * 6 if member.rank == 0 else [True] + [False] * 7)
+        assert torch.equal(lse[0].isfinite(), seen)
+        torch.testing.assert_close(out[:, 0, 0], seen.double())
+        assert torch.equal(out[~seen], torch.zeros_like(out[~seen]))
+
+    SimGroup(2).run(one)
+
+
+def shared(areas: list[AreaRow]) -> set[tuple[int, int, int, int]]:
+    """Every (area, area, query, key) that two areas have, by the definition."""
+    sets = [{(i, j) for i in range(a[0], a[1]) for j in range(a[2], a[3]) if _sees(a, i, j)} for a in areas]
+    return {(n, m, *pair) for m in range(len(sets)) for n in range(m) for pair in sets[n] & sets[m]}
+
+
+def _sees(area: AreaRow, i: int, j: int) -> bool:
+    aligned = i + area[3] - area[1]
+    return (area[4] < 0 or j >= aligned - area[4]) and (area[5] < 0 or j <= aligned + area[5])
+
+
+ROWS = st.lists(st.integers(0, 9), min_size=2, max_size=2, unique=True).map(sorted)
+
+
+@given(
+    drawn_areas((Sequence(9, 9, 9, 9),)),
+    st.lists(st.tuples(ROWS, ROWS, st.integers(-1, 4), st.integers(-1, 4)), max_size=2),
+)
+def test_overlaps_are_found_exactly(disjoint: tuple[AreaRow, ...], more: list[Any]) -> None:
+    rows = [*disjoint, *((*q, *k, left, right) for q, k, left, right in more)]
+    rows = [row for row in rows if areas_of_rows((row,)).pairs[0]]
+    found, expected = common_pair(areas_of_rows(tuple(rows))), shared(rows)
+    assert (found is None) == (not expected)
+    assert found is None or found in expected
+
+
+def test_overlaps_are_found_quickly() -> None:
+    """Of ten thousand documents, of one prompt with as many answers, and of the thousand diagonals of a matrix."""
+    n, m = 10_000, np.arange(1000)
+    start = np.arange(n) * 4
+    none, zero = np.full(n, -1), np.zeros(n, dtype=np.int64)
+    masks = {
+        "documents": [start, start + 4, start, start + 4, none, zero],
+        "answers": [start + 4, start + 8, zero, zero + 4, none, none],
+        "diagonals": [0 * m, 1000 - m, m, 0 * m + 1000, 0 * m, 0 * m],
+    }
+    for name, columns in masks.items():
+        areas = areas_of_rows(tuple(map(tuple, np.stack(columns, axis=1).tolist())))  # type: ignore[arg-type]
+        began = time.perf_counter()
+        assert common_pair(areas) is None, name
+        assert time.perf_counter() - began < 5, name
