@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -48,10 +48,21 @@ from cp_ref.spec import (
 )
 from cp_ref.spec import Program as Passes
 
-__all__ = ["Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "planned", "supports"]
+__all__ = ["Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "planned", "prepared", "supports"]
 
 Found = TypeVar("Found")
+Made = TypeVar("Made", bound="HasAgreement")
 Steps = tuple[Passes, Passes]  # of the forward and the backward pass
+
+
+class HasAgreement(Protocol):
+    """What was made of arguments, and what of them all ranks must have in common."""
+
+    @property
+    def agreement(self) -> Agreement:
+        """What the ranks compare."""
+        ...
+
 
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
 
@@ -167,8 +178,8 @@ class Plan(OfThisProcess, plans.Plan):
 @implements(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
     given = plans.make_plan.bind(arguments)
-    agreement, backend, device = agree_on_plan(given["cp"], lambda: _read_plan_arguments(given))
-    return planned(given["cp"], agreement, backend, device, given["schedule"])
+    cp, custom = given["cp"], given["schedule"]
+    return planned(cp, agree_on_plan(cp, lambda: prepared(cp, *_read_plan_arguments(given), custom)))
 
 
 @plans.supports
@@ -198,46 +209,59 @@ def backend_for(
     return choose(needs, cp.backend)
 
 
-def agree_on_plan(
-    cp: ContextParallel,
-    read: Callable[[], tuple[Agreement, Backend, torch.device]],
-    known: Set[bytes] = frozenset(),
-) -> tuple[Agreement, Backend, torch.device]:
-    """Read this rank's arguments and compare notes with the other ranks, but for agreements that are known: all get
-    what they have read, or all raise.
+@dataclass(frozen=True)
+class Prepared:
+    """A rank's plan but for what it needs the others for. It is made before the ranks agree, so that what fails on one
+    of them (kernels that cannot be built, memory for the tables) fails on all.
     """
 
-    def read_and_load() -> tuple[Agreement, Backend, torch.device]:
-        found = read()
-        kernels(found[2].type)  # what is built or loaded on first use may fail, and then fails on all ranks
-        return found
+    agreement: Agreement
+    backend: Backend
+    device: torch.device
+    custom: Schedule | None
+    packing: Packing
+    steps: Steps
+    program: LoweredProgram[Rows]
+    fixed: FixedTables | None
 
-    return _together(cp, read_and_load, lambda found: found[0], known)
 
-
-def planned(
+def prepared(
     cp: ContextParallel,
     agreement: Agreement,
     backend: Backend,
     device: torch.device,
     custom: Schedule | None = None,
-) -> Plan:
-    """This rank's plan of what all ranks agree on. Sends nothing."""
+) -> Prepared:
+    """What this rank makes of a plan alone: kernels are built and loaded, steps lowered, tables uploaded."""
+    kernels(device.type)
     problem, room, _ = agreement
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
-    messages = cp.comm if custom is not None else _messages(cp, problem, room, device)
-    if room is None:
-        program = upload(draft, device)
-        if custom is None and may_be_narrow(problem):
-            with cp.alone("an agreement on the gradients of a plan"):
-                rounded = getattr(backend, "rounded_gradients", False)
-                program = agree_on_narrow(cp.comm, program, rounded=rounded)
-        return Plan(problem, cp.rank, device, backend, packing, program, steps, messages, custom)
-    fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
-    program = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(problem, cp.rank, device, backend, packing, program, steps, messages, custom, room, fixed)
+    fixed = None if room is None else FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
+    program = upload(draft, device) if fixed is None else fixed.overwrite(fixed.fitted(draft, problem))
+    return Prepared(agreement, backend, device, custom, packing, steps, program, fixed)
+
+
+def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[bytes] = frozenset()) -> Made:
+    """Make what this rank makes alone and compare notes with the other ranks, but for agreements that are known: all
+    get what they have made, or all raise.
+    """
+    return _together(cp, make, lambda made: made.agreement, known)
+
+
+def planned(cp: ContextParallel, made: Prepared) -> Plan:
+    """This rank's plan of what all ranks agree on. Collective in what ranks tell each other about messages."""
+    (problem, room, _), program = made.agreement, made.program
+    messages = cp.comm if made.custom is not None else _messages(cp, problem, room, made.device)
+    if room is None and made.custom is None and may_be_narrow(problem):
+        with cp.alone("an agreement on the gradients of a plan"):
+            rounded = getattr(made.backend, "rounded_gradients", False)
+            program = agree_on_narrow(cp.comm, program, rounded=rounded)
+    return Plan(
+        problem, cp.rank, made.device, made.backend, made.packing, program, made.steps, messages, made.custom, room,
+        made.fixed,
+    )  # fmt: skip
 
 
 def _messages(cp: ContextParallel, problem: Problem, room: Room | None, device: torch.device) -> Messages:

@@ -14,7 +14,7 @@ from cp_fast.backends import Backend
 from cp_fast.calls import requires_grad
 from cp_fast.checking import checking
 from cp_fast.context import ContextParallel
-from cp_fast.plan import Plan, agree_on_plan, backend_for, planned
+from cp_fast.plan import Plan, Prepared, agree_on_plan, backend_for, planned, prepared
 from cp_fast.recent import Signature
 from cp_fast.rows import check_row_numbers
 from cp_ref.common.attention import refuse_plan
@@ -36,17 +36,29 @@ def plan_of_call(call: Call) -> Plan:
     """
     cp = call.cp
     if checking() or (call.on_gpu and torch.cuda.is_current_stream_capturing()):  # what a graph captures it must keep
-        return planned(cp, *agree_on_plan(cp, call.read))
+        return planned(cp, agree_on_plan(cp, lambda: prepared(cp, *call.read())))
     signature = call.signature()
     if (found := cp.recent.plan_of(signature)) is not None:
         return found
-    agreement, backend, device = agree_on_plan(cp, call.read, cp.recent.agreements)
+
+    def make() -> _Found:
+        agreement, backend, device = call.read()
+        wanted = agreement.problem.fingerprint, backend, device
+        equal = (p for p in cp.recent.plans(signature.stream) if (p.problem.fingerprint, p.backend, p.device) == wanted)
+        return _Found(agreement, next(equal, None) or prepared(cp, agreement, backend, device))
+
+    agreement, made = agree_on_plan(cp, make, cp.recent.agreements)
     cp.recent.agree(agreement.fingerprint)
-    wanted = agreement.problem.fingerprint, backend, device
-    made = (p for p in cp.recent.plans(signature.stream) if (p.problem.fingerprint, p.backend, p.device) == wanted)
-    plan = next(made, None) or planned(cp, agreement, backend, device)
+    plan = made if isinstance(made, Plan) else planned(cp, made)
     cp.recent.keep(agreement.fingerprint, signature, plan)
     return plan
+
+
+class _Found(NamedTuple):
+    """What serves a call: an earlier plan of this very problem, or one that has yet to be made."""
+
+    agreement: Agreement
+    made: Plan | Prepared
 
 
 class Call(NamedTuple):
