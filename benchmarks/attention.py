@@ -125,8 +125,8 @@ def parallel(job: Job, schedule: str, messages: str, group: Any, x: dict[str, to
         device=q.device,
     )
     if messages == "group":
-        plan = replace(plan, messages=cp.comm)
-    by_group = plan.messages is cp.comm
+        plan = replace(plan, messages=None)
+    by_group = plan.messages is None
     if messages == "peers" and by_group:
         raise SystemExit("messages through peers' memory cannot be had here; doctor says why")
 

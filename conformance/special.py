@@ -135,6 +135,26 @@ SPECIAL: dict[str, TableEntry] = {
     "one-less-than-a-chunk": _entry("the last slot of the first chunk is padding", 2, Sequence(3, 3, 16, 16)),
     "one-more-than-a-chunk": _entry("the second chunk has one token", 2, Sequence(5, 5, 16, 16)),
     "one-less-than-all": _entry("the very last slot is padding", 4, Sequence(31, 31, 32, 32)),
+    "uneven": _entry("dual_chunk of lengths that do not divide", 4, dense(13), dense(1), dense(6), layout="dual_chunk"),
+    "uneven-contiguous": _entry("parts of which the last is shorter", 4, dense(5), dense(4), layout="contiguous"),
+    "fewer-tokens-than-ranks": _entry("slices of one row, and ranks with tail alone", 4, dense(3)),
+    "balanced-one-document": _entry("cut for every rank", 4, dense(37), layout="balanced"),
+    "balanced-of-length-1": _entry("nothing travels", 4, *[dense(1)] * 9, layout="balanced"),
+    "balanced-one-is-nearly-all": _entry("a long one, and crumbs", 4, dense(61), *[dense(1)] * 3, layout="balanced"),
+    "balanced-empty-documents": _entry(
+        "some have no token", 3, dense(0), dense(11), dense(0), dense(4), dense(0), layout="balanced"
+    ),
+    "balanced-fewer-tokens-than-ranks": _entry("a rank of tail alone", 4, dense(2), dense(1), layout="balanced"),
+    "balanced-many-documents": _entry(
+        "of one and two tokens",
+        4,
+        *[dense(1), dense(2)] * 300,
+        layout="balanced",
+        cp_comm_type="p2p",
+        heads_q=1,
+        heads_kv=1,
+        tiers=("logic",),
+    ),
     "sequence-inside-a-rank": _entry(
         "contiguous: whole sequences on one rank", 2, dense(3), dense(5), dense(8), layout="contiguous"
     ),

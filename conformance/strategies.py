@@ -17,8 +17,8 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from conformance.capabilities import EVERYTHING, Capabilities
 from conformance.case import GRADS, Case
 from conformance.draw_areas import areas
-from conformance.draw_lengths import batched, packed
-from cp_ref.spec import Problem, Sequence
+from conformance.draw_lengths import Units, batched, packed
+from cp_ref.spec import Problem, Sequence, divisor
 
 __all__ = ["CP_SIZES", "cases", "problems"]
 
@@ -49,12 +49,15 @@ def problems(
     mask = draw(_choice(capabilities, "attn_mask_type"))
     a2a_size = draw(_a2a_sizes(comm, cp_size))
     dtype = draw(st.sampled_from([d for d in dtypes if has("dtype", d)] or list(capabilities.choices["dtype"])))
-    long, cross = dtype in ("bfloat16", "float16"), has("lengths", "cross")
+    long, cross = dtype in ("bfloat16", "float16"), has("lengths", "cross") and layout != "balanced"
+    if layout == "balanced" and qkv_format != "thd" and not mask.startswith("padding"):
+        mask = "padding" if mask == "no_mask" else f"padding_{mask}"
+    whole = _units(layout, cp_size, uneven=has("lengths", "uneven") and draw(st.booleans()))
     if qkv_format == "thd":
-        shape, sequences = draw(packed(layout, cp_size, cross=cross, long=long))
+        shape, sequences = draw(packed(whole, cp_size, cross=cross, long=long))
     else:
         padding = mask.startswith("padding")
-        shape, sequences = draw(batched(layout, cp_size, padding=padding, cross=cross, long=long))
+        shape, sequences = draw(batched(whole, cp_size, padding=padding, cross=cross, long=long))
     big = shape in ("huge", "many")
     heads_q, heads_kv = draw(_heads(a2a_size, has("heads", "grouped"), _FEW_HEADS if big else _HEADS))
     d_qk, d_v = draw(_dims(capabilities, big))
@@ -102,6 +105,13 @@ def cases(draw: DrawFn, capabilities: Capabilities = EVERYTHING, **narrowed: Any
         use_plan=draw(st.booleans()),
         deterministic=draw(st.booleans()),
     )
+
+
+def _units(layout: str, cp_size: int, *, uneven: bool) -> Units:
+    """What lengths are multiples of, where the layout is to cut them into equal parts."""
+    if uneven or layout == "balanced":
+        return Units(1, 1)
+    return Units(divisor(layout, cp_size), 1) if layout == "dual_chunk" else Units(1, cp_size)
 
 
 def _choice(capabilities: Capabilities, axis: str) -> SearchStrategy[str]:

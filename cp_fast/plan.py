@@ -70,7 +70,7 @@ class Plan(OfThisProcess, plans.Plan):
         steps: this rank's part of `schedule`, which `program` was lowered from.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: what `update` has room for; None for a plan that is not updated.
-        messages: what carries them: the group, or its ranks' memory (`cp_fast.peers`).
+        messages: what carries them: the memory of the group's ranks (`cp_fast.peers`), or None: the group itself.
 
     A copy, deep or not, is a plan of its own, with the same tables, which nobody writes to. A plan that is updated in
     place is not copied, and no plan is pickled: TypeError.
@@ -83,10 +83,10 @@ class Plan(OfThisProcess, plans.Plan):
     packing: Packing
     program: LoweredProgram[Rows]
     steps: Steps = field(repr=False)
-    messages: Messages = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
+    messages: Messages | None = field(default=None, repr=False)
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
     kept: str = field(init=False, repr=False)  # see `Program.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `Program.needs_inputs`
@@ -223,29 +223,29 @@ def planned(
     device: torch.device,
     custom: Schedule | None = None,
 ) -> Plan:
-    """This rank's plan of what all ranks agree on; its messages are the group's own. Sends nothing."""
+    """This rank's plan of what all ranks agree on. Sends nothing, and keeps nothing of the group."""
     problem, room, _ = agreement
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
     if room is None:
-        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, cp.comm, custom)
+        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, custom)
     fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
     program = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(problem, cp.rank, device, backend, packing, program, steps, cp.comm, custom, room, fixed)
+    return Plan(problem, cp.rank, device, backend, packing, program, steps, custom, room, fixed)
 
 
 def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     """A plan whose messages are carried and sized as the ranks find out together is best. Collective."""
     problem, room, program = plan.problem, plan.room, plan.program
     tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
+    rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
     with cp.alone("an agreement on the messages of a plan"):
-        messages = messages_for(cp.comm, problem, (-(-tokens[0] // cp.size), -(-tokens[1] // cp.size)), plan.device)
+        carried = messages_for(cp.comm, problem, rows, plan.device)
         if room is None and may_be_narrow(problem):
             program = agree_on_narrow(cp.comm, program, rounded=getattr(plan.backend, "rounded_gradients", False))
-    return (
-        plan if messages is cp.comm and program is plan.program else replace(plan, messages=messages, program=program)
-    )
+    messages = None if carried is cp.comm else carried
+    return plan if messages is None and program is plan.program else replace(plan, messages=messages, program=program)
 
 
 def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:

@@ -75,7 +75,7 @@ def _believed(band: Callable[[Problem, Sequence], Band]) -> Callable[[Any], Any]
 
 def _bottom_right_off_by_one(problem: Problem, sequence: Sequence) -> Band:
     right = problem.band(sequence)
-    return right if right.hi is None else replace(right, hi=right.hi + 1)
+    return right if right.hi is None else right._replace(hi=right.hi + 1)
 
 
 def _always_top_left(problem: Problem, sequence: Sequence) -> Band:
