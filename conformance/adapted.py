@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from conformance.capabilities import Capabilities, narrowed
 from conformance.case import Case
 from conformance.run import UnsupportedCase
-from cp_ref.spec import QKV_FORMATS, Problem
+from cp_ref.spec import QKV_FORMATS, Problem, divisor
 
 __all__ = ["adapted", "first_of", "judged_plainly", "plainer"]
 
@@ -55,6 +55,8 @@ def _in_format(p: Problem, qkv_format: str) -> Problem | None:
     if qkv_format == "thd":
         return replace(p, qkv_format="thd")
     if len({(s.slots_q, s.slots_kv) for s in p.sequences}) != 1:
+        return None
+    if any(n % divisor(p.layout, p.cp_size) for n in (p.sequences[0].slots_q, p.sequences[0].slots_kv)):
         return None
     dense = all((s.len_q, s.len_kv) == (s.slots_q, s.slots_kv) for s in p.sequences)
     mask = _WITHOUT_PADDING.get(p.attn_mask_type, p.attn_mask_type) if dense else p.attn_mask_type

@@ -21,7 +21,7 @@ from cp_ref.spec.problem import QKV_FORMATS, Problem
 from cp_ref.spec.table import Column, ranges
 from cp_ref.spec.values import check_choice, check_data, read_count, read_lengths
 
-__all__ = ["Cut", "planned_positions", "read_cut", "read_positions", "slice_axis"]
+__all__ = ["Cut", "planned_cut", "planned_positions", "read_cut", "read_positions", "sequences_of", "slice_axis"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,9 @@ class Cut:
         >>> Cut(fragments, 2, "thd", 7, 4).of(1).tolist()
         [1, 2, 5, 7]
         """
-        own, tails = self.fragments.of(rank), self._tails
-        return ranges(np.append(own.start, tails[rank]), np.append(own.stop - own.start, tails[rank + 1] - tails[rank]))
+        own = self.fragments.of(rank)
+        tail: Column = np.arange(int(self._tails[rank]), int(self._tails[rank + 1]))
+        return np.append(ranges(own.start, own.stop - own.start), tail)
 
     @cached_property
     def _tails(self) -> Column:
@@ -119,23 +120,33 @@ def read_cut(
 
 def _by_plan(problem: Problem, x: Any, whole: bool) -> Cut:
     """The cut of tensors of the query side."""
-    axis, cp_size, rows = slice_axis(x, problem.qkv_format), problem.cp_size, slice_rows(problem, "q")
+    axis, rows = slice_axis(x, problem.qkv_format), slice_rows(problem, "q")
     slots, count = problem.lengths.slots_q, x.shape[axis] * (1 if whole else problem.cp_size)
     if problem.qkv_format == "thd":
-        return _packed(problem.slots.q, rows, sum(slots), cp_size, count, whole)
+        return _packed(problem.slots.q, rows, sum(slots), problem.cp_size, count, whole)
     batch, wanted = len(slots), slots[0] if whole and len(slots) else rows
     if x.shape[axis] != wanted:
         raise ValueError(
             f"x has shape {list(x.shape)}; of the plan's batch axis {axis} has {wanted} rows "
             f"{'before' if whole else 'after'} sharding"
         )
-    size = slots[0] if batch else count
-    if problem.layout in ("dual_chunk", "contiguous"):
-        fragments = slots_of_lengths(problem.layout, starts_of([rows * cp_size]), False, cp_size)
-        return Cut(fragments, cp_size, problem.qkv_format, size, rows)
-    if len(x.shape) < 2 or x.shape[1 - axis] != batch:
+    cut = planned_cut(problem, "q")
+    if cut.batch is not None and (len(x.shape) < 2 or x.shape[1 - axis] != batch):
         raise ValueError(f"x has shape {list(x.shape)}; axis {1 - axis} must have the plan's {batch} sequences")
-    return Cut(problem.slots.q, cp_size, problem.qkv_format, size, rows, batch)
+    return cut
+
+
+def planned_cut(problem: Problem, side: str, tail: int = 0) -> Cut:
+    """How a problem's layout cuts global tensors of one side ("q" or "kv"); in thd with `tail` tokens behind them."""
+    rows, cp_size, layout = slice_rows(problem, side), problem.cp_size, problem.layout
+    slots = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
+    if problem.qkv_format == "thd":
+        return _packed(problem.slots.side(side), rows, sum(slots), cp_size, sum(slots) + tail, True)
+    size = max(slots, default=0)
+    if layout in ("dual_chunk", "contiguous"):
+        fragments = slots_of_lengths(layout, starts_of([rows * cp_size]), False, cp_size)
+        return Cut(fragments, cp_size, problem.qkv_format, size, rows)
+    return Cut(problem.slots.side(side), cp_size, problem.qkv_format, size, rows, len(slots))
 
 
 def _packed(fragments: Fragments, rows: int, total: int, cp_size: int, count: int, whole: bool) -> Cut:
@@ -155,6 +166,14 @@ def check_known(layout: str) -> None:
     """Raise ValueError for a layout that the lengths alone do not decide."""
     if layout == "balanced":
         raise ValueError("plan is None, but layout 'balanced' is known to a plan alone; give plan=make_plan(...)")
+
+
+def sequences_of(cut: Cut, plan: Any, cu_seqlens_padded: Any) -> Column:
+    """Where each sequence begins among the rows that are cut, and where the last ends, [b + 1]."""
+    if cut.batch is None and cut.qkv_format != "thd":
+        return np.array([0, cut.size])
+    slots = _thd_slots(cu_seqlens_padded) if plan is None else plan.problem.lengths.slots_q
+    return starts_of(slots)
 
 
 def read_positions(
