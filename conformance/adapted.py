@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from conformance.capabilities import Capabilities, narrowed
 from conformance.case import Case
 from conformance.run import UnsupportedCase
-from cp_ref.spec import QKV_FORMATS, Problem
+from cp_ref.spec import QKV_FORMATS, Problem, divisor
 
 __all__ = ["adapted", "first_of", "judged_plainly", "plainer"]
 
@@ -39,7 +39,7 @@ def adapted(case: Case, capabilities: Capabilities, free: tuple[str, ...] = ()) 
     Problem(cp_size=2, sequences=[(8, 8, 8, 8)], layout='contiguous', qkv_format='sbhd')
     """
     p, has = case.problem, capabilities.has
-    if "layout" in free and not has("layout", p.layout):
+    if "layout" in free and not has("layout", p.layout_name):
         p = replace(p, layout=capabilities.choices["layout"][0])
     if "softmax_type" in free and not has("softmax_type", p.softmax_type):
         p = replace(p, softmax_type="vanilla")
@@ -55,6 +55,8 @@ def _in_format(p: Problem, qkv_format: str) -> Problem | None:
     if qkv_format == "thd":
         return replace(p, qkv_format="thd")
     if len({(s.slots_q, s.slots_kv) for s in p.sequences}) != 1:
+        return None
+    if any(n % divisor(p.layout, p.cp_size) for n in (p.sequences[0].slots_q, p.sequences[0].slots_kv)):
         return None
     dense = all((s.len_q, s.len_kv) == (s.slots_q, s.slots_kv) for s in p.sequences)
     mask = _WITHOUT_PADDING.get(p.attn_mask_type, p.attn_mask_type) if dense else p.attn_mask_type

@@ -27,7 +27,10 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         name: {"cp_comm_type": name, "heads_q": 2, "heads_kv": 2, "a2a_size": 2 if name.startswith("a2a") else 1}
         for name in CP_COMM_TYPES
     },
-    "layout": {name: {"layout": name} for name in LAYOUTS},
+    "layout": {
+        name: {"layout": name} | ({"attn_mask_type": "padding_causal"} if name == "balanced" else {})
+        for name in LAYOUTS
+    },
     "qkv_format": {name: {"qkv_format": name} for name in QKV_FORMATS},
     "attn_mask_type": {name: {"attn_mask_type": name} for name in MASKS},
     "softmax_type": {name: {"softmax_type": name} for name in SOFTMAX_TYPES},
@@ -37,10 +40,12 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "both": {"window_size": (2, 3), "attn_mask_type": "no_mask"},
         "right": {"window_size": (-1, 3), "attn_mask_type": "no_mask"},
     },
+    "areas": {"areas": {"areas": ((0, 16, 0, 16, -1, 0), (0, 3, 1, 4, 0, -1)), "qkv_format": "thd"}},
     "softcap": {"softcap": {"softcap": 2.0}},
     "lengths": {
         "cross": {"sequences": (Sequence(8, 16, 8, 16),)},
         "padded": {"sequences": (Sequence(3, 5, 8, 16),), "attn_mask_type": "padding"},
+        "uneven": {"sequences": (Sequence(13, 13, 13, 13),)},
     },
     "heads": {"grouped": {"heads_q": 4, "heads_kv": 2}},
     "dims": {
@@ -92,6 +97,8 @@ def ask(impl: Any, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
         ValueError: `supports` raised something itself, or its ranks disagree.
     """
     impl = as_implementation(impl)
+    if problem.areas is not None and not impl.takes_areas:
+        return False, "its attention has no parameter called areas"
     if not impl.offers("supports"):
         return try_case(impl, Case(problem), device)
 

@@ -16,12 +16,14 @@ problem that fails shrinks to the small one inside it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from cp_ref.spec import Sequence, divisor
+from cp_ref.spec import Sequence
 
-__all__ = ["SHAPES", "batched", "packed"]
+__all__ = ["SHAPES", "Units", "batched", "packed"]
 
 SHAPES = ("few", "tile", "huge", "many")
 _MOST_SLOTS = 48  # of one sequence, roughly: a chunk at least
@@ -34,15 +36,22 @@ _OFF_BY_ONE = st.sampled_from((0, -1, 1))
 Side = list[tuple[int, int]]  # (length, slots) of every sequence
 
 
+class Units(NamedTuple):
+    """What each sequence's slots, and what those of all together, are a multiple of."""
+
+    each: int
+    total: int
+
+
 @st.composite
 def batched(
-    draw: DrawFn, layout: str, cp_size: int, *, padding: bool, cross: bool, long: bool = False
+    draw: DrawFn, units: Units, cp_size: int, *, padding: bool, cross: bool, long: bool = False
 ) -> tuple[str, tuple[Sequence, ...]]:
     """(shape, sequences) for bshd and sbhd: one number of slots for the whole batch.
 
     long: more tiles, for low precision, where errors in short rows say little.
     """
-    unit = divisor(layout, cp_size)
+    unit = units.each * units.total
     batch_size = draw(st.integers(1, 3))
     sides = [draw(_few_slots(unit, batch_size))]
     sides.append(draw(_few_slots(unit, batch_size)) if cross and draw(st.booleans()) else sides[0])
@@ -65,21 +74,21 @@ def batched(
 
 @st.composite
 def packed(
-    draw: DrawFn, layout: str, cp_size: int, *, cross: bool, long: bool = False
+    draw: DrawFn, units: Units, cp_size: int, *, cross: bool, long: bool = False
 ) -> tuple[str, tuple[Sequence, ...]]:
     """(shape, sequences) for thd: every sequence has its own number of slots, and its own padding. long: as above."""
     count = 0 if draw(_rarely()) else draw(st.integers(1, 4))
-    sides = [draw(_few_packed(layout, cp_size, count))]
-    sides.append(draw(_few_packed(layout, cp_size, count)) if cross and draw(st.booleans()) else sides[0])
+    sides = [draw(_few_packed(units, cp_size, count))]
+    sides.append(draw(_few_packed(units, cp_size, count)) if cross and draw(st.booleans()) else sides[0])
     shape = draw(_shapes(long)) if count else "few"
     if shape in ("tile", "huge"):
         different = sides[:1] if sides[0] is sides[1] else sides
-        longer = [draw(_longer(side, shape, layout, cp_size)) for side in different]
+        longer = [draw(_longer(side, shape, units)) for side in different]
         sides = [longer[0], longer[-1]]
     elif shape == "many":
         times = draw(st.sampled_from(_MANY))
         sides = [(side * times)[:times] for side in sides]
-    found = [_divisible(side, layout, cp_size) for side in sides]
+    found = [_divisible(side, units.total) for side in sides]
     return shape, tuple(Sequence(q[0], kv[0], q[1], kv[1]) for q, kv in zip(*found, strict=True))
 
 
@@ -115,40 +124,38 @@ def _target(draw: DrawFn, shape: str, unit: int) -> int:
 
 
 @st.composite
-def _few_packed(draw: DrawFn, layout: str, cp_size: int, count: int) -> Side:
+def _few_packed(draw: DrawFn, units: Units, cp_size: int, count: int) -> Side:
     padded = draw(st.booleans())
-    return [draw(_few_packed_sequence(layout, cp_size, count, padded=padded)) for _ in range(count)]
+    return [draw(_few_packed_sequence(units, cp_size, count, padded=padded)) for _ in range(count)]
 
 
 @st.composite
-def _few_packed_sequence(draw: DrawFn, layout: str, cp_size: int, count: int, *, padded: bool) -> tuple[int, int]:
+def _few_packed_sequence(draw: DrawFn, units: Units, cp_size: int, count: int, *, padded: bool) -> tuple[int, int]:
     """(length, slots)."""
-    if layout == "dual_chunk":
-        unit = 2 * cp_size
+    if (unit := units.each) > 1:
         slots = 0 if draw(_rarely()) else unit * draw(st.integers(1, max(1, _MOST_SLOTS // (unit * count))))
         return (draw(_lengths(slots, slots // unit)) if padded else slots), slots
-    # only the whole buffer has to divide: sequences begin and end anywhere, also in the middle of a rank
+    # sequences begin and end anywhere, also in the middle of a rank
     most = 2 * _MOST_SLOTS // count
     length = draw(st.one_of(st.integers(0, most), st.sampled_from([0, 1, cp_size, cp_size + 1])))
     return length, length + (draw(st.integers(0, 3)) if padded else 0)
 
 
 @st.composite
-def _longer(draw: DrawFn, side: Side, shape: str, layout: str, cp_size: int) -> Side:
+def _longer(draw: DrawFn, side: Side, shape: str, units: Units) -> Side:
     """One sequence of hundreds, or up to two at the border of a tile; with padding where there was some."""
-    unit = 2 * cp_size if layout == "dual_chunk" else 1
     found: Side = []
     for length, slots in side[: 1 if shape == "huge" else 2]:
         target = draw(_target(shape, 1))
-        room = -(-target // unit) * unit
+        room = -(-target // units.each) * units.each
         found.append((target if length < slots else room, room))
     return found
 
 
-def _divisible(side: Side, layout: str, cp_size: int) -> Side:
+def _divisible(side: Side, total: int) -> Side:
     """The last sequence as much longer as the whole buffer needs to divide."""
-    rest = -sum(slots for _, slots in side) % cp_size
-    if layout != "contiguous" or not side or not rest:
+    rest = -sum(slots for _, slots in side) % total
+    if not side or not rest:
         return side
     length, slots = side[-1]
     return [*side[:-1], (length if length < slots else length + rest, slots + rest)]

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from conformance.case import LOSSES, Case
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, divisor
 
 __all__ = ["AXES", "CHOICES", "IMPOSSIBLE", "Choice", "Impossible", "choices_of", "why_impossible"]
 
@@ -30,7 +30,9 @@ class Choice(NamedTuple):
 def _lengths(case: Case) -> Iterator[str]:
     p = case.problem
     lengths = [n for s in p.sequences for n in (s.len_q, s.len_kv)]
-    cut = p.cp_size * (2 if p.layout == "dual_chunk" else 1)
+    cut = divisor(p.layout, p.cp_size)
+    slots = p.lengths.slots_q, p.lengths.slots_kv
+    whole = p.layout == "contiguous" and p.qkv_format == "thd"
     kinds = {
         "no sequences": not p.sequences,
         "0 tokens": 0 in lengths,
@@ -40,6 +42,7 @@ def _lengths(case: Case) -> Iterator[str]:
         "one huge": max(lengths, default=0) >= HUGE,
         "cross": any(s.len_q != s.len_kv for s in p.sequences),
         "different": len(set(p.sequences)) > 1,
+        "uneven": any(n % cut for side in slots for n in ([sum(side)] if whole else side)),
         "padding": any(s.len_q < s.slots_q or s.len_kv < s.slots_kv for s in p.sequences),
         "tail": bool(case.tail_q or case.tail_kv),
     }
@@ -72,9 +75,11 @@ def _dims(p: Problem) -> Iterator[str]:
         yield "over 128"
 
 
-def _window(p: Problem) -> str:
+def _window(p: Problem) -> Iterable[str]:
+    if p.areas is not None:
+        return ()
     left, right = p.window_size[0] >= 0, p.window_size[1] >= 0 and not p.causal
-    return "both" if left and right else "left" if left else "right" if right else "none"
+    return ("both" if left and right else "left" if left else "right" if right else "none",)
 
 
 def _split(p: Problem) -> str:
@@ -100,17 +105,17 @@ _SIZES = ("1", "2", "3", "4", "5", "6", "8")
 _OF_MODELS = ("64/64", "96/96", "128/128", "256/256", "192/128", "128/192")  # d_qk/d_v
 _LENGTHS = (
     *("plain", "no sequences", "0 tokens", "1 token", "chunk edge", "many tiny", "one huge"),
-    *("cross", "different", "padding", "tail"),
+    *("cross", "different", "uneven", "padding", "tail"),
 )
 
 # axis -> its choices, and which of them a case has: one, several, or none (a group size of 16, say)
 AXES: dict[str, tuple[tuple[str, ...], Callable[[Case], str | Iterable[str]]]] = {
     "schedule": (CP_COMM_TYPES, lambda c: c.problem.cp_comm_type),
     "format": (QKV_FORMATS, lambda c: c.problem.qkv_format),
-    "mask": (MASKS, lambda c: c.problem.attn_mask_type),
+    "mask": ((*MASKS, "areas"), lambda c: "areas" if c.problem.areas is not None else c.problem.attn_mask_type),
     "window": (("none", "left", "right", "both"), lambda c: _window(c.problem)),
     "lengths": (_LENGTHS, _lengths),
-    "layout": (LAYOUTS, lambda c: c.problem.layout),
+    "layout": (LAYOUTS, lambda c: c.problem.layout_name),
     "cp_size": (_SIZES, lambda c: {str(c.problem.cp_size)} & set(_SIZES)),
     "a2a split": (("not split", "all ring", "both", "all a2a"), lambda c: _split(c.problem)),
     "heads": (("MHA", "GQA", "MQA", "kv < a2a size"), lambda c: _heads(c.problem)),
@@ -149,7 +154,11 @@ _CAUSAL = tuple(mask for mask in MASKS if "causal" in mask)
 _KV_FEWER = ("kv < a2a size",)
 
 IMPOSSIBLE: tuple[Impossible, ...] = (
+    Impossible("mask", ("areas",), "window", ("none", "left", "right", "both"), "areas have windows of their own"),
+    Impossible("mask", ("areas",), "format", ("bshd", "sbhd"), "areas are rows of packed buffers"),
+    Impossible("mask", ("areas",), "lengths", ("many tiny", "one huge"), "areas are drawn in few rows"),
     Impossible("mask", _CAUSAL, "window", ("right", "both"), "a causal mask sets the window's right side to 0"),
+    Impossible("layout", ("balanced",), "lengths", ("cross",), "balanced is for self-attention"),
     Impossible("format", ("bshd", "sbhd"), "lengths", ("tail",), "only a thd buffer is longer than its sequences"),
     Impossible(
         "format", ("bshd", "sbhd"), "lengths", ("no sequences",), "a batch has its length from its first sequence"

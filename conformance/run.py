@@ -10,11 +10,12 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation, as_implementation, context
-from conformance.placement import assemble, global_rows, take_slice
+from conformance.placement import assemble, slice_rows_of, take_slice
 from conformance.reference import Hang, Outcome, describe_error, run_ranks
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
+from cp_ref.spec import Problem, divisor
 
-__all__ = ["Gathered", "UnsupportedCase", "local_slice", "named_results", "play"]
+__all__ = ["Gathered", "UnsupportedCase", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
 
 
 LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
@@ -53,6 +54,8 @@ def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float | None = 
             raising `Unsupported` on every rank is enough.)
     """
     impl = as_implementation(impl)
+    if case.problem.areas is not None and not impl.takes_areas:
+        raise UnsupportedCase("its attention has no parameter called areas")
     limit = _limit_s(tensors.q.device.type) if limit_s is None else limit_s
     try:
         outcomes = run_ranks(case.problem.cp_size, lambda member: _one_rank(impl, case, tensors, member), limit)
@@ -92,8 +95,10 @@ def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: 
     except impl.Unsupported as refusal:
         raise _Refused(str(refusal)) from refusal
     supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **_wishes(case))
-    inputs = _Inputs(impl, case, tensors, cp, member.rank)
+    if needs_plan(p) and not impl.offers("make_plan"):
+        raise _Refused("there is no make_plan, which this problem needs")
     try:
+        inputs = _Inputs(impl, case, tensors, cp, member.rank)
         results = _attend(impl, case, tensors, cp, inputs)
     except impl.Unsupported as refusal:
         if supported:
@@ -117,8 +122,9 @@ class _Inputs:
     def __init__(self, impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, rank: int) -> None:
         self.guarded: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self.leaves: dict[str, torch.Tensor] = {}
+        cut = lengths_to_cut(impl, case.problem, cp, str(tensors.q.device))
         for name in ("q", "k", "v", "dout"):
-            local = local_slice(impl, case, tensors, name, cp, rank)
+            local = local_slice(impl, case, tensors, name, cut, cp, rank)
             if case.strided:
                 local = self._embed(name, local)
             if name == "dout":
@@ -138,19 +144,47 @@ class _Inputs:
         return inside.detach()
 
 
+def needs_plan(problem: Problem) -> bool:
+    """Whether tensors and masks do not say what a plan says: who has which rows, or where a sequence of bshd or sbhd
+    ends that has been lengthened to be cut.
+    """
+    parts, lengths = divisor(problem.layout, problem.cp_size), problem.lengths
+    lengthened = any(n % parts for n in (*lengths.slots_q, *lengths.slots_kv))
+    said = problem.qkv_format == "thd" or problem.attn_mask_type.startswith("padding")
+    return problem.layout == "balanced" or (lengthened and not said)
+
+
+def lengths_to_cut(impl: Implementation, problem: Problem, cp: Any, device: str) -> dict[str, dict[str, Any]]:
+    """What `shard` needs beside the tensor and `cp`, by side: the lengths, or the plan that decides the layout."""
+    if problem.layout == "balanced":
+        plan = impl.make_plan(cp=cp, **plan_arguments(problem, device)) if impl.offers("shard") else None
+        return {side: {"plan": plan} for side in ("q", "kv")}
+    packed = problem.qkv_format == "thd"
+    starts = {"q": problem.starts_q, "kv": problem.starts_kv}
+    return {
+        side: {
+            "qkv_format": problem.qkv_format,
+            "cu_seqlens_padded": torch.tensor(starts[side], dtype=torch.int32, device=device) if packed else None,
+        }
+        for side in starts
+    }
+
+
 def local_slice(
-    impl: Implementation, case: Case, tensors: GlobalTensors, name: str, cp: Any, rank: int
+    impl: Implementation,
+    case: Case,
+    tensors: GlobalTensors,
+    name: str,
+    cut: dict[str, dict[str, Any]],
+    cp: Any,
+    rank: int,
 ) -> torch.Tensor:
     """A rank's slice of q, k, v or dout, cut by the implementation's `shard`, or by the suite where there is none."""
     p, whole = case.problem, getattr(tensors, name)
     side, tail = ("q", case.tail_q) if name in ("q", "dout") else ("kv", case.tail_kv)
     if not impl.offers("shard"):
         return take_slice(p, whole, side, tail, rank)
-    padded = None
-    if p.qkv_format == "thd":
-        starts = p.starts_q if side == "q" else p.starts_kv
-        padded = torch.tensor(starts, dtype=torch.int32, device=whole.device)
-    return impl.shard(whole, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded).detach()
+    return impl.shard(whole, cp=cp, **cut[side]).detach()
 
 
 def _wishes(case: Case) -> dict[str, bool]:
@@ -164,7 +198,7 @@ def _attend(
 ) -> dict[str, torch.Tensor | None]:
     p, device = case.problem, str(tensors.q.device)
     arguments = attention_arguments(p, device)
-    if case.use_plan:
+    if case.use_plan or needs_plan(p):
         arguments = {"plan": impl.make_plan(cp=cp, **plan_arguments(p, device), **_wishes(case))}
     results = impl.attention(
         *inputs.leaves.values(),
@@ -195,8 +229,7 @@ def _backward(
     if "out" in case.loss and (out := results["out"]) is not None and out.requires_grad:
         upstream.append((out, inputs.dout))
     if "lse" in case.loss and (lse := results["lse"]) is not None and lse.requires_grad:
-        rows = torch.tensor(global_rows(case.problem, "q", case.tail_q, rank), dtype=torch.int64, device=lse.device)
-        upstream.append((lse, tensors.dlse.index_select(-1, rows)))
+        upstream.append((lse, take_slice(case.problem, tensors.dlse, "q", case.tail_q, rank, lse=True)))
     if case.wanted and upstream:
         torch.autograd.backward([x for x, _ in upstream], [grad for _, grad in upstream])
 
@@ -217,12 +250,12 @@ def _collect(
             shares = name == "d_offset" and offset_grad == "share"
             _collect_heads(case, name, [values[name] for values in ranks], tensors, gathered, shares=shares)
             continue
-        side, tail = ("kv", case.tail_kv) if name in ("dk", "dv") else ("q", case.tail_q)
+        side = "kv" if name in ("dk", "dv") else "q"
         model, token_axis = like[name], -1 if name == "lse" else axis
         parts: list[torch.Tensor] = []
         for rank, values in enumerate(ranks):
             shape = list(model.shape)
-            shape[token_axis] = len(global_rows(p, side, tail, rank))
+            shape[token_axis] = slice_rows_of(case, side)
             part = values[name]
             if part is None:  # autograd found no way from the loss to this input
                 part = model.new_zeros(shape)
@@ -232,7 +265,7 @@ def _collect(
                 gathered.findings.append(f"{name} of rank {rank} has dtype {part.dtype}, but should have {model.dtype}")
             parts.append(part)
         if not gathered.findings:
-            gathered.results[name] = assemble(case, parts, side, token_axis)
+            gathered.results[name] = assemble(case, parts, side, lse=name == "lse")
 
 
 def _collect_heads(

@@ -135,6 +135,26 @@ SPECIAL: dict[str, TableEntry] = {
     "one-less-than-a-chunk": _entry("the last slot of the first chunk is padding", 2, Sequence(3, 3, 16, 16)),
     "one-more-than-a-chunk": _entry("the second chunk has one token", 2, Sequence(5, 5, 16, 16)),
     "one-less-than-all": _entry("the very last slot is padding", 4, Sequence(31, 31, 32, 32)),
+    "uneven": _entry("dual_chunk of lengths that do not divide", 4, dense(13), dense(1), dense(6), layout="dual_chunk"),
+    "uneven-contiguous": _entry("parts of which the last is shorter", 4, dense(5), dense(4), layout="contiguous"),
+    "fewer-tokens-than-ranks": _entry("slices of one row, and ranks with tail alone", 4, dense(3)),
+    "balanced-one-document": _entry("cut for every rank", 4, dense(37), layout="balanced"),
+    "balanced-of-length-1": _entry("nothing travels", 4, *[dense(1)] * 9, layout="balanced"),
+    "balanced-one-is-nearly-all": _entry("a long one, and crumbs", 4, dense(61), *[dense(1)] * 3, layout="balanced"),
+    "balanced-empty-documents": _entry(
+        "some have no token", 3, dense(0), dense(11), dense(0), dense(4), dense(0), layout="balanced"
+    ),
+    "balanced-fewer-tokens-than-ranks": _entry("a rank of tail alone", 4, dense(2), dense(1), layout="balanced"),
+    "balanced-many-documents": _entry(
+        "of one and two tokens",
+        4,
+        *[dense(1), dense(2)] * 300,
+        layout="balanced",
+        cp_comm_type="p2p",
+        heads_q=1,
+        heads_kv=1,
+        tiers=("logic",),
+    ),
     "sequence-inside-a-rank": _entry(
         "contiguous: whole sequences on one rank", 2, dense(3), dense(5), dense(8), layout="contiguous"
     ),
@@ -228,6 +248,36 @@ SPECIAL: dict[str, TableEntry] = {
     "positions-beyond-65536": _entry("70,000 tokens, on a GPU", 4, dense(70_000), tiers=("probes",), gpu=True, **_FEW),
     "one-key-too-few": _entry("rows of 200 keys: one less changes an error bound by nothing", 2, dense(200)),
     "window-and-sink": _entry("both at once", 2, dense(16), window_size=(3, 0), softmax_type="learnable"),
+    # areas
+    "areas-prompt-and-answers": _entry(
+        "a prompt that three answers see, which do not see each other",
+        2,
+        dense(16),
+        areas=((0, 4, 0, 4, -1, 0), (4, 16, 0, 4, -1, -1), *((n, n + 4, n, n + 4, -1, 0) for n in (4, 8, 12))),
+        attn_mask_type="causal",
+    ),
+    "areas-before-a-causal-one": _entry(
+        "keys of three places, the last ones causal, for the same queries",
+        2,
+        dense(16),
+        areas=((0, 8, 0, 8, -1, 0), (8, 16, 0, 2, -1, -1), (8, 16, 5, 8, -1, -1), (8, 16, 8, 16, -1, 0)),
+        attn_mask_type="causal",
+        layout="contiguous",
+    ),
+    "areas-of-blocks": _entry(
+        "each block of four sees all before it and itself: a staircase of rectangles",
+        2,
+        dense(32),
+        areas=tuple((n, n + 4, 0, n + 4, -1, -1) for n in range(0, 32, 4)),
+        attn_mask_type="causal",
+    ),
+    "areas-across-documents": _entry(
+        "documents see each other, and no area sees padding",
+        2,
+        *_PADDED,
+        areas=((0, 24, 0, 24, -1, 0),),
+        attn_mask_type="causal",
+    ),
     # heads and head dims
     "fewer-kv-heads-than-ranks": _entry("2 kv heads on 4 ranks: replicated", 4, dense(16), heads_q=8, heads_kv=2),
     "one-kv-head": _entry("multi-query attention on 4 ranks", 4, dense(16), heads_q=4, heads_kv=1),

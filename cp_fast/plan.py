@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -48,20 +48,10 @@ from cp_ref.spec import (
 )
 from cp_ref.spec import Program as Passes
 
-__all__ = ["Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "planned", "prepared", "supports"]
+__all__ = ["Made", "Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "prepared", "supports"]
 
 Found = TypeVar("Found")
-Made = TypeVar("Made", bound="HasAgreement")
 Steps = tuple[Passes, Passes]  # of the forward and the backward pass
-
-
-class HasAgreement(Protocol):
-    """What was made of arguments, and what of them all ranks must have in common."""
-
-    @property
-    def agreement(self) -> Agreement:
-        """What the ranks compare."""
-        ...
 
 
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
@@ -81,7 +71,7 @@ class Plan(OfThisProcess, plans.Plan):
         steps: this rank's part of `schedule`, which `program` was lowered from.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: what `update` has room for; None for a plan that is not updated.
-        messages: what carries them: the group, or its ranks' memory (`cp_fast.peers`).
+        messages: what carries them: the memory of the group's ranks (`cp_fast.peers`), or None: the group itself.
 
     A copy, deep or not, is a plan of its own, with the same tables, which nobody writes to. A plan that is updated in
     place is not copied, and no plan is pickled: TypeError.
@@ -94,10 +84,10 @@ class Plan(OfThisProcess, plans.Plan):
     packing: Packing
     program: LoweredProgram[Rows]
     steps: Steps = field(repr=False)
-    messages: Messages = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
+    messages: Messages | None = field(default=None, repr=False)
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
     kept: str = field(init=False, repr=False)  # see `Program.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `Program.needs_inputs`
@@ -179,7 +169,13 @@ class Plan(OfThisProcess, plans.Plan):
 def make_plan(**arguments: Any) -> Plan:
     given = plans.make_plan.bind(arguments)
     cp, custom = given["cp"], given["schedule"]
-    return planned(cp, agree_on_plan(cp, lambda: prepared(cp, *_read_plan_arguments(given), custom)))
+
+    def make() -> Made:
+        agreement, backend, device = _read_plan_arguments(given)
+        return Made(agreement, prepared(cp, agreement, backend, device, custom))
+
+    plan = agree_on_plan(cp, make).plan
+    return plan if custom is not None else _with_messages(cp, plan)
 
 
 @plans.supports
@@ -209,20 +205,11 @@ def backend_for(
     return choose(needs, cp.backend)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A rank's plan but for what it needs the others for. It is made before the ranks agree, so that what fails on one
-    of them (kernels that cannot be built, memory for the tables) fails on all.
-    """
+class Made(NamedTuple):
+    """A plan, and what of its arguments all ranks must have in common."""
 
     agreement: Agreement
-    backend: Backend
-    device: torch.device
-    custom: Schedule | None
-    packing: Packing
-    steps: Steps
-    program: LoweredProgram[Rows]
-    fixed: FixedTables | None
+    plan: Plan
 
 
 def prepared(
@@ -231,43 +218,40 @@ def prepared(
     backend: Backend,
     device: torch.device,
     custom: Schedule | None = None,
-) -> Prepared:
-    """What this rank makes of a plan alone: kernels are built and loaded, steps lowered, tables uploaded."""
+) -> Plan:
+    """This rank's plan, made before the ranks agree on it: what fails on one of them (kernels that cannot be built,
+    memory for the tables) then fails on all. Sends nothing, and keeps nothing of the group.
+    """
     kernels(device.type)
     problem, room, _ = agreement
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
-    fixed = None if room is None else FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
-    program = upload(draft, device) if fixed is None else fixed.overwrite(fixed.fitted(draft, problem))
-    return Prepared(agreement, backend, device, custom, packing, steps, program, fixed)
+    if room is None:
+        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, custom)
+    fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
+    program = fixed.overwrite(fixed.fitted(draft, problem))
+    return Plan(problem, cp.rank, device, backend, packing, program, steps, custom, room, fixed)
 
 
 def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[bytes] = frozenset()) -> Made:
-    """Make what this rank makes alone and compare notes with the other ranks, but for agreements that are known: all
-    get what they have made, or all raise.
+    """Make this rank's plan and compare notes with the other ranks, but for agreements that are known: all get their
+    plans, or all raise.
     """
     return _together(cp, make, lambda made: made.agreement, known)
 
 
-def planned(cp: ContextParallel, made: Prepared) -> Plan:
-    """This rank's plan of what all ranks agree on. Collective in what ranks tell each other about messages."""
-    (problem, room, _), program = made.agreement, made.program
-    messages = cp.comm if made.custom is not None else _messages(cp, problem, room, made.device)
-    if room is None and made.custom is None and may_be_narrow(problem):
-        with cp.alone("an agreement on the gradients of a plan"):
-            rounded = getattr(made.backend, "rounded_gradients", False)
-            program = agree_on_narrow(cp.comm, program, rounded=rounded)
-    return Plan(
-        problem, cp.rank, made.device, made.backend, made.packing, program, made.steps, messages, made.custom, room,
-        made.fixed,
-    )  # fmt: skip
-
-
-def _messages(cp: ContextParallel, problem: Problem, room: Room | None, device: torch.device) -> Messages:
+def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
+    """A plan whose messages are carried and sized as the ranks find out together is best. Collective."""
+    problem, room, program = plan.problem, plan.room, plan.program
     tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
+    rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
     with cp.alone("an agreement on the messages of a plan"):
-        return messages_for(cp.comm, problem, (-(-tokens[0] // cp.size), -(-tokens[1] // cp.size)), device)
+        carried = messages_for(cp.comm, problem, rows, plan.device)
+        if room is None and may_be_narrow(problem):
+            program = agree_on_narrow(cp.comm, program, rounded=getattr(plan.backend, "rounded_gradients", False))
+    messages = None if carried is cp.comm else carried
+    return plan if messages is None and program is plan.program else replace(plan, messages=messages, program=program)
 
 
 def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:

@@ -1,11 +1,13 @@
 """The plan of a call of `attention` without one: that of an equal call before, or a new one on which all ranks agree.
 
-Lengths on the CPU are compared by value. Lengths on a GPU are read by every call, which waits for the GPU: neither a
-tensor's identity nor its version tells of what a replayed CUDA graph, or another library's kernel, writes into it.
+Lengths and areas on the CPU are compared by value. On a GPU they are read by every call, which waits for the GPU:
+neither a tensor's identity nor its version tells of what a replayed CUDA graph, or another library's kernel, writes
+into it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from cp_fast.backends import Backend
 from cp_fast.calls import requires_grad
 from cp_fast.checking import checking
 from cp_fast.context import ContextParallel
-from cp_fast.plan import Plan, Prepared, agree_on_plan, backend_for, planned, prepared
+from cp_fast.plan import Made, Plan, agree_on_plan, backend_for, prepared
 from cp_fast.recent import Signature
 from cp_fast.rows import check_row_numbers
 from cp_ref.common.attention import refuse_plan
@@ -36,29 +38,15 @@ def plan_of_call(call: Call) -> Plan:
     """
     cp = call.cp
     if checking() or (call.on_gpu and torch.cuda.is_current_stream_capturing()):  # what a graph captures it must keep
-        return planned(cp, agree_on_plan(cp, lambda: prepared(cp, *call.read())))
+        return agree_on_plan(cp, lambda: call.made(())).plan
     signature = call.signature()
     if (found := cp.recent.plan_of(signature)) is not None:
         return found
 
-    def make() -> _Found:
-        agreement, backend, device = call.read()
-        wanted = agreement.problem.fingerprint, backend, device
-        equal = (p for p in cp.recent.plans(signature.stream) if (p.problem.fingerprint, p.backend, p.device) == wanted)
-        return _Found(agreement, next(equal, None) or prepared(cp, agreement, backend, device))
-
-    agreement, made = agree_on_plan(cp, make, cp.recent.agreements)
+    agreement, plan = agree_on_plan(cp, lambda: call.made(cp.recent.plans(signature.stream)), cp.recent.agreements)
     cp.recent.agree(agreement.fingerprint)
-    plan = made if isinstance(made, Plan) else planned(cp, made)
     cp.recent.keep(agreement.fingerprint, signature, plan)
     return plan
-
-
-class _Found(NamedTuple):
-    """What serves a call: an earlier plan of this very problem, or one that has yet to be made."""
-
-    agreement: Agreement
-    made: Plan | Prepared
 
 
 class Call(NamedTuple):
@@ -101,6 +89,13 @@ class Call(NamedTuple):
         check_offset(problem, self.offset, q)
         return Agreement(problem, extras=self._extras()), backend, q.device
 
+    def made(self, earlier: Iterable[Plan]) -> Made:
+        """An earlier plan of this very problem, or one that is made now."""
+        agreement, backend, device = self.read()
+        wanted = agreement.problem.fingerprint, backend, device
+        equal = (p for p in earlier if (p.problem.fingerprint, p.backend, p.device) == wanted)
+        return Made(agreement, next(equal, None) or prepared(self.cp, agreement, backend, device))
+
     def _extras(self) -> tuple[tuple[str, object], ...]:
         """What else decides which messages are sent. In the backward pass: whether the sinks' gradients are summed over
         all ranks, and heads are exchanged for the gradient of lse too.
@@ -128,7 +123,7 @@ class Call(NamedTuple):
         types = *map(type, settings), *map(type, items)  # as True == 1 == 1.0
         if self.plan is None and _PLAIN.issuperset(types) and {type(q), type(k), type(v)} <= _TENSORS:
             try:
-                values = tuple((name, x.ndim, x.dtype, x.numpy().tobytes()) for name, x in lengths.items())
+                values = tuple((name, tuple(x.shape), x.dtype, x.numpy().tobytes()) for name, x in lengths.items())
                 packed = self.problem["qkv_format"] == "thd"  # then tails may make the number of rows differ
                 sizes = (q.shape[1:], k.shape[1:], v.shape[1:]) if packed else (q.shape, k.shape, v.shape)
             except (RuntimeError, TypeError):  # without values or without a shape: sparse, nested, on meta

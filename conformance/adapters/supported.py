@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from cp_ref.spec import divisor
 
 __all__ = ["SupportTable", "Unsupported", "asked", "library"]
 
@@ -68,6 +71,7 @@ _PLAIN = {
     "lengths": ("self",),
     "sequences": ("one",),
     "padding": ("none",),
+    "remainder": ("none",),
     "deterministic": ("no",),
     "return_lse": ("no",),
     "return_max_logit": ("no",),
@@ -113,6 +117,7 @@ def asked(
         "lengths": "cross" if cross else "self",
         "sequences": _number(fmt, lens_q),
         "padding": "padding" if _padded(given, "q") or _padded(given, "kv") or _stray(fmt, given) else "none",
+        "remainder": "some" if _uneven(cp, fmt, given) else "none",
         "deterministic": "yes" if given.get("deterministic") else "no",
         "return_lse": "yes" if given.get("return_lse") else "no",
         "return_max_logit": "yes" if given.get("return_max_logit") else "no",
@@ -134,6 +139,18 @@ def _number(fmt: str, cu_seqlens: torch.Tensor | None) -> str:
 def _padded(given: Mapping[str, Any], side: str) -> bool:
     lengths, padded = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")
     return lengths is not None and padded is not None and not _equal(lengths, padded)
+
+
+def _uneven(cp: Any, fmt: str, given: Mapping[str, Any]) -> bool:
+    """Whether the layout cuts a length of `supports` into parts that are not equal."""
+    if fmt != "thd":
+        lengths = [given.get("seqlen_q"), given.get("seqlen_kv")]
+    else:
+        padded = [given.get(f"cu_seqlens_{side}_padded", given.get(f"cu_seqlens_{side}")) for side in ("q", "kv")]
+        cumulative = [cu.tolist() for cu in padded if cu is not None]
+        whole = cp.layout == "contiguous"
+        lengths = [n for cu in cumulative for n in (cu[-1:] if whole else [b - a for a, b in pairwise(cu)])]
+    return any(n % divisor(cp.layout, cp.size) for n in lengths if n)
 
 
 def _stray(fmt: str, given: Mapping[str, Any]) -> bool:

@@ -81,7 +81,9 @@ REPORTS: dict[str, Known] = {
     "deepspeed-7384": reported(
         "deepspeedai/DeepSpeed#7384",
         "Ulysses gave silently corrupt outputs where the sequence length does not divide by the group.",
-        errors=("not-divisible-bshd", "not-divisible-dual-chunk", "shard-not-divisible"),
+        case(4, dense(13), **_BSHD),
+        case(4, dense(13), dense(6)),
+        schedules=_ALL,
     ),
     "deepspeed-5808": reported(
         "deepspeedai/DeepSpeed#5808",

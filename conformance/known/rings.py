@@ -46,12 +46,14 @@ REPORTS: dict[str, Known] = {
         _RFA + "39",
         "A length that does not divide (32,769) left some ranks with other messages than their "
         "peers, and an obscure error.",
-        errors=("not-divisible-bshd", "plan-not-divisible"),
+        case(4, dense(33)),
+        case(4, dense(33), layout="contiguous"),
     ),
     "easycontext-47": reported(
         "jzhang38/EasyContext#47",
         "2,999 tokens were split 750, 750, 750, 749, and the ranks' shapes did not fit.",
-        errors=("shard-not-divisible", "positions-not-divisible"),
+        case(4, dense(15), qkv_format="bshd", attn_mask_type="causal"),
+        tiers=("plan", "logic"),
     ),
     "easycontext-14": reported(
         "jzhang38/EasyContext#14",

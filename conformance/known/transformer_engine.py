@@ -24,13 +24,15 @@ REPORTS: dict[str, Known] = {
         _TE + "1930",
         "Packing rounded a sequence's length down to a multiple, and the last tokens were left out.",
         case(2, Sequence(7, 7, 8, 8), Sequence(11, 11, 12, 12)),
+        case(2, dense(7), dense(11)),
         schedules=_ALL,
-        errors=("not-divisible-dual-chunk",),
     ),
     "te-1931": reported(
         _TE + "1931",
-        "It was unclear what happens to lengths that do not divide: they have to raise, with the sequence's number.",
-        errors=("not-divisible-second-sequence", "not-divisible-bshd", "not-divisible-packed"),
+        "It was unclear what happens to lengths that do not divide: they have to be right, or refused.",
+        case(2, dense(8), dense(7)),
+        case(2, dense(8), dense(5), layout="contiguous"),
+        tiers=("plan", "logic"),
     ),
     "te-2868": reported(
         _TE + "2868",

@@ -12,9 +12,9 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation, as_implementation, context
-from conformance.placement import global_rows
+from conformance.placement import take_slice
 from conformance.reference import Hang, describe_error, run_ranks
-from conformance.run import UnsupportedCase, local_slice, named_results
+from conformance.run import UnsupportedCase, lengths_to_cut, local_slice, named_results, needs_plan
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments
 
 __all__ = ["Call", "close", "on_every_rank", "same_bits"]
@@ -56,6 +56,7 @@ class Call:
 
     def attend(self, leaves: Tensors, plan: Any = None) -> Tensors:
         """The results that the case asks for, by name."""
+        plan = self.plan() if plan is None and needs_plan(self.case.problem) else plan
         arguments = self.problem_arguments if plan is None else {"plan": plan}
         offset = {"softmax_offset": leaves["offset"]} if "offset" in leaves else {}
         results = self.impl.attention(
@@ -123,14 +124,14 @@ def on_every_rank(
 def _call(impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, rank: int) -> Call:
     p, device = case.problem, tensors.q.device
     local: Tensors = {}
+    cut = lengths_to_cut(impl, p, cp, str(device))
     for name in ("q", "k", "v", "dout"):
-        x = local_slice(impl, case, tensors, name, cp, rank)
+        x = local_slice(impl, case, tensors, name, cut, cp, rank)
         local[name] = x.detach().clone(memory_format=torch.contiguous_format)
     dout = local.pop("dout")
     if tensors.softmax_offset is not None:
         local["offset"] = tensors.softmax_offset.detach().clone()
-    rows = torch.tensor(global_rows(p, "q", case.tail_q, rank), dtype=torch.int64, device=device)
-    dlse = tensors.dlse.index_select(-1, rows)
+    dlse = take_slice(p, tensors.dlse, "q", case.tail_q, rank, lse=True)
     return Call(impl, case, cp, rank, local, dout, dlse, attention_arguments(p, str(device)))
 
 

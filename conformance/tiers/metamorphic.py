@@ -136,11 +136,16 @@ RELATIONS: dict[str, Callable[[Case, GlobalTensors], Related]] = {
 
 def _cut_by_itself(problem: Problem) -> bool:
     """Whether which rank owns which token of a sequence does not depend on the other sequences."""
-    return problem.layout == "dual_chunk" or problem.qkv_format != "thd"
+    if problem.qkv_format != "thd" or problem.layout != "dual_chunk":
+        return problem.qkv_format != "thd" and problem.layout != "balanced"
+    lengths, parts = problem.lengths, divisor(problem.layout, problem.cp_size)
+    return not any(n % parts for n in (*lengths.slots_q, *lengths.slots_kv))
 
 
 def _with_sequences(problem: Problem, chosen: Sequence[int], extra: int) -> Problem | None:
-    """None where the layout cannot cut these."""
+    """None where the layout cannot cut these, and where areas, whose rows are those of the whole buffer, would move."""
+    if problem.areas is not None:
+        return None
     sequences = [problem.sequences[n] for n in chosen]
     if extra:
         if problem.qkv_format == "thd":

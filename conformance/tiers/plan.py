@@ -12,9 +12,9 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation, context
-from conformance.placement import global_rows, positions
+from conformance.placement import positions, take_slice, unsharded
 from conformance.reference import Hang, describe_error, run_ranks
-from conformance.run import UnsupportedCase
+from conformance.run import UnsupportedCase, lengths_to_cut, needs_plan
 from conformance.tensors import plan_arguments, sequence_axis
 from cp_ref.spec import InvalidSchedule, Problem, Schedule, verify
 
@@ -70,9 +70,9 @@ def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tup
         raise UnsupportedCase(str(refusal)) from refusal
     supported, reason = impl.supports(cp=cp, **plan_arguments(p, device))
     if not impl.offers("make_plan"):
-        if not supported:
-            raise UnsupportedCase(reason)
-        return None, _sharding(impl, case, cp, device)
+        if not supported or needs_plan(p):
+            raise UnsupportedCase(reason or "there is no make_plan, which this problem needs")
+        return None, _sharding(impl, case, cp, None, device)
     try:
         plan = impl.make_plan(cp=cp, **plan_arguments(p, device))
     except impl.Unsupported as refusal:
@@ -81,70 +81,70 @@ def _one_rank(impl: Implementation, case: Case, member: Any, device: str) -> tup
         raise UnsupportedCase(reason) from refusal
     if not supported:
         raise AssertionError(f"supports(...) is False ({reason}), but make_plan did not raise Unsupported")
-    findings = _sharding(impl, case, cp, device)
-    want = positions(p, "q", member.rank)
-    got = plan.position_ids.tolist()[: len(want)]
+    findings = _sharding(impl, case, cp, plan, device)
+    want, got = positions(p, member.rank), plan.position_ids.tolist()
     if got != want:
         findings.append(f"plan.position_ids is {got}, but should be {want}")
     return (str(plan.problem), str(plan.schedule), plan.schedule), findings
 
 
-def _sharding(impl: Implementation, case: Case, cp: Any, device: str) -> list[str]:
+def _sharding(impl: Implementation, case: Case, cp: Any, plan: Any, device: str) -> list[str]:
     """Those of shard, unshard and position_ids that are there, on token numbers, against the ownership."""
     p, findings = case.problem, []
     for side, tail in (("q", case.tail_q), ("kv", case.tail_kv)):
-        starts = p.starts_q if side == "q" else p.starts_kv
-        padded = torch.tensor(starts, dtype=torch.int32, device=device) if p.qkv_format == "thd" else None
         tokens = _token_numbers(case, side, tail).to(device)
-        axis = sequence_axis(p.qkv_format)
-        rows = global_rows(p, side, tail, cp.rank)
-        want = tokens.index_select(axis, torch.tensor(rows, dtype=torch.int64, device=device))
+        axis, packed = sequence_axis(p.qkv_format), p.qkv_format == "thd"
+        by_plan = plan is not None and (p.layout == "balanced" or (side == "q" and case.use_plan))
+        lengths = {"plan": plan} if by_plan else lengths_to_cut(impl, p, cp, device)[side]
+        seqlen = {} if by_plan or packed else {"seqlen": tokens.shape[axis]}
+        want = take_slice(p, tokens, side, tail, cp.rank)
         if impl.offers("shard"):
-            mine = impl.shard(tokens, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded)
+            mine = impl.shard(tokens, cp=cp, **lengths)
             if not torch.equal(mine, want):
                 given = mine.tolist()
                 findings.append(f"shard of the {side} token numbers gives {given}, but should give {want.tolist()}")
                 continue
         if impl.offers("unshard"):
-            back = impl.unshard(want, cp=cp, qkv_format=p.qkv_format, cu_seqlens_padded=padded)
-            if not torch.equal(back, tokens):
-                findings.append(f"unshard of the ranks' {side} token numbers gives {back.tolist()}")
-        findings += _gradients(impl, tokens.double(), rows, axis, side, cp, p.qkv_format, padded)
-        if not impl.offers("position_ids"):
-            continue
-        seqlen = None if p.qkv_format == "thd" else tokens.shape[axis]
-        ids = impl.position_ids(cp=cp, qkv_format=p.qkv_format, seqlen=seqlen, cu_seqlens_padded=padded, device=device)
-        if ids.dtype != torch.int64 or ids.tolist() != positions(p, side, cp.rank):
-            findings.append(
-                f"position_ids gives {ids.dtype} {ids.tolist()}, but should give {positions(p, side, cp.rank)}"
-            )
+            back, whole = impl.unshard(want, cp=cp, **lengths, **seqlen), unsharded(p, tokens, side, tail)
+            if not torch.equal(back, whole):
+                given = back.tolist()
+                findings.append(f"unshard of the ranks' {side} token numbers gives {given}, not {whole.tolist()}")
+        findings += _gradients(impl, case, tokens.double(), side, tail, cp, lengths, seqlen)
+        if impl.offers("position_ids") and (side == "q" or p.lengths.slots_q == p.lengths.slots_kv):
+            ids, want_ids = impl.position_ids(cp=cp, **lengths, **seqlen, device=device), positions(p, cp.rank)
+            if ids.dtype != torch.int64 or ids.tolist() != want_ids:
+                findings.append(f"position_ids gives {ids.dtype} {ids.tolist()}, but should give {want_ids}")
     return findings
 
 
 def _gradients(
     impl: Implementation,
+    case: Case,
     x: torch.Tensor,
-    rows: tuple[int, ...],
-    axis: int,
     side: str,
+    tail: int,
     cp: Any,
-    qkv_format: str,
-    padded: torch.Tensor | None,
+    lengths: dict[str, Any],
+    seqlen: dict[str, int],
 ) -> list[str]:
     """shard's gradient is the slice's, in its place; unshard's is the sum over the ranks' global tensors."""
-    findings, index = [], torch.tensor(rows, dtype=torch.int64, device=x.device)
+    p, findings = case.problem, []
     if impl.offers("shard"):
-        whole = x.clone().requires_grad_()
-        mine = impl.shard(whole, cp=cp, qkv_format=qkv_format, cu_seqlens_padded=padded)
-        mine.backward(mine.detach() + 1)
-        want = torch.zeros_like(x).index_copy_(axis, index, (x + 1).index_select(axis, index))
-        if whole.grad is None or not torch.equal(whole.grad, want):
-            findings.append(f"the gradient through shard of the {side} tokens is {whole.grad}, but should be {want}")
+        whole, again = x.clone().requires_grad_(), x.clone().requires_grad_()
+        slices = impl.shard(whole, cp=cp, **lengths), take_slice(p, again, side, tail, cp.rank)
+        grads = [
+            torch.autograd.grad(mine, leaf, mine.detach() + 1)[0]
+            for mine, leaf in zip(slices, (whole, again), strict=True)
+        ]
+        if not torch.equal(*grads):
+            findings.append(f"the gradient through shard of the {side} tokens is {grads[0]}, not {grads[1]}")
     if not impl.offers("unshard"):
         return findings
-    part = x.index_select(axis, index).requires_grad_()
-    impl.unshard(part, cp=cp, qkv_format=qkv_format, cu_seqlens_padded=padded).backward((x + 1) * (cp.rank + 1))
-    want = (x + 1).index_select(axis, index) * (cp.size * (cp.size + 1) // 2)
+    part = take_slice(p, x, side, tail, cp.rank).nan_to_num().requires_grad_()
+    back = impl.unshard(part, cp=cp, **lengths, **seqlen)
+    back.backward((back.detach() + 1) * (cp.rank + 1))
+    want = take_slice(p, unsharded(p, x, side, tail) + 1, side, tail, cp.rank).nan_to_num()
+    want = want * (cp.size * (cp.size + 1) // 2)
     if part.grad is None or not torch.equal(part.grad, want):
         findings.append(f"the gradient through unshard of the {side} tokens is {part.grad}, but should be {want}")
     return findings

@@ -103,7 +103,7 @@ def _installed() -> list[Row]:
         version = _version(package)
         add(package, version, _numba_remark() if version and package == "numba-cuda" else "" if version else remark)
     kept = _kept_where()
-    add("fa4's kernels", "on disk" if os.sep in kept else None, kept)
+    add("fa4's kernels", "on disk" if kept.startswith(os.sep) else None, kept)
     add("messages", *_messages())
     add("nvcc", *_tool("nvcc"))
     add("C++ compiler", *_compiler())

@@ -16,9 +16,10 @@ signals by the streams themselves (cuStreamWaitValue32, cuStreamWriteValue32): n
     watch     a peer that does not answer within the time-out
 
 `CP_FAST_MESSAGES` says who carries: "auto" takes peers' memory where it can be had, "peers" insists on it, "group"
-takes what the process group has (NCCL). It must be the same on all ranks. Whatever the choice, the group's own messages
-carry what is captured in a CUDA graph (a replay would wait for numbers that are long past), what does not fit into a
-lane, and a schedule of the user's own (whose two ends may cut their messages into steps differently).
+takes what the process group has (NCCL). It must be the same on all ranks. `make_plan` makes the choice, for the plan.
+Whatever it is, the group's own messages carry what is captured in a CUDA graph (a replay would wait for numbers that
+are long past), what does not fit into a lane, a call without a plan, and a schedule of the user's own (whose two ends
+may cut their messages into steps differently).
 """
 
 from __future__ import annotations

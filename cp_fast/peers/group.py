@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ VARIABLE = "CP_FAST_MESSAGES"
 CHOICES = ("auto", "peers", "group")
 _WORDS = 4096  # bytes in front of the lanes, for words
 _SHARE = 16  # at most this part of a GPU's memory for the lanes of a group
-_GRACE = 10.0  # seconds that a process has to end by itself when a peer is lost
+_GRACE = 5.0  # seconds that a process has to end by itself when a peer is lost
 _TRIAL = 20.0  # seconds that the trial of a new group may take
 
 Messages = Group  # what carries a plan's messages
@@ -79,7 +80,7 @@ class _Place:
     why_not: str | None = None
     most: int = 0
     messages: PeerMessages | None = None
-    sizes: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()  # the largest lanes that any plan asked for
 
 
 _places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
@@ -129,12 +130,12 @@ def _member_messages(
     if place.why_not is not None:
         return member
     sizes = lane_sizes(problem, rows, way, member.size)
-    if place.messages is None or any(a > b for a, b in zip(sizes, place.sizes, strict=True)):
-        wanted = tuple(max(a, b) for a, b in zip(sizes, place.sizes or sizes, strict=True))
-        if sum(wanted) > place.most:
-            wanted = tuple(size * place.most // sum(wanted) // 4096 * 4096 for size in wanted)
-        if place.messages is None or wanted != place.sizes:
-            _share(member, place, wanted, device)
+    asked = tuple(map(max, sizes, place.asked or sizes))
+    if asked != place.asked:
+        total = sum(asked)
+        fitting = asked if total <= place.most else tuple(s * place.most // total // 4096 * 4096 for s in asked)
+        _share(member, place, fitting, device)
+        place.asked = asked
     return place.messages or member
 
 
@@ -196,7 +197,7 @@ def _share(member: ProcessMember, place: _Place, sizes: tuple[int, ...], device:
             _refuse(place, reason)
             return
         _first_messages(member, device)
-    place.messages, place.sizes = messages, sizes
+    place.messages = messages
 
 
 def _attempt(member: ProcessMember, what: str, act: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -276,11 +277,16 @@ class _Stop:
         torch.cuda.synchronize(device)
 
     def __call__(self, complaint: str) -> None:
+        end = threading.Timer(_GRACE, _end_process)  # in a thread of its own: what follows may wait for ever too
+        end.daemon = True
+        end.start()
         with suppress(RuntimeError), torch.cuda.stream(self._stream):
             torch.ops.aten._assert_async.msg(self._never, f"cp_fast: {complaint}")
-        time.sleep(_GRACE)
-        say(f"the process did not end within {_GRACE:g} s of that, and is ended")
-        os.abort()
+
+
+def _end_process() -> None:
+    say(f"the process did not end within {_GRACE:g} s of that, and is ended")
+    os._exit(1)
 
 
 def _try(messages: PeerMessages, device: torch.device) -> None:

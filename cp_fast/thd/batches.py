@@ -59,6 +59,6 @@ def get_batch_on_this_cp_rank(
     check_context(cp, ContextParallel)
     if plan is None and qkv_format == "thd":  # lengths on a GPU are not read
         return batches.cut_entries(batch, qkv_format, lambda xs: cut_packed(xs, cp, cu_seqlens_padded))
-    lengths = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
+    lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
     in_format = qkv_format if plan is None else plan.problem.qkv_format
     return batches.cut_entries(batch, in_format, lambda xs: [shard(x, cp=cp, **lengths) for x in xs])

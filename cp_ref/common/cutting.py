@@ -21,7 +21,7 @@ Guard = Callable[[str], AbstractContextManager[None]]  # what a package wraps an
 
 def numbers(values: Column, device: torch.device) -> torch.Tensor:
     """A column of integers on a device, int64."""
-    return torch.from_numpy(values).to(torch.int64).to(device)
+    return torch.as_tensor(values, dtype=torch.int64).to(device)
 
 
 def slice_of(x: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ def _in_format(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
     """The inverse of `_lined_up`, contiguous."""
     if cut.batch is None:
         return rows.contiguous()
-    x = rows.unflatten(0, (cut.batch, -1))
+    x = rows.reshape(cut.batch, len(rows) // max(cut.batch, 1), *rows.shape[1:])
     return (x if cut.qkv_format == "bshd" else x.transpose(0, 1)).contiguous()
 
 

@@ -33,7 +33,8 @@ def shard(
     Returns:
         The slice, contiguous, of ceil(t / cp_size) tokens in thd. Where s does not divide (by 2 * cp_size in
         dual_chunk, by cp_size in the others) a sequence of bshd and sbhd is cut as if it were padded at its end until
-        it does. What a slice has no token for is zero. Differentiable: the gradient of x is the slice's, in its place,
+        it does; of masks other than padding masks a plan then tells `attention` where the sequence ends. What a slice
+        has no token for is zero. Differentiable: the gradient of x is the slice's, in its place,
         and zero elsewhere.
 
     Raises:

@@ -11,7 +11,7 @@ from cp_ref.spec.given import OFFSET_GRADS, check_placements, local_part, one_a_
 from cp_ref.spec.given_areas import AreaRow, areas_of_rows
 from cp_ref.spec.group import Group, Parcel, Pending, agree, read_together
 from cp_ref.spec.layout import divisor, slice_rows
-from cp_ref.spec.mask import Band, Rect
+from cp_ref.spec.mask import Band
 from cp_ref.spec.overlap import check_apart
 from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.pair import PairGroup
@@ -20,7 +20,7 @@ from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFT
 from cp_ref.spec.report import RankCost, Report, message_bytes, report, tile_pairs
 from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
 from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, Program, Schedule, Step, Tiles, tag
-from cp_ref.spec.slices import Cut, planned_positions, read_cut, read_positions, slice_axis
+from cp_ref.spec.slices import Cut, planned_cut, planned_positions, read_cut, read_positions, slice_axis
 from cp_ref.spec.table import Column, Table, joined, ranges
 from cp_ref.spec.units import Units
 from cp_ref.spec.values import check_choice, check_data, check_flag, read_count
@@ -57,7 +57,6 @@ __all__ = [
     "Problem",
     "Program",
     "RankCost",
-    "Rect",
     "Report",
     "Room",
     "Schedule",
@@ -98,6 +97,7 @@ __all__ = [
     "message_bytes",
     "next_batch",
     "one_a_head",
+    "planned_cut",
     "planned_positions",
     "ranges",
     "read_count",

@@ -107,7 +107,7 @@ class _Solver:
     """Shares rows out among ranks by the pairs that they see."""
 
     def __init__(self, before: Column, cp_size: int) -> None:
-        self.before, self.total, self.cp_size = memoryview(before), int(before[-1]), cp_size  # a view is quick to index
+        self.before, self.total, self.cp_size = memoryview(before.data), int(before[-1]), cp_size  # is quick to index
 
     def pairs(self, start: int, stop: int) -> int:
         """What rows [start, stop) see."""

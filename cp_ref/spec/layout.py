@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def divisor(layout: str | Table, cp_size: int) -> int:
 def slots_of(problem: Problem) -> Ownership:
     """Who holds which slots of a problem."""
     starts, layout = starts_of(problem.lengths.slots_q), problem.layout
-    if layout in ("dual_chunk", "contiguous"):
+    if isinstance(layout, str) and layout != "balanced":
         packed, same = problem.qkv_format == "thd", problem.lengths.slots_q == problem.lengths.slots_kv
         q = slots_of_lengths(layout, starts, packed, problem.cp_size)
         others = starts_of(problem.lengths.slots_kv)
@@ -109,13 +109,15 @@ def read_layout(layout: Any) -> str | Table:
     if isinstance(layout, str):
         check_choice("layout", layout, LAYOUTS)
         return layout
-    rows: Any = layout.tolist() if hasattr(layout, "tolist") else layout
-    if not isinstance(rows, list | tuple):
+    given: Any = layout.tolist() if hasattr(layout, "tolist") else layout
+    if not isinstance(given, list | tuple):
         raise TypeError(f"layout is a {type(layout).__name__}; it must be a name or a table of integers [n, 4]")
-    for n, row in enumerate(rows):
-        if not isinstance(row, list | tuple) or len(row) != 4 or any(type(x) is not int for x in row):
+    rows: list[tuple[int, int, int, int]] = []
+    for n, row in enumerate(cast("Seq[Any]", given)):
+        if not isinstance(row, list | tuple) or list(map(type, cast("Seq[Any]", row))) != [int] * 4:
             raise ValueError(f"layout[{n}] is {row!r}; a row has four integers: rank, sequence, start, stop")
-    return tuple(sorted((tuple(row) for row in rows), key=lambda row: row[0]))
+        rows.append(cast("tuple[int, int, int, int]", tuple(cast("Seq[Any]", row))))
+    return tuple(sorted(rows, key=lambda row: row[0]))
 
 
 def check_layout(problem: Problem) -> None:

@@ -21,7 +21,7 @@ from cp_ref.spec.problem import QKV_FORMATS, Problem
 from cp_ref.spec.table import Column, ranges
 from cp_ref.spec.values import check_choice, check_data, read_count, read_lengths
 
-__all__ = ["Cut", "planned_positions", "read_cut", "read_positions", "slice_axis"]
+__all__ = ["Cut", "planned_cut", "planned_positions", "read_cut", "read_positions", "slice_axis"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,9 @@ class Cut:
         >>> Cut(fragments, 2, "thd", 7, 4).of(1).tolist()
         [1, 2, 5, 7]
         """
-        own, (first, last) = self.fragments.of(rank), self._tails[rank : rank + 2]
-        return np.append(ranges(own.start, own.stop - own.start), np.arange(first, last))
+        own = self.fragments.of(rank)
+        tail: Column = np.arange(int(self._tails[rank]), int(self._tails[rank + 1]))
+        return np.append(ranges(own.start, own.stop - own.start), tail)
 
     @cached_property
     def _tails(self) -> Column:
@@ -119,23 +120,33 @@ def read_cut(
 
 def _by_plan(problem: Problem, x: Any, whole: bool) -> Cut:
     """The cut of tensors of the query side."""
-    axis, cp_size, rows = slice_axis(x, problem.qkv_format), problem.cp_size, slice_rows(problem, "q")
+    axis, rows = slice_axis(x, problem.qkv_format), slice_rows(problem, "q")
     slots, count = problem.lengths.slots_q, x.shape[axis] * (1 if whole else problem.cp_size)
     if problem.qkv_format == "thd":
-        return _packed(problem.slots.q, rows, sum(slots), cp_size, count, whole)
+        return _packed(problem.slots.q, rows, sum(slots), problem.cp_size, count, whole)
     batch, wanted = len(slots), slots[0] if whole and len(slots) else rows
     if x.shape[axis] != wanted:
         raise ValueError(
             f"x has shape {list(x.shape)}; of the plan's batch axis {axis} has {wanted} rows "
             f"{'before' if whole else 'after'} sharding"
         )
-    size = slots[0] if batch else count
-    if problem.layout in ("dual_chunk", "contiguous"):
-        fragments = slots_of_lengths(problem.layout, starts_of([rows * cp_size]), False, cp_size)
-        return Cut(fragments, cp_size, problem.qkv_format, size, rows)
-    if len(x.shape) < 2 or x.shape[1 - axis] != batch:
+    cut = planned_cut(problem, "q")
+    if cut.batch is not None and (len(x.shape) < 2 or x.shape[1 - axis] != batch):
         raise ValueError(f"x has shape {list(x.shape)}; axis {1 - axis} must have the plan's {batch} sequences")
-    return Cut(problem.slots.q, cp_size, problem.qkv_format, size, rows, batch)
+    return cut
+
+
+def planned_cut(problem: Problem, side: str, tail: int = 0) -> Cut:
+    """How a problem's layout cuts global tensors of one side ("q" or "kv"); in thd with `tail` tokens behind them."""
+    rows, cp_size, layout = slice_rows(problem, side), problem.cp_size, problem.layout
+    slots = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
+    if problem.qkv_format == "thd":
+        return _packed(problem.slots.side(side), rows, sum(slots), cp_size, sum(slots) + tail, True)
+    size = max(slots, default=0)
+    if layout in ("dual_chunk", "contiguous"):
+        fragments = slots_of_lengths(layout, starts_of([rows * cp_size]), False, cp_size)
+        return Cut(fragments, cp_size, problem.qkv_format, size, rows)
+    return Cut(problem.slots.side(side), cp_size, problem.qkv_format, size, rows, len(slots))
 
 
 def _packed(fragments: Fragments, rows: int, total: int, cp_size: int, count: int, whole: bool) -> Cut:
@@ -165,11 +176,11 @@ def read_positions(
     Raises:
         ValueError, TypeError: the lengths are missing, or not the format's; a layout that only plans know.
     """
-    rank = cp.rank if rank is None else read_count("rank", rank, at_least=0, at_most=cp.size - 1)
+    whose: int = cp.rank if rank is None else read_count("rank", rank, at_least=0, at_most=cp.size - 1)
     if plan is not None:
         check_plan_owner(plan.problem, plan.rank, cp)
         check_settled(plan.problem, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded, seqlen=seqlen)
-        return planned_positions(plan.problem, rank)
+        return planned_positions(plan.problem, whose)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     check_known(cp.layout)
     if qkv_format != "thd":
@@ -182,7 +193,7 @@ def read_positions(
             raise ValueError(f"seqlen is {seqlen!r}, but qkv_format 'thd' takes its lengths from cu_seqlens_padded")
         slots = _thd_slots(cu_seqlens_padded)
     starts = starts_of(slots)
-    own = slots_of_lengths(cp.layout, starts, qkv_format == "thd", cp.size).of(rank)
+    own = slots_of_lengths(cp.layout, starts, qkv_format == "thd", cp.size).of(whose)
     return _positions(own, starts, -(-sum(slots) // cp.size))
 
 

@@ -61,7 +61,7 @@ def get_batch_on_this_cp_rank(
     plan: Any,
 ) -> dict[str, Any]:
     check_context(cp, ContextParallel)
-    lengths = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
+    lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
     if plan is None and cu_seqlens_padded is not None and qkv_format == "thd":
         batches.check_lengths_divide(cp, cu_seqlens_padded)
     in_format = qkv_format if plan is None else plan.problem.qkv_format

@@ -129,7 +129,6 @@ def test_svg(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--seqlen", "100", "--cp-size", "3"], "sequence 0 has length 100"),
         (["--seqlens", "100,x"], "--seqlens is '100,x'; it must be lengths of at least 0"),
         (["--seqlens", "100,-2"], "--seqlens is '100,-2'"),
         (["--seqlens", "8", "--seqlens-kv", "8,8"], "cu_seqlens_kv has 3 entries and cu_seqlens_q has 2"),

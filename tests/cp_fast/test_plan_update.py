@@ -297,7 +297,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"cu_seqlens_q": cumulative([8]), "cu_seqlens_kv": cumulative([80])},
         "80 tokens in cu_seqlens_kv_padded, .* max_tokens_kv = 72",
     ),
-    "divisor": ({"cu_seqlens_q": cumulative([12])}, "12"),
     "decreasing": ({"cu_seqlens_q": torch.tensor([0, 8, 4])}, "must not decrease"),
     "no tensor": ({"cu_seqlens_q": [0, 8]}, "TypeError: cu_seqlens_q is a list"),
     "window": (MANY.arguments() | {"cu_seqlens_q": cumulative([8, 0, 8, 8])}, "window|message"),

@@ -89,7 +89,7 @@ WRONG = [
     (unshard, "x", NESTED),
     (unshard, "qkv_format", "BSHD"),
     (unshard, "cu_seqlens_padded", None),
-    (unshard, "cu_seqlens_padded", torch.tensor([0, 9])),
+    (unshard, "cu_seqlens_padded", torch.tensor([0, 17])),
 ]
 
 

@@ -102,7 +102,7 @@ def test_masks_of_magi_attention(parts: list[tuple[int, int, int]]) -> None:
     ranges = [list(pairwise(x)) for x in (q, k)]
     names = ["full", "causal", "inv_causal", "bi_causal"]
     for types in ([kind for *_, kind in parts], [names[kind] for *_, kind in parts]):
-        assert torch.equal(shown(masks.from_magi(*ranges, types), q[-1], k[-1]), expected)
+        assert torch.equal(shown(masks.from_magi(ranges[0], ranges[1], types), q[-1], k[-1]), expected)
 
 
 DOCUMENTS = torch.tensor([0] * 50 + [1] * 90 + [2] * 160)
@@ -151,7 +151,10 @@ def test_masks_of_flex_attention_that_are_no_areas() -> None:
         (lambda: masks.shared_prefix(1, [2, -1]), r"answers\[1\] is -1"),
         (lambda: masks.packed([masks.prefix_lm(1, 2)] * 2, [0]), "starts_q has 1 entries for 2 masks"),
         (lambda: masks.from_magi([(0, 1)], [(0, 1)], [4]), r"types\[0\] is 4; it must be one of 0, 'full'"),
-        (lambda: masks.documents(5), "cu_seqlens_q is 5; it must be a list of integers"),
+        (
+            lambda: masks.documents(5),  # type: ignore[arg-type]
+            "cu_seqlens_q is 5; it must be a list of integers",
+        ),
     ],
 )
 def test_arguments_that_mean_nothing(make: Callable[[], torch.Tensor], words: str) -> None:

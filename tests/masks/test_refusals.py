@@ -46,7 +46,7 @@ OTHERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "another format": ({"qkv_format": "bshd"}, ValueError, "areas are given, but qkv_format is 'bshd'"),
     "an update": ({"max_sequences": 2}, cp_ref.Unsupported, "areas and max_sequences is not supported"),
 }
-WRONG = {name: ({"areas": areas}, *rest) for name, (areas, *rest) in AREAS.items()} | OTHERS
+WRONG = {name: ({"areas": areas}, kind, words) for name, (areas, kind, words) in AREAS.items()} | OTHERS
 
 
 def raised(call: Any, *tensors: torch.Tensor, **arguments: Any) -> Exception:

@@ -63,6 +63,7 @@ class Job:
             qkv_format="thd",
             attn_mask_type=self.attn_mask_type,
             window_size=self.window_size,
+            areas=None,
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_kv=None,
             cu_seqlens_q_padded=self.cu_seqlens_padded,

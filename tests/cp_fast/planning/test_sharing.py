@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any, cast
 
 import pytest
 import torch
@@ -65,7 +66,10 @@ def launches_of(areas: torch.Tensor, length: int) -> list[list[tuple[int, int | 
     problem = Problem(1, (Sequence(*[length] * 4),), qkv_format="thd", areas=tuple(map(tuple, areas.tolist())))
     draft = lowered(Packing(problem), 0, make_program(problem, 0), saved_kinds(problem))
     return [
-        [(len(draft.tables.cumulative(x.segments.cu_q)) - 1, x.segments.left, x.segments.right) for x in step.launches]
+        [
+            (len(draft.tables.cumulative(cast("Any", x.segments.cu_q))) - 1, x.segments.left, x.segments.right)
+            for x in step.launches
+        ]
         for step in draft.program.forward
     ]
 

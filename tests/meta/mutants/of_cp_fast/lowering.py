@@ -123,6 +123,25 @@ def _complete_rows_sorted(receive: Any, self: Any, parcels: Any, number: int) ->
     return replace(found, into=(replace(into, into=slice(0, found.size)),))
 
 
+def _causal_keys_first(behind: Any, segments: Any) -> Any:
+    """Keys that are seen by all queries come after those of the causal area, which are then hidden by the window."""
+    found = behind(segments)
+    if found is segments:
+        return found
+    order = np.lexsort((-found.k.start, found.k.segment))
+    return replace(found, k=found.k.take(order))
+
+
+def _last_rectangle_lost(staircases: Any, segments: Any) -> Any:
+    found = staircases(segments)
+    return found.take(np.arange(len(found) - 1)) if len(found) > 1 else found
+
+
+def _all_in_one_launch(apart: Any, segments: Any) -> Any:
+    """Rows that segments have in common are forgotten."""
+    return [segments]
+
+
 _LOWER, _LAUNCHES, _RESULTS = "cp_fast.planning.lower", "cp_fast.planning.launches", "cp_fast.planning.results.Results"
 _OPERANDS = "cp_fast.planning.operands.Operands"
 
@@ -141,6 +160,27 @@ MUTANTS: dict[str, Mutant] = {
         "cp_fast.planning.windows.windowed",
         _too_wide("right"),
         "logic",
+    ),
+    "keys-behind-the-causal-ones": Mutant(
+        "keys that all queries see come after those of a causal area",
+        f"{_LAUNCHES}.behind",
+        wrap(_causal_keys_first),
+        "special",
+        where="areas-before-a-causal-one",
+    ),
+    "rectangle-of-a-staircase-lost": Mutant(
+        "of the rectangles of several areas the last is lost",
+        f"{_LAUNCHES}.staircases",
+        wrap(_last_rectangle_lost),
+        "special",
+        where="areas-of-blocks",
+    ),
+    "areas-of-common-rows-in-one-launch": Mutant(
+        "results of rows that two areas share are written, not added",
+        f"{_LAUNCHES}.apart",
+        wrap(_all_in_one_launch),
+        "special",
+        where="areas-of-blocks",
     ),
     "first-parts-alone": Mutant(
         "of a tile that is cut the first part is computed",

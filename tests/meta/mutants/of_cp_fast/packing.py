@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tests.meta.mutants.model import Mutant, wrap
+from tests.meta.mutants.slices import from_zero, own_gradient, reversed_slice
 
 __all__ = ["MUTANTS"]
 
@@ -53,23 +54,6 @@ def _folded_with_padding(folded: Any) -> property:
     return property(lambda self: self.problem.qkv_format == "sbhd" and self.problem.a2a_size == 1)
 
 
-def _chunks_exchanged(slice_spans: Any, *arguments: Any) -> Any:
-    return list(slice_spans(*arguments))[::-1]
-
-
-def _from_zero(position_spans: Any, *arguments: Any) -> Any:
-    """Positions counted on the rank, and not in the sequence."""
-    spans, row = [], 0
-    for start, stop in position_spans(*arguments):
-        spans.append((row, row + stop - start))
-        row += stop - start
-    return spans
-
-
-def _own_gradient(_: Any, ctx: Any, *grads: Tensor) -> Any:
-    return grads[0].index_select(ctx.axis, ctx.rows[ctx.cp.rank]), None, None, None
-
-
 _PACKING = "cp_fast.packing.Packing"
 _FOLDED = "sbhd-of-equal-lengths"
 
@@ -94,12 +78,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "folded-with-padding": Mutant("a padded batch is folded too", f"{_PACKING}.folded", _folded_with_padding, "logic"),
     "slices-in-another-order": Mutant(
-        "shard puts the late chunk first", "cp_fast.sharding.slice_spans", wrap(_chunks_exchanged), "plan"
+        "shard reverses the rows of a slice", "cp_fast.sharding.slice_of", wrap(reversed_slice), "plan"
     ),
     "positions-from-zero": Mutant(
-        "position_ids run from 0 on every rank", "cp_fast.sharding.position_spans", wrap(_from_zero), "plan"
+        "position_ids run from 0 on every rank", "cp_fast.sharding.positions_on", wrap(from_zero), "plan"
     ),
     "unshard-gradient-of-one-rank": Mutant(
-        "the other ranks' gradients are left out", "cp_fast.sharding._Unshard.backward", wrap(_own_gradient), "plan"
+        "the other ranks' gradients are left out", "cp_fast.sharding.gathered", wrap(own_gradient), "plan"
     ),
 }

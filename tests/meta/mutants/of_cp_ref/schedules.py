@@ -8,6 +8,7 @@ from typing import Any
 
 from cp_ref.spec import Message, Problem, Schedule, Step, Tiles
 from tests.meta.mutants.model import Mutant, wrap
+from tests.meta.mutants.slices import from_zero, own_gradient, reversed_slice
 
 __all__ = ["MUTANTS"]
 
@@ -152,19 +153,6 @@ def _tiles_of_the_wrong_heads(_: Problem, schedule: Schedule) -> Schedule:
     return _everywhere(schedule, edit)
 
 
-def _chunks_exchanged(slice_spans: Any, *arguments: Any) -> Any:
-    return list(slice_spans(*arguments))[::-1]
-
-
-def _first_positions(position_spans_of: Any, *arguments: Any) -> Any:
-    """Positions counted on the rank, and not in the sequence."""
-    spans, row = [], 0
-    for start, stop in position_spans_of(*arguments):
-        spans.append((row, row + stop - start))
-        row += stop - start
-    return spans
-
-
 def _without_problem(spoil: Callable[[Schedule], Schedule]) -> Callable[[Problem, Schedule], Schedule]:
     return lambda _, schedule: spoil(schedule)
 
@@ -210,15 +198,12 @@ MUTANTS: dict[str, Mutant] = {
         "every rank has the first heads", _PLAN, _planner(_tiles_of_the_wrong_heads), "plan"
     ),
     "chunks-in-another-order": Mutant(
-        "shard puts the late chunk first", "cp_ref.sharding.slice_spans", wrap(_chunks_exchanged), "plan"
+        "shard reverses the rows of a slice", "cp_ref.sharding.slice_of", wrap(reversed_slice), "plan"
     ),
     "positions-counted-on-the-rank": Mutant(
-        "position_ids of a plan run from 0", "cp_ref.plan.position_spans_of", wrap(_first_positions), "plan"
+        "position_ids of a plan run from 0", "cp_ref.plan.planned_positions", wrap(from_zero), "plan"
     ),
     "unshard-gradient-not-summed": Mutant(
-        "the other ranks' gradients are left out",
-        "cp_ref.sharding.all_reduce_sum",
-        lambda _: lambda group, x: x,
-        "plan",
+        "the other ranks' gradients are left out", "cp_ref.sharding.gathered", wrap(own_gradient), "plan"
     ),
 }
