@@ -52,5 +52,5 @@ def test_nothing_is_found(environment: dict[str, str], command: list[str]) -> No
     )
     said = done.stdout[-2000:] + done.stderr[-4000:]
     assert done.returncode == 0, said
-    assert "Sanitizer" not in said
+    assert "ERROR: AddressSanitizer" not in said
     assert "runtime error" not in said
