@@ -223,7 +223,10 @@ def worker(rank: int, job: Job, ways: tuple[list[str], ...], trace: str, folder:
     one = alone(job, by_name(job.backend), x)
     whole = one[1]()
     groups = {"a2a+p2p": mesh}
-    contenders = [parallel(job, *way, groups.get(way[0], dist.group.WORLD), x) for way in product(*ways)]
+    contenders = [
+        parallel(job, schedule, layout, messages, groups.get(schedule, dist.group.WORLD), x)
+        for schedule, layout, messages in product(*ways)
+    ]
     errors = [worst_error(contender.context, whole, contender.both()) for contender in contenders]
     for contender, error in zip(contenders, errors, strict=True):
         if not error < 1e-2:

@@ -241,8 +241,8 @@ SPECIAL: dict[str, TableEntry] = {
     "window-in-a-batch": _entry(
         "it crosses the corners of tiles in many ways",
         4,
-        dense(24),
-        window_size=(5, 3),
+        dense(96),
+        window_size=(17, 17),
         qkv_format="bshd",
         attn_mask_type="no_mask",
     ),

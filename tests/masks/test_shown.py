@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from typer.testing import CliRunner
@@ -75,3 +77,9 @@ def test_calls_that_are_refused(call: str, words: str) -> None:
         refused = runner.invoke(app, [command, "--cp-size", "2", "--seqlens", "16", "--areas", call])
         assert refused.exit_code == 2
         assert words.replace(" ", "") in "".join(refused.output.split())
+
+
+def test_the_page_on_masks_is_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "masks.md").read_text()
+    exec("\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)), {})
+    assert indent(capsys.readouterr().out, "    ") in page
