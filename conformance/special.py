@@ -238,6 +238,14 @@ SPECIAL: dict[str, TableEntry] = {
     "window-at-a-chunk": _entry("left = a chunk", 4, dense(32), window_size=(4, 0)),
     "window-right-alone": _entry("keys up to three ahead", 2, dense(16), window_size=(-1, 3), attn_mask_type="no_mask"),
     "window-left-alone": _entry("without a causal mask", 2, dense(16), window_size=(2, -1), attn_mask_type="no_mask"),
+    "window-in-a-batch": _entry(
+        "it crosses the corners of tiles in many ways",
+        4,
+        dense(96),
+        window_size=(17, 17),
+        qkv_format="bshd",
+        attn_mask_type="no_mask",
+    ),
     "window-past-the-keys": _entry(
         "the last queries see nothing", 2, dense(16, 4), window_size=(2, 2), attn_mask_type="no_mask"
     ),

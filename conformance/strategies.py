@@ -80,7 +80,7 @@ def problems(
         dtype=dtype,
     )
     few = sum(s.slots_q + s.slots_kv for s in sequences) <= _FEW_ROWS
-    if qkv_format == "thd" and few and has("areas", "areas") and draw(st.integers(0, 3)) == 3:
+    if qkv_format == "thd" and few and has("areas", "areas") and draw(st.integers(0, 7)) == 7:
         problem = replace(problem, areas=draw(areas(sequences)), attn_mask_type="causal", window_size=(-1, -1))
     return problem
 

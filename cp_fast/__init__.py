@@ -7,7 +7,7 @@ from cp_fast.api import attention
 from cp_fast.checking import checked
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, make_plan, supports
-from cp_fast.sharding import position_ids, shard, unshard
+from cp_fast.sharding import position_ids, roll, shard, unshard
 from cp_ref.spec import Unsupported
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "make_plan",
     "masks",
     "position_ids",
+    "roll",
     "shard",
     "supports",
     "thd",

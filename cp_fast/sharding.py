@@ -9,9 +9,10 @@ import torch
 from cp_fast.context import ContextParallel
 from cp_ref.common import slices
 from cp_ref.common.cutting import gathered, positions_on, slice_of
-from cp_ref.spec import agreed_cut, check_context, read_cut
+from cp_ref.common.rolling import rolled
+from cp_ref.spec import agreed_cut, check_context, read_cut, sequences_of
 
-__all__ = ["position_ids", "shard", "unshard"]
+__all__ = ["position_ids", "roll", "shard", "unshard"]
 
 
 @slices.shard
@@ -36,6 +37,24 @@ def unshard(
     with cp.alone("unshard"):
         cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen)
     return gathered(x, cut, cp, cp.alone)
+
+
+@slices.roll
+def roll(
+    x: torch.Tensor,
+    shifts: int,
+    *,
+    cp: ContextParallel,
+    qkv_format: str,
+    cu_seqlens_padded: torch.Tensor | None,
+    seqlen: int | None,
+    plan: Any,
+    fill_value: float,
+) -> torch.Tensor:
+    check_context(cp, ContextParallel)
+    with cp.alone("roll"):
+        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, (shifts, fill_value))
+    return rolled(x, cut, sequences_of(cut, plan, cu_seqlens_padded), shifts, fill_value, cp, cp.alone)
 
 
 @slices.position_ids

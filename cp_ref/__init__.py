@@ -12,7 +12,7 @@ from cp_ref.context import ContextParallel
 from cp_ref.oracle import dense_attention
 from cp_ref.plan import Plan, make_plan, supports
 from cp_ref.recorder import trace
-from cp_ref.sharding import position_ids, shard, unshard
+from cp_ref.sharding import position_ids, roll, shard, unshard
 from cp_ref.sim import SimGroup
 from cp_ref.spec import Unsupported
 from cp_ref.tracing import Trace
@@ -29,6 +29,7 @@ __all__ = [
     "make_plan",
     "masks",
     "position_ids",
+    "roll",
     "shard",
     "supports",
     "thd",

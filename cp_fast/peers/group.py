@@ -251,7 +251,7 @@ def _messages(member: ProcessMember, memory: torch.Tensor, sizes: tuple[int, ...
         words=buffers[here][:_WORDS].view(torch.int32),
         keeps=(handle, memory),
     )
-    ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
     seen = ended.numpy()
     names = [f"global rank {rank}" for rank in dist.get_process_group_ranks(member.group)]
     watch = Watch(names, here, _limit(member), lambda: int(seen[0]), ended.data_ptr(), _Stop(memory.device))

@@ -75,18 +75,17 @@ def lower(
     own_q, own_kv = RowMap.of(own["q"]), RowMap.of(own["kv"])
     maps = RowMaps()
     operands, results = Operands(tables, maps), Results(tables, maps, {"out": own_q, "dq": own_q, "dkv": own_kv})
-    for kind in OWN:
-        heads = (0, work.heads_kv if kind == "kv" else work.heads_q)
-        operands.add(OWN[kind], kind, heads, own_kv if kind == "kv" else own_q, 0)
-    own_inputs, own_gradients = operands.held[:2], operands.held[2:]
+    sides = {kind: (work.heads_kv, own_kv) if kind == "kv" else (work.heads_q, own_q) for kind in OWN}
+    made = [operands.new(OWN[kind], kind, (0, heads), rows, 0) for kind, (heads, rows) in sides.items()]
+    own_inputs, own_gradients = made[:2], made[2:]
     operands.held = list(own_inputs)
     shared = work, rule, operands, results, _CompleteOuts.of(forward), _Known()
     drafts = _Pass(*shared, backward=False).lower(forward)
     kept = [held for held in operands.held if held in own_inputs or held.kind in saved]
     complete = {
-        sums: operands.add(f"{sums}, kept", "res", heads, rows, 0) for sums, heads, rows in results.sent_complete()
+        sums: operands.new(f"{sums}, kept", "res", heads, rows, 0) for sums, heads, rows in results.sent_complete()
     }
-    dropped = [held for held in operands.held if held not in kept and held not in complete.values()]
+    dropped = [held for held in operands.held if held not in kept]
     last_uses = {held: held.last_use for held in operands.held}
     operands.held = [*kept, *own_gradients, *complete.values()]
     for held in operands.held:
@@ -239,7 +238,7 @@ class _Pass:
         draft.sends = _packed_together(sends)
 
     def _receive(self, draft: _StepDraft, number: int, step: Planned) -> list[Held]:
-        """The receives of a step; and the buffers that are there when it is done."""
+        """The receives of a step; and the buffers that are there from the next step on."""
         together: dict[tuple[str, Heads], list[Parcels]] = {}
         for message in step.recvs:
             for parcels in parcels_of(message):
@@ -253,15 +252,13 @@ class _Pass:
                     res = replace(parcels, kind="res", tag=parcels.tag + 4)
                     together.setdefault(("res", parcels.heads), []).append(res)
         arriving: list[Held] = []
-        before = len(self.operands.held)
         for (kind, heads), group in together.items():
             for some in [group] if _disjoint(self._rows_of_all(group)) else [[one] for one in group]:
                 name = f"{self.operands.direction} {number}: {kind} {heads[0]}:{heads[1]} received"
-                made = self.operands.add(name, kind, heads, self._rows_of_all(some), sum(p.size for p in some))
+                made = self.operands.new(name, kind, heads, self._rows_of_all(some), sum(p.size for p in some))
                 draft.recvs += [Recv(p.peer, p.tag, made.name, p.size) for p in some]
                 made.last_use = number
                 arriving.append(made)
-        del self.operands.held[before:]  # they are there from the next step on
         return arriving
 
     def _rows_of_all(self, parcels: list[Parcels]) -> RowMap:

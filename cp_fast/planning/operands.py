@@ -39,13 +39,12 @@ class Operands:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
 
-    def add(self, name: str, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
-        """A new buffer."""
+    def new(self, name: str, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
+        """A new buffer, which is not yet held."""
         if name in self.buffers:
             name = f"{name}, {len(self.buffers)}"
         made = Held(name, kind, heads, rows, size)
         self.buffers[made.name] = Buffer(kind, heads, size)
-        self.held.append(made)
         return made
 
     def find(self, kind: str, heads: Heads, spans: Spans, step: int) -> Operand[RowKey] | None:
@@ -76,7 +75,7 @@ class Operands:
         sources = [held for held in self.held if held.kind == kind]
         rows = self.maps.packed(_merged(spans))
         name = f"{self.direction} {step}: {kind} {heads[0]}:{heads[1]} joined"
-        made = self.add(name, kind, heads, rows, count((rows.start, rows.stop)))
+        made = self.new(name, kind, heads, rows, count((rows.start, rows.stop)))
         copies: list[Copy[RowKey]] = []
         for part in _cut(heads, (held.heads for held in sources)):
             missing: Spans = rows.start, rows.stop
@@ -93,6 +92,7 @@ class Operands:
                     f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which"
                     " are not there; verify names the step that should have brought them"
                 )
+        self.held.append(made)
         return copies
 
     def _operand(self, held: Held, located: Located, order: Column | slice, heads: Heads, step: int) -> Operand[RowKey]:

@@ -14,32 +14,32 @@ from cp_ref.common.context import ContextParallel
 from cp_ref.common.devices import check_usable, read_device
 from cp_ref.spec import Column, Cut, read_positions
 
-__all__ = ["Guard", "gathered", "numbers", "positions_on", "slice_of"]
+__all__ = ["Guard", "gathered", "in_format", "lined_up", "numbers", "positions_on", "rows_axis", "slice_of"]
 
 Guard = Callable[[str], AbstractContextManager[None]]  # what a package wraps an exchange in, by what it is for
 
 
 def numbers(values: Column, device: torch.device) -> torch.Tensor:
     """A column of integers on a device, int64."""
-    return torch.as_tensor(values, dtype=torch.int64).to(device)
+    return torch.as_tensor(values, dtype=torch.int64, device="cpu").to(device)
 
 
 def slice_of(x: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
     """One rank's slice of a global tensor. Differentiable."""
-    axis, rows = _rows_of(cut), _lined_up(x, cut)
+    axis, rows = rows_axis(cut), lined_up(x, cut)
     if (missing := cut.cp_size * cut.rows * (cut.batch or 1) - rows.shape[axis]) > 0:
         shape = list(rows.shape)
         shape[axis] = missing
         rows = torch.cat([rows, rows.new_zeros(shape)], axis)
-    return _in_format(rows.index_select(axis, numbers(cut.of(rank), x.device)), cut)
+    return in_format(rows.index_select(axis, numbers(cut.of(rank), x.device)), cut)
 
 
 def gathered(x: torch.Tensor, cut: Cut, cp: ContextParallel, guard: Guard) -> torch.Tensor:
     """The global tensor of which this rank has slice x. Collective, as its backward pass is."""
-    lined_up = _lined_up(x, cut)
+    rows = lined_up(x, cut)
     index = [numbers(cut.of(rank), x.device) for rank in range(cp.size)]
-    whole = cast(Any, _Gather).apply(lined_up, cp, _rows_of(cut), index, guard)  # torch leaves apply untyped
-    return _in_format(whole.narrow(_rows_of(cut), 0, cut.size * (cut.batch or 1)), cut)
+    whole = cast(Any, _Gather).apply(rows, cp, rows_axis(cut), index, guard)  # torch leaves apply untyped
+    return in_format(whole.narrow(rows_axis(cut), 0, cut.size * (cut.batch or 1)), cut)
 
 
 def positions_on(device: torch.device | str | None, cp: ContextParallel, plan: Any, *lengths: Any) -> torch.Tensor:
@@ -77,20 +77,20 @@ class _Gather(torch.autograd.Function):
         return total, None, None, None, None
 
 
-def _rows_of(cut: Cut) -> int:
+def rows_axis(cut: Cut) -> int:
     """The axis of a lined-up tensor that has its rows."""
     return 1 if cut.batch is None and cut.qkv_format == "bshd" else 0
 
 
-def _lined_up(x: torch.Tensor, cut: Cut) -> torch.Tensor:
+def lined_up(x: torch.Tensor, cut: Cut) -> torch.Tensor:
     """The tensor with all rows that are cut as one on one axis."""
     if cut.batch is None:
         return x
     return (x if cut.qkv_format == "bshd" else x.transpose(0, 1)).flatten(0, 1)
 
 
-def _in_format(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """The inverse of `_lined_up`, contiguous."""
+def in_format(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The inverse of `lined_up`, contiguous."""
     if cut.batch is None:
         return rows.contiguous()
     x = rows.reshape(cut.batch, len(rows) // max(cut.batch, 1), *rows.shape[1:])

@@ -1,4 +1,4 @@
-"""`shard`, `unshard` and `position_ids`, declared."""
+"""`shard`, `unshard`, `roll` and `position_ids`, declared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import declare
 from cp_ref.common.plans import Plan
 
-__all__ = ["position_ids", "shard", "unshard"]
+__all__ = ["position_ids", "roll", "shard", "unshard"]
 
 
 @declare
@@ -86,6 +86,46 @@ def unshard(
     ...     return unshard(mine, cp=cp, qkv_format="thd", cu_seqlens_padded=cu).tolist()
     >>> SimGroup(2).run(there_and_back)
     [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
+    """
+    raise NotImplementedError
+
+
+@declare
+def roll(
+    x: torch.Tensor,
+    shifts: int,
+    *,
+    cp: ContextParallel,
+    qkv_format: str = "bshd",
+    cu_seqlens_padded: torch.Tensor | None = None,
+    seqlen: int | None = None,
+    plan: Plan | None = None,
+    fill_value: float = 0,
+) -> torch.Tensor:
+    """Every sequence shifted inside itself, across ranks: the next token as label, hidden states for multi-token
+    prediction. Collective; the rows that change ranks are all that travels.
+
+    Args:
+        x: this rank's slice, as `shard` gives it; alike on all ranks.
+        shifts: as in `torch.roll`: row i of a sequence goes to row i + shifts; -1 gives every token the next one.
+        cp, qkv_format, cu_seqlens_padded, seqlen, plan: as in `unshard`.
+        fill_value: what rows hold for which the sequence has none (padding belongs to it), and the tail.
+
+    Returns:
+        The slice of the shifted tensor, contiguous, of x's shape and dtype. Differentiable: gradients go back to the
+        rows that were moved, and so the backward pass is collective too.
+
+    Raises:
+        ValueError, TypeError: as `unshard`; shifts or fill_value is no number of x's dtype, or not the same on all
+            ranks (on every rank).
+
+    >>> from cp_ref import SimGroup
+    >>> ids = torch.arange(8)[None]                                                # b 1, s 8: chunks 01 23 45 67
+    >>> def next_tokens(member):
+    ...     cp = ContextParallel(member)
+    ...     return roll(shard(ids, cp=cp), -1, cp=cp, fill_value=-100).tolist()
+    >>> SimGroup(2).run(next_tokens)
+    [[[1, 2, 7, -100]], [[3, 4, 5, 6]]]
     """
     raise NotImplementedError
 

@@ -18,9 +18,10 @@ from cp_ref.spec.pair import PairGroup
 from cp_ref.spec.planners import make_program, make_schedule, saved_kinds
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 from cp_ref.spec.report import RankCost, Report, message_bytes, report, tile_pairs
+from cp_ref.spec.rolling import Roll, roll_of
 from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
 from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, Program, Schedule, Step, Tiles, tag
-from cp_ref.spec.slices import Cut, planned_cut, planned_positions, read_cut, read_positions, slice_axis
+from cp_ref.spec.slices import Cut, planned_cut, planned_positions, read_cut, read_positions, sequences_of, slice_axis
 from cp_ref.spec.table import Column, Table, joined, ranges
 from cp_ref.spec.units import Units
 from cp_ref.spec.values import check_choice, check_data, check_flag, read_count
@@ -58,6 +59,7 @@ __all__ = [
     "Program",
     "RankCost",
     "Report",
+    "Roll",
     "Room",
     "Schedule",
     "Sequence",
@@ -108,7 +110,9 @@ __all__ = [
     "read_sizes",
     "read_together",
     "report",
+    "roll_of",
     "saved_kinds",
+    "sequences_of",
     "slice_axis",
     "slice_rows",
     "tag",

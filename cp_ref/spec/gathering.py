@@ -1,4 +1,4 @@
-"""The arguments of `unshard`, which the ranks compare before they gather slices."""
+"""The arguments of `unshard` and `roll`, which the ranks compare before slices travel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from cp_ref.spec.group import read_together
 from cp_ref.spec.slices import Cut, read_cut
+from cp_ref.spec.values import MOST, read_count
 
 __all__ = ["agreed_cut"]
 
@@ -22,6 +23,7 @@ class Gathering:
     seqlen: int | None
     cu_seqlens_padded: tuple[int, ...] | None
     problem: str | None  # the plan's
+    roll: tuple[int, float] | None  # shifts and fill_value
 
     @property
     def fingerprint(self) -> bytes:
@@ -29,11 +31,19 @@ class Gathering:
         return blake2b(str(self).encode()).digest()[:32]
 
 
-def agreed_cut(cp: Any, plan: Any, x: Any, qkv_format: str, cu_seqlens_padded: Any, seqlen: Any) -> Cut:
+def agreed_cut(
+    cp: Any,
+    plan: Any,
+    x: Any,
+    qkv_format: str,
+    cu_seqlens_padded: Any,
+    seqlen: Any,
+    roll: tuple[Any, Any] | None = None,
+) -> Cut:
     """How the tensor was cut of which every rank has a slice. Collective: all ranks get it, or all raise.
 
     Args:
-        cp: a ContextParallel. The others: as in `unshard`.
+        cp: a ContextParallel. roll: shifts and fill_value of `roll`. The others: as in `unshard`.
 
     Raises:
         ValueError, TypeError: an argument is wrong, here or on another rank, or not the same on all of them.
@@ -42,8 +52,18 @@ def agreed_cut(cp: Any, plan: Any, x: Any, qkv_format: str, cu_seqlens_padded: A
     def read() -> tuple[Cut, Gathering]:
         cut = read_cut(cp, plan, x, qkv_format, cu_seqlens_padded, whole=False, seqlen=seqlen)
         lengths = None if cu_seqlens_padded is None else tuple(cu_seqlens_padded.tolist())
+        shifted = None if roll is None else _read_roll(x, *roll)
         of_plan = None if plan is None else plan.problem.fingerprint.hex()
         shape = tuple(x.shape), str(x.dtype)
-        return cut, Gathering(shape, cut.qkv_format, cp.layout, seqlen, lengths, of_plan)
+        return cut, Gathering(shape, cut.qkv_format, cp.layout, seqlen, lengths, of_plan, shifted)
 
     return read_together(cp.comm, read, lambda found: found[1])[0]
+
+
+def _read_roll(x: Any, shifts: Any, fill_value: Any) -> tuple[int, float]:
+    shifts = read_count("shifts", shifts, at_least=-MOST)
+    if isinstance(fill_value, bool) or not isinstance(fill_value, int | float):
+        raise TypeError(f"fill_value is {fill_value!r}; it must be a number")
+    if isinstance(fill_value, float) and not x.dtype.is_floating_point:
+        raise ValueError(f"fill_value is {fill_value}, but x has dtype {x.dtype}; it must be an integer")
+    return shifts, fill_value

@@ -21,7 +21,7 @@ from cp_ref.spec.problem import QKV_FORMATS, Problem
 from cp_ref.spec.table import Column, ranges
 from cp_ref.spec.values import check_choice, check_data, read_count, read_lengths
 
-__all__ = ["Cut", "planned_cut", "planned_positions", "read_cut", "read_positions", "slice_axis"]
+__all__ = ["Cut", "planned_cut", "planned_positions", "read_cut", "read_positions", "sequences_of", "slice_axis"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +166,14 @@ def check_known(layout: str) -> None:
     """Raise ValueError for a layout that the lengths alone do not decide."""
     if layout == "balanced":
         raise ValueError("plan is None, but layout 'balanced' is known to a plan alone; give plan=make_plan(...)")
+
+
+def sequences_of(cut: Cut, plan: Any, cu_seqlens_padded: Any) -> Column:
+    """Where each sequence begins among the rows that are cut, and where the last ends, [b + 1]."""
+    if cut.batch is None and cut.qkv_format != "thd":
+        return np.array([0, cut.size])
+    slots = _thd_slots(cu_seqlens_padded) if plan is None else plan.problem.lengths.slots_q
+    return starts_of(slots)
 
 
 def read_positions(

@@ -63,7 +63,8 @@ def filled(draw: st.DrawFn) -> Filled:
         held, heads = draw(shuffled()), draw(st.one_of(st.just((0, HEADS)), head_ranges()))
         if len(held[0]):
             kind = draw(st.sampled_from(["q", "q", "q", "kv"]))
-            buffer = made.operands.add(f"{number}", kind, heads, RowMap.packed(held), count(held))
+            buffer = made.operands.new(f"{number}", kind, heads, RowMap.packed(held), count(held))
+            made.operands.held.append(buffer)
             made.contents[buffer.name] = cells(held, heads)
     return made
 

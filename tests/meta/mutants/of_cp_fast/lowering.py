@@ -37,11 +37,6 @@ def _first_parts(cut: Any, tiles: Any, rule: Any) -> Any:
     return type(tiles).concat(found) if found else cut(tiles, rule)
 
 
-def _causal_forgotten(rule: Any, own: Any, large: int) -> Any:
-    """A tile with the problem's left side is launched with a window that has no right side."""
-    return rule((own[0], -1) if own[0] >= 0 else own, large)
-
-
 def _squares_in_windows(squares: Any, tiles: Any, rule: Any) -> Any:
     """What a window hides on the left is not looked at."""
     return squares(replace(tiles, lo=np.full_like(tiles.lo, -UNBOUNDED)), rule)
@@ -153,13 +148,15 @@ MUTANTS: dict[str, Mutant] = {
         "a tile's window has one key too many on the left",
         "cp_fast.planning.windows.windowed",
         _too_wide("left"),
-        "metamorphic",
+        "special",
+        where="window-in-a-batch",
     ),
     "right-side-too-wide": Mutant(
         "a tile's window has one key too many on the right",
         "cp_fast.planning.windows.windowed",
         _too_wide("right"),
-        "logic",
+        "special",
+        where="window-in-a-batch",
     ),
     "keys-behind-the-causal-ones": Mutant(
         "keys that all queries see come after those of a causal area",
@@ -186,10 +183,8 @@ MUTANTS: dict[str, Mutant] = {
         "of a tile that is cut the first part is computed",
         f"{_LAUNCHES}.cut_to_windows",
         wrap(_first_parts),
-        "probes",
-    ),
-    "own-window-without-right-side": Mutant(
-        "the window that no tile is cut in is not causal", "cp_fast.plan.WindowRule", wrap(_causal_forgotten), "logic"
+        "special",
+        where="bottom-right-window",
     ),
     "squares-in-windows": Mutant(
         "chunks of a sequence with a window are joined to a causal square",

@@ -177,7 +177,9 @@ MUTANTS: dict[str, Mutant] = {
         _believed(_always_top_left),
         "logic",
     ),
-    "area-lost": Mutant("the last area is not seen", _AREAS, _of_areas(_last_area_lost), "probes"),
+    "area-lost": Mutant(
+        "the last area is not seen", _AREAS, _of_areas(_last_area_lost), "special", where="areas-prompt-and-answers"
+    ),
     "area-of-one-row-too-many": Mutant(
         "areas begin a row too early",
         _AREAS,
@@ -186,7 +188,11 @@ MUTANTS: dict[str, Mutant] = {
         where="areas-prompt-and-answers",
     ),
     "overlap-counted-twice": Mutant(
-        "pairs of an area are counted twice", _AREAS, _of_areas(_one_counted_twice), "probes"
+        "pairs of an area are counted twice",
+        _AREAS,
+        _of_areas(_one_counted_twice),
+        "special",
+        where="areas-prompt-and-answers",
     ),
     "padding-is-attended": Mutant("slots are taken for tokens", _READ, _lengths(_all_slots), "hygiene"),
     "padding-counted-by-division": Mutant(
