@@ -51,10 +51,10 @@ def test_nothing_grows() -> None:
             cu = lengths[n % 5]
             plan = cp_fast.make_plan(**how, **SIZES, cu_seqlens_q=cu)
             room.update(cp=cp, cu_seqlens_q=lengths[4])
-            for given in ({"plan": plan}, {"plan": room}, {"qkv_format": "thd", "cu_seqlens_q": cu}):
+            kinds: list[dict[str, Any]] = [{"plan": plan}, {"plan": room}, {"qkv_format": "thd", "cu_seqlens_q": cu}]
+            for given in kinds:
                 cp_fast.attention(x, x, x, cp=cp, **given).sum().backward()
         if cp.rank == 0:
-            del plan
             after = held()
             assert after["files"] <= before["files"] + 2, (before, after)
             assert after["threads"] <= before["threads"] + 2, (before, after)
