@@ -8,6 +8,7 @@ in turns (A B A B), with CUDA events, on all GPUs at once; of both the slowest G
 is reported. Before that, each schedule's out, dq, dk, dv are compared with the single GPU's; where they differ nothing
 is reported. `host_ms` is what the host needs to launch one call, forward and backward.
 
+    --layouts dual_chunk,balanced   each schedule under each layout, in turns too
     --messages peers,group   each schedule with messages through peers' memory, and by NCCL, in turns too
     --trace FOLDER           a Chrome trace of every rank and one picture with its kernels, transfers and gaps
 """
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,18 +101,17 @@ class Contender:
     """One way to compute the problem over all GPUs; each function returns this rank's slices: out (dq, dk, dv)."""
 
     name: str
+    layout: str
     messages: str  # what carried them
-    context: tuple[Any, torch.Tensor]  # whose slices: see `worst_error`
+    context: tuple[Any, Any]  # and plan: whose slices, see `worst_error`
     forward: Callable[[], Any]
     both: Callable[[], Any]
 
 
-def parallel(job: Job, schedule: str, messages: str, group: Any, x: dict[str, torch.Tensor]) -> Contender:
+def parallel(job: Job, schedule: str, layout: str, messages: str, group: Any, x: dict[str, torch.Tensor]) -> Contender:
     """cp_fast's; `messages`: "auto", "group" or "peers"."""
-    cp = cp_fast.ContextParallel(group, schedule, backend=job.backend)
+    cp = cp_fast.ContextParallel(group, schedule, layout=layout, backend=job.backend)
     cu = torch.tensor([sum(job.lengths[:n]) for n in range(len(job.lengths) + 1)], dtype=torch.int32)
-    local = {name: cp_fast.shard(t, cp=cp, qkv_format="thd", cu_seqlens_padded=cu) for name, t in x.items()}
-    q, k, v = (local[name].requires_grad_() for name in "qkv")
     plan = cp_fast.make_plan(
         cp=cp,
         qkv_format="thd",
@@ -122,11 +123,13 @@ def parallel(job: Job, schedule: str, messages: str, group: Any, x: dict[str, to
         d_qk=job.d_qk,
         d_v=job.d_v,
         dtype=torch.bfloat16,
-        device=q.device,
+        device=x["q"].device,
     )
+    local = {name: cp_fast.shard(t, cp=cp, plan=plan) for name, t in x.items()}
+    q, k, v = (local[name].requires_grad_() for name in "qkv")
     if messages == "group":
-        plan = replace(plan, messages=cp.comm)
-    by_group = plan.messages is cp.comm
+        plan = replace(plan, messages=None)
+    by_group = plan.messages is None
     if messages == "peers" and by_group:
         raise SystemExit("messages through peers' memory cannot be had here; doctor says why")
 
@@ -138,7 +141,7 @@ def parallel(job: Job, schedule: str, messages: str, group: Any, x: dict[str, to
         out = cp_fast.attention(q, k, v, cp=cp, plan=plan)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
 
-    return Contender(schedule, "group" if by_group else "peers", (cp, cu), forward, both)
+    return Contender(schedule, layout, "group" if by_group else "peers", (cp, plan), forward, both)
 
 
 def host_seconds(fn: Callable[[], Any], calls: int) -> float:
@@ -183,10 +186,10 @@ def peak_bytes(fn: Callable[[], Any]) -> int:
 
 def worst_error(context: Any, whole: Any, slices: Any) -> float:
     """The largest relative error of this rank's slices, over out, dq, dk, dv and all ranks."""
-    cp, cu = context
+    cp, plan = context
     errors = []
     for reference, mine in zip(whole, slices, strict=True):
-        expected = cp_fast.shard(reference, cp=cp, qkv_format="thd", cu_seqlens_padded=cu).double()
+        expected = cp_fast.shard(reference, cp=cp, plan=plan).double()
         errors.append(((mine.double() - expected).norm() / expected.norm()).item())
     worst = torch.tensor(max(errors), device="cuda")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -210,7 +213,7 @@ def measure(job: Job, one: tuple[Callable[[], Any], Callable[[], Any]], contende
     return [[statistics.median(column) for column in zip(*times, strict=True)] for times in rounds]
 
 
-def worker(rank: int, job: Job, schedules: list[str], messages: list[str], trace: str, folder: str) -> None:
+def worker(rank: int, job: Job, ways: tuple[list[str], ...], trace: str, folder: str) -> None:
     torch.cuda.set_device(rank)
     store = f"file://{Path(folder) / 'store'}"
     device = torch.device("cuda", rank)
@@ -219,8 +222,11 @@ def worker(rank: int, job: Job, schedules: list[str], messages: list[str], trace
     x = job.tensors()
     one = alone(job, by_name(job.backend), x)
     whole = one[1]()
-    groups = {schedule: mesh if schedule == "a2a+p2p" else dist.group.WORLD for schedule in schedules}
-    contenders = [parallel(job, schedule, how, groups[schedule], x) for schedule in schedules for how in messages]
+    groups = {"a2a+p2p": mesh}
+    contenders = [
+        parallel(job, schedule, layout, messages, groups.get(schedule, dist.group.WORLD), x)
+        for schedule, layout, messages in product(*ways)
+    ]
     errors = [worst_error(contender.context, whole, contender.both()) for contender in contenders]
     for contender, error in zip(contenders, errors, strict=True):
         if not error < 1e-2:
@@ -232,6 +238,7 @@ def worker(rank: int, job: Job, schedules: list[str], messages: list[str], trace
         rows.append(
             {
                 "schedule": contender.name,
+                "layout": contender.layout,
                 "messages": contender.messages,
                 "forward_ms": round(1e3 * forward, 3),
                 "forward_backward_ms": round(1e3 * both, 3),
@@ -248,7 +255,9 @@ def worker(rank: int, job: Job, schedules: list[str], messages: list[str], trace
         )
     if trace:
         for contender in contenders:
-            timeline.record(Path(trace), f"{contender.name} {contender.messages}", contender.both, rank)
+            timeline.record(
+                Path(trace), f"{contender.name} {contender.layout} {contender.messages}", contender.both, rank
+            )
     if rank == 0:
         torch.save(rows, Path(folder) / "rows.pt")
     dist.destroy_process_group()
@@ -262,6 +271,7 @@ def main(
     dims: Annotated[str, typer.Option(help="d_qk, d_v.")] = "128,128",
     window: Annotated[int, typer.Option(help="Left side of a sliding window; -1 for none.")] = -1,
     schedules: Annotated[str, typer.Option(help="cp_comm_type, several with commas.")] = "p2p,all_gather,a2a",
+    layouts: Annotated[str, typer.Option(help="Layouts, several with commas.")] = "dual_chunk",
     messages: Annotated[str, typer.Option(help="auto, or peers and group, with commas.")] = "auto",
     trace: Annotated[Path | None, typer.Option(help="Folder for Chrome traces and pictures.")] = None,
     backend: Annotated[str, typer.Option(help="The kernel library.")] = "fa4",
@@ -279,8 +289,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         if trace is not None:
             trace.mkdir(parents=True, exist_ok=True)
-        ways = schedules.split(","), messages.split(","), str(trace or "")
-        spawn(worker, args=(job, *ways, folder), nprocs=gpus)
+        ways = tuple(names.split(",") for names in (schedules, layouts, messages))
+        spawn(worker, args=(job, ways, str(trace or ""), folder), nprocs=gpus)
         rows = torch.load(Path(folder) / "rows.pt", weights_only=False)
     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": commit}
     problem = asdict(job) | {"lengths": " ".join(map(str, sizes))}

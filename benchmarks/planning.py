@@ -192,6 +192,7 @@ def _reader(count: int, cp_size: int, comm: str, window: int, lengths: str, mean
         "qkv_format": "thd",
         "attn_mask_type": "padding_causal",
         "window_size": (window, -1),
+        "areas": None,
         "cu_seqlens_q": cu,
         "cu_seqlens_kv": None,
         "cu_seqlens_q_padded": cu_padded if lengths == "padded" else None,

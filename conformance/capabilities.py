@@ -40,6 +40,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "both": {"window_size": (2, 3), "attn_mask_type": "no_mask"},
         "right": {"window_size": (-1, 3), "attn_mask_type": "no_mask"},
     },
+    "areas": {"areas": {"areas": ((0, 16, 0, 16, -1, 0), (0, 3, 1, 4, 0, -1)), "qkv_format": "thd"}},
     "softcap": {"softcap": {"softcap": 2.0}},
     "lengths": {
         "cross": {"sequences": (Sequence(8, 16, 8, 16),)},
@@ -96,6 +97,8 @@ def ask(impl: Any, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
         ValueError: `supports` raised something itself, or its ranks disagree.
     """
     impl = as_implementation(impl)
+    if problem.areas is not None and not impl.takes_areas:
+        return False, "its attention has no parameter called areas"
     if not impl.offers("supports"):
         return try_case(impl, Case(problem), device)
 

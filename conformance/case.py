@@ -105,7 +105,8 @@ class Case:
 def _check_meaning(p: Problem) -> None:
     """Raise ValueError for a problem that no call can have; whether an implementation has it is another question."""
     for name, choices in _CHOICES.items():
-        check_choice(name, getattr(p, name), choices)
+        if name != "layout" or isinstance(p.layout, str):  # which may be a table of ownership
+            check_choice(name, getattr(p, name), choices)
     for name in _POSITIVE:
         if type(value := getattr(p, name)) is not int or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be a positive integer")

@@ -75,9 +75,11 @@ def _dims(p: Problem) -> Iterator[str]:
         yield "over 128"
 
 
-def _window(p: Problem) -> str:
+def _window(p: Problem) -> Iterable[str]:
+    if p.areas is not None:
+        return ()
     left, right = p.window_size[0] >= 0, p.window_size[1] >= 0 and not p.causal
-    return "both" if left and right else "left" if left else "right" if right else "none"
+    return ("both" if left and right else "left" if left else "right" if right else "none",)
 
 
 def _split(p: Problem) -> str:
@@ -110,7 +112,7 @@ _LENGTHS = (
 AXES: dict[str, tuple[tuple[str, ...], Callable[[Case], str | Iterable[str]]]] = {
     "schedule": (CP_COMM_TYPES, lambda c: c.problem.cp_comm_type),
     "format": (QKV_FORMATS, lambda c: c.problem.qkv_format),
-    "mask": (MASKS, lambda c: c.problem.attn_mask_type),
+    "mask": ((*MASKS, "areas"), lambda c: "areas" if c.problem.areas is not None else c.problem.attn_mask_type),
     "window": (("none", "left", "right", "both"), lambda c: _window(c.problem)),
     "lengths": (_LENGTHS, _lengths),
     "layout": (LAYOUTS, lambda c: c.problem.layout_name),
@@ -152,6 +154,9 @@ _CAUSAL = tuple(mask for mask in MASKS if "causal" in mask)
 _KV_FEWER = ("kv < a2a size",)
 
 IMPOSSIBLE: tuple[Impossible, ...] = (
+    Impossible("mask", ("areas",), "window", ("none", "left", "right", "both"), "areas have windows of their own"),
+    Impossible("mask", ("areas",), "format", ("bshd", "sbhd"), "areas are rows of packed buffers"),
+    Impossible("mask", ("areas",), "lengths", ("many tiny", "one huge"), "areas are drawn in few rows"),
     Impossible("mask", _CAUSAL, "window", ("right", "both"), "a causal mask sets the window's right side to 0"),
     Impossible("layout", ("balanced",), "lengths", ("cross",), "balanced is for self-attention"),
     Impossible("format", ("bshd", "sbhd"), "lengths", ("tail",), "only a thd buffer is longer than its sequences"),

@@ -21,7 +21,8 @@ kernel     `tile(q, k, v, *, left, right, scale, softcap) -> (out, lse)`: one ba
            `tile_backward(q, k, v, out, lse, dout, *, left, right, scale, softcap) -> (dq, dk, dv)`, or `tile` is
            differentiable by autograd in q, k and v, or neither.
 
-schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on every rank. Beside it, any of
+schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on every rank; without a parameter called
+           `areas` it is played without areas. Beside it, any of
            ContextParallel  without it `cp` is a `Context`, below
            supports         without it a problem is unsupported when `attention` raises Unsupported on every rank
            Unsupported      without it NotImplementedError
@@ -39,6 +40,7 @@ schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -130,6 +132,11 @@ class Implementation:
         """The members of levels and of the schedule level that it does not offer."""
         members = (*_LEVEL_MEMBER.values(), *_SCHEDULE_MEMBERS)
         return tuple(member for member in members if not self.offers(member))
+
+    @property
+    def takes_areas(self) -> bool:
+        """Whether its `attention` says that it takes areas: it has a parameter of that name."""
+        return "areas" in inspect.signature(self.attention).parameters
 
     @property
     def group_kind(self) -> str:

@@ -54,6 +54,8 @@ def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float | None = 
             raising `Unsupported` on every rank is enough.)
     """
     impl = as_implementation(impl)
+    if case.problem.areas is not None and not impl.takes_areas:
+        raise UnsupportedCase("its attention has no parameter called areas")
     limit = _limit_s(tensors.q.device.type) if limit_s is None else limit_s
     try:
         outcomes = run_ranks(case.problem.cp_size, lambda member: _one_rank(impl, case, tensors, member), limit)

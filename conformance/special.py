@@ -238,6 +238,14 @@ SPECIAL: dict[str, TableEntry] = {
     "window-at-a-chunk": _entry("left = a chunk", 4, dense(32), window_size=(4, 0)),
     "window-right-alone": _entry("keys up to three ahead", 2, dense(16), window_size=(-1, 3), attn_mask_type="no_mask"),
     "window-left-alone": _entry("without a causal mask", 2, dense(16), window_size=(2, -1), attn_mask_type="no_mask"),
+    "window-in-a-batch": _entry(
+        "it crosses the corners of tiles in many ways",
+        4,
+        dense(96),
+        window_size=(17, 17),
+        qkv_format="bshd",
+        attn_mask_type="no_mask",
+    ),
     "window-past-the-keys": _entry(
         "the last queries see nothing", 2, dense(16, 4), window_size=(2, 2), attn_mask_type="no_mask"
     ),
@@ -248,6 +256,36 @@ SPECIAL: dict[str, TableEntry] = {
     "positions-beyond-65536": _entry("70,000 tokens, on a GPU", 4, dense(70_000), tiers=("probes",), gpu=True, **_FEW),
     "one-key-too-few": _entry("rows of 200 keys: one less changes an error bound by nothing", 2, dense(200)),
     "window-and-sink": _entry("both at once", 2, dense(16), window_size=(3, 0), softmax_type="learnable"),
+    # areas
+    "areas-prompt-and-answers": _entry(
+        "a prompt that three answers see, which do not see each other",
+        2,
+        dense(16),
+        areas=((0, 4, 0, 4, -1, 0), (4, 16, 0, 4, -1, -1), *((n, n + 4, n, n + 4, -1, 0) for n in (4, 8, 12))),
+        attn_mask_type="causal",
+    ),
+    "areas-before-a-causal-one": _entry(
+        "keys of three places, the last ones causal, for the same queries",
+        2,
+        dense(16),
+        areas=((0, 8, 0, 8, -1, 0), (8, 16, 0, 2, -1, -1), (8, 16, 5, 8, -1, -1), (8, 16, 8, 16, -1, 0)),
+        attn_mask_type="causal",
+        layout="contiguous",
+    ),
+    "areas-of-blocks": _entry(
+        "each block of four sees all before it and itself: a staircase of rectangles",
+        2,
+        dense(32),
+        areas=tuple((n, n + 4, 0, n + 4, -1, -1) for n in range(0, 32, 4)),
+        attn_mask_type="causal",
+    ),
+    "areas-across-documents": _entry(
+        "documents see each other, and no area sees padding",
+        2,
+        *_PADDED,
+        areas=((0, 24, 0, 24, -1, 0),),
+        attn_mask_type="causal",
+    ),
     # heads and head dims
     "fewer-kv-heads-than-ranks": _entry("2 kv heads on 4 ranks: replicated", 4, dense(16), heads_q=8, heads_kv=2),
     "one-kv-head": _entry("multi-query attention on 4 ranks", 4, dense(16), heads_q=4, heads_kv=1),

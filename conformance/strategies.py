@@ -7,6 +7,7 @@ text. How long sequences are, and how many, is in `draw_lengths`.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from conformance.capabilities import EVERYTHING, Capabilities
 from conformance.case import GRADS, Case
+from conformance.draw_areas import areas
 from conformance.draw_lengths import Units, batched, packed
 from cp_ref.spec import Problem, Sequence, divisor
 
@@ -23,6 +25,7 @@ __all__ = ["CP_SIZES", "cases", "problems"]
 CP_SIZES = (1, 2, 3, 4, 5, 6, 8)
 _HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2), (4, 1), (8, 4), (6, 3), (12, 2))  # (h_q, h_kv)
 _FEW_HEADS = ((1, 1), (2, 1), (2, 2))
+_FEW_ROWS = 250  # of queries and keys, in which areas are drawn
 _DIMS = ((8, 8), (8, 16), (16, 8), (24, 16), (5, 5), (1, 3))  # (d_qk, d_v): cheap, and all that most bugs need
 _REAL_DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (128, 192), (256, 256), (128, 64))  # those of models
 _ODD_DIMS = ((24, 24), (40, 40), (72, 72), (88, 56), (104, 104), (33, 17), (20, 12), (248, 8))  # those of nobody
@@ -58,7 +61,7 @@ def problems(
     big = shape in ("huge", "many")
     heads_q, heads_kv = draw(_heads(a2a_size, has("heads", "grouped"), _FEW_HEADS if big else _HEADS))
     d_qk, d_v = draw(_dims(capabilities, big))
-    return Problem(
+    problem = Problem(
         cp_size=cp_size,
         sequences=sequences,
         cp_comm_type=comm,
@@ -76,6 +79,10 @@ def problems(
         softmax_type=draw(_choice(capabilities, "softmax_type")),
         dtype=dtype,
     )
+    few = sum(s.slots_q + s.slots_kv for s in sequences) <= _FEW_ROWS
+    if qkv_format == "thd" and few and has("areas", "areas") and draw(st.integers(0, 7)) == 7:
+        problem = replace(problem, areas=draw(areas(sequences)), attn_mask_type="causal", window_size=(-1, -1))
+    return problem
 
 
 @st.composite

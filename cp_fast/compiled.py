@@ -74,20 +74,8 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor | None,
-    plan: Tensor,
-    cp: Tensor,
-    qkv_format: str,
-    kept: str,
-    needs_inputs: bool,
-    deterministic: bool,
-    return_max_logit: bool,
-    return_lse: bool,
-) -> list[Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    _, _, _, qkv_format, kept, _, _, return_max_logit, _ = others
     wide, (*tokens, heads, _) = wide_dtype(q.dtype), q.shape
     lse_shape = {"bshd": (*tokens[:1], heads, *tokens[1:]), "sbhd": (*tokens[1:], heads, *tokens[:1])}
     out, lse = q.new_empty(*tokens, heads, v.shape[-1]), lse_shape.get(qkv_format, (heads, *tokens))
@@ -141,23 +129,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    inputs: list[Tensor],
-    kept: list[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    offset: Tensor | None,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    plan: Tensor,
-    cp: Tensor,
-    q_shape: list[int],
-    k_shape: list[int],
-    v_shape: list[int],
-    deterministic: bool,
-    wants_offset: bool,
-    lse_given: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(inputs: list[Tensor], kept: list[Tensor], out: Tensor, lse: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    offset, _, _, _, _, q_shape, k_shape, v_shape, _, wants_offset, _ = others
     doffset = out.new_empty(0) if offset is None or not wants_offset else torch.empty_like(offset)
     return out.new_empty(q_shape), out.new_empty(k_shape), out.new_empty(v_shape), doffset
 

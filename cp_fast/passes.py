@@ -107,7 +107,8 @@ def backward_pass(
 
 
 def _inputs(plan: Plan, cp: ContextParallel, device: torch.device) -> Inputs:
-    comm = plan.messages if carries(plan.messages, cp.comm) else cp.comm
+    messages = plan.messages
+    comm = messages if messages is not None and carries(messages, cp.comm) else cp.comm
     return Inputs(plan.packing.packed_problem, plan.program, plan.backend, comm, kernels(device.type))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -48,10 +48,11 @@ from cp_ref.spec import (
 )
 from cp_ref.spec import Program as Passes
 
-__all__ = ["Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "planned", "supports"]
+__all__ = ["Made", "Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "prepared", "supports"]
 
 Found = TypeVar("Found")
 Steps = tuple[Passes, Passes]  # of the forward and the backward pass
+
 
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
 
@@ -70,7 +71,7 @@ class Plan(OfThisProcess, plans.Plan):
         steps: this rank's part of `schedule`, which `program` was lowered from.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: what `update` has room for; None for a plan that is not updated.
-        messages: what carries them: the group, or its ranks' memory (`cp_fast.peers`).
+        messages: what carries them: the memory of the group's ranks (`cp_fast.peers`), or None: the group itself.
 
     A copy, deep or not, is a plan of its own, with the same tables, which nobody writes to. A plan that is updated in
     place is not copied, and no plan is pickled: TypeError.
@@ -83,10 +84,10 @@ class Plan(OfThisProcess, plans.Plan):
     packing: Packing
     program: LoweredProgram[Rows]
     steps: Steps = field(repr=False)
-    messages: Messages = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
+    messages: Messages | None = field(default=None, repr=False)
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
     kept: str = field(init=False, repr=False)  # see `Program.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `Program.needs_inputs`
@@ -167,9 +168,14 @@ class Plan(OfThisProcess, plans.Plan):
 @implements(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
     given = plans.make_plan.bind(arguments)
-    agreement, backend, device = agree_on_plan(given["cp"], lambda: _read_plan_arguments(given))
-    plan = planned(given["cp"], agreement, backend, device, given["schedule"])
-    return plan if given["schedule"] is not None else _with_messages(given["cp"], plan)
+    cp, custom = given["cp"], given["schedule"]
+
+    def make() -> Made:
+        agreement, backend, device = _read_plan_arguments(given)
+        return Made(agreement, prepared(cp, agreement, backend, device, custom))
+
+    plan = agree_on_plan(cp, make).plan
+    return plan if custom is not None else _with_messages(cp, plan)
 
 
 @plans.supports
@@ -199,53 +205,53 @@ def backend_for(
     return choose(needs, cp.backend)
 
 
-def agree_on_plan(
-    cp: ContextParallel,
-    read: Callable[[], tuple[Agreement, Backend, torch.device]],
-    known: Set[bytes] = frozenset(),
-) -> tuple[Agreement, Backend, torch.device]:
-    """Read this rank's arguments and compare notes with the other ranks, but for agreements that are known: all get
-    what they have read, or all raise.
-    """
+class Made(NamedTuple):
+    """A plan, and what of its arguments all ranks must have in common."""
 
-    def read_and_load() -> tuple[Agreement, Backend, torch.device]:
-        found = read()
-        kernels(found[2].type)  # what is built or loaded on first use may fail, and then fails on all ranks
-        return found
-
-    return _together(cp, read_and_load, lambda found: found[0], known)
+    agreement: Agreement
+    plan: Plan
 
 
-def planned(
+def prepared(
     cp: ContextParallel,
     agreement: Agreement,
     backend: Backend,
     device: torch.device,
     custom: Schedule | None = None,
 ) -> Plan:
-    """This rank's plan of what all ranks agree on; its messages are the group's own. Sends nothing."""
+    """This rank's plan, made before the ranks agree on it: what fails on one of them (kernels that cannot be built,
+    memory for the tables) then fails on all. Sends nothing, and keeps nothing of the group.
+    """
+    kernels(device.type)
     problem, room, _ = agreement
     packing = Packing(problem, may_fold=custom is None)
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
     if room is None:
-        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, cp.comm, custom)
+        return Plan(problem, cp.rank, device, backend, packing, upload(draft, device), steps, custom)
     fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
     program = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(problem, cp.rank, device, backend, packing, program, steps, cp.comm, custom, room, fixed)
+    return Plan(problem, cp.rank, device, backend, packing, program, steps, custom, room, fixed)
+
+
+def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[bytes] = frozenset()) -> Made:
+    """Make this rank's plan and compare notes with the other ranks, but for agreements that are known: all get their
+    plans, or all raise.
+    """
+    return _together(cp, make, lambda made: made.agreement, known)
 
 
 def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     """A plan whose messages are carried and sized as the ranks find out together is best. Collective."""
     problem, room, program = plan.problem, plan.room, plan.program
     tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
+    rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
     with cp.alone("an agreement on the messages of a plan"):
-        messages = messages_for(cp.comm, problem, (-(-tokens[0] // cp.size), -(-tokens[1] // cp.size)), plan.device)
+        carried = messages_for(cp.comm, problem, rows, plan.device)
         if room is None and may_be_narrow(problem):
             program = agree_on_narrow(cp.comm, program, rounded=getattr(plan.backend, "rounded_gradients", False))
-    return (
-        plan if messages is cp.comm and program is plan.program else replace(plan, messages=messages, program=program)
-    )
+    messages = None if carried is cp.comm else carried
+    return plan if messages is None and program is plan.program else replace(plan, messages=messages, program=program)
 
 
 def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:

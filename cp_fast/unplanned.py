@@ -7,6 +7,7 @@ into it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from cp_fast.backends import Backend
 from cp_fast.calls import requires_grad
 from cp_fast.checking import checking
 from cp_fast.context import ContextParallel
-from cp_fast.plan import Plan, agree_on_plan, backend_for, planned
+from cp_fast.plan import Made, Plan, agree_on_plan, backend_for, prepared
 from cp_fast.recent import Signature
 from cp_fast.rows import check_row_numbers
 from cp_ref.common.attention import refuse_plan
@@ -37,15 +38,13 @@ def plan_of_call(call: Call) -> Plan:
     """
     cp = call.cp
     if checking() or (call.on_gpu and torch.cuda.is_current_stream_capturing()):  # what a graph captures it must keep
-        return planned(cp, *agree_on_plan(cp, call.read))
+        return agree_on_plan(cp, lambda: call.made(())).plan
     signature = call.signature()
     if (found := cp.recent.plan_of(signature)) is not None:
         return found
-    agreement, backend, device = agree_on_plan(cp, call.read, cp.recent.agreements)
+
+    agreement, plan = agree_on_plan(cp, lambda: call.made(cp.recent.plans(signature.stream)), cp.recent.agreements)
     cp.recent.agree(agreement.fingerprint)
-    wanted = agreement.problem.fingerprint, backend, device
-    made = (p for p in cp.recent.plans(signature.stream) if (p.problem.fingerprint, p.backend, p.device) == wanted)
-    plan = next(made, None) or planned(cp, agreement, backend, device)
     cp.recent.keep(agreement.fingerprint, signature, plan)
     return plan
 
@@ -89,6 +88,13 @@ class Call(NamedTuple):
         check_local_tensors(problem, cp.rank, *self.tensors)
         check_offset(problem, self.offset, q)
         return Agreement(problem, extras=self._extras()), backend, q.device
+
+    def made(self, earlier: Iterable[Plan]) -> Made:
+        """An earlier plan of this very problem, or one that is made now."""
+        agreement, backend, device = self.read()
+        wanted = agreement.problem.fingerprint, backend, device
+        equal = (p for p in earlier if (p.problem.fingerprint, p.backend, p.device) == wanted)
+        return Made(agreement, next(equal, None) or prepared(self.cp, agreement, backend, device))
 
     def _extras(self) -> tuple[tuple[str, object], ...]:
         """What else decides which messages are sent. In the backward pass: whether the sinks' gradients are summed over

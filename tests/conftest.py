@@ -1,7 +1,31 @@
-"""Hypothesis profiles: the same examples every time, here and in CI; `--hypothesis-profile random` to look further."""
+"""Hypothesis profiles: the same examples every time, here and in CI; `--hypothesis-profile random` to look further. And
+the mark `smoke`: what other versions of PyTorch are tried with, that is, what leans on PyTorch most.
+"""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("deterministic")
+
+HERE = Path(__file__).parent
+SMOKE = (
+    "cli/test_demo_command.py",
+    "cp_fast/native/test_merges.py",
+    "cp_fast/native/test_movers.py",
+    "cp_fast/test_merge.py",
+    "cp_fast/test_torch_integration.py",
+    "cp_ref/test_oracle.py",
+    "dist/test_dtensors.py",
+    "dist/test_gloo.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of these files."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.path.relative_to(HERE).as_posix() in SMOKE:
+            item.add_marker(pytest.mark.smoke)

@@ -143,7 +143,9 @@ def _cut_by_itself(problem: Problem) -> bool:
 
 
 def _with_sequences(problem: Problem, chosen: Sequence[int], extra: int) -> Problem | None:
-    """None where the layout cannot cut these."""
+    """None where the layout cannot cut these, and where areas, whose rows are those of the whole buffer, would move."""
+    if problem.areas is not None:
+        return None
     sequences = [problem.sequences[n] for n in chosen]
     if extra:
         if problem.qkv_format == "thd":

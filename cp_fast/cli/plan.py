@@ -37,6 +37,12 @@ def plan(
         str, typer.Option(help="attn_mask_type: causal, no_mask, padding_causal_bottom_right, ...")
     ] = "causal",
     window_size: Annotated[str, typer.Option("--window", help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
+    areas: Annotated[
+        str,
+        typer.Option(
+            help="Instead of mask and window, thd: a call of a maker of cp_fast.masks, as 'prefix_lm(4, 16)'."
+        ),
+    ] = "",
     cp_comm_type: Annotated[str, typer.Option(help="The schedule: p2p, all_gather, a2a or a2a+p2p.")] = "p2p",
     a2a_size: Annotated[
         int | None, typer.Option(help="a2a+p2p only: how many ranks exchange heads, 2 unless given.")
@@ -69,6 +75,7 @@ def plan(
             layout=layout,
             attn_mask_type=mask,
             window_size=window(window_size),
+            areas=areas,
             cp_comm_type=cp_comm_type,
             a2a_size=a2a_size,
             heads_q=heads_q,

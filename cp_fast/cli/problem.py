@@ -32,6 +32,7 @@ class Request:
     layout: str
     attn_mask_type: str
     window_size: tuple[int, int]
+    areas: str
     cp_comm_type: str
     a2a_size: int | None
     heads_q: int
@@ -51,8 +52,9 @@ def plan_of(request: Request) -> tuple[Problem, Schedule]:
     plan = cp_fast.make_plan(
         cp=paper_context(request.cp_size, request.cp_comm_type, a2a_size, request.layout),
         qkv_format=request.qkv_format,
-        attn_mask_type=request.attn_mask_type,
+        attn_mask_type=None if request.areas else request.attn_mask_type,
         window_size=request.window_size,
+        areas=cp_fast.masks.from_call(request.areas) if request.areas else None,
         heads_q=request.heads_q,
         heads_kv=request.heads_kv,
         d_qk=request.d_qk,

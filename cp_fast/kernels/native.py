@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,9 +42,9 @@ def load(device: str) -> NativeKernels:
 
 
 @lru_cache
-def load_thd(device: str) -> NativeThdKernels:
+def load_thd(device: str) -> ThdKernels:
     """The same for the helpers of packed sequences; they are in the same library."""
-    return NativeThdKernels(_namespace(device))
+    return cast(ThdKernels, NativeThdKernels(_namespace(device)))
 
 
 def _namespace(device: str) -> Any:
@@ -93,28 +93,15 @@ class NativeKernels(Kernels):
             self._ops["add_rows_"](outs, xs, *_rows(rows, outs[0]))
 
 
-class NativeThdKernels(ThdKernels):
-    """`ThdKernels` by native operators."""
+class NativeThdKernels:
+    """`ThdKernels` by native operators: the methods that are not here are the operators of their names."""
 
     name = "native"
 
     def __init__(self, ops: Any) -> None:
         """`ops`: the namespace of one device's operators."""
         self._ops = _operators(ops, ThdKernels)
-
-    def partition_indices(self, lengths: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-        return self._ops["partition_indices"](lengths, total_tokens, cp_size, cp_rank)
-
-    def rank_lengths(
-        self,
-        real_lengths: torch.Tensor,
-        lengths: torch.Tensor,
-        cp_size: int,
-        cp_rank: int,
-        first_half: bool,
-        second_half: bool,
-    ) -> torch.Tensor:
-        return self._ops["rank_lengths"](real_lengths, lengths, cp_size, cp_rank, first_half, second_half)
+        vars(self).update({name: call for name, call in self._ops.items() if name not in vars(NativeThdKernels)})
 
     def partition(
         self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, cp_size: int, cp_rank: int
@@ -128,38 +115,6 @@ class NativeThdKernels(ThdKernels):
 
     def read_half(self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, half: int) -> list[torch.Tensor]:
         return self._ops["read_half"](xs, lengths, half) if xs else []
-
-    def read_second_half_lse(
-        self, lse: torch.Tensor, lengths: torch.Tensor, lse_packed: bool, max_seqlen: int
-    ) -> torch.Tensor:
-        return self._ops["read_second_half_lse"](lse, lengths, lse_packed, max_seqlen)
-
-    def copy_valid_(
-        self, out: torch.Tensor, inp: torch.Tensor, lengths: torch.Tensor, real_lengths: torch.Tensor
-    ) -> None:
-        self._ops["copy_valid_"](out, inp, lengths, real_lengths)
-
-    def pad_sequences(
-        self, x: torch.Tensor, real_lengths: torch.Tensor, lengths: torch.Tensor, padded_tokens: int, fill: int
-    ) -> torch.Tensor:
-        return self._ops["pad_sequences"](x, real_lengths, lengths, padded_tokens, fill)
-
-    def lse_correction_(
-        self, lse: torch.Tensor, lse_step: torch.Tensor, lengths: torch.Tensor, lse_packed: bool
-    ) -> None:
-        self._ops["lse_correction_"](lse, lse_step, lengths, lse_packed)
-
-    def out_correction_(
-        self,
-        out: torch.Tensor,
-        out_step: torch.Tensor,
-        lse: torch.Tensor,
-        lse_step: torch.Tensor,
-        lengths: torch.Tensor,
-        only_second_half: bool,
-        lse_packed: bool,
-    ) -> None:
-        self._ops["out_correction_"](out, out_step, lse, lse_step, lengths, only_second_half, lse_packed)
 
     def grad_correction_(
         self, grad: torch.Tensor, grad_step: torch.Tensor, lengths: torch.Tensor, first_half: str, second_half: str

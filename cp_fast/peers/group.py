@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ VARIABLE = "CP_FAST_MESSAGES"
 CHOICES = ("auto", "peers", "group")
 _WORDS = 4096  # bytes in front of the lanes, for words
 _SHARE = 16  # at most this part of a GPU's memory for the lanes of a group
-_GRACE = 10.0  # seconds that a process has to end by itself when a peer is lost
+_GRACE = 5.0  # seconds that a process has to end by itself when a peer is lost
 _TRIAL = 20.0  # seconds that the trial of a new group may take
 
 Messages = Group  # what carries a plan's messages
@@ -250,7 +251,7 @@ def _messages(member: ProcessMember, memory: torch.Tensor, sizes: tuple[int, ...
         words=buffers[here][:_WORDS].view(torch.int32),
         keeps=(handle, memory),
     )
-    ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
     seen = ended.numpy()
     names = [f"global rank {rank}" for rank in dist.get_process_group_ranks(member.group)]
     watch = Watch(names, here, _limit(member), lambda: int(seen[0]), ended.data_ptr(), _Stop(memory.device))
@@ -276,11 +277,16 @@ class _Stop:
         torch.cuda.synchronize(device)
 
     def __call__(self, complaint: str) -> None:
+        end = threading.Timer(_GRACE, _end_process)  # in a thread of its own: what follows may wait for ever too
+        end.daemon = True
+        end.start()
         with suppress(RuntimeError), torch.cuda.stream(self._stream):
             torch.ops.aten._assert_async.msg(self._never, f"cp_fast: {complaint}")
-        time.sleep(_GRACE)
-        say(f"the process did not end within {_GRACE:g} s of that, and is ended")
-        os.abort()
+
+
+def _end_process() -> None:
+    say(f"the process did not end within {_GRACE:g} s of that, and is ended")
+    os._exit(1)
 
 
 def _try(messages: PeerMessages, device: torch.device) -> None:

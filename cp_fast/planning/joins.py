@@ -146,6 +146,8 @@ def boxes(tiles: BandTiles) -> BandTiles:
     q1, k1 = (np.maximum.reduceat(x, begin) for x in (tiles.q_stop, tiles.k_stop))
     area, lo, hi = tiles.area[begin], tiles.lo[begin], tiles.hi[begin]
     whole = (size > 1) & (pairs(q0, q1, k0, k1, lo, hi) == np.add.reduceat(pairs(*tiles.columns[1:7]), begin))
+    if not whole.any():
+        return tiles
     whole &= _rows_together(tiles.area, tiles.q_start, tiles.q_stop)[area] == q1 - q0
     whole &= _rows_together(tiles.area, tiles.k_start, tiles.k_stop)[area] == k1 - k0
     if not whole.any():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,23 +37,30 @@ def linked(program: LoweredProgram[Any], tables: Uploaded) -> LoweredProgram[Row
 
 def _linked(x: Any, tables: Uploaded, segments: dict[SegmentKeys, Segments]) -> Any:
     """x with rows for keys, in the dataclasses and tuples that a program is made of."""
-    if isinstance(x, Key):
+    kind = type(x)
+    if kind is Key:
         return tables.rows(x)
-    if isinstance(x, SegmentKeys):
+    if kind is SegmentKeys:
         if x not in segments:  # both passes have the same
             segments[x] = _segments(x, tables)
         return segments[x]
-    if isinstance(x, tuple):
-        return tuple(_linked(item, tables, segments) for item in x)
-    if is_dataclass(x) and not isinstance(x, type):
-        changed = {f.name: getattr(x, f.name) for f in fields(x)}
-        found = {
-            name: _linked(value, tables, segments)
-            for name, value in changed.items()
-            if isinstance(value, Key | tuple) or is_dataclass(value)
-        }
-        return replace(x, **found)
-    return x
+    if kind is tuple:
+        return tuple([_linked(item, tables, segments) for item in x])
+    if not is_dataclass(kind):
+        return x
+    values = ((getattr(x, name), has_rows) for name, has_rows in _fields_of(kind))
+    return kind(*[_linked(value, tables, segments) if has_rows else value for value, has_rows in values])
+
+
+@cache
+def _fields_of(kind: Any) -> list[tuple[str, bool]]:
+    """The fields of a program's dataclass, and whether they have rows: those whose type has the variable R.
+
+    >>> from cp_fast.program import Operand
+    >>> _fields_of(Operand)
+    [('buffer', False), ('rows', True), ('heads', False)]
+    """
+    return [(f.name, re.search(r"\bR\b|Segments", str(f.type)) is not None) for f in fields(kind)]
 
 
 def _segments(keys: SegmentKeys, tables: Uploaded) -> Segments:

@@ -12,7 +12,7 @@ import numpy as np
 from cp_fast.planning.launches import LaunchTable, keys_in_buffer_order, launch_tables
 from cp_fast.planning.operands import Held, Operands
 from cp_fast.planning.results import Parcels, Results, parcels_of
-from cp_fast.planning.rows import RowMap, Spans
+from cp_fast.planning.rows import RowMap, RowMaps, Spans
 from cp_fast.planning.tables import Key, RowKey, Tables
 from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles
 from cp_fast.program import (
@@ -73,19 +73,19 @@ def lower(
     tables = Tables()
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
     own_q, own_kv = RowMap.of(own["q"]), RowMap.of(own["kv"])
-    operands, results = Operands(tables), Results(tables, {"out": own_q, "dq": own_q, "dkv": own_kv})
-    for kind in OWN:
-        heads = (0, work.heads_kv if kind == "kv" else work.heads_q)
-        operands.add(OWN[kind], kind, heads, own_kv if kind == "kv" else own_q, 0)
-    own_inputs, own_gradients = operands.held[:2], operands.held[2:]
+    maps = RowMaps()
+    operands, results = Operands(tables, maps), Results(tables, maps, {"out": own_q, "dq": own_q, "dkv": own_kv})
+    sides = {kind: (work.heads_kv, own_kv) if kind == "kv" else (work.heads_q, own_q) for kind in OWN}
+    made = [operands.new(OWN[kind], kind, (0, heads), rows, 0) for kind, (heads, rows) in sides.items()]
+    own_inputs, own_gradients = made[:2], made[2:]
     operands.held = list(own_inputs)
     shared = work, rule, operands, results, _CompleteOuts.of(forward), _Known()
     drafts = _Pass(*shared, backward=False).lower(forward)
     kept = [held for held in operands.held if held in own_inputs or held.kind in saved]
     complete = {
-        sums: operands.add(f"{sums}, kept", "res", heads, rows, 0) for sums, heads, rows in results.sent_complete()
+        sums: operands.new(f"{sums}, kept", "res", heads, rows, 0) for sums, heads, rows in results.sent_complete()
     }
-    dropped = [held for held in operands.held if held not in kept and held not in complete.values()]
+    dropped = [held for held in operands.held if held not in kept]
     last_uses = {held: held.last_use for held in operands.held}
     operands.held = [*kept, *own_gradients, *complete.values()]
     for held in operands.held:
@@ -238,7 +238,7 @@ class _Pass:
         draft.sends = _packed_together(sends)
 
     def _receive(self, draft: _StepDraft, number: int, step: Planned) -> list[Held]:
-        """The receives of a step; and the buffers that are there when it is done."""
+        """The receives of a step; and the buffers that are there from the next step on."""
         together: dict[tuple[str, Heads], list[Parcels]] = {}
         for message in step.recvs:
             for parcels in parcels_of(message):
@@ -252,17 +252,19 @@ class _Pass:
                     res = replace(parcels, kind="res", tag=parcels.tag + 4)
                     together.setdefault(("res", parcels.heads), []).append(res)
         arriving: list[Held] = []
-        before = len(self.operands.held)
         for (kind, heads), group in together.items():
-            for some in _without_common_rows(group):
-                spans = np.concatenate([p.start for p in some]), np.concatenate([p.stop for p in some])
+            for some in [group] if _disjoint(self._rows_of_all(group)) else [[one] for one in group]:
                 name = f"{self.operands.direction} {number}: {kind} {heads[0]}:{heads[1]} received"
-                made = self.operands.add(name, kind, heads, RowMap.packed(spans), sum(p.size for p in some))
+                made = self.operands.new(name, kind, heads, self._rows_of_all(some), sum(p.size for p in some))
                 draft.recvs += [Recv(p.peer, p.tag, made.name, p.size) for p in some]
                 made.last_use = number
                 arriving.append(made)
-        del self.operands.held[before:]  # they are there from the next step on
         return arriving
+
+    def _rows_of_all(self, parcels: list[Parcels]) -> RowMap:
+        """The rows of these, one behind the other."""
+        spans = np.concatenate([p.start for p in parcels]), np.concatenate([p.stop for p in parcels])
+        return self.operands.maps.packed(spans)
 
     def _receive_result(self, parcels: Parcels, number: int) -> ResultRecv[RowKey]:
         if parcels.complete:
@@ -296,7 +298,7 @@ class _Pass:
         tables = self.known.launches(tiles, self.rule)
         for kind in ("q", "kv", "do", "res") if self.backward else ("q", "kv"):
             of_kind = kv_heads if kind == "kv" else heads
-            if any(self.operands.find(kind, of_kind, _rows_of_launch(t, kind), number) is None for t in tables):
+            if not all(self.operands.has(kind, of_kind, _rows_of_launch(t, kind)) for t in tables):
                 draft.copies += self.operands.gather(kind, of_kind, [_rows_of(tiles, kind)], number)
         for table in tables:
             ordered = keys_in_buffer_order(table, self.operands.rows_of("kv", kv_heads, table.k_spans))
@@ -389,8 +391,6 @@ def _rows_of_launch(table: LaunchTable, kind: str) -> Spans:
     return table.k_spans if kind == "kv" else table.q_spans
 
 
-def _without_common_rows(parcels: list[Parcels]) -> list[list[Parcels]]:
-    """All in one list where no row comes twice, else each alone."""
-    start, stop = np.concatenate([p.start for p in parcels]), np.concatenate([p.stop for p in parcels])
-    order = np.argsort(start, kind="stable")
-    return [parcels] if bool((start[order][1:] >= stop[order][:-1]).all()) else [[p] for p in parcels]
+def _disjoint(rows: RowMap) -> bool:
+    """Whether no row comes twice."""
+    return bool((rows.start[1:] >= rows.stop[:-1]).all())

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from cp_fast.planning.rows import Located, RowMap, Spans, count, subtract
+from cp_fast.planning.rows import Located, RowMap, RowMaps, Spans, count, subtract
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import Buffer, Copy, Heads, Operand
+from cp_ref.spec import Column
 from cp_ref.spec.units import spans_by
 
 __all__ = ["Held", "Operands"]
@@ -33,23 +34,27 @@ class Operands:
     """The buffers that a rank has, newest last."""
 
     tables: Tables
+    maps: RowMaps
     direction: str = "forward"
     buffers: dict[str, Buffer] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
 
-    def add(self, name: str, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
-        """A new buffer."""
+    def new(self, name: str, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
+        """A new buffer, which is not yet held."""
         if name in self.buffers:
             name = f"{name}, {len(self.buffers)}"
         made = Held(name, kind, heads, rows, size)
         self.buffers[made.name] = Buffer(kind, heads, size)
-        self.held.append(made)
         return made
 
     def find(self, kind: str, heads: Heads, spans: Spans, step: int) -> Operand[RowKey] | None:
         """The rows of these spans, span after span, in the newest buffer that has all of them; None if none has."""
         held = self._holder(kind, heads, spans)
-        return None if held is None else self._operand(held, held.rows.locate(spans), heads, step)
+        return None if held is None else self._operand(held, held.rows.locate(spans), slice(None), heads, step)
+
+    def has(self, kind: str, heads: Heads, spans: Spans) -> bool:
+        """Whether `find` finds these rows."""
+        return self._holder(kind, heads, spans) is not None
 
     def rows_of(self, kind: str, heads: Heads, spans: Spans) -> RowMap:
         """The rows of the buffer that `find` finds."""
@@ -68,9 +73,9 @@ class Operands:
         """Put all of these rows together in a new buffer, in the order of the global rows: the copies that fill it."""
         spans = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
         sources = [held for held in self.held if held.kind == kind]
-        rows = RowMap.packed(_merged(spans))
+        rows = self.maps.packed(_merged(spans))
         name = f"{self.direction} {step}: {kind} {heads[0]}:{heads[1]} joined"
-        made = self.add(name, kind, heads, rows, count((rows.start, rows.stop)))
+        made = self.new(name, kind, heads, rows, count((rows.start, rows.stop)))
         copies: list[Copy[RowKey]] = []
         for part in _cut(heads, (held.heads for held in sources)):
             missing: Spans = rows.start, rows.stop
@@ -78,23 +83,25 @@ class Operands:
                 if held.heads[0] <= part[0] and part[1] <= held.heads[1] and len(missing[0]):
                     located = held.rows.locate(missing)
                     if located.total:
-                        order = np.argsort(located.row, kind="stable")  # as they lie there: scattered, not gathered too
-                        located = Located(*(x[order] for x in located))
-                        there: Spans = located.start, located.start + located.count
-                        source = self._operand(held, located, part, step)
-                        copies.append(Copy(source, self._operand(made, rows.locate(there), part, step)))
-                        missing = subtract(missing, _merged(there))
+                        there, order = located.spans, located.by_row  # as they lie there: scattered, not gathered too
+                        source = self._operand(held, located, order, part, step)
+                        copies.append(Copy(source, self._operand(made, rows.locate(there), order, part, step)))
+                        missing = subtract(missing, there) if located.total < count(missing) else _NOTHING
             if len(missing[0]):
                 raise ValueError(
                     f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which"
                     " are not there; verify names the step that should have brought them"
                 )
+        self.held.append(made)
         return copies
 
-    def _operand(self, held: Held, located: Located, heads: Heads, step: int) -> Operand[RowKey]:
+    def _operand(self, held: Held, located: Located, order: Column | slice, heads: Heads, step: int) -> Operand[RowKey]:
         held.last_use = max(held.last_use, step)
-        key = self.tables.rows(located.row, located.count)
+        key = self.tables.rows(located.row[order], located.count[order])
         return Operand(held.name, key, (heads[0] - held.heads[0], heads[1] - held.heads[0]))
+
+
+_NOTHING: Spans = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 
 def _cut(heads: Heads, others: Iterable[Heads]) -> list[Heads]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cp_fast.planning.rows import RowMap, Spans, count, subtract
+from cp_fast.planning.rows import RowMap, RowMaps, Spans, count, subtract
 from cp_fast.planning.tables import RowKey, Tables, one_range
 from cp_fast.program import Contribution, Heads, ResultSend, Sums
 from cp_ref.spec import RESULTS, Message
@@ -69,6 +69,7 @@ class Results:
     """All sums of a rank: those of its own rows, and those of messages to come."""
 
     tables: Tables
+    maps: RowMaps
     own: dict[str, RowMap]  # by kind: where the rank's own rows lie
     direction: str = "forward"
     sums: dict[str, Sums] = field(default_factory=dict)
@@ -94,7 +95,7 @@ class Results:
                 what = f"complete {kind}" if complete else kind
                 sums = f"{self.direction} {number}: {what} {heads[0]}:{heads[1]} sent"
                 self.sums[sums] = Sums(kind, heads, count(spans), False, complete)
-                self._outgoing[kind].append(_Outgoing(number, sums, heads, RowMap.packed(spans)))
+                self._outgoing[kind].append(_Outgoing(number, sums, heads, self.maps.packed(spans)))
                 row = 0
                 for parcels in group:
                     sends.append(ResultSend(parcels.peer, parcels.tag, sums, row, parcels.size))
@@ -154,8 +155,7 @@ class Results:
         first = offset[located.number] + located.start - spans[0][located.number]
         there, size = located.row, located.count
         if not (one_range(first, size) or one_range(there, size)):  # gathered rather than gathered and scattered
-            order = np.argsort(there, kind="stable")
-            first, there, size = first[order], there[order], size[order]
+            first, there, size = first[located.by_row], there[located.by_row], size[located.by_row]
         first_head = self.sums[sums].heads[0]
         assert self.sums[sums].heads == part or not self.sums[sums].home
         head_cut = part[0] - heads[0], part[1] - heads[0]

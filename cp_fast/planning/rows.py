@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from cp_ref.spec import Column, Fragments, joined
 
-__all__ = ["Located", "RowMap", "Spans", "count", "intersect", "subtract"]
+__all__ = ["Located", "RowMap", "RowMaps", "Spans", "count", "intersect", "subtract"]
 
 Spans = tuple[Column, Column]  # (start, stop) of spans of global rows
+_KNOWN = 4  # answers of a map: a launch asks for the same rows of several tensors
 
 
-class Located(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Located:
     """Global spans in a buffer: span `number[n]` of those asked for has rows [row[n], row[n] + count[n]), in order."""
 
     number: Column
@@ -22,9 +26,19 @@ class Located(NamedTuple):
     count: Column
 
     @property
+    def spans(self) -> Spans:
+        """The global rows that were found."""
+        return self.start, self.start + self.count
+
+    @cached_property
     def total(self) -> int:
         """The number of rows that were found."""
         return int(self.count.sum())
+
+    @cached_property
+    def by_row(self) -> Column:
+        """The order in which they lie in the buffer."""
+        return np.argsort(self.row, kind="stable")
 
 
 class RowMap:
@@ -38,7 +52,7 @@ class RowMap:
 
     def __init__(self, start: Column, stop: Column, row: Column) -> None:
         self.start, self.stop, self.row = start, stop, row
-        self._last: tuple[Spans, Located] | None = None  # one launch asks for the same rows of several tensors
+        self._known: deque[tuple[Spans, Located]] = deque(maxlen=_KNOWN)
 
     def __len__(self) -> int:
         return len(self.start)
@@ -65,9 +79,16 @@ class RowMap:
 
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
-        if self._last is None or self._last[0][0] is not spans[0] or self._last[0][1] is not spans[1]:
-            self._last = spans, self._locate(*spans)
-        return self._last[1]
+        for known, located in self._known:
+            if same_spans(known, spans):
+                return located
+        located = self._locate(*spans)
+        self._known.appendleft((spans, located))
+        return located
+
+    def covers(self, spans: Spans) -> bool:
+        """Whether all of these rows are here."""
+        return self.locate(spans).total == count(spans)
 
     def _locate(self, start: Column, stop: Column) -> Located:
         if len(start) == len(self) and np.array_equal(start, self.start):  # all stretches, or the first part of each
@@ -89,9 +110,31 @@ class RowMap:
         here = int(np.searchsorted(self.stop, spans[0][0], side="right"))
         return here < len(self) and bool(self.start[here] <= spans[0][0])
 
-    def covers(self, spans: Spans) -> bool:
-        """Whether all of these rows are here."""
-        return self.locate(spans).total == count(spans)
+
+class RowMaps:
+    """The packed buffers of a plan: equal ones are one map, as q, kv, do and their results often have the same rows."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], list[tuple[Spans, RowMap]]] = {}  # by what is quickly compared
+
+    def packed(self, spans: Spans) -> RowMap:
+        """`RowMap.packed`, or what it gave for equal spans."""
+        start, stop = spans
+        key = (len(start), int(start[0]), int(start[-1]), int(stop[-1])) if len(start) else (0,)
+        known = self._known.setdefault(key, [])
+        for others, rows in known:
+            if same_spans(others, spans):
+                return rows
+        known.append((spans, RowMap.packed(spans)))
+        return known[-1][1]
+
+
+def same_spans(spans: Spans, others: Spans) -> bool:
+    """Whether these are the same spans in the same order."""
+    (start, stop), (start_2, stop_2) = spans, others
+    if start is start_2 and stop is stop_2:
+        return True
+    return len(start) == len(start_2) and bool((start == start_2).all() and (stop == stop_2).all())
 
 
 def count(spans: Spans) -> int:

@@ -108,9 +108,10 @@ class _Walk:
         p = self.problem
         lengths = [f"{s.len_q}" if s.len_q == s.len_kv else f"{s.len_q} x {s.len_kv}" for s in p.sequences]
         count = "1 sequence" if len(lengths) == 1 else f"{len(lengths)} sequences"
-        window = f", window {p.window_size}" if p.window_size != (-1, -1) else ""
+        mask = p.attn_mask_type if p.areas is None else f"who sees whom as {len(p.areas)} areas say"
+        mask += f", window {p.window_size}" if p.window_size != (-1, -1) else ""
         heads = f"{p.heads_q} query heads over {p.heads_kv} key/value heads"
-        what = f"{count} of {', '.join(lengths)} tokens ({p.qkv_format}), {heads}, {p.attn_mask_type}{window}"
+        what = f"{count} of {', '.join(lengths)} tokens ({p.qkv_format}), {heads}, {mask}"
         return f"{what}, {p.cp_size} ranks"
 
     def _owners(self) -> None:

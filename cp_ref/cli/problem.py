@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from typer import Option
 
+from cp_ref import masks
 from cp_ref.api import attention
 from cp_ref.cli.common import integers, readable_errors
 from cp_ref.context import ContextParallel
@@ -43,6 +44,7 @@ class Request:
     layout: Annotated[str, Option(help="Who owns which tokens: dual_chunk, contiguous or balanced.")] = "dual_chunk"
     mask: Annotated[str, Option(help="attn_mask_type: causal, no_mask, padding_causal_bottom_right, ...")] = "causal"
     window: Annotated[str, Option(help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1"
+    areas: Annotated[str, Option(help="Instead of mask and window, thd: a call of a maker of cp_ref.masks.")] = ""
     heads_q: Annotated[int | None, Option(help="Query heads; 2 for each rank that exchanges heads.")] = None
     heads_kv: Annotated[int | None, Option(help="Key and value heads; 1 for each rank that exchanges heads.")] = None
     d_qk: Annotated[int, Option(help="Head dim of queries and keys.")] = 8
@@ -93,6 +95,8 @@ class Request:
         if len(window) != 2:
             raise ValueError(f"--window is {self.window!r}; it must be {left_right}")
         said: dict[str, Any] = {"qkv_format": self._format, "attn_mask_type": self.mask, "window_size": tuple(window)}
+        if self.areas:
+            said |= {"attn_mask_type": None, "areas": masks.from_call(self.areas)}
         q, kv = self._lengths_q, self._lengths_kv
         if self._format == "thd":
             q = [self._seqlen] * self.batch if q is None else q

@@ -30,7 +30,8 @@ def show_values(console: Console, request: Request, position: tuple[int, int], h
     partial = _partial_results(trace, row, head)
     final = {item.name: item for item in trace.select("forward", kind="final") if _holds(item.piece, row, head)}
     console.print(Rule(Text("One position, in numbers", "bold"), align="left"))
-    keys = f"sees keys {seen}" if (seen := _seen(problem, seq, row)) else "sees no key"
+    rows = "keys" if problem.areas is None else "key rows of the packed buffer"
+    keys = f"sees {rows} {seen}" if (seen := _seen(problem, seq, row)) else "sees no key"
     _say(
         console,
         f"Sequence {seq}, query {query}, head {head}; rank {final['out'].rank} owns it, and it {keys}. Each tile gives "
@@ -56,12 +57,18 @@ def checked_position(problem: Problem, position: tuple[int, int] | None) -> tupl
 
 
 def _seen(problem: Problem, seq: int, row: int) -> str:
-    """The keys that a query row sees, as positions of its sequence; empty where there are none."""
+    """The keys that a query row sees, as `_first_key` counts them; empty where there are none."""
+    first, seen = _first_key(problem, seq), list[tuple[int, int]]()
     for q0, q1, k0, k1, lo, hi in problem.workload.areas.rows():
         start, stop = max(k0, row + lo), min(k1, row + hi + 1)
         if q0 <= row < q1 and start < stop:
-            return span(start - problem.starts_kv[seq], stop - problem.starts_kv[seq])
-    return ""
+            seen.append((start - first, stop - first))
+    return ", ".join(span(*keys) for keys in sorted(seen))
+
+
+def _first_key(problem: Problem, seq: int) -> int:
+    """The key row that is called 0: the sequence's first, or with areas, which know no sequences, the buffer's."""
+    return problem.starts_kv[seq] if problem.areas is None else 0
 
 
 def _holds(piece: Piece | None, row: int, head: int) -> bool:
@@ -93,7 +100,7 @@ def _merge_table(
     out, lse = torch.zeros(problem.d_v, dtype=wide), torch.tensor(float("-inf"), dtype=wide)
     for item, part, part_lse in partial:
         out, lse = merge(out, lse, part, part_lse)
-        first, last = (int(row) - problem.starts_kv[seq] for row in item.source.rsplit(" k[", 1)[1][:-1].split(":"))
+        first, last = (int(row) - _first_key(problem, seq) for row in item.source.rsplit(" k[", 1)[1][:-1].split(":"))
         numbers = _number(part_lse), _vector(part), _number(lse), _vector(out)
         rows.add_row(str(item.step), str(item.rank), span(first, last), *numbers)
     console.print(rows)

@@ -143,12 +143,20 @@ def tile_words(problem: Problem, tiles: Tiles) -> list[str]:
     for (_, q0, q1, k0, k1, first, last), seen in zip(
         tiles.rows(), tile_pairs(problem.workload.areas, tiles).tolist(), strict=True
     ):
-        ((seq, a, b),), ((_, c, d),) = _positions(problem, "q", q0, q1), _positions(problem, "kv", k0, k1)
-        where = f"s{seq} " if len(problem.sequences) > 1 else ""
+        q, k = list(_positions(problem, "q", q0, q1)), list(_positions(problem, "kv", k0, k1))
+        if len({seq for seq, _, _ in (*q, *k)}) == 1:
+            where = f"s{q[0][0]} " if len(problem.sequences) > 1 else ""
+            words = f"{where}q {span(*q[0][1:])} x k {span(*k[0][1:])}"
+        else:  # areas reach over several sequences
+            words = f"q {_places(q)} x k {_places(k)}"
         size = (q1 - q0) * (k1 - k0)
         part = f" ({seen} of {size})" if seen < size else ""
-        found.append(f"{where}q {span(a, b)} x k {span(c, d)}{_heads(problem, 'q', first, last)}{part}")
+        found.append(f"{words}{_heads(problem, 'q', first, last)}{part}")
     return found
+
+
+def _places(positions: Iterable[tuple[int, int, int]]) -> str:
+    return ", ".join(f"s{seq} {span(first, last)}" for seq, first, last in positions)
 
 
 def message_words(problem: Problem, message: Message, arrow: str) -> str:

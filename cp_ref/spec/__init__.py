@@ -12,7 +12,7 @@ from cp_ref.spec.given import OFFSET_GRADS, check_placements, local_part, one_a_
 from cp_ref.spec.given_areas import AreaRow, areas_of_rows
 from cp_ref.spec.group import Group, Parcel, Pending, agree, read_together
 from cp_ref.spec.layout import divisor, slice_rows
-from cp_ref.spec.mask import Band, Rect
+from cp_ref.spec.mask import Band
 from cp_ref.spec.overlap import check_apart
 from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.pair import PairGroup
@@ -60,7 +60,6 @@ __all__ = [
     "Problem",
     "Program",
     "RankCost",
-    "Rect",
     "Report",
     "Roll",
     "Room",

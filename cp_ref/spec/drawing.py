@@ -136,26 +136,37 @@ class Plane:
 
 
 def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: int = 0) -> Plane:
-    """The forward tiles of these sequences that hold query head `head`; the sequences lie on the diagonal."""
+    """The forward tiles of these sequences that hold query head `head`; the sequences lie on the diagonal. With areas,
+    which reach from one to another, the whole buffer is one block.
+    """
     blocks: dict[int, Block] = {}
     rows = columns = 0
-    for number in sequences:
-        sequence = problem.sequences[number]
-        blocks[number] = Block(number, sequence, columns, rows)
-        rows, columns = rows + sequence.slots_q, columns + sequence.slots_kv
+    if problem.areas is not None:
+        rows, columns = problem.starts_q[-1], problem.starts_kv[-1]
+        blocks[0] = Block(0, Sequence(rows, columns, rows, columns), 0, 0)
+    else:
+        for number in sequences:
+            sequence = problem.sequences[number]
+            blocks[number] = Block(number, sequence, columns, rows)
+            rows, columns = rows + sequence.slots_q, columns + sequence.slots_kv
     bands = [(lo, hi) for *_, lo, hi in problem.workload.areas.rows()]
     parts: list[Part] = []
     some_heads = False
     for rank, step, tile in _tiles(schedule):
         n, q0, q1, k0, k1, first, last = tile
-        block = blocks.get(bisect_right(problem.starts_q, q0) - 1)
+        block = blocks.get(0 if problem.areas is not None else bisect_right(problem.starts_q, q0) - 1)
         if block is not None and first <= head < last:
             down, right = block.y - problem.starts_q[block.number], block.x - problem.starts_kv[block.number]
             box = Box(q0, q1, k0, k1, *bands[n]).moved(down, right)
             parts.append(Part(block, box, schedule.tile_text(tile), rank, step))
             some_heads |= (first, last) != (0, problem.heads_q)
-    owners_q = _owners(problem, "q", {n: (b.y, b.sequence.len_q) for n, b in blocks.items()})
-    owners_kv = _owners(problem, "kv", {n: (b.x, b.sequence.len_kv) for n, b in blocks.items()})
+    if problem.areas is not None:
+        each = list(enumerate(problem.sequences))
+        owners_q = _owners(problem, "q", {n: (problem.starts_q[n], s.len_q) for n, s in each})
+        owners_kv = _owners(problem, "kv", {n: (problem.starts_kv[n], s.len_kv) for n, s in each})
+    else:
+        owners_q = _owners(problem, "q", {n: (b.y, b.sequence.len_q) for n, b in blocks.items()})
+        owners_kv = _owners(problem, "kv", {n: (b.x, b.sequence.len_kv) for n, b in blocks.items()})
     return Plane(rows, columns, tuple(blocks.values()), tuple(parts), owners_q, owners_kv, some_heads)
 
 

@@ -51,12 +51,15 @@ def text_picture(
     A cell that several tiles share shows the one that has most of its pairs.
 
     Args:
-        sequence: a sequence's number; None for the longest; "all" for all of them, side by side on the diagonal.
+        sequence: a sequence's number; None for the longest; "all" for all of them, side by side on the diagonal. With
+            areas always the whole buffer.
         width: how many characters wide it may be. Below what one chunk per cell needs, cells hold more.
         head: the query head that is looked at, where a schedule spreads the heads over the ranks.
     """
     everything = range(len(problem.sequences))
-    if sequence is None:
+    if problem.areas is not None:
+        chosen = []
+    elif sequence is None:
         chosen = [max(everything, key=lambda s: _size(problem, s))] if everything else []
     elif sequence == "all":
         chosen = list(everything)
@@ -91,6 +94,8 @@ def _size(problem: Problem, number: int) -> int:
 def _what(problem: Problem, view: Plane, chosen: list[int], size: int) -> str:
     """The second line: what is shown at which scale."""
     cell = "one query x one key" if size == 1 else f"{size} queries x {size} keys"
+    if problem.areas is not None:
+        return f"{view.rows} query rows x {view.columns} key rows of the packed buffer; a cell is {cell}"
     if len(chosen) != 1:
         slots = f"{view.rows} query slots x {view.columns} key slots"
         return f"{len(chosen)} sequences on the diagonal, {slots}; a cell is {cell}"
@@ -105,7 +110,7 @@ def _what(problem: Problem, view: Plane, chosen: list[int], size: int) -> str:
 def _chunk(problem: Problem, view: Plane) -> int:
     """The length at which ownership changes, where it is the same all along; else 1."""
     alike = problem.layout == "dual_chunk" or (problem.layout == "contiguous" and problem.qkv_format != "thd")
-    if len(view.blocks) != 1 or not alike:
+    if len(view.blocks) != 1 or not alike or (len(problem.sequences) > 1 and problem.areas is not None):
         return 1
     chunk, rest = divmod(view.blocks[0].sequence.slots_q, divisor(problem.layout, problem.cp_size))
     return 1 if rest else max(chunk, 1)

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from cp_ref.spec.given_areas import AreaRow
-from cp_ref.spec.mask import Band, Rect
+from cp_ref.spec.mask import Band
 from cp_ref.spec.sequences import Sequence, Sequences
 
 if TYPE_CHECKING:
@@ -147,9 +147,7 @@ class Problem:
     @cached_property
     def pairs(self) -> int:
         """How many (query, key) pairs are visible, over all sequences; for each query head."""
-        if self.areas is not None:
-            return int(self.workload.areas.pairs.sum())
-        return sum(self.band(s).count(Rect(0, s.len_q, 0, s.len_kv)) for s in self.sequences)
+        return int(self.workload.areas.pairs.sum())
 
     def __str__(self) -> str:
         """The canonical text, one line: every field that differs from its default. `parse` reads it back."""

@@ -76,7 +76,7 @@ class _Page:
         self._text(_LEFT, 56, title(p, self.schedule), size=13.5, colour=SOFT)
         tokens = sum(s.len_q for s in p.sequences)
         count = _counted(len(p.sequences), "sequence")
-        if len(self.view.blocks) < len(p.sequences):
+        if len(self.view.blocks) < len(p.sequences) and p.areas is None:
             count += " alike, one shown"
         dims = f"d {p.d_qk}" if p.d_v == p.d_qk else f"d {p.d_qk}/{p.d_v}"
         heads = f"{_counted(p.heads_q, 'query head')} over {p.heads_kv}, {dims}"
@@ -86,7 +86,8 @@ class _Page:
         self._text(_LEFT, 75, what, size=13.5, colour=SOFT)
 
     def _axes(self) -> None:
-        where = "positions" if len(self.view.blocks) == 1 else "slots of the packed buffer"
+        one = len(self.view.blocks) == 1 and self.problem.areas is None
+        where = "positions" if one else "slots of the packed buffer"
         x, y = _LEFT + self.matrix.width / 2, _TOP - STRIP - 24
         self._text(x, y, f"keys ({where}, coloured by owner)", colour=SOFT, anchor="middle")
         x, y = 26, _TOP + self.matrix.height / 2

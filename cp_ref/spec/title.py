@@ -15,7 +15,7 @@ def title(problem: Problem, schedule: Schedule) -> str:
         f"cp_size {problem.cp_size}",
         problem.qkv_format,
         problem.layout_name,
-        problem.attn_mask_type,
+        problem.attn_mask_type if problem.areas is None else f"{len(problem.areas)} areas",
     ]
     if problem.window_size != (-1, -1):
         words.append(f"window {problem.window_size}")

@@ -188,10 +188,12 @@ def spans_by(group: Column, start: Column, stop: Column) -> Spans:
 
 def _merged(group: Column, start: Column, stop: Column) -> tuple[Column, Column, Column]:
     """Spans, sorted by group, with those of a group that meet as one; sorted by group and start."""
-    order = np.lexsort((start, group))
-    start, stop = start[order], stop[order]
-    width = int(stop.max()) + 1  # groups side by side on one axis, with a gap between them
-    reach = np.maximum.accumulate(stop + group * width)
-    begin = np.flatnonzero(np.append(True, start[1:] + group[1:] * width > reach[:-1]))
-    last = np.append(begin[1:], len(group)) - 1
-    return group[begin], start[begin], reach[last] - group[begin] * width
+    side_by_side = group * (int(stop.max()) + 1)  # groups on one axis, with a gap between them
+    first, last = start + side_by_side, stop + side_by_side
+    if not bool((first[1:] >= first[:-1]).all()):
+        order = np.argsort(first, kind="stable")
+        group, start, first, last = group[order], start[order], first[order], last[order]
+    reach = np.maximum.accumulate(last)
+    new = np.append(True, first[1:] > reach[:-1])
+    end = reach[np.append(new[1:], True)] - first[new] + start[new]
+    return group[new], start[new], end

@@ -52,6 +52,7 @@ def torchrun(program: Path, processes: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("page", "processes"), [("integration", 4), ("gradients", 4), ("plans", 2)])
 def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes: int) -> None:
     program = tmp_path / "program.py"

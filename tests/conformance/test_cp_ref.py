@@ -6,6 +6,8 @@ import pytest
 
 from conformance.testing import TIER_NAMES, check_tier
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("tier", TIER_NAMES)
 def test_tier(tier: str) -> None:

@@ -231,8 +231,8 @@ def test_a_rank_that_refuses_what_the_others_find_says_why() -> None:
 def test_checkpointed_layers_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients it is another agreement, but the same plan."""
     plans: list[Any] = []
-    monkeypatch.setattr(unplanned, "planned", lambda *given: plans.append(planned(*given)) or plans[-1])
-    planned = cp_fast.plan.planned  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(unplanned, "prepared", lambda *given: plans.append(prepared(*given)) or plans[-1])
+    prepared = cp_fast.plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
 
     def one(member: SimMember) -> None:
         cp = cp_fast.ContextParallel(member)

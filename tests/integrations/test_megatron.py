@@ -15,6 +15,8 @@ import torch.distributed as dist
 from cp_ref import dense_attention
 from tests.dist.workers import Processes
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install '.[test-integrations]'")
 
 CU = torch.tensor([0, 13, 20, 40], dtype=torch.int32)

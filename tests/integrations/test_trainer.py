@@ -20,6 +20,8 @@ from cp_fast.integrations.token_batches import shard_batch
 from cp_fast.integrations.trainer import ContextParallelMixin
 from cp_ref import SimGroup
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[test-integrations]'")

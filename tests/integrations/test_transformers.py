@@ -35,11 +35,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str, **sizes: int) -> Any:
     """A model in float64, with eager attention."""
     kind, more = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, kind)(**SIZES, **more)
+    config = getattr(transformers, kind)(**(SIZES | sizes), **more)
     implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the latter, for float64
     model = transformers.AutoModelForCausalLM.from_config(config, **implementations).double()
     for weight in model.parameters():  # sinks and norms too
@@ -62,11 +62,11 @@ def batches() -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def on_one_rank(name: str, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def on_one_rank(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Sequences one by one, without padding: eager attention in float64 makes NaN of rows that see nothing, and that of
     gpt-oss (transformers 5.23) lets packed documents see each other, as its masks are not told of positions.
     """
-    model, mask = model_of(name), batch.get("attention_mask")
+    mask = batch.get("attention_mask")
     rows = [batch]
     if "position_ids" in batch:
         starts = [*(batch["position_ids"][0] == 0).nonzero()[:, 0].tolist(), batch["input_ids"].shape[1]]
@@ -85,7 +85,7 @@ def compare(name: str, kind: str, comm: str, layout: str, size: int = 2) -> None
     """The ranks' losses add up to the one rank's, and so do their gradients."""
     ours.register()
     batch = batches()[kind]
-    expected, grads = on_one_rank(name, batch)
+    expected, grads = on_one_rank(model_of(name), batch)
 
     def one(member: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model = copy.deepcopy(whole)

@@ -22,6 +22,8 @@ from conformance.implementation import LoadError, load
 from conformance.levels import LEVEL_TIERS
 from conformance.session import Profile, run_level_tier
 
+pytestmark = pytest.mark.thorough
+
 OWN = ("conformance.adapters.cp_ref", "conformance.adapters.cp_fast:cpu")
 
 

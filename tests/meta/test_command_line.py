@@ -14,6 +14,8 @@ from conformance.implementation import LoadError, load
 from conformance.record import LEVELS
 from tests.meta.mutants import MUTANTS
 
+pytestmark = pytest.mark.thorough
+
 _RUN = CliRunner()
 HERE = ("--impl", "cp_ref", "--in-process")  # so that mutants can be planted
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 LITTLE = ("--conformance-examples", "4", "--conformance-cp-size", "2")
 OBJECT = """

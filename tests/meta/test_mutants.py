@@ -14,6 +14,8 @@ from conformance.tiers import CASE_TIERS, TIER_NAMES
 from tests.meta.mutants import MUTANTS, Mutant
 from tests.meta.mutants.hunt import hunt, tier_names
 
+pytestmark = pytest.mark.thorough
+
 # what Python says of code that is called, or uses values, in another way than it was written for
 BROKEN = re.compile(
     r"takes (from )?\d+ |positional argument|unexpected keyword|has no attribute|is not defined|dataclass instances|"

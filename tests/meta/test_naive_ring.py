@@ -14,6 +14,8 @@ from conformance.session import Profile, run_tier
 from tests.meta.naive_ring import Flaws
 from tests.meta.naive_setup import Naive
 
+pytestmark = pytest.mark.thorough
+
 TIERS = ("probes", "logic")
 SIZES = (1, 2, 3, 4)
 

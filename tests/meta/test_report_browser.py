@@ -16,6 +16,8 @@ from conformance.report.states import STATES
 from tests.meta.browser import Seen, look, needs_chromium
 from tests.meta.report_records import made_up
 
+pytestmark = pytest.mark.thorough
+
 _STYLE = (Path(conformance.report.__file__).parent / "templates" / "style.css").read_text()
 Colour = tuple[int, int, int]
 

@@ -14,6 +14,8 @@ from conformance.runner import Task, task_of
 from conformance.session import Profile, run_tier
 from conformance.workers import IsolatedRunner, ProcessRunner, RemotePlayer, start_runner
 
+pytestmark = pytest.mark.thorough
+
 LIMIT_S = 20.0  # of what should finish: this machine may be busy
 GOOD = Task("schedule", "logic", "Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)]))")
 BAD = Task("schedule", "logic", "Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)], softcap=2.0))")

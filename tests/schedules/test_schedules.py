@@ -86,7 +86,7 @@ def errors(problem: Problem, of_rank: Callable[[SimMember], Any], comm: str = "p
     """What make_plan raises on every rank when it is given a schedule."""
 
     def one_rank(member: SimMember) -> Exception:
-        cp = ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm, layout=problem.layout)
+        cp = ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm, layout=problem.layout_name)
         with pytest.raises((ValueError, TypeError)) as caught:
             make_plan(cp=cp, **plan_arguments(problem), schedule=of_rank(member), **more)
         return caught.value

@@ -6,12 +6,14 @@
     first_tokens_and_window                                 StreamingLLM
     packed, picture                                         one mask for each document of a buffer; what a mask shows
     from_magi, from_block_mask                              masks of MagiAttention, and of PyTorch's FlexAttention
+    from_call                                               a maker's call as text, for command lines
 
 Every maker is for one document that begins at row 0; `packed` puts several into one buffer. What is made is a table
 like any other: rows may be added by torch.cat, as long as no pair is in two of them.
 """
 
 from cp_ref.common.masks.blocks import block_causal, chunked, dilated_blocks
+from cp_ref.common.masks.calls import from_call
 from cp_ref.common.masks.documents import documents, packed, picture
 from cp_ref.common.masks.flex import from_block_mask
 from cp_ref.common.masks.magi import from_magi
@@ -25,6 +27,7 @@ __all__ = [
     "documents",
     "first_tokens_and_window",
     "from_block_mask",
+    "from_call",
     "from_magi",
     "packed",
     "picture",

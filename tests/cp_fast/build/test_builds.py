@@ -125,6 +125,7 @@ def test_a_first_build_says_one_line(own_cache: Path, capfd: pytest.CaptureFixtu
 
 
 @needs_cxx
+@pytest.mark.thorough
 def test_a_compiler_that_fails(own_cache: Path, sources: Path) -> None:
     (sources / "cpu" / "heads.cpp").write_text("int broken(;\n")
     with pytest.raises(build.BuildError) as caught:
@@ -145,6 +146,7 @@ print(load_thd("cpu").partition_indices(torch.tensor([0, 8, 12]), 14, 2, 0).toli
 
 
 @needs_cxx
+@pytest.mark.thorough
 def test_of_eight_ranks_one_compiles_and_all_load(own_cache: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
@@ -319,6 +321,7 @@ def test_sources_give_no_warning(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 @needs_cxx
 @needs_nvcc
 def test_the_gpu_sources_compile_for_all_architectures(own_cache: Path) -> None:

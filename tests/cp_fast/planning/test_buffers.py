@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cp_fast.planning.operands import Operands
 from cp_fast.planning.results import Results, parcels_of
-from cp_fast.planning.rows import RowMap, Spans, count
+from cp_fast.planning.rows import RowMap, RowMaps, Spans, count
 from cp_fast.planning.tables import Tables
 from cp_fast.program import Heads, Operand
 from cp_ref.spec import Message, Pieces, Step
@@ -58,12 +58,13 @@ class Filled:
 @st.composite
 def filled(draw: st.DrawFn) -> Filled:
     """A few buffers of two kinds, each with rows and heads of its own."""
-    made = Filled(Operands(Tables()), {})
+    made = Filled(Operands(Tables(), RowMaps()), {})
     for number in range(draw(st.integers(0, 4))):
         held, heads = draw(shuffled()), draw(st.one_of(st.just((0, HEADS)), head_ranges()))
         if len(held[0]):
             kind = draw(st.sampled_from(["q", "q", "q", "kv"]))
-            buffer = made.operands.add(f"{number}", kind, heads, RowMap.packed(held), count(held))
+            buffer = made.operands.new(f"{number}", kind, heads, RowMap.packed(held), count(held))
+            made.operands.held.append(buffer)
             made.contents[buffer.name] = cells(held, heads)
     return made
 
@@ -150,7 +151,7 @@ def outgoing(draw: st.DrawFn) -> list[Step]:
 def test_goes_to(steps: list[Step], own: Spans, more: Spans, parts: list[tuple[Heads, Spans]], step: int) -> None:
     """Every cell of a partial result goes into the next message that takes it along, or home; once."""
     tables = Tables()
-    results = Results(tables, {"out": RowMap.packed(own), "dq": RowMap.packed(own)})
+    results = Results(tables, RowMaps(), {"out": RowMap.packed(own), "dq": RowMap.packed(own)})
     pieces = [p.heads for s in steps for m in s.sends for p in parcels_of(m)]
     edges = {edge for heads in [*pieces, *(heads for heads, _ in parts)] for edge in heads}
     sends = results.announce(tuple(steps), {kind: set(edges) for kind in ("out", "dq", "dkv")})

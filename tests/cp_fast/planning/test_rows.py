@@ -43,7 +43,9 @@ def test_locate(drawn: tuple[RowMap, dict[int, int]], wanted: Spans, random: np.
         located = buffer.locate(asked)
         got = [
             (number, start + n, row + n)
-            for number, start, row, size in zip(*(x.tolist() for x in located), strict=True)
+            for number, start, row, size in zip(
+                *(x.tolist() for x in (located.number, located.start, located.row, located.count)), strict=True
+            )
             for n in range(size)
         ]
         assert got == [

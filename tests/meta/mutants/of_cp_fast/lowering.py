@@ -37,11 +37,6 @@ def _first_parts(cut: Any, tiles: Any, rule: Any) -> Any:
     return type(tiles).concat(found) if found else cut(tiles, rule)
 
 
-def _causal_forgotten(rule: Any, own: Any, large: int) -> Any:
-    """A tile with the problem's left side is launched with a window that has no right side."""
-    return rule((own[0], -1) if own[0] >= 0 else own, large)
-
-
 def _squares_in_windows(squares: Any, tiles: Any, rule: Any) -> Any:
     """What a window hides on the left is not looked at."""
     return squares(replace(tiles, lo=np.full_like(tiles.lo, -UNBOUNDED)), rule)
@@ -123,6 +118,25 @@ def _complete_rows_sorted(receive: Any, self: Any, parcels: Any, number: int) ->
     return replace(found, into=(replace(into, into=slice(0, found.size)),))
 
 
+def _causal_keys_first(behind: Any, segments: Any) -> Any:
+    """Keys that are seen by all queries come after those of the causal area, which are then hidden by the window."""
+    found = behind(segments)
+    if found is segments:
+        return found
+    order = np.lexsort((-found.k.start, found.k.segment))
+    return replace(found, k=found.k.take(order))
+
+
+def _last_rectangle_lost(staircases: Any, segments: Any) -> Any:
+    found = staircases(segments)
+    return found.take(np.arange(len(found) - 1)) if len(found) > 1 else found
+
+
+def _all_in_one_launch(apart: Any, segments: Any) -> Any:
+    """Rows that segments have in common are forgotten."""
+    return [segments]
+
+
 _LOWER, _LAUNCHES, _RESULTS = "cp_fast.planning.lower", "cp_fast.planning.launches", "cp_fast.planning.results.Results"
 _OPERANDS = "cp_fast.planning.operands.Operands"
 
@@ -134,22 +148,43 @@ MUTANTS: dict[str, Mutant] = {
         "a tile's window has one key too many on the left",
         "cp_fast.planning.windows.windowed",
         _too_wide("left"),
-        "metamorphic",
+        "special",
+        where="window-in-a-batch",
     ),
     "right-side-too-wide": Mutant(
         "a tile's window has one key too many on the right",
         "cp_fast.planning.windows.windowed",
         _too_wide("right"),
-        "logic",
+        "special",
+        where="window-in-a-batch",
+    ),
+    "keys-behind-the-causal-ones": Mutant(
+        "keys that all queries see come after those of a causal area",
+        f"{_LAUNCHES}.behind",
+        wrap(_causal_keys_first),
+        "special",
+        where="areas-before-a-causal-one",
+    ),
+    "rectangle-of-a-staircase-lost": Mutant(
+        "of the rectangles of several areas the last is lost",
+        f"{_LAUNCHES}.staircases",
+        wrap(_last_rectangle_lost),
+        "special",
+        where="areas-of-blocks",
+    ),
+    "areas-of-common-rows-in-one-launch": Mutant(
+        "results of rows that two areas share are written, not added",
+        f"{_LAUNCHES}.apart",
+        wrap(_all_in_one_launch),
+        "special",
+        where="areas-of-blocks",
     ),
     "first-parts-alone": Mutant(
         "of a tile that is cut the first part is computed",
         f"{_LAUNCHES}.cut_to_windows",
         wrap(_first_parts),
-        "probes",
-    ),
-    "own-window-without-right-side": Mutant(
-        "the window that no tile is cut in is not causal", "cp_fast.plan.WindowRule", wrap(_causal_forgotten), "logic"
+        "special",
+        where="bottom-right-window",
     ),
     "squares-in-windows": Mutant(
         "chunks of a sequence with a window are joined to a causal square",

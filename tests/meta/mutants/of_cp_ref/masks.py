@@ -75,7 +75,7 @@ def _believed(band: Callable[[Problem, Sequence], Band]) -> Callable[[Any], Any]
 
 def _bottom_right_off_by_one(problem: Problem, sequence: Sequence) -> Band:
     right = problem.band(sequence)
-    return right if right.hi is None else replace(right, hi=right.hi + 1)
+    return right if right.hi is None else right._replace(hi=right.hi + 1)
 
 
 def _always_top_left(problem: Problem, sequence: Sequence) -> Band:
@@ -128,7 +128,31 @@ def _documents_joined(read_call: Any, *arguments: Any, **named: Any) -> Problem:
     return replace(problem, sequences=(Sequence(total, total, total, total),))
 
 
+def _of_areas(change: Callable[[Areas], Areas]) -> Callable[[Any], Any]:
+    """Where the user gave areas, others."""
+
+    def wrong(areas_of: Any, problem: Problem) -> Areas:
+        found = areas_of(problem)
+        return change(found) if problem.areas is not None and len(found) else found
+
+    return wrap(wrong)
+
+
+def _last_area_lost(areas: Areas) -> Areas:
+    return areas.take(slice(0, len(areas) - 1))
+
+
+def _one_row_too_many(areas: Areas) -> Areas:
+    """All begin a row earlier."""
+    return replace(areas, q_start=np.maximum(areas.q_start - 1, 0))
+
+
+def _one_counted_twice(areas: Areas) -> Areas:
+    return Areas.concat([areas, areas.take(slice(0, 1))])
+
+
 _MASK = "cp_ref.execute.visible_pairs"
+_AREAS = "cp_ref.spec.workload.areas_of"
 _READ = "cp_ref.api.read_call cp_ref.common.plans.read_call"
 
 MUTANTS: dict[str, Mutant] = {
@@ -152,6 +176,23 @@ MUTANTS: dict[str, Mutant] = {
         "cp_ref.spec.workload.areas_of",
         _believed(_always_top_left),
         "logic",
+    ),
+    "area-lost": Mutant(
+        "the last area is not seen", _AREAS, _of_areas(_last_area_lost), "special", where="areas-prompt-and-answers"
+    ),
+    "area-of-one-row-too-many": Mutant(
+        "areas begin a row too early",
+        _AREAS,
+        _of_areas(_one_row_too_many),
+        "special",
+        where="areas-prompt-and-answers",
+    ),
+    "overlap-counted-twice": Mutant(
+        "pairs of an area are counted twice",
+        _AREAS,
+        _of_areas(_one_counted_twice),
+        "special",
+        where="areas-prompt-and-answers",
     ),
     "padding-is-attended": Mutant("slots are taken for tokens", _READ, _lengths(_all_slots), "hygiene"),
     "padding-counted-by-division": Mutant(
