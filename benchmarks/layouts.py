@@ -2,9 +2,9 @@
 
     python benchmarks/layouts.py --out benchmarks/results/layouts.csv
 
-No group, no tensor. Of each batch: the largest rank's visible pairs over the mean, the K/V rows that the rank receives that
-receives most (a rank needs its documents' rows before its last one there, less those it has), the pieces of the rank
-that has most of them, and how long deciding ownership takes on this machine. `dual_chunk` receives all rows but the own.
+No group, no tensor. Of each batch: the largest rank's visible pairs over the mean, the K/V rows that the rank receives
+that receives most (a rank needs its documents' rows before its last one there, less those it has), the pieces of the
+rank that has most of them, and how long deciding ownership takes here. `dual_chunk` receives all rows but the own.
 """
 
 from __future__ import annotations
