@@ -8,7 +8,7 @@ from cp_fast.checking import checked
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, make_plan, supports
 from cp_fast.sharding import position_ids, roll, shard, unshard
-from cp_ref.spec import Unsupported
+from cp_ref.spec import Unsupported, compare_layouts
 
 __all__ = [
     "ContextParallel",
@@ -16,6 +16,7 @@ __all__ = [
     "Unsupported",
     "attention",
     "checked",
+    "compare_layouts",
     "make_plan",
     "masks",
     "position_ids",

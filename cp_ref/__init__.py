@@ -14,7 +14,7 @@ from cp_ref.plan import Plan, make_plan, supports
 from cp_ref.recorder import trace
 from cp_ref.sharding import position_ids, roll, shard, unshard
 from cp_ref.sim import SimGroup
-from cp_ref.spec import Unsupported
+from cp_ref.spec import Unsupported, compare_layouts
 from cp_ref.tracing import Trace
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Unsupported",
     "attention",
     "compare",
+    "compare_layouts",
     "dense_attention",
     "make_plan",
     "masks",

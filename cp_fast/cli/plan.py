@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_fast.cli.common import check_head, heads_line, lengths, picture, readable_errors, size_text, table, window
+from cp_fast.cli.compare import comparison
 from cp_fast.cli.problem import Request, plan_of
 from cp_ref.spec import Message, Problem, Program, Report, Schedule, message_bytes, tile_pairs, verify
 from cp_ref.spec.picture import svg_picture
@@ -54,6 +55,7 @@ def plan(
     rank: Annotated[int | None, typer.Option(help="Show the steps of this rank only.")] = None,
     head: Annotated[int, typer.Option(help="The picture's query head, where heads are spread over the ranks.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this file too.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="What every layout and schedule costs instead.")] = False,
     text: Annotated[bool, typer.Option("--text", help="Print the schedule's canonical text and nothing else.")] = False,
 ) -> None:
     """Print the schedule of a problem, its balance and bytes, and verify it. No GPU and no other process is needed.
@@ -82,6 +84,9 @@ def plan(
             d_v=d_qk if d_v is None else d_v,
             dtype=dtype,
         )
+        if compare:
+            console.print(comparison(request))
+            return
         if rank is not None and not 0 <= rank < cp_size:
             raise ValueError(f"--rank is {rank}; it must be 0 to {cp_size - 1}")
         problem, schedule = plan_of(request)
@@ -98,12 +103,6 @@ def plan(
 
 
 def _show(console: Console, problem: Problem, schedule: Schedule, costs: Report, rank: int | None, head: int) -> None:
-    padding = sum(s.slots_q - s.len_q for s in problem.sequences)
-    if padding and problem.qkv_format == "thd":
-        console.print(
-            f"Padded: {padding:,} slots of padding, so that every length is a multiple of "
-            f"{2 * problem.cp_size if problem.layout == 'dual_chunk' else problem.cp_size}."
-        )
     console.print(picture(problem, schedule, console.width, head))
     if heads := heads_line(problem):
         console.print(heads)

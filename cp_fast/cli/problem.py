@@ -11,7 +11,7 @@ import torch
 import cp_fast
 from cp_fast.cli.common import exchanging
 from cp_fast.cli.paper import paper_context
-from cp_ref.spec import Problem, Schedule, divisor
+from cp_ref.spec import Problem, Schedule
 
 __all__ = ["Request", "cumulative", "padded", "plan_of"]
 
@@ -43,7 +43,7 @@ class Request:
 
 
 def plan_of(request: Request) -> tuple[Problem, Schedule]:
-    """The problem and the schedule of all ranks. In thd, lengths that do not divide are padded.
+    """The problem and the schedule of all ranks.
 
     Raises:
         ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
@@ -90,13 +90,7 @@ def _lengths(request: Request) -> dict[str, Any]:
     if request.qkv_format == "thd":
         q = [request.seqlen_q] * request.batch_size if q is None else q
         kv = q if kv is None else kv
-        multiple = divisor(request.layout, request.cp_size)
-        return {
-            "cu_seqlens_q": cumulative(q),
-            "cu_seqlens_kv": cumulative(kv),
-            "cu_seqlens_q_padded": cumulative(padded(q, multiple)),
-            "cu_seqlens_kv_padded": cumulative(padded(kv, multiple)),
-        }
+        return {"cu_seqlens_q": cumulative(q), "cu_seqlens_kv": cumulative(kv)}
     sizes = {"batch_size": request.batch_size, "seqlen_q": request.seqlen_q, "seqlen_kv": request.seqlen_kv}
     if q is None:
         return sizes

@@ -4,6 +4,7 @@ from cp_ref.spec.a2a import head_ranges
 from cp_ref.spec.areas import UNBOUNDED, Areas
 from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
 from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_owner, check_settled
+from cp_ref.spec.comparing import BatchCost, compare_layouts
 from cp_ref.spec.custom import check_schedule
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import agreed_cut
@@ -43,6 +44,7 @@ __all__ = [
     "AreaRow",
     "Areas",
     "Band",
+    "BatchCost",
     "Column",
     "Cut",
     "Feature",
@@ -87,6 +89,7 @@ __all__ = [
     "check_room_tensors",
     "check_schedule",
     "check_settled",
+    "compare_layouts",
     "contiguous",
     "describe",
     "divisor",

@@ -35,11 +35,19 @@ def test_default_problem_is_verified_and_balanced() -> None:
         assert heading in said
 
 
-def test_packed_lengths_are_padded_and_it_says_so() -> None:
+def test_packed_lengths_need_not_divide() -> None:
     said = plan("--cp-size", "2", "--seqlens", "100,37,3", "--window", "20,0", "--heads-q", "4", "--heads-kv", "2")
-    assert "Padded: 4 slots of padding, so that every length is a multiple of 4." in said
     assert "sequence 0 of 3 (numbered from 0): 100 queries x 100 keys" in said
-    assert "kv 31 rows to 1" in said
+    assert "verified" in said
+
+
+def test_layouts_and_schedules_are_compared() -> None:
+    said = plan("--compare", "--cp-size", "4", "--seqlens", "96,40,32,8,1", "--heads-q", "8", "--heads-kv", "2")
+    assert "5 documents, 177 tokens on 4 ranks" in said
+    for layout in ("dual_chunk", "contiguous", "balanced"):
+        assert said.count(layout) == 3
+    said = plan("--compare", "--cp-size", "3", "--seqlens", "96", "--heads-q", "8", "--heads-kv", "2")
+    assert said.count("heads (8 over 2)") == 3
 
 
 def test_text_is_the_canonical_schedule() -> None:
@@ -57,13 +65,13 @@ SMALL = ["--cp-size", "4", "--seqlens", "32,5", "--heads-q", "8", "--heads-kv", 
 def test_every_schedule(cp_comm_type: str, tmp_path: Path) -> None:
     svg = tmp_path / "plan.svg"
     said = plan(*SMALL, "--cp-comm-type", cp_comm_type, "--svg", str(svg))
-    assert f"\n{cp_comm_type}, cp_size 4, thd, dual_chunk, causal" in said
+    assert said.startswith(f"{cp_comm_type}, cp_size 4, thd, dual_chunk, causal")
     assert "verified: every visible pair (543 a head)" in said
     assert "balance 1.000" in said or cp_comm_type != "a2a"
     assert ET.parse(svg).getroot().tag.endswith("svg")
     schedule = Schedule.parse(plan(*SMALL, "--cp-comm-type", cp_comm_type, "--text"))
     a2a_size = {"a2a": 4, "a2a+p2p": 2}.get(cp_comm_type, 1)
-    slots = (Sequence(32, 32, 32, 32), Sequence(5, 5, 8, 8))
+    slots = (Sequence(32, 32, 32, 32), Sequence(5, 5, 5, 5))
     verify(Problem(4, slots, cp_comm_type, a2a_size, qkv_format="thd", heads_q=8, heads_kv=2), schedule)
 
 
@@ -114,7 +122,7 @@ def test_many_ranks_show_one_unasked() -> None:
 
 def test_cross_attention_and_padding_masks() -> None:
     said = plan("--cp-size", "2", "--seqlens", "9,4", "--seqlens-kv", "17,30", "--mask", "causal_bottom_right")
-    assert "sequence 0 of 2 (numbered from 0): 9 queries x 17 keys in 12 x 20 slots" in said
+    assert "sequence 0 of 2 (numbered from 0): 9 queries x 17 keys;" in said
     said = plan("--qkv-format", "sbhd", "--seqlens", "9,4", "--seqlen", "16", "--mask", "padding", "--cp-size", "2")
     assert "sequence 0 of 2 (numbered from 0): 9 queries x 9 keys in 16 x 16 slots" in said
     assert "thd, dual_chunk" in plan("--qkv-format", "thd", "--seqlen", "40", "--batch", "2")
@@ -129,6 +137,7 @@ def test_svg(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--compare", "--seqlen", "8", "--seqlen-kv", "9"], "--compare is for self-attention"),
         (["--seqlens", "100,x"], "--seqlens is '100,x'; it must be lengths of at least 0"),
         (["--seqlens", "100,-2"], "--seqlens is '100,-2'"),
         (["--seqlens", "8", "--seqlens-kv", "8,8"], "cu_seqlens_kv has 3 entries and cu_seqlens_q has 2"),

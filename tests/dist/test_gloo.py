@@ -192,3 +192,26 @@ def gather_bytes(package: str) -> None:
 @pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
 def test_slices_of_any_dtype_are_put_together(groups: Groups, package: str) -> None:
     assert groups(2).run(gather_bytes, package) == [None, None]
+
+
+def balance(package: str) -> None:
+    """Documents that need not divide, cut by a plan, shifted by one token, and put together again."""
+    impl = importlib.import_module(package)
+    cp = impl.ContextParallel(dist.group.WORLD, layout="balanced")
+    lengths, sizes = torch.tensor([0, 24, 25, 54]), {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 8}
+    problem = {"qkv_format": "thd", "cu_seqlens_q": lengths}
+    plan = impl.make_plan(cp=cp, dtype=torch.float64, device="cpu", **sizes, **problem)
+    q, k, v = (torch.randn(54, h, 8, generator=torch.Generator().manual_seed(h)).double() for h in (4, 2, 2))
+    out = impl.attention(*(impl.shard(x, cp=cp, plan=plan) for x in (q, k, v)), cp=cp, plan=plan)
+    whole = impl.unshard(out, cp=cp, plan=plan)
+    torch.testing.assert_close(whole, dense_attention(q, k, v, **problem)[0], atol=1e-10, rtol=1e-10)
+    ids = torch.arange(54)
+    labels = impl.roll(impl.shard(ids, cp=cp, plan=plan), -1, cp=cp, plan=plan, fill_value=-100)
+    want = ids + 1
+    want[[23, 24, 53]] = -100
+    assert torch.equal(impl.unshard(labels, cp=cp, plan=plan), want)
+
+
+@pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
+def test_documents_of_any_length(groups: Groups, package: str) -> None:
+    assert groups(2).run(balance, package) == [None, None]

@@ -1,0 +1,47 @@
+"""`plan --compare`: what a batch costs under each layout and schedule, as a table."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from cp_fast.cli.common import size_text, table
+from cp_fast.cli.problem import Request
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, compare_layouts
+
+__all__ = ["comparison"]
+
+
+def comparison(request: Request) -> Table:
+    """The costs of the largest rank, one line for each layout and schedule. Layout and schedule of the request are not
+    looked at; its batch is packed.
+
+    Raises:
+        ValueError, TypeError: naming what is wrong.
+    """
+    if request.lengths_kv is not None or request.seqlen_kv is not None:
+        raise ValueError("--compare is for self-attention; --seqlens-kv and --seqlen-kv do not go with it")
+    lengths = [request.seqlen_q] * request.batch_size if request.lengths_q is None else request.lengths_q
+    costs = compare_layouts(
+        lengths,
+        cp_size=request.cp_size,
+        attn_mask_type=request.attn_mask_type,
+        window_size=request.window_size,
+        heads_q=request.heads_q,
+        heads_kv=request.heads_kv,
+        d_qk=request.d_qk,
+        d_v=request.d_v,
+        dtype=request.dtype,
+        cp_comm_types=[name for name in CP_COMM_TYPES if name != "a2a+p2p"],
+    )
+    made = table(
+        f"{len(lengths):,} documents, {sum(lengths):,} tokens on {request.cp_size} ranks: what the largest rank has",
+        *("layout", "schedule", ">work / mean", ">K/V rows received", ">sent, both passes", ">tail rows"),
+    )
+    for n, cost in enumerate(costs, 1):
+        numbers = (
+            (f"{cost.work:.3f}", f"{cost.kv_rows:,.0f}", size_text(cost.sent_bytes), f"{cost.tail:,}")
+            if not cost.refused
+            else (cost.refused, "", "", "")
+        )
+        made.add_row(cost.layout, cost.cp_comm_type, *numbers, end_section=n % (len(costs) // len(LAYOUTS)) == 0)
+    return made
