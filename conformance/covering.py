@@ -67,7 +67,8 @@ def goals_of(choices: dict[str, list[str]]) -> set[Goal]:
     every = [choice for choice in CHOICES if choice.name in choices[choice.axis]]
     pairs = {frozenset((a, b)) for a, b in combinations(every, 2) if a.axis != b.axis and not why_impossible(a, b)}
     triples = product(*([Choice(axis, name) for name in choices[axis]] for axis in _TRIPLE))
-    return pairs | {frozenset(triple) for triple in triples}
+    possible = (t for t in triples if not any(why_impossible(a, b) for a, b in combinations(t, 2)))
+    return pairs | {frozenset(triple) for triple in possible}
 
 
 def _goals_in(found: tuple[Choice, ...]) -> set[Goal]:
@@ -83,10 +84,11 @@ def _choices(capabilities: Capabilities, cp_sizes: Sequence[int]) -> dict[str, l
         {axis: list(names) for axis, (names, _) in AXES.items()},
     )
     for axis, asked in _ASKED.items():
-        wished[axis] = [name for name in wished[axis] if name == "none" or has(asked, name)]
+        wished[axis] = [name for name in wished[axis] if name in ("none", "areas") or has(asked, name)]
     without = {
         "softcap": set() if has("softcap", "softcap") else {"on"},
-        "lengths": set() if has("lengths", "cross") else {"cross"},
+        "mask": set() if has("areas", "areas") else {"areas"},
+        "lengths": {name for name in ("cross", "uneven") if not has("lengths", name)},
         "heads": set() if has("heads", "grouped") else {"GQA", "MQA", "kv < a2a size"},
         "dims": {name for name, needs in (("d_v smaller", "d_v smaller"), ("192/128", "d_v smaller"),
                  ("d_v larger", "d_v larger"), ("128/192", "d_v larger"), ("not of 8", "odd"))
@@ -113,7 +115,8 @@ def _fill(goal: Goal, choices: dict[str, list[str]], rng: random.Random) -> Assi
 
 def _case(a: Assignment, capabilities: Capabilities) -> Case | None:
     """The case of an assignment; None where there is none, or the implementation is not asked for it."""
-    if a.keys() != AXES.keys():
+    with_areas = a["mask"] == "areas"  # which have windows of their own
+    if a.keys() | ({"window"} if with_areas else set()) != AXES.keys():
         return None
     cp_size = int(a["cp_size"])
     inner = {"not split": cp_size if a["schedule"] == "a2a" else 1, "all ring": 1, "all a2a": cp_size}.get(
@@ -124,16 +127,20 @@ def _case(a: Assignment, capabilities: Capabilities) -> Case | None:
     d_qk, _, d_v = a["dims"].partition("/")
     loss, packed = a["loss"], a["format"] == "thd"
     real = packed or a["mask"].startswith("padding")
+    if a["layout"] == "balanced" and not real:
+        return None
+    sequences = _LENGTHS[a["lengths"]](2 * cp_size, real)
     try:
         problem = Problem(
             cp_size,
-            _LENGTHS[a["lengths"]](2 * cp_size, real),
+            sequences,
             cp_comm_type=a["schedule"],
             a2a_size=inner,
             layout=a["layout"],
             qkv_format=a["format"],
-            attn_mask_type=a["mask"],
-            window_size=_WINDOWS[a["window"]],
+            attn_mask_type="causal" if with_areas else a["mask"],
+            window_size=(-1, -1) if with_areas else _WINDOWS[a["window"]],
+            areas=_causal_areas(sequences) if with_areas else None,
             heads_q=heads[a["heads"]][0],
             heads_kv=heads[a["heads"]][1],
             d_qk=int(d_qk) if d_v else _DIMS[a["dims"]][0],
@@ -159,6 +166,16 @@ def _case(a: Assignment, capabilities: Capabilities) -> Case | None:
     return case if narrowed(case, capabilities) == case else None
 
 
+def _causal_areas(sequences: tuple[Lengths, ...]) -> tuple[tuple[int, int, int, int, int, int], ...]:
+    """One for each sequence, padding included: (q start, q stop, k start, k stop, left, right)."""
+    found, row, key = [], 0, 0
+    for s in sequences:
+        if s.slots_q and s.slots_kv:
+            found.append((row, row + s.slots_q, key, key + s.slots_kv, -1, 0))
+        row, key = row + s.slots_q, key + s.slots_kv
+    return tuple(found)
+
+
 def _same(slots: int, slots_kv: int | None = None, times: int = 2) -> tuple[Lengths, ...]:
     """Sequences without padding."""
     kv = slots if slots_kv is None else slots_kv
@@ -181,6 +198,7 @@ _LENGTHS: dict[str, Callable[[int, bool], tuple[Lengths, ...]]] = {
     "one huge": lambda unit, real: _same(-(-256 // unit) * unit, times=1),
     "cross": lambda unit, real: _same(unit, 2 * unit),
     "different": lambda unit, real: _real(2 * unit, real, unit, 2 * unit),
+    "uneven": lambda unit, real: _same(2 * unit + 1),
     "padding": lambda unit, real: _real(2 * unit, real, unit + 1, unit + 1),
     "tail": lambda unit, real: _same(unit),
 }

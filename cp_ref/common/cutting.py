@@ -21,7 +21,7 @@ Guard = Callable[[str], AbstractContextManager[None]]  # what a package wraps an
 
 def numbers(values: Column, device: torch.device) -> torch.Tensor:
     """A column of integers on a device, int64."""
-    return torch.as_tensor(values, dtype=torch.int64).to(device)
+    return torch.as_tensor(values, dtype=torch.int64, device="cpu").to(device)
 
 
 def slice_of(x: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:

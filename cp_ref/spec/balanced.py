@@ -35,6 +35,8 @@ from cp_ref.spec.table import Column, ranges
 __all__ = ["balanced", "pairs_before"]
 
 _CLOSE = 0.004  # of a rank's need: this much may be missing before a document is cut for it
+_LEVEL = 0.01  # of a rank's need: ranks are level that differ by no more from it
+_TILE = 128  # rows of a kernel's tile: cuts at its multiples, where that keeps ranks level, cost no part of a tile
 _CHOICES = 4  # so many documents, after so many of the whole ones, are tried as the one to cut; more gain little
 
 Spans = list[tuple[int, int]]
@@ -192,7 +194,7 @@ class _Solver:
         pairs = [sum(self.pairs(*span) for span in spans) for spans in ranks]
         for _ in range(2 * self.cp_size):
             most, fewest = pairs.index(max(pairs)), pairs.index(min(pairs))
-            if pairs[most] * self.cp_size <= self.total * (1 + _CLOSE):
+            if pairs[most] * self.cp_size <= self.total * (1 + _LEVEL):
                 break
             both = pairs[most] + pairs[fewest]
             line = _Line(self, sorted(self.part(*span) for span in ranks[most] + ranks[fewest]))
@@ -240,13 +242,16 @@ class _Line:
         return found
 
     def ends(self, room: int, need: float) -> tuple[Spans, list[Part]]:
-        """`room` rows from both ends of the line that see what is needed, to within a row, and what is left."""
+        """`room` rows from both ends of the line that see what is needed, and what is left."""
         total, all_rows = self.pairs[-1], self.rows[-1]
 
         def pairs(last: int) -> int:
             return total - self.first(all_rows - last) + self.first(room - last)
 
         last = max(bisect_right(range(room + 1), need, key=pairs) - 1, 0)
+        whole = min((last + _TILE // 2) // _TILE * _TILE, room)
+        if abs(pairs(whole) - need) <= _LEVEL * need:
+            last = whole
         left = self.between(room - last, all_rows - last)
         return self.between(0, room - last) + self.between(all_rows - last, all_rows), sorted(
             self.solver.part(*span) for span in left

@@ -15,7 +15,9 @@ import typer
 from typer.testing import CliRunner
 
 import conformance.cli
+import cp_fast
 import cp_fast.cli
+import cp_ref
 import cp_ref.cli
 from conformance.case import Case
 from cp_fast.features import backend_table
@@ -129,6 +131,25 @@ def test_the_bytes_in_the_choice_of_a_schedule_are_what_plan_says() -> None:
             said = CliRunner(env={"COLUMNS": "200"}).invoke(cp_fast.cli.app, arguments).output
             sent.append(re.findall(r"; ([\d.]+ .B) sent by all", said)[0])
         assert f"| {row} | {' | '.join(sent)} |" in text
+
+
+def test_the_work_and_the_bytes_in_the_choice_of_a_layout_are_what_plan_says() -> None:
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    lengths = re.findall(r"`--seqlens ([\d,]+)`", text)[0]
+    found = []
+    for layout in ("dual_chunk", "contiguous", "balanced"):
+        arguments = ["plan", "--cp-size", "8", "--seqlens", lengths, "--cp-comm-type", "all_gather", "--layout", layout]
+        said = CliRunner(env={"COLUMNS": "200"}).invoke(cp_fast.cli.app, arguments).output
+        found += re.findall(r"balance ([\d.]+) .*; ([\d.]+ .B) sent by all", said)
+    for n, row in enumerate(("the mean rank's work over the busiest's", "sent by all ranks")):
+        assert f"| {row} | {' | '.join(cells[n] for cells in found)} |" in text
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    shown = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    ours = {f"cp_fast.{name}" for name in cp_fast.__all__} | {f"cp_ref.{name}" for name in cp_ref.__all__}
+    both = {name for name in ours if name.replace("cp_ref.", "cp_fast.") in shown}
+    assert ours - both - shown == {"cp_fast.Unsupported", "cp_ref.Unsupported", "cp_ref.Trace"}
 
 
 def test_the_table_of_backends_is_what_they_declare() -> None:

@@ -119,7 +119,8 @@ def call(phase: str, cp: Any) -> None:
         x = torch.ones(8, 2, 8, dtype=torch.bfloat16)
         cp_fast.attention(x, x, x, **how)
     else:
-        cp_fast.make_plan(**how, **SIZES, **({"max_sequences": 2} if phase == "in place" else {}))
+        room: dict[str, Any] = {"max_sequences": 2} if phase == "in place" else {}
+        cp_fast.make_plan(**how, **SIZES, **room)
 
 
 def every_n(phase: str, point: str) -> list[str]:
