@@ -149,7 +149,7 @@ def test_plans_of_balanced_are_updated_in_place(comm: str) -> None:
         cp = cp_fast.ContextParallel(member, comm, layout="balanced")  # type: ignore[arg-type]
         sizes: dict[str, Any] = {"heads_q": 3, "heads_kv": 3, "d_qk": width, "d_v": width}
         options: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, most])}
-        room = {"max_sequences": 8, "max_tokens_q": most}
+        room: dict[str, Any] = {"max_sequences": 8, "max_tokens_q": most}
         made = cp_fast.make_plan(cp=cp, **options, **sizes, dtype=torch.float64, device="cpu", **room)
         right = 0
         for lengths in ([most], [40, 20], [8] * 7, [1, 50, 3], [0, 7, 0], [2]):
