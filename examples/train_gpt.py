@@ -3,8 +3,9 @@
     python examples/train_gpt.py --processes 4 --check
 
 Documents are the source files of your Python's own library, as bytes; every batch packs as many as fit, of whatever
-lengths. Each sequence is spread over all processes (context parallelism). `--check` trains the same on one process and
-compares the losses. The lines with a number are what context parallelism adds to a training script: nine of them.
+lengths, without padding. The batch is spread over all processes (context parallelism), equal rows and work for each.
+`--check` trains the same on one process and compares the losses. The lines with a number are what context parallelism
+adds to a training script: nine of them.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ HEADS, HEAD_DIM, LAYERS = 4, 16, 2
 WIDTH = HEADS * HEAD_DIM
 
 
-def batches(tokens: int, divisor: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Packed ids and next bytes (-100: none), and cumulative lengths without and with padding. The same in all."""
+def batches(tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Packed ids and cumulative lengths of documents. The same in all processes."""
     chance = random.Random(0)
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     while True:
@@ -42,11 +43,8 @@ def batches(tokens: int, divisor: int) -> Iterator[tuple[Tensor, Tensor, Tensor,
             start, length = chance.randrange(len(text) + 1), min(room, int(math.exp(chance.uniform(2, 7))))
             if piece := text[start : start + length]:
                 texts.append(torch.frombuffer(bytearray(piece), dtype=torch.uint8).long())
-                room -= -(-len(piece) // divisor) * divisor
-        labels = torch.cat([F.pad(text[1:], (0, 1), value=-100) for text in texts])
-        cu = torch.tensor([0, *(len(text) for text in texts)]).cumsum(0).int()
-        ids, labels, cu_padded = cp.thd.pad_thd_sequences_for_cp(torch.cat(texts), labels, cu, divisor)
-        yield ids, labels, cu, cu_padded
+                room -= len(piece)
+        yield torch.cat(texts), torch.tensor([0, *(len(text) for text in texts)]).cumsum(0).int()
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
@@ -85,21 +83,21 @@ class GPT(nn.Module):
         return self.head(x)
 
 
-def train(rank: int, processes: int, store: str, steps: int, tokens: int, divisor: int) -> None:
+def train(rank: int, processes: int, store: str, steps: int, tokens: int) -> None:
     """One process's part of the training; rank 0 writes the losses beside the store."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
-    context = cp.ContextParallel(dist.group.WORLD)  # 2
+    context = cp.ContextParallel(dist.group.WORLD, layout="balanced")  # 2
     torch.manual_seed(0)  # the same weights everywhere
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    for _, (ids, labels, cu, cu_padded) in zip(range(steps), batches(tokens, divisor), strict=False):
-        lengths: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_q_padded": cu_padded}
+    for _, (ids, cu) in zip(range(steps), batches(tokens), strict=False):
         sizes: dict[str, Any] = {"heads_q": HEADS, "heads_kv": HEADS, "d_qk": HEAD_DIM, "d_v": HEAD_DIM}
-        plan = cp.make_plan(cp=context, qkv_format="thd", **lengths, **sizes, dtype=torch.float32, device="cpu")  # 3
-        ids = cp.shard(ids, cp=context, qkv_format="thd", cu_seqlens_padded=cu_padded)  # 4
-        labels = cp.shard(labels, cp=context, qkv_format="thd", cu_seqlens_padded=cu_padded)  # 5
+        sizes |= {"dtype": torch.float32, "device": "cpu"}
+        plan = cp.make_plan(cp=context, qkv_format="thd", cu_seqlens_q=cu, **sizes)  # 3
+        ids = cp.shard(ids, cp=context, plan=plan)  # 4
+        labels = cp.roll(ids, -1, cp=context, plan=plan, fill_value=-100)  # 5: the next byte, on whichever rank
         token_losses = F.cross_entropy(model(ids, context, plan), labels, reduction="none", ignore_index=-100)
         loss = token_mean(token_losses, labels != -100, over=context)  # 6
         optimizer.zero_grad()
@@ -132,10 +130,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--check", action="store_true", help="train on one process too, and compare the losses")
     given = parser.parse_args()
-    divisor, curves = 2 * given.processes, {}  # one divisor, so that one process sees the same batches
+    curves = {}
     for processes in (given.processes, *([1] if given.check else [])):
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (processes, f"{folder}/store", given.steps, given.tokens, divisor)
+            arguments = (processes, f"{folder}/store", given.steps, given.tokens)
             spawn(train, arguments, nprocs=processes)
             curves[processes] = torch.load(f"{folder}/store.losses")
     print(curve(curves[given.processes]))

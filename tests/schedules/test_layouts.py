@@ -138,3 +138,36 @@ def test_what_balanced_refuses(package: str) -> None:
                 call()
 
     SimGroup(2).run(one_rank)
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
+def test_plans_of_balanced_are_updated_in_place(comm: str) -> None:
+    """Each next batch is right, or refused because the first one's messages and launches have no room for it."""
+    most, width = 60, 3
+
+    def one_rank(member: SimMember) -> int:
+        cp = cp_fast.ContextParallel(member, comm, layout="balanced")  # type: ignore[arg-type]
+        sizes: dict[str, Any] = {"heads_q": 3, "heads_kv": 3, "d_qk": width, "d_v": width}
+        options: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, most])}
+        room: dict[str, Any] = {"max_sequences": 8, "max_tokens_q": most}
+        made = cp_fast.make_plan(cp=cp, **options, **sizes, dtype=torch.float64, device="cpu", **room)
+        right = 0
+        for lengths in ([most], [40, 20], [8] * 7, [1, 50, 3], [0, 7, 0], [2]):
+            cu = torch.tensor([0, *accumulate(lengths)])
+            generator = torch.Generator().manual_seed(len(lengths))
+            q, k, v = (torch.randn(sum(lengths), 3, width, generator=generator).double() for _ in range(3))
+            try:
+                made.update(cp=cp, cu_seqlens_q=cu)
+            except ValueError:
+                continue
+            padded = [torch.cat([x, x.new_zeros(most - len(x), 3, width)]) for x in (q, k, v)]
+            out = cp_fast.attention(*(cp_fast.shard(x, cp=cp, plan=made) for x in padded), cp=cp, plan=made)
+            whole = cp_fast.unshard(out, cp=cp, plan=made)[: sum(lengths)]
+            want = cp_ref.dense_attention(q, k, v, qkv_format="thd", cu_seqlens_q=cu)[0]
+            torch.testing.assert_close(whole, want, atol=1e-10, rtol=1e-10)
+            right += 1
+        return right
+
+    counts = SimGroup(3).run(one_rank)
+    assert len(set(counts)) == 1
+    assert counts[0] >= 2
