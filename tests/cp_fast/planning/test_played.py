@@ -19,7 +19,7 @@ from cp_fast.planning.lower import lower
 from cp_fast.planning.windows import WindowRule
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows
-from cp_ref.spec import Problem, Room, Schedule, Sequence, Workload, make_program, saved_kinds, verify_tables
+from cp_ref.spec import Problem, Room, Schedule, Sequence, Workload, make_program, saved_kinds, slice_rows, verify_tables
 from tests.cp_fast.planning.played import play
 from tests.spec.problems import problems
 from tests.spec.random_schedules import random_schedules, random_workloads, small_problems
@@ -38,7 +38,7 @@ def check(problem: Problem, *, fits: bool = True) -> None:
     play(work, [upload(draft, CPU) for draft in drafts], sizes_of(packing.packed_problem))
     if problem.qkv_format == "thd" and fits:
         unit = 2 * problem.cp_size
-        most_q, most_kv = (max(unit, total + unit) for total in (problem.starts_q[-1], problem.starts_kv[-1]))
+        most_q, most_kv = (-(-total // unit) * unit + unit for total in (problem.starts_q[-1], problem.starts_kv[-1]))
         room = Room(len(problem.sequences) + 1, most_q, most_kv, problem.cp_size)
         fitted: list[LoweredProgram[Rows]] = []
         for rank, draft in enumerate(drafts):
@@ -48,7 +48,8 @@ def check(problem: Problem, *, fits: bool = True) -> None:
 
 
 def sizes_of(problem: Problem) -> tuple[int, int]:
-    return problem.starts_q[-1] // problem.cp_size, problem.starts_kv[-1] // problem.cp_size
+    batch = 1 if problem.qkv_format == "thd" else len(problem.sequences)
+    return slice_rows(problem, "q") * batch, slice_rows(problem, "kv") * batch
 
 
 @settings(max_examples=100, suppress_health_check=SLOW)
@@ -104,6 +105,7 @@ def test_folded_batches(problem: Problem, window: tuple[int, int]) -> None:
     sequences = (Sequence(*slots, *slots),) * max(1, len(problem.sequences))
     comm = "all_gather" if problem.cp_comm_type == "all_gather" else "p2p"
     options = {"cp_comm_type": comm, "a2a_size": 1, "qkv_format": "sbhd", "attn_mask_type": mask}
+    options["layout"] = "contiguous" if problem.layout == "contiguous" else "dual_chunk"
     problem = replace(problem, sequences=sequences, window_size=window, **options)
     packing = Packing(problem)
     assert packing.folded
