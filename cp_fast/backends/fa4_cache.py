@@ -13,9 +13,6 @@ from contextlib import contextmanager, suppress
 from time import monotonic
 from types import ModuleType
 
-from cp_fast.build import Unavailable
-from cp_fast.build.cache import VARIABLE, root
-from cp_fast.build.trust import check_root
 from cp_fast.remarks import say_once
 
 __all__ = ["keep_on_disk", "kept_where", "says_when_it_compiles"]
@@ -29,6 +26,10 @@ def keep_on_disk() -> None:
     """Set the library's variables where the user has not: to a folder beside our own builds. Before it is imported."""
     if ENABLED in os.environ or FOLDER in os.environ or "flash_attn.cute.cache_utils" in sys.modules:
         return
+    from cp_fast.build import Unavailable  # what builds is not imported with the package
+    from cp_fast.build.cache import VARIABLE, root
+    from cp_fast.build.trust import check_root
+
     with suppress(OSError, Unavailable):  # no home, or a folder that others could write to: it compiles as before
         folder = root() / _NAME
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,11 @@ class Naive:
         plain &= rest.pop("softcap", 0.0) == 0.0 and rest.pop("softmax_type", "vanilla") == "vanilla"
         lengths, _ = rest.pop("cu_seqlens_q", None), rest.pop("deterministic", None)
         padded = rest.pop("cu_seqlens_q_padded", lengths)
+        plain &= padded is not None and not (padded.diff() % (2 * cp.size)).any()
         if not plain or rest or "bottom" in mask or len(q) != len(k) or q.dtype.itemsize < 4:
-            raise NotImplementedError("self attention of packed sequences in float32 or float64, in the ring alone")
+            raise NotImplementedError(
+                "self attention of packed sequences that divide, in float32 or float64, in the ring alone"
+            )
         rows = [positions(lengths.diff().tolist(), padded.diff().tolist(), cp.size, r) for r in range(cp.size)]
         rows = [torch.nn.functional.pad(r, (0, 0, 0, len(q) - len(r)), value=-1) for r in rows]
         empty = (rows[cp.rank][:, 1] < 0)[:, None, None]

@@ -75,7 +75,7 @@ def _seen(n: int, m: int, left: int | None, right: int | None) -> set[tuple[int,
     return {(i, j) for i in range(n) for j in range(m) if sees(i, j)}
 
 
-CP = SimpleNamespace(cp_comm_type="p2p", layout="contiguous")
+CP = SimpleNamespace(cp_comm_type="p2p", layout="contiguous", size=2)
 LENGTHS = torch.tensor([0, 4, 8], dtype=torch.int32)
 
 

@@ -19,7 +19,17 @@ from cp_fast.planning.lower import lower
 from cp_fast.planning.windows import WindowRule
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows
-from cp_ref.spec import Problem, Room, Schedule, Sequence, Workload, make_program, saved_kinds, slice_rows, verify_tables
+from cp_ref.spec import (
+    Problem,
+    Room,
+    Schedule,
+    Sequence,
+    Workload,
+    make_program,
+    saved_kinds,
+    slice_rows,
+    verify_tables,
+)
 from tests.cp_fast.planning.played import play
 from tests.spec.problems import problems
 from tests.spec.random_schedules import random_schedules, random_workloads, small_problems

@@ -112,8 +112,8 @@ def _last_columns(_: Any, out: Tensor, d_v: int) -> Tensor:
     return out[..., out.shape[-1] - d_v :]
 
 
-def _sequence_axis_0(cut: Any, xs: Any, cp: Any, qkv_format: str, lengths: Any) -> Any:
-    return cut(xs, cp, "sbhd", lengths)
+def _sequence_axis_0(shard: Any, x: Any, **arguments: Any) -> Any:
+    return shard(x, **(arguments | {"qkv_format": "sbhd"}))
 
 
 def _unchecked(_: Any, *arguments: Any, **named: Any) -> None:
@@ -191,7 +191,7 @@ MUTANTS: dict[str, Mutant] = {
     "v-behind-zeros": _helper("zeros before V", "pad_v", "cp_fast.thd.pad_v", _zeros_in_front),
     "first-columns-trimmed": _helper("the last columns are kept", "trim_out", "cp_fast.thd.trim_out", _last_columns),
     "batch-cut-along-axis-0": _helper(
-        "bshd is cut along the batch", _BATCH, "cp_fast.thd.batches.cut_batched", _sequence_axis_0
+        "bshd is cut along the batch", _BATCH, "cp_fast.thd.batches.shard", _sequence_axis_0
     ),
     "halves-not-checked": _helper(
         "odd lengths are believed",

@@ -75,8 +75,8 @@ def _whole_part_overwrites(add: Any, self: Any, part: Any) -> None:
         add(self, part)
 
 
-def _lse_of_no_parts_is_zero(nothing: Any, self: Any, dtype: Any) -> Any:
-    part = nothing(self, dtype)
+def _lse_of_no_parts_is_zero(nothing: Any, self: Any, dtypes: Any = None) -> Any:
+    part = nothing(self, dtypes)
     return part if part.lse is None else part._replace(lse=torch.zeros_like(part.lse))
 
 
@@ -129,8 +129,12 @@ MUTANTS: dict[str, Mutant] = {
     "kernel-merge-without-a-maximum": _merge("exp(lse) overflows", _MERGED, _without_a_maximum),
     "kernel-nothing-with-nothing-is-nan": _merge("-inf with -inf is NaN", _WEIGHTED, _nothing_is_nan),
     "kernel-merged-lse-rounded": _merge("lse is rounded to bfloat16", _MERGED, _lse_rounded),
-    "totals-in-the-inputs-dtype": _schedule(
-        "out is rounded after every merge", f"{_TOTAL}._put", _rounded_after, "budget"
+    "totals-in-the-inputs-dtype": Mutant(
+        "out is rounded after every merge",
+        f"{_TOTAL}._put",
+        wrap(_rounded_after),
+        "special",
+        where="gradients-of-a-ring-of-eight",
     ),
     "dq-total-in-bf16": _schedule("dq is rounded after every sum", f"{_TOTAL}._put", _rounded_to_bf16, "logic"),
     "held-part-lost": _schedule(

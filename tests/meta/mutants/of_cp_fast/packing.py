@@ -76,7 +76,13 @@ MUTANTS: dict[str, Mutant] = {
     "folded-sums-of-one-sequence": _packing(
         "of a folded batch one sequence counts", "heads_out", _first_sequence, "special", _FOLDED
     ),
-    "folded-with-padding": Mutant("a padded batch is folded too", f"{_PACKING}.folded", _folded_with_padding, "logic"),
+    "folded-with-padding": Mutant(
+        "a padded batch is folded too",
+        f"{_PACKING}.folded",
+        _folded_with_padding,
+        "special",
+        where="padding-mask-in-sbhd",
+    ),
     "slices-in-another-order": Mutant(
         "shard reverses the rows of a slice", "cp_fast.sharding.slice_of", wrap(reversed_slice), "plan"
     ),

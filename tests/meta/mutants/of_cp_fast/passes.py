@@ -155,7 +155,10 @@ MUTANTS: dict[str, Mutant] = {
         "products inside are cast", "cp_fast.autograd.no_autocast", lambda _: lambda device: nullcontext(), "torch"
     ),
     "offset-believed": Mutant(
-        "softmax_offset is not checked", "cp_fast.api.check_offset", lambda _: lambda *a, **n: None, "errors"
+        "softmax_offset is not checked",
+        "cp_fast.calls.check_offset cp_fast.unplanned.check_offset",
+        lambda _: lambda *a, **n: None,
+        "errors",
     ),
     "plan-believed": Mutant(
         "a call is not checked against its plan", "cp_fast.api.check_planned_call", lambda _: lambda *a, **n: None,

@@ -190,7 +190,9 @@ MUTANTS: dict[str, Mutant] = {
     "halo-one-short": Mutant("the first key of each message is missing", _PLAN, _planner(_halo_one_short), "plan"),
     "halo-one-short-in-the-result": Mutant("the same, seen in results", _PLAN, _planner(_halo_one_short), "hygiene"),
     "messages-a-step-late": Mutant("operands arrive after their tiles", _PLAN, _planner(_a_step_late), "plan"),
-    "a2a-rank-before-p2p-rank": Mutant("a2a+p2p ranks counted the other way", _PLAN, _planner(_a2a_rank_first), "plan"),
+    "a2a-rank-before-p2p-rank": Mutant(
+        "a2a+p2p ranks counted the other way", _PLAN, _planner(_a2a_rank_first), "special", where="window-of-one"
+    ),
     "odd-rings-miss-a-neighbour": Mutant(
         "peers computed by exclusive or", _PLAN, _planner(_sends_to_itself_in_a_ring_of_odd_size), "plan"
     ),
