@@ -142,7 +142,7 @@ def _check_digits(case: Case, side: str, what: str, got: torch.Tensor, want: tor
     """Sums of digits, exact integers but for the rounding of n * (sum / n); the first wrong row."""
     eps = torch.finfo(getattr(torch, case.problem.dtype)).eps
     error = (got - want).abs().nan_to_num(nan=torch.inf)
-    wrong = error > 4 * eps * want.abs() + (1024 * eps * (1 + want.abs())).clamp(max=0.4)
+    wrong = error > 4 * eps * want.abs() + (1024 * eps * (1 + want.abs())).clamp(max=0.25)
     if not wrong.any():
         return []
     row, head = (int(n) for n in wrong.any(-1).nonzero()[0])

@@ -16,10 +16,10 @@ class Naive:
         mask, window, scale = rest.pop("attn_mask_type"), rest.pop("window_size"), rest.pop("softmax_scale", None)
         plain = (rest.pop("qkv_format", ""), cp.layout, cp.cp_comm_type) == ("thd", "dual_chunk", "p2p")
         plain &= rest.pop("softcap", 0.0) == 0.0 and rest.pop("softmax_type", "vanilla") == "vanilla"
-        lengths: Any = rest.pop("cu_seqlens_q", None)
+        lengths: Any = rest.pop("cu_seqlens_q", torch.tensor([0]))
         rest.pop("deterministic", None)
         padded: Any = rest.pop("cu_seqlens_q_padded", lengths)
-        plain = plain and padded is not None and not bool((padded.diff() % (2 * cp.size)).any())
+        plain &= not bool((padded.diff() % (2 * cp.size)).any())
         if not plain or rest or "bottom" in mask or len(q) != len(k) or q.dtype.itemsize < 4:
             raise NotImplementedError(
                 "self attention of packed sequences that divide, in float32 or float64, in the ring alone"
