@@ -14,7 +14,7 @@ from cp_fast.context import ContextParallel
 from cp_fast.sharding import position_ids as positions_of
 from cp_fast.sharding import shard
 from cp_fast.thd import pad_thd_sequences_for_cp
-from cp_ref.spec import check_context
+from cp_ref.spec import check_context, divisor
 
 __all__ = ["CpBatch", "shard_batch"]
 
@@ -99,7 +99,7 @@ def _packed(
     cu_seqlens = torch.cat((starts, torch.tensor([len(ids)]))).to(torch.int32)
     shifted = labels.roll(-1)
     shifted[(cu_seqlens[1:] - 1).long().to(labels.device)] = -100
-    padded = pad_thd_sequences_for_cp(ids, shifted, cu_seqlens, _divisor(cp), pad_token_id, -100)
+    padded = pad_thd_sequences_for_cp(ids, shifted, cu_seqlens, divisor(cp.layout, cp.size), pad_token_id, -100)
     ids, shifted, cu_padded = padded
     how: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": cu_padded}
     local = positions_of(**how, device=ids.device)[None]
@@ -115,14 +115,10 @@ def _padded(
         raise ValueError("attention_mask has padding before or between tokens; pad behind them (padding_side='right')")
     labels = labels.masked_fill(mask == 0, -100) if mask is not None else labels
     shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-    missing = -ids.shape[1] % _divisor(cp)
+    missing = -ids.shape[1] % divisor(cp.layout, cp.size)
     ids, shifted = F.pad(ids, (0, missing), value=pad_token_id), F.pad(shifted, (0, missing), value=-100)
     full = missing == 0 and bool((lengths == ids.shape[1]).all())
     cu_seqlens = None if full else F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     local = positions_of(cp=cp, seqlen=ids.shape[1], device=ids.device).expand(len(ids), -1)
     targets = shard(shifted, cp=cp), (shifted != -100).sum()
     return (shard(ids, cp=cp), targets, local), CpBatch(cp, "bshd", cu_seqlens)
-
-
-def _divisor(cp: ContextParallel) -> int:
-    return cp.size * (2 if cp.layout == "dual_chunk" else 1)

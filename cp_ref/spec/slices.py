@@ -98,7 +98,8 @@ def read_cut(
         check_plan_owner(plan.problem, plan.rank, cp)
         check_settled(plan.problem, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded, seqlen=seqlen)
         return _by_plan(plan.problem, x, whole)
-    axis, count = slice_axis(x, qkv_format), x.shape[slice_axis(x, qkv_format)] * (1 if whole else cp.size)
+    axis = slice_axis(x, qkv_format)
+    count = x.shape[axis] * (1 if whole else cp.size)
     check_known(cp.layout)
     if qkv_format == "thd":
         if seqlen is not None:
@@ -209,14 +210,13 @@ def planned_positions(problem: Problem, rank: int) -> Column:
     """The position inside its sequence of each query row of a rank's slice: [rows]; for layouts that cut the sequences
     of bshd and sbhd differently, [b, rows] and [rows, b].
     """
-    slots, rows = problem.lengths.slots_q, slice_rows(problem, "q")
-    if problem.qkv_format == "thd":
-        return _positions(problem.slots.q.of(rank), starts_of(slots), rows)
-    if problem.layout in ("dual_chunk", "contiguous"):
-        starts = starts_of([rows * problem.cp_size])
-        return _positions(slots_of_lengths(problem.layout, starts, False, problem.cp_size).of(rank), starts, rows)
-    found = _positions(problem.slots.q.of(rank), starts_of(slots), rows * len(slots)).reshape(len(slots), rows)
-    return found if problem.qkv_format == "bshd" else np.ascontiguousarray(found.T)
+    cut = planned_cut(problem, "q")
+    alike = cut.batch is None and cut.qkv_format != "thd"  # one sequence stands for all
+    starts = starts_of([cut.rows * cut.cp_size] if alike else problem.lengths.slots_q)
+    if cut.batch is None:
+        return _positions(cut.fragments.of(rank), starts, cut.rows)
+    found = _positions(cut.fragments.of(rank), starts, cut.batch * cut.rows).reshape(cut.batch, cut.rows)
+    return found if cut.qkv_format == "bshd" else np.ascontiguousarray(found.T)
 
 
 def _positions(own: Fragments, starts: Column, rows: int) -> Column:
