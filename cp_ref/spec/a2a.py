@@ -11,8 +11,8 @@ group for its own heads. Attention then needs no merging inside the group, whate
 `a2a` is one group of all ranks. `a2a+p2p` has cp_size / a2a_size groups: global rank = p2p_rank * a2a_size + a2a_rank,
 and the ranks with equal a2a_rank form a ring across the groups.
 
-Where it takes less time, heads are exchanged in stages (`stages.py`): while those of one stage attend, the rows of the
-next come and the results of the last go home. Stages do not split what shares a kv head.
+Heads are exchanged all at once or, where that takes less time, in stages (`stages.py`): one stage attends while the
+rows of the next come and the results of the last go home.
 
 With fewer kv heads than ranks in the group, a kv head goes to every rank that has one of its query heads, and its
 gradients are added up at home. The exchanged q and kv are kept for the backward pass.
@@ -22,11 +22,10 @@ From DeepSpeed-Ulysses (Jacobs et al., 2023) and USP (Fang and Zhao, 2024).
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-
 from cp_ref.spec.ownership import Fragments
 from cp_ref.spec.p2p import RingMember, ring_programs
 from cp_ref.spec.schedule import Heads, Message, Pieces, Program, Step, tag
+from cp_ref.spec.stages import in_stages
 from cp_ref.spec.units import Units, spans_by
 from cp_ref.spec.workload import Workload
 
@@ -47,79 +46,43 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
 
 
 def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
-    """One rank's forward and backward program: for each stage of heads exchange, a ring across the groups (one step in
-    `a2a`), exchange back; a stage begins when the last one's ring is at its last tiles.
+    """One rank's forward and backward program: exchange, a ring across the groups (one step in `a2a`), exchange back;
+    for one stage of heads after the other.
     """
     size, work = units.size, units.workload
     unit, a2a_rank = divmod(rank, size)
-    shares = [head_ranges(work, other) for other in range(size)]
-    replicated = sum(last - first for _, (first, last) in shares) > work.heads_kv  # then dK/dV are sums
-    active = _active_rows(units, unit)
-    peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
+    heads = [head_ranges(work, other) for other in range(size)]
 
     def rank_of(other: int) -> int:
         return other * size + a2a_rank
 
-    def of_stage(heads: list[tuple[Heads, Heads]], start: int) -> tuple[Program, Program]:
-        """Both programs for these query and kv heads of each rank of the group, which begin at step `start`."""
-        ring_forward, ring_backward = ring_programs(units, RingMember(unit, rank_of, *heads[a2a_rank], start + 1))
+    member = RingMember(unit, rank_of, *heads[a2a_rank], first_step=1)
+    ring_forward, ring_backward = ring_programs(units, member)
+    active = _active_rows(units, unit)
+    replicated = sum(last - first for _, (first, last) in heads) > work.heads_kv  # then dK/dV are sums
+    peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
 
-        def rows_for_heads(kinds: tuple[str, ...], step: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-            """The own rows for the peers' heads, and the peers' rows for the own heads."""
+    def rows_for_heads(kinds: tuple[str, ...], step: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """The own rows for the peers' heads, and the peers' rows for the own heads."""
 
-            def message(kind: str, peer: int, rows_of: int, heads_of: int) -> list[Message]:
-                side = int(kind in ("kv", "dkv"))
-                rows = active[side][rows_of]
-                pieces = Pieces.spans(rows.start, rows.stop, heads[heads_of][side])
-                complete = kind in ("out", "dq") or (kind == "dkv" and not replicated)
-                where = unit * size + peer, tag(start + step, kind)
-                return [Message(kind, *where, pieces, complete)] if len(rows) else []
+        def message(kind: str, peer: int, rows_of: int, heads_of: int) -> list[Message]:
+            side = int(kind in ("kv", "dkv"))
+            rows = active[side][rows_of]
+            pieces = Pieces.spans(rows.start, rows.stop, heads[heads_of][side])
+            complete = kind in ("out", "dq") or (kind == "dkv" and not replicated)
+            return [Message(kind, unit * size + peer, tag(step, kind), pieces, complete)] if len(rows) else []
 
-            out = [m for kind in kinds for peer in peers for m in message(kind, peer, a2a_rank, peer)]
-            back = [m for kind in kinds for peer in peers for m in message(kind, peer, peer, a2a_rank)]
-            return tuple(out), tuple(back)
+        out = [m for kind in kinds for peer in peers for m in message(kind, peer, a2a_rank, peer)]
+        back = [m for kind in kinds for peer in peers for m in message(kind, peer, peer, a2a_rank)]
+        return tuple(out), tuple(back)
 
-        def results_home(kinds: tuple[str, ...], step: int) -> Step:
-            out, back = rows_for_heads(kinds, step)
-            return Step(back, out)
+    def results_home(kinds: tuple[str, ...], step: int) -> Step:
+        out, back = rows_for_heads(kinds, step)
+        return Step(back, out)
 
-        home, back_home = (
-            results_home(("out",), len(ring_forward) + 1),
-            results_home(("dq", "dkv"), len(ring_backward) + 1),
-        )
-        forward = Step(*rows_for_heads(("q", "kv"), 0)), *ring_forward, home
-        return forward, (Step(*rows_for_heads(("do",), 0)), *ring_backward, back_home)
-
-    stages = [of_stage(heads, n * units.count) for n, heads in enumerate(_by_stage(shares, work))]
-    forward, backward = (_overlaid([programs[n] for programs in stages], units.count) for n in (0, 1))
-    return forward, backward
-
-
-def _by_stage(shares: list[tuple[Heads, Heads]], work: Workload) -> list[list[tuple[Heads, Heads]]]:
-    """Each rank's query and kv heads, by stage."""
-    if len(work.stages) < 2:
-        return [shares]
-    ends = accumulate(work.stages, initial=0)
-    return [
-        [((q + a * work.group_size, q + b * work.group_size), (kv + a, kv + b)) for (q, _), (kv, _) in shares]
-        for a, b in pairwise(ends)
-    ]
-
-
-def _overlaid(programs: list[Program], every: int) -> Program:
-    """Programs as one, in which the n-th begins at step n * every; no two have tiles at the same step.
-
-    >>> send, recv = (Message("kv", 1, 0, Pieces.of_rows([])) for _ in range(2))
-    >>> [(len(s.sends), len(s.recvs)) for s in _overlaid([(Step((send,)), Step((), (recv,)))] * 3, 1)]
-    [(1, 0), (1, 1), (1, 1), (0, 1)]
-    """
-    steps = [Step()] * ((len(programs) - 1) * every + len(programs[-1]))
-    for n, program in enumerate(programs):
-        for at, step in enumerate(program, n * every):
-            before = steps[at]
-            tiles = step.tiles if len(step.tiles) else before.tiles
-            steps[at] = Step(before.sends + step.sends, before.recvs + step.recvs, tiles)
-    return tuple(steps)
+    forward = Step(*rows_for_heads(("q", "kv"), 0)), *ring_forward, results_home(("out",), len(ring_forward) + 1)
+    backward = Step(*rows_for_heads(("do",), 0)), *ring_backward, results_home(("dq", "dkv"), len(ring_backward) + 1)
+    return in_stages(forward, units.count, work), in_stages(backward, units.count, work)
 
 
 def _active_rows(units: Units, unit: int) -> tuple[list[Fragments], list[Fragments]]:

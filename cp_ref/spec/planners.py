@@ -60,7 +60,7 @@ def saved_kinds(problem: Problem) -> tuple[str, ...]:
 
 def make_program(problem: Problem, rank: int, stages: tuple[int, ...] | None = None) -> tuple[Program, Program]:
     """One rank's forward and backward program, as in `make_schedule`, without planning the other ranks. `stages`: kv
-    heads at a time in an a2a schedule; None for those of the least time (`stages.py`).
+    heads at a time in an a2a schedule; None for those of the least time (`stage_costs.py`).
     """
     return _RANK_PLANNERS[problem.cp_comm_type](Units(_staged(problem, stages)), rank)
 

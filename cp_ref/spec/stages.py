@@ -1,94 +1,64 @@
-"""How many kv heads of a rank an a2a schedule exchanges at a time: little is exchanged while nothing is computed.
+"""Heads one after the other: little of what an a2a schedule exchanges then travels while nothing is computed.
 
-Before attention every row goes to the ranks that have its heads, and the results go back after it. Where the heads go
-in stages, one stage attends while the rows of the next arrive and the results of the last leave. What stays exposed is
-the first stage's way out and the last one's way home, so these two are small:
+Before attention every row goes to the ranks that have its heads, and the results go back after it. In stages, the first
+heads attend while the rows of the next arrive, and the next attend while the results of the first go home:
 
-    4 kv heads a rank, in stages of 1, 2 and 1        step 0    step 1    step 2    step 3    step 4
-                                                     rows 0    rows 1    rows 2
-                                                               attend 0  attend 1  attend 2
-                                                                         home 0    home 1    home 2
+    all 4 kv heads of a rank at once        step 0    rows 0:4
+                                            step 1                attend 0:4
+                                            step 2                              results 0:4
 
-A stage more is a launch more, whose last tiles leave multiprocessors idle, and more work for the host. So heads are cut
-where what is hidden by that takes longer, by the estimate below.
+    in stages of 1, 2 and 1                 step 0    rows 0:1
+                                            step 1    rows 1:3    attend 0:1
+                                            step 2    rows 3:4    attend 1:3    results 0:1
+                                            step 3                attend 3:4    results 1:3
+                                            step 4                              results 3:4
+
+A stage does what the whole program does, for some of the heads that each rank has. So stages are a rewrite of a
+program, whatever its rows. In a ring of a2a groups a stage attends at as many steps as there are groups, and the rows
+of the next one come at the last of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
-from cp_ref.spec.problem import Problem
+import numpy as np
 
-__all__ = ["COSTS", "Costs", "head_stages", "ways_to_cut"]
+from cp_ref.spec.schedule import KINDS, Heads, Message, Pieces, Program, Step, Tiles
+from cp_ref.spec.workload import Workload
+
+__all__ = ["in_stages"]
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What things take: round figures of H200s that share NVLink, for 16-bit operands. Whether heads are cut depends on
-    them.
+def in_stages(program: Program, every: int, work: Workload) -> Program:
+    """A rank's program for `work.stages` kv heads of each rank at a time, a stage beginning `every` steps after the one
+    before; all messages and tiles are for all heads that their rank has.
     """
-
-    flops_per_us: float = 6e8  # of attention kernels
-    bytes_per_us: float = 3e5  # of a rank's messages
-    exchange_us: float = 20.0  # an exchange, beside its bytes
-    launch_us: float = 50.0  # a launch, beside its flops
-    host_us: float = 1000.0  # the host, for a step of one pass
-
-
-COSTS = Costs()
+    if len(work.stages) < 2:
+        return program
+    steps = [Step()] * ((len(work.stages) - 1) * every + len(program))
+    for n, heads in enumerate(pairwise(accumulate(work.stages, initial=0))):
+        for number, step in enumerate(program, n * every):
+            steps[number] = _together(steps[number], _of_heads(step, heads, n * every, work.group_size))
+    return tuple(steps)
 
 
-def head_stages(problem: Problem, pairs: int) -> tuple[int, ...]:
-    """The number of kv heads of every rank, by stage: the cut of the least time, forward and backward. One stage where
-    heads are not exchanged, or a kv head goes to several ranks.
-
-    Args:
-        pairs: the visible (query, key) pairs of a head.
-
-    >>> from cp_ref.spec.problem import Sequence
-    >>> def stages(tokens, cp_size, heads_kv):
-    ...     sizes = {"heads_q": 32, "heads_kv": heads_kv, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
-    ...     problem = Problem(cp_size, (Sequence(tokens, tokens, tokens, tokens),), "a2a", cp_size, **sizes)
-    ...     return head_stages(problem, problem.pairs)
-    >>> stages(32_768, 2, 8), stages(32_768, 4, 8), stages(4_096, 2, 8), stages(32_768, 8, 4)
-    ((1, 2, 1), (1, 1), (4,), (1,))
-    """
-    size, heads_kv = problem.a2a_size, problem.heads_kv
-    if size == 1 or heads_kv % size:
-        return (max(1, heads_kv // size),)
-    return min(ways_to_cut(heads_kv // size), key=lambda cut: _time(problem, pairs, cut))
+def _together(one: Step, other: Step) -> Step:
+    assert not len(one.tiles) or not len(other.tiles), "one stage attends at a time"
+    return Step(one.sends + other.sends, one.recvs + other.recvs, one.tiles if len(one.tiles) else other.tiles)
 
 
-def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
-    """Few ways to cut kv heads into stages, those of few stages first: into equal ones, or into a large one between two
-    small ones.
+def _of_heads(step: Step, heads: Heads, later: int, group_size: int) -> Step:
+    """The step for these kv heads of each rank's, counted from its first one; so many steps later."""
 
-    >>> ways_to_cut(1), ways_to_cut(6)
-    ([(1,)], [(6,), (3, 3), (2, 2, 2), (1, 4, 1), (1, 1, 1, 1, 1, 1)])
-    """
-    equal = [(heads // count,) * count for count in range(1, heads + 1) if heads % count == 0]
-    between = [(end, heads - 2 * end, end) for end in range(1, (heads - 1) // 3 + 1) if heads > 3 * end]
-    return sorted(equal + between, key=len)
+    def cut(table: Pieces | Tiles, size: int) -> dict[str, np.ndarray]:
+        first, last = (table.head_start + head * size for head in heads)
+        return {"head_start": first, "head_stop": last}
 
+    def message(m: Message) -> Message:
+        size = 1 if m.kind in ("kv", "dkv") else group_size
+        return replace(m, tag=m.tag + later * len(KINDS), pieces=replace(m.pieces, **cut(m.pieces, size)))
 
-def _time(problem: Problem, pairs: int, cut: tuple[int, ...]) -> float:
-    """Microseconds of both passes: what a step computes hides the messages that travel in it."""
-    c, size, rings = COSTS, problem.a2a_size, problem.cp_size // problem.a2a_size
-    element = {"float64": 8, "float32": 4}.get(problem.dtype, 2)
-    d_qk, d_v, group = problem.d_qk, problem.d_v, problem.heads_q // problem.heads_kv
-    travels = (size - 1) * element / problem.cp_size / c.bytes_per_us  # a number of a rank's rows, to every peer
-    tokens_q, tokens_kv = sum(problem.lengths.len_q), sum(problem.lengths.len_kv)
-    q, do = (tokens_q * group * d * travels for d in (d_qk, d_v))
-    kv = tokens_kv * (d_qk + d_v) * travels
-    product = 2 * group * pairs / rings**2 / c.flops_per_us  # of one step, for an element of the head dimension
-
-    def of_pass(rows: float, products: int, results: float) -> float:
-        come, attend, leave = (
-            [start + heads * each for heads in cut]
-            for start, each in ((c.exchange_us, rows), (c.launch_us, products * product), (c.exchange_us, results))
-        )
-        steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)
-        hidden = sum((rings - 1) * computed + max(computed, next_rows + last) for computed, next_rows, last in steps)
-        return max(come[0] + hidden + leave[-1], len(cut) * rings * c.host_us)
-
-    return of_pass(q + kv, d_qk + d_v, do) + of_pass(do, 3 * d_qk + 2 * d_v, q + kv)
+    sends, recvs = (tuple(map(message, messages)) for messages in (step.sends, step.recvs))
+    return Step(sends, recvs, replace(step.tiles, **cut(step.tiles, group_size)))

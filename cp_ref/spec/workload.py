@@ -10,7 +10,7 @@ from cp_ref.spec.areas import UNBOUNDED, Areas, crop
 from cp_ref.spec.given_areas import areas_of_rows
 from cp_ref.spec.ownership import Fragments, Ownership
 from cp_ref.spec.problem import Problem
-from cp_ref.spec.stages import head_stages
+from cp_ref.spec.stage_costs import head_stages
 from cp_ref.spec.table import Column, joined
 
 __all__ = ["Workload", "areas_of", "workload_of"]
