@@ -24,7 +24,7 @@ class Costs:
     bytes_per_us: float = 3e5  # of a rank's messages
     exchange_us: float = 20.0  # an exchange, beside its bytes
     launch_us: float = 50.0  # a launch, beside its flops
-    host_us: float = 1000.0  # the host, for a step of one pass
+    host_us: float = 700.0  # the host, for a step
 
 
 COSTS = Costs()
@@ -81,6 +81,6 @@ def _time(problem: Problem, pairs: int, cut: tuple[int, ...]) -> float:
         )
         steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)
         hidden = sum((rings - 1) * computed + max(computed, next_rows + last) for computed, next_rows, last in steps)
-        return max(come[0] + hidden + leave[-1], len(cut) * rings * c.host_us)
+        return max(come[0] + hidden + leave[-1], (len(cut) * rings + 2) * c.host_us)
 
     return of_pass(q + kv, d_qk + d_v, do) + of_pass(do, 3 * d_qk + 2 * d_v, q + kv)
