@@ -1,4 +1,4 @@
-"""`attention` where torch.compile meets what is done outside of graphs: that the graph ends here is said with the cure."""
+"""`attention` where torch.compile meets what is no part of a graph: it ends here, and the cure is said."""
 
 from __future__ import annotations
 
