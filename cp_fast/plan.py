@@ -91,11 +91,13 @@ class Plan(OfThisProcess, plans.Plan):
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
     kept: str = field(init=False, repr=False)  # see `Program.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `Program.needs_inputs`
+    checked: set[Any] = field(init=False, repr=False, compare=False)  # calls whose tensors fit; see `cp_fast.calls`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_for(self))
         object.__setattr__(self, "kept", self.program.kept)
         object.__setattr__(self, "needs_inputs", self.program.needs_inputs)
+        object.__setattr__(self, "checked", set())
 
     def __copy__(self) -> Plan:
         if self.room is not None:
@@ -155,6 +157,7 @@ class Plan(OfThisProcess, plans.Plan):
             "steps": steps,
             "program": self.fixed.overwrite(fitted),
             "handle": handle_for(self),
+            "checked": set(),
         }
         for name, value in changed.items():
             object.__setattr__(self, name, value)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -51,29 +51,36 @@ class Streams:
 
     def __init__(self, host: Host, rank: int) -> None:
         self._host, self._random = host, random.Random(rank)
-        self.captures = False
+        self.captures, self.aside = False, "aside"
 
     def capturing(self) -> bool:
         return self.captures
 
-    def signal(self, *words: tuple[torch.Tensor, int]) -> None:
+    def here(self) -> str:
+        return "here"
+
+    def copy(self, stream: str, to: int, source: int, size: int) -> None:
+        assert stream in ("here", self.aside)
+        ctypes.memmove(to, source, size)
+
+    def signal(self, stream: str, *words: tuple[torch.Tensor, int]) -> None:
         time.sleep(self._random.choice([0.0, 0.0, 2e-3]))
         with self._host.changed:
             for word, number in words:
                 word.fill_(number)
             self._host.changed.notify_all()
 
-    def wait(self, word: torch.Tensor, number: int) -> None:
+    def wait(self, stream: str, word: torch.Tensor, number: int) -> None:
         with self._host.changed:
             assert self._host.changed.wait_for(lambda: int(word) >= number, PATIENCE), "a word was waited for in vain"
 
-    def aside(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def fork(self, here: str) -> None:
+        pass
 
     def mark(self) -> None:
-        return None
+        pass
 
-    def join(self, mark: None) -> None:
+    def join(self, here: str) -> None:
         pass
 
 
@@ -108,13 +115,14 @@ def member(host: Host, rank: int) -> PeerMessages:
 
     ranks, ended = range(host.size), torch.zeros(1, dtype=torch.int32)
     shared = Shared(
-        host.lanes,
+        [x.data_ptr() for x in host.lanes],
         [word(rank, sender) for sender in ranks],
         [word(receiver, rank) for receiver in ranks],
         [word(rank, host.size + receiver) for receiver in ranks],
         [word(sender, host.size + rank) for sender in ranks],
         host.sizes,
         host.words[rank],
+        keeps=host,
     )
     watch = Watch([f"rank {n}" for n in ranks], rank, 600, lambda: int(ended), ended, lambda why: None)
     return PeerMessages(Wires(host, rank), shared, Streams(host, rank), watch)
