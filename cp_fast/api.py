@@ -39,8 +39,10 @@ def attention(
     beside_plan, arguments = arguments, problem_arguments(arguments)
     distributed = any(hasattr(x, "placements") for x in (q, k, v))
     if torch.compiler.is_compiling() and (distributed or not isinstance(plan, Plan)):
+        from cp_fast.outside_graphs import attention_outside_graphs  # imports Dynamo, as long as importing PyTorch
+
         how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
-        return _outside_graphs(q, k, v, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
+        return attention_outside_graphs(q, k, v, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
     given = {"q": q, "k": k, "v": v}
     q, k, v = (autocast(local_part(x)) for x in (q, k, v))
     softmax_offset = one_a_head(softmax_offset)
@@ -66,10 +68,3 @@ def attention(
     call = agree_on_forward(made, cp, look, flags, q, k, v, softmax_offset)
     results = Attention.apply(made, cp, *flags, call, q, k, v, softmax_offset)
     return asked_for(results, return_lse, return_max_logit)
-
-
-@torch.compiler.disable(
-    reason="attention makes plans and looks at DTensors outside of graphs: call make_plan outside, give local tensors"
-)
-def _outside_graphs(*tensors: torch.Tensor, **arguments: Any) -> Any:
-    return attention(*tensors, **arguments)
