@@ -13,6 +13,7 @@ from benchmarks.conformance_gpu import Counts, Work, play, summary
 from conformance.adapters.cp_fast import cpu
 from conformance.record import Played
 from conformance.runner import InProcess, Task
+from tests.gpu import lost_ranks, over_processes
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [*((kind, 0) for kind in conformance_gpu.KINDS), ("areas", 2)])
@@ -48,3 +49,32 @@ def test_what_is_wrong_refused_or_not_reached_is_told(capsys: pytest.CaptureFixt
     assert "FAILED: 3 findings" in said
     assert summary({("cpu", "layouts"): Counts()}, 6, []) == 2
     assert summary({("cpu", "layouts"): Counts(problems=6)}, 6, ["worker 1 died"]) == 1
+
+
+def test_processes_give_what_the_simulated_group_gives() -> None:
+    """Over gloo; some plays, of which the last one comes with an update."""
+    everything = over_processes.plays(2, "cpu")
+    todo = [*everything[:-2:23], next(play for play in everything if play.way == "updated")]
+    found = over_processes.run(todo, "cpu", 120.0)
+    assert found["counts"]["right"] == len(todo), found
+    assert found["exit codes"] == [0, 0]
+
+
+def test_plays_that_differ_do_not_end_or_are_not_reached_are_told() -> None:
+    one, two, three, four = over_processes.plays(2, "cpu")[:4]
+    ends = [{"case": str(play), "found": {"out": "12"}, "seconds": 1.0} for play in (one, two)]
+    begins = [{"case": str(play), "begins": True} for play in (one, two, three)]
+    alone = [{"case": str(one), "simulated": [{"out": "12"}] * 2, "error": 1e-3}]
+    alone += [{"case": str(two), "simulated": [{"out": "12"}, {"out": "34"}], "error": 1e-3}]
+    found = over_processes.judged([one, two, three, four], [begins + ends + alone, begins + ends])
+    assert [case["verdict"] for case in found["cases"]] == ["right", "wrong", "did not end", "not reached"]
+    assert found["cases"][1]["differs on ranks"] == [1]
+    far = [{**alone[0], "error": 1.0}]
+    assert over_processes.judged([one], [ends + far, ends])["counts"]["wrong"] == 1
+
+
+@pytest.mark.faults
+def test_a_lost_rank_is_named() -> None:
+    (found,) = lost_ranks.play([lost_ranks.Case("group", "SIGKILL", "backward", 2, "cpu", 6.0)])
+    assert found["verdict"] == "right", found
+    assert found["named by"] == [0], found
