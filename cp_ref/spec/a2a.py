@@ -22,11 +22,13 @@ From DeepSpeed-Ulysses (Jacobs et al., 2023) and USP (Fang and Zhao, 2024).
 
 from __future__ import annotations
 
+import numpy as np
+
 from cp_ref.spec.ownership import Fragments
 from cp_ref.spec.p2p import RingMember, ring_programs
 from cp_ref.spec.schedule import Heads, Message, Pieces, Program, Step, tag
 from cp_ref.spec.stages import in_stages
-from cp_ref.spec.units import Units, spans_by
+from cp_ref.spec.units import Units, merged
 from cp_ref.spec.workload import Workload
 
 __all__ = ["head_ranges", "plan_a2a_rank"]
@@ -87,9 +89,9 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
 
 def _active_rows(units: Units, unit: int) -> tuple[list[Fragments], list[Fragments]]:
     """The query rows of each rank of the group that see any key, and the key rows that any query sees."""
-    sees, seen = units.sees(unit), units.seen(unit)
-    queries = spans_by(sees.reader - unit, sees.q_start, sees.q_stop).of(0)
-    keys = spans_by(seen.owner - unit, seen.k_start, seen.k_stop).of(0)
+    alike = np.zeros(units.count, dtype=int)
+    (sees,), (seen,) = units.sees(unit, alike), units.seen(unit, alike)
+    queries, keys = merged(sees.q_start, sees.q_stop), merged(seen.k_start, seen.k_stop)
     ranks, ownership = range(unit * units.size, (unit + 1) * units.size), units.workload.ownership
     return (
         [ownership.q.of(rank).within(*queries) for rank in ranks],
