@@ -21,7 +21,7 @@ from cp_fast.planning.tables import one_range
 from cp_fast.planning.windows import WindowRule, band_tiles, own_window
 from cp_ref.spec import OPERANDS, UNBOUNDED, Column, Message, Problem, Step, Tiles, make_program
 from cp_ref.spec.areas import pairs
-from cp_ref.spec.units import spans_by
+from cp_ref.spec.units import merged
 
 __all__ = ["LaunchCounts", "RankCounts", "StepCounts", "count_alone", "count_rank", "item_bytes"]
 
@@ -45,14 +45,16 @@ class LaunchCounts(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """One step: launches; bytes by peer, both ways; of those received the operands' bytes; bytes of own rows that are
-    gathered for launches; tensors that are posted; bytes that the GPU reads and writes to pack, gather and add up.
+    """One step: launches; bytes by peer, both ways; of those received the bytes of operands; bytes that stay until the
+    end of the backward pass, as heads are exchanged; bytes of own rows that are gathered for launches; tensors that are
+    posted; bytes that the GPU reads and writes to pack, gather and add up.
     """
 
     launches: tuple[LaunchCounts, ...]
     sent: dict[int, int]
     received: dict[int, int]
     operands: int
+    kept: int
     gathered: int
     tensors: int
     moved: int
@@ -84,8 +86,8 @@ def count_alone(problem: Problem) -> LaunchCounts:
     return LaunchCounts(problem.heads_q, problem.heads_kv, _size(rows), _size(keys), problem.pairs)
 
 
-def count_rank(problem: Problem, rank: int) -> RankCounts:
-    """Both passes of one rank, in the schedule that the planner makes of a problem.
+def count_rank(problem: Problem, rank: int, stages: tuple[int, ...] | None = None) -> RankCounts:
+    """Both passes of one rank, in the schedule that the planner makes of a problem; `stages`: see `make_program`.
 
     >>> from cp_ref.spec import Sequence
     >>> ring = Problem(2, (Sequence(8, 8, 8, 8),), heads_q=2, d_qk=4, d_v=4, dtype="bfloat16")
@@ -94,12 +96,12 @@ def count_rank(problem: Problem, rank: int) -> RankCounts:
     (LaunchCounts(heads=2, heads_kv=1, rows=4, keys=4, pairs=10),) {1: 64}
     (LaunchCounts(heads=2, heads_kv=1, rows=2, keys=4, pairs=8),) {}
     """
-    forward, backward = make_program(problem, rank)
+    forward, backward = make_program(problem, rank, stages)
     own = RowMap.of(problem.workload.ownership.q.of(rank)) if problem.a2a_size == 1 else None
     launches = _Launches(problem, own)
     found = []
     for program, results in ((forward, ("out",)), (backward, ("dq", "dkv"))):
-        one = _Pass(problem, launches, results)
+        one = _Pass(problem, rank, launches, results)
         found.append(tuple(one.step(step) for step in program))
     return RankCounts(*found)
 
@@ -158,6 +160,7 @@ class _Pass:
     """
 
     problem: Problem
+    rank: int
     launches: _Launches
     results: tuple[str, ...]
     have: dict[tuple[str, Heads], Spans] = field(default_factory=dict)
@@ -167,11 +170,13 @@ class _Pass:
         """The next step."""
         sums = any(m.kind == "dkv" and _overlap(_spans(m), self.arrived) for m in step.sends)  # passed on, added to
         sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
-        moved = operands = 0
+        size_of_group = self.problem.a2a_size
+        moved = operands = kept = 0
         for message in step.sends:
             size = self._bytes(message, sums)
             sent[message.peer] += size
             moved += 2 * size
+            kept += size * (message.kind == "out" and message.complete)
         launches = self.launches.of(step.tiles) if len(step.tiles) else []
         gathered = sum(map(self._gathered, launches))
         moved += 2 * gathered
@@ -186,12 +191,12 @@ class _Pass:
         for message in step.recvs:
             size = self._bytes(message, sums)
             received[message.peer] += size
-            if message.kind in OPERANDS:
+            if message.kind in OPERANDS and message.peer // size_of_group == self.rank // size_of_group:
+                joined = size * size_of_group // (size_of_group - 1)  # put beside the own rows of these heads
+                moved += 2 * joined
+                kept += joined if message.kind != "do" else 2 * joined + size  # and with dout the out of these rows
+            elif message.kind in OPERANDS:
                 operands += size
-                if (
-                    not step.tiles and self.problem.a2a_size > 1
-                ):  # of an exchange: put beside the own rows of these heads
-                    moved += 2 * size * self.problem.a2a_size // (self.problem.a2a_size - 1)
             elif message.complete:
                 moved += 2 * size
             else:
@@ -201,7 +206,7 @@ class _Pass:
                     self.arrived = _union(self.arrived, _spans(message))
         tensors = sum(_TENSORS[message.kind] for message in (*step.sends, *step.recvs))
         counts = tuple(x.counts for x in launches)
-        return StepCounts(counts, dict(sent), dict(received), operands, gathered, tensors, moved)
+        return StepCounts(counts, dict(sent), dict(received), operands, kept, gathered, tensors, moved)
 
     def _gathered(self, launch: _Launch) -> int:
         """Bytes of the launch's queries, in the backward pass of dout and out too, if they lie apart in the buffer."""
@@ -254,8 +259,7 @@ def _union(one: Spans, other: Spans = _NOTHING) -> Spans:
     >>> _size(_union((np.array([0, 4]), np.array([3, 8])), (np.array([2]), np.array([5]))))
     8
     """
-    start, stop = np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]])
-    return spans_by(np.zeros_like(start), start, stop).of(0)
+    return merged(np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]]))
 
 
 def _overlap(one: Spans, other: Spans) -> bool:
