@@ -3,10 +3,11 @@
     python benchmarks/attention.py --gpus 4 --tokens 65536 --schedules p2p,all_gather,a2a,a2a+p2p --out results.csv
 
 efficiency = (time of the whole problem on one GPU, kernel alone, no context parallelism) / gpus / (time over the gpus).
-A time is that of several calls in a row over their number, as layers follow each other in training. Both are measured
-in turns (A B A B), with CUDA events, on all GPUs at once; of both the slowest GPU counts, and the median of the rounds
-is reported. Before that, each schedule's out, dq, dk, dv are compared with the single GPU's; where they differ nothing
-is reported. `host_ms` is what the host needs to launch one call, forward and backward.
+A time is that of several calls in a row over their number, as layers follow each other in training; the one GPU makes
+`gpus` times fewer, so that both take equally long, and what the host needs for the first call weighs equally. Both are
+measured in turns (A B A B), with CUDA events, on all GPUs at once; of both the slowest GPU counts, and the median of
+the rounds is reported. Before that, each schedule's out, dq, dk, dv are compared with the single GPU's; where they
+differ nothing is reported. `host_ms` is what the host needs to launch one call, forward and backward.
 
     --layouts dual_chunk,balanced   each schedule under each layout, in turns too
     --messages peers,group   each schedule with messages through peers' memory, and by NCCL, in turns too
@@ -205,10 +206,11 @@ def measure(job: Job, one: tuple[Callable[[], Any], Callable[[], Any]], contende
             contender.forward()
             contender.both()
     rounds: list[list[list[float]]] = [[] for _ in contenders]
+    fewer = max(job.calls // job.gpus, 1)
     for _ in range(job.rounds):
         for times, contender in zip(rounds, contenders, strict=True):
-            forward = seconds(one[0], 1), seconds(contender.forward, job.calls)
-            both = seconds(one[1], 1), seconds(contender.both, job.calls)
+            forward = seconds(one[0], fewer), seconds(contender.forward, job.calls)
+            both = seconds(one[1], fewer), seconds(contender.both, job.calls)
             times.append([*forward, *both])
     return [[statistics.median(column) for column in zip(*times, strict=True)] for times in rounds]
 
@@ -276,7 +278,7 @@ def main(
     trace: Annotated[Path | None, typer.Option(help="Folder for Chrome traces and pictures.")] = None,
     backend: Annotated[str, typer.Option(help="The kernel library.")] = "fa4",
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
-    calls: Annotated[int, typer.Option(help="Calls in a row in a round, over all GPUs.")] = 4,
+    calls: Annotated[int, typer.Option(help="Calls in a row in a round, over all GPUs.")] = 8,
     commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "",
     out: Annotated[Path | None, typer.Option(help="CSV file to append to.")] = None,
 ) -> None:
