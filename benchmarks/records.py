@@ -16,11 +16,11 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Record:
-    """One row. Times in ms; None where its commit did not measure it. `messages`: "peers" or "group"."""
+    """One row. Times in ms, None where its commit did not measure them. `messages`: "peers", "group" or "graph"."""
 
     file: str
     commit: str
-    what: str  # "cp_fast", or a peer
+    library: str
     problem: Problem
     messages: str
     forward_ms: float
@@ -81,7 +81,7 @@ def _record(file: str, row: dict[str, str]) -> Record:
     return Record(
         file,
         row["commit"][:7],
-        row.get("contender", "cp_fast"),
+        row.get("library", "cp_fast"),
         problem,
         row.get("messages") or "group",
         float(row["forward_ms"]),
