@@ -23,7 +23,16 @@ from cp_ref.spec import OPERANDS, UNBOUNDED, Column, Message, Problem, Step, Til
 from cp_ref.spec.areas import pairs
 from cp_ref.spec.units import merged
 
-__all__ = ["LaunchCounts", "RankCounts", "StepCounts", "count_alone", "count_rank", "item_bytes"]
+__all__ = [
+    "Launch",
+    "LaunchCounts",
+    "RankCounts",
+    "StepCounts",
+    "count_alone",
+    "count_rank",
+    "item_bytes",
+    "launches_of",
+]
 
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window, see `cp_fast.plan`
 _ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -97,22 +106,26 @@ def count_rank(problem: Problem, rank: int, stages: tuple[int, ...] | None = Non
     (LaunchCounts(heads=2, heads_kv=1, rows=2, keys=4, pairs=8),) {}
     """
     forward, backward = make_program(problem, rank, stages)
-    own = RowMap.of(problem.workload.ownership.q.of(rank)) if problem.a2a_size == 1 else None
-    launches = _Launches(problem, own)
-    found = []
+    launches, found = _Launches.of_rank(problem, rank), []
     for program, results in ((forward, ("out",)), (backward, ("dq", "dkv"))):
         one = _Pass(problem, rank, launches, results)
         found.append(tuple(one.step(step) for step in program))
     return RankCounts(*found)
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """A launch: its counts, its heads, and its rows."""
 
     counts: LaunchCounts
     heads: Heads
     kv_heads: Heads
     table: LaunchTable
+
+
+def launches_of(problem: Problem, rank: int) -> list[Launch]:
+    """All launches of one rank's forward pass, whose backward pass has the same ones."""
+    launches, (forward, _) = _Launches.of_rank(problem, rank), make_program(problem, rank)
+    return [launch for step in forward if len(step.tiles) for launch in launches.of(step.tiles)]
 
 
 @dataclass
@@ -123,16 +136,22 @@ class _Launches:
 
     problem: Problem
     own: RowMap | None
-    _known: dict[int, tuple[Tiles, list[_Launch]]] = field(default_factory=dict)
+    _known: dict[int, tuple[Tiles, list[Launch]]] = field(default_factory=dict)
 
-    def of(self, tiles: Tiles) -> list[_Launch]:
+    @staticmethod
+    def of_rank(problem: Problem, rank: int) -> _Launches:
+        """Those of one rank's tiles."""
+        own = problem.workload.ownership.q.of(rank)
+        return _Launches(problem, RowMap.of(own) if problem.a2a_size == 1 else None)
+
+    def of(self, tiles: Tiles) -> list[Launch]:
         """The launches of a step's tiles."""
         if id(tiles) not in self._known:
             self._known[id(tiles)] = tiles, self._made(tiles)
         return self._known[id(tiles)][1]
 
-    def _made(self, tiles: Tiles) -> list[_Launch]:
-        problem, found = self.problem, list[_Launch]()
+    def _made(self, tiles: Tiles) -> list[Launch]:
+        problem, found = self.problem, list[Launch]()
         rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
         for heads in sorted({*zip(tiles.head_start.tolist(), tiles.head_stop.tolist(), strict=True)}):
             some = tiles.take((tiles.head_start == heads[0]) & (tiles.head_stop == heads[1]))
@@ -141,7 +160,7 @@ class _Launches:
             for table in launch_tables(banded, rule) if len(banded) else ():
                 sizes = int(table.lengths_q.sum()), int(table.lengths_k.sum()), _visible(table)
                 counts = LaunchCounts(heads[1] - heads[0], kv_heads[1] - kv_heads[0], *sizes)
-                found.append(_Launch(counts, heads, kv_heads, table))
+                found.append(Launch(counts, heads, kv_heads, table))
         return found
 
 
@@ -208,7 +227,7 @@ class _Pass:
         counts = tuple(x.counts for x in launches)
         return StepCounts(counts, dict(sent), dict(received), operands, kept, gathered, tensors, moved)
 
-    def _gathered(self, launch: _Launch) -> int:
+    def _gathered(self, launch: Launch) -> int:
         """Bytes of the launch's queries, in the backward pass of dout and out too, if they lie apart in the buffer."""
         own = self.launches.own
         if own is None:
