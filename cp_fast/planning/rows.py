@@ -25,7 +25,7 @@ class Located:
     row: Column
     count: Column
 
-    @property
+    @cached_property
     def spans(self) -> Spans:
         """The global rows that were found."""
         return self.start, self.start + self.count
@@ -39,6 +39,11 @@ class Located:
     def by_row(self) -> Column:
         """The order in which they lie in the buffer."""
         return np.argsort(self.row, kind="stable")
+
+    @cached_property
+    def rows_in_order(self) -> tuple[Column, Column]:
+        """The rows and their numbers, in the order in which they lie in the buffer."""
+        return self.row[self.by_row], self.count[self.by_row]
 
 
 class RowMap:
@@ -103,6 +108,12 @@ class RowMap:
         first, last = np.maximum(start[number], self.start[here]), np.minimum(stop[number], self.stop[here])
         return Located(number, first, first + (self.row - self.start)[here], last - first)
 
+    def meets(self, spans: Spans) -> bool:
+        """Whether any of these rows is here; none of the spans is empty."""
+        here = np.searchsorted(self.stop, spans[0], side="right")
+        there = here < len(self)
+        return bool((self.start[here[there]] < spans[1][there]).any())
+
     def may_cover(self, spans: Spans) -> bool:
         """Whether the first of these rows is here: most buffers that lack some rows lack that one."""
         if not len(spans[0]):
@@ -134,7 +145,9 @@ def same_spans(spans: Spans, others: Spans) -> bool:
     (start, stop), (start_2, stop_2) = spans, others
     if start is start_2 and stop is stop_2:
         return True
-    return len(start) == len(start_2) and bool((start == start_2).all() and (stop == stop_2).all())
+    if len(start) != len(start_2) or (len(start) and (start[0] != start_2[0] or stop[-1] != stop_2[-1])):
+        return False
+    return bool((start == start_2).all() and (stop == stop_2).all())
 
 
 def count(spans: Spans) -> int:

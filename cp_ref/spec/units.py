@@ -21,14 +21,12 @@ import numpy as np
 
 from cp_ref.spec.areas import UNBOUNDED, crop
 from cp_ref.spec.ownership import Fragments, grouped
-from cp_ref.spec.table import Column, Table, joined, ordered_by
+from cp_ref.spec.table import Column, Table, in_blocks, joined, ordered_by
 from cp_ref.spec.workload import Workload
 
 __all__ = ["Sights", "Spans", "Units", "merged", "spans_by"]
 
 Spans = tuple[Column, Column]  # (start, stop)
-
-_BLOCK = 2**14  # rectangles that are worked on at a time: their columns stay in the processor's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,13 +175,11 @@ class Units:
         order, ends = ordered_by(group[peer], count)
         n, k, peer = n[order], k[order], peer[order]
 
-        def block(first: int) -> Sights:
-            here = slice(first, first + _BLOCK)
-            m, key = n[here], k[here]
-            start, stop = np.maximum(k0[m], keys.start[key]), np.minimum(k1[m], keys.stop[key])
-            return Sights(peer[here], area[m], *crop(q0[m], q1[m], start, stop, lo[m], hi[m]))
+        def rectangles(n: Column, k: Column) -> tuple[Column, ...]:
+            start, stop = np.maximum(k0[n], keys.start[k]), np.minimum(k1[n], keys.stop[k])
+            return area[n], *crop(q0[n], q1[n], start, stop, lo[n], hi[n])
 
-        found = Sights.concat([block(first) for first in range(0, max(len(n), 1), _BLOCK)])
+        found = Sights(peer, *in_blocks(rectangles)(n, k))
         there = (found.q_start < found.q_stop) & (found.k_start < found.k_stop)
         if not there.all():
             found = found.take(there)
