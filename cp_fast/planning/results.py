@@ -103,7 +103,7 @@ class Results:
 
     def _own_leave(self, kind: str, out: _Outgoing) -> bool:
         """Whether results of own rows are handed over, which then need not stay at home."""
-        return self.own[kind].meets((out.rows.start, out.rows.stop))
+        return self.own[kind].meets(out.rows)
 
     def sent_complete(self) -> list[tuple[str, Heads, RowMap]]:
         """(sums, heads, rows) of the outs that leave this rank complete; after `announce` of the forward pass."""

@@ -108,11 +108,12 @@ class RowMap:
         first, last = np.maximum(start[number], self.start[here]), np.minimum(stop[number], self.stop[here])
         return Located(number, first, first + (self.row - self.start)[here], last - first)
 
-    def meets(self, spans: Spans) -> bool:
-        """Whether any of these rows is here; none of the spans is empty."""
-        here = np.searchsorted(self.stop, spans[0], side="right")
-        there = here < len(self)
-        return bool((self.start[here[there]] < spans[1][there]).any())
+    def meets(self, other: RowMap) -> bool:
+        """Whether the buffers have a row in common; none of the spans is empty."""
+        few, many = sorted((self, other), key=len)
+        here = np.searchsorted(many.stop, few.start, side="right")
+        there = here < len(many)
+        return bool((many.start[here[there]] < few.stop[there]).any())
 
     def may_cover(self, spans: Spans) -> bool:
         """Whether the first of these rows is here: most buffers that lack some rows lack that one."""
