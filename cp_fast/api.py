@@ -36,39 +36,35 @@ def attention(
     **arguments: Any,
 ) -> Any:
     check_context(cp, ContextParallel)
-    arguments = problem_arguments(arguments)
+    beside_plan, arguments = arguments, problem_arguments(arguments)
     distributed = any(hasattr(x, "placements") for x in (q, k, v))
     if torch.compiler.is_compiling() and (distributed or not isinstance(plan, Plan)):
+        from cp_fast.outside_graphs import attention_outside_graphs  # imports Dynamo, as long as importing PyTorch
+
         how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
-        return _outside_graphs(q, k, v, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
+        return attention_outside_graphs(q, k, v, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
     given = {"q": q, "k": k, "v": v}
     q, k, v = (autocast(local_part(x)) for x in (q, k, v))
     softmax_offset = one_a_head(softmax_offset)
     if torch.compiler.is_compiling() and isinstance(plan, Plan):
         check_flag("return_lse", return_lse)
-        check_settled(plan.problem, **arguments)
+        check_settled(plan.problem, **beside_plan)
         results = attention_in_graph(plan, cp, deterministic, return_max_logit, return_lse, q, k, v, softmax_offset)
         return asked_for(results, return_lse, return_max_logit)
     refuse_transforms()
     flags = deterministic, return_max_logit, return_lse
     if isinstance(plan, Plan):
-        made, settled = plan, arguments
+        made = plan
     else:
-        made, settled = plan_of_call(Call(cp, given, (q, k, v), softmax_offset, *flags, on_host(arguments), plan)), {}
+        made = plan_of_call(Call(cp, given, (q, k, v), softmax_offset, *flags, on_host(arguments), plan))
+        beside_plan = {}
 
     def look() -> None:
         check_flag("return_lse", return_lse)
-        check_settled(made.problem, **settled)
+        check_settled(made.problem, **beside_plan)
         check_placements(cp, made.problem.qkv_format, softmax_offset, **given)
         check_planned_call(made, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
 
     call = agree_on_forward(made, cp, look, flags, q, k, v, softmax_offset)
     results = Attention.apply(made, cp, *flags, call, q, k, v, softmax_offset)
     return asked_for(results, return_lse, return_max_logit)
-
-
-@torch.compiler.disable(
-    reason="attention makes plans and looks at DTensors outside of graphs: call make_plan outside, give local tensors"
-)
-def _outside_graphs(*tensors: torch.Tensor, **arguments: Any) -> Any:
-    return attention(*tensors, **arguments)

@@ -20,6 +20,9 @@ from cp_ref.spec import (
     check_room_tensors,
 )
 
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_MOST_KINDS = 64  # of calls that one plan remembers
+
 __all__ = ["agree_on_forward", "check_planned_call", "requires_grad"]
 
 
@@ -59,9 +62,13 @@ def check_planned_call(
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
     """
+    check_plan_owner(plan.problem, plan.rank, cp)
+    flags = deterministic, max_logit
+    kind = (*flags, *map(type, flags), *map(_kind, (q, k, v))) if offset is None else None
+    if kind in plan.checked:  # that of another layer, or the step before
+        return
     check_flag("deterministic", deterministic)
     check_flag("return_max_logit", max_logit)
-    check_plan_owner(plan.problem, plan.rank, cp)
     check_local_tensors(plan.problem, cp.rank, q, k, v)
     check_room_tensors(plan.room, q, k)
     check_offset(plan.problem, offset, q)
@@ -70,3 +77,12 @@ def check_planned_call(
     asked = {f for f, wanted in ((Feature.DETERMINISTIC, deterministic), (Feature.MAX_LOGIT, max_logit)) if wanted}
     if missing := asked - plan.backend.features:
         raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
+    if kind is not None and len(plan.checked) < _MOST_KINDS:
+        plan.checked.add(kind)
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    """All of an argument that the checks look at; of what is no plain tensor, itself."""
+    if type(x) not in _TENSORS:
+        return (object(),)
+    return x.shape, x.dtype, x.device, x.layout

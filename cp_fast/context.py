@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
 
 from cp_fast.backends import BACKENDS
 from cp_fast.handles import OfThisProcess, handle_for
 from cp_fast.recent import recent_of
-from cp_fast.turns import Turn, alone_in, turns_of
+from cp_fast.turns import AloneIn, Turn, turns_of
 from cp_ref.common import context
 from cp_ref.common.processes import during
 
@@ -29,14 +29,27 @@ class ContextParallel(OfThisProcess, context.ContextParallel):
         """While a call is made: RuntimeError where another thread is inside one on the same group; a PeerError says
         what was called.
         """
-        return _call(self._turns, what)
+        return _Call(self._turns, what)
 
     def next_number(self) -> int:
         """Of the checked calls on the group, from 1."""
         return self._turns[0].next_number()
 
 
-@contextmanager
-def _call(turns: tuple[Turn, ...], what: str) -> Iterator[None]:
-    with alone_in(turns, what), during(what):
-        yield
+class _Call:
+    """A call on a context's group, alone and named."""
+
+    __slots__ = ("_alone", "_during")
+
+    def __init__(self, turns: tuple[Turn, ...], what: str) -> None:
+        self._alone, self._during = AloneIn(turns, what), during(what)
+
+    def __enter__(self) -> None:
+        self._alone.__enter__()
+        self._during.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._during.__exit__(*error)
+        finally:
+            self._alone.__exit__()

@@ -88,8 +88,8 @@ def run_backward(
     """
     program, problem = given.program, given.problem
     run = Run(given, program.backward, *(inputs or (None, None, None)), None, sizes=sizes, like=out)
-    run.held[OWN["do"]] = Held([dout], [] if dlse is None else [dlse])
-    run.held[OWN["res"]] = Held([out], [lse])
+    run.hold_own("do", [dout], [] if dlse is None else [dlse])
+    run.hold_own("res", [out], [lse])
     rest = iter(kept)
     for name in program.saved:
         if name not in OWN.values():

@@ -91,11 +91,13 @@ class Plan(OfThisProcess, plans.Plan):
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
     kept: str = field(init=False, repr=False)  # see `Program.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `Program.needs_inputs`
+    checked: set[Any] = field(init=False, repr=False, compare=False)  # calls whose tensors fit; see `cp_fast.calls`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_for(self))
         object.__setattr__(self, "kept", self.program.kept)
         object.__setattr__(self, "needs_inputs", self.program.needs_inputs)
+        object.__setattr__(self, "checked", set())
 
     def __copy__(self) -> Plan:
         if self.room is not None:
@@ -113,7 +115,7 @@ class Plan(OfThisProcess, plans.Plan):
         """What every rank sends, receives and computes, step by step; this rank's part is what `program` was lowered
         from.
         """
-        return self.custom or make_schedule(self.problem, {self.rank: self.steps})
+        return self.custom or make_schedule(self.problem, {self.rank: self.steps}, self.fixed and self.fixed.stages)
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
@@ -142,7 +144,7 @@ class Plan(OfThisProcess, plans.Plan):
             padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
             problem = next_batch(self.problem, self.room, **lengths, **padded)
             assert self.fixed is not None
-            steps = make_program(problem, self.rank)
+            steps = make_program(problem, self.rank, self.fixed.stages)
             draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
             return Agreement(problem, self.room), steps, self.fixed.fitted(draft, problem)
 
@@ -155,6 +157,7 @@ class Plan(OfThisProcess, plans.Plan):
             "steps": steps,
             "program": self.fixed.overwrite(fitted),
             "handle": handle_for(self),
+            "checked": set(),
         }
         for name, value in changed.items():
             object.__setattr__(self, name, value)

@@ -104,7 +104,8 @@ class Run:
         self.dtype, self.device, self.wide = like.dtype, like.device, wide_dtype(like.dtype)
         if self.q is not None and self.k is not None and self.v is not None:
             self.sizes = self.sizes or (self.q.shape[0], self.k.shape[0])
-            self.held[OWN["q"]], self.held[OWN["kv"]] = Held([self.q], []), Held([self.k, self.v], [])
+            self.hold_own("q", [self.q])
+            self.hold_own("kv", [self.k, self.v])
         problem = self.given.problem
         self._dims = {
             "q": (problem.d_qk,),
@@ -116,6 +117,10 @@ class Run:
             "dkv": (problem.d_qk, problem.d_v),
         }
 
+    def hold_own(self, kind: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor] = ()) -> None:
+        """The rank's own rows. Detached: kernel libraries that take addresses refuse what requires a gradient."""
+        self.held[OWN[kind]] = Held([x.detach() for x in rows], [x.detach() for x in columns])
+
     # ---- a step
 
     def post(self, where: str, step: LoweredStep[Rows]) -> _Pending:
@@ -126,7 +131,8 @@ class Run:
         for send in step.result_sends:
             rows = slice(send.start, send.start + send.size)
             handed = self._handed_over(send.sums)
-            sends += self._parcels(send.peer, send.tag, [x[rows] for x in handed.rows], _columns(handed.columns, rows))
+            columns = _columns_of(handed.columns, rows, (0, handed.rows[0].shape[1]))
+            sends += self._parcels(send.peer, send.tag, [x[rows] for x in handed.rows], columns)
         for name in {send.sums for send in step.result_sends}:
             if name not in self.given.program.saved_sums:
                 self.sent.pop(name, None)
@@ -191,9 +197,8 @@ class Run:
         if last is not None and _same(last[0], what):
             return last[1]
         held = self.held[what.buffer]
-        heads = slice(*what.heads)
-        rows = [x.contiguous() for x in self.given.kernels.take_rows([x[:, heads] for x in held.rows], what.rows)]
-        taken = rows, _columns([x[heads] for x in held.columns], what.rows)
+        rows = [x.contiguous() for x in self._rows_of(held.rows, what.rows, what.heads)]
+        taken = rows, _columns_of(held.columns, what.rows, what.heads)
         if what.buffer in OWN.values():
             self._taken[what.buffer] = what, taken
         return taken
@@ -203,12 +208,21 @@ class Run:
         if copy.target.buffer not in self.held:
             self.held[copy.target.buffer] = self._empty(buffer.kind, buffer.heads, buffer.size)
         target, heads = self.held[copy.target.buffer], slice(*copy.target.heads)
-        source, source_heads = self.held[copy.source.buffer], slice(*copy.source.heads)
-        rows = self.given.kernels.take_rows([x[:, source_heads] for x in source.rows], copy.source.rows)
-        columns = _columns([x[source_heads] for x in source.columns], copy.source.rows)
+        source = self.held[copy.source.buffer]
+        rows = self._rows_of(source.rows, copy.source.rows, copy.source.heads)
+        columns = _columns_of(source.columns, copy.source.rows, copy.source.heads)
         self.given.kernels.put_rows_([x[:, heads] for x in target.rows], rows, copy.target.rows)
         for into, x in zip(target.columns, columns, strict=True):
             _put_columns(into[heads], x, copy.target.rows)
+
+    def _rows_of(self, tensors: Sequence[torch.Tensor], rows: Rows, heads: Heads) -> Sequence[torch.Tensor]:
+        """Rows and heads of tensors by row: they themselves where that is all of them, which costs the host nothing."""
+        if not tensors:
+            return tensors
+        size, count, *_ = tensors[0].shape
+        if heads != (0, count):
+            tensors = [x[:, heads[0] : heads[1]] for x in tensors]
+        return tensors if _is_all(rows, size) else self.given.kernels.take_rows(tensors, rows)
 
     def _empty(self, kind: str, heads: Heads, size: int, dtype: torch.dtype | None = None) -> Held:
         """Room for operands or results of one kind."""
@@ -233,13 +247,13 @@ class Run:
         held, found = self.held[send.buffer], []
         alone = len(send.peers) == 1 and send.heads == held.rows[0].shape[1]
         packed = (
-            [x[None] for x in self.given.kernels.take_rows(held.rows, send.rows)]
+            [[x] for x in self._rows_of(held.rows, send.rows, (0, send.heads))]
             if alone
             else [self.given.kernels.heads_to_front(x, send.rows, send.first_heads, send.heads) for x in held.rows]
         )
-        columns = _columns(held.columns, send.rows)
         for n, (peer, tag, first) in enumerate(zip(send.peers, send.tags, send.first_heads, strict=True)):
-            found += self._parcels(peer, tag, [x[n] for x in packed], [x[first : first + send.heads] for x in columns])
+            columns = _columns_of(held.columns, send.rows, (first, first + send.heads))
+            found += self._parcels(peer, tag, [x[n] for x in packed], columns)
         return found
 
     def _parcels(
@@ -256,10 +270,8 @@ class Run:
     ) -> None:
         """Hand a partial result to the totals that it is a part of."""
         for c in into:
-            heads = slice(*c.heads)
-            whole = c.heads == (0, rows[0].shape[1])
-            mine = self.given.kernels.take_rows([x if whole else x[:, heads] for x in rows], c.rows)
-            of_heads = None if lse is None else _columns([lse[heads]], c.rows)[0]
+            mine = self._rows_of(rows, c.rows, c.heads)
+            of_heads = None if lse is None else _columns_of([lse], c.rows, c.heads)[0]
             self._total(c.sums).add(Part(tuple(mine), of_heads, c.into, slice(*c.into_heads)))
 
     def settle(self, results: Sequence[Contribution[Rows]]) -> None:
@@ -336,7 +348,9 @@ class Run:
             for first, x in zip(done.first_heads, done.columns, strict=False):
                 assert lse is not None
                 _put_columns(lse[first : first + len(x)], x, done.into)
-        return [x[:size] for x in rows], None if lse is None else lse[:, :size].contiguous()
+        if rows[0].shape[0] > size:
+            return [x[:size] for x in rows], None if lse is None else lse[:, :size].contiguous()
+        return rows, lse
 
 
 def _for_the_same_rows(recvs: Sequence[ResultRecv[Rows]]) -> list[list[ResultRecv[Rows]]]:
@@ -363,9 +377,21 @@ def _same(one: Operand[Rows], other: Operand[Rows]) -> bool:
     return one.heads == other.heads and (one.rows is other.rows or slices)
 
 
-def _columns(tensors: Sequence[torch.Tensor], rows: Rows) -> list[torch.Tensor]:
-    """Rows of LSEs [h, t], which have them on their second axis; contiguous."""
-    return [(x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)).contiguous() for x in tensors]
+def _is_all(rows: Rows, size: int) -> bool:
+    return isinstance(rows, slice) and rows.start == 0 and rows.stop == size
+
+
+def _columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: Heads) -> list[torch.Tensor]:
+    """Rows and heads of LSEs [h, t], which have rows on their second axis; contiguous."""
+    found: list[torch.Tensor] = []
+    for x in tensors:
+        count, size = x.shape
+        if heads != (0, count):
+            x = x[heads[0] : heads[1]]
+        if not _is_all(rows, size):
+            x = x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)
+        found.append(x.contiguous())
+    return found
 
 
 def _put_columns(into: torch.Tensor, x: torch.Tensor, rows: Rows) -> None:

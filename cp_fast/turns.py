@@ -7,14 +7,12 @@ would only hide that the ranks may begin them in different orders: the second on
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Turn", "alone_in", "turns_of"]
+__all__ = ["AloneIn", "Turn", "turns_of"]
 
 
 class Turn:
@@ -31,17 +29,15 @@ class Turn:
         self._number += 1
         return self._number
 
-    @contextmanager
-    def taken(self, what: str) -> Iterator[None]:
-        """Hold it; a thread that has it already keeps it.
+    def take(self, what: str) -> bool:
+        """Take it, for `what`; False where this thread has it already.
 
         Raises:
             RuntimeError: another thread has it.
         """
         here = threading.current_thread()
         if self._thread is here:
-            yield
-            return
+            return False
         if not self._lock.acquire(blocking=False):
             other = self._thread
             raise RuntimeError(
@@ -51,11 +47,12 @@ class Turn:
                 "(torch.distributed.new_group)"
             )
         self._thread, self._what = here, what
-        try:
-            yield
-        finally:
-            self._thread = None
-            self._lock.release()
+        return True
+
+    def give_back(self) -> None:
+        """Let others take it."""
+        self._thread = None
+        self._lock.release()
 
 
 _turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
@@ -78,11 +75,28 @@ def _turn_of(part: Any) -> Turn:
         return Turn()
 
 
-@contextmanager
-def alone_in(turns: tuple[Turn, ...], what: str) -> Iterator[None]:
-    """Hold all of a context's turns while `what` is called."""
-    if not turns:
-        yield
-        return
-    with turns[0].taken(what), alone_in(turns[1:], what):
-        yield
+class AloneIn:
+    """Hold all of a context's turns while `what` is called; those that this thread has already it keeps.
+
+    Raises:
+        RuntimeError: another thread has one of them.
+    """
+
+    __slots__ = ("_taken", "_turns", "_what")
+
+    def __init__(self, turns: tuple[Turn, ...], what: str) -> None:
+        self._turns, self._what = turns, what
+        self._taken: list[Turn] = []
+
+    def __enter__(self) -> None:
+        try:
+            for turn in self._turns:
+                if turn.take(self._what):
+                    self._taken.append(turn)
+        except RuntimeError:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        while self._taken:
+            self._taken.pop().give_back()

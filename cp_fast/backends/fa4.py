@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from threading import Lock
 from types import ModuleType
@@ -33,7 +31,8 @@ import torch
 
 from cp_fast.backends.base import Gradients, NotInstalled, Partial, Segments
 from cp_fast.backends.dims import round_up, trim, widen
-from cp_fast.backends.fa4_cache import keep_on_disk, says_when_it_compiles
+from cp_fast.backends.fa4_cache import keep_on_disk
+from cp_fast.backends.fa4_recorded import Launches
 from cp_ref.spec import Feature
 
 __all__ = ["Fa4Backend"]
@@ -74,16 +73,15 @@ class Fa4Backend:
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
         d_qk, d_v = _forward_dims(q.shape[2], v.shape[2])
-        with _launching("_flash_attn_fwd", q.device) as launch:
-            out, lse, *_ = launch(
-                _operand(q, d_qk),
-                _operand(k, d_qk),
-                _operand(v, d_v),
-                **_band(segments),
-                softmax_scale=scale,
-                softcap=softcap if softcap > 0 else None,
-                return_lse=True,
-            )
+        tensors: dict[str, torch.Tensor | None] = {
+            "q": _operand(q, d_qk),
+            "k": _operand(k, d_qk),
+            "v": _operand(v, d_v),
+            "cu_seqlens_q": segments.device_cu_q,
+            "cu_seqlens_k": segments.device_cu_kv,
+        }
+        how = {"softmax_scale": scale, "softcap": softcap if softcap > 0 else None, "return_lse": True}
+        out, lse = _launch("_flash_attn_fwd", q.device, tensors, _band(segments) | how, 2)
         return Partial(trim(out, v.shape[2]), lse, None)
 
     @torch.no_grad()
@@ -110,30 +108,33 @@ class Fa4Backend:
                 "max_seqlen_q": max(segments.max_q, _SEVERAL_BLOCKS),
                 "max_seqlen_k": max(segments.max_kv, _SEVERAL_BLOCKS),
             }
-        with _launching("_flash_attn_bwd", q.device) as launch:
-            dq, dk, dv = launch(
-                _operand(q, d_qk),
-                _operand(k, d_qk),
-                _operand(v, d_v),
-                _operand(out, d_v),
-                _operand(dout, d_v),
-                lse.contiguous(),
-                **_band(segments),
-                **longest,
-                softmax_scale=scale,
-                softcap=max(softcap, 0.0),
-                deterministic=deterministic,
-                dlse=None if dlse is None else dlse.contiguous(),
-            )
+        tensors: dict[str, torch.Tensor | None] = {
+            "q": _operand(q, d_qk),
+            "k": _operand(k, d_qk),
+            "v": _operand(v, d_v),
+            "out": _operand(out, d_v),
+            "dout": _operand(dout, d_v),
+            "lse": lse.contiguous(),
+            "dlse": None if dlse is None else dlse.contiguous(),
+            "cu_seqlens_q": segments.device_cu_q,
+            "cu_seqlens_k": segments.device_cu_kv,
+        }
+        how = {"softmax_scale": scale, "softcap": max(softcap, 0.0), "deterministic": deterministic}
+        dq, dk, dv = _launch("_flash_attn_bwd", q.device, tensors, _band(segments) | longest | how, 3)
         return Gradients(trim(dq, q.shape[2]), trim(dk, q.shape[2]), trim(dv, v.shape[2]))
 
 
-@contextmanager
-def _launching(name: str, device: torch.device) -> Iterator[Callable[..., Any]]:
-    """One of the library's functions, for one thread at a time and on this device."""
-    library = _interface()
-    with _launch_lock, torch.cuda.device(device), says_when_it_compiles(library, name):
-        yield getattr(library, name)
+def _launch(
+    name: str, device: torch.device, tensors: dict[str, torch.Tensor | None], numbers: dict[str, Any], results: int
+) -> tuple[torch.Tensor, ...]:
+    """One of the library's functions, for one thread at a time and on this device: so many of its results."""
+    with _launch_lock, torch.cuda.device(device):
+        return _launches(_interface(), name)(tensors, numbers, results)
+
+
+@cache
+def _launches(library: ModuleType, name: str) -> Launches:
+    return Launches(library, name)
 
 
 @cache
@@ -166,13 +167,11 @@ def _why_not() -> str | None:
 
 
 def _band(segments: Segments) -> dict[str, Any]:
-    """Segments as the library's arguments."""
+    """The window of segments as the library's arguments."""
     left, right = segments.left, segments.right
     if left is not None and right is not None and left < 0 and right < 0:
         raise ValueError(f"backend 'fa4' takes a window of ({left}, {right}) for unbounded; no row sees anything in it")
     return {
-        "cu_seqlens_q": segments.device_cu_q,
-        "cu_seqlens_k": segments.device_cu_kv,
         "causal": False,
         "window_size_left": left,
         "window_size_right": right,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
-from types import ModuleType
+from typing import Any
 
 from cp_fast.remarks import say_once
 
@@ -52,9 +52,9 @@ def kept_where() -> str:
 
 
 @contextmanager
-def says_when_it_compiles(library: ModuleType, name: str) -> Iterator[None]:
-    """A launch by `library.name`: where it took a compilation, say so once."""
-    compiled = getattr(getattr(library, name), "compile_cache", None)
+def says_when_it_compiles(function: Any) -> Iterator[None]:
+    """A launch by one of the library's functions: where it took a compilation, say so once."""
+    compiled = getattr(function, "compile_cache", None)
     known = getattr(compiled, "cache", {})
     before, began = len(known), monotonic()
     yield

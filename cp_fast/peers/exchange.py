@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from cp_ref.spec import Group, Parcel, Pending
 
 __all__ = ["PeerMessages", "Shared"]
 
-_MOST_VIEWS = 4096
 _FOR_EVER = 2**30  # a number that no exchange of a trial has
 
 
@@ -24,21 +23,21 @@ class Shared:
     """The memory of all ranks of a group, as one of them sees it.
 
     Attributes:
-        lanes: by rank, its lanes as bytes, uint8 [bytes].
+        lanes: by rank, the address of its lanes.
         ready: this rank's words that senders write, by sender; ready_of: the same words of every receiver.
         done: this rank's words that receivers write, by receiver; done_of: the same words of every sender.
         sizes: of the lanes of every rank, by the distance of the receiver from 1.
         words: all words of this rank, int32; keeps: what owns the memory.
     """
 
-    lanes: Sequence[torch.Tensor]
+    lanes: Sequence[int]
     ready: Sequence[Any]
     ready_of: Sequence[Any]
     done: Sequence[Any]
     done_of: Sequence[Any]
     sizes: tuple[int, ...]
     words: torch.Tensor
-    keeps: Any = None
+    keeps: Any
 
 
 class PeerMessages:
@@ -49,11 +48,12 @@ class PeerMessages:
         self.rank, self.size = group.rank, group.size
         distances = [(peer - self.rank) % self.size for peer in range(self.size)]
         starts = [sum(shared.sizes[: d - 1]) for d in range(self.size)]  # of the lane to a distance
-        self._out = {p: (Lane(shared.sizes[d - 1]), starts[d]) for p, d in enumerate(distances) if d}
+        lanes = enumerate(distances)
+        self._out = {p: (Lane(shared.sizes[d - 1]), shared.lanes[self.rank] + starts[d]) for p, d in lanes if d}
+        back = [self.size - d for d in distances]
         self._in = {
-            p: (Lane(shared.sizes[self.size - d - 1]), starts[self.size - d]) for p, d in enumerate(distances) if d
+            p: (Lane(shared.sizes[d - 1]), shared.lanes[p] + starts[d]) for p, d in enumerate(back) if p != self.rank
         }
-        self._views: dict[tuple[int, int, torch.dtype, torch.Size], torch.Tensor] = {}
         self._last: _Pulled | None = None
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -61,47 +61,48 @@ class PeerMessages:
         return self.group.all_gather_object(value)
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
-        """Post messages. Both ends of a pair post what they send each other in equal portions, in the same order."""
+        """Post messages of contiguous tensors. Both ends of a pair post what they send each other in equal portions, in
+        the same order.
+        """
         self._watch.check()
-        if self._streams.capturing():
+        streams, shared, rest_sends, rest_recvs = self._streams, self._shared, list[Parcel](), list[Parcel]()
+        if streams.capturing():
             return self.group.exchange(sends, recvs)
         if self._last is not None:  # an exchange that nobody waited for, as something was raised: its tensors go now
             self._last.wait()
-        streams, shared, rest_sends, rest_recvs = self._streams, self._shared, list[Parcel](), list[Parcel]()
-        peers: list[int] = []
+        here, aside, peers = streams.here(), streams.aside, set[int]()
         for peer, parcels in _by_peer(sends).items():
-            lane, first = self._out[peer]
+            lane, address = self._out[peer]
             place = lane.place(_total(parcels))
             if place is None:
                 rest_sends += parcels
                 continue
             if place.over:
-                streams.wait(shared.done[peer], place.over)
-            for view, parcel in self._seen(self.rank, first, place, parcels):
-                view.copy_(parcel.tensor)
-            streams.signal((shared.ready_of[peer], place.number))
-            peers.append(peer)
-        pulls: list[tuple[int, Place, list[tuple[torch.Tensor, Parcel]]]] = []
+                streams.wait(here, shared.done[peer], place.over)
+            for at, x in _placed(address + place.start, parcels):
+                streams.copy(here, at, x.data_ptr(), x.nbytes)
+            streams.signal(here, (shared.ready_of[peer], place.number))
+            peers.add(peer)
+        pulls: list[tuple[int, Place, int, list[Parcel]]] = []
         for peer, parcels in _by_peer(recvs).items():
-            lane, first = self._in[peer]
+            lane, address = self._in[peer]
             place = lane.place(_total(parcels))
             if place is None:
                 rest_recvs += parcels
             else:
-                pulls.append((peer, place, self._seen(peer, first, place, parcels)))
+                pulls.append((peer, place, address + place.start, parcels))
         rest = self.group.exchange(rest_sends, rest_recvs) if rest_sends or rest_recvs else None
-        mark = None
         if pulls or peers:
             pulls.sort(key=lambda pull: (pull[0] - self.rank) % self.size)  # not all from the same one at first
-            with streams.aside():
-                for peer, place, views in pulls:
-                    streams.wait(shared.ready[peer], place.number)
-                    for view, parcel in views:
-                        parcel.tensor.copy_(view)
-                here = self._watch.posted(sorted({*peers, *(pull[0] for pull in pulls)}))
-                streams.signal(*((shared.done_of[peer], place.number) for peer, place, _ in pulls), here)
-                mark = streams.mark()
-        self._last = _Pulled(self, mark, [parcel.tensor for parcel in recvs], rest)
+            streams.fork(here)
+            for peer, place, address, parcels in pulls:
+                streams.wait(aside, shared.ready[peer], place.number)
+                for at, x in _placed(address, parcels):
+                    streams.copy(aside, x.data_ptr(), at, x.nbytes)
+            done = [(shared.done_of[peer], place.number) for peer, place, *_ in pulls]
+            streams.signal(aside, *done, self._watch.posted(sorted(peers.union(pull[0] for pull in pulls))))
+            streams.mark()
+        self._last = _Pulled(self, bool(pulls or peers), [parcel.tensor for parcel in recvs], rest)
         return self._last
 
     def release(self) -> None:
@@ -110,43 +111,23 @@ class PeerMessages:
 
     def waited(self, pulled: _Pulled) -> None:
         """An exchange is taken in."""
-        if pulled.mark is not None:
-            self._streams.join(pulled.mark)
+        if pulled.marked:
+            self._streams.join(self._streams.here())
         if self._last is pulled:
             self._last = None
-
-    def _seen(
-        self, rank: int, first: int, place: Place, parcels: Sequence[Parcel]
-    ) -> list[tuple[torch.Tensor, Parcel]]:
-        """The bytes of a block in a rank's memory, in the form of its parcels' tensors; empty ones are left out."""
-        found, start = [], first + place.start
-        for parcel in parcels:
-            x = parcel.tensor
-            size = x.numel() * x.element_size()
-            if size:
-                key = rank, start, x.dtype, x.shape
-                view = self._views.get(key)
-                if view is None:
-                    if len(self._views) > _MOST_VIEWS:
-                        self._views.clear()
-                    view = self._shared.lanes[rank][start : start + size].view(x.dtype).view(x.shape)
-                    self._views[key] = view
-                found.append((view, parcel))
-            start += rounded(size)
-        return found
 
 
 class _Pulled:
     """An exchange under way. `by_copies`: no kernel carries any of it, see `cp_fast.overlap`."""
 
-    def __init__(self, messages: PeerMessages, mark: Any, tensors: list[torch.Tensor], rest: Pending | None) -> None:
-        self._messages, self.mark, self._tensors, self._rest = messages, mark, tensors, rest
+    def __init__(self, messages: PeerMessages, marked: bool, tensors: list[torch.Tensor], rest: Pending | None) -> None:
+        self._messages, self.marked, self._tensors, self._rest = messages, marked, tensors, rest
         self.by_copies = rest is None
 
     def wait(self) -> None:
         """Let the current stream wait until everything has arrived."""
         self._messages.waited(self)
-        self.mark, self._tensors = None, []
+        self.marked, self._tensors = False, []
         rest, self._rest = self._rest, None
         if rest is not None:
             rest.wait()
@@ -160,4 +141,14 @@ def _by_peer(parcels: Sequence[Parcel]) -> dict[int, list[Parcel]]:
 
 
 def _total(parcels: Sequence[Parcel]) -> int:
-    return sum(rounded(p.tensor.numel() * p.tensor.element_size()) for p in parcels)
+    return sum(rounded(parcel.tensor.nbytes) for parcel in parcels)
+
+
+def _placed(address: int, parcels: Sequence[Parcel]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where the bytes of each parcel of a block lie that begins at this address; empty ones are left out."""
+    for parcel in parcels:
+        x = parcel.tensor
+        assert x.is_contiguous()
+        if x.nbytes:
+            yield address, x
+        address += rounded(x.nbytes)

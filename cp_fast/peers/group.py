@@ -242,14 +242,14 @@ def _messages(member: ProcessMember, memory: torch.Tensor, sizes: tuple[int, ...
     here = member.rank
     assert 8 * member.size <= _WORDS
     shared = Shared(
-        [x[_WORDS:] for x in buffers],
+        [address + _WORDS for address in first],
         ready=[word(here, sender) for sender in ranks],
         ready_of=[word(receiver, here) for receiver in ranks],
         done=[word(here, member.size + receiver) for receiver in ranks],
         done_of=[word(sender, member.size + here) for sender in ranks],
         sizes=sizes,
         words=buffers[here][:_WORDS].view(torch.int32),
-        keeps=(handle, memory),
+        keeps=(handle, memory, buffers),
     )
     ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
     seen = ended.numpy()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -24,6 +21,7 @@ from cp_fast.features import backend_table
 from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence, make_schedule
 from cp_ref.spec.picture import text_picture
 from cp_ref.spec.table_pictures import areas_picture, ownership_picture
+from tests.dist.workers import run_program
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -46,20 +44,12 @@ def commands(path: Path) -> list[str]:
     )
 
 
-def torchrun(program: Path, processes: int) -> None:
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, [str(ROOT), *sys.path])), "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(("page", "processes"), [("integration", 4), ("gradients", 4), ("plans", 2)])
 def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes: int) -> None:
     program = tmp_path / "program.py"
     program.write_text("\n\n".join([*blocks(f"docs/{page}.md"), "dist.destroy_process_group()\n"]))
-    torchrun(program, processes)
+    run_program(program, processes)
 
 
 def test_the_tutorial_is_a_program() -> None:
@@ -74,7 +64,7 @@ def test_the_five_lines_of_the_readme_run(tmp_path: Path) -> None:
     assert len(list(filter(None, five.splitlines()))) == 5
     program = tmp_path / "five_lines.py"
     program.write_text(five + "assert out.shape == q.shape\ndist.destroy_process_group()\n")
-    torchrun(program, 4)
+    run_program(program, 4)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -107,13 +107,16 @@ def test_conformance_sees_the_oracle_through_one_module() -> None:
 
 
 @pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
-def test_importing_needs_no_compiler_no_numba_and_no_gpu(package: str) -> None:
-    """With CUDA hidden, an empty PATH and the optional packages made impossible to import."""
+def test_importing_needs_no_compiler_no_numba_and_no_gpu_and_takes_little(package: str) -> None:
+    """With CUDA hidden, an empty PATH and the optional packages made impossible to import; kernels are neither built
+    nor loaded, and Dynamo, which takes as long to import as PyTorch, is not.
+    """
     code = (
         "import sys\n"
         "for name in ('numba', 'triton', 'flash_attn', 'cudnn', 'ninja', 'cupy'): sys.modules[name] = None\n"
         f"import {package}\n"
-        "assert 'torch.utils.cpp_extension' not in sys.modules\n"
+        "late = {'torch.utils.cpp_extension', 'torch._dynamo', 'cp_fast.kernels.native', 'cp_fast.build'}\n"
+        "assert not late & set(sys.modules), late & set(sys.modules)\n"
     )
     environment = {"PATH": "", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(p for p in sys.path if p)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)

@@ -1,4 +1,4 @@
-"""`python -m cp_fast demo`: once for real over two processes; what is wrong is seen, named and ends everything."""
+"""`python -m cp_fast demo`: for real over two processes; what is wrong is seen, named and ends everything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
 SMALL = ["--tokens", "700", "--longest", "200", "--ranks", "2", "--device", "cpu"]
 
 
-def demo(*options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def demo(*options: str) -> str:
+    """What the command prints, run in this process; its ranks are processes."""
+    result = runner.invoke(app, ["demo", *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def demo_process(*options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, "-m", "cp_fast", "demo", *options]
     env = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
@@ -29,7 +36,7 @@ def demo(*options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedP
 
 def test_end_to_end(tmp_path: Path) -> None:
     svg = tmp_path / "demo.svg"
-    done = demo(*SMALL, "--svg", str(svg))
+    done = demo_process(*SMALL, "--svg", str(svg))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "700 bytes" in done.stdout
     assert "2 processes over gloo on the CPU" in done.stdout
@@ -41,17 +48,16 @@ def test_end_to_end(tmp_path: Path) -> None:
 
 
 def test_heads_are_spread_over_the_ranks() -> None:
-    done = demo(*SMALL, "--cp-comm-type", "a2a", "--head", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "this is query head 2." in done.stdout
-    assert "│1:1 1:1 " in done.stdout  # rank 1 has that head and computes all of the document's pairs
-    assert "0:1" not in done.stdout
-    assert "Query heads 0-1: rank 0; 2-3: rank 1. The tiles of a rank are of its heads." in done.stdout
-    documents = int(done.stdout.split(" documents (")[0].split()[-1])
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("│    ")]
+    said = demo(*SMALL, "--cp-comm-type", "a2a", "--head", "2")
+    assert "this is query head 2." in said
+    assert "│1:1 1:1 " in said  # rank 1 has that head and computes all of the document's pairs
+    assert "0:1" not in said
+    assert "Query heads 0-1: rank 0; 2-3: rank 1. The tiles of a rank are of its heads." in said
+    documents = int(said.split(" documents (")[0].split()[-1])
+    rows = [line.split() for line in said.splitlines() if line.startswith("│    ")]
     assert [row[5] for row in rows if len(row) > 5][:2] == [str(documents)] * 2  # one tile for each, of half the heads
-    assert done.stdout.count(" 50.0% ") == 2
-    assert "All results are right." in done.stdout
+    assert said.count(" 50.0% ") == 2
+    assert "All results are right." in said
 
 
 @pytest.fixture(scope="module")
@@ -94,21 +100,26 @@ def test_own_text_and_other_options(tmp_path: Path) -> None:
         "--heads-kv",
         "4",
     ]
-    done = demo(*SMALL, *texts, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "310 bytes of 2 documents (a.txt, b.md)" in done.stdout
-    assert "p2p, cp_size 2, thd, contiguous, padding, window (20, 3)" in done.stdout
+    said = demo(*SMALL, *texts, *options)
+    assert "310 bytes of 2 documents (a.txt, b.md)" in said
+    assert "p2p, cp_size 2, thd, contiguous, padding, window (20, 3)" in said
 
 
 def test_a_failing_rank_is_named_and_ends_all() -> None:
-    done = demo(*SMALL, "--spoil", "rank 1")
-    assert done.returncode == 1
-    assert "error: rank 1 failed: RuntimeError: this rank was told to fail" in done.stderr
-    assert "All results are right." not in done.stdout
+    result = runner.invoke(app, ["demo", *SMALL, "--spoil", "rank 1"])
+    assert result.exit_code == 1
+    assert "error: rank 1 failed: RuntimeError: this rank was told to fail" in result.stderr
+    assert "All results are right." not in result.output
+
+
+def test_two_dimensions_of_ranks() -> None:
+    said = demo(*SMALL[:4], "--device", "cpu", "--ranks", "4", "--cp-comm-type", "a2a+p2p")
+    assert said.count("All results are right.") == 1
+    assert "4 ranks, a2a+p2p (a2a in groups of 2), dual_chunk" in said
 
 
 def test_what_the_ranks_refuse_is_one_line() -> None:
-    done = demo(*SMALL, "--backend", "fa4", "--device", "cpu")
+    done = demo_process(*SMALL, "--backend", "fa4", "--device", "cpu")
     assert done.returncode == 2
     assert done.stderr.startswith("error: rank ")
     assert "attention with backend 'fa4' is not supported: fa4 lacks device cpu, float32" in done.stderr
@@ -116,12 +127,11 @@ def test_what_the_ranks_refuse_is_one_line() -> None:
 
 
 def test_torchrun() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    done = demo(*SMALL[:4], "--device", "cpu", "--cp-comm-type", "a2a+p2p", launcher=torchrun)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = demo_process(*SMALL[:4], "--device", "cpu", launcher=torchrun)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("All results are right.") == 1
-    assert "4 processes started by torchrun over gloo on the CPU" in done.stdout
-    assert "4 ranks, a2a+p2p (a2a in groups of 2), dual_chunk" in done.stdout
+    assert "2 processes started by torchrun over gloo on the CPU" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ def test_operands_are_copied_only_where_they_are_not_aligned() -> None:
         assert dims.aligned(odd).data_ptr() % 16 == 0
 
 
-def fake_interface(dims: list[tuple[int, int]]) -> SimpleNamespace:
+def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:
     """flash_attn.cute.interface on the cpu backend, with its refusals; notes the head dims of every call."""
 
     def band(o: dict[str, Any]) -> Segments:
@@ -58,7 +58,9 @@ def fake_interface(dims: list[tuple[int, int]]) -> SimpleNamespace:
         options: dict[str, Any] = {"scale": o["softmax_scale"], "softcap": o["softcap"], "deterministic": True}
         return CPU.backward(dout, q, k, v, out, lse, o["dlse"], band(o), **options)
 
-    return SimpleNamespace(_flash_attn_fwd=fwd, _flash_attn_bwd=bwd)
+    library = ModuleType("flash_attn.cute.interface")
+    vars(library).update(_flash_attn_fwd=fwd, _flash_attn_bwd=bwd)
+    return library
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.turns import turns_of
+from cp_fast.turns import AloneIn, turns_of
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
 
@@ -99,13 +99,14 @@ def test_threads_that_take_turns_are_served() -> None:
 
 
 def test_an_error_gives_the_turn_back() -> None:
-    (turn,) = turns_of(object_with_references())
-    with pytest.raises(KeyError), turn.taken("one"):
+    turns = turns_of(object_with_references())
+    with pytest.raises(KeyError), AloneIn(turns, "one"):
         raise KeyError
-    with turn.taken("two"), turn.taken("two again"):
+    with AloneIn(turns, "two"), AloneIn(turns, "two again"):
         pass
-    with turn.taken("three"):
-        pass
+    with AloneIn(turns, "three"):
+        assert not turns[0].take("four")
+    assert turns[0].take("five")
 
 
 def object_with_references() -> Any:

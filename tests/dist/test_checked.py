@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import inspect
+import runpy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +12,14 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
+from cp_fast import checking
+from cp_fast.modules import named_modules
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
 
 CUS = [torch.tensor(cu, dtype=torch.int32) for cu in ([0, 16], [0, 4, 16])]
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
+MODULE = inspect.getfile(checking)
 Run = Callable[..., list[Any]]
 
 
@@ -233,12 +235,16 @@ def test_off_nothing_is_gathered() -> None:
     SimGroup(2).run(one)
 
 
-@pytest.mark.parametrize(("text", "said"), [("1", "True"), ("0", "False"), ("", "False"), ("yes", None)])
-def test_the_environment(text: str, said: str | None) -> None:
-    code = "import cp_fast.checking as c; print(c.checking())"
-    environment = {**os.environ, "CP_FAST_CHECK": text}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    if said is None:
-        assert "CP_FAST_CHECK is 'yes'; it must be 0 or 1" in done.stderr
-    else:
-        assert done.stdout.strip() == said
+@pytest.mark.parametrize(("text", "on"), [("1", True), ("0", False), ("", False)])
+def test_the_environment(text: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the module is run, as a first import runs it."""
+    monkeypatch.setenv("CP_FAST_CHECK", text)
+    assert runpy.run_path(MODULE)["checking"]() is on
+    if on:
+        named_modules().__exit__()  # which the copy entered for ever
+
+
+def test_another_word_in_the_environment_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CP_FAST_CHECK", "yes")
+    with pytest.raises(ValueError, match="CP_FAST_CHECK is 'yes'; it must be 0 or 1"):
+        runpy.run_path(MODULE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import cp_fast
 import cp_ref
 from cp_ref.common.processes import ProcessMember
+from tests.dist.workers import CONTEXT
 
 SIZE = 3
 
@@ -66,11 +66,10 @@ def _main(rank: int, store: str, package: str, comm: str, exchange: int, results
     ],
 )
 def test_the_others_are_told_the_step_and_the_peer(package: str, comm: str, exchange: int, where: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results = CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (str(Path(folder) / "store"), package, comm, exchange, results)
-        processes = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(SIZE)]
+        processes = [CONTEXT.Process(target=_main, args=(rank, *arguments)) for rank in range(SIZE)]
         for process in processes:
             process.start()
         said = dict(results.get(timeout=90) for _ in range(SIZE - 1))

@@ -1,8 +1,12 @@
-"""Real processes over gloo, started once: each call runs one function in all of them."""
+"""Real processes over gloo: forked from one that has imported PyTorch and both packages, which takes seconds."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import runpy
+import socket
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Processes"]
+__all__ = ["CONTEXT", "Processes", "run_program"]
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [__name__, "cp_fast", "cp_fast.cli.demo.launch", "torch._dynamo", "torch.distributed.fsdp", "pytest"]
+)
 
 
 def _main(rank: int, size: int, store: str, tasks: Any, results: Any) -> None:
@@ -30,16 +39,15 @@ def _main(rank: int, size: int, store: str, tasks: Any, results: Any) -> None:
 
 
 class Processes:
-    """A gloo group of `size` processes."""
+    """A gloo group of `size` processes, started once: each call runs one function in all of them."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        self._results = context.SimpleQueue()
-        self._tasks = [context.SimpleQueue() for _ in range(size)]
+        self._results = CONTEXT.SimpleQueue()
+        self._tasks = [CONTEXT.SimpleQueue() for _ in range(size)]
         store = str(Path(self._folder.name) / "store")
         self._processes = [
-            context.Process(target=_main, args=(rank, size, store, tasks, self._results))
+            CONTEXT.Process(target=_main, args=(rank, size, store, tasks, self._results))
             for rank, tasks in enumerate(self._tasks)
         ]
         for process in self._processes:
@@ -58,3 +66,38 @@ class Processes:
         for process in self._processes:
             process.join(timeout=60)
         self._folder.cleanup()
+
+
+def run_program(program: Path, processes: int, *arguments: str) -> str:
+    """Run a script with the variables that torchrun sets, and no torchrun, which imports PyTorch once for itself and
+    once in every process.
+
+    Returns:
+        What the processes printed.
+
+    Raises:
+        AssertionError: a process failed, or did not end in five minutes.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free, tempfile.NamedTemporaryFile("r") as said:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+        variables |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        free.close()
+        given = str(program), arguments, variables, said.name
+        started = [CONTEXT.Process(target=_program, args=(rank, *given)) for rank in range(processes)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(timeout=300)
+            process.kill()
+        printed = said.read()
+    assert [process.exitcode for process in started] == [0] * processes, printed
+    return printed
+
+
+def _program(rank: int, program: str, arguments: tuple[str, ...], variables: dict[str, str], said: str) -> None:
+    for stream in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), stream)
+    torch.set_num_threads(1)
+    os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.argv = [program, *arguments]
+    runpy.run_path(program, run_name="__main__")

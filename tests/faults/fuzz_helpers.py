@@ -38,7 +38,7 @@ def fuzz(seconds: float, seed: int) -> Counter[str]:
         name = str(rng.choice(_WITHOUT_GROUP))
         arguments = dict(HELPERS[name].build(_drawn(name, rng), "cpu").arguments)
         spoiled = rng.random() < 0.8
-        for which in rng.choice(list(arguments), size=rng.integers(1, 3)) if spoiled else ():
+        for which in rng.choice(list(arguments), rng.integers(1, 3), replace=False) if spoiled else ():
             arguments[str(which)] = _spoiled(arguments[str(which)], rng)
         try:
             getattr(thd, name)(**arguments)

@@ -7,7 +7,6 @@ are played at once, as most of their time is spent waiting.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -24,6 +23,7 @@ import torch.distributed as dist
 import cp_fast
 from cp_ref.common.collectives import all_reduce_max
 from cp_ref.common.processes import ProcessMember
+from tests.dist.workers import CONTEXT
 
 pytestmark = pytest.mark.faults
 
@@ -130,15 +130,13 @@ PLACES = [
 
 @pytest.mark.parametrize(("comm", "phase", "where"), PLACES)
 def test_the_others_end_and_name_it(comm: str, phase: str, where: str) -> None:
-    context = multiprocessing.get_context("forkserver")  # PyTorch is imported once
-    context.set_forkserver_preload([__name__])
     survivors = {0, 1, 3} if comm == "a2a+p2p" else {1, 3}
     with tempfile.TemporaryDirectory() as folder:
         results, processes = {}, []
         for fault in FAULTS:
-            results[fault] = context.Queue()
+            results[fault] = CONTEXT.Queue()
             arguments = (str(Path(folder) / fault.replace(" ", "-")), comm, phase, fault, results[fault])
-            processes += [context.Process(target=_main, args=(rank, *arguments)) for rank in range(4)]
+            processes += [CONTEXT.Process(target=_main, args=(rank, *arguments)) for rank in range(4)]
         for process in processes:
             process.start()
         said: dict[str, dict[int, tuple[str, float]]] = {fault: {} for fault in FAULTS}

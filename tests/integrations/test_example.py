@@ -12,32 +12,26 @@ from typing import Any
 
 import pytest
 
+from tests.dist.workers import run_program
+
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
 
 
-def output_of(*command: str) -> str:
-    """What an example prints."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_a_gpt_is_trained_alike_by_two_processes_and_one() -> None:
     given = ["--processes", "2", "--steps", "4", "--tokens", "256", "--check"]
-    said = output_of("examples/train_gpt.py", *given)
-    assert "2 processes and one: losses at most" in said
-    assert "after 4 steps" in said
+    command = [sys.executable, "examples/train_gpt.py", *given]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 processes and one: losses at most" in done.stdout
+    assert "after 4 steps" in done.stdout
 
 
 def test_a_megatron_layer_is_the_same_on_two_ranks_and_one() -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core: pip install '.[test-integrations]'")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    said = output_of(*launcher, "examples/megatron_layer.py", "--tokens", "128")
+    said = run_program(ROOT / "examples" / "megatron_layer.py", 2, "--tokens", "128")
     assert "2 ranks and one: out and" in said
 
 

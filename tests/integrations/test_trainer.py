@@ -4,10 +4,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +16,7 @@ import cp_fast
 from cp_fast.integrations.token_batches import shard_batch
 from cp_fast.integrations.trainer import ContextParallelMixin
 from cp_ref import SimGroup
+from tests.dist.workers import run_program
 
 pytestmark = pytest.mark.thorough
 
@@ -27,20 +25,10 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[test-integrations]'")
 
 
-def output_of(program: Path, processes: int, *arguments: str) -> str:
-    """What a program prints, in so many processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *(launcher if processes > 1 else []), str(program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_a_fine_tune_has_the_losses_of_one_process() -> None:
     def losses(processes: int) -> list[float]:
         given = ["--steps", "3", "--tokens", "64"]
-        said = output_of(ROOT / "examples" / "finetune_transformers.py", processes, *given)
+        said = run_program(ROOT / "examples" / "finetune_transformers.py", processes, *given)
         return [float(word) for word in re.findall(r"^losses (.*)$", said, re.MULTILINE)[0].split()]
 
     one = losses(1)
@@ -54,7 +42,7 @@ def test_accelerate_prepares_the_model(tmp_path: Path) -> None:
         r"^```python\n(.*?)^```", (ROOT / "docs" / "frameworks.md").read_text(), re.DOTALL | re.MULTILINE
     )
     program.write_text(block + "dist.destroy_process_group()\n")
-    output_of(program, 2)
+    run_program(program, 2)
 
 
 def test_loaders_that_give_every_rank_another_batch() -> None:

@@ -27,6 +27,7 @@ from cp_ref.spec import Unsupported
 
 __all__ = ["RankFailed", "spawn", "torchrun_group", "under_torchrun"]
 
+_START = "forkserver"
 _LIMIT = timedelta(minutes=5)  # for any one message: a rank that hangs is an error, not a wait for ever
 
 
@@ -70,8 +71,10 @@ def spawn(job: Job, on_progress: Callable[[list[int]], None]) -> Measured:
         RankFailed: a rank raised or died. The others have been ended.
     """
     with tempfile.TemporaryDirectory(prefix="cp_fast_demo_") as folder:
-        reached = mp.get_context("spawn").Array("i", job.ranks)
-        processes = start_processes(_rank_process, (job, folder, reached), job.ranks, join=False, start_method="spawn")
+        context = mp.get_context(_START)
+        context.set_forkserver_preload([__name__])  # PyTorch is imported once, and not in every rank
+        reached = context.Array("i", job.ranks)
+        processes = start_processes(_rank_process, (job, folder, reached), job.ranks, join=False, start_method=_START)
         assert processes is not None  # only with join=True
         try:
             while not processes.join(timeout=0.1, grace_period=2):

@@ -1,0 +1,142 @@
+"""Recorded launches: what a call of the library did is done again with other tensors, and nothing else is."""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cp_fast.backends.fa4_recorded import Launches
+
+
+class Kernels(dict[Any, Any]):
+    """Compiled kernels by key, and how often each ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def compiled(self, name: str) -> Any:
+        def kernel(*arguments: Any) -> None:
+            self.ran.append(name)
+            with _disable_current_modes():  # a kernel's writes are nobody's operators
+                if name == "scaled sum":
+                    x, scale, sums, out = arguments
+                    sums += x.sum(-1)
+                    out.copy_(sums * scale)
+                else:
+                    arguments[1].copy_(arguments[0] + 1)
+
+        return kernel
+
+
+def library(kernels: Kernels, calls: list[str], extra: Any = None) -> ModuleType:
+    """A function that allocates, fills and launches, as FlashAttention's do."""
+
+    def called(x: torch.Tensor, bias: torch.Tensor | None, *, scale: float) -> tuple[torch.Tensor, torch.Tensor, None]:
+        calls.append("called")
+        if extra is not None:
+            extra(x)
+        plus, sums, out = torch.empty_like(x), torch.zeros(x.shape[0]), torch.empty(x.shape[0])
+        for key in ("one more", "scaled sum"):
+            if key not in function.compile_cache:
+                torch.ones(3).sum()  # compiling may do anything
+                function.compile_cache[key] = kernels.compiled(key)
+        function.compile_cache["one more"](x.detach(), plus)
+        function.compile_cache["scaled sum"](plus, scale, sums, out)
+        return out, plus, None
+
+    function: Any = called
+    function.compile_cache = kernels
+    module = ModuleType("stand-in")
+    module.__dict__["function"] = function
+    return module
+
+
+def expected(x: torch.Tensor, scale: float) -> list[torch.Tensor]:
+    return [(x + 1).sum(-1) * scale, x + 1]
+
+
+def test_the_third_call_repeats_what_the_second_did() -> None:
+    kernels, calls = Kernels(), []
+    launches = Launches(library(kernels, calls), "function")
+    for n in range(5):
+        x = torch.randn(4, 3)
+        out = launches({"x": x, "bias": None}, {"scale": 2.0}, 2)
+        torch.testing.assert_close(list(out), expected(x, 2.0))
+        assert kernels.ran == ["one more", "scaled sum"] * (n + 1)
+    assert len(calls) == 2  # the first compiled
+
+
+def test_results_are_new_memory_each_time() -> None:
+    launches = Launches(library(Kernels(), []), "function")
+    outs = [launches({"x": torch.randn(4, 3), "bias": None}, {"scale": 1.0}, 2)[0] for _ in range(4)]
+    assert len({out.data_ptr() for out in outs}) == 4
+
+
+@pytest.mark.parametrize(
+    ("other", "scale"),
+    [
+        (torch.randn(5, 3), 2.0),
+        (torch.randn(4, 3).double(), 2.0),
+        (torch.randn(3, 4).t(), 2.0),
+        (torch.randn(13)[1:].view(4, 3), 2.0),
+        (torch.randn(4, 3), 3.0),
+    ],
+    ids=["shape", "dtype", "strides", "alignment", "number"],
+)
+def test_what_a_launch_hangs_on_is_looked_at(other: torch.Tensor, scale: float) -> None:
+    calls: list[str] = []
+    launches = Launches(library(Kernels(), calls), "function")
+    for _ in range(3):
+        launches({"x": torch.randn(4, 3), "bias": None}, {"scale": 2.0}, 2)
+    before = len(calls)
+    out = launches({"x": other, "bias": None}, {"scale": scale}, 2)
+    assert len(calls) == before + 1
+    torch.testing.assert_close(list(out), expected(other, scale), check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "extra", [lambda x: x.sum(), lambda x: x.max().item(), lambda x: torch.randn(3)], ids=["sum", "value", "random"]
+)
+def test_a_call_that_does_anything_else_goes_through_the_library(extra: Any) -> None:
+    calls: list[str] = []
+    launches = Launches(library(Kernels(), calls, extra), "function")
+    for n in range(4):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(list(launches({"x": x, "bias": None}, {"scale": 2.0}, 2)), expected(x, 2.0))
+        assert len(calls) == n + 1
+
+
+def test_another_thread_that_uses_the_library_is_not_recorded() -> None:
+    kernels, calls = Kernels(), []
+
+    def meanwhile(x: torch.Tensor) -> None:
+        if kernels and threading.current_thread() is threading.main_thread():
+            theirs = threading.Thread(target=lambda: module.__dict__["function"](torch.randn(2, 2), None, scale=7.0))
+            theirs.start()
+            theirs.join()
+
+    module = library(kernels, calls, meanwhile)
+    launches = Launches(module, "function")
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(list(launches({"x": x, "bias": None}, {"scale": 2.0}, 2)), expected(x, 2.0))
+    assert kernels.ran[-2:] == ["one more", "scaled sum"]
+    assert len(calls) == 3  # ours that compiled; ours that was recorded, and theirs
+
+
+def test_the_library_has_its_own_cache_again_when_it_raises() -> None:
+    kernels = Kernels()
+
+    def refuse(x: torch.Tensor) -> None:
+        raise ValueError("no")
+
+    module = library(kernels, [], refuse)
+    with pytest.raises(ValueError, match="no"):
+        Launches(module, "function")({"x": torch.randn(2, 2), "bias": None}, {"scale": 2.0}, 2)
+    assert module.__dict__["function"].compile_cache is kernels
