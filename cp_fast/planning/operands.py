@@ -91,7 +91,7 @@ class Operands:
                         source = self._operand(held, row, size, part, step)
                         into = self._into(rows, located)
                         copies.append(Copy(source, self._operand(made, into, size, part, step)))
-                        missing = subtract(missing, located.spans) if located.total < count(missing) else _NOTHING
+                        missing = subtract(missing, located.spans) if not located.whole else _NOTHING
             if len(missing[0]):
                 raise ValueError(
                     f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which"

@@ -180,7 +180,7 @@ def _split(located: Located, spans: Spans, offset: Column, tables: Tables) -> _S
     if not (one_range(first, size) or one_range(there, size)):  # gathered rather than gathered and scattered
         first, (there, size) = first[located.by_row], located.rows_in_order
     found = offset, tables.rows(first, size), tables.rows(there, size)
-    if located.total == count(spans):
+    if located.whole:
         return _Split(*found, (spans[0][:0], spans[1][:0]), offset[:0])
     order, taken = _by_start(spans[0]), _by_start(located.start)
     of_buffer = located.start[taken], located.spans[1][taken]

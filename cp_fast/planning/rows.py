@@ -24,6 +24,7 @@ class Located:
     start: Column  # the global row that row[n] holds
     row: Column
     count: Column
+    whole: bool  # all rows that were asked for
 
     @cached_property
     def spans(self) -> Spans:
@@ -84,6 +85,10 @@ class RowMap:
 
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
+        start, stop = spans
+        for (known_start, known_stop), located in self._known:
+            if start is known_start and stop is known_stop:
+                return located
         for known, located in self._known:
             if same_spans(known, spans):
                 return located
@@ -93,20 +98,21 @@ class RowMap:
 
     def covers(self, spans: Spans) -> bool:
         """Whether all of these rows are here."""
-        return self.locate(spans).total == count(spans)
+        return self.locate(spans).whole
 
     def _locate(self, start: Column, stop: Column) -> Located:
         if len(start) == len(self) and np.array_equal(start, self.start):  # all stretches, or the first part of each
             if np.array_equal(stop, self.stop) or bool((stop <= self.stop).all()):
-                return Located(np.arange(len(start)), start, self.row, stop - start)
+                return Located(np.arange(len(start)), start, self.row, stop - start, True)
         elif len(self):
             here = np.searchsorted(self.stop, start, side="right")  # usually each span lies in one stretch
             np.minimum(here, len(self) - 1, out=here)
             if bool((self.start[here] <= start).all()) and bool((self.stop[here] >= stop).all()):
-                return Located(np.arange(len(start)), start, start + (self.row - self.start)[here], stop - start)
+                return Located(np.arange(len(start)), start, start + (self.row - self.start)[here], stop - start, True)
         number, here = joined(start, stop, self.start, self.stop)
         first, last = np.maximum(start[number], self.start[here]), np.minimum(stop[number], self.stop[here])
-        return Located(number, first, first + (self.row - self.start)[here], last - first)
+        size, row = last - first, first + (self.row - self.start)[here]
+        return Located(number, first, row, size, int(size.sum()) == count((start, stop)))
 
     def meets(self, other: RowMap) -> bool:
         """Whether the buffers have a row in common; none of the spans is empty."""
