@@ -69,7 +69,7 @@ class Operands:
     def _holder(self, kind: str, heads: Heads, spans: Spans) -> Held | None:
         for held in reversed(self.held):
             has_heads = held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1]
-            if has_heads and held.rows.may_cover(spans) and held.rows.covers(spans):
+            if has_heads and held.rows.covers(spans):
                 return held
         return None
 

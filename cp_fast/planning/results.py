@@ -112,7 +112,7 @@ class Results:
     def goes_to(self, kind: str, heads: Heads, spans: Spans, step: int) -> tuple[Contribution[RowKey], ...]:
         """Where the rows of these spans go, which are the rows of a partial result of `step`, span after span."""
         later = [o for o in self._outgoing[kind] if o.step > step]
-        if kind in self._stay and self.own[kind].may_cover(spans) and self.own[kind].covers(spans):
+        if kind in self._stay and self.own[kind].covers(spans):
             later = []
         edges = self._edges[kind] | {e for o in later for e in o.heads}
         cuts = sorted({*heads, *(e for e in edges if heads[0] < e < heads[1])})

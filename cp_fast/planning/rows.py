@@ -85,10 +85,8 @@ class RowMap:
 
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
-        start, stop = spans
-        for (known_start, known_stop), located in self._known:
-            if start is known_start and stop is known_stop:
-                return located
+        if (located := self._recognised(spans)) is not None:
+            return located
         for known, located in self._known:
             if same_spans(known, spans):
                 return located
@@ -97,8 +95,22 @@ class RowMap:
         return located
 
     def covers(self, spans: Spans) -> bool:
-        """Whether all of these rows are here."""
+        """Whether all of these rows are here. Most buffers that lack some lack the first one, which is looked for."""
+        if (located := self._recognised(spans)) is not None:
+            return located.whole
+        if len(spans[0]):
+            here = int(np.searchsorted(self.stop, spans[0][0], side="right"))
+            if here == len(self) or self.start[here] > spans[0][0]:
+                return False
         return self.locate(spans).whole
+
+    def _recognised(self, spans: Spans) -> Located | None:
+        """What was found for these very columns."""
+        start, stop = spans
+        for (known_start, known_stop), located in self._known:
+            if start is known_start and stop is known_stop:
+                return located
+        return None
 
     def _locate(self, start: Column, stop: Column) -> Located:
         if len(start) == len(self) and np.array_equal(start, self.start):  # all stretches, or the first part of each
@@ -120,13 +132,6 @@ class RowMap:
         here = np.searchsorted(many.stop, few.start, side="right")
         there = here < len(many)
         return bool((many.start[here[there]] < few.stop[there]).any())
-
-    def may_cover(self, spans: Spans) -> bool:
-        """Whether the first of these rows is here: most buffers that lack some rows lack that one."""
-        if not len(spans[0]):
-            return True
-        here = int(np.searchsorted(self.stop, spans[0][0], side="right"))
-        return here < len(self) and bool(self.start[here] <= spans[0][0])
 
 
 class RowMaps:
