@@ -122,7 +122,7 @@ def main(
             print(".", end="", flush=True)
     print()
     rows = list(fastest.values())
-    Console().print(_table(rows))
+    Console(width=200).print(_table(rows))  # no column is cut, wherever it is printed
     if out is not None:
         with out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
