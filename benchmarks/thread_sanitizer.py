@@ -1,4 +1,4 @@
-"""The native kernels for the CPU under the thread sanitizer: their tests, and the fuzzer of the helpers. Writes a record.
+"""The native kernels for the CPU under the thread sanitizer: their tests and the fuzzer of the helpers; a record.
 
     python benchmarks/thread_sanitizer.py --commit "$(git rev-parse HEAD)" --out thread_sanitizer.json
 
