@@ -3,13 +3,14 @@
     python benchmarks/attention.py --gpus 4 --tokens 65536 --schedules p2p,all_gather,a2a,a2a+p2p --out results.csv
 
 efficiency = (time of the whole problem on one GPU, kernel alone, no context parallelism) / gpus / (time over the gpus).
-A time is that of several calls in a row over their number, as layers follow each other in training. Both are measured
-in turns (A B A B), with CUDA events, on all GPUs at once; of both the slowest GPU counts, and the median of the rounds
-is reported. Before that, each schedule's out, dq, dk, dv are compared with the single GPU's; where they differ nothing
-is reported. `host_ms` is what the host needs to launch one call, forward and backward.
+A time is that of several calls in a row over their number, as layers follow each other in training; the one GPU makes
+`gpus` times fewer, so that both take equally long, and what the host needs for the first call weighs equally. Both are
+measured in turns (A B A B), with CUDA events, on all GPUs at once; of both the slowest GPU counts, and the median of
+the rounds is reported. Before that, each schedule's out, dq, dk, dv are compared with the single GPU's; where they
+differ nothing is reported. `host_ms` is what the host needs to launch one call, forward and backward.
 
     --layouts dual_chunk,balanced   each schedule under each layout, in turns too
-    --messages peers,group   each schedule with messages through peers' memory, and by NCCL, in turns too
+    --messages peers,group,graph   each schedule with messages by peers' memory, by NCCL, and by NCCL in a CUDA graph
     --trace FOLDER           a Chrome trace of every rank and one picture with its kernels, transfers and gaps
 """
 
@@ -109,7 +110,7 @@ class Contender:
 
 
 def parallel(job: Job, schedule: str, layout: str, messages: str, group: Any, x: dict[str, torch.Tensor]) -> Contender:
-    """cp_fast's; `messages`: "auto", "group" or "peers"."""
+    """cp_fast's; `messages`: "auto", "group", "peers", or "graph" for calls that are replayed."""
     cp = cp_fast.ContextParallel(group, schedule, layout=layout, backend=job.backend)
     cu = torch.tensor([sum(job.lengths[:n]) for n in range(len(job.lengths) + 1)], dtype=torch.int32)
     plan = cp_fast.make_plan(
@@ -127,7 +128,7 @@ def parallel(job: Job, schedule: str, layout: str, messages: str, group: Any, x:
     )
     local = {name: cp_fast.shard(t, cp=cp, plan=plan) for name, t in x.items()}
     q, k, v = (local[name].requires_grad_() for name in "qkv")
-    if messages == "group":
+    if messages in ("group", "graph"):
         plan = replace(plan, messages=None)
     by_group = plan.messages is None
     if messages == "peers" and by_group:
@@ -141,7 +142,27 @@ def parallel(job: Job, schedule: str, layout: str, messages: str, group: Any, x:
         out = cp_fast.attention(q, k, v, cp=cp, plan=plan)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
 
+    if messages == "graph":
+        return Contender(schedule, layout, "graph", (cp, plan), captured(forward), captured(both))
     return Contender(schedule, layout, "group" if by_group else "peers", (cp, plan), forward, both)
+
+
+def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """The same call as a CUDA graph, whose messages are the group's own: the host launches one thing."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.autograd.set_multithreading_enabled(False):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            fn()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            results = fn()
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay
 
 
 def host_seconds(fn: Callable[[], Any], calls: int) -> float:
@@ -205,10 +226,11 @@ def measure(job: Job, one: tuple[Callable[[], Any], Callable[[], Any]], contende
             contender.forward()
             contender.both()
     rounds: list[list[list[float]]] = [[] for _ in contenders]
+    fewer = max(job.calls // job.gpus, 1)
     for _ in range(job.rounds):
         for times, contender in zip(rounds, contenders, strict=True):
-            forward = seconds(one[0], 1), seconds(contender.forward, job.calls)
-            both = seconds(one[1], 1), seconds(contender.both, job.calls)
+            forward = seconds(one[0], fewer), seconds(contender.forward, job.calls)
+            both = seconds(one[1], fewer), seconds(contender.both, job.calls)
             times.append([*forward, *both])
     return [[statistics.median(column) for column in zip(*times, strict=True)] for times in rounds]
 
@@ -272,11 +294,11 @@ def main(
     window: Annotated[int, typer.Option(help="Left side of a sliding window; -1 for none.")] = -1,
     schedules: Annotated[str, typer.Option(help="cp_comm_type, several with commas.")] = "p2p,all_gather,a2a",
     layouts: Annotated[str, typer.Option(help="Layouts, several with commas.")] = "dual_chunk",
-    messages: Annotated[str, typer.Option(help="auto, or peers and group, with commas.")] = "auto",
+    messages: Annotated[str, typer.Option(help="auto, or some of peers, group and graph, with commas.")] = "auto",
     trace: Annotated[Path | None, typer.Option(help="Folder for Chrome traces and pictures.")] = None,
     backend: Annotated[str, typer.Option(help="The kernel library.")] = "fa4",
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
-    calls: Annotated[int, typer.Option(help="Calls in a row in a round, over all GPUs.")] = 4,
+    calls: Annotated[int, typer.Option(help="Calls in a row in a round, over all GPUs.")] = 8,
     commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "",
     out: Annotated[Path | None, typer.Option(help="CSV file to append to.")] = None,
 ) -> None:

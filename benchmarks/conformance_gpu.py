@@ -1,11 +1,23 @@
-"""Random problems for each CUDA backend of cp_fast, all ranks over the simulated group on one GPU, against the oracle.
+"""Random problems for each CUDA backend of cp_fast against the oracle: all ranks over the simulated group on one GPU,
+or a process for each GPU over NCCL.
 
-    python benchmarks/conformance_gpu.py --problems 2000 --workers 12 --out benchmarks/results/conformance_1x.json
+    python -m benchmarks.conformance_gpu -j 16 --problems 300 --seconds 400 --seed 1 --out conformance_areas_1x.json
+    python -m benchmarks.conformance_gpu --ranks 4 -j 3 --kinds anything --problems 100 --seconds 240 --out nccl_4x.json
+    python -m benchmarks.conformance_gpu --device cpu --backends cpu -j 2 --problems 8 --seconds 60    # to try it
 
-Every problem is played in two tiers: `probes` (who sees which key, exactly) and `budget` (errors in units of plain
-PyTorch's). Problems are those of `conformance.strategies`, at cp 2, 3, 4 and 8, in bfloat16 and float16; head dims and
-softcaps are folded onto a few, since each combination costs FlashAttention 4 seconds of compilation. The work is on
-the host, so many processes share the GPU. Exit code 1 if a problem failed.
+Every problem is played forward and backward in two tiers: `probes` (who sees which key, exactly) and `budget` (errors
+in units of plain PyTorch's). What is drawn, at cp 2, 3, 4 and 8 in bfloat16 and float16:
+
+    anything   `conformance.strategies`
+    layouts    these without areas, with more self-attention; of it half has a table of the user's for a layout,
+               where one can be
+    areas      `tests.masks.problems`, every layout, of up to some 700 rows
+
+Over NCCL groups have two ranks and more, up to the number of GPUs; cp_fast chooses the backend, and carries messages
+through peers' memory where it can (`CP_FAST_MESSAGES`). Head dims and softcaps are folded onto a few, since each
+combination costs FlashAttention 4 seconds of compilation. The work is on the host, so many processes share the GPUs.
+
+Exit code 1 if a problem failed or a worker died, 2 if the time was up before all were played.
 """
 
 from __future__ import annotations
@@ -15,41 +27,51 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
+from queue import Empty
 from typing import Annotated, Any
 
 import hypothesis
 import torch
 import typer
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from conformance.adapters.cp_fast import OneBackend
-from conformance.capabilities import probe
+from conformance.capabilities import Capabilities
 from conformance.case import Case
-from conformance.implementation import as_implementation
-from conformance.run import UnsupportedCase
-from conformance.strategies import cases
-from conformance.tiers import CASE_TIERS
+from conformance.runner import InProcess, Runner, Task
+from conformance.strategies import cases, tables
+from conformance.workers.pool import ProcessRunner
 from cp_fast.backends import by_name
+from cp_ref.spec import LAYOUTS, Problem
+from cp_ref.spec import Sequence as Lengths
+from tests.masks.problems import problems as problems_of_areas
 
-os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")  # many processes compile at once
 CP_SIZES = (2, 3, 4, 8)
+DTYPES = ("bfloat16", "float16")
+PROCESSES = "conformance.adapters.cp_fast:processes"
 TIERS = ("probes", "budget")
 PACKAGES = ("flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
+LIMIT_S = 300.0  # of one problem: many processes compile at once
+GRACE_S = 60.0  # for the problem that a worker is at when the time is up
 
 
 @dataclass
 class Counts:
-    """What one worker, or all, found for one backend."""
+    """What one worker, or all, found for problems of one kind on one backend."""
 
     problems: int = 0
     right: collections.Counter[str] = field(default_factory=collections.Counter)  # by tier
     unsupported: int = 0
     by_cp_size: collections.Counter[int] = field(default_factory=collections.Counter)
     by_schedule: collections.Counter[str] = field(default_factory=collections.Counter)
+    by_layout: collections.Counter[str] = field(default_factory=collections.Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -58,13 +80,8 @@ class Counts:
         return {name: dict(x) if isinstance(x, collections.Counter) else x for name, x in vars(self).items()}
 
     def add(self, other: Counts) -> None:
-        self.problems += other.problems
-        self.unsupported += other.unsupported
-        self.right += other.right
-        self.by_cp_size += other.by_cp_size
-        self.by_schedule += other.by_schedule
-        self.failures += other.failures
-        self.seconds = max(self.seconds, other.seconds)
+        for name, value in vars(other).items():
+            setattr(self, name, max(self.seconds, value) if name == "seconds" else getattr(self, name) + value)
 
 
 def folded(case: Case) -> Case:
@@ -76,52 +93,120 @@ def folded(case: Case) -> Case:
     return replace(case, problem=replace(p, d_qk=d_qk, d_v=d_v, softcap=softcap, softmax_scale=None))
 
 
-def play(backend: str, device: str, seed: int, wanted: int, until: float) -> Counts:
+def scaled(problem: Problem, times: int) -> Problem:
+    """The problem with so many rows for each of its rows: areas that share no pair share none then either."""
+    sequences = tuple(
+        Lengths(*(times * n for n in (s.len_q, s.len_kv, s.slots_q, s.slots_kv))) for s in problem.sequences
+    )
+    areas = tuple(tuple(n if n < 0 else times * n for n in area) for area in problem.areas or ())
+    return replace(problem, sequences=sequences, areas=areas)
+
+
+@st.composite
+def of_layouts(draw: st.DrawFn, capabilities: Capabilities, cp_sizes: Sequence[int]) -> Case:
+    """Cases without areas, half of them of self-attention, half of which may have a table."""
+    if draw(st.booleans()):
+        lengths = tuple(choice for choice in capabilities.choices["lengths"] if choice != "cross")
+        capabilities = replace(capabilities, choices=capabilities.choices | {"lengths": lengths})
+    case = draw(cases(capabilities, cp_sizes=cp_sizes, dtypes=DTYPES).filter(lambda case: case.problem.areas is None))
+    p = case.problem
+    itself = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in p.sequences)
+    if itself and (p.qkv_format == "thd" or p.attn_mask_type.startswith("padding")) and draw(st.booleans()):
+        case = replace(case, problem=replace(p, layout=draw(tables(p.lengths.slots_q, p.cp_size))))
+    return folded(case)
+
+
+@st.composite
+def of_areas(draw: st.DrawFn, capabilities: Capabilities, cp_sizes: Sequence[int]) -> Case:
+    """Cases of a few areas, from a dozen rows to hundreds."""
+    problem = draw(problems_of_areas(cp_sizes, (*LAYOUTS, "balanced")))
+    dims: dict[str, Any] = {"d_qk": 64, "d_v": 64, "softcap": 0.0, "dtype": draw(st.sampled_from(DTYPES))}
+    problem = replace(scaled(problem, draw(st.sampled_from([1, 1, 7, 13]))), **dims)
+    tail = draw(st.integers(0, 1)) * problem.cp_size
+    return Case(
+        problem, tail, tail, use_plan=draw(st.booleans()), return_lse=True, return_max_logit=True, loss="out+lse"
+    )
+
+
+KINDS: dict[str, Callable[[Capabilities, Sequence[int]], st.SearchStrategy[Case]]] = {
+    "anything": lambda capabilities, cp_sizes: cases(capabilities, cp_sizes=cp_sizes, dtypes=DTYPES).map(folded),
+    "layouts": of_layouts,
+    "areas": of_areas,
+}
+
+
+def play(runner: Runner, kind: str, cp_sizes: Sequence[int], seed: int, wanted: int, until: float) -> Counts:
     """Problems of one worker, until there are enough or time is up."""
-    torch.set_num_threads(1)
-    impl, counts, began = as_implementation(OneBackend(backend)), Counts(), time.monotonic()
-    capabilities = probe(impl, device)
+    counts, began = Counts(), time.monotonic()
 
     @hypothesis.seed(seed)
     @settings(
-        max_examples=20 * wanted,
+        max_examples=2 * wanted,  # what is refused is not counted
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
-    @given(cases(capabilities, cp_sizes=CP_SIZES, dtypes=("bfloat16", "float16")).map(folded))
+    @given(KINDS[kind](runner.capabilities(), cp_sizes))
     def one(case: Case) -> None:
         if counts.problems >= wanted or time.time() > until:
             return
-        try:
-            for tier in TIERS:
-                findings = CASE_TIERS[tier].check(impl, case, device)
-                sentences = list(getattr(findings, "findings", findings))
-                if sentences:
-                    counts.failures.append({"tier": tier, "case": str(case), "findings": sentences[:3]})
-                else:
-                    counts.right[tier] += 1
-        except UnsupportedCase:
+        played = [runner.play(Task("schedule", tier, str(case))) for tier in TIERS]
+        verdicts = {p.verdict for p in played}
+        if verdicts == {"unsupported"}:
             counts.unsupported += 1
             return
-        except Exception as error:
-            counts.failures.append({"tier": "?", "case": str(case), "findings": [f"{type(error).__name__}: {error}"]})
+        for p in played:
+            if p.verdict == "right":
+                counts.right[p.tier] += 1
+            else:
+                findings = list(p.findings[:3])
+                counts.failures.append({"tier": p.tier, "verdict": p.verdict, "case": p.text, "findings": findings})
         counts.problems += 1
         counts.by_cp_size[case.problem.cp_size] += 1
         counts.by_schedule[case.problem.cp_comm_type] += 1
+        counts.by_layout[case.problem.layout_name] += 1
 
     one()
     counts.seconds = time.monotonic() - began
     return counts
 
 
-def worker(number: int, seed: int, backends: list[str], device: str, wanted: int, until: float, results: Any) -> None:
-    try:
-        for backend in backends:
-            results.put((number, backend, play(backend, device, seed + number, wanted, until)))
-    except BaseException as error:  # it is told, and counted as a failure
-        results.put((number, "?", f"{type(error).__name__}: {error}"))
+Job = tuple[str, str]  # backend, kind
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every worker does."""
+
+    jobs: list[Job]
+    device: str
+    ranks: int  # processes of a group; 0: the simulated group
+    wanted: int
+    until: float
+
+    def runner(self, backend: str) -> Runner:
+        if self.ranks:
+            return ProcessRunner(PROCESSES, self.device, LIMIT_S, self.ranks)
+        return InProcess(OneBackend(backend), self.device, LIMIT_S)
+
+    @property
+    def cp_sizes(self) -> tuple[int, ...]:
+        """The full size as often as all others together."""
+        fewer = tuple(range(2, self.ranks))
+        return (*fewer, *[self.ranks] * max(len(fewer), 1)) if self.ranks else CP_SIZES
+
+
+def worker(number: int, seed: int, work: Work, results: Any) -> None:
+    torch.set_num_threads(1)
+    begin = number % max(len(work.jobs), 1)  # not all on the same library at once
+    for job in work.jobs[begin:] + work.jobs[:begin]:
+        backend, kind = job
+        try:
+            with closing(work.runner(backend)) as runner:
+                results.put((number, job, play(runner, kind, work.cp_sizes, seed + number, work.wanted, work.until)))
+        except BaseException as error:  # it is told, and counted as a failure
+            results.put((number, job, f"{type(error).__name__}: {error}"))
 
 
 def version(package: str) -> str | None:
@@ -132,66 +217,90 @@ def version(package: str) -> str | None:
 
 
 def main(
-    backends: Annotated[str, typer.Option(help="Backends, with commas.")] = "fa4,fa2,cudnn,torch",
-    problems: Annotated[int, typer.Option(help="Problems for each backend.")] = 2000,
-    workers: Annotated[int, typer.Option(help="Processes that share the GPU.")] = 12,
-    minutes: Annotated[float, typer.Option(help="Stop drawing after so long.")] = 8.0,
+    backends: Annotated[str, typer.Option(help="Backends, with commas.")] = "fa4,torch",
+    kinds: Annotated[str, typer.Option(help=f"Some of {', '.join(KINDS)}.")] = "areas,layouts",
+    problems: Annotated[int, typer.Option(help="Problems of each kind for each backend.")] = 300,
+    workers: Annotated[int, typer.Option("--workers", "-j", help="Processes that share the GPU.")] = 12,
+    seconds: Annotated[float, typer.Option(help="Stop drawing after so long.")] = 480.0,
+    ranks: Annotated[int, typer.Option(help="GPUs, each with a process; 0: the simulated group on one GPU.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the first worker; the next one has the next.")] = 1000,
     device: Annotated[str, typer.Option(help="cuda; cpu to try the script.")] = "cuda",
     commit: Annotated[str, typer.Option(help="The commit that is tested.")] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Play random problems on every backend."""
-    names = [name for name in backends.split(",") if by_name(name).why_not() is None]
-    missing = {name: by_name(name).why_not() for name in backends.split(",") if name not in names}
-    context, until = get_context("spawn"), time.time() + 60 * minutes
+    names = ["auto"] if ranks else backends.split(",")
+    missing = {name: reason for name in names if not ranks and (reason := by_name(name).why_not()) is not None}
+    jobs = [(name, kind) for kind in kinds.split(",") for name in names if name not in missing]
+    context, until = get_context("spawn"), time.time() + seconds
     results = context.Queue()
-    each = -(-problems // workers)
-    processes = []
-    for number in range(workers):
-        order = names[number % len(names) :] + names[: number % len(names)]  # not all on the same library at once
-        processes.append(
-            context.Process(target=worker, args=(number, seed, order, device, each, until, results), daemon=True)
-        )
-        processes[-1].start()
-    total: dict[str, Counts] = {name: Counts() for name in names}
-    died: list[str] = []
+    work = Work(jobs, device, ranks, -(-problems // workers), until)
+    processes = [context.Process(target=worker, args=(n, seed, work, results), daemon=True) for n in range(workers)]
+    for process in processes:
+        process.start()
+    total: dict[Job, Counts] = {job: Counts() for job in jobs}
+    died: list[str] = [f"{name} is not here: {reason}" for name, reason in missing.items()]
     record: dict[str, Any] = {
         "commit": commit,
-        "gpu": torch.cuda.get_device_name(0) if device == "cuda" else None,
+        "gpus": [torch.cuda.get_device_name(n) for n in range(max(ranks, 1))] if device == "cuda" else [],
+        "ranks": ranks or "simulated",
+        "messages": os.environ.get("CP_FAST_MESSAGES", "auto"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "versions": {name: version(name) for name in PACKAGES},
-        "cp_sizes": CP_SIZES,
+        "cp_sizes": work.cp_sizes,
         "seeds": [seed + number for number in range(workers)],
-        "not here": missing,
-        "workers that died": died,
+        "asked for": problems,
+        "died or not here": died,
     }
-    for _ in range(workers * len(names)):
+    reports = 0
+    while reports < workers * len(jobs):
         try:
-            number, backend, counts = results.get(timeout=60 * minutes + 120)
-        except Exception:
-            died.append("a worker did not report in time")
-            break
+            number, job, counts = results.get(timeout=5)
+        except Empty:
+            gone = [n for n, process in enumerate(processes) if process.exitcode not in (None, 0)]
+            if time.time() > until + GRACE_S or len(gone) == workers:
+                died.append(f"{workers * len(jobs) - reports} reports did not come; workers that ended early: {gone}")
+                break
+            continue
+        reports += 1
         if isinstance(counts, Counts):
-            total[backend].add(counts)
-            print(f"worker {number}, {backend}: {counts.problems} problems in {counts.seconds:.0f} s", flush=True)
+            total[job].add(counts)
+            print(
+                f"worker {number}, {', '.join(job)}: {counts.problems} problems in {counts.seconds:.0f} s", flush=True
+            )
         else:
-            died.append(f"worker {number}: {counts}")
+            died.append(f"worker {number}, {', '.join(job)}: {counts}")
             print(died[-1], flush=True)
         if out is not None:  # after every report: a long run that is cut short has something to show
-            found = {"backends": {name: counts.to_json() for name, counts in total.items()}}
+            found = {"backends": {", ".join(job): counts.to_json() for job, counts in total.items()}}
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(record | found, indent=2, default=str) + "\n")
     for process in processes:
         process.kill()
-    for name, c in total.items():
+    raise typer.Exit(summary(total, problems, died))
+
+
+def summary(total: dict[Job, Counts], problems: int, died: list[str]) -> int:
+    """Print what was found, the worst last; the exit code."""
+    late = 0
+    for job, c in total.items():
+        wrong = len({failure["case"] for failure in c.failures})
+        right, unplayed = c.problems - wrong, max(problems - c.problems, 0)
+        late += unplayed
         print(
-            f"{name}: {c.problems} problems, right {dict(c.right)}, failed {len(c.failures)}, refused {c.unsupported}"
+            f"{', '.join(job):16} right {right}, WRONG {wrong}, refused {c.unsupported}, NOT REACHED {unplayed}; "
+            f"{dict(c.by_cp_size)} {dict(c.by_schedule)} {dict(c.by_layout)}"
         )
         for failure in c.failures[:6]:
-            print("   ", failure["tier"], failure["case"], *failure["findings"], sep="\n      ")
-    raise typer.Exit(1 if died or any(c.failures for c in total.values()) else 0)
+            print("   ", failure["tier"], failure["verdict"], failure["case"], *failure["findings"], sep="\n      ")
+    failed = sum(len(c.failures) for c in total.values())
+    print(*died, sep="\n")
+    if failed or died:
+        print(f"FAILED: {failed} findings, {len(died)} parts that did not run")
+        return 1
+    print(f"NOT REACHED: {late} problems; those that were played are right" if late else "ALL RIGHT")
+    return 2 if late else 0
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def main(
     schedules: Annotated[str, typer.Option(help="Some of p2p, all_gather, a2a.")] = "p2p,all_gather,a2a",
     layouts: Annotated[str, typer.Option(help="Some of dual_chunk, contiguous, balanced.")] = "dual_chunk,balanced",
     rounds: Annotated[int, typer.Option(help="Turns of which the median counts.")] = 7,
-    calls: Annotated[int, typer.Option(help="Calls in a row.")] = 3,
+    calls: Annotated[int, typer.Option(help="Calls in a row.")] = 8,
     out: Annotated[Path | None, typer.Option(help="A CSV file to write.")] = None,
 ) -> None:
     """Measure, forward and backward, and print a table of milliseconds and shares."""

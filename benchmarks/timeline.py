@@ -1,7 +1,8 @@
-"""What the GPUs do during one call: a Chrome trace a rank, and one picture of kernels, transfers and gaps.
+"""What the GPUs do during calls in a row: a Chrome trace a rank, and one picture of kernels, transfers and gaps.
 
-`benchmarks/attention.py --trace FOLDER` writes both. In the picture every rank has a line for each stream; the time
-begins with the rank's first event on its GPU, so that lines of different ranks are not aligned to each other.
+`benchmarks/attention.py --trace FOLDER` writes both. The picture is of one of the calls. In it every rank has a line
+for each stream; the time begins with the rank's first event of that call, so that lines of different ranks are not
+aligned to each other.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Span", "gaps", "pictures", "record", "spans"]
+__all__ = ["Span", "gaps", "one_call", "pictures", "record", "spans"]
 
+_CALLS = 5  # in a row
 _COLOURS = {"attention": "#3b6fb6", "transfer": "#e08a1e", "NCCL": "#c2402c", "other kernel": "#6fa86a"}
 
 
@@ -31,14 +33,25 @@ class Span(NamedTuple):
 
 
 def record(folder: Path, name: str, call: Callable[[], Any], rank: int) -> None:
-    """Profile one call after another, and write the second as FOLDER/NAME.rank.json."""
+    """Profile calls in a row, as layers follow each other, and write them as FOLDER/NAME.rank.json. What the host does
+    is left out, as that would slow it down until the GPUs wait for it.
+    """
     call()
     dist.barrier()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        call()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(_CALLS):
+            call()
         torch.cuda.synchronize()
     profiled.export_chrome_trace(str(folder / f"{name.replace(' ', '_')}.{rank}.json"))
+
+
+def one_call(found: list[Span]) -> list[Span]:
+    """The last but one of the calls that were recorded: all have equally many spans."""
+    count = len(found) // _CALLS
+    cut = found[(_CALLS - 2) * count : (_CALLS - 1) * count]
+    first = cut[0].start if cut else 0.0
+    return [span._replace(start=span.start - first, stop=span.stop - first) for span in cut]
 
 
 def spans(trace: dict[str, Any]) -> list[Span]:
@@ -99,7 +112,7 @@ def pictures(folder: Path, ranks: int) -> list[Path]:
         name = first.name.removesuffix(".0.json")
         lines = []
         for rank in range(ranks):
-            found = spans(json.loads((folder / f"{name}.{rank}.json").read_text()))
+            found = one_call(spans(json.loads((folder / f"{name}.{rank}.json").read_text())))
             streams = sorted({span.stream for span in found})
             lines += [(rank, stream, [s for s in found if s.stream == stream], gaps(found)) for stream in streams]
         figure, axes = pyplot.subplots(figsize=(12, 0.6 + 0.5 * len(lines)))

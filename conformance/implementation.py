@@ -236,4 +236,5 @@ def context(impl: Any, problem: Problem, member: Any) -> Any:
     """One rank's ContextParallel for the problem; `member` is its place in the group."""
     split = getattr(member, "split", None) if problem.cp_comm_type == "a2a+p2p" else None
     group = member if split is None else split(problem.a2a_size)
-    return as_implementation(impl).ContextParallel(group, problem.cp_comm_type, layout=problem.layout)
+    named = {"layout": problem.layout} if isinstance(problem.layout, str) else {}  # a table belongs to a plan
+    return as_implementation(impl).ContextParallel(group, problem.cp_comm_type, **named)

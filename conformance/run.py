@@ -18,6 +18,8 @@ from cp_ref.spec import Problem, divisor
 __all__ = ["Gathered", "UnsupportedCase", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
 
 
+LAYOUTS_OF_LENGTHS = ("dual_chunk", "contiguous")  # the others, tables among them, are known to a plan alone
+
 LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
 """When ranks that do not finish one call are given up, in seconds: on a GPU, libraries compile kernels on first use.
 The environment variable CONFORMANCE_LIMIT_S overrides both.
@@ -151,12 +153,12 @@ def needs_plan(problem: Problem) -> bool:
     parts, lengths = divisor(problem.layout, problem.cp_size), problem.lengths
     lengthened = any(n % parts for n in (*lengths.slots_q, *lengths.slots_kv))
     said = problem.qkv_format == "thd" or problem.attn_mask_type.startswith("padding")
-    return problem.layout == "balanced" or (lengthened and not said)
+    return problem.layout not in LAYOUTS_OF_LENGTHS or (lengthened and not said)
 
 
 def lengths_to_cut(impl: Implementation, problem: Problem, cp: Any, device: str) -> dict[str, dict[str, Any]]:
     """What `shard` needs beside the tensor and `cp`, by side: the lengths, or the plan that decides the layout."""
-    if problem.layout == "balanced":
+    if problem.layout not in LAYOUTS_OF_LENGTHS:
         plan = impl.make_plan(cp=cp, **plan_arguments(problem, device)) if impl.offers("shard") else None
         return {side: {"plan": plan} for side in ("q", "kv")}
     packed = problem.qkv_format == "thd"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from itertools import pairwise
 from math import lcm
 from typing import Any
 
@@ -20,7 +21,7 @@ from conformance.draw_areas import areas
 from conformance.draw_lengths import Units, batched, packed
 from cp_ref.spec import Problem, Sequence, divisor
 
-__all__ = ["CP_SIZES", "cases", "problems"]
+__all__ = ["CP_SIZES", "cases", "problems", "tables"]
 
 CP_SIZES = (1, 2, 3, 4, 5, 6, 8)
 _HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2), (4, 1), (8, 4), (6, 3), (12, 2))  # (h_q, h_kv)
@@ -105,6 +106,20 @@ def cases(draw: DrawFn, capabilities: Capabilities = EVERYTHING, **narrowed: Any
         use_plan=draw(st.booleans()),
         deterministic=draw(st.booleans()),
     )
+
+
+@st.composite
+def tables(draw: DrawFn, slots: Seq[int], cp_size: int) -> tuple[tuple[int, int, int, int], ...]:
+    """A layout as a user gives it: every sequence cut anywhere, the parts on any rank, in any order.
+
+    Args:
+        slots: of each sequence.
+    """
+    rows: list[tuple[int, int, int, int]] = []
+    for sequence, length in enumerate(slots):
+        edges = sorted({0, length, *draw(st.lists(st.integers(0, length), max_size=4))})
+        rows += [(draw(st.integers(0, cp_size - 1)), sequence, a, b) for a, b in pairwise(edges)]
+    return tuple(sorted(draw(st.permutations(rows)), key=lambda row: row[0]))
 
 
 def _units(layout: str, cp_size: int, *, uneven: bool) -> Units:

@@ -138,7 +138,8 @@ def plan_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]:
         sizes |= {"batch_size": len(problem.sequences)}
         sizes |= {"seqlen_q": problem.sequences[0].slots_q, "seqlen_kv": problem.sequences[0].slots_kv}
     types = {"dtype": getattr(torch, problem.dtype), "device": torch.device(device)}
-    return attention_arguments(problem, device) | sizes | types
+    table = {} if isinstance(problem.layout, str) else {"layout": list(problem.layout)}
+    return attention_arguments(problem, device) | sizes | types | table
 
 
 def _cumulative(problem: Problem, name: str) -> list[int]:

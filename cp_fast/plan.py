@@ -115,7 +115,7 @@ class Plan(OfThisProcess, plans.Plan):
         """What every rank sends, receives and computes, step by step; this rank's part is what `program` was lowered
         from.
         """
-        return self.custom or make_schedule(self.problem, {self.rank: self.steps})
+        return self.custom or make_schedule(self.problem, {self.rank: self.steps}, self.fixed and self.fixed.stages)
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Plan(OfThisProcess, plans.Plan):
             padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
             problem = next_batch(self.problem, self.room, **lengths, **padded)
             assert self.fixed is not None
-            steps = make_program(problem, self.rank)
+            steps = make_program(problem, self.rank, self.fixed.stages)
             draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
             return Agreement(problem, self.room), steps, self.fixed.fitted(draft, problem)
 

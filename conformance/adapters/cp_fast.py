@@ -2,6 +2,7 @@
 
     python -m conformance --impl cp_fast                              # conformance.adapters.cp_fast:auto
     python -m conformance --impl conformance.adapters.cp_fast:cpu
+    python -m conformance --impl conformance.adapters.cp_fast:processes --cp-size 2,4       # over gloo, or NCCL
 
 `merge` goes through the kernels that are in use (CP_FAST_KERNELS or the first that can be had), `tile` through the
 backend's segments: one of them, cut to the rows and columns that see anything, as the program does it.
@@ -20,7 +21,7 @@ from cp_fast.backends import Backend, Segments, choose
 from cp_fast.kernels import kernels
 from cp_ref.spec import Feature
 
-__all__ = ["OneBackend", "auto", "cpu", "cudnn", "fa2", "fa4", "torch"]
+__all__ = ["OneBackend", "auto", "cpu", "cudnn", "fa2", "fa4", "processes", "torch"]
 
 Tensor = pytorch.Tensor
 _DTYPES = {
@@ -114,4 +115,11 @@ def _segment(rows: slice, columns: slice, left: int | None, right: int | None, d
     return Segments.pack(*lengths, left, right, device)
 
 
+class Processes(OneBackend):
+    """`cp_fast` as it comes, with a process for every rank."""
+
+    group_kind = "process"
+
+
+processes = Processes("auto")
 auto, fa4, fa2, cudnn, cpu, torch = (OneBackend(name) for name in ("auto", "fa4", "fa2", "cudnn", "cpu", "torch"))

@@ -11,7 +11,9 @@ from rich.table import Table
 
 from cp_fast.cli.common import check_head, heads_line, lengths, picture, readable_errors, size_text, table, window
 from cp_fast.cli.compare import comparison
+from cp_fast.cli.predict import show_prediction
 from cp_fast.cli.problem import Request, plan_of
+from cp_fast.cost import built_in, read_machine
 from cp_ref.spec import Message, Problem, Program, Report, Schedule, message_bytes, tile_pairs, verify
 from cp_ref.spec.picture import svg_picture
 
@@ -32,7 +34,9 @@ def plan(
     seqlen_kv: Annotated[int | None, typer.Option(help="The same for keys where they differ.")] = None,
     batch: Annotated[int, typer.Option(help="Number of sequences of a bshd or sbhd batch.")] = 1,
     qkv_format: Annotated[str, typer.Option(help="bshd, sbhd or thd; thd where --seqlens is given, else bshd.")] = "",
-    layout: Annotated[str, typer.Option(help="dual_chunk, contiguous or balanced.")] = "dual_chunk",
+    layout: Annotated[
+        str, typer.Option(help="dual_chunk, contiguous or balanced; dual_chunk unless given, with --predict all.")
+    ] = "",
     mask: Annotated[
         str, typer.Option(help="attn_mask_type: causal, no_mask, padding_causal_bottom_right, ...")
     ] = "causal",
@@ -56,6 +60,16 @@ def plan(
     head: Annotated[int, typer.Option(help="The picture's query head, where heads are spread over the ranks.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this file too.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="What every layout and schedule costs instead.")] = False,
+    prediction: Annotated[
+        bool, typer.Option("--predict", help="Time and memory of every layout and schedule instead, on --machine.")
+    ] = False,
+    machine: Annotated[
+        str,
+        typer.Option(help=f"{', '.join(built_in())}, or a TOML file, as doctor --measure --out FILE writes it."),
+    ] = "h200-nvlink",
+    messages: Annotated[
+        str, typer.Option(help="What carries messages where all ranks share NVLink: peers, or group (NCCL).")
+    ] = "peers",
     text: Annotated[bool, typer.Option("--text", help="Print the schedule's canonical text and nothing else.")] = False,
 ) -> None:
     """Print the schedule of a problem, its balance and bytes, and verify it. No GPU and no other process is needed.
@@ -72,7 +86,7 @@ def plan(
             seqlen_q=seqlen,
             seqlen_kv=seqlen_kv,
             qkv_format=qkv_format or ("thd" if seqlens else "bshd"),
-            layout=layout,
+            layout=layout or ("" if prediction else "dual_chunk"),
             attn_mask_type=mask,
             window_size=window(window_size),
             areas=areas,
@@ -84,6 +98,9 @@ def plan(
             d_v=d_qk if d_v is None else d_v,
             dtype=dtype,
         )
+        if prediction:
+            show_prediction(console, request, read_machine(machine), messages)
+            return
         if compare:
             console.print(comparison(request))
             return

@@ -26,6 +26,11 @@ class FixedTables:
         self._shape, self._device = shape, device
         self._buffer: torch.Tensor | None = None
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The heads that are exchanged at a time: those of the first batch, whatever a later one would choose."""
+        return self._shape.problem.workload.stages
+
     def fitted(self, draft: Draft, problem: Problem) -> Fitted:
         """A batch's program in the plan's shape, and its tables as they are to lie on the device. For a GPU they are in
         pinned memory, a new one each time, which PyTorch keeps until the copy from it is done.

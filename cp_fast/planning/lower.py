@@ -172,16 +172,19 @@ class _CompleteOuts:
 
 @dataclass
 class _Known:
-    """Bands and launches of tiles that were lowered before: both passes of the usual schedule compute the same."""
+    """Bands and launches of tiles that were lowered before: both passes of the usual schedule compute the same, and so
+    do the stages of an a2a schedule, for other heads.
+    """
 
-    _banded: dict[int, tuple[Tiles, BandTiles]] = field(default_factory=dict)
+    _banded: dict[tuple[int, ...], tuple[Tiles, BandTiles]] = field(default_factory=dict)
     _launches: dict[int, tuple[BandTiles, list[LaunchTable]]] = field(default_factory=dict)
 
     def banded(self, work: Workload, tiles: Tiles) -> BandTiles:
         """The tiles with their bands."""
-        if id(tiles) not in self._banded:
-            self._banded[id(tiles)] = tiles, band_tiles(work.areas, tiles)
-        return self._banded[id(tiles)][1]
+        rectangles = tuple(map(id, tiles.columns[:5]))  # columns that the tiles kept here keep alive
+        if rectangles not in self._banded:
+            self._banded[rectangles] = tiles, band_tiles(work.areas, tiles)
+        return self._banded[rectangles][1]
 
     def launches(self, tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
         """The launches that compute them."""

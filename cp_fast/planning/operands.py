@@ -12,7 +12,7 @@ from cp_fast.planning.rows import Located, RowMap, RowMaps, Spans, count, subtra
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import Buffer, Copy, Heads, Operand
 from cp_ref.spec import Column
-from cp_ref.spec.units import spans_by
+from cp_ref.spec.units import merged
 
 __all__ = ["Held", "Operands"]
 
@@ -73,7 +73,7 @@ class Operands:
         """Put all of these rows together in a new buffer, in the order of the global rows: the copies that fill it."""
         spans = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
         sources = [held for held in self.held if held.kind == kind]
-        rows = self.maps.packed(_merged(spans))
+        rows = self.maps.packed(merged(*spans))
         name = f"{self.direction} {step}: {kind} {heads[0]}:{heads[1]} joined"
         made = self.new(name, kind, heads, rows, count((rows.start, rows.stop)))
         copies: list[Copy[RowKey]] = []
@@ -112,8 +112,3 @@ def _cut(heads: Heads, others: Iterable[Heads]) -> list[Heads]:
     """
     edges = {edge for other in others for edge in other if heads[0] < edge < heads[1]}
     return list(pairwise(sorted({*heads, *edges})))
-
-
-def _merged(spans: Spans) -> Spans:
-    """The rows of the spans as few sorted spans."""
-    return spans_by(np.zeros_like(spans[0]), *spans).of(0)

@@ -59,6 +59,9 @@ class Request:
         Raises:
             ValueError, TypeError, Unsupported: naming what is wrong.
         """
+        return SimGroup(self.cp_size).run(lambda member: self._plan_of(self._context(member)))[0]
+
+    def _plan_of(self, cp: ContextParallel) -> Plan:
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"--dtype is {self.dtype!r}; it must be one of float16, bfloat16, float32, float64")
@@ -70,11 +73,7 @@ class Request:
             lengths = self._lengths_q
             sizes |= {"batch_size": self.batch if lengths is None else len(lengths), "seqlen_q": self._seqlen}
             sizes |= {} if self.seqlen_kv is None else {"seqlen_kv": self.seqlen_kv}
-
-        def make(member: SimMember) -> Plan:
-            return make_plan(cp=self._context(member), dtype=dtype, device="cpu", **sizes, **self.arguments)
-
-        return SimGroup(self.cp_size).run(make)[0]
+        return make_plan(cp=cp, dtype=dtype, device="cpu", **sizes, **self.arguments)
 
     @property
     def problem(self) -> Problem:
@@ -130,12 +129,18 @@ class Request:
 
         def rank_main(member: SimMember) -> None:
             cp = self._context(member)
-            mine: dict[str, torch.Tensor] = {}
-            for name, x in tensors.items():
+            plan = self._plan_of(cp)
+
+            def cut(name: str) -> dict[str, Any]:
+                """Lengths, which the sides of cross attention have of their own, or the plan that alone knows."""
+                if self.layout == "balanced":
+                    return {"plan": plan}
                 cu = torch.tensor(self._starts(name)) if self._format == "thd" else None
-                mine[name] = shard(x, cp=cp, qkv_format=self._format, cu_seqlens_padded=cu)
+                return {"qkv_format": self._format, "cu_seqlens_padded": cu}
+
+            mine = {name: shard(x, cp=cp, **cut(name)) for name, x in tensors.items()}
             q, k, v = (mine[name].requires_grad_() for name in ("q", "k", "v"))
-            attention(q, k, v, cp=cp, **self.arguments).backward(mine["dout"])
+            attention(q, k, v, cp=cp, plan=plan).backward(mine["dout"])
 
         with trace() as recorded:
             SimGroup(self.cp_size).run(rank_main)

@@ -11,6 +11,9 @@ group for its own heads. Attention then needs no merging inside the group, whate
 `a2a` is one group of all ranks. `a2a+p2p` has cp_size / a2a_size groups: global rank = p2p_rank * a2a_size + a2a_rank,
 and the ranks with equal a2a_rank form a ring across the groups.
 
+Heads are exchanged all at once or, where that takes less time, in stages (`stages.py`): one stage attends while the
+rows of the next come and the results of the last go home.
+
 With fewer kv heads than ranks in the group, a kv head goes to every rank that has one of its query heads, and its
 gradients are added up at home. The exchanged q and kv are kept for the backward pass.
 
@@ -19,10 +22,13 @@ From DeepSpeed-Ulysses (Jacobs et al., 2023) and USP (Fang and Zhao, 2024).
 
 from __future__ import annotations
 
+import numpy as np
+
 from cp_ref.spec.ownership import Fragments
 from cp_ref.spec.p2p import RingMember, ring_programs
 from cp_ref.spec.schedule import Heads, Message, Pieces, Program, Step, tag
-from cp_ref.spec.units import Units, spans_by
+from cp_ref.spec.stages import in_stages
+from cp_ref.spec.units import Units, merged
 from cp_ref.spec.workload import Workload
 
 __all__ = ["head_ranges", "plan_a2a_rank"]
@@ -42,12 +48,12 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
 
 
 def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
-    """One rank's forward and backward program: exchange, a ring across the groups (one step in `a2a`), exchange
-    back.
+    """One rank's forward and backward program: exchange, a ring across the groups (one step in `a2a`), exchange back;
+    for one stage of heads after the other.
     """
-    size = units.size
+    size, work = units.size, units.workload
     unit, a2a_rank = divmod(rank, size)
-    heads = [head_ranges(units.workload, other) for other in range(size)]
+    heads = [head_ranges(work, other) for other in range(size)]
 
     def rank_of(other: int) -> int:
         return other * size + a2a_rank
@@ -55,7 +61,7 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
     member = RingMember(unit, rank_of, *heads[a2a_rank], first_step=1)
     ring_forward, ring_backward = ring_programs(units, member)
     active = _active_rows(units, unit)
-    replicated = sum(last - first for _, (first, last) in heads) > units.workload.heads_kv  # then dK/dV are sums
+    replicated = sum(last - first for _, (first, last) in heads) > work.heads_kv  # then dK/dV are sums
     peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
 
     def rows_for_heads(kinds: tuple[str, ...], step: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
@@ -78,14 +84,14 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
 
     forward = Step(*rows_for_heads(("q", "kv"), 0)), *ring_forward, results_home(("out",), len(ring_forward) + 1)
     backward = Step(*rows_for_heads(("do",), 0)), *ring_backward, results_home(("dq", "dkv"), len(ring_backward) + 1)
-    return forward, backward
+    return in_stages(forward, units.count, work), in_stages(backward, units.count, work)
 
 
 def _active_rows(units: Units, unit: int) -> tuple[list[Fragments], list[Fragments]]:
     """The query rows of each rank of the group that see any key, and the key rows that any query sees."""
-    sees, seen = units.sees(unit), units.seen(unit)
-    queries = spans_by(sees.reader - unit, sees.q_start, sees.q_stop).of(0)
-    keys = spans_by(seen.owner - unit, seen.k_start, seen.k_stop).of(0)
+    alike = np.zeros(units.count, dtype=int)
+    (sees,), (seen,) = units.sees(unit, alike), units.seen(unit, alike)
+    queries, keys = merged(sees.q_start, sees.q_stop), merged(seen.k_start, seen.k_stop)
     ranks, ownership = range(unit * units.size, (unit + 1) * units.size), units.workload.ownership
     return (
         [ownership.q.of(rank).within(*queries) for rank in ranks],

@@ -16,21 +16,22 @@ import numpy as np
 
 from cp_ref.spec.p2p import tiles_of
 from cp_ref.spec.schedule import Message, Pieces, Program, Step, tag
-from cp_ref.spec.units import Spans, Units, spans_by
+from cp_ref.spec.units import Spans, Units, merged, spans_by
 
 __all__ = ["plan_all_gather_rank"]
 
 
 def plan_all_gather_rank(units: Units, rank: int) -> tuple[Program, Program]:
     """One rank's forward and backward program."""
-    work, sees, seen = units.workload, units.sees(rank), units.seen(rank)
-    own, remote = tiles_of(sees, np.where(sees.owner == rank, 0, 1), 2, (0, work.heads_q))
-    received = spans_by(sees.owner, sees.k_start, sees.k_stop)
-    given = spans_by(seen.reader, seen.k_start, seen.k_stop)
-    peers = [(rank + n) % units.count for n in range(1, units.count)]
+    work, count = units.workload, units.count
+    theirs, mine = units.sees(rank, (np.arange(count) == rank).astype(int))
+    own, remote = tiles_of(mine, (0, work.heads_q)), tiles_of(theirs, (0, work.heads_q))
+    received = spans_by(theirs.peer, theirs.k_start, theirs.k_stop, count)
+    given = [merged(some.k_start, some.k_stop) for some in units.seen(rank, np.arange(count))]
+    peers = [(rank + n) % units.count for n in range(1, count)]
 
-    def messages(kind: str, rows: Spans, step: int) -> tuple[Message, ...]:
-        pieces = {peer: Pieces.spans(*rows.of(peer), (0, work.heads_kv)) for peer in peers}
+    def messages(kind: str, rows: list[Spans], step: int) -> tuple[Message, ...]:
+        pieces = {peer: Pieces.spans(*rows[peer], (0, work.heads_kv)) for peer in peers}
         return tuple(Message(kind, peer, tag(step, kind), pieces[peer]) for peer in peers if len(pieces[peer]))
 
     attend = Step(messages("kv", given, 0), messages("kv", received, 0), own), Step(tiles=remote)

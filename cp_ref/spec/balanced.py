@@ -30,7 +30,7 @@ import numpy as np
 
 from cp_ref.spec.areas import Areas, crop
 from cp_ref.spec.ownership import Fragments, contiguous
-from cp_ref.spec.table import Column, ranges
+from cp_ref.spec.table import Column
 
 __all__ = ["balanced", "pairs_before"]
 
@@ -83,12 +83,20 @@ def pairs_before(areas: Areas, rows: int) -> Column:
     >>> pairs_before(Areas.parse("area q[0:3] k[0:3] band *:0"), 4).tolist()
     [0, 1, 3, 6, 6]
     """
+    areas = areas.take(areas.pairs > 0)
     q0, q1, k0, k1 = crop(*areas.columns)
-    count = np.maximum(q1 - q0, 0)
-    row = ranges(q0, count)
-    lo, hi, k0, k1 = (np.repeat(x, count) for x in (areas.lo, areas.hi, k0, k1))
-    seen = np.maximum(np.minimum(k1, row + hi + 1) - np.maximum(k0, row + lo), 0)
-    return np.append(0, np.cumsum(np.bincount(row, seen, rows).astype(np.int64)))
+    # row i sees keys from max(k0, i + lo) to min(k1, i + hi + 1), each of which changes once from one term to the other
+    last, first = np.clip(k1 - areas.hi - 1, q0, q1), np.clip(k0 - areas.lo, q0, q1)
+    fixed, moving = np.zeros((2, rows + 1), dtype=np.int64)  # seen = fixed + i * moving, by how they change at each row
+    for start, stop, constant, slope in (
+        (q0, last, areas.hi + 1, 1), (last, q1, k1, 0), (q0, first, -k0, 0), (first, q1, -areas.lo, -1),
+    ):  # fmt: skip
+        there = start < stop
+        for row, sign in ((start[there], 1), (stop[there], -1)):
+            np.add.at(fixed, row, sign * constant[there])
+            np.add.at(moving, row, sign * slope)
+    seen = np.cumsum(fixed) + np.arange(rows + 1) * np.cumsum(moving)
+    return np.append(0, np.cumsum(seen[:rows]))
 
 
 def _fragments(ranks: list[Spans]) -> Fragments:

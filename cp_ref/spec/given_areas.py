@@ -9,14 +9,14 @@ for a sequence, aligned to the last row and the last column ("bottom-right"), -1
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from cp_ref.spec.areas import UNBOUNDED, Areas, crop
-from cp_ref.spec.table import Column, ranges
+from cp_ref.spec.table import Column
 from cp_ref.spec.values import FURTHEST, check_data
 
 __all__ = ["AreaRow", "areas_of_rows", "common_pair", "read_areas"]
@@ -24,7 +24,6 @@ __all__ = ["AreaRow", "areas_of_rows", "common_pair", "read_areas"]
 AreaRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
 
 _FORM = "an int32 or int64 tensor [n, 6]: q_start, q_stop, k_start, k_stop, left, right"
-_AT_ONCE = 2**22  # areas of slabs that are looked at together
 
 
 def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
@@ -82,51 +81,59 @@ def common_pair(areas: Areas) -> tuple[int, int, int, int] | None:
     """Two areas that have a visible pair in common, and the pair: (number, number, query row, key row); None where all
     are disjoint.
 
-    The edges of all areas cut the query rows into slabs. In a slab every area is there from its first row to its last,
-    and sees one stretch of keys in each; both ends of it stay, or move on by one, from row to row. So no stretch
-    can pass another without meeting it, and where all are apart they stay in one order: it is enough to compare, in
-    each slab, areas that are neighbours in the order of the first row's stretches.
-
-        slab    a a a . b b b . .       a and b are compared, b and c; a and c, if apart from b, are from each other
-                . a a a . b b c c
-
     >>> common_pair(areas_of_rows(((0, 4, 0, 4, -1, 0), (1, 4, 2, 5, -1, -1))))
     (0, 1, 2, 2)
     >>> common_pair(areas_of_rows(((0, 4, 0, 4, -1, 0), (0, 3, 1, 4, 0, -1)))) is None  # the other side of the diagonal
     True
     """
-    edges = np.unique(np.concatenate([areas.q_start, areas.q_stop]))
-    first, last = np.searchsorted(edges, areas.q_start), np.searchsorted(edges, areas.q_stop)
-    for begin, end in _portions(first, last, len(edges)):
-        some = np.flatnonzero((first < end) & (last > begin))
-        count = np.minimum(last[some], end) - np.maximum(first[some], begin)
-        area, slab = np.repeat(some, count), ranges(np.maximum(first[some], begin), count)
-        order = np.lexsort((np.maximum(areas.k_start[area], edges[slab] + areas.lo[area]), slab))
-        area, slab = area[order], slab[order]
-        neighbours = np.sort(np.stack([area[:-1], area[1:]])[:, slab[1:] == slab[:-1]], axis=0)
-        one, other = areas.take(neighbours[0]), areas.take(neighbours[1])
-        shared = Areas(
-            *(
-                (np.minimum if name in ("q_stop", "k_stop", "hi") else np.maximum)(vars(one)[name], vars(other)[name])
-                for name in vars(one)
-            )
+    neighbours = np.sort(np.array(list(_neighbours(areas)), dtype=np.int64).reshape(-1, 2), axis=1).T
+    one, other = areas.take(neighbours[0]), areas.take(neighbours[1])
+    shared = Areas(
+        *(
+            (np.minimum if name in ("q_stop", "k_stop", "hi") else np.maximum)(vars(one)[name], vars(other)[name])
+            for name in vars(one)
         )
-        if len(found := np.flatnonzero(shared.pairs)):
-            n = found[np.lexsort(neighbours[::-1, found])[0]]
-            pair = shared.take(np.array([n]))
-            q, _, k, _ = (int(edge[0]) for edge in crop(*pair.columns))
-            return int(neighbours[0, n]), int(neighbours[1, n]), q, max(k, q + int(pair.lo[0]))
-    return None
+    )
+    if not len(found := np.flatnonzero(shared.pairs)):
+        return None
+    n = found[np.lexsort(neighbours[::-1, found])[0]]
+    pair = shared.take(np.array([n]))
+    q, _, k, _ = (int(edge[0]) for edge in crop(*pair.columns))
+    return int(neighbours[0, n]), int(neighbours[1, n]), q, max(k, q + int(pair.lo[0]))
 
 
-def _portions(first: Column, last: Column, edges: int) -> Iterator[tuple[int, int]]:
-    """The slabs in portions [begin, end) of not too many areas. first, last: of each area the first slab, and the one
-    behind the last.
+def _neighbours(areas: Areas) -> Iterator[tuple[int, int]]:
+    """The areas that come to lie beside each other in the order of their keys, as rows begin and end: few of all twos,
+    among which are two with a pair in common, if any have.
+
+    Every area is there from its first row to its last, and sees one stretch of keys in each; both ends of it stay, or
+    move on by one, from row to row. So no stretch can pass another without meeting it: up to the first row in which two
+    meet all stay in one order, and those two are neighbours.
+
+        a a a . b b b .       a and b are neighbours, b and c; a and c, if apart from b, are from each other
+        . a a a . b b c
     """
-    there = np.cumsum(np.bincount(first, minlength=edges) - np.bincount(last, minlength=edges))
-    portion = np.cumsum(there) // _AT_ONCE
-    begin = [0, *(np.flatnonzero(np.diff(portion)) + 1).tolist(), edges]
-    yield from pairwise(begin)
+    k_start, lo = areas.k_start.tolist(), areas.lo.tolist()
+    row = np.append(areas.q_stop, areas.q_start)  # what ends before a row goes before what begins with it comes
+    order: list[int] = []
+    for event in np.argsort(row, kind="stable").tolist():
+        begins, area = divmod(event, len(areas))
+        here = int(row[event]) - 1 + begins
+
+        def first(n: int, here: int = here) -> int:
+            """The first key that an area sees in this row."""
+            return max(k_start[n], here + lo[n])
+
+        place = bisect_left(order, first(area), key=first)
+        if begins:
+            yield from ((area, other) for other in order[max(place - 1, 0) : place + 1])
+            order.insert(place, area)
+            continue
+        if order[place : place + 1] != [area]:  # where two have met their order says nothing
+            place = order.index(area)
+        del order[place]
+        if 0 < place < len(order):
+            yield order[place - 1], order[place]
 
 
 def _refuse(table: Column, wrong: Any, rule: str) -> None:

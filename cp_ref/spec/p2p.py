@@ -30,8 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_ref.spec.schedule import Heads, Message, Pieces, Program, Step, Tiles, tag
-from cp_ref.spec.table import Column
-from cp_ref.spec.units import Sights, Spans, Units, spans_by
+from cp_ref.spec.units import Sights, Spans, Units, merged
 
 __all__ = ["RingMember", "plan_p2p_rank", "ring_programs", "tiles_of"]
 
@@ -49,10 +48,10 @@ class RingMember(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """A message to or from a unit, and the rows that travel by distance 1, 2, ... of what is sent."""
+    """A message to or from a unit, and the rows that travel, by the distance 1, 2, ... of what is sent."""
 
     unit_at: Callable[[int], int]
-    rows: Spans
+    rows: list[Spans]
 
 
 class Route(NamedTuple):
@@ -75,16 +74,17 @@ def plan_p2p_rank(units: Units, rank: int) -> tuple[Program, Program]:
 def ring_programs(units: Units, member: RingMember) -> tuple[Program, Program]:
     """The forward and backward steps of one rank: at step s it computes on the block of unit - s."""
     count = units.count
-    sees = units.sees(member.unit)
-    distance = (member.unit - sees.owner) % count
-    tiles = tiles_of(sees, distance, count, member.q_heads)
+    sees = units.sees(member.unit, (member.unit - np.arange(count)) % count)  # by distance
+    tiles = [tiles_of(some, member.q_heads) for some in sees]
     if count == 1:
         return (Step(tiles=tiles[0]),), (Step(tiles=tiles[0]),)
-    route = _halo(units, member.unit, sees, distance) if units.sparse else _ring(units, member.unit)
+    route = _halo(units, member.unit, sees) if units.sparse else _ring(units, member.unit)
 
     def messages(kind: str, hop: Hop, h: int, step: int) -> tuple[Message, ...]:
-        start, stop = hop.rows.of(h)
-        if not 0 < h < count or not len(start):
+        if not 0 < h < count:
+            return ()
+        start, stop = hop.rows[h - 1]
+        if not len(start):
             return ()
         peer = member.rank_of(hop.unit_at(h) % count)
         return (Message(kind, peer, tag(member.first_step + step, kind), Pieces.spans(start, stop, member.kv_heads)),)
@@ -98,20 +98,15 @@ def ring_programs(units: Units, member: RingMember) -> tuple[Program, Program]:
     return tuple(forward), (*backward, Step(*dkv[count]))
 
 
-def tiles_of(sees: Sights, step: Column, steps: int, heads: Heads) -> list[Tiles]:
-    """The rectangles that are seen, as tiles, by step."""
-    order = np.argsort(step.astype(np.int16), kind="stable") if steps > 1 else slice(None)
-    area, q0, q1, k0, k1 = (x[order] for x in (sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop))
-    tiles = Tiles(area, q0, q1, k0, k1, np.full_like(area, heads[0]), np.full_like(area, heads[1]))
-    ends = np.searchsorted(step[order], np.arange(steps + 1)).tolist()
-    return [tiles.take(slice(ends[s], ends[s + 1])) for s in range(steps)]
+def tiles_of(sees: Sights, heads: Heads) -> Tiles:
+    """The rectangles that are seen, as tiles."""
+    first, last = np.full_like(sees.area, heads[0]), np.full_like(sees.area, heads[1])
+    return Tiles(sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop, first, last)
 
 
-def _halo(units: Units, unit: int, sees: Sights, distance: Column) -> Route:
+def _halo(units: Units, unit: int, sees: list[Sights]) -> Route:
     """Every unit gets what it sees of the unit h behind it, straight from there, and gives the gradients back."""
-    seen = units.seen(unit)
-    received = spans_by(distance, sees.k_start, sees.k_stop)
-    given = spans_by((seen.reader - unit) % units.count, seen.k_start, seen.k_stop)
+    seen = units.seen(unit, (np.arange(units.count) - unit) % units.count)
 
     def ahead(h: int) -> int:
         return unit + h
@@ -119,6 +114,7 @@ def _halo(units: Units, unit: int, sees: Sights, distance: Column) -> Route:
     def behind(h: int) -> int:
         return unit - h
 
+    received, given = ([merged(some.k_start, some.k_stop) for some in side[1:]] for side in (sees, seen))
     return Route(Hop(ahead, given), Hop(behind, received), Hop(behind, received), Hop(ahead, given))
 
 
@@ -126,9 +122,9 @@ def _ring(units: Units, unit: int) -> Route:
     """The block in hand goes on to the next unit: the rows that it or a unit behind it still needs. Gradients follow:
     the rows that a unit has seen on the way.
     """
-    count = units.count
-    here = (unit - units.key_areas.owner) % count  # how far each row's block has come when this unit has it
-    ahead, behind = (unit + np.arange(count)) % count, (unit - np.arange(count)) % count
+    count, n = units.count, np.arange(units.count)
+    from_next, from_here = units.reach(unit + 1 + n), units.reach(unit + n)  # the way that a block still has to go
+    here_back, last_back = units.reach(unit - n), units.reach(unit - 1 - n)  # and the way back to its owner
 
     def to_next(_: int) -> int:
         return unit + 1
@@ -137,8 +133,8 @@ def _ring(units: Units, unit: int) -> Route:
         return unit - 1
 
     return Route(
-        Hop(to_next, units.needed(here + 1, np.roll(ahead, -1), count - 2 - here)),
-        Hop(from_last, units.needed(here, ahead, count - 1 - here)),
-        Hop(to_next, units.needed(here, behind, here - 1)),
-        Hop(from_last, units.needed((here - 1) % count, np.roll(behind, -1), (here - 1) % count - 1)),
+        Hop(to_next, [units.needed(unit + 1 - h, from_next, count - 1 - h) for h in range(1, count)]),
+        Hop(from_last, [units.needed(unit - h, from_here, count - 1 - h) for h in range(1, count)]),
+        Hop(to_next, [units.needed(unit - h, here_back, h - 1) for h in range(1, count)]),
+        Hop(from_last, [units.needed(unit - 1 - h, last_back, h - 1) for h in range(1, count)]),
     )

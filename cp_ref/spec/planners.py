@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from cp_ref.spec.a2a import plan_a2a_rank
 from cp_ref.spec.all_gather import plan_all_gather_rank
@@ -10,6 +11,7 @@ from cp_ref.spec.p2p import plan_p2p_rank
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.schedule import Program, Schedule
 from cp_ref.spec.units import Units
+from cp_ref.spec.workload import Workload
 
 __all__ = ["make_program", "make_schedule", "saved_kinds"]
 
@@ -22,8 +24,12 @@ _RANK_PLANNERS: dict[str, Callable[[Units, int], tuple[Program, Program]]] = {
 _SAVED = {"p2p": (), "all_gather": (), "a2a": ("q", "kv"), "a2a+p2p": ("q", "kv")}
 
 
-def make_schedule(problem: Problem, known: Mapping[int, tuple[Program, Program]] | None = None) -> Schedule:
-    """The schedule of all ranks. `known`: what `make_program` gave for some of them.
+def make_schedule(
+    problem: Problem,
+    known: Mapping[int, tuple[Program, Program]] | None = None,
+    stages: tuple[int, ...] | None = None,
+) -> Schedule:
+    """The schedule of all ranks. `known`: what `make_program` gave for some of them, with the same `stages`.
 
     >>> from cp_ref.spec.problem import Sequence
     >>> print(str(make_schedule(Problem(2, (Sequence(4, 4, 4, 4),)))).split("forward rank 1")[0].strip())
@@ -39,7 +45,7 @@ def make_schedule(problem: Problem, known: Mapping[int, tuple[Program, Program]]
         tile 0 q[3:4] k[1:2]
         tile 0 q[3:4] k[2:3]
     """
-    units, of_rank = Units(problem.workload), _RANK_PLANNERS[problem.cp_comm_type]
+    units, of_rank = Units(_staged(problem, stages)), _RANK_PLANNERS[problem.cp_comm_type]
     known = known or {}
     programs = [known.get(rank) or of_rank(units, rank) for rank in range(problem.cp_size)]
     heads = problem.heads_q, problem.heads_kv
@@ -52,6 +58,12 @@ def saved_kinds(problem: Problem) -> tuple[str, ...]:
     return _SAVED[problem.cp_comm_type]
 
 
-def make_program(problem: Problem, rank: int) -> tuple[Program, Program]:
-    """One rank's forward and backward program, as in `make_schedule`, without planning the other ranks."""
-    return _RANK_PLANNERS[problem.cp_comm_type](Units(problem.workload), rank)
+def make_program(problem: Problem, rank: int, stages: tuple[int, ...] | None = None) -> tuple[Program, Program]:
+    """One rank's forward and backward program, as in `make_schedule`, without planning the other ranks. `stages`: kv
+    heads at a time in an a2a schedule; None for those of the least time (`stage_costs.py`).
+    """
+    return _RANK_PLANNERS[problem.cp_comm_type](Units(_staged(problem, stages)), rank)
+
+
+def _staged(problem: Problem, stages: tuple[int, ...] | None) -> Workload:
+    return problem.workload if stages is None else replace(problem.workload, stages=stages)

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Column", "Table", "joined", "ranges"]
+__all__ = ["Column", "Table", "joined", "ordered_by", "ranges"]
 
 Column = NDArray[Any]  # [n], signed integers of 32 or 64 bits
 
@@ -77,6 +77,20 @@ def ranges(first: Column, count: Column) -> Column:
     ends = np.cumsum(count, dtype=first.dtype)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(first - ends + count, count) + np.arange(total, dtype=first.dtype)
+
+
+def ordered_by(group: Column, count: int) -> tuple[Column | slice, list[int]]:
+    """The order of rows by group 0, ..., count - 1, in which a group's rows keep theirs; where each group begins in it,
+    and where the last ends.
+
+    >>> order, ends = ordered_by(np.array([2, 0, 2]), 3)
+    >>> order.tolist(), ends
+    ([1, 0, 2], [0, 1, 1, 3])
+    """
+    ends = [0, *np.cumsum(np.bincount(group, minlength=count)).tolist()]
+    if bool((group[1:] >= group[:-1]).all()):
+        return slice(None), ends
+    return np.argsort(group.astype(np.min_scalar_type(count)), kind="stable"), ends  # small numbers: sorts by counting
 
 
 def joined(start: Column, stop: Column, others_start: Column, others_stop: Column) -> tuple[Column, Column]:

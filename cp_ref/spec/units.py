@@ -11,31 +11,54 @@ again a dual chunk:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from cp_ref.spec.areas import UNBOUNDED, crop
 from cp_ref.spec.ownership import Fragments, grouped
-from cp_ref.spec.table import Column, Table, joined
+from cp_ref.spec.table import Column, Table, joined, ordered_by
 from cp_ref.spec.workload import Workload
 
-__all__ = ["Sights", "Spans", "Units", "spans_by"]
+__all__ = ["Sights", "Spans", "Units", "merged", "spans_by"]
+
+Spans = tuple[Column, Column]  # (start, stop)
+
+_BLOCK = 2**14  # rectangles that are worked on at a time: their columns stay in the processor's cache
 
 
 @dataclass(frozen=True, eq=False)
 class Sights(Table):
-    """Cropped rectangles of areas in which units see each other: one for each fragment of queries and of keys."""
+    """Cropped rectangles of areas in which two units see each other: one for each fragment of queries and of keys."""
 
-    reader: Column  # the unit that has the queries
-    owner: Column  # the unit that has the keys
+    peer: Column  # the other unit: the keys' in `sees`, the queries' in `seen`
     area: Column
     q_start: Column
     q_stop: Column
     k_start: Column
     k_stop: Column
+
+
+@dataclass(frozen=True, eq=False)
+class AreaRows(Table):
+    """Rows [start, stop) of an area, queries or keys, that one unit has."""
+
+    area: Column
+    unit: Column
+    start: Column
+    stop: Column
+
+    @staticmethod
+    def of(start: Column, stop: Column, rows: Fragments) -> AreaRows:
+        """Who has which of the rows [start[n], stop[n]) of each area n; `rows` are sorted by global row."""
+        area, n = joined(start, stop, rows.start, rows.stop)
+        return AreaRows(
+            area, rows.rank[n], np.maximum(start[area], rows.start[n]), np.minimum(stop[area], rows.stop[n])
+        )
 
 
 class Units:
@@ -70,130 +93,136 @@ class Units:
     @property
     def _on_some_units(self) -> bool:
         """Whether an area has rows on several units, but not on all."""
-        areas, holds = self.areas, np.zeros((len(self.areas), self.count), dtype=bool)
-        for start, stop, rows in (
-            (areas.q_start, areas.q_stop, self.queries),
-            (areas.k_start, areas.k_stop, self.keys),
-        ):
-            area, n = joined(start, stop, rows.start, rows.stop)
-            holds[area, rows.rank[n]] = True
-        units = holds.sum(axis=1)
+        holds = np.zeros((self.count, len(self.areas)), dtype=bool)
+        for rows in {id(rows): rows for rows in (self.query_rows, self.key_rows)}.values():
+            holds[rows.unit, rows.area] = True
+        units = holds.sum(axis=0)
         return bool(((units > 1) & (units < self.count)).any())
 
-    def sees(self, unit: int) -> Sights:
-        """The rectangles in which the queries of one unit see keys, of any unit."""
-        return self._sights(self.queries.take(self.queries.rank == unit), self.keys)
+    def sees(self, unit: int, group: Column) -> list[Sights]:
+        """The rectangles in which the queries of one unit see keys, by group of the unit that has the keys: those of
+        group 0, 1, ...; `group[n]` is the group of unit n.
+        """
+        own, ranks = self.queries.take(self.queries.rank == unit), self.keys.rank
+        return self._sights(own, self.keys, lambda q, k: ranks[k], group)
 
-    def seen(self, unit: int) -> Sights:
-        """The rectangles in which queries, of any unit, see the keys of one unit."""
-        return self._sights(self.queries, self.keys.take(self.keys.rank == unit))
+    def seen(self, unit: int, group: Column) -> list[Sights]:
+        """The rectangles in which queries see the keys of one unit, by group of the unit that has the queries."""
+        own, ranks = self.keys.take(self.keys.rank == unit), self.queries.rank
+        return self._sights(self.queries, own, lambda q, k: ranks[q], group)
 
     @cached_property
-    def key_areas(self) -> KeyAreas:
-        """Who owns which key rows of each area."""
-        areas, keys = self.areas, self.keys
-        area, k = joined(areas.k_start, areas.k_stop, keys.start, keys.stop)
-        start, stop = np.maximum(areas.k_start[area], keys.start[k]), np.minimum(areas.k_stop[area], keys.stop[k])
-        return KeyAreas(area, keys.rank[k], start, stop)
+    def query_rows(self) -> AreaRows:
+        """Who has which query rows of each area."""
+        return AreaRows.of(self.areas.q_start, self.areas.q_stop, self.queries)
 
-    def needed(self, group: Column, readers: Column, last: Column) -> Spans:
-        """Of all key rows those that some units see, by group: of row n of `key_areas`, which belongs to `group[n]`,
-        what lies between the first and the last key that any of the units readers[0] ... readers[last[n]] sees in its
-        area. Groups below 1 and from the number of units on are left out.
+    @cached_property
+    def key_rows(self) -> AreaRows:
+        """Who has which key rows of each area."""
+        a = self.areas
+        if self.keys is self.queries and np.array_equal(a.q_start, a.k_start) and np.array_equal(a.q_stop, a.k_stop):
+            return self.query_rows
+        return AreaRows.of(a.k_start, a.k_stop, self.keys)
+
+    @cached_property
+    def _key_rows_of(self) -> list[AreaRows]:
+        """The key rows of each area that each unit has."""
+        order, ends = ordered_by(self.key_rows.unit, self.count)
+        rows = self.key_rows.take(order)
+        return [rows.take(slice(a, b)) for a, b in pairwise(ends)]
+
+    def needed(self, owner: int, reach: Reach, last: int) -> Spans:
+        """Of one unit's key rows those that some units see: what lies between the first and the last key that any of
+        units 0 to `last` of `reach` sees in each area.
         """
-        keys, first_key, behind_last_key = self.key_areas, *self._seen_by_each
-        last = np.clip(last, 0, self.count - 1)
-        start, stop = (
-            keys.start,
-            np.minimum(keys.stop, np.maximum.accumulate(behind_last_key[:, readers], axis=1)[keys.area, last]),
+        rows = self._key_rows_of[owner % self.count]
+        start, stop = rows.start, np.minimum(rows.stop, reach.stop[last][rows.area])
+        if reach.start is not None:
+            start = np.maximum(start, reach.start[last][rows.area])
+        some = start < stop
+        return merged(start, stop) if some.all() else merged(start[some], stop[some])
+
+    def reach(self, units: Column) -> Reach:
+        """What these units see, from the first one to each of them."""
+        start, stop = self._seen_by_each
+        return Reach(
+            None if start is None else np.minimum.accumulate(start[units % self.count]),
+            np.maximum.accumulate(stop[units % self.count]),
         )
-        if first_key is not None:
-            start = np.maximum(start, np.minimum.accumulate(first_key[:, readers], axis=1)[keys.area, last])
-        some = np.flatnonzero((start < stop) & (group > 0) & (group < self.count))
-        return spans_by(group[some], start[some], stop[some])
 
     @cached_property
-    def _seen_by_each(self) -> tuple[Column | None, Column]:
-        """(first key that a unit sees in an area, the one behind the last), [areas, units]; (far, -far) for none. The
-        first is None where every area is seen from its first key on.
-        """
-        areas, far = self.areas, 2 * UNBOUNDED
-        behind = np.full((len(areas), self.count), -far, dtype=np.int64)
-        area, q = joined(areas.q_start, areas.q_stop, self.queries.start, self.queries.stop)
-        unit = self.queries.rank[q]
-        cell = area * self.count + unit
-        np.maximum.at(behind.ravel(), cell, np.minimum(areas.q_stop[area], self.queries.stop[q]) + areas.hi[area])
+    def _seen_by_each(self) -> Reach:
+        """What each unit sees."""
+        areas, rows, far = self.areas, self.query_rows, 2 * UNBOUNDED
+        cell = rows.unit * len(areas) + rows.area
+        stop = np.full((self.count, len(areas)), -far, dtype=np.int64)
+        np.maximum.at(stop.ravel(), cell, rows.stop + areas.hi[rows.area])
         if bool((areas.lo <= -UNBOUNDED).all()):
-            return None, behind
-        first = np.full_like(behind, far)
-        np.minimum.at(first.ravel(), cell, np.maximum(areas.q_start[area], self.queries.start[q]) + areas.lo[area])
-        return first, behind
+            return Reach(None, stop)
+        start = np.full_like(stop, far)
+        np.minimum.at(start.ravel(), cell, rows.start + areas.lo[rows.area])
+        return Reach(start, stop)
 
-    def _sights(self, queries: Fragments, keys: Fragments) -> Sights:
+    def _sights(
+        self, queries: Fragments, keys: Fragments, peer_of: Callable[[Column, Column], Column], group: Column
+    ) -> list[Sights]:
+        """What these queries see of these keys. `peer_of`: the other unit, from numbers of both's fragments."""
         areas = self.areas
         area, q = joined(areas.q_start, areas.q_stop, queries.start, queries.stop)
         q0, q1 = np.maximum(areas.q_start[area], queries.start[q]), np.minimum(areas.q_stop[area], queries.stop[q])
-        k0 = np.maximum(areas.k_start[area], q0 + areas.lo[area])  # what these rows see lies between the two
-        k1 = np.minimum(areas.k_stop[area], q1 + areas.hi[area])
+        lo, hi = areas.lo[area], areas.hi[area]
+        k0, k1 = np.maximum(areas.k_start[area], q0 + lo), np.minimum(areas.k_stop[area], q1 + hi)  # is seen by them
         n, k = joined(k0, k1, keys.start, keys.stop)
-        area, reader = area[n], queries.rank[q][n]
-        k0, k1 = np.maximum(k0[n], keys.start[k]), np.minimum(k1[n], keys.stop[k])
-        q0, q1, k0, k1 = crop(q0[n], q1[n], k0, k1, areas.lo[area], areas.hi[area])
-        found = Sights(reader, keys.rank[k], area, q0, q1, k0, k1)
-        there = (q0 < q1) & (k0 < k1)
-        return found if there.all() else found.take(there)
+        peer, count = peer_of(q[n], k), int(group.max()) + 1
+        order, ends = ordered_by(group[peer], count)
+        n, k, peer = n[order], k[order], peer[order]
+
+        def block(first: int) -> Sights:
+            here = slice(first, first + _BLOCK)
+            m, key = n[here], k[here]
+            start, stop = np.maximum(k0[m], keys.start[key]), np.minimum(k1[m], keys.stop[key])
+            return Sights(peer[here], area[m], *crop(q0[m], q1[m], start, stop, lo[m], hi[m]))
+
+        found = Sights.concat([block(first) for first in range(0, max(len(n), 1), _BLOCK)])
+        there = (found.q_start < found.q_stop) & (found.k_start < found.k_stop)
+        if not there.all():
+            found = found.take(there)
+            _, ends = ordered_by(group[found.peer], count)
+        return [found.take(slice(a, b)) for a, b in pairwise(ends)]
 
 
-@dataclass(frozen=True, eq=False)
-class KeyAreas(Table):
-    """Key rows [start, stop) of an area that one unit owns."""
+class Reach(NamedTuple):
+    """What units see: of each area [units, areas] the first key and the one behind the last one. `start` is None where
+    every area is seen from its first key on.
+    """
 
-    area: Column
-    owner: Column
-    start: Column
+    start: Column | None
     stop: Column
 
 
-class Spans(NamedTuple):
-    """Spans of rows by group: those of group g are number `ends[g]` to `ends[g + 1]`."""
+def spans_by(group: Column, start: Column, stop: Column, count: int) -> list[Spans]:
+    """The rows of groups 0 to count - 1, each as few spans.
 
-    start: Column
-    stop: Column
-    ends: Column
-
-    def of(self, group: int) -> tuple[Column, Column]:
-        """(start, stop) of one group's spans, sorted and disjoint."""
-        if not 0 <= group < len(self.ends) - 1:
-            return self.start[:0], self.stop[:0]
-        here = slice(int(self.ends[group]), int(self.ends[group + 1]))
-        return self.start[here], self.stop[here]
-
-
-def spans_by(group: Column, start: Column, stop: Column) -> Spans:
-    """The rows of each group as few spans.
-
-    >>> spans = spans_by(np.array([0, 0, 2, 0]), np.array([4, 0, 2, 6]), np.array([8, 4, 3, 9]))
-    >>> [[x.tolist() for x in spans.of(group)] for group in range(3)]
+    >>> spans = spans_by(np.array([0, 0, 2, 0]), np.array([4, 0, 2, 6]), np.array([8, 4, 3, 9]), 3)
+    >>> [[x.tolist() for x in own] for own in spans]
     [[[0], [9]], [[], []], [[2], [3]]]
     """
-    if not bool((group[1:] >= group[:-1]).all()):
-        order = np.argsort(group.astype(np.int16), kind="stable")  # sorts by counting
-        group, start, stop = group[order], start[order], stop[order]
-    meets = (group[1:] == group[:-1]) & (start[1:] <= stop[:-1])
-    if meets.any():
-        group, start, stop = _merged(group, start, stop)
-    largest = int(group[-1]) if len(group) else -1
-    return Spans(start, stop, np.searchsorted(group, np.arange(largest + 2)))
+    order, ends = ordered_by(group, count)
+    start, stop = start[order], stop[order]
+    return [merged(start[a:b], stop[a:b]) for a, b in pairwise(ends)]
 
 
-def _merged(group: Column, start: Column, stop: Column) -> tuple[Column, Column, Column]:
-    """Spans, sorted by group, with those of a group that meet as one; sorted by group and start."""
-    side_by_side = group * (int(stop.max()) + 1)  # groups on one axis, with a gap between them
-    first, last = start + side_by_side, stop + side_by_side
-    if not bool((first[1:] >= first[:-1]).all()):
-        order = np.argsort(first, kind="stable")
-        group, start, first, last = group[order], start[order], first[order], last[order]
-    reach = np.maximum.accumulate(last)
-    new = np.append(True, first[1:] > reach[:-1])
-    end = reach[np.append(new[1:], True)] - first[new] + start[new]
-    return group[new], start[new], end
+def merged(start: Column, stop: Column) -> Spans:
+    """The rows of spans that are not empty as few spans, sorted and disjoint: those that meet are one.
+
+    >>> [x.tolist() for x in merged(np.array([4, 0, 6]), np.array([8, 2, 9]))]
+    [[0, 4], [2, 9]]
+    """
+    if bool((start[1:] > stop[:-1]).all()):
+        return start, stop
+    if not bool((start[1:] >= start[:-1]).all()):
+        order = np.argsort(start, kind="stable")
+        start, stop = start[order], stop[order]
+    end = np.maximum.accumulate(stop)
+    new = np.append(True, start[1:] > end[:-1])
+    return start[new], end[np.append(new[1:], True)]

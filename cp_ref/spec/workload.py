@@ -10,6 +10,7 @@ from cp_ref.spec.areas import UNBOUNDED, Areas, crop
 from cp_ref.spec.given_areas import areas_of_rows
 from cp_ref.spec.ownership import Fragments, Ownership
 from cp_ref.spec.problem import Problem
+from cp_ref.spec.stage_costs import head_stages
 from cp_ref.spec.table import Column, joined
 
 __all__ = ["Workload", "areas_of", "workload_of"]
@@ -17,13 +18,16 @@ __all__ = ["Workload", "areas_of", "workload_of"]
 
 @dataclass(frozen=True)
 class Workload:
-    """Areas, ownership of real tokens (padding is nobody's), heads, and how many ranks exchange heads for sequence."""
+    """Areas, ownership of real tokens (padding is nobody's), heads, how many ranks exchange heads for sequence, and how
+    many kv heads of each at a time (`stages.py`; all at once where it is empty).
+    """
 
     areas: Areas
     ownership: Ownership
     heads_q: int = 1
     heads_kv: int = 1
     a2a_size: int = 1
+    stages: tuple[int, ...] = ()
 
     @property
     def cp_size(self) -> int:
@@ -53,7 +57,10 @@ def workload_of(problem: Problem) -> Workload:
     rank 1 kv[2:4] row 0
     rank 1 kv[4:6] row 2
     """
-    return Workload(areas_of(problem), _ownership_of(problem), problem.heads_q, problem.heads_kv, problem.a2a_size)
+    areas = areas_of(problem)
+    stages = head_stages(problem, int(areas.pairs.sum())) if problem.a2a_size > 1 else ()
+    heads = problem.heads_q, problem.heads_kv
+    return Workload(areas, _ownership_of(problem), *heads, problem.a2a_size, stages)
 
 
 def areas_of(problem: Problem) -> Areas:

@@ -26,6 +26,7 @@ from cp_ref.common.processes import PeerError, during
 from cp_ref.spec import Parcel, Problem, make_program, saved_kinds
 from cp_ref.spec import Sequence as Lengths
 from tests.spec.problems import problems
+from tests.spec.staged import ALWAYS, costs
 
 PATIENCE = 20.0  # seconds that a thread waits before the test fails
 
@@ -228,10 +229,11 @@ def test_a_captured_exchange_goes_by_the_group() -> None:
 @given(problems())
 def test_both_ends_cut_their_messages_into_the_same_steps(problem: Problem) -> None:
     """Which is what a lane's two ends rest on: a block is all that goes to a rank in one step."""
-    programs = [
-        lowered(Packing(problem), rank, make_program(problem, rank), saved_kinds(problem)).program
-        for rank in range(problem.cp_size)
-    ]
+    with costs(ALWAYS):  # exchanges in stages, where there can be any
+        programs = [
+            lowered(Packing(problem), rank, make_program(problem, rank), saved_kinds(problem)).program
+            for rank in range(problem.cp_size)
+        ]
     for name in ("forward", "backward"):
         sent: dict[Any, list[int]] = {}
         received: dict[Any, list[int]] = {}

@@ -14,7 +14,7 @@ from cp_fast.plan import lowered
 from cp_fast.planning.link import upload
 from cp_fast.program import OWN, Contribution, Launch, LoweredProgram, LoweredStep, Operand
 from cp_fast.rows import Rows
-from cp_ref.spec import Problem, Schedule, Sequence, make_program, saved_kinds
+from cp_ref.spec import Problem, Schedule, Sequence, make_program, make_schedule, saved_kinds
 from tests.spec.other_rings import backward_ring
 
 CPU = torch.device("cpu")
@@ -184,6 +184,28 @@ def test_a2a_has_its_outs_and_queries_again_in_the_backward_pass() -> None:
         assert {program.buffers[recv.buffer].kind for step in program.backward for recv in step.recvs} == {"do"}
         assert program.saved_sums
         assert program.sends_do
+
+
+def test_a_stage_of_a2a_has_its_own_buffers_and_one_launch() -> None:
+    """Its rows are put together once, kept for the backward pass, and let go after their only launch there."""
+    problem = Problem(2, same(64, 32), "a2a", 2, qkv_format="thd", heads_q=16, heads_kv=8)
+    for rank in range(2):
+        program = program_of(problem, rank, make_schedule(problem, stages=(1, 2, 1)))
+        for steps in (program.forward, program.backward):
+            launches = [step.launches for step in steps]
+            assert [len(some) for some in launches] == [0, 1, 1, 1, 0]
+            first_heads = [launch.first_head for some in launches for launch in some]
+            assert first_heads == [8 * rank, 8 * rank + 2, 8 * rank + 6]
+            for step in steps[1:4]:
+                (launch,) = step.launches
+                for what in operands(launch):
+                    buffer = program.buffers[what.buffer]
+                    assert what.heads == (0, buffer.heads[1] - buffer.heads[0]), "a slice of heads would be copied"
+                    assert isinstance(what.rows, slice)
+                    assert steps is program.forward or what.buffer in step.last_use
+        kept = [program.buffers[name].kind for name in program.saved if name not in OWN.values()]
+        assert sorted(kept) == ["kv"] * 3 + ["q"] * 3
+        assert {program.buffers[recv.buffer].kind for step in program.backward for recv in step.recvs} == {"do"}
 
 
 def test_documents_at_home_send_nothing() -> None:

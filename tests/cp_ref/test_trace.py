@@ -27,6 +27,7 @@ REQUESTS = {
     "p2p": Request("p2p", 3, heads_q=4, heads_kv=2, dtype="float64", **PACKED),
     "p2p-window": Request("p2p", 4, window="3,1", mask="no_mask", dtype="float64", qkv_format="sbhd", batch=2),
     "all_gather": Request("all_gather", 3, heads_q=4, heads_kv=2, layout="contiguous", dtype="float64", **PACKED),
+    "areas": Request("p2p", 3, seqlens="18,6", areas="shared_prefix(6, [9, 9])", layout="balanced", dtype="float64"),
     "a2a": Request("a2a", 4, heads_q=8, heads_kv=2, dtype="float64", **PACKED),
     "a2a+p2p": Request("a2a+p2p", 4, dtype="float64", seqlens="9,7", seqlens_kv="12,3", mask="causal_bottom_right"),
 }
@@ -92,6 +93,14 @@ def test_recorded_parts_make_the_recorded_whole(name: str, traces: dict[str, Tra
     for n, x in made.items():
         for start, theirs in zip(starts[n], t.whole(n), strict=False):
             torch.testing.assert_close(x[start : start + len(theirs)], theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_whole_of_areas_is_the_oracles(traces: dict[str, Trace]) -> None:
+    request = REQUESTS["areas"]
+    x = request.tensors()
+    out, lse, _ = dense_attention(x["q"], x["k"], x["v"], **request.arguments)
+    torch.testing.assert_close(torch.cat(traces["areas"].whole("out")), out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat(traces["areas"].whole("lse")), lse.t(), rtol=1e-12, atol=1e-12)
 
 
 def test_the_whole_is_the_oracles(traces: dict[str, Trace]) -> None:

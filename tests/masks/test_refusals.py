@@ -146,17 +146,17 @@ def test_overlaps_are_found_exactly(disjoint: tuple[AreaRow, ...], more: list[An
 
 
 def test_overlaps_are_found_quickly() -> None:
-    """Of ten thousand documents, of one prompt with as many answers, and of the thousand diagonals of a matrix."""
-    n, m = 10_000, np.arange(1000)
+    """Of twenty thousand documents, of one prompt with as many answers, and of the diagonals of a matrix."""
+    n, m = 20_000, np.arange(20_000)
     start = np.arange(n) * 4
     none, zero = np.full(n, -1), np.zeros(n, dtype=np.int64)
     masks = {
         "documents": [start, start + 4, start, start + 4, none, zero],
         "answers": [start + 4, start + 8, zero, zero + 4, none, none],
-        "diagonals": [0 * m, 1000 - m, m, 0 * m + 1000, 0 * m, 0 * m],
+        "diagonals": [0 * m, n - m, m, 0 * m + n, 0 * m, 0 * m],
     }
     for name, columns in masks.items():
         areas = areas_of_rows(tuple(map(tuple, np.stack(columns, axis=1).tolist())))  # type: ignore[arg-type]
-        began = time.perf_counter()
+        began = time.process_time()
         assert common_pair(areas) is None, name
-        assert time.perf_counter() - began < 5, name
+        assert time.process_time() - began < 1, name

@@ -50,7 +50,7 @@ R:S  computed by rank R at its step S, both from 0
     assert "slots of the packed buffer" in words
 
 
-@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous", "balanced"])
 def test_commands_take_a_makers_call(layout: str, tmp_path: Path) -> None:
     options = ["--cp-size", "2", "--seqlens", "8,8", "--layout", layout, "--areas", "shared_prefix(6, [5, 5])"]
     planned = runner.invoke(cp_fast.cli.app, ["plan", *options, "--svg", str(tmp_path / "plan.svg")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import cp_fast
 import cp_ref
 from conformance.case import Case
 from conformance.implementation import Implementation
+from conformance.strategies import tables
 from conformance.tensors import plan_arguments
 from conformance.tiers import logic, plan
 from cp_ref import SimGroup
@@ -23,18 +24,6 @@ from cp_ref.spec import Problem, Sequence
 from tests.spec.random_schedules import small_problems
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
-
-Table = list[tuple[int, int, int, int]]
-
-
-@st.composite
-def tables(draw: st.DrawFn, slots: tuple[int, ...], cp_size: int) -> Table:
-    """Ownership as a user gives it: every sequence cut anywhere, the parts on any rank, in any order."""
-    rows: Table = []
-    for sequence, length in enumerate(slots):
-        edges = sorted({0, length, *draw(st.lists(st.integers(0, length), max_size=4))})
-        rows += [(draw(st.integers(0, cp_size - 1)), sequence, a, b) for a, b in pairwise(edges)]
-    return draw(st.permutations(rows))
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -8,7 +8,7 @@ import numpy as np
 
 from cp_ref.spec import Message, Pieces, Schedule, Step, Units, Workload, tag
 from cp_ref.spec.p2p import tiles_of
-from cp_ref.spec.units import spans_by
+from cp_ref.spec.units import merged
 
 __all__ = ["backward_ring", "ring_of_rings"]
 
@@ -46,10 +46,11 @@ def _visits(work: Workload, name: str, route: Route) -> Schedule:
         programs[target][step] = programs[target][step]._replace(recvs=(*programs[target][step].recvs, recvs))
 
     for rank in ranks:
-        sees, turn = units.sees(rank), np.argsort([route(rank, step)[0] for step in range(n)])  # owner -> step
-        for step, tiles in enumerate(tiles_of(sees, turn[sees.owner], n, (0, work.heads_q))):
+        turn = np.argsort([route(rank, step)[0] for step in range(n)])  # owner -> step
+        for step, sees in enumerate(units.sees(rank, turn)):
             owner, giver = route(rank, step)
-            block, seen = work.ownership.kv.of(owner), spans_by(turn[sees.owner], sees.k_start, sees.k_stop).of(step)
+            block, seen = work.ownership.kv.of(owner), merged(sees.k_start, sees.k_stop)
+            tiles = tiles_of(sees, (0, work.heads_q))
             for programs in steps:
                 programs[rank][step] = programs[rank][step]._replace(tiles=tiles)
                 if step and len(block):

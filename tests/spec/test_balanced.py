@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_ref.spec import Areas, Fragments, contiguous
+from conformance.draw_areas import areas as drawn_areas
+from cp_ref.spec import AreaRow, Areas, Fragments, areas_of_rows, contiguous
+from cp_ref.spec import Sequence as Lengths
 from cp_ref.spec.balanced import balanced, pairs_before
 from cp_ref.spec.table import Column
 
@@ -56,6 +58,18 @@ def check(lengths: list[int], cp_size: int, **more: int) -> float:
 )
 def test_any_documents(lengths: list[int], cp_size: int, padding: int, window: int) -> None:
     check(lengths, cp_size, padding=padding, window=window)
+
+
+@given(drawn_areas((Lengths(12, 12, 12, 12), Lengths(9, 9, 10, 10))))
+def test_pairs_of_rows(rows: tuple[AreaRow, ...]) -> None:
+    areas = areas_of_rows(rows)
+    seen = [
+        max(0, min(k1, i + hi + 1) - max(k0, i + lo)) if q0 <= i < q1 else 0
+        for i in range(22)
+        for q0, q1, k0, k1, lo, hi in areas.rows()
+    ]
+    by_row = np.array(seen, dtype=np.int64).reshape(22, len(areas)).sum(axis=1)
+    assert pairs_before(areas, 22).tolist() == [0, *np.cumsum(by_row).tolist()]
 
 
 @pytest.mark.parametrize("cp_size", [1, 4, 7])

@@ -1,0 +1,68 @@
+"""The most bytes that a rank holds above its inputs, from what it does in each step. Standard library alone.
+
+Counted: received operands until the step after theirs (what is exchanged in a2a until the end of the backward pass),
+results that travel, the partial results of a step's launches, sums, the outputs, and what a backward kernel adds up in:
+dq in float32, and with grouped heads dk and dv. Not counted: lanes of peers' memory, tables, what the allocator rounds.
+"""
+
+from __future__ import annotations
+
+from cp_fast.cost.counts import LaunchCounts, RankCounts, StepCounts, item_bytes
+from cp_ref.spec import Problem, slice_rows
+
+__all__ = ["most_bytes"]
+
+_WORKSPACE = 4  # bytes of a number
+
+
+def most_bytes(problem: Problem, counts: RankCounts) -> int:
+    """Over both passes; q, k, v and dout are inputs.
+
+    >>> from cp_fast.cost.counts import count_rank
+    >>> from cp_ref.spec import Sequence
+    >>> alone = Problem(1, (Sequence(8, 8, 8, 8),), heads_q=2, heads_kv=2, d_qk=4, d_v=4, dtype="bfloat16")
+    >>> most_bytes(alone, count_rank(alone, 0))  # out and lse, dq, dk, dv, and dq in float32
+    832
+    """
+    item, wide = item_bytes(problem)
+    own = slice_rows(problem, "q") * problem.heads_q * (1 if problem.qkv_format == "thd" else len(problem.sequences))
+    out, kept = own * (problem.d_v * item + wide), 0
+    held: list[int] = []
+    before = 0
+    for step in counts.forward:
+        results = sum(launch.rows * launch.heads * (problem.d_v * item + wide) for launch in step.launches)
+        held.append(out + kept + before + step.operands + _results(step) + step.gathered + results)
+        if problem.a2a_size > 1 and not step.launches:  # exchanged q, k and v, and the out of these heads that is sent
+            kept += _joined(problem, step.operands) + sum(step.sent.values()) * (not step.operands)
+        before = step.operands * (problem.a2a_size == 1 or bool(step.launches))
+    sums = before = 0
+    for step in counts.backward:
+        results = sum(_gradients(problem, launch, item) for launch in step.launches)
+        workspace = max((_workspace(problem, launch) for launch in step.launches), default=0)
+        held.append(out + kept + sums + before + step.operands + _results(step) + step.gathered + results + workspace)
+        if step.launches:
+            sums = max(sums, own * problem.d_qk * (wide if sums else item))
+        if problem.a2a_size > 1 and not step.launches:
+            kept += 2 * _joined(problem, step.operands) + step.operands  # of dout and out; what came is held, too
+        before = step.operands * bool(step.launches)
+    return max(held)
+
+
+def _joined(problem: Problem, received: int) -> int:
+    """What was received of the other ranks' rows, with the own ones."""
+    return received * problem.a2a_size // max(problem.a2a_size - 1, 1)
+
+
+def _results(step: StepCounts) -> int:
+    """Results that travel, both ways: what is sent beyond operands is about what is received."""
+    return 2 * (sum(step.received.values()) - step.operands)
+
+
+def _gradients(problem: Problem, launch: LaunchCounts, item: int) -> int:
+    keys = launch.keys * launch.heads_kv * (problem.d_qk + problem.d_v)
+    return (launch.rows * launch.heads * problem.d_qk + keys) * item
+
+
+def _workspace(problem: Problem, launch: LaunchCounts) -> int:
+    grouped = problem.d_qk + problem.d_v if launch.heads > launch.heads_kv else 0
+    return _WORKSPACE * (launch.rows * launch.heads * problem.d_qk + launch.keys * launch.heads_kv * grouped)

@@ -1,0 +1,86 @@
+"""How many kv heads of a rank an a2a schedule exchanges at a time (`stages.py`): as many as take the least time.
+
+What stages do not hide is the first one's way out and the last one's way home, so these are small ones. A stage more is
+a launch more, whose last tiles leave multiprocessors idle, and more work for the host. So heads are cut where what is
+hidden by that takes longer, by an estimate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cp_ref.spec.problem import Problem
+
+__all__ = ["COSTS", "Costs", "head_stages", "ways_to_cut"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What things take: round figures of H200s that share NVLink, for 16-bit operands. Whether heads are cut depends on
+    them.
+    """
+
+    flops_per_us: float = 6e8  # of attention kernels
+    bytes_per_us: float = 3e5  # of a rank's messages
+    exchange_us: float = 20.0  # an exchange, beside its bytes
+    launch_us: float = 50.0  # a launch, beside its flops
+    host_us: float = 500.0  # the host, for a step
+
+
+COSTS = Costs()
+
+
+def head_stages(problem: Problem, pairs: int) -> tuple[int, ...]:
+    """The number of kv heads of every rank, by stage: the cut of the least time, forward and backward. One stage where
+    heads are not exchanged, or a kv head goes to several ranks.
+
+    Args:
+        pairs: the visible (query, key) pairs of a head.
+
+    >>> from cp_ref.spec.problem import Sequence
+    >>> def stages(tokens, cp_size, heads_kv):
+    ...     sizes = {"heads_q": 32, "heads_kv": heads_kv, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
+    ...     problem = Problem(cp_size, (Sequence(tokens, tokens, tokens, tokens),), "a2a", cp_size, **sizes)
+    ...     return head_stages(problem, problem.pairs)
+    >>> stages(32_768, 2, 8), stages(32_768, 4, 8), stages(4_096, 2, 8), stages(32_768, 8, 4)
+    ((1, 2, 1), (1, 1), (4,), (1,))
+    """
+    size, heads_kv = problem.a2a_size, problem.heads_kv
+    if size == 1 or heads_kv % size:
+        return (max(1, heads_kv // size),)
+    return min(ways_to_cut(heads_kv // size), key=lambda cut: _time(problem, pairs, cut))
+
+
+def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
+    """Few ways to cut kv heads into stages, those of few stages first: into equal ones, or into a large one between two
+    small ones.
+
+    >>> ways_to_cut(1), ways_to_cut(6)
+    ([(1,)], [(6,), (3, 3), (2, 2, 2), (1, 4, 1), (1, 1, 1, 1, 1, 1)])
+    """
+    equal = [(heads // count,) * count for count in range(1, heads + 1) if heads % count == 0]
+    between = [(end, heads - 2 * end, end) for end in range(1, (heads - 1) // 3 + 1) if heads > 3 * end]
+    return sorted(equal + between, key=len)
+
+
+def _time(problem: Problem, pairs: int, cut: tuple[int, ...]) -> float:
+    """Microseconds of both passes: what a step computes hides the messages that travel in it."""
+    c, size, rings = COSTS, problem.a2a_size, problem.cp_size // problem.a2a_size
+    element = {"float64": 8, "float32": 4}.get(problem.dtype, 2)
+    d_qk, d_v, group = problem.d_qk, problem.d_v, problem.heads_q // problem.heads_kv
+    travels = (size - 1) * element / problem.cp_size / c.bytes_per_us  # a number of a rank's rows, to every peer
+    tokens_q, tokens_kv = sum(problem.lengths.len_q), sum(problem.lengths.len_kv)
+    q, do = (tokens_q * group * d * travels for d in (d_qk, d_v))
+    kv = tokens_kv * (d_qk + d_v) * travels
+    product = 2 * group * pairs / rings**2 / c.flops_per_us  # of one step, for an element of the head dimension
+
+    def of_pass(rows: float, products: int, results: float) -> float:
+        come, attend, leave = (
+            [start + heads * each for heads in cut]
+            for start, each in ((c.exchange_us, rows), (c.launch_us, products * product), (c.exchange_us, results))
+        )
+        steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)
+        hidden = sum((rings - 1) * computed + max(computed, next_rows + last) for computed, next_rows, last in steps)
+        return max(come[0] + hidden + leave[-1], (len(cut) * rings + 2) * c.host_us)
+
+    return of_pass(q + kv, d_qk + d_v, do) + of_pass(do, 3 * d_qk + 2 * d_v, q + kv)

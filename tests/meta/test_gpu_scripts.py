@@ -1,0 +1,80 @@
+"""The scripts that play problems on GPUs, tried on the CPU: what is right is counted, and what is wrong is told."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from benchmarks import conformance_gpu
+from benchmarks.conformance_gpu import Counts, Work, play, summary
+from conformance.adapters.cp_fast import cpu
+from conformance.record import Played
+from conformance.runner import InProcess, Task
+from tests.gpu import lost_ranks, over_processes
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 0) for kind in conformance_gpu.KINDS), ("areas", 2)])
+def test_problems_of_each_kind_are_right(kind: str, ranks: int) -> None:
+    """Simulated, and by two processes over gloo."""
+    work = Work([], "cpu", ranks, 3, time.time() + 60)
+    with closing(work.runner("cpu")) as runner:
+        counts = play(runner, kind, work.cp_sizes, 5, work.wanted, work.until)
+    assert counts.failures == []
+    assert counts.problems == 3
+    assert counts.right == dict.fromkeys(conformance_gpu.TIERS, 3)
+    assert summary({("cpu", kind): counts}, 3, []) == 0
+
+
+class Wrong(InProcess):
+    """What it plays has other verdicts."""
+
+    verdicts: tuple[Any, ...] = ("wrong", "right", "unsupported", "unsupported", "hung", "missing")
+
+    def play(self, task: Task) -> Played:
+        verdict, *rest = self.verdicts
+        self.verdicts = (*rest, "right")
+        return Played(task.level, task.tier, task.text, verdict, (f"it was {verdict}",))
+
+
+def test_what_is_wrong_refused_or_not_reached_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = play(Wrong(cpu), "layouts", (2,), 5, 4, time.time() + 60)
+    assert (counts.problems, counts.unsupported, len(counts.failures)) == (4, 1, 3)
+    assert summary({("cpu", "layouts"): counts}, 6, []) == 1
+    said = capsys.readouterr().out
+    assert "right 2, WRONG 2, refused 1, NOT REACHED 2" in said
+    assert all(f"it was {verdict}" in said for verdict in ("wrong", "hung", "missing"))
+    assert "FAILED: 3 findings" in said
+    assert summary({("cpu", "layouts"): Counts()}, 6, []) == 2
+    assert summary({("cpu", "layouts"): Counts(problems=6)}, 6, ["worker 1 died"]) == 1
+
+
+def test_processes_give_what_the_simulated_group_gives() -> None:
+    """Over gloo; some plays, of which the last one comes with an update."""
+    everything = over_processes.plays(2, "cpu")
+    todo = [*everything[:-2:23], next(play for play in everything if play.way == "updated")]
+    found = over_processes.run(todo, "cpu", 120.0)
+    assert found["counts"]["right"] == len(todo), found
+    assert found["exit codes"] == [0, 0]
+
+
+def test_plays_that_differ_do_not_end_or_are_not_reached_are_told() -> None:
+    one, two, three, four = over_processes.plays(2, "cpu")[:4]
+    ends = [{"case": str(play), "found": {"out": "12"}, "seconds": 1.0} for play in (one, two)]
+    begins = [{"case": str(play), "begins": True} for play in (one, two, three)]
+    alone = [{"case": str(one), "simulated": [{"out": "12"}] * 2, "error": 1e-3}]
+    alone += [{"case": str(two), "simulated": [{"out": "12"}, {"out": "34"}], "error": 1e-3}]
+    found = over_processes.judged([one, two, three, four], [begins + ends + alone, begins + ends])
+    assert [case["verdict"] for case in found["cases"]] == ["right", "wrong", "did not end", "not reached"]
+    assert found["cases"][1]["differs on ranks"] == [1]
+    far = [{**alone[0], "error": 1.0}]
+    assert over_processes.judged([one], [ends + far, ends])["counts"]["wrong"] == 1
+
+
+@pytest.mark.faults
+def test_a_lost_rank_is_named() -> None:
+    (found,) = lost_ranks.play([lost_ranks.Case("group", "SIGKILL", "backward", 2, "cpu", 6.0)])
+    assert found["verdict"] == "right", found
+    assert found["named by"] == [0], found
