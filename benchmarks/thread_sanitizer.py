@@ -75,8 +75,8 @@ def main(
         header = folder / "csrc" / "cpu" / "parallel.h"
         assert WORTHWHILE in header.read_text()
         header.write_text(header.read_text().replace(WORTHWHILE, WORTHWHILE.replace("1 << 18", "1")))
-        environment = os.environ | {"PYTHONPATH": str(folder)}
-        subprocess.run([sys.executable, "-m", "cp_fast", "build", "--device", "cpu"], env=environment, check=True)
+        build = [sys.executable, "-m", "cp_fast", "build", "--device", "cpu"]
+        subprocess.run(build, env=os.environ | {"PYTHONPATH": str(folder)}, cwd=folder, check=True)
         (folder / "loops.cpp").write_text(LOOPS)
         command = ["g++", *FLAGS.split(), "-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", "-o"]
         subprocess.run([*command, str(folder / "loops.so"), str(folder / "loops.cpp")], check=True)
