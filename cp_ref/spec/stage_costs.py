@@ -24,7 +24,7 @@ class Costs:
     bytes_per_us: float = 3e5  # of a rank's messages
     exchange_us: float = 20.0  # an exchange, beside its bytes
     launch_us: float = 50.0  # a launch, beside its flops
-    host_us: float = 500.0  # the host, for a step
+    host_us: float = 1000.0  # the host, for a step
 
 
 COSTS = Costs()

@@ -97,6 +97,7 @@ class Played:
         self.folder = tempfile.TemporaryDirectory()
         self.ended: dict[int, float] = {}  # when, by rank
         environment = os.environ | {"CP_FAST_MESSAGES": case.messages, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
+        environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # else its watchdog collects stacks for a minute and more
         store, words = f"{self.folder.name}/store", json.dumps(vars(case))
         self.ranks: list[subprocess.Popen[bytes]] = []
         for rank in range(case.size):

@@ -27,7 +27,6 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import cp_fast
 from cp_fast import masks
@@ -168,7 +167,7 @@ def one_rank(group: Any, play: Play, place: Place) -> dict[str, torch.Tensor]:
             raise
         return {f"refused: {error}": torch.zeros(0)}
     by_copies = isinstance(plan.messages, PeerMessages | Crossed)
-    processes = isinstance(group, dist.ProcessGroup | DeviceMesh)
+    processes = isinstance(group, dist.ProcessGroup | tuple)
     assert by_copies == (processes and play.messages == "peers"), f"messages by {plan.messages}"
     whole = place.tensors(play)
     total = len(whole["q"])
@@ -255,8 +254,7 @@ def worker(rank: int, device: str, folder: str, todo: list[Play], until: float) 
         os.environ["CP_FAST_MESSAGES"] = play.messages
         key = (play.messages, play.inner if play.comm == "a2a+p2p" else 0)
         if key not in groups:
-            mesh = (size // play.inner, play.inner)
-            groups[key] = init_device_mesh(device, mesh) if key[1] else dist.new_group(list(range(size)))
+            groups[key] = crossed(size, key[1], rank) if key[1] else dist.new_group(list(range(size)))
         return groups[key]
 
     @cache
@@ -280,6 +278,17 @@ def worker(rank: int, device: str, folder: str, todo: list[Play], until: float) 
             file.write(json.dumps({"case": str(play), "simulated": simulated, "error": error}) + "\n")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def crossed(size: int, inner: int, rank: int) -> tuple[Any, Any]:
+    """This rank's a2a group of `inner` ranks and its ring across these: new ones, where a mesh would take the group of
+    all ranks for one that is as large.
+    """
+    rows = [list(range(first, first + inner)) for first in range(0, size, inner)]
+    columns = [list(range(first, size, inner)) for first in range(inner)]
+    made = [[(ranks, dist.new_group(ranks)) for ranks in part] for part in (rows, columns)]  # by all ranks alike
+    across, along = (next(group for ranks, group in part if rank in ranks) for part in made)
+    return across, along
 
 
 def run(todo: list[Play], device: str, seconds: float) -> dict[str, Any]:

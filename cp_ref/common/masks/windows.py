@@ -15,24 +15,23 @@ def first_tokens_and_window(length: int, first: int, left: int) -> torch.Tensor:
     sinks by position).
 
     Returns:
-        int64 [n, 6]: the window; of the first tokens those that left the window, first one by one, then all.
+        int64 [n, 6]: the window, of the tokens behind the first ones; the first ones among themselves, with the same
+        window where it hides none of them; and what all others see of them. The first two share a kernel launch.
 
     >>> from cp_ref.masks import picture
     >>> print(picture(first_tokens_and_window(7, 2, 2)))
     7 query rows x 7 key rows; a cell is 1 x 1
          k 0
-    q    0 0 . . . . . .
-         1 0 0 . . . . .
-         2 0 0 0 . . . .
-         3 1 0 0 0 . . .
+    q    0 1 . . . . . .
+         1 1 1 . . . . .
+         2 2 2 0 . . . .
+         3 2 2 0 0 . . .
          4 2 2 0 0 0 . .
          5 2 2 . 0 0 0 .
          6 2 2 . . 0 0 0
     """
     length = read_count("length", length, at_least=0)
     first, left = read_count("first", first, at_least=0, at_most=length), read_count("left", left, at_least=0)
-    behind = left + 1  # the first query that does not see token 0 through its window
-    last = min(behind + first - 1, length)  # the first one that sees none of the first tokens through it
-    return tensor(
-        [(0, length, 0, length, left, 0), (behind, last, 0, last - behind, -1, 0), (last, length, 0, first, *FULL)]
-    )
+    own = left if left >= first - 1 else -1
+    behind = (first, length)
+    return tensor([(*behind, *behind, left, 0), (0, first, 0, first, own, 0), (*behind, 0, first, *FULL)])
