@@ -11,6 +11,7 @@ from cp_fast import build
 from cp_fast.backends import by_name
 from cp_fast.build import cache
 from cp_fast.cli import app, shapes
+from tests.cp_fast.build.small import use_small
 from tests.marks import needs_cxx
 
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"})
@@ -24,7 +25,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_cxx
-def test_it_builds_ahead(own_cache: Path) -> None:
+def test_it_builds_ahead(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small(tmp_path, monkeypatch)
     before = runner.invoke(app, ["build", "--device", "cpu", "--check"])
     assert before.exit_code == 1
     assert before.output.strip() == "cpu: not built"
