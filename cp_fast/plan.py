@@ -16,12 +16,12 @@ from cp_fast.handles import OfThisProcess, forget, handle_for
 from cp_fast.kernels.select import kernels
 from cp_fast.packing import Packing
 from cp_fast.peers import Messages, messages_for
-from cp_fast.planning.fit import Shape
 from cp_fast.planning.fixed import Fitted, FixedTables
 from cp_fast.planning.fold import fold_batch
 from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower
 from cp_fast.planning.narrow import agree_on_narrow, may_be_narrow
+from cp_fast.planning.shape import Shape
 from cp_fast.planning.windows import WindowRule, own_window
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows, check_row_numbers

@@ -17,9 +17,23 @@ from cp_ref.spec import check_context, local_part, read_sizes
 __all__ = ["attend", "check_longest", "context_for", "once", "plan_once", "refuse"]
 
 KEPT = 16  # plans of a context: the kinds of layers of a model, for the batches of an accumulation step
+
+
+class _Recent(OrderedDict[Any, tuple[Any, Any]]):
+    """The last `KEPT` results, and what each was made from: as its tensors are kept, their addresses stay theirs."""
+
+    def find_or_make(self, key: Any, given: Any, make: Callable[[], Any]) -> Any:
+        if key not in self:
+            self[key] = make(), given
+            if len(self) > KEPT:
+                self.popitem(last=False)
+        self.move_to_end(key)
+        return self[key][0]
+
+
 _contexts: dict[Any, ContextParallel] = {}
-_done: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
-_plans: WeakKeyDictionary[ContextParallel, OrderedDict[Any, tuple[Plan, Any]]] = WeakKeyDictionary()
+_done = _Recent()
+_plans: WeakKeyDictionary[ContextParallel, _Recent] = WeakKeyDictionary()
 
 
 def context_for(group: Any, cp_comm_type: str, **options: Any) -> ContextParallel:
@@ -66,26 +80,15 @@ def attend(
 def plan_once(cp: ContextParallel, **arguments: Any) -> Plan:
     """`make_plan`, or what it gave for the same arguments: the same tensors of lengths, not changed since."""
     key = tuple((name, _identity(value)) for name, value in sorted(arguments.items()))
-    kept = _plans.setdefault(cp, OrderedDict())
-    if key not in kept:
-        lengths = [x for x in arguments.values() if isinstance(x, torch.Tensor)]  # kept: their addresses stay theirs
-        kept[key] = make_plan(cp=cp, **arguments), lengths
-        if len(kept) > KEPT:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key][0]
+    lengths = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
+    return _plans.setdefault(cp, _Recent()).find_or_make(key, lengths, lambda: make_plan(cp=cp, **arguments))
 
 
 def once(work: Callable[..., Any], *given: Any) -> Any:
     """`work(*given)`, or what it gave for the same tensors, not changed since: the same object, so that all layers find
     one plan, and are not each made to wait for a GPU.
     """
-    key = work, *(_identity(value) for value in given)
-    if key not in _done:
-        _done[key] = work(*given), given  # kept: their addresses stay theirs
-        if len(_done) > KEPT:
-            _done.popitem(last=False)
-    return _done[key][0]
+    return _done.find_or_make((work, *map(_identity, given)), given, lambda: work(*given))
 
 
 def _identity(value: Any) -> Any:

@@ -1,25 +1,23 @@
 """A plan that is updated in place: the next batch's program in the shape of the first one's, every table padded.
 
-What a captured CUDA graph has baked in stays as it is: which messages, copies and launches there are, and how large
-they may be. The first batch decides which there are; sizes follow from the plan's room, so that ranks agree on them: a
-launch may have all queries and keys in a buffer, a message all rows of a unit. Through a window of a self-attention a
-unit sees less of another: of each sequence, `left + right` keys beside each piece of its queries. What a later batch
-does not need is left empty; what the first batch did not have cannot be added.
+What a later batch does not need is left empty; what the first batch did not have cannot be added (`shape.py`).
 
 Where messages are padded, rows of the buffers that they fill move; nothing else does, as what pads a table comes last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from cp_fast.planning.lower import COMPLETE, Draft, SegmentKeys
+from cp_fast.planning.matching import matched, matched_launches
 from cp_fast.planning.padded import PaddedTables, pad
-from cp_fast.planning.tables import Key, RowKey, Tables
+from cp_fast.planning.shape import Shape
+from cp_fast.planning.tables import Key, RowKey
 from cp_fast.program import (
     OWN,
     Buffer,
@@ -35,53 +33,9 @@ from cp_fast.program import (
     Send,
     Sums,
 )
-from cp_ref.spec import Column, Problem, Room, planned_positions
+from cp_ref.spec import Column, Problem, planned_positions
 
-__all__ = ["Shape", "fit"]
-
-Item = TypeVar("Item")
-_PIECES = {"dual_chunk": 2, "contiguous": 1}  # of one sequence on one rank, at most
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a plan: the first batch's program and lengths, the rank, and the room."""
-
-    program: LoweredProgram[RowKey]
-    tables: Tables
-    problem: Problem
-    rank: int
-    room: Room
-
-    def side_rows(self, kind: str) -> int:
-        """Rows of a rank's own buffer of a kind of operands or results."""
-        return self.room.rows_kv if kind in ("kv", "dkv") else self.room.rows_q
-
-    def message_rows(self, kind: str, peer: int) -> int:
-        """The most rows of a message: inside an a2a group those of one rank, else what a unit may see of another."""
-        own, size = self.side_rows(kind), self.problem.a2a_size
-        if peer // size == self.rank // size:
-            return own
-        problem, unit = self.problem, own * size
-        left, right = problem.window_size[0], 0 if problem.causal else problem.window_size[1]
-        lengths = problem.lengths
-        if left < 0 or right < 0 or lengths.len_q != lengths.len_kv or lengths.slots_q != lengths.slots_kv:
-            return unit
-        if problem.layout_name not in _PIECES:
-            return unit
-        pieces = _PIECES[problem.layout_name]
-        return max(1, min(unit, self.room.max_sequences * pieces * (left + right)))
-
-    def segments(self, keys: Any) -> int:
-        """The most segments of a launch: as many a sequence as the first batch has on the average, rounded up."""
-        found = len(self.tables.cumulative(keys.cu_q)) - 1
-        sequences = sum(n > 0 for n in self.problem.lengths.len_q)
-        return self.room.max_sequences * -(-found // sequences)
-
-    def steps(self) -> Iterator[LoweredStep[RowKey]]:
-        """The steps of both passes."""
-        yield from self.program.forward
-        yield from self.program.backward
+__all__ = ["fit"]
 
 
 def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[LoweredProgram[Any], PaddedTables]:
@@ -190,10 +144,10 @@ class _Fitter:
         """One step in the shape of the first batch's."""
 
         def pairs(name: str, key: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-            return _matched(f"{where} needs", name, getattr(wanted, name), getattr(given, name), key)
+            return matched(f"{where} needs", name, getattr(wanted, name), getattr(given, name), key)
 
         every, number = (*given.packed, *given.copies), len(wanted.packed)  # rows that nothing sends are copied later
-        copies = _matched(f"{where} needs", "copies", (*wanted.packed, *wanted.copies), every, _copy_key)
+        copies = matched(f"{where} needs", "copies", (*wanted.packed, *wanted.copies), every, _copy_key)
         return LoweredStep(
             packed=tuple(self._copy(*pair) for pair in copies[:number]),
             sends=tuple(self._send(where, *pair) for pair in pairs("sends", lambda s: (s.buffer, s.peers, s.tags))),
@@ -205,7 +159,7 @@ class _Fitter:
                 self._result_recv(where, *pair) for pair in pairs("result_recvs", lambda r: (r.peer, r.tag))
             ),
             copies=tuple(self._copy(*pair) for pair in copies[number:]),
-            launches=tuple(self._launch(*pair) for pair in _matched_launches(where, wanted.launches, given.launches)),
+            launches=tuple(self._launch(*pair) for pair in matched_launches(where, wanted.launches, given.launches)),
             last_use=wanted.last_use,
         )
 
@@ -266,7 +220,7 @@ class _Fitter:
     ) -> tuple[Contribution[Any], ...]:
         """Where a partial result of `size` rows goes."""
         found: list[Contribution[Any]] = []
-        for one, other in _matched(f"{where} needs", "results", wanted, given, lambda c: (c.sums, c.heads)):
+        for one, other in matched(f"{where} needs", "results", wanted, given, lambda c: (c.sums, c.heads)):
             rows = self._tables.read_from(self._numbers("", other and other.rows), size)
             if one.sums == COMPLETE:
                 into = self._tables.added_to(self._numbers("", other and other.into), size, self._shape.side_rows(kind))
@@ -316,40 +270,3 @@ class _Fitter:
 
 def _copy_key(copy: Copy[Any]) -> tuple[Any, ...]:
     return copy.source.buffer, copy.source.heads, copy.target.buffer, copy.target.heads
-
-
-def _matched(
-    needs: str, what: str, wanted: Sequence[Item], given: Sequence[Item], key: Callable[[Item], Any]
-) -> list[tuple[Item, Item | None]]:
-    """Every item of the shape with the batch's item of the same key, None where the batch has none."""
-    found = {key(item): item for item in given}
-    assert len(found) == len(given)
-    pairs = [(item, found.pop(key(item), None)) for item in wanted]
-    if found:
-        raise ValueError(
-            f"{needs} a message or copy ({what} {next(iter(found))}) that the plan does not have; make a plan with a "
-            "batch that needs it"
-        )
-    return pairs
-
-
-def _matched_launches(
-    where: str, wanted: Sequence[Launch[RowKey]], given: Sequence[Launch[RowKey]]
-) -> list[tuple[str, Launch[RowKey], Launch[RowKey] | None]]:
-    """Every launch of the shape with one of the batch that has the same window, in order; None for what it lacks."""
-
-    def window(launch: Launch[RowKey]) -> tuple[Any, ...]:
-        return launch.q.buffer, launch.kv.buffer, launch.segments.left, launch.segments.right
-
-    rest = list(reversed(given))
-    pairs: list[tuple[str, Launch[RowKey], Launch[RowKey] | None]] = []
-    for one in wanted:
-        pairs.append((where, one, rest.pop() if rest and window(rest[-1]) == window(one) else None))
-    if rest:
-        windows = [(launch.segments.left, launch.segments.right) for launch in wanted]
-        last = rest[-1].segments
-        raise ValueError(
-            f"{where} needs a launch with window {(last.left, last.right)} that the plan does not have (its windows are"
-            f" {windows}); make a plan with a batch that needs it"
-        )
-    return pairs

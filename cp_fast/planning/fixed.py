@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from cp_fast.planning.fit import Shape, fit
+from cp_fast.planning.fit import fit
 from cp_fast.planning.link import linked
 from cp_fast.planning.lower import Draft
 from cp_fast.planning.padded import PaddedTables
+from cp_fast.planning.shape import Shape
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows
 from cp_ref.spec import Problem

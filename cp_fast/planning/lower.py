@@ -72,7 +72,8 @@ def lower(
     """
     tables = Tables()
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
-    own_q, own_kv = RowMap.of(own["q"]), RowMap.of(own["kv"])
+    own_q = RowMap.of(own["q"])
+    own_kv = own_q if work.ownership.kv is work.ownership.q else RowMap.of(own["kv"])
     maps = RowMaps()
     operands, results = Operands(tables, maps), Results(tables, maps, {"out": own_q, "dq": own_q, "dkv": own_kv})
     sides = {kind: (work.heads_kv, own_kv) if kind == "kv" else (work.heads_q, own_q) for kind in OWN}

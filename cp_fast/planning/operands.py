@@ -38,6 +38,7 @@ class Operands:
     direction: str = "forward"
     buffers: dict[str, Buffer] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
+    _known: dict[int, tuple[RowMap, Located, Column]] = field(default_factory=dict)  # by the located spans' id
 
     def new(self, name: str, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
         """A new buffer, which is not yet held."""
@@ -50,7 +51,10 @@ class Operands:
     def find(self, kind: str, heads: Heads, spans: Spans, step: int) -> Operand[RowKey] | None:
         """The rows of these spans, span after span, in the newest buffer that has all of them; None if none has."""
         held = self._holder(kind, heads, spans)
-        return None if held is None else self._operand(held, held.rows.locate(spans), slice(None), heads, step)
+        if held is None:
+            return None
+        located = held.rows.locate(spans)
+        return self._operand(held, located.row, located.count, heads, step)
 
     def has(self, kind: str, heads: Heads, spans: Spans) -> bool:
         """Whether `find` finds these rows."""
@@ -65,7 +69,7 @@ class Operands:
     def _holder(self, kind: str, heads: Heads, spans: Spans) -> Held | None:
         for held in reversed(self.held):
             has_heads = held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1]
-            if has_heads and held.rows.may_cover(spans) and held.rows.covers(spans):
+            if has_heads and held.rows.covers(spans):
                 return held
         return None
 
@@ -83,10 +87,11 @@ class Operands:
                 if held.heads[0] <= part[0] and part[1] <= held.heads[1] and len(missing[0]):
                     located = held.rows.locate(missing)
                     if located.total:
-                        there, order = located.spans, located.by_row  # as they lie there: scattered, not gathered too
-                        source = self._operand(held, located, order, part, step)
-                        copies.append(Copy(source, self._operand(made, rows.locate(there), order, part, step)))
-                        missing = subtract(missing, there) if located.total < count(missing) else _NOTHING
+                        row, size = located.rows_in_order  # as they lie there: scattered, not gathered too
+                        source = self._operand(held, row, size, part, step)
+                        into = self._into(rows, located)
+                        copies.append(Copy(source, self._operand(made, into, size, part, step)))
+                        missing = subtract(missing, located.spans) if not located.whole else _NOTHING
             if len(missing[0]):
                 raise ValueError(
                     f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which"
@@ -95,9 +100,16 @@ class Operands:
         self.held.append(made)
         return copies
 
-    def _operand(self, held: Held, located: Located, order: Column | slice, heads: Heads, step: int) -> Operand[RowKey]:
+    def _into(self, rows: RowMap, located: Located) -> Column:
+        """The first rows of located spans in another buffer that has them, in the order in which they were found."""
+        known = self._known.get(id(located))
+        if known is None or known[0] is not rows:
+            known = self._known[id(located)] = rows, located, rows.locate(located.spans).row[located.by_row]
+        return known[2]
+
+    def _operand(self, held: Held, row: Column, size: Column, heads: Heads, step: int) -> Operand[RowKey]:
         held.last_use = max(held.last_use, step)
-        key = self.tables.rows(located.row[order], located.count[order])
+        key = self.tables.rows(row, size)
         return Operand(held.name, key, (heads[0] - held.heads[0], heads[1] - held.heads[0]))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.rows import RowMap, RowMaps, Spans, count, subtract
+from cp_fast.planning.rows import Located, RowMap, RowMaps, Spans, count, subtract
 from cp_fast.planning.tables import RowKey, Tables, one_range
 from cp_fast.program import Contribution, Heads, ResultSend, Sums
-from cp_ref.spec import RESULTS, Message
+from cp_ref.spec import RESULTS, Column, Message
 from cp_ref.spec import Program as Steps
 
 __all__ = ["Parcels", "Results", "parcels_of"]
@@ -43,15 +44,10 @@ class Parcels:
 
 def parcels_of(message: Message) -> list[Parcels]:
     """A message by heads; sender and receiver get the same list."""
-    p = message.pieces
-    cut = np.flatnonzero((p.head_start[1:] != p.head_start[:-1]) | (p.head_stop[1:] != p.head_stop[:-1])) + 1
-    edges = [0, *cut.tolist(), len(p)]
-    found: list[Parcels] = []
-    for n, (a, b) in enumerate(pairwise(edges)):
-        heads = int(p.head_start[a]), int(p.head_stop[a])
-        where = message.peer, message.tag * _TAGS + 8 * n, message.complete
-        found.append(Parcels(message.kind, heads, p.start[a:b], p.stop[a:b], *where))
-    return found
+    return [
+        Parcels(message.kind, *which, message.peer, message.tag * _TAGS + 8 * n, message.complete)
+        for n, which in enumerate(message.by_heads)
+    ]
 
 
 @dataclass
@@ -76,6 +72,7 @@ class Results:
     _edges: dict[str, set[int]] = field(default_factory=dict)
     _stay: set[str] = field(default_factory=set)  # kinds of which no own row is handed over
     _outgoing: dict[str, list[_Outgoing]] = field(default_factory=dict)
+    _known: dict[int, tuple[Located, _Split]] = field(default_factory=dict)  # by the located spans' id
 
     def announce(self, steps: Steps, edges: dict[str, set[int]]) -> list[tuple[ResultSend, ...]]:
         """Make the sums of all result messages of a pass; the sends of each step. `edges`, by kind: where heads are cut
@@ -106,7 +103,7 @@ class Results:
 
     def _own_leave(self, kind: str, out: _Outgoing) -> bool:
         """Whether results of own rows are handed over, which then need not stay at home."""
-        return out.rows.locate((self.own[kind].start, self.own[kind].stop)).total > 0
+        return self.own[kind].meets(out.rows)
 
     def sent_complete(self) -> list[tuple[str, Heads, RowMap]]:
         """(sums, heads, rows) of the outs that leave this rank complete; after `announce` of the forward pass."""
@@ -115,7 +112,7 @@ class Results:
     def goes_to(self, kind: str, heads: Heads, spans: Spans, step: int) -> tuple[Contribution[RowKey], ...]:
         """Where the rows of these spans go, which are the rows of a partial result of `step`, span after span."""
         later = [o for o in self._outgoing[kind] if o.step > step]
-        if kind in self._stay and self.own[kind].may_cover(spans) and self.own[kind].covers(spans):
+        if kind in self._stay and self.own[kind].covers(spans):
             later = []
         edges = self._edges[kind] | {e for o in later for e in o.heads}
         cuts = sorted({*heads, *(e for e in edges if heads[0] < e < heads[1])})
@@ -152,22 +149,45 @@ class Results:
         located = rows.locate(spans)
         if not located.total:
             return spans, offset
-        first = offset[located.number] + located.start - spans[0][located.number]
-        there, size = located.row, located.count
-        if not (one_range(first, size) or one_range(there, size)):  # gathered rather than gathered and scattered
-            first, there, size = first[located.by_row], there[located.by_row], size[located.by_row]
+        known = self._known.get(id(located))
+        if known is None or not (known[1].offset is offset or np.array_equal(known[1].offset, offset)):
+            known = self._known[id(located)] = located, _split(located, spans, offset, self.tables)
+        split = known[1]
         first_head = self.sums[sums].heads[0]
         assert self.sums[sums].heads == part or not self.sums[sums].home
         head_cut = part[0] - heads[0], part[1] - heads[0]
-        here, into = self.tables.rows(first, size), self.tables.rows(there, size)
-        found.append(Contribution(sums, here, head_cut, into, (part[0] - first_head, part[1] - first_head)))
-        if located.total == count(spans):
-            return (spans[0][:0], spans[1][:0]), offset[:0]
-        order = np.argsort(spans[0], kind="stable")
-        taken = np.argsort(located.start, kind="stable")
-        start, stop = subtract(
-            (spans[0][order], spans[1][order]),
-            (located.start[taken], (located.start + located.count)[taken]),
-        )
-        span = order[np.searchsorted(spans[0][order], start, side="right") - 1]
-        return (start, stop), offset[span] + start - spans[0][span]
+        into_heads = part[0] - first_head, part[1] - first_head
+        found.append(Contribution(sums, split.here, head_cut, split.into, into_heads))
+        return split.rest, split.rest_offset
+
+
+class _Split(NamedTuple):
+    """Rows of a partial result (`here`) that go to rows of sums (`into`), and the spans that do not, with their rows in
+    the partial result. `offset`: the rows of all spans in it.
+    """
+
+    offset: Column
+    here: RowKey
+    into: RowKey
+    rest: Spans
+    rest_offset: Column
+
+
+def _split(located: Located, spans: Spans, offset: Column, tables: Tables) -> _Split:
+    """Spans that were located, at these rows of a partial result."""
+    first = offset[located.number] + located.start - spans[0][located.number]
+    there, size = located.row, located.count
+    if not (one_range(first, size) or one_range(there, size)):  # gathered rather than gathered and scattered
+        first, (there, size) = first[located.by_row], located.rows_in_order
+    found = offset, tables.rows(first, size), tables.rows(there, size)
+    if located.whole:
+        return _Split(*found, (spans[0][:0], spans[1][:0]), offset[:0])
+    order, taken = _by_start(spans[0]), _by_start(located.start)
+    of_buffer = located.start[taken], located.spans[1][taken]
+    start, stop = subtract((spans[0][order], spans[1][order]), of_buffer)
+    span = np.arange(len(offset))[order][np.searchsorted(spans[0][order], start, side="right") - 1]
+    return _Split(*found, (start, stop), offset[span] + start - spans[0][span])
+
+
+def _by_start(start: Column) -> Column | slice:
+    return slice(None) if bool((start[1:] >= start[:-1]).all()) else np.argsort(start, kind="stable")

@@ -24,8 +24,9 @@ class Located:
     start: Column  # the global row that row[n] holds
     row: Column
     count: Column
+    whole: bool  # all rows that were asked for
 
-    @property
+    @cached_property
     def spans(self) -> Spans:
         """The global rows that were found."""
         return self.start, self.start + self.count
@@ -39,6 +40,11 @@ class Located:
     def by_row(self) -> Column:
         """The order in which they lie in the buffer."""
         return np.argsort(self.row, kind="stable")
+
+    @cached_property
+    def rows_in_order(self) -> tuple[Column, Column]:
+        """The rows and their numbers, in the order in which they lie in the buffer."""
+        return self.row[self.by_row], self.count[self.by_row]
 
 
 class RowMap:
@@ -79,6 +85,8 @@ class RowMap:
 
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
+        if (located := self._recognised(spans)) is not None:
+            return located
         for known, located in self._known:
             if same_spans(known, spans):
                 return located
@@ -87,28 +95,43 @@ class RowMap:
         return located
 
     def covers(self, spans: Spans) -> bool:
-        """Whether all of these rows are here."""
-        return self.locate(spans).total == count(spans)
+        """Whether all of these rows are here. Most buffers that lack some lack the first one, which is looked for."""
+        if (located := self._recognised(spans)) is not None:
+            return located.whole
+        if len(spans[0]):
+            here = int(np.searchsorted(self.stop, spans[0][0], side="right"))
+            if here == len(self) or self.start[here] > spans[0][0]:
+                return False
+        return self.locate(spans).whole
+
+    def _recognised(self, spans: Spans) -> Located | None:
+        """What was found for these very columns."""
+        start, stop = spans
+        for (known_start, known_stop), located in self._known:
+            if start is known_start and stop is known_stop:
+                return located
+        return None
 
     def _locate(self, start: Column, stop: Column) -> Located:
         if len(start) == len(self) and np.array_equal(start, self.start):  # all stretches, or the first part of each
             if np.array_equal(stop, self.stop) or bool((stop <= self.stop).all()):
-                return Located(np.arange(len(start)), start, self.row, stop - start)
+                return Located(np.arange(len(start)), start, self.row, stop - start, True)
         elif len(self):
             here = np.searchsorted(self.stop, start, side="right")  # usually each span lies in one stretch
             np.minimum(here, len(self) - 1, out=here)
             if bool((self.start[here] <= start).all()) and bool((self.stop[here] >= stop).all()):
-                return Located(np.arange(len(start)), start, start + (self.row - self.start)[here], stop - start)
+                return Located(np.arange(len(start)), start, start + (self.row - self.start)[here], stop - start, True)
         number, here = joined(start, stop, self.start, self.stop)
         first, last = np.maximum(start[number], self.start[here]), np.minimum(stop[number], self.stop[here])
-        return Located(number, first, first + (self.row - self.start)[here], last - first)
+        size, row = last - first, first + (self.row - self.start)[here]
+        return Located(number, first, row, size, int(size.sum()) == count((start, stop)))
 
-    def may_cover(self, spans: Spans) -> bool:
-        """Whether the first of these rows is here: most buffers that lack some rows lack that one."""
-        if not len(spans[0]):
-            return True
-        here = int(np.searchsorted(self.stop, spans[0][0], side="right"))
-        return here < len(self) and bool(self.start[here] <= spans[0][0])
+    def meets(self, other: RowMap) -> bool:
+        """Whether the buffers have a row in common; none of the spans is empty."""
+        few, many = sorted((self, other), key=len)
+        here = np.searchsorted(many.stop, few.start, side="right")
+        there = here < len(many)
+        return bool((many.start[here[there]] < few.stop[there]).any())
 
 
 class RowMaps:
@@ -134,7 +157,9 @@ def same_spans(spans: Spans, others: Spans) -> bool:
     (start, stop), (start_2, stop_2) = spans, others
     if start is start_2 and stop is stop_2:
         return True
-    return len(start) == len(start_2) and bool((start == start_2).all() and (stop == stop_2).all())
+    if len(start) != len(start_2) or (len(start) and (start[0] != start_2[0] or stop[-1] != stop_2[-1])):
+        return False
+    return bool((start == start_2).all() and (stop == stop_2).all())
 
 
 def count(spans: Spans) -> int:

@@ -57,11 +57,17 @@ class Tables:
         self._spans: list[tuple[Column, Column, int]] = []  # first rows, numbers of rows, their sum
         self._lengths: list[Column] = []
         self._longest: list[int] = []  # of each of them
+        self._asked: dict[tuple[int, int], tuple[Column, Column, RowKey]] = {}  # by the columns' ids
         self._known: dict[tuple[int, ...], list[Key]] = {}  # by what is quickly compared
         self._known_lengths: dict[tuple[int, int], list[Key]] = {}
 
     def rows(self, start: Column, count: Column) -> RowKey:
         """Rows [start, start + count), span after span; none of the spans is empty."""
+        if (id(start), id(count)) not in self._asked:
+            self._asked[id(start), id(count)] = start, count, self._rows(start, count)
+        return self._asked[id(start), id(count)][2]
+
+    def _rows(self, start: Column, count: Column) -> RowKey:
         total = int(count.sum())
         if not total:
             return slice(0, 0)

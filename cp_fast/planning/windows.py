@@ -25,6 +25,7 @@ import numpy as np
 
 from cp_ref.spec import UNBOUNDED, Areas, Column, Problem, Table, Tiles
 from cp_ref.spec.areas import crop
+from cp_ref.spec.table import in_blocks
 
 __all__ = ["BandTiles", "WindowRule", "band_tiles", "cut_to_windows", "own_window", "windowed"]
 
@@ -84,10 +85,15 @@ def band_tiles(areas: Areas, tiles: Tiles) -> BandTiles:
 
 def windowed(area: Column, q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Column) -> BandTiles:
     """Tiles with the windows that their bands come to."""
+    return BandTiles(area, q0, q1, k0, k1, lo, hi, *_windows(q0, q1, k0, k1, lo, hi))
+
+
+@in_blocks
+def _windows(q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Column) -> tuple[Column, Column]:
     corner = k1 - q1
     left = np.where(k0 - (q1 - 1) < lo, corner - lo, -1)  # -1 where no row has a key hidden on its left
     right = np.where(k1 - 1 - q0 > hi, hi - corner, -1)
-    return BandTiles(area, q0, q1, k0, k1, lo, hi, left, right)
+    return left, right
 
 
 def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:

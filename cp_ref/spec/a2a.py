@@ -93,7 +93,7 @@ def _active_rows(units: Units, unit: int) -> tuple[list[Fragments], list[Fragmen
     (sees,), (seen,) = units.sees(unit, alike), units.seen(unit, alike)
     queries, keys = merged(sees.q_start, sees.q_stop), merged(seen.k_start, seen.k_stop)
     ranks, ownership = range(unit * units.size, (unit + 1) * units.size), units.workload.ownership
-    return (
-        [ownership.q.of(rank).within(*queries) for rank in ranks],
-        [ownership.kv.of(rank).within(*keys) for rank in ranks],
-    )
+    active = [ownership.q.of(rank).within(*queries) for rank in ranks]
+    if ownership.kv is ownership.q and all(map(np.array_equal, queries, keys)):
+        return active, active
+    return active, [ownership.kv.of(rank).within(*keys) for rank in ranks]

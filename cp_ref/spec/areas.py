@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ref.spec.table import Column, Table
+from cp_ref.spec.table import Column, Table, in_blocks
 
 __all__ = ["UNBOUNDED", "Areas", "crop", "pairs"]
 
@@ -92,6 +92,7 @@ def _edge(edge: int) -> str:
     return "*" if abs(edge) >= UNBOUNDED else str(edge)
 
 
+@in_blocks
 def crop(
     q_start: Column, q_stop: Column, k_start: Column, k_stop: Column, lo: Column, hi: Column
 ) -> tuple[Column, Column, Column, Column]:

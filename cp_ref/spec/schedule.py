@@ -31,6 +31,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +115,16 @@ class Message:
         return mine == theirs and self.pieces == other.pieces
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # pieces are arrays
+
+    @cached_property
+    def by_heads(self) -> list[tuple[Heads, Column, Column]]:
+        """(heads, start, stop) of the pieces, those of the same heads together as far as they stand together."""
+        p = self.pieces
+        new = (p.head_start[1:] != p.head_start[:-1]) | (p.head_stop[1:] != p.head_stop[:-1])
+        if not new.any():
+            return [((int(p.head_start[0]), int(p.head_stop[0])), p.start, p.stop)] if len(p) else []
+        edges = [0, *(np.flatnonzero(new) + 1).tolist(), len(p)]
+        return [((int(p.head_start[a]), int(p.head_stop[a])), p.start[a:b], p.stop[a:b]) for a, b in pairwise(edges)]
 
 
 class Step(NamedTuple):

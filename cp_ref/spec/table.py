@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import wraps
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Column", "Table", "joined", "ordered_by", "ranges"]
+__all__ = ["Column", "Table", "in_blocks", "joined", "ordered_by", "ranges"]
 
 Column = NDArray[Any]  # [n], signed integers of 32 or 64 bits
 
@@ -66,6 +67,28 @@ class Table:
         return all(np.array_equal(a, b) for a, b in zip(self.columns, other.columns, strict=True))
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # columns are arrays
+
+
+_BLOCK = 2**14  # rows that are worked on at a time
+
+
+def in_blocks(function: Callable[..., tuple[Column, ...]]) -> Callable[..., tuple[Column, ...]]:
+    """A function from columns to columns, row by row, on blocks of rows whose columns stay in the processor's cache."""
+
+    @wraps(function)
+    def by_block(*columns: Column) -> tuple[Column, ...]:
+        size = len(columns[0])
+        if size <= _BLOCK:
+            return function(*columns)
+        found: tuple[Column, ...] = ()
+        for here in (slice(n, n + _BLOCK) for n in range(0, size, _BLOCK)):
+            block = function(*(x[here] for x in columns))
+            found = found or tuple(np.empty(size, dtype=x.dtype) for x in block)
+            for whole, part in zip(found, block, strict=True):
+                whole[here] = part
+        return found
+
+    return by_block
 
 
 def ranges(first: Column, count: Column) -> Column:

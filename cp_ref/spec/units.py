@@ -11,7 +11,6 @@ again a dual chunk:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,16 +18,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.spec.areas import UNBOUNDED, crop
+from cp_ref.spec.areas import UNBOUNDED, Areas, crop
 from cp_ref.spec.ownership import Fragments, grouped
-from cp_ref.spec.table import Column, Table, joined, ordered_by
+from cp_ref.spec.table import Column, Table, in_blocks, joined, ordered_by
 from cp_ref.spec.workload import Workload
 
 __all__ = ["Sights", "Spans", "Units", "merged", "spans_by"]
 
 Spans = tuple[Column, Column]  # (start, stop)
-
-_BLOCK = 2**14  # rectangles that are worked on at a time: their columns stay in the processor's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,13 +100,14 @@ class Units:
         """The rectangles in which the queries of one unit see keys, by group of the unit that has the keys: those of
         group 0, 1, ...; `group[n]` is the group of unit n.
         """
-        own, ranks = self.queries.take(self.queries.rank == unit), self.keys.rank
-        return self._sights(own, self.keys, lambda q, k: ranks[k], group)
+        return _sights(self.areas, self.queries.take(self.queries.rank == unit), self.keys, group)
 
     def seen(self, unit: int, group: Column) -> list[Sights]:
         """The rectangles in which queries see the keys of one unit, by group of the unit that has the queries."""
-        own, ranks = self.keys.take(self.keys.rank == unit), self.queries.rank
-        return self._sights(self.queries, own, lambda q, k: ranks[q], group)
+        a, own = self.areas, self.keys.take(self.keys.rank == unit)
+        transposed = Areas(a.k_start, a.k_stop, a.q_start, a.q_stop, -a.hi, -a.lo)
+        found = _sights(transposed, own, self.queries, group)
+        return [Sights(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
 
     @cached_property
     def query_rows(self) -> AreaRows:
@@ -163,33 +161,6 @@ class Units:
         np.minimum.at(start.ravel(), cell, rows.start + areas.lo[rows.area])
         return Reach(start, stop)
 
-    def _sights(
-        self, queries: Fragments, keys: Fragments, peer_of: Callable[[Column, Column], Column], group: Column
-    ) -> list[Sights]:
-        """What these queries see of these keys. `peer_of`: the other unit, from numbers of both's fragments."""
-        areas = self.areas
-        area, q = joined(areas.q_start, areas.q_stop, queries.start, queries.stop)
-        q0, q1 = np.maximum(areas.q_start[area], queries.start[q]), np.minimum(areas.q_stop[area], queries.stop[q])
-        lo, hi = areas.lo[area], areas.hi[area]
-        k0, k1 = np.maximum(areas.k_start[area], q0 + lo), np.minimum(areas.k_stop[area], q1 + hi)  # is seen by them
-        n, k = joined(k0, k1, keys.start, keys.stop)
-        peer, count = peer_of(q[n], k), int(group.max()) + 1
-        order, ends = ordered_by(group[peer], count)
-        n, k, peer = n[order], k[order], peer[order]
-
-        def block(first: int) -> Sights:
-            here = slice(first, first + _BLOCK)
-            m, key = n[here], k[here]
-            start, stop = np.maximum(k0[m], keys.start[key]), np.minimum(k1[m], keys.stop[key])
-            return Sights(peer[here], area[m], *crop(q0[m], q1[m], start, stop, lo[m], hi[m]))
-
-        found = Sights.concat([block(first) for first in range(0, max(len(n), 1), _BLOCK)])
-        there = (found.q_start < found.q_stop) & (found.k_start < found.k_stop)
-        if not there.all():
-            found = found.take(there)
-            _, ends = ordered_by(group[found.peer], count)
-        return [found.take(slice(a, b)) for a, b in pairwise(ends)]
-
 
 class Reach(NamedTuple):
     """What units see: of each area [units, areas] the first key and the one behind the last one. `start` is None where
@@ -198,6 +169,29 @@ class Reach(NamedTuple):
 
     start: Column | None
     stop: Column
+
+
+def _sights(areas: Areas, queries: Fragments, keys: Fragments, group: Column) -> list[Sights]:
+    """What these queries see of these keys, by group of the unit that has the keys."""
+    area, q = joined(areas.q_start, areas.q_stop, queries.start, queries.stop)
+    q0, q1 = np.maximum(areas.q_start[area], queries.start[q]), np.minimum(areas.q_stop[area], queries.stop[q])
+    lo, hi = areas.lo[area], areas.hi[area]
+    k0, k1 = np.maximum(areas.k_start[area], q0 + lo), np.minimum(areas.k_stop[area], q1 + hi)  # is seen by them
+    n, k = joined(k0, k1, keys.start, keys.stop)
+    peer, count = keys.rank[k], int(group.max()) + 1
+    order, ends = ordered_by(group[peer], count)
+    n, k, peer = n[order], k[order], peer[order]
+
+    def rectangles(n: Column, k: Column) -> tuple[Column, ...]:
+        start, stop = np.maximum(k0[n], keys.start[k]), np.minimum(k1[n], keys.stop[k])
+        return area[n], *crop(q0[n], q1[n], start, stop, lo[n], hi[n])
+
+    found = Sights(peer, *in_blocks(rectangles)(n, k))
+    there = (found.q_start < found.q_stop) & (found.k_start < found.k_stop)
+    if not there.all():
+        found = found.take(there)
+        _, ends = ordered_by(group[found.peer], count)
+    return [found.take(slice(a, b)) for a, b in pairwise(ends)]
 
 
 def spans_by(group: Column, start: Column, stop: Column, count: int) -> list[Spans]:

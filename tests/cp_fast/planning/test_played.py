@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from cp_fast.packing import Packing
 from cp_fast.plan import lowered
-from cp_fast.planning.fit import Shape, fit
+from cp_fast.planning.fit import fit
 from cp_fast.planning.fold import fold_batch
 from cp_fast.planning.link import linked, upload
 from cp_fast.planning.lower import lower
+from cp_fast.planning.shape import Shape
 from cp_fast.planning.windows import WindowRule
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows
