@@ -39,7 +39,8 @@ def test_the_records_are_predicted_within_ten_per_cent(tmp_path: Path) -> None:
     far = [one for one in rows if not one.within]
     assert [one.record.name for one in far if not why_farther(one)] == []
     assert {why_farther(one) for one in far} == set(FARTHER.values())
-    assert len(far) < len(rows) / 7
+    fitted = [one.within for one in rows if one.record.commit in H200.source]
+    assert sum(fitted) > 0.8 * len(fitted) > 0
     write(rows, tmp_path / "predictions.csv")
     made, committed = (table(folder / "predictions.csv") for folder in (tmp_path, RESULTS))
     assert len(made) == len(committed)
