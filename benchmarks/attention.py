@@ -11,6 +11,8 @@ differ nothing is reported. `host_ms` is what the host needs to launch one call,
 
     --layouts dual_chunk,balanced   each schedule under each layout, in turns too
     --messages peers,group,graph   each schedule with messages by peers' memory, by NCCL, and by NCCL in a CUDA graph
+    --peers                  ring-flash-attention, PyTorch's `context_parallel` and TransformerEngine (`others.py`), in
+                             turns too, each compared with the single GPU; which are left out and why, each row says
     --trace FOLDER           a Chrome trace of every rank and one picture with its kernels, transfers and gaps
 """
 
@@ -21,7 +23,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,11 +38,14 @@ from torch.multiprocessing.spawn import spawn
 
 import cp_fast
 from cp_fast.backends import Backend, Segments, by_name
+from cp_ref.spec import Problem, Sequence
 
 if __package__:
     from benchmarks import timeline
+    from benchmarks.others import Other, others
 else:
     import timeline
+    from others import Other, others
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,22 @@ class Job:
         reach = [min(n, self.window + 1) if self.window >= 0 else n for n in self.lengths]
         pairs = sum(r * (r + 1) / 2 + (n - r) * r for n, r in zip(self.lengths, reach, strict=True))
         return 2.0 * pairs * self.heads_q * (self.d_qk + self.d_v)
+
+    @property
+    def problem(self) -> Problem:
+        """As other libraries are asked for it: in dual_chunk."""
+        return Problem(
+            self.gpus,
+            tuple(Sequence(n, n, n, n) for n in self.lengths),
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            window_size=(self.window, 0 if self.window >= 0 else -1),
+            heads_q=self.heads_q,
+            heads_kv=self.heads_kv,
+            d_qk=self.d_qk,
+            d_v=self.d_v,
+            dtype="bfloat16",
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """q, k, v, dout, whole, the same on every rank."""
@@ -99,14 +122,23 @@ def alone(job: Job, backend: Backend, x: dict[str, torch.Tensor]) -> tuple[Calla
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute the problem over all GPUs; each function returns this rank's slices: out (dq, dk, dv)."""
+    """One way to compute the problem over all GPUs; each function returns this rank's slices: out (dq, dk, dv).
 
+    Attributes:
+        name: of the schedule.
+        messages: what carried them.
+        slices: this rank's slices of a global tensor.
+        inside: what several calls are made inside.
+    """
+
+    library: str
     name: str
     layout: str
-    messages: str  # what carried them
-    context: tuple[Any, Any]  # and plan: whose slices, see `worst_error`
+    messages: str
+    slices: Callable[[torch.Tensor], torch.Tensor]
     forward: Callable[[], Any]
     both: Callable[[], Any]
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def parallel(job: Job, schedule: str, layout: str, messages: str, group: Any, x: dict[str, torch.Tensor]) -> Contender:
@@ -126,7 +158,8 @@ def parallel(job: Job, schedule: str, layout: str, messages: str, group: Any, x:
         dtype=torch.bfloat16,
         device=x["q"].device,
     )
-    local = {name: cp_fast.shard(t, cp=cp, plan=plan) for name, t in x.items()}
+    slices = partial(cp_fast.shard, cp=cp, plan=plan)
+    local = {name: slices(t) for name, t in x.items()}
     q, k, v = (local[name].requires_grad_() for name in "qkv")
     if messages in ("group", "graph"):
         plan = replace(plan, messages=None)
@@ -143,8 +176,24 @@ def parallel(job: Job, schedule: str, layout: str, messages: str, group: Any, x:
         return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
 
     if messages == "graph":
-        return Contender(schedule, layout, "graph", (cp, plan), captured(forward), captured(both))
-    return Contender(schedule, layout, "group" if by_group else "peers", (cp, plan), forward, both)
+        return Contender("cp_fast", schedule, layout, "graph", slices, captured(forward), captured(both))
+    return Contender("cp_fast", schedule, layout, "group" if by_group else "peers", slices, forward, both)
+
+
+def other(way: Other, x: dict[str, torch.Tensor]) -> Contender:
+    """Another library's."""
+    local = {name: way.slices(t).contiguous() for name, t in x.items()}
+    q, k, v = (local[name].requires_grad_() for name in "qkv")
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return way.attend(q, k, v)
+
+    def both() -> Any:
+        out = way.attend(q, k, v)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
+
+    return Contender(way.library, way.schedule, "dual_chunk", "group", way.slices, forward, both, way.inside)
 
 
 def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
@@ -205,16 +254,41 @@ def peak_bytes(fn: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def worst_error(context: Any, whole: Any, slices: Any) -> float:
+def worst_error(contender: Contender, whole: Any) -> float:
     """The largest relative error of this rank's slices, over out, dq, dk, dv and all ranks."""
-    cp, plan = context
+    with contender.inside():
+        slices = contender.both()
     errors = []
     for reference, mine in zip(whole, slices, strict=True):
-        expected = cp_fast.shard(reference, cp=cp, plan=plan).double()
+        expected = contender.slices(reference).double()
         errors.append(((mine.double() - expected).norm() / expected.norm()).item())
     worst = torch.tensor(max(errors), device="cuda")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst)
+
+
+def checked(contenders: list[Contender], whole: Any) -> tuple[list[tuple[Contender, float]], dict[str, str]]:
+    """The contenders with their errors, and which of other libraries' are left out, and why. If one of ours is wrong,
+    nothing is reported.
+    """
+    found, left_out = list[tuple[Contender, float]](), dict[str, str]()
+    for contender in contenders:
+        reason, error = "", float("nan")
+        try:
+            error = worst_error(contender, whole)
+        except Exception as failure:  # whatever another library raises is its answer
+            if contender.library == "cp_fast":
+                raise
+            reason = " ".join(f"{type(failure).__name__}: {failure}".split())
+        if not reason and not error < 1e-2:
+            reason = f"relative error {error:.2e} against one GPU"
+        if not reason:
+            found.append((contender, error))
+        elif contender.library == "cp_fast":
+            raise SystemExit(f"{contender.name}: {reason}; nothing is reported")
+        else:
+            left_out[f"{contender.library} {contender.name}"] = reason
+    return found, left_out
 
 
 def measure(job: Job, one: tuple[Callable[[], Any], Callable[[], Any]], contenders: list[Contender]) -> list[list[Any]]:
@@ -222,20 +296,23 @@ def measure(job: Job, one: tuple[Callable[[], Any], Callable[[], Any]], contende
     for fn in one:
         fn()
     for contender in contenders:
-        for _ in range(2):
-            contender.forward()
-            contender.both()
+        with contender.inside():
+            for _ in range(2):
+                contender.forward()
+                contender.both()
     rounds: list[list[list[float]]] = [[] for _ in contenders]
     fewer = max(job.calls // job.gpus, 1)
     for _ in range(job.rounds):
         for times, contender in zip(rounds, contenders, strict=True):
-            forward = seconds(one[0], fewer), seconds(contender.forward, job.calls)
-            both = seconds(one[1], fewer), seconds(contender.both, job.calls)
-            times.append([*forward, *both])
+            times.append([])
+            for alone_fn, fn in zip(one, (contender.forward, contender.both), strict=True):
+                times[-1].append(seconds(alone_fn, fewer))
+                with contender.inside():
+                    times[-1].append(seconds(fn, job.calls))
     return [[statistics.median(column) for column in zip(*times, strict=True)] for times in rounds]
 
 
-def worker(rank: int, job: Job, ways: tuple[list[str], ...], trace: str, folder: str) -> None:
+def worker(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trace: str, folder: str) -> None:
     torch.cuda.set_device(rank)
     store = f"file://{Path(folder) / 'store'}"
     device = torch.device("cuda", rank)
@@ -249,16 +326,21 @@ def worker(rank: int, job: Job, ways: tuple[list[str], ...], trace: str, folder:
         parallel(job, schedule, layout, messages, groups.get(schedule, dist.group.WORLD), x)
         for schedule, layout, messages in product(*ways)
     ]
-    errors = [worst_error(contender.context, whole, contender.both()) for contender in contenders]
-    for contender, error in zip(contenders, errors, strict=True):
-        if not error < 1e-2:
-            raise SystemExit(f"{contender.name}: relative error {error:.2e} against one GPU; nothing is reported")
-    rows = []
-    for contender, error, times in zip(contenders, errors, measure(job, one, contenders), strict=True):
+    absent: dict[str, str] = {}
+    if peers:
+        ways_of_others, absent = others(job.problem, by_name(job.backend), dist.group.WORLD, device)
+        contenders += [other(way, x) for way in ways_of_others]
+    right, left_out = checked(contenders, whole)
+    not_run = "; ".join(f"{name}: {reason}" for name, reason in (absent | left_out).items())
+    contenders, rows = [contender for contender, _ in right], []
+    for (contender, error), times in zip(right, measure(job, one, contenders), strict=True):
         one_forward, forward, one_both, both = times
         flops = job.forward_flops / job.gpus / 1e12
+        with contender.inside():
+            host, peak = host_seconds(contender.both, job.calls), peak_bytes(contender.both)
         rows.append(
             {
+                "library": contender.library,
                 "schedule": contender.name,
                 "layout": contender.layout,
                 "messages": contender.messages,
@@ -270,16 +352,18 @@ def worker(rank: int, job: Job, ways: tuple[list[str], ...], trace: str, folder:
                 "forward_backward_efficiency": round(one_both / job.gpus / both, 3),
                 "one_gpu_forward_ms": round(1e3 * one_forward, 3),
                 "one_gpu_forward_backward_ms": round(1e3 * one_both, 3),
-                "host_ms": round(1e3 * host_seconds(contender.both, job.calls), 3),
-                "peak_gib_above_inputs": round(peak_bytes(contender.both) / 2**30, 3),
+                "host_ms": round(1e3 * host, 3),
+                "peak_gib_above_inputs": round(peak / 2**30, 3),
                 "relative_error": f"{error:.1e}",
+                "not_run": not_run,
             }
         )
     if trace:
         for contender in contenders:
-            timeline.record(
-                Path(trace), f"{contender.name} {contender.layout} {contender.messages}", contender.both, rank
-            )
+            name = f"{contender.name} {contender.layout} {contender.messages}"
+            name = name if contender.library == "cp_fast" else f"{contender.library} {name}"
+            with contender.inside():
+                timeline.record(Path(trace), name, contender.both, rank)
     if rank == 0:
         torch.save(rows, Path(folder) / "rows.pt")
     dist.destroy_process_group()
@@ -295,6 +379,7 @@ def main(
     schedules: Annotated[str, typer.Option(help="cp_comm_type, several with commas.")] = "p2p,all_gather,a2a",
     layouts: Annotated[str, typer.Option(help="Layouts, several with commas.")] = "dual_chunk",
     messages: Annotated[str, typer.Option(help="auto, or some of peers, group and graph, with commas.")] = "auto",
+    peers: Annotated[bool, typer.Option("--peers", help="Other libraries too, in turns.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Folder for Chrome traces and pictures.")] = None,
     backend: Annotated[str, typer.Option(help="The kernel library.")] = "fa4",
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
@@ -312,15 +397,20 @@ def main(
         if trace is not None:
             trace.mkdir(parents=True, exist_ok=True)
         ways = tuple(names.split(",") for names in (schedules, layouts, messages))
-        spawn(worker, args=(job, ways, str(trace or ""), folder), nprocs=gpus)
+        spawn(worker, args=(job, ways, peers, str(trace or ""), folder), nprocs=gpus)
         rows = torch.load(Path(folder) / "rows.pt", weights_only=False)
     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": commit}
     problem = asdict(job) | {"lengths": " ".join(map(str, sizes))}
     rows = [machine | problem | row for row in rows]
     for row in rows:
-        print({name: value for name, value in row.items() if name not in machine and name not in ("rounds", "backend")})
+        hidden = {*machine, "rounds", "backend", "not_run"}
+        print({name: value for name, value in row.items() if name not in hidden})
+    if rows[0]["not_run"]:
+        print("not run:", rows[0]["not_run"].replace("; ", "\n         "))
     if out is not None:
         fresh = not out.exists()
+        if not fresh and out.open(newline="").readline().strip().split(",") != list(rows[0]):
+            raise SystemExit(f"{out} has other columns; nothing is appended")
         with out.open("a", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             if fresh:

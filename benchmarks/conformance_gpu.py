@@ -28,7 +28,8 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from multiprocessing import get_context
@@ -53,12 +54,13 @@ from cp_ref.spec import LAYOUTS, Problem
 from cp_ref.spec import Sequence as Lengths
 from tests.masks.problems import problems as problems_of_areas
 
+os.environ.setdefault("CONFORMANCE_LIMIT_S", "300")  # of one call, of which a problem has several
 CP_SIZES = (2, 3, 4, 8)
 DTYPES = ("bfloat16", "float16")
 PROCESSES = "conformance.adapters.cp_fast:processes"
 TIERS = ("probes", "budget")
 PACKAGES = ("flash-attn-4", "flash-attn", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
-LIMIT_S = 300.0  # of one problem: many processes compile at once
+LIMIT_S, LIMIT_OF_RANKS_S = 300.0, 120.0  # of one problem: many processes compile at once
 GRACE_S = 60.0  # for the problem that a worker is at when the time is up
 
 
@@ -135,8 +137,20 @@ KINDS: dict[str, Callable[[Capabilities, Sequence[int]], st.SearchStrategy[Case]
 }
 
 
-def play(runner: Runner, kind: str, cp_sizes: Sequence[int], seed: int, wanted: int, until: float) -> Counts:
-    """Problems of one worker, until there are enough or time is up."""
+class Enough(KeyboardInterrupt):
+    """Ends the drawing: Hypothesis takes any other exception for a finding, and would go on."""
+
+
+def play(
+    runner: Runner,
+    kind: str,
+    cp_sizes: Sequence[int],
+    seed: int,
+    wanted: int,
+    until: float,
+    tell: Callable[[Counts], None] = lambda counts: None,
+) -> Counts:
+    """Problems of one worker, until there are enough or time is up. tell: is told how it stands after each."""
     counts, began = Counts(), time.monotonic()
 
     @hypothesis.seed(seed)
@@ -150,7 +164,7 @@ def play(runner: Runner, kind: str, cp_sizes: Sequence[int], seed: int, wanted: 
     @given(KINDS[kind](runner.capabilities(), cp_sizes))
     def one(case: Case) -> None:
         if counts.problems >= wanted or time.time() > until:
-            return
+            raise Enough
         played = [runner.play(Task("schedule", tier, str(case))) for tier in TIERS]
         verdicts = {p.verdict for p in played}
         if verdicts == {"unsupported"}:
@@ -166,9 +180,11 @@ def play(runner: Runner, kind: str, cp_sizes: Sequence[int], seed: int, wanted: 
         counts.by_cp_size[case.problem.cp_size] += 1
         counts.by_schedule[case.problem.cp_comm_type] += 1
         counts.by_layout[case.problem.layout_name] += 1
+        counts.seconds = time.monotonic() - began
+        tell(counts)
 
-    one()
-    counts.seconds = time.monotonic() - began
+    with suppress(Enough):
+        one()
     return counts
 
 
@@ -187,7 +203,7 @@ class Work:
 
     def runner(self, backend: str) -> Runner:
         if self.ranks:
-            return ProcessRunner(PROCESSES, self.device, LIMIT_S, self.ranks)
+            return ProcessRunner(PROCESSES, self.device, LIMIT_OF_RANKS_S, self.ranks)
         return InProcess(OneBackend(backend), self.device, LIMIT_S)
 
     @property
@@ -198,14 +214,20 @@ class Work:
 
 
 def worker(number: int, seed: int, work: Work, results: Any) -> None:
+    """Tells (number, job, counts) after each problem, (number, job, None) at the end, or a text of what went wrong."""
     torch.set_num_threads(1)
     begin = number % max(len(work.jobs), 1)  # not all on the same library at once
     for job in work.jobs[begin:] + work.jobs[:begin]:
         backend, kind = job
+
+        def tell(counts: Counts, job: Job = job) -> None:
+            results.put((number, job, deepcopy(counts)))  # which is pickled later, in another thread
+
         try:
             with closing(work.runner(backend)) as runner:
-                results.put((number, job, play(runner, kind, work.cp_sizes, seed + number, work.wanted, work.until)))
-        except BaseException as error:  # it is told, and counted as a failure
+                tell(play(runner, kind, work.cp_sizes, seed + number, work.wanted, work.until, tell))
+            results.put((number, job, None))
+        except BaseException as error:
             results.put((number, job, f"{type(error).__name__}: {error}"))
 
 
@@ -238,7 +260,6 @@ def main(
     processes = [context.Process(target=worker, args=(n, seed, work, results), daemon=True) for n in range(workers)]
     for process in processes:
         process.start()
-    total: dict[Job, Counts] = {job: Counts() for job in jobs}
     died: list[str] = [f"{name} is not here: {reason}" for name, reason in missing.items()]
     record: dict[str, Any] = {
         "commit": commit,
@@ -253,32 +274,46 @@ def main(
         "asked for": problems,
         "died or not here": died,
     }
-    reports = 0
-    while reports < workers * len(jobs):
+    latest: dict[tuple[int, Job], Counts] = {}
+    at_work = {(number, job) for number in range(workers) for job in jobs}
+    while at_work:
         try:
-            number, job, counts = results.get(timeout=5)
+            number, job, found = results.get(timeout=5)
         except Empty:
             gone = [n for n, process in enumerate(processes) if process.exitcode not in (None, 0)]
             if time.time() > until + GRACE_S or len(gone) == workers:
-                died.append(f"{workers * len(jobs) - reports} reports did not come; workers that ended early: {gone}")
+                died.append(f"did not come to an end: {sorted(at_work)}; workers that ended early: {gone}")
                 break
             continue
-        reports += 1
-        if isinstance(counts, Counts):
-            total[job].add(counts)
-            print(
-                f"worker {number}, {', '.join(job)}: {counts.problems} problems in {counts.seconds:.0f} s", flush=True
-            )
-        else:
-            died.append(f"worker {number}, {', '.join(job)}: {counts}")
-            print(died[-1], flush=True)
-        if out is not None:  # after every report: a long run that is cut short has something to show
-            found = {"backends": {", ".join(job): counts.to_json() for job, counts in total.items()}}
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(record | found, indent=2, default=str) + "\n")
+        if isinstance(found, Counts):
+            latest[number, job] = found
+            continue
+        at_work.discard((number, job))
+        if found is not None:
+            died.append(f"worker {number}, {', '.join(job)}: {found}")
+        print(f"worker {number}, {', '.join(job)}: {found or 'done'}", flush=True)
+        write(out, record, added(jobs, latest))  # a long run that is cut short has something to show
     for process in processes:
         process.kill()
+    total = added(jobs, latest)
+    write(out, record, total)
     raise typer.Exit(summary(total, problems, died))
+
+
+def added(jobs: list[Job], latest: dict[tuple[int, Job], Counts]) -> dict[Job, Counts]:
+    """What all workers found."""
+    total = {job: Counts() for job in jobs}
+    for (_, job), counts in latest.items():
+        total[job].add(counts)
+    return total
+
+
+def write(out: Path | None, record: dict[str, Any], total: dict[Job, Counts]) -> None:
+    """The record, and what was found."""
+    if out is not None:
+        found = {"backends": {", ".join(job): counts.to_json() for job, counts in total.items()}}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record | found, indent=2, default=str) + "\n")
 
 
 def summary(total: dict[Job, Counts], problems: int, died: list[str]) -> int:

@@ -16,21 +16,19 @@ from functools import cache, reduce
 from math import log
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import typer
 
 from cp_fast.cost import Host, Kernel, Machine, Rates, counted, priced, read_machine
 from cp_fast.cost.counts import count_alone
+from cp_fast.cost.least_squares import LIKELY, least_squares
 from cp_fast.cost.predict import Counts
 
 if __package__:
     from benchmarks.records import Record, read_records
 else:
     from records import Record, read_records
-
-_LIKELY = 0.1  # the weight of what a number was before, against one row's relative error
 
 Measured = list[tuple[Record, Counts]]
 
@@ -44,27 +42,7 @@ def fitted(start: Machine, records: Iterable[Record]) -> Machine:
 def with_counts(records: Iterable[Record]) -> Measured:
     """Each row and what its ranks do; equal problems are counted once."""
     once = cache(counted)
-    return [(one, once(one.problem)) for one in records]
-
-
-def least_squares(columns: Any, measured: Any, near: Any = ()) -> np.ndarray:
-    """Factors from 0 that explain what was measured best, by relative errors; `near`: what they are likely to be, which
-    counts as `_LIKELY` of a row each.
-
-    >>> least_squares([[1, 2], [1, 4], [1, 6]], [3, 5, 7]).round(6).tolist()
-    [1.0, 1.0]
-    """
-    y = np.asarray(measured, dtype=float)
-    likely = _LIKELY * np.diag(1 / np.asarray(near, dtype=float)) if len(near) else np.zeros((0, len(columns[0])))
-    a = np.concatenate([np.asarray(columns, dtype=float) / y[:, None], likely])
-    b = np.append(np.ones(len(y)), np.full(len(likely), _LIKELY))
-    kept = list(range(a.shape[1]))
-    while True:
-        factors = np.zeros(a.shape[1])
-        factors[kept] = np.linalg.lstsq(a[:, kept], b, rcond=None)[0]
-        if (factors >= 0).all():
-            return factors
-        kept.remove(int(np.argmin(factors)))
+    return [(one, once(one.problem, one.stages)) for one in records]
 
 
 def _kernels(start: Machine, rows: Measured) -> tuple[Rates, ...]:
@@ -107,7 +85,7 @@ def _host(start: Machine, rows: Measured) -> Host:
             columns.append(max(by_rank, key=sum))
             measured.append(1e3 * one.host_ms)
     near = [max(x, 1.0) for x in vars(start.host).values()]
-    return Host(*least_squares(columns, measured, near).round(1).tolist()) if columns else start.host
+    return Host(*(round(x, 1) for x in least_squares(columns, measured, near))) if columns else start.host
 
 
 def errors(machine: Machine, rows: Measured) -> list[float]:
@@ -146,7 +124,7 @@ def _searched(start: Machine, rows: Measured) -> Machine:
     def loss(factors: dict[str, float]) -> float:
         off = errors(machine(factors), rows)
         unlikely = sum(log(x) ** 2 for x in factors.values())
-        return sum(x * x for x in off) / len(off) + _LIKELY**2 * unlikely / len(off)
+        return sum(x * x for x in off) / len(off) + LIKELY**2 * unlikely / len(off)
 
     best = loss(factors)
     for by in (1.5, 1.1, 1.02):

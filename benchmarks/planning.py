@@ -6,7 +6,7 @@ A plan is made as `make_plan` makes it, for one rank of a group that is only pre
 
     read      arguments to a checked problem, from cu_seqlens tensors on the host
     agree     the fingerprint that the ranks compare; without the network
-    program   this rank's steps: messages and tiles, of both passes
+    program   this rank's steps: messages and tiles, of both passes; for `balanced` also who has which rows
     lower     rows of buffers, windows, launches
     pack      the tables into one buffer on the host
     spread    the buffer to the device, and there the row numbers of its spans; with --device cpu the host spreads them
@@ -65,6 +65,7 @@ class Row:
     sequences: int
     cp_size: int
     cp_comm_type: str
+    layout: str
     window: int  # -1 for none
     lengths: str  # "full", "padded"
     read_ms: float
@@ -100,6 +101,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="A CSV file for the table.")] = None,
     shapes: Annotated[str, typer.Option(help="Numbers of sequences and group sizes.")] = "100:8,1000:8,10000:64",
     schedules: Annotated[str, typer.Option(help="Schedules.")] = ",".join(SCHEDULES),
+    layouts: Annotated[str, typer.Option(help="Layouts.")] = "dual_chunk",
     windows: Annotated[str, typer.Option(help="Left windows; -1 for none.")] = "-1,4096",
     mean: Annotated[int, typer.Option(help="Tokens of a sequence, on average.")] = 1024,
     rounds: Annotated[int, typer.Option(help="Plans per line.")] = 9,
@@ -109,11 +111,11 @@ def main(
     """Measure and print."""
     torch.set_num_threads(1)
     lines = [
-        (*_shape(shape), schedule, window, lengths)
+        (*_shape(shape), *of_problem)
         for shape in shapes.split(",")
-        for schedule, window, lengths in product(schedules.split(","), _numbers(windows), ("full", "padded"))
+        for of_problem in product(schedules.split(","), layouts.split(","), _numbers(windows), ("full", "padded"))
     ]
-    fastest: dict[tuple[int, int, str, int, str], Row] = {}
+    fastest: dict[tuple[int, int, str, str, int, str], Row] = {}
     for _ in range(repeats):
         for line in lines:
             row = _measure(*line, mean, rounds, torch.device(device))
@@ -131,9 +133,10 @@ def main(
 
 
 def _measure(
-    count: int, cp_size: int, comm: str, window: int, lengths: str, mean: int, rounds: int, device: torch.device
-) -> Row:
-    read = _reader(count, cp_size, comm, window, lengths, mean)
+    count: int, cp_size: int, comm: str, layout: str, window: int, lengths: str, mean: int, rounds: int,
+    device: torch.device,
+) -> Row:  # fmt: skip
+    read = _reader(count, cp_size, comm, layout, window, lengths, mean)
     rank = cp_size // 3
     group = _Echo(rank, cp_size)
     times: list[dict[str, float]] = []
@@ -165,7 +168,7 @@ def _measure(
         del host, tables, draft, program  # so that giving their memory back is not in the next plan's time
     medians = {f"{name}_ms": round(statistics.median(t[name] for t in times[1:]), 3) for name in times[0]}
     return Row(
-        count, cp_size, comm, window, lengths, **medians, launches=launches,
+        count, cp_size, comm, layout, window, lengths, **medians, launches=launches,
         device=str(device), processor=processor(), load=round(load(), 1),
     )  # fmt: skip
 
@@ -175,7 +178,9 @@ def _now() -> tuple[float, float]:
     return time.perf_counter(), time.thread_time()
 
 
-def _reader(count: int, cp_size: int, comm: str, window: int, lengths: str, mean: int) -> Callable[[], Problem]:
+def _reader(
+    count: int, cp_size: int, comm: str, layout: str, window: int, lengths: str, mean: int
+) -> Callable[[], Problem]:
     """The call of `read_problem` that `make_plan` would make."""
     random, unit = np.random.default_rng(count), 2 * cp_size
     real = random.integers(1, 2 * mean, count)
@@ -188,7 +193,7 @@ def _reader(count: int, cp_size: int, comm: str, window: int, lengths: str, mean
     arguments: dict[str, Any] = {
         "cp_size": cp_size,
         "cp_comm_type": comm,
-        "layout": "dual_chunk",
+        "layout": layout,
         "qkv_format": "thd",
         "attn_mask_type": "padding_causal",
         "window_size": (window, -1),
@@ -209,12 +214,13 @@ def _reader(count: int, cp_size: int, comm: str, window: int, lengths: str, mean
 def _table(rows: Sequence[Row]) -> Table:
     first = rows[0]
     table = Table(title=f"One rank's plan, milliseconds: {first.device}, {first.processor}, load {first.load}")
-    for name in ("sequences", "cp", "schedule", "window", "lengths"):
+    for name in ("sequences", "cp", "schedule", "layout", "window", "lengths"):
         table.add_column(name)
     for name in (*STAGES, "total", "cpu", "launches"):
         table.add_column(name, justify="right")
     for row in rows:
-        names = (row.sequences, row.cp_size, row.cp_comm_type, "-" if row.window < 0 else row.window, row.lengths)
+        window = "-" if row.window < 0 else row.window
+        names = (row.sequences, row.cp_size, row.cp_comm_type, row.layout, window, row.lengths)
         times = [getattr(row, f"{stage}_ms") for stage in (*STAGES, "total")]
         cpu = row.host_cpu_ms + row.spread_cpu_ms
         table.add_row(*map(str, names), *(f"{x:.2f}" for x in (*times, cpu)), str(row.launches))

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from cp_fast.cost import Machine, candidates, counted, predict, priced, read_machine
+from cp_fast.cost.predict import MESSAGES
 from cp_ref.spec import Problem, Sequence
 
 if __package__:
@@ -67,10 +68,14 @@ class Compared:
 def compared(machine: Machine, names: Iterable[str] = FILES) -> list[Compared]:
     """Every row of cp_fast's in these files."""
     once, found = cache(counted), []
-    for record in (one for name in names for one in read_records(name) if one.what == "cp_fast"):
-        said = priced(once(record.problem), machine, record.messages)
+    for record in (one for name in names for one in read_records(name) if _ours(one)):
+        said = priced(once(record.problem, record.stages), machine, record.messages)
         found.append(Compared(record, 1e3 * said.forward_s, 1e3 * said.seconds, said.peak_bytes / 2**30))
     return found
+
+
+def _ours(one: Record) -> bool:
+    return one.library == "cp_fast" and one.messages in MESSAGES
 
 
 def why_farther(one: Compared) -> str:

@@ -10,16 +10,17 @@ from cp_ref.spec import Problem, Sequence
 
 __all__ = ["RESULTS", "Record", "read_records"]
 
+_ALL_HEADS_AT_ONCE = ("8cac8b6", "591eac7", "c5159b5", "d73cb83", "d847298")  # commits before there were stages
 RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One row. Times in ms; None where its commit did not measure it. `messages`: "peers" or "group"."""
+    """One row. Times in ms, None where its commit did not measure them. `messages`: "peers", "group" or "graph"."""
 
     file: str
     commit: str
-    what: str  # "cp_fast", or a peer
+    library: str
     problem: Problem
     messages: str
     forward_ms: float
@@ -29,6 +30,11 @@ class Record:
     host_ms: float | None
     peak_gib: float
     efficiency: float
+
+    @property
+    def stages(self) -> tuple[int, ...] | None:
+        """The kv heads that an a2a schedule exchanged at a time: all, or what the planner chooses (None)."""
+        return (max(1, self.problem.heads_kv // self.problem.a2a_size),) if self.commit in _ALL_HEADS_AT_ONCE else None
 
     @property
     def name(self) -> str:
@@ -75,7 +81,7 @@ def _record(file: str, row: dict[str, str]) -> Record:
     return Record(
         file,
         row["commit"][:7],
-        row.get("contender", "cp_fast"),
+        row.get("library", "cp_fast"),
         problem,
         row.get("messages") or "group",
         float(row["forward_ms"]),

@@ -24,8 +24,19 @@ SMOKE = (
 )
 
 
+def smokes(path: Path) -> bool:
+    """Whether a file is one of these."""
+    return path.is_relative_to(HERE) and path.relative_to(HERE).as_posix() in SMOKE
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For `-m smoke` no other file is imported: some need more than the wheel and its tests."""
+    of_tests = collection_path.suffix == ".py" and collection_path.name != "__init__.py"
+    return True if config.option.markexpr == "smoke" and of_tests and not smokes(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of these files."""
     for item in items:
-        if item.path.is_relative_to(HERE) and item.path.relative_to(HERE).as_posix() in SMOKE:
+        if smokes(item.path):
             item.add_marker(pytest.mark.smoke)

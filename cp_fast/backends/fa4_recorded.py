@@ -88,6 +88,8 @@ class Launches:
             numbers: all other arguments; hashable.
         """
         given = [x for x in tensors.values() if x is not None]
+        if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # the host launches nothing at a replay
+            return self._function(**tensors, **numbers)[:results]
         key = (*numbers.values(), *(None if x is None else _form(x) for x in tensors.values()))
         record = self._records.get(key)
         if record is not None:
@@ -95,7 +97,9 @@ class Launches:
             return record.repeat(given)
         if key in self._records:  # it was seen that it cannot be kept
             return self._function(**tensors, **numbers)[:results]
-        watch = _Watch(given)
+        # a tensor that is given twice would have one number: the next call may give two
+        tensors = {name: None if x is None else x.detach() for name, x in tensors.items()}
+        watch = _Watch([x for x in tensors.values() if x is not None])
         with says_when_it_compiles(self._function), watch, _watched(self._library, watch):
             made = self._function(**tensors, **numbers)[:results]
         if not watch.compiled:

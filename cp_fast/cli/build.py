@@ -12,7 +12,8 @@ from rich.markup import escape
 
 from cp_fast import build as native
 from cp_fast.build.archs import VARIABLE, read_archs
-from cp_fast.cli.common import CHECK_FAILED, readable_errors, size_text
+from cp_fast.cli.common import CHECK_FAILED, readable_errors, size_text, window
+from cp_fast.cli.shapes import compile_shapes
 
 __all__ = ["build"]
 
@@ -30,12 +31,35 @@ def build(
         ),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Build nothing; say whether it has been built.")] = False,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="H_Q,H_KV,D_QK,D_V",
+            help="Compile FlashAttention 4's kernels for these heads and head dims instead; several times for several.",
+        ),
+    ] = None,
+    cp_size: Annotated[int, typer.Option(help="--shapes: number of ranks.", min=1)] = 2,
+    mask: Annotated[str, typer.Option(help="--shapes: attn_mask_type.")] = "padding_causal",
+    window_size: Annotated[str, typer.Option("--window", help="--shapes: LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
+    dtype: Annotated[str, typer.Option(help="--shapes: bfloat16 or float16.")] = "bfloat16",
 ) -> None:
     """Build the native kernels into the cache now, so that their first use does not have to.
 
-    Compiling for GPUs takes nvcc, and no GPU where --archs is given. Exit code: 0 when all is built, else 1.
+    Compiling for GPUs takes nvcc, and no GPU where --archs is given. FlashAttention 4's kernels (--shapes) need a GPU
+    and the library. Exit code: 0 when all is built, else 1.
     """
+    if shapes:
+        with readable_errors():
+            if device is not None or archs is not None or check:
+                raise ValueError("--shapes compiles for the GPU here; --device, --archs and --check do not go with it")
+            sides = window(window_size)
+            works = compile_shapes(Console(soft_wrap=True, highlight=False), shapes, cp_size, mask, sides, dtype)
+        if not works:
+            raise typer.Exit(CHECK_FAILED)
+        return
     with readable_errors():
+        if window_size != "-1,-1":
+            raise ValueError(f"--window is {window_size!r}, but --shapes is not given; native kernels have no windows")
         numbers = None if archs is None else read_archs(archs, "--archs")
         chosen = _devices(device)
     console = Console(soft_wrap=True, highlight=False)

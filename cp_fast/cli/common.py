@@ -137,7 +137,9 @@ def heads_line(problem: Problem) -> str:
         heads = str(first) if stop - first == 1 else f"{first}-{stop - 1}"
         shares.append(f"{heads}: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
     more = "; and so on" if problem.a2a_size > _FEW_SHARES else ""
-    return f"Query heads {'; '.join(shares)}{more}. The tiles of a rank are of its heads."
+    stages = problem.workload.stages
+    cut = f" Stages of {', '.join(map(str, stages))} kv heads of each rank go one by one." if len(stages) > 1 else ""
+    return f"Query heads {'; '.join(shares)}{more}. The tiles of a rank are of its heads.{cut}"
 
 
 def table(title: str, *columns: str) -> Table:

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.cuda import nccl
 from cp_fast import build
 from cp_fast.backends import BACKENDS, Backend, fa4_cache, installed, probe, remark_on
 from cp_fast.build import tools
-from cp_fast.cli.common import CHECK_FAILED, table
+from cp_fast.cli.common import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
+from cp_fast.cli.measure import measure_machine
 from cp_fast.kernels.numba_cuda.simulated import SIMULATED
 from cp_fast.kernels.select import chosen, why_not
 from cp_fast.peers import VARIABLE as MESSAGES
@@ -49,11 +51,25 @@ _PACKAGES = {
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for bug reports.")] = False,
+    measured: Annotated[
+        bool,
+        typer.Option("--measure", help="Measure this machine instead, for plan --machine; links under torchrun."),
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="--measure: write the machine to this TOML file.")] = None,
+    dims: Annotated[str, typer.Option(help="--measure: head dims d_qk,d_v of the kernels.")] = "128,128",
+    start: Annotated[str, typer.Option(help="--measure: the machine that the rest is taken from.")] = "h200-nvlink",
 ) -> None:
     """Say what is installed, which attention backends and kernels work here, and why not where not.
 
     Exit code: 0 when attention runs here on at least one backend, else 1.
     """
+    if measured:
+        with readable_errors():
+            measure_machine(dims, start, out)
+        return
+    if out is not None:
+        complain(f"--out is {str(out)!r}, but --measure is not given; only a measured machine is written")
+        raise typer.Exit(BAD_INPUT)
     console = Console(stderr=as_json)
     with console.status("trying the attention backends"):
         found = {"installed": _installed(), "attention backends": _backends(), "kernels": _kernels()}

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cp_fast.cli.common import table
-from cp_fast.cli.problem import Request, plan_of
+from cp_fast.cli.problem import Request, problem_of
 from cp_fast.cost import Machine, candidates, predict, recommended
 from cp_ref.spec import LAYOUTS, Problem
 
@@ -72,7 +72,7 @@ def show_prediction(console: Console, request: Request, machine: Machine, messag
 def _problem(request: Request, layout: str) -> Problem:
     """The problem, checked on one rank, as every layout and schedule has another one's rules; then for all ranks."""
     alone = replace(request, cp_size=1, cp_comm_type="p2p", a2a_size=None, layout=layout)
-    return replace(plan_of(alone)[0], cp_size=request.cp_size)
+    return replace(problem_of(alone), cp_size=request.cp_size)
 
 
 def _cells(numbers: tuple[float, ...]) -> Iterator[str]:

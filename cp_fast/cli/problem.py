@@ -11,9 +11,10 @@ import torch
 import cp_fast
 from cp_fast.cli.common import exchanging
 from cp_fast.cli.paper import paper_context
+from cp_ref.common import plans
 from cp_ref.spec import Problem, Schedule
 
-__all__ = ["Request", "cumulative", "padded", "plan_of"]
+__all__ = ["Request", "cumulative", "padded", "plan_of", "problem_of"]
 
 
 @dataclass(frozen=True)
@@ -48,22 +49,37 @@ def plan_of(request: Request) -> tuple[Problem, Schedule]:
     Raises:
         ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
     """
-    a2a_size = exchanging(request.cp_comm_type, request.a2a_size, request.cp_size)
-    plan = cp_fast.make_plan(
-        cp=paper_context(request.cp_size, request.cp_comm_type, a2a_size, request.layout),
-        qkv_format=request.qkv_format,
-        attn_mask_type=None if request.areas else request.attn_mask_type,
-        window_size=request.window_size,
-        areas=cp_fast.masks.from_call(request.areas) if request.areas else None,
-        heads_q=request.heads_q,
-        heads_kv=request.heads_kv,
-        d_qk=request.d_qk,
-        d_v=request.d_v,
-        dtype=_dtype(request.dtype),
-        device=torch.device("cpu"),
-        **_lengths(request),
-    )
+    plan = cp_fast.make_plan(**_arguments(request))
     return plan.problem, plan.schedule
+
+
+def problem_of(request: Request) -> Problem:
+    """The problem alone: nothing is planned, and no kernels are built for it.
+
+    Raises:
+        ValueError, TypeError: naming what is wrong.
+    """
+    agreement, _ = plans.read_plan_arguments(plans.make_plan.bind(_arguments(request)), cp_fast.ContextParallel)
+    return agreement.problem
+
+
+def _arguments(request: Request) -> dict[str, Any]:
+    """Those of `make_plan`."""
+    a2a_size = exchanging(request.cp_comm_type, request.a2a_size, request.cp_size)
+    return {
+        "cp": paper_context(request.cp_size, request.cp_comm_type, a2a_size, request.layout),
+        "qkv_format": request.qkv_format,
+        "attn_mask_type": None if request.areas else request.attn_mask_type,
+        "window_size": request.window_size,
+        "areas": cp_fast.masks.from_call(request.areas) if request.areas else None,
+        "heads_q": request.heads_q,
+        "heads_kv": request.heads_kv,
+        "d_qk": request.d_qk,
+        "d_v": request.d_v,
+        "dtype": _dtype(request.dtype),
+        "device": torch.device("cpu"),
+        **_lengths(request),
+    }
 
 
 def padded(lengths: list[int], multiple: int) -> list[int]:

@@ -21,9 +21,18 @@ from cp_fast.planning.tables import one_range
 from cp_fast.planning.windows import WindowRule, band_tiles, own_window
 from cp_ref.spec import OPERANDS, UNBOUNDED, Column, Message, Problem, Step, Tiles, make_program
 from cp_ref.spec.areas import pairs
-from cp_ref.spec.units import spans_by
+from cp_ref.spec.units import merged
 
-__all__ = ["LaunchCounts", "RankCounts", "StepCounts", "count_alone", "count_rank", "item_bytes"]
+__all__ = [
+    "Launch",
+    "LaunchCounts",
+    "RankCounts",
+    "StepCounts",
+    "count_alone",
+    "count_rank",
+    "item_bytes",
+    "launches_of",
+]
 
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window, see `cp_fast.plan`
 _ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -45,14 +54,16 @@ class LaunchCounts(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """One step: launches; bytes by peer, both ways; of those received the operands' bytes; bytes of own rows that are
-    gathered for launches; tensors that are posted; bytes that the GPU reads and writes to pack, gather and add up.
+    """One step: launches; bytes by peer, both ways; of those received the bytes of operands; bytes that stay until the
+    end of the backward pass, as heads are exchanged; bytes of own rows that are gathered for launches; tensors that are
+    posted; bytes that the GPU reads and writes to pack, gather and add up.
     """
 
     launches: tuple[LaunchCounts, ...]
     sent: dict[int, int]
     received: dict[int, int]
     operands: int
+    kept: int
     gathered: int
     tensors: int
     moved: int
@@ -84,8 +95,8 @@ def count_alone(problem: Problem) -> LaunchCounts:
     return LaunchCounts(problem.heads_q, problem.heads_kv, _size(rows), _size(keys), problem.pairs)
 
 
-def count_rank(problem: Problem, rank: int) -> RankCounts:
-    """Both passes of one rank, in the schedule that the planner makes of a problem.
+def count_rank(problem: Problem, rank: int, stages: tuple[int, ...] | None = None) -> RankCounts:
+    """Both passes of one rank, in the schedule that the planner makes of a problem; `stages`: see `make_program`.
 
     >>> from cp_ref.spec import Sequence
     >>> ring = Problem(2, (Sequence(8, 8, 8, 8),), heads_q=2, d_qk=4, d_v=4, dtype="bfloat16")
@@ -94,23 +105,27 @@ def count_rank(problem: Problem, rank: int) -> RankCounts:
     (LaunchCounts(heads=2, heads_kv=1, rows=4, keys=4, pairs=10),) {1: 64}
     (LaunchCounts(heads=2, heads_kv=1, rows=2, keys=4, pairs=8),) {}
     """
-    forward, backward = make_program(problem, rank)
-    own = RowMap.of(problem.workload.ownership.q.of(rank)) if problem.a2a_size == 1 else None
-    launches = _Launches(problem, own)
-    found = []
+    forward, backward = make_program(problem, rank, stages)
+    launches, found = _Launches.of_rank(problem, rank), []
     for program, results in ((forward, ("out",)), (backward, ("dq", "dkv"))):
-        one = _Pass(problem, launches, results)
+        one = _Pass(problem, rank, launches, results)
         found.append(tuple(one.step(step) for step in program))
     return RankCounts(*found)
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """A launch: its counts, its heads, and its rows."""
 
     counts: LaunchCounts
     heads: Heads
     kv_heads: Heads
     table: LaunchTable
+
+
+def launches_of(problem: Problem, rank: int) -> list[Launch]:
+    """All launches of one rank's forward pass, whose backward pass has the same ones."""
+    launches, (forward, _) = _Launches.of_rank(problem, rank), make_program(problem, rank)
+    return [launch for step in forward if len(step.tiles) for launch in launches.of(step.tiles)]
 
 
 @dataclass
@@ -121,16 +136,22 @@ class _Launches:
 
     problem: Problem
     own: RowMap | None
-    _known: dict[int, tuple[Tiles, list[_Launch]]] = field(default_factory=dict)
+    _known: dict[int, tuple[Tiles, list[Launch]]] = field(default_factory=dict)
 
-    def of(self, tiles: Tiles) -> list[_Launch]:
+    @staticmethod
+    def of_rank(problem: Problem, rank: int) -> _Launches:
+        """Those of one rank's tiles."""
+        own = problem.workload.ownership.q.of(rank)
+        return _Launches(problem, RowMap.of(own) if problem.a2a_size == 1 else None)
+
+    def of(self, tiles: Tiles) -> list[Launch]:
         """The launches of a step's tiles."""
         if id(tiles) not in self._known:
             self._known[id(tiles)] = tiles, self._made(tiles)
         return self._known[id(tiles)][1]
 
-    def _made(self, tiles: Tiles) -> list[_Launch]:
-        problem, found = self.problem, list[_Launch]()
+    def _made(self, tiles: Tiles) -> list[Launch]:
+        problem, found = self.problem, list[Launch]()
         rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
         for heads in sorted({*zip(tiles.head_start.tolist(), tiles.head_stop.tolist(), strict=True)}):
             some = tiles.take((tiles.head_start == heads[0]) & (tiles.head_stop == heads[1]))
@@ -139,7 +160,7 @@ class _Launches:
             for table in launch_tables(banded, rule) if len(banded) else ():
                 sizes = int(table.lengths_q.sum()), int(table.lengths_k.sum()), _visible(table)
                 counts = LaunchCounts(heads[1] - heads[0], kv_heads[1] - kv_heads[0], *sizes)
-                found.append(_Launch(counts, heads, kv_heads, table))
+                found.append(Launch(counts, heads, kv_heads, table))
         return found
 
 
@@ -158,6 +179,7 @@ class _Pass:
     """
 
     problem: Problem
+    rank: int
     launches: _Launches
     results: tuple[str, ...]
     have: dict[tuple[str, Heads], Spans] = field(default_factory=dict)
@@ -167,11 +189,13 @@ class _Pass:
         """The next step."""
         sums = any(m.kind == "dkv" and _overlap(_spans(m), self.arrived) for m in step.sends)  # passed on, added to
         sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
-        moved = operands = 0
+        size_of_group = self.problem.a2a_size
+        moved = operands = kept = 0
         for message in step.sends:
             size = self._bytes(message, sums)
             sent[message.peer] += size
             moved += 2 * size
+            kept += size * (message.kind == "out" and message.complete)
         launches = self.launches.of(step.tiles) if len(step.tiles) else []
         gathered = sum(map(self._gathered, launches))
         moved += 2 * gathered
@@ -186,12 +210,12 @@ class _Pass:
         for message in step.recvs:
             size = self._bytes(message, sums)
             received[message.peer] += size
-            if message.kind in OPERANDS:
+            if message.kind in OPERANDS and message.peer // size_of_group == self.rank // size_of_group:
+                joined = size * size_of_group // (size_of_group - 1)  # put beside the own rows of these heads
+                moved += 2 * joined
+                kept += joined if message.kind != "do" else 2 * joined + size  # and with dout the out of these rows
+            elif message.kind in OPERANDS:
                 operands += size
-                if (
-                    not step.tiles and self.problem.a2a_size > 1
-                ):  # of an exchange: put beside the own rows of these heads
-                    moved += 2 * size * self.problem.a2a_size // (self.problem.a2a_size - 1)
             elif message.complete:
                 moved += 2 * size
             else:
@@ -201,9 +225,9 @@ class _Pass:
                     self.arrived = _union(self.arrived, _spans(message))
         tensors = sum(_TENSORS[message.kind] for message in (*step.sends, *step.recvs))
         counts = tuple(x.counts for x in launches)
-        return StepCounts(counts, dict(sent), dict(received), operands, gathered, tensors, moved)
+        return StepCounts(counts, dict(sent), dict(received), operands, kept, gathered, tensors, moved)
 
-    def _gathered(self, launch: _Launch) -> int:
+    def _gathered(self, launch: Launch) -> int:
         """Bytes of the launch's queries, in the backward pass of dout and out too, if they lie apart in the buffer."""
         own = self.launches.own
         if own is None:
@@ -254,8 +278,7 @@ def _union(one: Spans, other: Spans = _NOTHING) -> Spans:
     >>> _size(_union((np.array([0, 4]), np.array([3, 8])), (np.array([2]), np.array([5]))))
     8
     """
-    start, stop = np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]])
-    return spans_by(np.zeros_like(start), start, stop).of(0)
+    return merged(np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]]))
 
 
 def _overlap(one: Spans, other: Spans) -> bool:

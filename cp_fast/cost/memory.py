@@ -31,31 +31,26 @@ def most_bytes(problem: Problem, counts: RankCounts) -> int:
     before = 0
     for step in counts.forward:
         results = sum(launch.rows * launch.heads * (problem.d_v * item + wide) for launch in step.launches)
-        held.append(out + kept + before + step.operands + _results(step) + step.gathered + results)
-        if problem.a2a_size > 1 and not step.launches:  # exchanged q, k and v, and the out of these heads that is sent
-            kept += _joined(problem, step.operands) + sum(step.sent.values()) * (not step.operands)
-        before = step.operands * (problem.a2a_size == 1 or bool(step.launches))
+        kept += step.kept
+        held.append(out + kept + before + step.operands + _travelling(step) + step.gathered + results)
+        before = step.operands
     sums = before = 0
     for step in counts.backward:
         results = sum(_gradients(problem, launch, item) for launch in step.launches)
         workspace = max((_workspace(problem, launch) for launch in step.launches), default=0)
-        held.append(out + kept + sums + before + step.operands + _results(step) + step.gathered + results + workspace)
+        kept += step.kept
+        held.append(
+            out + kept + sums + before + step.operands + _travelling(step) + step.gathered + results + workspace
+        )
         if step.launches:
             sums = max(sums, own * problem.d_qk * (wide if sums else item))
-        if problem.a2a_size > 1 and not step.launches:
-            kept += 2 * _joined(problem, step.operands) + step.operands  # of dout and out; what came is held, too
-        before = step.operands * bool(step.launches)
+        before = step.operands
     return max(held)
 
 
-def _joined(problem: Problem, received: int) -> int:
-    """What was received of the other ranks' rows, with the own ones."""
-    return received * problem.a2a_size // max(problem.a2a_size - 1, 1)
-
-
-def _results(step: StepCounts) -> int:
-    """Results that travel, both ways: what is sent beyond operands is about what is received."""
-    return 2 * (sum(step.received.values()) - step.operands)
+def _travelling(step: StepCounts) -> int:
+    """What is sent, and results that are received."""
+    return sum(step.sent.values()) - step.operands + sum(step.received.values()) - step.operands
 
 
 def _gradients(problem: Problem, launch: LaunchCounts, item: int) -> int:

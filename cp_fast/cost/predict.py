@@ -106,10 +106,12 @@ class Counts:
     peak_bytes: int
 
 
-def counted(problem: Problem) -> Counts:
-    """Count what ranks do: all of few; of many the first one, which a hop between domains leads to, and a busiest."""
+def counted(problem: Problem, stages: tuple[int, ...] | None = None) -> Counts:
+    """Count what ranks do: all of few; of many the first one, which a hop between domains leads to, and a busiest.
+    `stages`: kv heads that are exchanged at a time, None for what the planner chooses.
+    """
     ranks = range(problem.cp_size) if problem.cp_size <= _ALL_RANKS else sorted({0, _busiest(problem)})
-    done = {rank: count_rank(problem, rank) for rank in ranks}
+    done = {rank: count_rank(problem, rank, stages) for rank in ranks}
     return Counts(problem, done, count_alone(problem), max(most_bytes(problem, one) for one in done.values()))
 
 

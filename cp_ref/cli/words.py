@@ -60,6 +60,7 @@ _LAYOUT = {
 }
 
 _TRAVELS = {
+    "q": "query rows go to the rank that has their heads",
     "kv": "key and value rows go to ranks that need them",
     "do": "the output's gradient goes to the rank that has the head",
     "out": "output rows go home to their owner, with their LSE",
@@ -96,16 +97,24 @@ def legend(problem: Problem) -> str:
 
 
 def step_words(direction: str, steps: Iterable[Step]) -> str:
-    """What all ranks do in one step."""
+    """What all ranks do in one step.
+
+    >>> from cp_ref.spec import Sequence, make_schedule
+    >>> problem = Problem(2, (Sequence(8, 8, 8, 8),), "a2a", 2, heads_q=4, heads_kv=4)
+    >>> print(step_words("forward", [program[1] for program in make_schedule(problem, stages=(1, 1)).forward]))
+    Every rank computes partial outputs from the rows that it has at the start of the step. Meanwhile query rows go to \
+the rank that has their heads; key and value rows go to ranks that need them.
+    """
     steps = list(steps)
     kinds = list(dict.fromkeys(m.kind for step in steps for m in step.sends))
-    if "q" in kinds:
+    computes = any(len(step.tiles) for step in steps)
+    if "q" in kinds and not computes:
         return (
             "Heads are exchanged for sequence: query, key and value rows go to the rank that has their head. "
             "Nothing can be computed yet."
         )
     travels = "; ".join(_TRAVELS[kind] for kind in kinds)
-    if not any(len(step.tiles) for step in steps):
+    if not computes:
         return f"Nothing is computed: {travels}." if travels else "Nothing is left to do."
     what = "partial outputs" if direction == "forward" else "gradients"
     said = f"Every rank computes {what} from the rows that it has at the start of the step."

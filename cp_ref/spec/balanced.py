@@ -48,6 +48,12 @@ class Part(NamedTuple):
     density: float
     start: int
     stop: int
+    pairs: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The rows."""
+        return self.start, self.stop
 
     @property
     def rows(self) -> int:
@@ -87,16 +93,22 @@ def pairs_before(areas: Areas, rows: int) -> Column:
     q0, q1, k0, k1 = crop(*areas.columns)
     # row i sees keys from max(k0, i + lo) to min(k1, i + hi + 1), each of which changes once from one term to the other
     last, first = np.clip(k1 - areas.hi - 1, q0, q1), np.clip(k0 - areas.lo, q0, q1)
-    fixed, moving = np.zeros((2, rows + 1), dtype=np.int64)  # seen = fixed + i * moving, by how they change at each row
-    for start, stop, constant, slope in (
+    terms = [  # of rows [start, stop): constant + slope * i
         (q0, last, areas.hi + 1, 1), (last, q1, k1, 0), (q0, first, -k0, 0), (first, q1, -areas.lo, -1),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    found = np.zeros(rows + 2, dtype=np.int64)  # from one row to the next: how the slope changes, then how a term does
+    for start, stop, _, slope in terms:
         there = start < stop
-        for row, sign in ((start[there], 1), (stop[there], -1)):
-            np.add.at(fixed, row, sign * constant[there])
-            np.add.at(moving, row, sign * slope)
-    seen = np.cumsum(fixed) + np.arange(rows + 1) * np.cumsum(moving)
-    return np.append(0, np.cumsum(seen[:rows]))
+        np.add.at(found, start[there] + 2, slope)
+        np.add.at(found, stop[there] + 1, -slope)
+    np.cumsum(found, out=found)
+    for start, stop, constant, slope in terms:
+        there = start < stop
+        start, stop, constant = start[there], stop[there], constant[there]
+        np.add.at(found, start + 1, constant + slope * start)
+        np.add.at(found, stop + 1, -(constant + slope * (stop - 1)))
+    np.cumsum(found, out=found)  # what each row sees, one place further back
+    return np.cumsum(found, out=found)[:-1]
 
 
 def _fragments(ranks: list[Spans]) -> Fragments:
@@ -129,7 +141,8 @@ class _Solver:
 
     def part(self, start: int, stop: int) -> Part:
         """Rows of one document."""
-        return Part(self.pairs(start, stop) / (stop - start), start, stop)
+        pairs = self.pairs(start, stop)
+        return Part(pairs / (stop - start), start, stop, pairs)
 
     def parts(self, starts: Column, tokens: Column) -> list[Part]:
         """The tokens of each document, and its padding, which sees nothing; the lightest first."""
@@ -157,7 +170,7 @@ class _Solver:
 
         def fits(n: int) -> bool:
             rest = room - parts[n].rows
-            return rest >= 0 and self.pairs(*parts[n][1:]) + line.first(rest) <= need
+            return rest >= 0 and parts[n].pairs + line.first(rest) <= need
 
         while room and need - line.first(room) > missing:  # the lightest alone see too little
             if end and fits(end - 1):
@@ -172,10 +185,10 @@ class _Solver:
                 del whole[count:]
                 break
             whole.append(n)
-            room, need, end = room - parts[n].rows, need - self.pairs(*parts[n][1:]), n
+            room, need, end = room - parts[n].rows, need - parts[n].pairs, n
         taken = {*whole, cut}
         others = [part for n, part in enumerate(parts) if n not in taken]
-        spans: Spans = [parts[n][1:] for n in whole]
+        spans: Spans = [parts[n].span for n in whole]
         more, left = _Line(self, others if cut < 0 else [*others, parts[cut]]).ends(room, need if cut >= 0 else 0)
         return spans + more, left
 
@@ -207,7 +220,7 @@ class _Solver:
             both = pairs[most] + pairs[fewest]
             line = _Line(self, sorted(self.part(*span) for span in ranks[most] + ranks[fewest]))
             ranks[most], left = line.ends(sum(stop - start for start, stop in ranks[most]), both / 2)
-            ranks[fewest] = [part[1:] for part in left]
+            ranks[fewest] = [part.span for part in left]
             pairs[most] = sum(self.pairs(*span) for span in ranks[most])
             pairs[fewest] = both - pairs[most]
         return ranks
@@ -228,7 +241,7 @@ class _Line:
     def __init__(self, solver: _Solver, parts: list[Part]) -> None:
         self.solver, self.parts = solver, parts
         self.rows = list(accumulate((part.rows for part in parts), initial=0))
-        self.pairs = list(accumulate((solver.pairs(*part[1:]) for part in parts), initial=0))
+        self.pairs = list(accumulate((part.pairs for part in parts), initial=0))
 
     def first(self, rows: int) -> int:
         """What the first rows of the line see."""
@@ -238,15 +251,16 @@ class _Line:
         start = self.parts[n].start
         return self.pairs[n] + self.solver.pairs(start, start + rows - self.rows[n])
 
-    def between(self, first: int, last: int) -> Spans:
-        """Rows first ... last - 1 of the line, as rows of the buffer."""
-        found: Spans = []
+    def between(self, first: int, last: int) -> list[Part]:
+        """Rows first ... last - 1 of the line: its parts, of which two at most are cut."""
+        found: list[Part] = []
         for n in range(max(bisect_right(self.rows, first) - 1, 0), len(self.parts)):
             if self.rows[n] >= last:
                 break
-            shift = self.parts[n].start - self.rows[n]
-            span = max(first, self.rows[n]) + shift, min(last, self.rows[n + 1]) + shift
-            found += [span] if span[0] < span[1] else []
+            part, shift = self.parts[n], self.parts[n].start - self.rows[n]
+            start, stop = max(first + shift, part.start), min(last + shift, part.stop)
+            if start < stop:
+                found.append(part if (start, stop) == part.span else self.solver.part(start, stop))
         return found
 
     def ends(self, room: int, need: float) -> tuple[Spans, list[Part]]:
@@ -260,7 +274,5 @@ class _Line:
         whole = min((last + _TILE // 2) // _TILE * _TILE, room)
         if abs(pairs(whole) - need) <= _LEVEL * need:
             last = whole
-        left = self.between(room - last, all_rows - last)
-        return self.between(0, room - last) + self.between(all_rows - last, all_rows), sorted(
-            self.solver.part(*span) for span in left
-        )
+        taken = self.between(0, room - last) + self.between(all_rows - last, all_rows)
+        return [part.span for part in taken], sorted(self.between(room - last, all_rows - last))

@@ -8,6 +8,7 @@ hidden by that takes longer, by an estimate.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cp_ref.spec.problem import Problem
 
@@ -48,7 +49,8 @@ def head_stages(problem: Problem, pairs: int) -> tuple[int, ...]:
     size, heads_kv = problem.a2a_size, problem.heads_kv
     if size == 1 or heads_kv % size:
         return (max(1, heads_kv // size),)
-    return min(ways_to_cut(heads_kv // size), key=lambda cut: _time(problem, pairs, cut))
+    passes, rings = _passes(problem, pairs), problem.cp_size // size
+    return min(ways_to_cut(heads_kv // size), key=lambda cut: sum(_time(one, cut, rings) for one in passes))
 
 
 def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
@@ -63,24 +65,34 @@ def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
     return sorted(equal + between, key=len)
 
 
-def _time(problem: Problem, pairs: int, cut: tuple[int, ...]) -> float:
-    """Microseconds of both passes: what a step computes hides the messages that travel in it."""
-    c, size, rings = COSTS, problem.a2a_size, problem.cp_size // problem.a2a_size
+class _Pass(NamedTuple):
+    """Microseconds of one pass, for each kv head of a rank."""
+
+    come: float  # its rows, in an exchange
+    attend: float  # one step of the ring
+    leave: float  # its results
+
+
+def _passes(problem: Problem, pairs: int) -> tuple[_Pass, _Pass]:
+    """The forward and the backward pass."""
     element = {"float64": 8, "float32": 4}.get(problem.dtype, 2)
     d_qk, d_v, group = problem.d_qk, problem.d_v, problem.heads_q // problem.heads_kv
-    travels = (size - 1) * element / problem.cp_size / c.bytes_per_us  # a number of a rank's rows, to every peer
+    a_number = element * (problem.a2a_size - 1) / problem.cp_size / COSTS.bytes_per_us  # of all rows: a rank's to peers
     tokens_q, tokens_kv = sum(problem.lengths.len_q), sum(problem.lengths.len_kv)
-    q, do = (tokens_q * group * d * travels for d in (d_qk, d_v))
-    kv = tokens_kv * (d_qk + d_v) * travels
-    product = 2 * group * pairs / rings**2 / c.flops_per_us  # of one step, for an element of the head dimension
+    q, do, kv = (n * a_number for n in (tokens_q * group * d_qk, tokens_q * group * d_v, tokens_kv * (d_qk + d_v)))
+    product = (
+        2 * group * pairs * (problem.a2a_size / problem.cp_size) ** 2 / COSTS.flops_per_us
+    )  # of unit head dimension
+    return (
+        _Pass(q + kv, product * (d_qk + d_v), do),
+        _Pass(do, product * (3 * d_qk + 2 * d_v), q + kv),
+    )
 
-    def of_pass(rows: float, products: int, results: float) -> float:
-        come, attend, leave = (
-            [start + heads * each for heads in cut]
-            for start, each in ((c.exchange_us, rows), (c.launch_us, products * product), (c.exchange_us, results))
-        )
-        steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)
-        hidden = sum((rings - 1) * computed + max(computed, next_rows + last) for computed, next_rows, last in steps)
-        return max(come[0] + hidden + leave[-1], (len(cut) * rings + 2) * c.host_us)
 
-    return of_pass(q + kv, d_qk + d_v, do) + of_pass(do, 3 * d_qk + 2 * d_v, q + kv)
+def _time(one: _Pass, cut: tuple[int, ...], rings: int) -> float:
+    """Microseconds of a pass: what a step computes hides the messages that travel in it."""
+    come, leave = ([COSTS.exchange_us + heads * each for heads in cut] for each in (one.come, one.leave))
+    attend = [COSTS.launch_us + heads * one.attend for heads in cut]
+    steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)
+    hidden = sum((rings - 1) * computed + max(computed, next_rows + last) for computed, next_rows, last in steps)
+    return max(come[0] + hidden + leave[-1], (len(cut) * rings + 2) * COSTS.host_us)

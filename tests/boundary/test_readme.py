@@ -5,6 +5,17 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cp_fast
+import cp_ref
+from cp_ref import SimGroup
+from cp_ref.sim import SimMember
+from cp_ref.spec import CP_COMM_TYPES
+from cp_ref.spec.problem import MASKS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -26,3 +37,55 @@ def test_the_badges_are_true() -> None:
     assert re.findall(r">([^<>\n]+)</text>", badges) == [
         word for part in title.split(", ") for word in part.split(" ", 1)
     ]
+
+
+# rows of the table of features whose first cell speaks of all four schedules, as arguments of `supports`
+FEATURES: dict[str, dict[str, Any]] = {
+    "packed documents of any lengths": {"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 5, 13, 40])},
+    "sliding windows": {"window_size": (5, 0)},
+    "d_qk != d_v (MLA)": {"d_qk": 24, "d_v": 16},
+    "sinks": {"softmax_type": "learnable"},
+    "softcap": {"softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("package", [cp_ref, cp_fast], ids=["cp_ref", "cp_fast"])
+@pytest.mark.parametrize("row", FEATURES)
+def test_all_four_schedules_have_it(package: Any, row: str) -> None:
+    assert f"| {row} | all four |" in README
+    sizes = {"heads_q": 4, "heads_kv": 4, "d_qk": 16, "d_v": 16, "dtype": torch.float32, "device": "cpu"}
+    batch = {} if "packed" in row else {"batch_size": 1, "seqlen_q": 64}
+    layout = {"layout": "balanced"} if "packed" in row else {}  # the others divide lengths by the number of ranks
+
+    def one(member: SimMember) -> None:
+        for comm in CP_COMM_TYPES:
+            cp = package.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm, **layout)
+            assert package.supports(cp=cp, **sizes | batch | FEATURES[row]) == (True, ""), comm
+
+    SimGroup(4).run(one)
+
+
+@pytest.mark.parametrize("package", [cp_ref, cp_fast], ids=["cp_ref", "cp_fast"])
+def test_fewer_kv_heads_than_ranks_in_ulysses(package: Any) -> None:
+    def one(member: SimMember) -> None:
+        given = {"heads_q": 8, "heads_kv": 2, "d_qk": 16, "d_v": 16, "dtype": torch.float32, "device": "cpu"}
+        cp = package.ContextParallel(member, "a2a")
+        assert package.supports(cp=cp, batch_size=1, seqlen_q=64, **given)[0]
+
+    SimGroup(4).run(one)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_cross_attention_under_every_mask(mask: str) -> None:
+    def one(member: SimMember) -> None:
+        given: dict[str, Any] = {"heads_q": 4, "heads_kv": 4, "d_qk": 16, "d_v": 16, "dtype": torch.float32}
+        if "padding" in mask:
+            cu = torch.tensor([0, 16, 48])
+            given |= {"qkv_format": "thd", "cu_seqlens_q": cu, "cu_seqlens_kv": 2 * cu}
+        else:
+            given |= {"batch_size": 1, "seqlen_q": 32, "seqlen_kv": 64}
+        for comm in CP_COMM_TYPES:
+            cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
+            assert cp_fast.supports(cp=cp, attn_mask_type=mask, device="cpu", **given) == (True, ""), comm
+
+    SimGroup(4).run(one)

@@ -72,6 +72,27 @@ def test_the_third_call_repeats_what_the_second_did() -> None:
     assert len(calls) == 2  # the first compiled
 
 
+def test_tensors_that_were_one_may_be_two_in_the_next_call() -> None:
+    """Launches whose queries and keys have equal lengths share the table; those of the same shape may not."""
+    kernels = Kernels()
+
+    def function(first: torch.Tensor, second: torch.Tensor, *, scale: float) -> tuple[torch.Tensor]:
+        sums, out = torch.zeros(first.shape[0]), torch.empty(first.shape[0])
+        kernels.compiled("one more")(second, torch.empty_like(second))
+        its.compile_cache["scaled sum"](first.detach(), scale, sums, out)
+        return (out,)
+
+    its: Any = function
+    kernels["scaled sum"] = kernels.compiled("scaled sum")
+    its.compile_cache = kernels
+    module = ModuleType("stand-in")
+    module.__dict__["function"] = its
+    launches, one = Launches(module, "function"), torch.randn(4, 3)
+    for first, second in ((one, one), (one, one), (torch.randn(4, 3), torch.randn(4, 3))):
+        (out,) = launches({"first": first, "second": second}, {"scale": 2.0}, 1)
+        torch.testing.assert_close(out, first.sum(-1) * 2)
+
+
 def test_results_are_new_memory_each_time() -> None:
     launches = Launches(library(Kernels(), []), "function")
     outs = [launches({"x": torch.randn(4, 3), "bias": None}, {"scale": 1.0}, 2)[0] for _ in range(4)]

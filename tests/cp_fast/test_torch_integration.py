@@ -14,6 +14,7 @@ import cp_ref
 from cp_fast.handles import handle_for, object_of
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
+from cp_ref.sim_switch import Switch
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 FORMATS = {"bshd": (2, 8, 4, 8), "sbhd": (8, 2, 4, 8), "thd": (20, 4, 8)}
@@ -125,6 +126,8 @@ def test_under_autocast_inputs_are_cast_and_nothing_else_is(comm: str, package: 
 class TestCompiled:
     """Over one rank: Dynamo is not made for the threads of a simulated group. tests/dist has it over processes."""
 
+    member = SimMember(0, 1, Switch(1))  # in this thread: PyTorch 2.11 may crash where a second one compiles
+
     @pytest.fixture(autouse=True)
     def fresh(self) -> None:
         torch._dynamo.reset()
@@ -136,7 +139,7 @@ class TestCompiled:
             return torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
 
         for how in ({}, {"softmax_type": "learnable"}, {"return_lse": True}):
-            runs = [SimGroup(1).run(lambda m, r=run, h=how: play(m, comm, fmt, r, **h)) for run in (plainly, compiled)]
+            runs = [[play(self.member, comm, fmt, run, **how)] for run in (plainly, compiled)]
             assert_equal(*runs)
 
     def test_a_new_plan_is_not_compiled_anew(self) -> None:
@@ -146,40 +149,31 @@ class TestCompiled:
             graphs.append(graph)
             return graph.forward
 
-        def one(member: SimMember) -> None:
-            cp, layer = cp_fast.ContextParallel(member), Layer()
-            fast = torch.compile(layer, fullgraph=True, backend=backend)
-            x = torch.randn(1, 8, 4, 8)
-            for window in (-1, 2, 3):
-                plan = plan_for(cp, "bshd", window_size=(window, 0), batch_size=1, seqlen_q=8)
-                torch.testing.assert_close(fast(x, cp, plan), layer(x, cp, plan))
-
-        SimGroup(1).run(one)
+        cp, layer = cp_fast.ContextParallel(self.member), Layer()
+        fast = torch.compile(layer, fullgraph=True, backend=backend)
+        x = torch.randn(1, 8, 4, 8)
+        for window in (-1, 2, 3):
+            plan = plan_for(cp, "bshd", window_size=(window, 0), batch_size=1, seqlen_q=8)
+            torch.testing.assert_close(fast(x, cp, plan), layer(x, cp, plan))
         assert len(graphs) == 1
 
     def test_without_a_plan_it_says_that_there_is_none(self) -> None:
-        def one(member: SimMember) -> None:
-            cp, x = cp_fast.ContextParallel(member), torch.randn(1, 8, 4, 8)
+        cp, x = cp_fast.ContextParallel(self.member), torch.randn(1, 8, 4, 8)
 
-            def call(x: torch.Tensor) -> torch.Tensor:
-                return 2 * cp_fast.attention(x, x, x, cp=cp)
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return 2 * cp_fast.attention(x, x, x, cp=cp)
 
-            with pytest.raises(Exception, match="call make_plan outside"):
-                torch.compile(call, fullgraph=True, backend="aot_eager")(x)
-            torch._dynamo.reset()
-            torch.testing.assert_close(torch.compile(call, backend="aot_eager")(x), call(x))  # in two graphs
-
-        SimGroup(1).run(one)
+        with pytest.raises(Exception, match="call make_plan outside"):
+            torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(call, backend="aot_eager")(x), call(x))  # in two graphs
 
     def test_a_wrong_tensor_is_refused_when_the_graph_runs(self) -> None:
-        def one(member: SimMember) -> None:
-            cp = cp_fast.ContextParallel(member)
-            plan = plan_for(cp, "thd")
-            layer = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
-            with pytest.raises(ValueError, match=r"q has 12 tokens"):
-                layer(torch.randn(12, 4, 8), cp, plan)
-
-        SimGroup(1).run(one)
+        cp = cp_fast.ContextParallel(self.member)
+        plan = plan_for(cp, "thd")
+        layer = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+        with pytest.raises(ValueError, match=r"q has 12 tokens"):
+            layer(torch.randn(12, 4, 8), cp, plan)
 
 
 def test_an_object_that_is_gone_is_named() -> None:

@@ -14,21 +14,16 @@ __all__ = ["problems"]
 
 
 @st.composite
-def problems(
-    draw: st.DrawFn, cp_sizes: Seq[int] = (1, 2, 3, 4), layouts: Seq[str] = LAYOUTS, parts: int = 0
-) -> Problem:
-    """Problems of every schedule, with few rows; of `layouts` where queries and keys lie in the same places. With
-    `parts` sequences can be cut in so many equal parts for every rank.
-    """
+def problems(draw: st.DrawFn, cp_sizes: Seq[int] = (1, 2, 3, 4), layouts: Seq[str] = LAYOUTS) -> Problem:
+    """Problems of every schedule, with few rows; of `layouts` where queries and keys lie in the same places."""
     cp_size, comm = draw(st.sampled_from(cp_sizes)), draw(st.sampled_from(CP_COMM_TYPES))
     inner = {"a2a": cp_size, "a2a+p2p": draw(st.sampled_from([n for n in (1, 2, 3, 4) if cp_size % n == 0]))}
     size = inner.get(comm, 1)
     heads_kv = draw(st.sampled_from([n for n in range(1, 2 * size + 1) if n % size == 0 or size % n == 0]))
     itself = draw(st.booleans())
     sequences: list[Sequence] = []
-    unit = max(parts * cp_size, 1)
     for _ in range(draw(st.integers(0, 3))):
-        slots_q, slots_kv = (draw(st.integers(0, 20)) // unit * unit for _ in range(2))
+        slots_q, slots_kv = (draw(st.integers(0, 20)) for _ in range(2))
         len_q, len_kv = draw(st.integers(0, slots_q)), draw(st.integers(0, slots_kv))
         sequences.append(
             Sequence(len_q, len_q, slots_q, slots_q) if itself else Sequence(len_q, len_kv, slots_q, slots_kv)

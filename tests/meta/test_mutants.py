@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +35,14 @@ def test_mutant_is_killed(name: str) -> None:
     found = hunt(name, mutant, mutant.tier)
     assert found.killed, f"the tier {mutant.tier} does not see the mutant {name} in {found.played} problems"
     assert not BROKEN.search(str(found.findings)), f"the mutant itself is broken: {found.findings}"
+
+
+def test_the_documents_name_mutants_of_every_tier() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "detection.md").read_text().partition("## Detection rates")[0]
+    rows = dict(re.findall(r"^\| ([a-z-]+) \|.*\| (`.*`) \|$", text, re.MULTILINE))
+    assert set(rows) == {mutant.tier for mutant in MUTANTS.values()}
+    for tier, names in rows.items():
+        assert {MUTANTS[name].tier for name in re.findall("`(.*?)`", names)} == {tier}
 
 
 @pytest.mark.parametrize("tier", [name for name, tier in CASE_TIERS.items() if tier.made is None])

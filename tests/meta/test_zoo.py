@@ -21,6 +21,7 @@ def kept(name: str, limit_s: float) -> RemotePlayer:
     return start_runner(f"tests.meta.zoo:{name}", "cpu", limit_s, lambda kind: (2,))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["HangsAlways", "HangsAlwaysInProcesses", "SupportsHangs"])
 def test_one_that_always_hangs_is_given_up(name: str) -> None:
     """A few time limits, whatever is asked: not one for each question and problem."""
@@ -34,6 +35,7 @@ def test_one_that_always_hangs_is_given_up(name: str) -> None:
     assert "not played: the problems of the level schedule before it hung" in result.output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -21,6 +21,8 @@ from cp_fast import build
 from cp_fast.build import cache, recipe, tools
 from cp_fast.build.archs import ALL_ARCHS, VARIABLE, machine_archs, read_archs
 from cp_fast.build.recipe import Recipe
+from tests.cp_fast.build.small import make_small, use_small
+from tests.dist.workers import CONTEXT
 from tests.marks import needs_cxx
 
 
@@ -114,7 +116,10 @@ def test_a_new_source_is_compiled(sources: Path) -> None:
 
 
 @needs_cxx
-def test_a_first_build_says_one_line(own_cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_first_build_says_one_line(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    use_small(tmp_path, monkeypatch)
     path = build.library("cpu")
     said = capfd.readouterr()
     assert said.out == ""
@@ -125,8 +130,8 @@ def test_a_first_build_says_one_line(own_cache: Path, capfd: pytest.CaptureFixtu
 
 
 @needs_cxx
-@pytest.mark.thorough
-def test_a_compiler_that_fails(own_cache: Path, sources: Path) -> None:
+def test_a_compiler_that_fails(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = use_small(tmp_path, monkeypatch)
     (sources / "cpu" / "heads.cpp").write_text("int broken(;\n")
     with pytest.raises(build.BuildError) as caught:
         build.build("cpu", say=lambda line: None)
@@ -138,26 +143,24 @@ def test_a_compiler_that_fails(own_cache: Path, sources: Path) -> None:
     assert build.find("cpu") is None
 
 
-LOAD = """
-import torch
-from cp_fast.kernels.native import load_thd
-print(load_thd("cpu").partition_indices(torch.tensor([0, 8, 12]), 14, 2, 0).tolist())
-"""
+def load_small(cache_folder: Path, sources: Path, said: Path, results: Any) -> None:
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.environ[cache.VARIABLE] = str(cache_folder)
+    recipe.sources_folder = lambda: sources
+    results.put(ctypes.CDLL(str(build.library("cpu"))).one())
 
 
 @needs_cxx
-@pytest.mark.thorough
-def test_of_eight_ranks_one_compiles_and_all_load(own_cache: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-        for _ in range(8)
-    ]
-    outputs = [process.communicate(timeout=300) for process in processes]
-    assert [out.strip() for out, _ in outputs] == ["[0, 1, 6, 7, 8, 11, 12]"] * 8, outputs
-    assert sum(err.count("building the native kernels") for _, err in outputs) == 1
+def test_of_eight_ranks_one_compiles_and_all_load(own_cache: Path, tmp_path: Path) -> None:
+    results = CONTEXT.Queue()
+    given = own_cache, make_small(tmp_path), tmp_path / "said", results
+    processes = [CONTEXT.Process(target=load_small, args=given) for _ in range(8)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=300) for _ in processes] == [1] * 8
+    for process in processes:
+        process.join(timeout=60)
+    assert (tmp_path / "said").read_text().count("building the native kernels") == 1
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -202,22 +205,13 @@ def test_the_compiler_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert tools.host_compiler(tools.cxx()) == (shutil.which("c++"), ("-DMORE=1",))
 
 
-SMALL = 'extern "C" __attribute__((visibility("default"))) int one() { return 1; }\n'
-
-
 @needs_cxx
 @pytest.mark.parametrize("name", ["blanks in it", "a&b", "(c)", "it's", "x;y", "$HOME", "d|e", 'q"q', "a:b"])
-def test_odd_paths_and_launchers_work(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_odd_paths_and_launchers_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The sources, the cache and the compiler's launcher lie in a folder with such a name."""
     odd = tmp_path / name
     program = launcher(odd / "ccache", tmp_path / "log")
-    for source in (sources / "cpu").glob("*.cpp"):
-        source.unlink()
-    (sources / "common" / "bindings.cpp").write_text(SMALL)
-    moved = sources.rename(odd / "csrc")
-    monkeypatch.setattr(recipe, "sources_folder", lambda: moved)
+    use_small(odd, monkeypatch)
     monkeypatch.setenv("CXX", f"{shlex.quote(str(program))} c++")
     monkeypatch.setenv(cache.VARIABLE, str(odd / "cache"))
     assert ctypes.CDLL(str(build.library("cpu"))).one() == 1
@@ -226,12 +220,10 @@ def test_odd_paths_and_launchers_work(
 
 @needs_cxx
 def test_what_was_built_with_a_compiler_runs_without_one(
-    own_cache: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Built in a development image, run in a slim one; of other sources, or another machine, it is not taken."""
-    for source in (sources / "cpu").glob("*.cpp"):
-        source.unlink()
-    (sources / "common" / "bindings.cpp").write_text(SMALL)
+    use_small(tmp_path, monkeypatch)
     path = build.build("cpu", say=lambda line: None)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -29,6 +29,7 @@ def run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 @needs_numba
 def test_the_suite_in_the_simulator() -> None:
     report = run("-m", "pytest", "-q", "tests/cp_fast/kernels/simulated.py", NUMBA_ENABLE_CUDASIM="1")

@@ -1,0 +1,139 @@
+"""The README's two tables, of features and of speed, from records.
+
+    python benchmarks/readme_tables.py --write
+
+`features.csv` has what was read in sources and documents, by library; how many random problems found nothing wrong is
+counted in `conformance_1x.json`. A line of the speed table is of one run of `benchmarks/attention.py --peers`, whose
+file `LINES` names: all in it were measured in turns.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+__all__ = ["LINES", "feature_table", "replaced", "speed_table"]
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SCHEDULES = ("p2p", "all_gather", "a2a")
+COLUMNS = {  # of the speed table: library, and its schedules; with one schedule "-" stands where it has no figure
+    "cp-attention": ("cp_fast", SCHEDULES),
+    "TransformerEngine 2.20.2": ("transformer_engine", SCHEDULES),
+    "ring-flash-attn on FA4, zigzag": ("ring_flash_attn", ("p2p",)),
+}
+_SIXTEEN = "1024 512 2048 256 4096 1024 512 8192 256 2048 512 1024 64 2048 4096 5056"
+
+
+class Line(NamedTuple):
+    """A line of the speed table: the record's file, and the lengths, head dims and window in it; `layout` of ours."""
+
+    file: str
+    lengths: str
+    dims: str = "128 128"
+    window: str = "-1"
+    layout: str = "dual_chunk"
+
+
+LINES = {
+    "one causal sequence": Line("side_by_side_2x_h200", "32768"),
+    "five packed documents": Line("side_by_side_2x_h200", "16384 8192 4096 2048 2048"),
+    "sixteen short documents": Line("side_by_side_2x_h200", _SIXTEEN),
+    "head dims 192 and 128": Line("side_by_side_2x_h200", "32768", "192 128"),
+    "window of 4,096": Line("side_by_side_2x_h200", "32768", window="4096"),
+}
+
+
+def feature_table(folder: Path = RESULTS) -> str:
+    """Libraries and features, as Markdown."""
+    runs = json.loads((folder / "conformance_1x.json").read_text())["runs"]
+    backends = [backend for run in runs for backend in run["backends"].values()]
+    counts = {
+        "problems": f"{sum(backend['problems'] for backend in backends):,}",
+        "late": str(sum(len(backend["failures"]) for backend in backends)),
+    }
+    with (folder / "features.csv").open(newline="", encoding="utf-8") as file:
+        (_, *libraries), *rows = csv.reader(file)
+    return _markdown(["", *libraries], [[cell.format(**counts) for cell in row] for row in rows])
+
+
+def speed_table(folder: Path = RESULTS) -> str:
+    """Efficiency, forward and backward, of each library's schedules, as Markdown.
+
+    Raises:
+        ValueError: a record does not have a line, or has it twice.
+    """
+    rows: list[list[str]] = []
+    for name, line in LINES.items():
+        with (folder / f"{line.file}.csv").open(newline="", encoding="utf-8") as file:
+            found = [row for row in csv.DictReader(file) if _is_of(row, line)]
+        cells = [_cell(found, library, schedules, line) for library, schedules in COLUMNS.values()]
+        if cells[0] == "-":
+            raise ValueError(f"{line.file}.csv has no row of cp_fast for {name!r}")
+        rows.append([name, f"**{cells[0]}**", *cells[1:]])
+    return _markdown(["", *COLUMNS], rows)
+
+
+def _is_of(row: dict[str, str], line: Line) -> bool:
+    shape = row["lengths"], f"{row['d_qk']} {row['d_v']}", row["window"]
+    ours = row.get("library", "cp_fast") == "cp_fast"
+    return shape == (line.lengths, line.dims, line.window) and (
+        not ours or row.get("layout", line.layout) == line.layout
+    )
+
+
+def _cell(rows: Sequence[dict[str, str]], library: str, schedules: Sequence[str], line: Line) -> str:
+    """The figures by schedule; "refused" where the library did not take the problem, "-" where it was not run."""
+    figures: list[str] = []
+    for schedule in schedules:
+        mine = [row for row in rows if (row.get("library", "cp_fast"), row["schedule"]) == (library, schedule)]
+        if len({row.get("messages") for row in mine}) != len(mine):
+            raise ValueError(f"{line.file}.csv has {library} {schedule} more than once for {line}")
+        fastest = max((float(row["forward_backward_efficiency"]) for row in mine), default=None)
+        refused = any(f"{library} {schedule}:" in row.get("not_run", "") for row in rows)
+        figures.append("refused" if fastest is None and refused else "-" if fastest is None else f"{fastest:.2f}")
+    return "-" if set(figures) == {"-"} else " / ".join(figures)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [list(head), ["---"] * len(head), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines) + "\n"
+
+
+def replaced(text: str, table: str) -> str:
+    """A text with the table in the place of the one that begins as it does, up to the second column's name.
+
+    Raises:
+        ValueError: there is no such table, or more than one.
+
+    >>> replaced("a table:\\n| | a |\\n| --- | --- |\\n| x | 1 |\\n\\nbehind", "| | a |\\n| --- | --- |\\n| x | 2 |\\n")
+    'a table:\\n| | a |\\n| --- | --- |\\n| x | 2 |\\n\\nbehind'
+    """
+    head = table.partition("\n")[0]
+    if text.count(head + "\n") != 1:
+        raise ValueError(f"the text has {text.count(head)} tables with the head {head}; it must have one")
+    before, _, rest = text.partition(head + "\n")
+    lines = rest.split("\n")
+    end = next(n for n, line in enumerate(lines) if not line.startswith("|"))
+    return before + table + "\n".join(lines[end:])
+
+
+def main(write: Annotated[bool, typer.Option("--write", help="Put them into the README.")] = False) -> None:
+    """Print both tables."""
+    tables = feature_table(), speed_table()
+    if write:
+        readme = ROOT / "README.md"
+        text = readme.read_text(encoding="utf-8")
+        for table in tables:
+            text = replaced(text, table)
+        readme.write_text(text, encoding="utf-8")
+    print("\n".join(tables))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,135 @@
+"""`build --shapes`: FlashAttention 4 compiles a kernel for each class of shapes; here ahead of the first call.
+
+A class is what its kernels are compiled for: dtype, head dims, query heads a kv head, whether each side of the window
+is bounded, and the pass. Which classes there are follows from the schedules: own tiles are causal, others' are not, a
+window has edges of its own. So the launches of small problems of the same heads, mask and window are looked through,
+under all schedules and ranks, and one tiny launch of each class is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from cp_fast.backends import Backend, Segments, by_name, fa4_cache
+from cp_fast.cli.common import lengths
+from cp_fast.cli.problem import Request, problem_of
+from cp_fast.cost import candidates
+from cp_fast.cost.counts import launches_of
+from cp_ref.spec import Problem
+
+__all__ = ["LaunchClass", "compile_shapes", "launch_classes"]
+
+_ROWS = 256
+_DEVICE = "cuda"
+
+
+class LaunchClass(NamedTuple):
+    """What a launch is compiled for, beside head dims and dtype. `left`, `right`: the window, None for unbounded."""
+
+    heads_q: int
+    heads_kv: int
+    left: int | None
+    right: int | None
+
+    def __str__(self) -> str:
+        left, right = ("*" if side is None else side for side in (self.left, self.right))
+        return f"{self.heads_q} query heads over {self.heads_kv}, window {left}:{right}"
+
+
+def compile_shapes(
+    console: Console, texts: list[str], cp_size: int, mask: str, window: tuple[int, int], dtype: str
+) -> bool:
+    """Compile every class of these shapes that is not compiled yet, and say so; whether FlashAttention 4 works here.
+
+    Args:
+        texts: H_Q,H_KV,D_QK,D_V each.
+
+    Raises:
+        ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
+    """
+    problems = [_problem(text, cp_size, mask, window, dtype) for text in texts]
+    backend = by_name("fa4")
+    if reason := backend.why_not():
+        console.print(f"FlashAttention 4: [red]nothing is compiled[/]: {escape(str(reason))}")
+        return False
+    for problem in problems:
+        for one in launch_classes(problem):
+            began = time.perf_counter()
+            _launch(backend, problem, one)
+            took = time.perf_counter() - began
+            console.print(f"{problem.dtype} {problem.d_qk}/{problem.d_v}, {one}: {took:.1f} s, forward and backward")
+    console.print(f"kept {escape(fa4_cache.kept_where())}")
+    return True
+
+
+def launch_classes(problem: Problem) -> list[LaunchClass]:
+    """What ranks launch for a problem like this, of several documents, under every schedule that takes its heads.
+
+    >>> from cp_ref.spec import Sequence
+    >>> small = Problem(2, (Sequence(64, 64, 64, 64),), heads_q=8, heads_kv=2, qkv_format="thd", window_size=(16, 0))
+    >>> [str(one) for one in launch_classes(small)]
+    ['8 query heads over 2, window 0:*', '8 query heads over 2, window 16:0']
+    """
+    return sorted(set(_classes(problem)), key=lambda one: (one.heads_q // one.heads_kv, str(one)))
+
+
+def _classes(problem: Problem) -> Iterator[LaunchClass]:
+    """With heads and windows that stand for all of their class: their ratio, and 0 or the problem's own side."""
+    kv, own = problem.heads_kv, problem.window_size
+    for one in candidates(problem, domain=8):
+        for rank in range(problem.cp_size) if not one.refused else ():
+            for launch in launches_of(one.problem, rank):
+                heads = launch.counts.heads * kv // launch.counts.heads_kv, kv
+                sides = launch.table.left, launch.table.right
+                yield LaunchClass(*heads, *(x if not x else max(y, 1) for x, y in zip(sides, own, strict=True)))
+
+
+def _problem(text: str, cp_size: int, mask: str, window: tuple[int, int], dtype: str) -> Problem:
+    """Of a long and a short document, much longer than a window would be."""
+    shape = lengths("--shapes", text)
+    if len(shape) != 4:
+        raise ValueError(f"--shapes is {text!r}; it must be H_Q,H_KV,D_QK,D_V, such as 32,8,128,128")
+    rows = 2 * _ROWS * cp_size
+    alone = Request(
+        cp_size=1,
+        lengths_q=[8 * rows, rows],
+        lengths_kv=None,
+        batch_size=1,
+        seqlen_q=0,
+        seqlen_kv=None,
+        qkv_format="thd",
+        layout="dual_chunk",
+        attn_mask_type=mask,
+        window_size=(min(window[0], _ROWS), min(window[1], _ROWS)),
+        areas="",
+        cp_comm_type="p2p",
+        a2a_size=None,
+        heads_q=shape[0],
+        heads_kv=shape[1],
+        d_qk=shape[2],
+        d_v=shape[3],
+        dtype=dtype,
+    )
+    return replace(problem_of(alone), cp_size=cp_size)
+
+
+def _launch(backend: Backend, problem: Problem, one: LaunchClass) -> None:
+    dtype, device = getattr(torch, problem.dtype), torch.device(_DEVICE)
+
+    def rows(heads: int, d: int) -> torch.Tensor:
+        return torch.randn(_ROWS, heads, d, device=device).to(dtype)
+
+    q, dout = rows(one.heads_q, problem.d_qk), rows(one.heads_q, problem.d_v)
+    k, v = rows(one.heads_kv, problem.d_qk), rows(one.heads_kv, problem.d_v)
+    segments = Segments.pack([_ROWS], [_ROWS], one.left, one.right, device)
+    how = {"scale": problem.scale, "softcap": 0.0}
+    part = backend.forward(q, k, v, segments, **how)
+    backend.backward(dout, q, k, v, part.out.to(dtype), part.lse, None, segments, **how, deterministic=False)
+    torch.cuda.synchronize(device)

@@ -1,0 +1,39 @@
+"""Heads that are exchanged in stages, on one GPU over the simulated group: exact counts and errors within budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conformance.case import Case
+from conformance.tiers import budget, probes
+from cp_ref.spec import Problem
+from tests.gpu.test_attention_gpu import BACKENDS, HEADS, implementation, packed
+from tests.spec.staged import ALWAYS, costs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SIZES = {"a2a": (2, 2), "a2a+p2p": (4, 2)}  # cp_size and a2a_size
+
+
+@pytest.mark.parametrize("window", [-1, 90])
+@pytest.mark.parametrize("comm", SIZES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_counts_and_budgets(backend: str, comm: str, window: int) -> None:
+    check(backend, comm, window, "cuda")
+
+
+def check(backend: str, comm: str, window: int, device: str) -> None:
+    """With a plan and a tail, a sink where there is a window."""
+    cp_size, a2a_size = SIZES[comm]
+    sizes = {**HEADS, "heads_q": 16, "heads_kv": 8}
+    problem = Problem(cp_size, packed(cp_size), comm, a2a_size, qkv_format="thd", window_size=(window, 0), **sizes)
+    case = Case(
+        replace(problem, softmax_type="vanilla" if window < 0 else "learnable"), cp_size, cp_size, use_plan=True
+    )
+    with costs(ALWAYS):
+        assert len(replace(problem).workload.stages) > 1
+        assert budget.check(implementation(backend), case, device) == []
+        assert probes.check(implementation(backend), case, device) == []
