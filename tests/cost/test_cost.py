@@ -53,7 +53,7 @@ def test_the_records_are_predicted_within_ten_per_cent(tmp_path: Path) -> None:
 def test_memory_is_predicted_within_a_tenth() -> None:
     """But where a library pads d_qk or d_v with a copy, or heads come in stages, whose buffers are freed early."""
     rows = [one for one in compared(H200, ["speed_2x_h200"]) if one.record.problem.d_qk == one.record.problem.d_v]
-    rows = [one for one in rows if len(one.record.problem.workload.stages) == 1]
+    rows = [one for one in rows if len(one.record.problem.workload.stages) < 2]
     assert len(rows) > 10
     assert [one.record.name for one in rows if abs(one.peak_gib / one.record.peak_gib - 1) > 0.11] == []
 
