@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -25,17 +25,18 @@ class Request:
 
     cp_size: int
     lengths_q: list[int] | None
-    lengths_kv: list[int] | None
-    batch_size: int
-    seqlen_q: int
-    seqlen_kv: int | None
-    qkv_format: str
-    layout: str
-    attn_mask_type: str
-    window_size: tuple[int, int]
-    areas: str
-    cp_comm_type: str
-    a2a_size: int | None
+    lengths_kv: list[int] | None = None
+    batch_size: int = 1
+    seqlen_q: int = 0
+    seqlen_kv: int | None = None
+    qkv_format: str = "thd"
+    layout: str = "dual_chunk"
+    attn_mask_type: str = "causal"
+    window_size: tuple[int, int] = (-1, -1)
+    areas: str = ""
+    cp_comm_type: str = "p2p"
+    a2a_size: int | None = None
+    _: KW_ONLY
     heads_q: int
     heads_kv: int
     d_qk: int

@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast.backends import Backend, Segments, by_name, fa4_cache
+from cp_fast.backends import Segments, by_name, fa4_cache
 from cp_fast.cli.common import lengths
 from cp_fast.cli.problem import Request, problem_of
 from cp_fast.cost import candidates
 from cp_fast.cost.counts import launches_of
+from cp_fast.cost.measure import launch_calls
 from cp_ref.spec import Problem
 
 __all__ = ["LaunchClass", "compile_shapes", "launch_classes"]
@@ -62,7 +62,9 @@ def compile_shapes(
     for problem in problems:
         for one in launch_classes(problem):
             began = time.perf_counter()
-            _launch(backend, problem, one)
+            segments = Segments.pack([_ROWS], [_ROWS], one.left, one.right, _DEVICE)
+            _, back = launch_calls(backend, replace(problem, heads_q=one.heads_q, heads_kv=one.heads_kv), segments)
+            back()
             took = time.perf_counter() - began
             console.print(f"{problem.dtype} {problem.d_qk}/{problem.d_v}, {one}: {took:.1f} s, forward and backward")
     console.print(f"kept {escape(fa4_cache.kept_where())}")
@@ -85,9 +87,9 @@ def _classes(problem: Problem) -> Iterator[LaunchClass]:
     kv, own = problem.heads_kv, problem.window_size
     for one in candidates(problem, domain=8):
         for rank in range(problem.cp_size) if not one.refused else ():
-            for launch in launches_of(one.problem, rank):
-                heads = launch.counts.heads * kv // launch.counts.heads_kv, kv
-                sides = launch.table.left, launch.table.right
+            for made in launches_of(one.problem, rank):
+                heads = made.counts.heads * kv // made.counts.heads_kv, kv
+                sides = made.table.left, made.table.right
                 yield LaunchClass(*heads, *(x if not x else max(y, 1) for x, y in zip(sides, own, strict=True)))
 
 
@@ -96,40 +98,7 @@ def _problem(text: str, cp_size: int, mask: str, window: tuple[int, int], dtype:
     shape = lengths("--shapes", text)
     if len(shape) != 4:
         raise ValueError(f"--shapes is {text!r}; it must be H_Q,H_KV,D_QK,D_V, such as 32,8,128,128")
-    rows = 2 * _ROWS * cp_size
-    alone = Request(
-        cp_size=1,
-        lengths_q=[8 * rows, rows],
-        lengths_kv=None,
-        batch_size=1,
-        seqlen_q=0,
-        seqlen_kv=None,
-        qkv_format="thd",
-        layout="dual_chunk",
-        attn_mask_type=mask,
-        window_size=(min(window[0], _ROWS), min(window[1], _ROWS)),
-        areas="",
-        cp_comm_type="p2p",
-        a2a_size=None,
-        heads_q=shape[0],
-        heads_kv=shape[1],
-        d_qk=shape[2],
-        d_v=shape[3],
-        dtype=dtype,
-    )
+    sizes = dict(zip(("heads_q", "heads_kv", "d_qk", "d_v"), shape, strict=True))
+    rows, sides = 2 * _ROWS * cp_size, (min(window[0], _ROWS), min(window[1], _ROWS))
+    alone = Request(1, [8 * rows, rows], attn_mask_type=mask, window_size=sides, dtype=dtype, **sizes)
     return replace(problem_of(alone), cp_size=cp_size)
-
-
-def _launch(backend: Backend, problem: Problem, one: LaunchClass) -> None:
-    dtype, device = getattr(torch, problem.dtype), torch.device(_DEVICE)
-
-    def rows(heads: int, d: int) -> torch.Tensor:
-        return torch.randn(_ROWS, heads, d, device=device).to(dtype)
-
-    q, dout = rows(one.heads_q, problem.d_qk), rows(one.heads_q, problem.d_v)
-    k, v = rows(one.heads_kv, problem.d_qk), rows(one.heads_kv, problem.d_v)
-    segments = Segments.pack([_ROWS], [_ROWS], one.left, one.right, device)
-    how = {"scale": problem.scale, "softcap": 0.0}
-    part = backend.forward(q, k, v, segments, **how)
-    backend.backward(dout, q, k, v, part.out.to(dtype), part.lse, None, segments, **how, deterministic=False)
-    torch.cuda.synchronize(device)

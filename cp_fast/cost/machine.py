@@ -162,10 +162,10 @@ def _value(kind: Any, given: Any, where: str) -> Any:
         if not isinstance(given, list) or not given:
             raise ValueError(f"{where} is {given!r}; it must be an array of tables")
         return tuple(_read(args[0], one, f"{where}[{n}].") for n, one in enumerate(given))
-    if kind is str:
-        if not isinstance(given, str):
-            raise ValueError(f"{where} is {given!r}; it must be a string")
+    if kind is str and isinstance(given, str):
         return given
+    if kind is str:
+        raise ValueError(f"{where} is {given!r}; it must be a string")
     may_be_0 = where.endswith(("_us", "slows", "edge"))
     number = int if kind is int else (int, float)
     if isinstance(given, bool) or not isinstance(given, number) or not 0 <= given < inf or not (given or may_be_0):

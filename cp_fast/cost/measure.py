@@ -17,6 +17,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -34,7 +35,7 @@ from cp_fast.cost.predict import predict
 from cp_fast.plan import Plan, make_plan
 from cp_ref.spec import Group, Parcel, Problem, Sequence
 
-__all__ = ["measure"]
+__all__ = ["launch_calls", "measure"]
 
 _REPEATS = 5
 _GPU = {"tokens": 16384, "heads_q": 32, "heads_kv": 8}
@@ -94,7 +95,8 @@ def _rates(plan: Plan, tokens: int) -> Rates:
     problem, found = plan.problem, list[tuple[LaunchCounts, float, float]]()
     for lengths in ([tokens], [tokens // 2], [tokens // 4], [tokens // 8], [tokens // 8] * 8, [tokens // 16] * 16):
         alone = replace(problem, cp_size=1, sequences=tuple(Sequence(n, n, n, n) for n in lengths))
-        found.append((count_alone(alone), *_launch_seconds(plan.backend, alone, lengths, plan.device)))
+        forward, back = launch_calls(plan.backend, alone, Segments.pack(lengths, lengths, None, 0, plan.device))
+        found.append((count_alone(alone), _seconds(forward, plan.device), _seconds(back, plan.device)))
     flops = 2e-12 * (problem.d_qk + problem.d_v)
     columns = [[1e-6, one.pairs * one.heads * flops, one.rows * one.heads * flops] for one, *_ in found]
     made: list[Kernel] = []
@@ -106,26 +108,23 @@ def _rates(plan: Plan, tokens: int) -> Rates:
     return Rates(problem.d_qk, problem.d_v, problem.dtype, *made)
 
 
-def _launch_seconds(
-    backend: Backend, problem: Problem, lengths: list[int], device: torch.device
-) -> tuple[float, float]:
-    """Of one causal launch, forward and backward."""
-    rows, dtype = sum(lengths), getattr(torch, problem.dtype)
+def launch_calls(backend: Backend, problem: Problem, segments: Segments) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A launch of random operands of a problem's heads, head dims and dtype, forward and backward; the forward one has
+    been made once.
+    """
+    dtype, device = getattr(torch, problem.dtype), segments.device_cu_q.device
 
-    def operand(heads: int, d: int) -> torch.Tensor:
+    def operand(rows: int, heads: int, d: int) -> torch.Tensor:
         return torch.randn(rows, heads, d, device=device).to(dtype)
 
-    q, dout = operand(problem.heads_q, problem.d_qk), operand(problem.heads_q, problem.d_v)
-    k, v = operand(problem.heads_kv, problem.d_qk), operand(problem.heads_kv, problem.d_v)
-    segments = Segments.pack(lengths, lengths, None, 0, device)
-    how = {"scale": problem.scale, "softcap": 0.0}
-    part = backend.forward(q, k, v, segments, **how)
-    out = part.out.to(dtype)
-
-    def back() -> Any:
-        return backend.backward(dout, q, k, v, out, part.lse, None, segments, **how, deterministic=False)
-
-    return _seconds(lambda: backend.forward(q, k, v, segments, **how), device), _seconds(back, device)
+    n, m = segments.cu_q[-1], segments.cu_kv[-1]
+    q, dout = operand(n, problem.heads_q, problem.d_qk), operand(n, problem.heads_q, problem.d_v)
+    k, v = operand(m, problem.heads_kv, problem.d_qk), operand(m, problem.heads_kv, problem.d_v)
+    forward = partial(backend.forward, q, k, v, segments, scale=problem.scale, softcap=0.0)
+    part = forward()
+    results = part.out.to(dtype), part.lse, None, segments
+    how = {"scale": problem.scale, "softcap": 0.0, "deterministic": False}
+    return forward, partial(backend.backward, dout, q, k, v, *results, **how)
 
 
 def _copy(device: torch.device) -> float:

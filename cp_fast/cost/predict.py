@@ -1,5 +1,4 @@
-"""From counts and a machine to times, memory, and the schedule and layout to take. Standard library and
-numpy.
+"""From counts and a machine to times, memory, and the schedule and layout to take. Standard library and numpy.
 
 A step takes what is packed and added, and then the longer of its kernels and its messages: they travel while kernels
 run. So the first exchange of `a2a` and the last way home of dK and dV, beside which nothing runs, are exposed. A call
@@ -86,13 +85,8 @@ class Prediction:
         return self.forward.host + self.backward.host
 
     @property
-    def forward_efficiency(self) -> float:
-        """The time of the kernels alone on one GPU, over the ranks and the time."""
-        return self.alone_forward / self.problem.cp_size / self.forward_s
-
-    @property
     def efficiency(self) -> float:
-        """The same of forward and backward pass."""
+        """The time of the kernels alone on one GPU, over the ranks and the time, forward and backward."""
         return self.alone / self.problem.cp_size / self.seconds
 
 

@@ -68,7 +68,6 @@ def test_attention_kernels_need_a_gpu_and_say_so() -> None:
 def test_one_tiny_launch_of_each_class_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the CPU's kernels in its place: they take what is launched, forward and backward."""
     monkeypatch.setattr(shapes, "by_name", lambda name: by_name({"fa4": "cpu"}[name]))
-    monkeypatch.setattr(shapes.torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(shapes, "_DEVICE", "cpu")
     words = ["build", "--shapes", "8,2,16,16", "--shapes", "4,4,24,8", "--cp-size", "2"]
     result = runner.invoke(app, words)
