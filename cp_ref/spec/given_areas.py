@@ -74,7 +74,8 @@ def areas_of_rows(rows: tuple[AreaRow, ...]) -> Areas:
     corner = k1 - q1
     lo = np.where(left < 0, -UNBOUNDED, corner - np.minimum(left, UNBOUNDED // 2))
     hi = np.where(right < 0, UNBOUNDED, corner + np.minimum(right, UNBOUNDED // 2))
-    return Areas(*crop(q0, q1, k0, k1, lo, hi), lo, hi)
+    q0, q1, k0, k1 = crop(q0, q1, k0, k1, lo, hi)
+    return Areas(q0, q1, k0, k1, lo, hi)
 
 
 def common_pair(areas: Areas) -> tuple[int, int, int, int] | None:
