@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from itertools import count, islice
 from typing import Any
 
@@ -22,6 +22,7 @@ from conformance.record import Level, Played
 from conformance.rounds import Judge, OnProblem, Profile, Round, as_it_is
 from conformance.runner import FAILING, InProcess, Runner, Task, task_of
 from conformance.strategies import CP_SIZES, cases
+from conformance.tier_result import Failure, TierResult
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
 from cp_ref.spec import Problem
 
@@ -47,64 +48,6 @@ _PLAIN: dict[str, dict[str, Any]] = {
 }
 
 PROFILES = {"quick": Profile(60, True), "ci": Profile(500, True), "nightly": Profile(5000, False)}
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A failing problem as text that `--repro` takes, and what is wrong with it."""
-
-    text: str
-    findings: tuple[str, ...]
-
-
-@dataclass
-class TierResult:
-    """The problems that a tier played: every one that was drawn or is in its table, and the smallest failing ones."""
-
-    tier: str
-    played: list[Played] = field(default_factory=list)
-    seconds: float = 0.0
-    note: str = ""
-
-    @property
-    def drawn(self) -> list[Played]:
-        """Without those that shrinking found."""
-        return [p for p in self.played if not p.shrunk]
-
-    @property
-    def run(self) -> int:
-        """How many problems were played, shrinking left out."""
-        return len(self.drawn)
-
-    def count(self, *verdicts: str) -> int:
-        """How many of them got one of these verdicts."""
-        return sum(p.verdict in verdicts for p in self.drawn)
-
-    @property
-    def passed(self) -> int:
-        """How many are right."""
-        return self.count("right")
-
-    @property
-    def unsupported(self) -> int:
-        """How many are refused as they should be."""
-        return self.count("unsupported")
-
-    @property
-    def judged(self) -> int:
-        """How many were computed, rightly or not."""
-        return self.run - self.count("unsupported", "missing")
-
-    @property
-    def smallest(self) -> list[Played]:
-        """The failing problems: of a drawn tier the smallest of each kind, of a table all of them."""
-        shrunk = [p for p in self.played if p.shrunk]
-        return shrunk or [p for p in self.played if p.verdict in FAILING]
-
-    @property
-    def failures(self) -> list[Failure]:
-        """`smallest`, as text and findings."""
-        return [Failure(p.text, p.findings) for p in self.smallest]
 
 
 def run_tier(

@@ -13,11 +13,15 @@ torch.distributed group between them:
 
 Every word between ranks about the problem goes through the driver, so it knows at any time which rank it waits for.
 
-pool        the runners: `IsolatedRunner`, `ProcessRunner`
+isolated    the runner of one process: `IsolatedRunner`
+pool        the runner of a process for each rank: `ProcessRunner`
+remote      what both are: `RemotePlayer`
 worker      the driver's end of one worker process
 ranks       the worker's end of a group of processes
 """
 
-from conformance.workers.pool import IsolatedRunner, ProcessRunner, RemotePlayer, start_runner
+from conformance.workers.isolated import IsolatedRunner
+from conformance.workers.pool import ProcessRunner, start_runner
+from conformance.workers.remote import RemotePlayer
 
 __all__ = ["IsolatedRunner", "ProcessRunner", "RemotePlayer", "start_runner"]

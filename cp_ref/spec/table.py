@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,10 +69,11 @@ class Table:
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # columns are arrays
 
 
+F = TypeVar("F", bound=Callable[..., tuple[Column, ...]])
 _BLOCK = 2**14  # rows that are worked on at a time
 
 
-def in_blocks(function: Callable[..., tuple[Column, ...]]) -> Callable[..., tuple[Column, ...]]:
+def in_blocks(function: F) -> F:
     """A function from columns to columns, row by row, on blocks of rows whose columns stay in the processor's cache."""
 
     @wraps(function)
@@ -88,7 +89,7 @@ def in_blocks(function: Callable[..., tuple[Column, ...]]) -> Callable[..., tupl
                 whole[here] = part
         return found
 
-    return by_block
+    return cast(F, by_block)
 
 
 def ranges(first: Column, count: Column) -> Column:

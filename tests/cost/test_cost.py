@@ -39,8 +39,8 @@ def test_the_records_are_predicted_within_ten_per_cent(tmp_path: Path) -> None:
     far = [one for one in rows if not one.within]
     assert [one.record.name for one in far if not why_farther(one)] == []
     assert {why_farther(one) for one in far} == set(FARTHER.values())
-    fitted = [one.within for one in rows if one.record.commit in H200.source]
-    assert sum(fitted) > 0.8 * len(fitted) > 0
+    fitted = [one.within for one in rows if one.record.file in H200.source]
+    assert sum(fitted) > 0.9 * len(fitted) > 0
     write(rows, tmp_path / "predictions.csv")
     made, committed = (table(folder / "predictions.csv") for folder in (tmp_path, RESULTS))
     assert len(made) == len(committed)
@@ -51,8 +51,10 @@ def test_the_records_are_predicted_within_ten_per_cent(tmp_path: Path) -> None:
 
 
 def test_memory_is_predicted_within_a_tenth() -> None:
-    """Of the commits since gradients travel narrow."""
-    rows = compared(H200, ["messages_2x_h200", "layouts_2x_h200"])
+    """But where a library pads d_qk or d_v with a copy, or heads come in stages, whose buffers are freed early."""
+    rows = [one for one in compared(H200, ["speed_2x_h200"]) if one.record.problem.d_qk == one.record.problem.d_v]
+    rows = [one for one in rows if len(one.record.problem.workload.stages) < 2]
+    assert len(rows) > 10
     assert [one.record.name for one in rows if abs(one.peak_gib / one.record.peak_gib - 1) > 0.11] == []
 
 
@@ -157,8 +159,9 @@ def test_a_machine_reads_back(tmp_path: Path) -> None:
 )
 def test_what_a_machine_lacks_is_named(tmp_path: Path, old: str, new: str, words: str) -> None:
     path = tmp_path / "mine.toml"
-    assert old in str(H200)
-    path.write_text(str(H200).replace(old, new, 1))
+    machine = str(replace(H200, kernels=H200.kernels[:1]))
+    assert old in machine
+    path.write_text(machine.replace(old, new, 1))
     with pytest.raises(ValueError, match=r"mine\.toml") as raised:
         read_machine(path)
     assert words in str(raised.value)

@@ -198,7 +198,7 @@ def test_lengths_on_a_gpu_that_cannot_be_used(where: Where) -> None:
 BROKEN = {
     "reorder": "thd.thd_sequence_order_to_cp_rank_order(x, cu, 2)",
     "read_half": "thd.thd_read_half_tensor(x, cu + torch.tensor([0, 1, 0], device='cuda'), 0)",
-    "grad_correction": "thd.thd_grad_correction(x, x, cu, 'add', 'add')",
+    "grad_correction": "thd.thd_grad_correction(x, x.clone(), cu, 'add', 'add')",
 }
 
 
