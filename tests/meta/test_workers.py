@@ -156,7 +156,7 @@ def test_the_reference_over_gloo() -> None:
 )
 def test_one_rank(name: str, verdict: str, words: str) -> None:
     bad = Task("schedule", "logic", 'Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)], softmax_type="off-by-one"))')
-    with sample(name, 4.0 if verdict == "hung" else LIMIT_S) as runner:
+    with sample(name, 10.0 if verdict == "hung" else LIMIT_S) as runner:
         assert runner.play(GOOD).verdict == "right"
         played = runner.play(bad)
         assert played.verdict == verdict
