@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
 SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -51,21 +53,39 @@ def rounded(value: str) -> str:
     return str(Decimal(value).quantize(Decimal("0.01"), ROUND_HALF_UP))
 
 
-def test_efficiencies() -> None:
-    rows = record("attention_4x_h200.csv")
-    problems = {
-        "one sequence of 65,536": ("65536", "-1"),
-        "one sequence of 131,072": ("131072", "-1"),
-        "32K, 16K, 8K, 4K, 4K packed": ("32768 16384 8192 4096 4096", "-1"),
-        "window 4,096": ("65536", "4096"),
-    }
-    for name, (lengths, window) in problems.items():
-        of = {r["schedule"]: r for r in rows if (r["lengths"], r["window"]) == (lengths, window)}
-        cells = [
-            f"{rounded(of[s]['forward_efficiency'])}, {rounded(of[s]['forward_backward_efficiency'])}"
-            for s in SCHEDULES
-        ]
-        assert f"| {name} | {' | '.join(cells)} |" in PAGE
+_SIXTEEN = "1024 512 2048 256 4096 1024 512 8192 256 2048 512 1024 64 2048 4096 5056"
+_SHORT = {
+    2: ("sixteen documents of 64 to 8,192", _SIXTEEN),
+    4: ("32 documents of 64 to 8,192", f"{_SIXTEEN} {_SIXTEEN}"),
+}
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_efficiencies(gpus: int) -> None:
+    """Every line of the table of so many GPUs, from its record."""
+    rows = record(f"speed_{gpus}x_h200.csv")
+    page = PAGE[PAGE.index(f"\n{gpus} x H200") :]
+    schedules = SCHEDULES if gpus == 4 else SCHEDULES[:3]
+    whole, half = str(16384 * gpus), str(8192 * gpus)
+    documents = " ".join(str(gpus * n) for n in (8192, 4096, 2048, 1024, 1024))
+    lines = [
+        ("one sequence", whole, "-1", "128", "dual_chunk"),
+        ("one sequence, 8,192 a GPU", half, "-1", "128", "dual_chunk"),
+        ("five documents, 8:4:2:1:1", documents, "-1", "128", "dual_chunk"),
+        ("the same, `balanced`", documents, "-1", "128", "balanced"),
+        (_SHORT[gpus][0], _SHORT[gpus][1], "-1", "128", "dual_chunk"),
+        ("the same, `balanced`", _SHORT[gpus][1], "-1", "128", "balanced"),
+        *([("d_qk 192, d_v 128, 32 heads", whole, "-1", "192", "dual_chunk")] if gpus == 2 else []),
+        ("window 4,096", whole, "4096", "128", "dual_chunk"),
+    ]
+    for name, *problem in lines:
+        of = {
+            r["schedule"]: f"{rounded(r['forward_efficiency'])}, {rounded(r['forward_backward_efficiency'])}"
+            for r in rows
+            if [r["lengths"], r["window"], r["d_qk"], r["layout"], r["heads_q"]] == [*problem, "32"]
+        }
+        cells = " | ".join(of.get(schedule, "") for schedule in schedules)
+        assert f"| {name} | {cells} |".replace("|  |", "| |") in page, of
 
 
 def test_kernels() -> None:
