@@ -20,10 +20,10 @@ from cp_ref.spec import (
     check_room_tensors,
 )
 
-_TENSORS = {torch.Tensor, torch.nn.Parameter}
-_MOST_KINDS = 64  # of calls that one plan remembers
+__all__ = ["PLAIN_TENSORS", "agree_on_forward", "check_planned_call", "requires_grad"]
 
-__all__ = ["agree_on_forward", "check_planned_call", "requires_grad"]
+PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_MOST_KINDS = 64  # of calls that one plan remembers
 
 
 def requires_grad(*tensors: torch.Tensor | None) -> bool:
@@ -83,6 +83,6 @@ def check_planned_call(
 
 def _kind(x: Any) -> tuple[Any, ...]:
     """All of an argument that the checks look at; of what is no plain tensor, itself."""
-    if type(x) not in _TENSORS:
+    if type(x) not in PLAIN_TENSORS:
         return (object(),)
     return x.shape, x.dtype, x.device, x.layout

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.kernels.base import Kernels
-from cp_fast.rows import Rows, is_mask
+from cp_fast.rows import Rows, is_all, is_mask, put_columns
 
 __all__ = ["Part", "Total", "TotalShape", "add_sink"]
 
@@ -106,10 +106,7 @@ class Total:
         here = total.views(part)
         self._kernels.put_rows_(here.rows, part.rows, part.into)
         if here.lse is not None and part.lse is not None:
-            if isinstance(part.into, slice):
-                here.lse[:, part.into] = part.lse
-            else:
-                here.lse.index_copy_(1, part.into.long(), part.lse)
+            put_columns(here.lse, part.lse, part.into)
         return total
 
     def _whole(self, parts: list[Part], dtype: torch.dtype | None) -> Part | None:
@@ -117,7 +114,7 @@ class Total:
         size, heads = self._shape.size + self._shape.spare, slice(0, self._shape.behind[0][0])
         for n, part in enumerate(parts):
             fits = dtype is None or all(x.dtype == dtype for x in part.rows)
-            if fits and _is_whole(part.into, size) and part.heads == heads:
+            if fits and is_all(part.into, size) and part.heads == heads:
                 return parts.pop(n)
         return None
 
@@ -138,10 +135,6 @@ class Total:
             self._kernels.merge_(total.rows[0], total.lse, part.rows[0], part.lse, part.into)
         else:
             self._kernels.add_rows_([*total.rows], [*part.rows], part.into)
-
-
-def _is_whole(rows: Rows, size: int) -> bool:
-    return isinstance(rows, slice) and (rows.start, rows.stop) == (0, size)
 
 
 def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor, rows: Rows) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
 
 from cp_ref.spec import Problem, Room
 
-__all__ = ["MOST_ROWS", "Rows", "check_row_numbers", "is_mask", "take"]
+__all__ = ["MOST_ROWS", "Rows", "check_row_numbers", "columns_of", "is_all", "is_mask", "put_columns", "take"]
 
 Rows = slice | torch.Tensor
 MOST_ROWS = 2**31 - 1  # of one buffer of a rank: row numbers and the lengths of launches are int32
@@ -17,6 +18,36 @@ MOST_ROWS = 2**31 - 1  # of one buffer of a rank: row numbers and the lengths of
 def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
     """x's rows: a view for a slice, a copy for an index."""
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def is_all(rows: Rows, size: int) -> bool:
+    """Whether these are all of so many rows, in their order.
+
+    >>> is_all(slice(0, 3), 3), is_all(slice(1, 3), 3), is_all(torch.arange(3), 3)
+    (True, False, False)
+    """
+    return isinstance(rows, slice) and (rows.start, rows.stop) == (0, size)
+
+
+def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: tuple[int, int]) -> list[torch.Tensor]:
+    """Rows and heads of LSEs [h, t], which have rows on their second axis; contiguous."""
+    found: list[torch.Tensor] = []
+    for x in tensors:
+        count, size = x.shape
+        if heads != (0, count):
+            x = x[heads[0] : heads[1]]
+        if not is_all(rows, size):
+            x = x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)
+        found.append(x.contiguous())
+    return found
+
+
+def put_columns(into: torch.Tensor, x: torch.Tensor, rows: Rows) -> None:
+    """Write x [h, n] to rows of an LSE [h, t]."""
+    if isinstance(rows, slice):
+        into[:, rows] = x
+    else:
+        into.index_copy_(1, rows.long(), x)
 
 
 def is_mask(rows: Rows) -> TypeGuard[torch.Tensor]:

@@ -13,7 +13,7 @@ from cp_fast.kernels.base import Kernels
 from cp_fast.merge import Part, Total, TotalShape, add_sink
 from cp_fast.overlap import head_start
 from cp_fast.program import OWN, Contribution, Copy, Heads, LoweredProgram, LoweredStep, Operand, ResultRecv, Send, Sums
-from cp_fast.rows import Rows
+from cp_fast.rows import Rows, columns_of, is_all, put_columns
 from cp_ref.common.processes import during
 from cp_ref.spec import Group, Parcel, Pending, Problem
 
@@ -131,7 +131,7 @@ class Run:
         for send in step.result_sends:
             rows = slice(send.start, send.start + send.size)
             handed = self._handed_over(send.sums)
-            columns = _columns_of(handed.columns, rows, (0, handed.rows[0].shape[1]))
+            columns = columns_of(handed.columns, rows, (0, handed.rows[0].shape[1]))
             sends += self._parcels(send.peer, send.tag, [x[rows] for x in handed.rows], columns)
         for name in {send.sums for send in step.result_sends}:
             if name not in self.given.program.saved_sums:
@@ -198,7 +198,7 @@ class Run:
             return last[1]
         held = self.held[what.buffer]
         rows = [x.contiguous() for x in self._rows_of(held.rows, what.rows, what.heads)]
-        taken = rows, _columns_of(held.columns, what.rows, what.heads)
+        taken = rows, columns_of(held.columns, what.rows, what.heads)
         if what.buffer in OWN.values():
             self._taken[what.buffer] = what, taken
         return taken
@@ -210,10 +210,10 @@ class Run:
         target, heads = self.held[copy.target.buffer], slice(*copy.target.heads)
         source = self.held[copy.source.buffer]
         rows = self._rows_of(source.rows, copy.source.rows, copy.source.heads)
-        columns = _columns_of(source.columns, copy.source.rows, copy.source.heads)
+        columns = columns_of(source.columns, copy.source.rows, copy.source.heads)
         self.given.kernels.put_rows_([x[:, heads] for x in target.rows], rows, copy.target.rows)
         for into, x in zip(target.columns, columns, strict=True):
-            _put_columns(into[heads], x, copy.target.rows)
+            put_columns(into[heads], x, copy.target.rows)
 
     def _rows_of(self, tensors: Sequence[torch.Tensor], rows: Rows, heads: Heads) -> Sequence[torch.Tensor]:
         """Rows and heads of tensors by row: they themselves where that is all of them, which costs the host nothing."""
@@ -222,7 +222,7 @@ class Run:
         size, count, *_ = tensors[0].shape
         if heads != (0, count):
             tensors = [x[:, heads[0] : heads[1]] for x in tensors]
-        return tensors if _is_all(rows, size) else self.given.kernels.take_rows(tensors, rows)
+        return tensors if is_all(rows, size) else self.given.kernels.take_rows(tensors, rows)
 
     def _empty(self, kind: str, heads: Heads, size: int, dtype: torch.dtype | None = None) -> Held:
         """Room for operands or results of one kind."""
@@ -252,7 +252,7 @@ class Run:
             else [self.given.kernels.heads_to_front(x, send.rows, send.first_heads, send.heads) for x in held.rows]
         )
         for n, (peer, tag, first) in enumerate(zip(send.peers, send.tags, send.first_heads, strict=True)):
-            columns = _columns_of(held.columns, send.rows, (first, first + send.heads))
+            columns = columns_of(held.columns, send.rows, (first, first + send.heads))
             found += self._parcels(peer, tag, [x[n] for x in packed], columns)
         return found
 
@@ -271,7 +271,7 @@ class Run:
         """Hand a partial result to the totals that it is a part of."""
         for c in into:
             mine = self._rows_of(rows, c.rows, c.heads)
-            of_heads = None if lse is None else _columns_of([lse], c.rows, c.heads)[0]
+            of_heads = None if lse is None else columns_of([lse], c.rows, c.heads)[0]
             self._total(c.sums).add(Part(tuple(mine), of_heads, c.into, slice(*c.into_heads)))
 
     def settle(self, results: Sequence[Contribution[Rows]]) -> None:
@@ -347,7 +347,7 @@ class Run:
                 self.given.kernels.heads_to_back_(into, x, done.into, done.first_heads, False)
             for first, x in zip(done.first_heads, done.columns, strict=False):
                 assert lse is not None
-                _put_columns(lse[first : first + len(x)], x, done.into)
+                put_columns(lse[first : first + len(x)], x, done.into)
         if rows[0].shape[0] > size:
             return [x[:size] for x in rows], None if lse is None else lse[:, :size].contiguous()
         return rows, lse
@@ -375,27 +375,3 @@ def _by_tag(parcel: Parcel) -> int:
 def _same(one: Operand[Rows], other: Operand[Rows]) -> bool:
     slices = isinstance(one.rows, slice) and isinstance(other.rows, slice) and one.rows == other.rows
     return one.heads == other.heads and (one.rows is other.rows or slices)
-
-
-def _is_all(rows: Rows, size: int) -> bool:
-    return isinstance(rows, slice) and rows.start == 0 and rows.stop == size
-
-
-def _columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: Heads) -> list[torch.Tensor]:
-    """Rows and heads of LSEs [h, t], which have rows on their second axis; contiguous."""
-    found: list[torch.Tensor] = []
-    for x in tensors:
-        count, size = x.shape
-        if heads != (0, count):
-            x = x[heads[0] : heads[1]]
-        if not _is_all(rows, size):
-            x = x[:, rows] if isinstance(rows, slice) else x.index_select(1, rows)
-        found.append(x.contiguous())
-    return found
-
-
-def _put_columns(into: torch.Tensor, x: torch.Tensor, rows: Rows) -> None:
-    if isinstance(rows, slice):
-        into[:, rows] = x
-    else:
-        into.index_copy_(1, rows.long(), x)

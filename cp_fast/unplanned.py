@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_fast.backends import Backend
-from cp_fast.calls import requires_grad
+from cp_fast.calls import PLAIN_TENSORS, requires_grad
 from cp_fast.checking import checking
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Made, Plan, agree_on_plan, backend_for, prepared
@@ -26,7 +26,6 @@ from cp_ref.spec import Agreement, check_flag, check_local_tensors, check_offset
 __all__ = ["Call", "on_host", "plan_of_call"]
 
 _PLAIN = {str, int, float, bool, type(None), tuple, list}  # equal ones of one type mean the same
-_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
 def plan_of_call(call: Call) -> Plan:
@@ -121,7 +120,7 @@ class Call(NamedTuple):
         settings += [self.plan, self.deterministic, self.return_max_logit, self.return_lse]
         items = [item for x in settings for item in (x if type(x) in (tuple, list) else (x,))]
         types = *map(type, settings), *map(type, items)  # as True == 1 == 1.0
-        if self.plan is None and _PLAIN.issuperset(types) and {type(q), type(k), type(v)} <= _TENSORS:
+        if self.plan is None and _PLAIN.issuperset(types) and {type(q), type(k), type(v)} <= PLAIN_TENSORS:
             try:
                 values = tuple((name, tuple(x.shape), x.dtype, x.numpy().tobytes()) for name, x in lengths.items())
                 packed = self.problem["qkv_format"] == "thd"  # then tails may make the number of rows differ

@@ -125,7 +125,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "columns-reversed": Mutant(
         "the lse of rows that are put together is in reverse order",
-        "cp_fast.running._put_columns",
+        "cp_fast.running.put_columns",
         wrap(_columns_reversed),
         "logic",
     ),
@@ -140,7 +140,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "rows-in-any-order-are-the-total": Mutant(
         "a part that has every row, in any order, becomes the total",
-        "cp_fast.merge._is_whole",
+        "cp_fast.merge.is_all",
         wrap(_some_rows_are_all),
         "logic",
     ),
