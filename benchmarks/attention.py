@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 import cp_fast
-from cp_fast.backends import Backend, Segments, by_name
+from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments, by_name
 from cp_ref.spec import Problem, Sequence
 
 if __package__:
@@ -106,16 +106,16 @@ def alone(job: Job, backend: Backend, x: dict[str, torch.Tensor]) -> tuple[Calla
     """The whole problem on one GPU, kernels only: (forward, forward and backward)."""
     left = None if job.window < 0 else job.window
     segments = Segments.pack(job.lengths, job.lengths, left, 0, "cuda")
-    how = {"scale": job.d_qk**-0.5, "softcap": 0.0}
+    options = LaunchOptions(job.d_qk**-0.5)
 
     def forward() -> Any:
-        return backend.forward(x["q"], x["k"], x["v"], segments, **how)
+        return backend.forward(x["q"], x["k"], x["v"], segments, options)
 
     def both() -> Any:
         part = forward()
         out = part.out.to(x["q"].dtype)
         return out, *backend.backward(
-            x["dout"], x["q"], x["k"], x["v"], out, part.lse, None, segments, **how, deterministic=False
+            BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, part.lse, None), segments, options
         )
 
     return forward, both
