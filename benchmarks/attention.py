@@ -19,6 +19,7 @@ differ nothing is reported. `host_ms` is what the host needs to launch one call,
 from __future__ import annotations
 
 import csv
+import gc
 import statistics
 import tempfile
 import time
@@ -317,6 +318,16 @@ def worker(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trace:
     store = f"file://{Path(folder) / 'store'}"
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=job.gpus, device_id=device)
+    rows = measured(rank, job, ways, peers, trace)
+    if rank == 0:
+        torch.save(rows, Path(folder) / "rows.pt")
+    gc.collect()  # NCCL waits for the graphs that hold its messages
+    dist.destroy_process_group()
+
+
+def measured(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trace: str) -> list[dict[str, Any]]:
+    """The record's rows, one of each contender, all in turns."""
+    device = torch.device("cuda", rank)
     mesh = init_device_mesh("cuda", (job.gpus // 2, 2)) if job.gpus % 2 == 0 else None
     x = job.tensors()
     one = alone(job, by_name(job.backend), x)
@@ -364,9 +375,7 @@ def worker(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trace:
             name = name if contender.library == "cp_fast" else f"{contender.library} {name}"
             with contender.inside():
                 timeline.record(Path(trace), name, contender.both, rank)
-    if rank == 0:
-        torch.save(rows, Path(folder) / "rows.pt")
-    dist.destroy_process_group()
+    return rows
 
 
 def main(
