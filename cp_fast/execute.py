@@ -115,7 +115,7 @@ def run_backward(
             part = given.backend.backward(operands, launch.segments, options)
             run.contribute(launch.results, [part.dq])
             run.contribute(launch.results_kv, [part.dk, part.dv])
-            del part, q_rows, k_rows, v_rows, dout_rows, out_rows  # gone before the next launch asks for memory
+            del part, operands, q_rows, k_rows, v_rows, dout_rows, out_rows  # gone before the next launch
         if number == last and not any(recv.kind == "dq" for recv in step.result_recvs):
             (dq,), _ = run.home("dq", sizes[0])  # while the last gradients of keys travel home
         run.complete_step(step, pending, last=number == last)
