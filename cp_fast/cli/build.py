@@ -12,8 +12,10 @@ from rich.markup import escape
 
 from cp_fast import build as native
 from cp_fast.build.archs import VARIABLE, read_archs
-from cp_fast.cli.common import CHECK_FAILED, readable_errors, size_text, window
+from cp_fast.cli.common import size_text
 from cp_fast.cli.shapes import compile_shapes
+from cp_ref.common.cli.options import window
+from cp_ref.common.cli.terminal import CHECK_FAILED, readable_errors
 
 __all__ = ["build"]
 

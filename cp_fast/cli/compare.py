@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from cp_fast.cli.common import size_text, table
+from cp_fast.cli.common import size_text
 from cp_fast.cli.problem import Request
+from cp_ref.common.cli.options import window
+from cp_ref.common.cli.terminal import table
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, compare_layouts
 
 __all__ = ["comparison"]
@@ -18,18 +20,18 @@ def comparison(request: Request) -> Table:
     Raises:
         ValueError, TypeError: naming what is wrong.
     """
-    if request.lengths_kv is not None or request.seqlen_kv is not None:
+    if request.seqlens_kv or request.seqlen_kv is not None:
         raise ValueError("--compare is for self-attention; --seqlens-kv and --seqlen-kv do not go with it")
-    lengths = [request.seqlen_q] * request.batch_size if request.lengths_q is None else request.lengths_q
+    lengths = request.lengths_q or [request.seqlen] * request.batch
     costs = compare_layouts(
         lengths,
         cp_size=request.cp_size,
-        attn_mask_type=request.attn_mask_type,
-        window_size=request.window_size,
+        attn_mask_type=request.mask,
+        window_size=window(request.window),
         heads_q=request.heads_q,
         heads_kv=request.heads_kv,
         d_qk=request.d_qk,
-        d_v=request.d_v,
+        d_v=request.d_qk if request.d_v is None else request.d_v,
         dtype=request.dtype,
         cp_comm_types=[name for name in CP_COMM_TYPES if name != "a2a+p2p"],
     )

@@ -21,13 +21,13 @@ from torch.cuda import nccl
 from cp_fast import build
 from cp_fast.backends import BACKENDS, Backend, fa4_cache, installed, probe, remark_on
 from cp_fast.build import tools
-from cp_fast.cli.common import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
 from cp_fast.cli.measure import measure_machine
 from cp_fast.kernels.numba_cuda.simulated import SIMULATED
 from cp_fast.kernels.select import chosen, why_not
 from cp_fast.peers import VARIABLE as MESSAGES
 from cp_fast.peers import carried_by
 from cp_fast.peers import why_not as why_not_peers
+from cp_ref.common.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
 from cp_ref.spec import Feature
 
 __all__ = ["doctor"]

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import typer
 
-from cp_fast.cli.common import lengths
 from cp_fast.cli.paper import paper_context
 from cp_fast.context import ContextParallel
 from cp_fast.cost import read_machine
 from cp_fast.cost.measure import measure
+from cp_ref.common.cli.options import lengths
 
 __all__ = ["measure_machine"]
 

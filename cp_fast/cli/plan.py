@@ -9,11 +9,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cp_fast.cli.common import check_head, heads_line, lengths, picture, readable_errors, size_text, table, window
+from cp_fast.cli.common import heads_line, picture, size_text
 from cp_fast.cli.compare import comparison
 from cp_fast.cli.predict import show_prediction
 from cp_fast.cli.problem import Request, plan_of
 from cp_fast.cost import built_in, read_machine
+from cp_ref.common.cli.options import check_head, with_options
+from cp_ref.common.cli.terminal import table
 from cp_ref.spec import Message, Problem, Program, Report, Schedule, message_bytes, tile_pairs, verify
 from cp_ref.spec.picture import svg_picture
 
@@ -22,40 +24,9 @@ __all__ = ["plan"]
 _FEW_RANKS = 4  # up to here the steps of all ranks are shown unasked
 
 
+@with_options
 def plan(
-    cp_size: Annotated[int, typer.Option(help="Number of ranks.", min=1)] = 4,
-    seqlens: Annotated[
-        str, typer.Option(help="Lengths of the sequences, such as 100,200; thd, unless said otherwise.")
-    ] = "",
-    seqlens_kv: Annotated[
-        str, typer.Option(help="Key lengths where they differ (cross attention), one a sequence.")
-    ] = "",
-    seqlen: Annotated[int, typer.Option(help="Length of every sequence of a bshd or sbhd batch.")] = 8192,
-    seqlen_kv: Annotated[int | None, typer.Option(help="The same for keys where they differ.")] = None,
-    batch: Annotated[int, typer.Option(help="Number of sequences of a bshd or sbhd batch.")] = 1,
-    qkv_format: Annotated[str, typer.Option(help="bshd, sbhd or thd; thd where --seqlens is given, else bshd.")] = "",
-    layout: Annotated[
-        str, typer.Option(help="dual_chunk, contiguous or balanced; dual_chunk unless given, with --predict all.")
-    ] = "",
-    mask: Annotated[
-        str, typer.Option(help="attn_mask_type: causal, no_mask, padding_causal_bottom_right, ...")
-    ] = "causal",
-    window_size: Annotated[str, typer.Option("--window", help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1",
-    areas: Annotated[
-        str,
-        typer.Option(
-            help="Instead of mask and window, thd: a call of a maker of cp_fast.masks, as 'prefix_lm(4, 16)'."
-        ),
-    ] = "",
-    cp_comm_type: Annotated[str, typer.Option(help="The schedule: p2p, all_gather, a2a or a2a+p2p.")] = "p2p",
-    a2a_size: Annotated[
-        int | None, typer.Option(help="a2a+p2p only: how many ranks exchange heads, 2 unless given.")
-    ] = None,
-    heads_q: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    heads_kv: Annotated[int, typer.Option(help="Key and value heads.")] = 8,
-    d_qk: Annotated[int, typer.Option(help="Head dim of queries and keys.")] = 128,
-    d_v: Annotated[int | None, typer.Option(help="Head dim of values; d_qk by default.")] = None,
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16",
+    request: Request,
     rank: Annotated[int | None, typer.Option(help="Show the steps of this rank only.")] = None,
     head: Annotated[int, typer.Option(help="The picture's query head, where heads are spread over the ranks.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Write the picture to this file too.")] = None,
@@ -77,44 +48,23 @@ def plan(
     Exit code: 0, or 2 for a problem that is refused.
     """
     console = Console()
-    with readable_errors():
-        request = Request(
-            cp_size=cp_size,
-            lengths_q=lengths("--seqlens", seqlens) if seqlens else None,
-            lengths_kv=lengths("--seqlens-kv", seqlens_kv) if seqlens_kv else None,
-            batch_size=batch,
-            seqlen_q=seqlen,
-            seqlen_kv=seqlen_kv,
-            qkv_format=qkv_format or ("thd" if seqlens else "bshd"),
-            layout=layout or ("" if prediction else "dual_chunk"),
-            attn_mask_type=mask,
-            window_size=window(window_size),
-            areas=areas,
-            cp_comm_type=cp_comm_type,
-            a2a_size=a2a_size,
-            heads_q=heads_q,
-            heads_kv=heads_kv,
-            d_qk=d_qk,
-            d_v=d_qk if d_v is None else d_v,
-            dtype=dtype,
-        )
-        if prediction:
-            show_prediction(console, request, read_machine(machine), messages)
-            return
-        if compare:
-            console.print(comparison(request))
-            return
-        if rank is not None and not 0 <= rank < cp_size:
-            raise ValueError(f"--rank is {rank}; it must be 0 to {cp_size - 1}")
-        problem, schedule = plan_of(request)
-        check_head(head, problem)
-        if svg is not None:
-            svg.write_text(svg_picture(problem, schedule, head), encoding="utf-8")
-        if text:
-            typer.echo(_canonical(schedule, rank), nl=False)
-            return
-        costs = verify(problem, schedule)
-        _show(console, problem, schedule, costs, rank, head)
+    if prediction:
+        show_prediction(console, request, read_machine(machine), messages)
+        return
+    if compare:
+        console.print(comparison(request))
+        return
+    if rank is not None and not 0 <= rank < request.cp_size:
+        raise ValueError(f"--rank is {rank}; it must be 0 to {request.cp_size - 1}")
+    problem, schedule = plan_of(request)
+    check_head(head, problem.heads_q)
+    if svg is not None:
+        svg.write_text(svg_picture(problem, schedule, head), encoding="utf-8")
+    if text:
+        typer.echo(_canonical(schedule, rank), nl=False)
+        return
+    costs = verify(problem, schedule)
+    _show(console, problem, schedule, costs, rank, head)
     if svg is not None:
         console.print(f"picture written to {svg}", soft_wrap=True)
 

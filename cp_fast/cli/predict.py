@@ -8,9 +8,9 @@ from dataclasses import replace
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast.cli.common import table
 from cp_fast.cli.problem import Request, problem_of
 from cp_fast.cost import Machine, candidates, predict, recommended
+from cp_ref.common.cli.terminal import table
 from cp_ref.spec import LAYOUTS, Problem
 
 __all__ = ["show_prediction"]

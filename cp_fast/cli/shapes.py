@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from cp_fast.backends import Segments, by_name, fa4_cache
-from cp_fast.cli.common import lengths
 from cp_fast.cli.problem import Request, problem_of
 from cp_fast.cost import candidates
 from cp_fast.cost.counts import launches_of
 from cp_fast.cost.measure import launch_calls
+from cp_ref.common.cli.options import lengths
 from cp_ref.spec import Problem
 
 __all__ = ["LaunchClass", "compile_shapes", "launch_classes"]
@@ -99,6 +99,6 @@ def _problem(text: str, cp_size: int, mask: str, window: tuple[int, int], dtype:
     if len(shape) != 4:
         raise ValueError(f"--shapes is {text!r}; it must be H_Q,H_KV,D_QK,D_V, such as 32,8,128,128")
     sizes = dict(zip(("heads_q", "heads_kv", "d_qk", "d_v"), shape, strict=True))
-    rows, sides = 2 * _ROWS * cp_size, (min(window[0], _ROWS), min(window[1], _ROWS))
-    alone = Request(1, [8 * rows, rows], attn_mask_type=mask, window_size=sides, dtype=dtype, **sizes)
+    rows, sides = 2 * _ROWS * cp_size, f"{min(window[0], _ROWS)},{min(window[1], _ROWS)}"
+    alone = Request("p2p", 1, seqlens=f"{8 * rows},{rows}", mask=mask, window=sides, dtype=dtype, **sizes)
     return replace(problem_of(alone), cp_size=cp_size)

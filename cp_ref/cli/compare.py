@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cp_ref.cli.common import DIFFERENT, readable_errors
+from cp_ref.common.cli.terminal import CHECK_FAILED, readable_errors
 from cp_ref.comparison import compare as compare_traces
 from cp_ref.tracing import Trace
 
@@ -32,4 +32,4 @@ def compare(
             found = compare_traces(Trace.load(a), Trace.load(b), rtol=rtol, atol=atol)
         console.print(str(found), markup=False, style="green" if found else None)
     if not found:
-        raise typer.Exit(DIFFERENT)
+        raise typer.Exit(CHECK_FAILED)

@@ -12,8 +12,7 @@ from rich.rule import Rule
 from rich.text import Text
 from typer import Option
 
-from cp_ref.cli.common import place, table
-from cp_ref.cli.problem import Request, with_problem
+from cp_ref.cli.problem import Request
 from cp_ref.cli.values import checked_position, show_values
 from cp_ref.cli.words import (
     BACKWARD,
@@ -26,16 +25,17 @@ from cp_ref.cli.words import (
     step_words,
     tile_words,
 )
+from cp_ref.common.cli.options import check_head, integers, with_options
+from cp_ref.common.cli.terminal import coloured, table
 from cp_ref.spec import Problem, Schedule, Step, verify
-from cp_ref.spec.picture import rank_colour, svg_picture, text_picture
-from cp_ref.spec.svg_elements import ink_on
+from cp_ref.spec.picture import svg_picture, text_picture
 
 __all__ = ["explain"]
 
 _FEW_RANKS = 8  # up to here all ranks are shown unasked
 
 
-@with_problem
+@with_options
 def explain(
     request: Request,
     values: Annotated[bool, Option("--values", help="Run it on random tensors too, and follow one position.")] = False,
@@ -52,9 +52,8 @@ def explain(
     """
     console = Console(highlight=False)
     problem, schedule = request.problem, request.plan.schedule
-    position = place("--query", query) if query else None
-    if not 0 <= head < problem.heads_q:
-        raise ValueError(f"--head is {head}; it must be 0 to {problem.heads_q - 1}")
+    position = _place(query) if query else None
+    check_head(head, problem.heads_q)
     if rank is not None and not 0 <= rank < problem.cp_size:
         raise ValueError(f"--rank is {rank}; it must be 0 to {problem.cp_size - 1}")
     if position is not None and not values:
@@ -89,7 +88,7 @@ class _Walk:
         self._heading(f"The schedule: {self.problem.cp_comm_type}")
         self._say(about(self.problem))
         picture = text_picture(self.problem, self.schedule, width=self.console.width - 1, head=self.head)
-        self.console.print(_coloured(picture, self._steps("forward"), -1))
+        self.console.print(coloured(picture, self._steps("forward")))
         self.console.print()
         self._say(legend(self.problem))
         if len(self.ranks) < self.problem.cp_size:
@@ -117,7 +116,7 @@ class _Walk:
     def _owners(self) -> None:
         p = self.problem
         alike = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in p.sequences)
-        owners = table(">rank", "tokens") if alike else table(">rank", "queries", "keys and values")
+        owners = table("", ">rank", "tokens") if alike else table("", ">rank", "queries", "keys and values")
         for rank in range(p.cp_size):
             sides = [self._owned(rank, side, heads) for side, heads in (("q", p.heads_q), ("kv", p.heads_kv))]
             owners.add_row(str(rank), *sides[: 1 if alike else 2])
@@ -147,12 +146,12 @@ class _Walk:
         schedule = replace(self.schedule, forward=so_far)
         picture = text_picture(self.problem, schedule, width=self.console.width - 1, head=self.head).split("\n\n")[1]
         done = re.sub(r"\d+:(\d+)", lambda m: m[0] if int(m[1]) == number else f"{'+':^{len(m[0])}}", picture)
-        self.console.print(_coloured(done, self._steps("forward"), number))
+        self.console.print(coloured(done, self._steps("forward"), paler=False))
         self.console.print("R:S computed now by rank R, + computed before, . not yet or never (masked)", style="dim")
 
     def _table(self, steps: dict[int, Step]) -> None:
         p = self.problem
-        columns = table(">rank", "computes", "sends", "receives")
+        columns = table("", ">rank", "computes", "sends", "receives")
         for rank, step in steps.items():
             columns.add_row(
                 str(rank),
@@ -179,10 +178,14 @@ class _Walk:
         self.console.print()
 
 
-def _coloured(picture: str, steps: int, number: int) -> Text:
-    """A text picture with cells on their rank's colour, paler with each step; with a step's number all as in it."""
-    text = Text(picture, no_wrap=True, overflow="crop")
-    for cell in re.finditer(r"(?<=[│ ])(\d+):(\d+)(?!\S)", picture):
-        colour = rank_colour(int(cell[1]), int(cell[2]) if number < 0 else 0, steps)
-        text.stylize(f"{ink_on(colour)} on {colour}", cell.start(), cell.end())
-    return text
+def _place(text: str) -> tuple[int, int]:
+    """SEQ:POS as two integers.
+
+    >>> _place("0:13")
+    (0, 13)
+    """
+    rule = "SEQ:POS, the number of a sequence and a position in it, both from 0, such as 0:13"
+    values = integers("--query", text, rule, ":")
+    if len(values) != 2 or min(values) < 0:
+        raise ValueError(f"--query is {text!r}; it must be {rule}")
+    return values[0], values[1]

@@ -9,12 +9,13 @@ from rich.console import Console
 from typer import Option
 
 from cp_ref.cli.plant import PLANTS, planted
-from cp_ref.cli.problem import Request, with_problem
+from cp_ref.cli.problem import Request
+from cp_ref.common.cli.options import with_options
 
 __all__ = ["record"]
 
 
-@with_problem
+@with_options
 def record(
     request: Request,
     save: Annotated[Path | None, Option(help="Write the trace to this file, for `compare`.")] = None,

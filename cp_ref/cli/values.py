@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from cp_ref.cli.common import table
 from cp_ref.cli.problem import Request
 from cp_ref.cli.words import span
+from cp_ref.common.cli.terminal import table
 from cp_ref.formats import lse_to_packed, to_packed
 from cp_ref.merge import merge
 from cp_ref.oracle import dense_attention
@@ -95,7 +95,7 @@ def _merge_table(
     """Tile by tile: its result, and the result so far; `first_key`: the row of the sequence's first key. Returns
     (out, lse) of all.
     """
-    rows = table(">step", ">rank", "keys", ">lse", "out", ">lse now", "out now")
+    rows = table("", ">step", ">rank", "keys", ">lse", "out", ">lse now", "out now")
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
     out, lse = torch.zeros(problem.d_v, dtype=wide), torch.tensor(float("-inf"), dtype=wide)
     for item, part, part_lse in partial:
@@ -134,7 +134,7 @@ def _results(
     fmt = problem.qkv_format
     oracle = to_packed(out, fmt)[row, head], lse_to_packed(lse, fmt)[row, head]
     returned = _at(final["out"], row, head), _at(final["lse"], row, head)
-    rows = table("", ">lse", "out", ">largest difference")
+    rows = table("", "", ">lse", "out", ">largest difference")
     for name, (o, x) in (("the tiles above, merged", merged), ("cp_ref.attention returned", returned)):
         rows.add_row(name, _number(x), _vector(o), f"{_difference(o, x, *oracle):.1e}")
     rows.add_row("the oracle, in float64", _number(oracle[1]), _vector(oracle[0]), "")

@@ -262,7 +262,7 @@ def test_tokens_have_the_same_numbers_however_they_are_split() -> None:
     ("options", "words"),
     [
         (["--cp-comm-type", "carrier_pigeon"], "cp_comm_type is 'carrier_pigeon'"),
-        (["--cp-comm-type", "a2a+p2p", "--a2a-size", "3"], "a2a_size is 3; it must divide the group's size 4"),
+        (["--cp-comm-type", "a2a+p2p", "--a2a-size", "3"], "--a2a-size is 3; it must divide the number of ranks, 4"),
         (["--a2a-size", "2"], "--a2a-size is 2, but --cp-comm-type is p2p"),
         (["--seqlens", "4,x"], "--seqlens is '4,x'; it must be lengths of at least 0"),
         (["--window", "3"], "--window is '3'; it must be LEFT,RIGHT"),

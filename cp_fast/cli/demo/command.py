@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from cp_fast.backends import BACKENDS
-from cp_fast.cli.common import BAD_INPUT, CHECK_FAILED, check_head, complain, exchanging, readable_errors, window
 from cp_fast.cli.demo.check import check_exact, check_results, spoiled
 from cp_fast.cli.demo.documents import read_documents
 from cp_fast.cli.demo.job import Job
@@ -20,6 +19,8 @@ from cp_fast.cli.demo.progress import Bars
 from cp_fast.cli.demo.rank import Measured, run_rank
 from cp_fast.cli.demo.show import show_checks, show_documents, show_picture, show_ranks
 from cp_fast.cli.demo.where import Where, choose_where
+from cp_ref.common.cli.options import check_head, exchanging, window
+from cp_ref.common.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors
 from cp_ref.spec import LAYOUTS, MASKS, check_choice
 from cp_ref.spec.arguments import DTYPES
 from cp_ref.spec.picture import svg_picture
@@ -92,7 +93,7 @@ def demo(
             seed=seed,
             spoil=spoil,
         )
-        check_head(head, job.problem)
+        check_head(head, job.heads_q)
     if not where.speaks:
         console.quiet = True
     show_documents(console, documents, job)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cp_fast.cli.problem import cumulative, padded
+from cp_ref.common.cli.options import cumulative
 from cp_ref.spec import Problem, Sizes, read_problem
 
 __all__ = ["Job"]
@@ -46,7 +46,7 @@ class Job:
         """Count the documents' bytes and the slots that they take."""
         lengths = [len(d) for d in self.documents]
         object.__setattr__(self, "lengths", tuple(lengths))
-        object.__setattr__(self, "slots", tuple(padded(lengths, 2 * self.ranks)))
+        object.__setattr__(self, "slots", tuple(-(-n // (2 * self.ranks)) * 2 * self.ranks for n in lengths))
 
     @property
     def problem(self) -> Problem:

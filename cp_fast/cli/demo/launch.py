@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from cp_fast.cli.common import one_line
 from cp_fast.cli.demo.job import Job
 from cp_fast.cli.demo.rank import STAGES, Measured, run_rank
+from cp_ref.common.cli.terminal import one_line
 from cp_ref.spec import Unsupported
 
 __all__ = ["RankFailed", "spawn", "torchrun_group", "under_torchrun"]

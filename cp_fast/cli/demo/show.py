@@ -8,11 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast.cli.common import heads_line, picture, size_text, table
+from cp_fast.cli.common import heads_line, picture, size_text
 from cp_fast.cli.demo.check import Exact
 from cp_fast.cli.demo.documents import Document
 from cp_fast.cli.demo.job import Job
 from cp_fast.cli.demo.rank import Measured
+from cp_ref.common.cli.terminal import table
 from cp_ref.spec import verify
 
 __all__ = ["show_checks", "show_documents", "show_picture", "show_ranks"]
