@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from cp_fast.backends import BackwardOperands, LaunchOptions
 from cp_fast.bound import Ready
 from cp_fast.program import OWN
 from cp_fast.running import Inputs, Run
@@ -41,11 +42,11 @@ def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     run.hold_own("q", [q])
     run.hold_own("kv", [k, v])
     max_logit: torch.Tensor | None = None
-    has_max_logit = True
+    has_max_logit, options = True, LaunchOptions(given.problem.scale, given.problem.softcap)
     for step in run.ready.steps:
         pending = run.post(step)
         for launch in step.launches:
-            part = _forward(given, run, launch)
+            part = _forward(given, run, launch, options)
             if part is None:
                 has_max_logit = False
             else:
@@ -62,14 +63,14 @@ def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     return Forward(out, lse, max_logit if has_max_logit else None, kept)
 
 
-def _forward(given: Inputs, run: Run, launch: Ready) -> torch.Tensor | None:
+def _forward(given: Inputs, run: Run, launch: Ready, options: LaunchOptions) -> torch.Tensor | None:
     """One launch; its max_logit, where the library has one."""
-    problem, results = given.problem, run.results
+    results = run.results
     for give in launch.results:
         results.settle(give.sums)
     (q_rows,), _ = run.take(launch.operands[0])
     (k_rows, v_rows), _ = run.take(launch.operands[1])
-    part = given.backend.forward(q_rows, k_rows, v_rows, launch.segments, scale=problem.scale, softcap=problem.softcap)
+    part = given.backend.forward(q_rows, k_rows, v_rows, launch.segments, options)
     results.contribute(launch.results, (part.out,), part.lse)
     return part.max_logit
 
@@ -108,11 +109,12 @@ def run_backward(
             run.hold(name, [next(rest) for _ in range(2 if program.buffers[name].kind == "kv" else 1)])
     for name in program.saved_sums.values():
         run.hold(name, [next(rest)], [next(rest)])
+    options = LaunchOptions(given.problem.scale, given.problem.softcap, deterministic)
     dq = None
     for step in run.ready.steps:
         pending = run.post(step)
         for launch in step.launches:
-            _backward(given, run, launch, deterministic)
+            _backward(given, run, launch, options)
         if step.dq_is_done:
             (dq,), _ = run.results.home("dq", sizes[0])  # while the last gradients of keys travel home
         run.complete_step(step, pending)
@@ -122,9 +124,9 @@ def run_backward(
     return dq, dk, dv
 
 
-def _backward(given: Inputs, run: Run, launch: Ready, deterministic: bool) -> None:
+def _backward(given: Inputs, run: Run, launch: Ready, options: LaunchOptions) -> None:
     """One launch. What it read and yielded is let go when it returns, before the next one asks for memory."""
-    problem, results = given.problem, run.results
+    results = run.results
     for give in launch.results:
         results.settle(give.sums)
     q, kv, do, res = launch.operands
@@ -132,18 +134,9 @@ def _backward(given: Inputs, run: Run, launch: Ready, deterministic: bool) -> No
     (k_rows, v_rows), _ = run.take(kv)
     (dout_rows,), dlse_rows = run.take(do)
     (out_rows,), (lse_rows,) = run.take(res)
-    part = given.backend.backward(
-        dout_rows,
-        q_rows,
-        k_rows,
-        v_rows,
-        out_rows,
-        lse_rows,
-        dlse_rows[0] if dlse_rows else None,
-        launch.segments,
-        scale=problem.scale,
-        softcap=problem.softcap,
-        deterministic=deterministic,
+    operands = BackwardOperands(
+        dout_rows, q_rows, k_rows, v_rows, out_rows, lse_rows, dlse_rows[0] if dlse_rows else None
     )
+    part = given.backend.backward(operands, launch.segments, options)
     results.contribute(launch.results, (part.dq,))
     results.contribute(launch.results_kv, (part.dk, part.dv))

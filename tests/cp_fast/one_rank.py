@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp_fast
-from cp_fast.backends import Gradients, Partial
+from cp_fast.backends import BackwardOperands, Gradients, Partial
 from cp_fast.peers.exchange import PeerMessages, Shared
 from cp_fast.peers.watch import Watch
 from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
@@ -36,13 +36,12 @@ class Allocates:
     def why_not(self) -> str | None:
         return None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **how: Any) -> Partial:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Partial:
         out = q.new_empty(*q.shape[:2], v.shape[2])
         return Partial(out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None)
 
-    def backward(
-        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **how: Any
-    ) -> Gradients:
+    def backward(self, operands: BackwardOperands, *rest: Any) -> Gradients:
+        _, q, k, v, *_ = operands
         sums = [torch.empty_like(x, dtype=torch.float32) for x in (k, v, q)]
         rounded = []
         for x in (k, v, q):  # each from its sum, which goes then
