@@ -30,13 +30,13 @@ class LaunchTable(NamedTuple):
     lengths_k: Column
 
     @property
-    def q_spans(self) -> Spans:
-        """The queries' rows."""
+    def q_spans(self) -> tuple[Column, Column]:
+        """The queries' rows (start, stop)."""
         return self.q.start, self.q.stop
 
     @property
-    def k_spans(self) -> Spans:
-        """The keys' rows."""
+    def k_spans(self) -> tuple[Column, Column]:
+        """The keys' rows (start, stop)."""
         return self.k.start, self.k.stop
 
 
@@ -65,13 +65,13 @@ def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
     return len(launches), sum(int((launch.q.stop - launch.q.start).sum()) for launch in launches)
 
 
-def keys_in_buffer_order(table: LaunchTable, rows: RowMap) -> LaunchTable:
+def keys_in_buffer_order(table: LaunchTable, rows: RowMap, keys: Spans) -> LaunchTable:
     """A launch in which nothing is hidden, with each segment's keys in the order of their buffer: where there are few
-    segments they may then lie side by side there, and need not be gathered.
+    segments they may then lie side by side there, and need not be gathered. `keys` are its `k_spans`.
     """
     if table.left is not None or table.right is not None or len(table.lengths_k) > _FEW:
         return table
-    located = rows.locate(table.k_spans)
+    located = rows.locate(keys)
     segment = table.k.segment[located.number]
     order = np.lexsort((located.row, segment))
     start, count = located.start[order], located.count[order]
