@@ -29,8 +29,8 @@ import typer
 from conformance.case import Case
 from conformance.commands import replay_command
 from conformance.implementation import LoadError
-from conformance.record import Played
-from conformance.runner import FAILING, Pairs, Task
+from conformance.record import FAILING, Played
+from conformance.runner import Pairs, Task
 from conformance.session import PROFILES, TierResult
 from conformance.suite_run import SuiteRun, describe_run
 from conformance.workers.pool import ProcessRunner

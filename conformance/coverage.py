@@ -12,10 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from conformance.case import Case
-from conformance.features import AXES, CHOICES, Choice, choices_of, why_impossible
+from conformance.features import CHOICES, Choice, choices_of, why_impossible
 from conformance.record import Played, Verdict
 
 __all__ = ["STATES", "Coverage", "coverage", "played_cases"]
@@ -99,21 +98,6 @@ class Coverage:
                 for a, b, state in others
             ],
         }
-
-    def table(self) -> Table:
-        """For a terminal: each axis with its choices' counts, and how many of its possible pairs ran."""
-        totals = self.totals()
-        possible = sum(totals.values()) - totals["impossible"]
-        title = f"{totals['played']} of {possible} possible pairs of features ran in {self.problems} problems"
-        table = Table("axis", "problems with each choice", title=title)
-        table.add_column("pairs that ran", justify="right")
-        table.add_column("never", justify="right")
-        for axis, (names, _) in AXES.items():
-            states = [self.state(a, b) for a, b in self.pairs() if axis in (a.axis, b.axis)]
-            ran, possible = states.count("played"), len(states) - states.count("impossible")
-            counts = ", ".join(f"{name} {self.count(Choice(axis, name), Choice(axis, name))}" for name in names)
-            table.add_row(axis, counts, f"{ran} of {possible}", str(states.count("never")))
-        return table
 
 
 def coverage(played: Iterable[Played]) -> Coverage:

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from conformance.commands import replay_command
 from conformance.coverage import Coverage
-from conformance.record import Played
-from conformance.runner import FAILING
+from conformance.record import FAILING, Played
 from conformance.session import TierResult
 
 __all__ = ["print_coverage", "print_failures", "print_table"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["LEVELS", "VERDICTS", "Level", "Played", "RunRecord", "Verdict", "readable"]
+__all__ = ["FAILING", "LEVELS", "VERDICTS", "Level", "Played", "RunRecord", "Verdict", "readable"]
 
 Level = Literal["helpers", "merge", "kernel", "schedule"]
 LEVELS: tuple[Level, ...] = ("helpers", "merge", "kernel", "schedule")
@@ -28,6 +28,7 @@ VERDICTS: tuple[Verdict, ...] = (
 error that should not be. missing: the implementation does not offer this level or function. crashed: the worker process
 died. hung: the watchdog ended it. known: wrong or crashed, and expected by the ledger.
 """
+FAILING: tuple[Verdict, ...] = ("wrong", "crashed", "hung", "out of memory")
 
 
 def readable(text: str) -> str:

@@ -13,8 +13,8 @@ from hypothesis.strategies import SearchStrategy
 
 from conformance.case import Case
 from conformance.distinctive import distinctive_features
-from conformance.record import Level, Played
-from conformance.runner import FAILING, Runner, Task
+from conformance.record import FAILING, Level, Played
+from conformance.runner import Runner, Task
 from conformance.tiers import CASE_TIERS
 
 __all__ = ["Judge", "OnProblem", "Profile", "Round", "as_it_is"]

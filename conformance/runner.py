@@ -18,16 +18,15 @@ from conformance.gpu_context import context_error
 from conformance.implementation import Implementation, Missing, as_implementation
 from conformance.judged import Judged
 from conformance.levels import LEVEL_TIERS, Raised
-from conformance.record import Level, Played, Verdict
+from conformance.record import FAILING, Level, Played, Verdict
 from conformance.reference import Hang, Watch, describe_error, is_out_of_memory, run_ranks, watching
 from conformance.run import UnsupportedCase
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
 from conformance.tiers.malformed import ERRORS, call_of
 
-__all__ = ["FAILING", "InProcess", "Offer", "Pairs", "Patience", "Runner", "Task", "pairs_of", "play_task", "task_of"]
+__all__ = ["InProcess", "Offer", "Pairs", "Patience", "Runner", "Task", "pairs_of", "play_task", "task_of"]
 
 Pairs = tuple[tuple[int, int], ...]
-FAILING: tuple[Verdict, ...] = ("wrong", "crashed", "hung", "out of memory")
 _MOST_HUNG = 2.5  # times the limit: three problems that hang, or dozens where one rank raised and the others wait
 _WHOLE: tuple[Verdict, ...] = ("unsupported", "missing")  # said of an entry, they are said of all its problems
 

@@ -18,9 +18,9 @@ from conformance.capabilities import Capabilities, narrowed
 from conformance.case import Case
 from conformance.distinctive import distinctive_features
 from conformance.levels import LEVEL_TIERS
-from conformance.record import Level, Played
+from conformance.record import FAILING, Level, Played
 from conformance.rounds import Judge, OnProblem, Profile, Round, as_it_is
-from conformance.runner import FAILING, InProcess, Runner, Task, task_of
+from conformance.runner import InProcess, Runner, Task, task_of
 from conformance.strategies import CP_SIZES, cases
 from conformance.tier_result import Failure, TierResult
 from conformance.tiers import CASE_TIERS, TABLE_TIERS

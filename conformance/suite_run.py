@@ -15,8 +15,8 @@ import torch
 from conformance.capabilities import Capabilities
 from conformance.commands import run_command
 from conformance.levels import LEVEL_TIERS
-from conformance.record import LEVELS, Level, Played, RunRecord
-from conformance.runner import FAILING, Offer, Pairs, Runner, Task
+from conformance.record import FAILING, LEVELS, Level, Played, RunRecord
+from conformance.runner import Offer, Pairs, Runner, Task
 from conformance.session import Profile, TierResult, replay, run_level_tier, run_table, run_tier
 from conformance.strategies import CP_SIZES
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry

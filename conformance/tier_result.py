@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from conformance.record import Played
-from conformance.runner import FAILING
+from conformance.record import FAILING, Played
 
 __all__ = ["Failure", "TierResult"]
 

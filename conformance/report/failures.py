@@ -9,9 +9,9 @@ from conformance.case import Case
 from conformance.commands import replay_command
 from conformance.coverage import played_cases
 from conformance.features import choices_of
-from conformance.record import Played, RunRecord
+from conformance.record import FAILING, Played, RunRecord
 from conformance.report.masks import Difference, visibility_difference
-from conformance.report.states import FAILING, State, state_of
+from conformance.report.states import State, state_of
 
 __all__ = ["Failure", "Refusal", "failures", "refusals"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from conformance.coverage import played_cases
 from conformance.features import AXES, Choice, choices_of, why_impossible
-from conformance.record import RunRecord
-from conformance.report.states import FAILING, State, counted, state_of
+from conformance.record import FAILING, RunRecord
+from conformance.report.states import State, counted, state_of
 from cp_ref.spec import CP_COMM_TYPES, MASKS, QKV_FORMATS
 
 __all__ = ["COLUMNS", "GROUPS", "Cell", "Panel", "matrix"]

@@ -13,13 +13,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from conformance.coverage import Coverage, coverage
 from conformance.features import CHOICES
-from conformance.record import LEVELS, VERDICTS, Played, RunRecord
+from conformance.record import FAILING, LEVELS, VERDICTS, Played, RunRecord
 from conformance.report.failures import Failure, Refusal, failures, refusals
 from conformance.report.matrix import COLUMNS, GROUPS, Panel, matrix
 from conformance.report.pictures import LEVELS as SHADES
 from conformance.report.pictures import coverage_picture, histogram, mask_picture, masks_differ
 from conformance.report.ratios import Ratios, ratios
-from conformance.report.states import FAILING, STATES, counted
+from conformance.report.states import STATES, counted
 
 __all__ = ["Summary", "html", "summary"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from conformance.implementation import LoadError
-from conformance.record import Played
+from conformance.record import FAILING, Played
 from conformance.reference import Hang
-from conformance.runner import FAILING, Offer, Pairs, Task
+from conformance.runner import Offer, Pairs, Task
 from conformance.workers.isolated import IsolatedRunner
 from conformance.workers.remote import RemotePlayer, first_word, tell
 from conformance.workers.turn import GRACE_S, Turn

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from conformance.case import Case
 from conformance.commands import replay_command
-from conformance.record import VERDICTS, Played, RunRecord
+from conformance.record import FAILING, VERDICTS, Played, RunRecord
 from conformance.report import read_record, write_report
 from conformance.report.__main__ import app
 from conformance.report.failures import failures, refusals
 from conformance.report.matrix import matrix
 from conformance.report.page import summary
 from conformance.report.ratios import BINS, ratios
-from conformance.report.states import FAILING, STATES, state_of
+from conformance.report.states import STATES, state_of
 from cp_ref.spec import CP_COMM_TYPES, MASKS, QKV_FORMATS, Problem, Sequence
 from tests.meta.report_records import META, made_up
 
