@@ -40,10 +40,8 @@ def comparison(request: Request) -> Table:
         *("layout", "schedule", ">work / mean", ">K/V rows received", ">sent, both passes", ">tail rows"),
     )
     for n, cost in enumerate(costs, 1):
-        numbers = (
-            (f"{cost.work:.3f}", f"{cost.kv_rows:,.0f}", size_text(cost.sent_bytes), f"{cost.tail:,}")
-            if not cost.refused
-            else (cost.refused, "", "", "")
-        )
-        made.add_row(cost.layout, cost.cp_comm_type, *numbers, end_section=n % (len(costs) // len(LAYOUTS)) == 0)
+        numbers = f"{cost.work:.3f}", f"{cost.kv_rows:,.0f}", size_text(cost.sent_bytes), f"{cost.tail:,}"
+        cells = ("refused", "", "", "") if cost.refused else numbers
+        made.add_row(cost.layout, cost.cp_comm_type, *cells, end_section=n % (len(costs) // len(LAYOUTS)) == 0)
+    made.caption = "\n".join(dict.fromkeys(f"refused: {cost.refused}" for cost in costs if cost.refused)) or None
     return made

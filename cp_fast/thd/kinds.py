@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from cp_fast.kernels import ops_autograd, ops_corrections  # noqa: F401  (register the operators and their gradients)
-from cp_ref.common.thd.checks import check_tensor
+from cp_ref.common.thd.checks import check_given, check_tensor
 from cp_ref.common.thd.corrections import ACTIONS
 from cp_ref.spec import check_choice, check_flag
 
-__all__ = ["call", "check_lengths"]
+__all__ = ["call"]
 
 MOST = 2**63 - 1
 Check = Callable[[str, Any], None]
@@ -26,21 +26,6 @@ def call(operator: str, *arguments: Any) -> Any:
     for (name, check), value in zip(_CHECKS[operator], arguments, strict=True):
         check(name, value)
     return getattr(torch.ops.cp_attention, operator)(*arguments)
-
-
-def check_lengths(name: str, lengths: Any) -> None:
-    """Raise unless these lengths are a strided tensor.
-
-    >>> check_lengths("cu_seqlens", [0, 8])
-    Traceback (most recent call last):
-        ...
-    TypeError: cu_seqlens is a list; it must be an int32 or int64 tensor [b + 1]
-    """
-    if lengths is None:
-        raise ValueError(f"{name} is None; it must be an int32 or int64 tensor [b + 1]")
-    if not isinstance(lengths, torch.Tensor):
-        raise TypeError(f"{name} is a {type(lengths).__name__}; it must be an int32 or int64 tensor [b + 1]")
-    check_tensor(name, lengths)
 
 
 def _check_integer(name: str, value: Any) -> None:
@@ -81,9 +66,7 @@ _BY_TYPE: dict[str, Check] = {
 
 def _checks_of(operator: str) -> tuple[tuple[str, Check], ...]:
     arguments = getattr(torch.ops.cp_attention, operator).default._schema.arguments
-    return tuple(
-        (a.name, check_lengths if a.name.startswith("cu_seqlens") else _BY_TYPE[str(a.type)]) for a in arguments
-    )
+    return tuple((a.name, check_given if a.name.startswith("cu_seqlens") else _BY_TYPE[str(a.type)]) for a in arguments)
 
 
 _CHECKS = {

@@ -9,9 +9,7 @@ import torch
 from cp_fast.context import ContextParallel
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
 from cp_fast.kernels.checks import end_of, sizes_of
-from cp_fast.thd.kinds import check_lengths
-from cp_ref.common.thd import checks
-from cp_ref.common.thd.checks import check_tail
+from cp_ref.common.thd.checks import check_given, check_lengths, check_tail
 from cp_ref.spec.slices import check_known
 
 __all__ = ["cut_packed"]
@@ -24,7 +22,7 @@ def cut_packed(
     check_known(cp.layout)
     if not xs:
         return []
-    check_lengths("cu_seqlens_padded", cu_seqlens_padded)
+    check_given("cu_seqlens_padded", cu_seqlens_padded)
     assert cu_seqlens_padded is not None
     by_device: dict[torch.device, list[int]] = {}
     for number, x in enumerate(xs):
@@ -46,7 +44,7 @@ def _cut_contiguous(
 ) -> list[torch.Tensor]:
     """Layout contiguous: the rank's part of the sequences' tokens, then its part of the tail."""
     tokens = xs[0].shape[0]
-    checks.check_lengths("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
+    check_lengths("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
     sizes_of("cu_seqlens_padded", cu_seqlens_padded)
     end = end_of(cu_seqlens_padded)
     check_tail("x.shape[0]", tokens, end, cp.size)

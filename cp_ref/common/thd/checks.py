@@ -19,6 +19,7 @@ __all__ = [
     "check_device",
     "check_divisible",
     "check_fits",
+    "check_given",
     "check_lengths",
     "check_lse",
     "check_room",
@@ -98,10 +99,10 @@ def half_of(name: str, x: torch.Tensor, axis: int) -> int:
     return x.shape[axis] // 2
 
 
-def check_lengths(name: str, lengths: Any, device: torch.device) -> None:
-    """Raise unless these are cumulative lengths by type, on the device of the data or on the CPU.
+def check_given(name: str, lengths: Any) -> None:
+    """Raise unless these lengths are a strided tensor.
 
-    >>> check_lengths("cu_seqlens", [0, 8], torch.device("cpu"))
+    >>> check_given("cu_seqlens", [0, 8])
     Traceback (most recent call last):
         ...
     TypeError: cu_seqlens is a list; it must be an int32 or int64 tensor [b + 1]
@@ -111,6 +112,11 @@ def check_lengths(name: str, lengths: Any, device: torch.device) -> None:
     if not isinstance(lengths, torch.Tensor):
         raise TypeError(f"{name} is a {type(lengths).__name__}; it must be an int32 or int64 tensor [b + 1]")
     check_tensor(name, lengths)
+
+
+def check_lengths(name: str, lengths: Any, device: torch.device) -> None:
+    """Raise unless these are cumulative lengths by type, on the device of the data or on the CPU."""
+    check_given(name, lengths)
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {lengths.dtype}; it must be int32 or int64")
     if lengths.ndim != 1 or lengths.shape[0] < 1:
