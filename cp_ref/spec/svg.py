@@ -72,8 +72,8 @@ class _Page:
 
     def _heading(self) -> None:
         p = self.problem
-        self._text(_LEFT, 34, "Who computes which scores, and when", size=20, weight=600)
-        self._text(_LEFT, 56, title(p, self.schedule), size=13.5, colour=SOFT)
+        self.out.append(words(_LEFT, 34, "Who computes which scores, and when", size=20, weight=600))
+        self.out.append(words(_LEFT, 56, title(p, self.schedule), size=13.5, colour=SOFT))
         tokens = sum(s.len_q for s in p.sequences)
         count = _counted(len(p.sequences), "sequence")
         if len(self.view.blocks) < len(p.sequences) and p.areas is None:
@@ -83,16 +83,16 @@ class _Page:
         what = f"{count}, {_counted(tokens, 'query token')}; {heads}, {p.dtype}"
         if self.view.some_heads:
             what += f"; query head {self.head} shown"
-        self._text(_LEFT, 75, what, size=13.5, colour=SOFT)
+        self.out.append(words(_LEFT, 75, what, size=13.5, colour=SOFT))
 
     def _axes(self) -> None:
         one = len(self.view.blocks) == 1 and self.problem.areas is None
         where = "positions" if one else "slots of the packed buffer"
         x, y = _LEFT + self.matrix.width / 2, _TOP - STRIP - 24
-        self._text(x, y, f"keys ({where}, coloured by owner)", colour=SOFT, anchor="middle")
+        self.out.append(words(x, y, f"keys ({where}, coloured by owner)", colour=SOFT, anchor="middle"))
         x, y = 26, _TOP + self.matrix.height / 2
         turn = f'transform="rotate(-90 {x} {y:.1f})"'
-        self._text(x, y, f"queries ({where}, coloured by owner)", colour=SOFT, anchor="middle", more=turn)
+        self.out.append(words(x, y, f"queries ({where}, coloured by owner)", colour=SOFT, anchor="middle", more=turn))
 
     def _work(self, x: float) -> float:
         """The legend: a bar for the work of every rank at every step. Returns where it ends."""
@@ -104,21 +104,21 @@ class _Page:
         y, high = _TOP - 4.0, min(26.0, 560 / self.problem.cp_size)
         cell, small = min((_PANEL - 100) / steps, 64), min(12.0, high)
         shares = x + 60 + steps * cell
-        self._text(x, y - 16, "Work by rank and step", size=14, weight=600)
-        self._text(x, y + 6, "rank", size=10.5, colour=SOFT)
+        self.out.append(words(x, y - 16, "Work by rank and step", size=14, weight=600))
+        self.out.append(words(x, y + 6, "rank", size=10.5, colour=SOFT))
         for step in range(0, steps, max(round(20 / cell), 1)):
-            self._text(x + 52 + step * cell, y + 6, str(step), size=10.5, colour=SOFT)
-        self._text(shares, y + 6, "share", size=10.5, colour=SOFT)
+            self.out.append(words(x + 52 + step * cell, y + 6, str(step), size=10.5, colour=SOFT))
+        self.out.append(words(shares, y + 6, "share", size=10.5, colour=SOFT))
         y += 14
         for rank in range(self.problem.cp_size):
             base = y + high / 2 + small / 3
             self.out.append(box(x, y + 1, small * 1.2, high - 3, rank_colour(rank)))
-            self._text(x + 22, base, str(rank), size=small)
+            self.out.append(words(x + 22, base, str(rank), size=small))
             for step in range(steps):
                 left, full = x + 52 + step * cell, work[rank, step] / most
                 self.out.append(box(left, y + 1, cell - 2, high - 3, MASKED))
                 self.out.append(box(left, y + 1, (cell - 2) * full, high - 3, rank_colour(rank, step, steps)))
-            self._text(shares, base, f"{sum(work[rank, s] for s in range(steps)) / total:.1%}", size=small)
+            self.out.append(words(shares, base, f"{sum(work[rank, s] for s in range(steps)) / total:.1%}", size=small))
             y += high
         return y
 
@@ -134,8 +134,8 @@ class _Page:
         ]
         y += 26
         for name, value in facts:
-            self._text(x, y, name, colour=SOFT)
-            self._text(x + 60, y, value)
+            self.out.append(words(x, y, name, colour=SOFT))
+            self.out.append(words(x + 60, y, value))
             y += 19
         y += 10
         key = [(MASKED, "masked: nobody computes it")]
@@ -143,10 +143,10 @@ class _Page:
             key.append(("url(#padding)", "padding"))
         for fill, meaning in key:
             self.out.append(box(x, y - 11, 44, 14, fill, f'stroke="{LINE}"'))
-            self._text(x + 60, y, meaning, colour=SOFT)
+            self.out.append(words(x + 60, y, meaning, colour=SOFT))
             y += 22
         for line in ("In a tile: rank:step, or the step alone.", "A colour is a rank; it pales with the steps."):
-            self._text(x, y + 2, line, colour=SOFT)
+            self.out.append(words(x, y + 2, line, colour=SOFT))
             y += 18
         return y + 16
 
@@ -160,23 +160,9 @@ class _Page:
             return y
         view = plane(self.problem, self.schedule, [longest.number], self.head)
         large = Matrix(view, side, self.view.steps, kind="again")
-        self._text(x, y + 14, f"Sequence {longest.number}, the longest, enlarged", size=14, weight=600)
+        self.out.append(words(x, y + 14, f"Sequence {longest.number}, the longest, enlarged", size=14, weight=600))
         self._place(large, x + 36, y + 58)
         return y + 58 + large.height + 24
-
-    def _text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        *,
-        size: float = 12,
-        colour: str = INK,
-        anchor: str = "",
-        weight: int = 0,
-        more: str = "",
-    ) -> None:
-        self.out.append(words(x, y, text, size=size, colour=colour, anchor=anchor, weight=weight, more=more))
 
 
 def _counted(number: int, thing: str) -> str:

@@ -19,7 +19,7 @@ import re
 import sys
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,17 +60,7 @@ class Package(Fa2Backend):
             q,
             k,
             v,
-            cu_seqlens_q=varlen.cu_q,
-            cu_seqlens_k=varlen.cu_k,
-            max_seqlen_q=varlen.max_q,
-            max_seqlen_k=varlen.max_k,
-            dropout_p=0.0,
-            softmax_scale=varlen.scale,
-            causal=False,
-            window_size_left=varlen.left,
-            window_size_right=varlen.right,
-            softcap=varlen.softcap,
-            alibi_slopes=None,
+            **_options(varlen),
             return_softmax=False,
         )
         return out, checked_lse(lse, q, f"flash-attn {_version()}")
@@ -81,20 +71,27 @@ class Package(Fa2Backend):
         _library()._flash_attn_varlen_backward(
             *operands[:-1],
             *made,
-            cu_seqlens_q=varlen.cu_q,
-            cu_seqlens_k=varlen.cu_k,
-            max_seqlen_q=varlen.max_q,
-            max_seqlen_k=varlen.max_k,
-            dropout_p=0.0,
-            softmax_scale=varlen.scale,
-            causal=False,
-            window_size_left=varlen.left,
-            window_size_right=varlen.right,
-            softcap=varlen.softcap,
-            alibi_slopes=None,
+            **_options(varlen),
             deterministic=deterministic,
         )
         return made
+
+
+def _options(varlen: Varlen) -> dict[str, Any]:
+    """What both passes are told."""
+    return {
+        "cu_seqlens_q": varlen.cu_q,
+        "cu_seqlens_k": varlen.cu_k,
+        "max_seqlen_q": varlen.max_q,
+        "max_seqlen_k": varlen.max_k,
+        "dropout_p": 0.0,
+        "softmax_scale": varlen.scale,
+        "causal": False,
+        "window_size_left": varlen.left,
+        "window_size_right": varlen.right,
+        "softcap": varlen.softcap,
+        "alibi_slopes": None,
+    }
 
 
 class _Found(NamedTuple):
