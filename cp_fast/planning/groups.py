@@ -35,12 +35,15 @@ class SegmentKeys(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LaunchRows:
-    """A launch's segments, and the global rows of its queries and keys, segment after segment."""
+    """A launch's segments, and the global rows of its queries and keys, segment after segment. It has the keys
+    `kv_once` as often as its table says.
+    """
 
     table: LaunchTable
     segments: SegmentKeys
     q: Spans
     kv: Spans
+    kv_once: Spans
 
     def rows(self, kind: str) -> Spans:
         """Those of a kind of operands."""
@@ -102,8 +105,10 @@ class TileGroups:
 
     def _launch(self, table: LaunchTable) -> LaunchRows:
         keys = self._tables.lengths(table.lengths_q), self._tables.lengths(table.lengths_k)
-        rows = self._sets.of(*table.q_spans), self._sets.of(*table.k_spans)
-        return LaunchRows(table, SegmentKeys(*keys, table.left, table.right), *rows)
+        q, kv = self._sets.of(*table.q_spans), self._sets.of(*table.k_spans)
+        once = len(kv) // table.times
+        kv_once = kv if table.times == 1 else self._sets.of(kv.start[:once], kv.stop[:once])
+        return LaunchRows(table, SegmentKeys(*keys, table.left, table.right), q, kv, kv_once)
 
     def in_buffer_order(self, launch: LaunchRows, rows: RowMap) -> LaunchRows:
         """The launch with its keys as they are best read from this buffer."""
