@@ -261,8 +261,7 @@ class _Pass:
             return Launch(q, kv, None, None, launch.segments, heads[0], out)
         do, res = (self._found(kind, heads, launch.q, number) for kind in ("do", "res"))
         dq = self.results.goes_to("dq", heads, launch.q, number)
-        rows = (n * launch.kv_once.total for n in range(launch.table.times))
-        dkv = (self.results.goes_to("dkv", kv_heads, launch.kv_once, number, row) for row in rows)
+        dkv = (self.results.goes_to("dkv", kv_heads, rows, number, begin) for rows, begin in launch.layers)
         return Launch(q, kv, do, res, launch.segments, heads[0], dq, tuple(chain.from_iterable(dkv)))
 
     def _found(self, kind: str, heads: Heads, spans: Spans, number: int) -> Operand[RowKey]:

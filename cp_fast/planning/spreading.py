@@ -23,19 +23,16 @@ __all__ = ["spread"]
 
 _BLOCK = 128  # keys of a kernel's block; queries are cut at its multiples too
 _BLOCKS = 4  # so many blocks of keys a head are enough: 32 heads then have 128, and an H200 132 multiprocessors
-_ROWS = 1024  # queries that a part has at least
+_ROWS = 1024  # queries that a part has at least, and more than a block of them
 
 
-def spread(launch: Segments) -> tuple[Segments, int]:
-    """A launch without a mask that has few keys, with each segment cut in so many parts: the first parts of all
-    segments, then the second ones, which have the same keys once more. Any other launch as it is, in one part.
+def spread(launch: Segments) -> Segments:
+    """A launch without a mask that has few keys, with each segment cut in as many parts; any other launch as it is.
 
     >>> q, k = SegmentSpans.of_rows([(0, 0, 2000), (0, 3000, 5300)]), SegmentSpans.of_rows([(0, 0, 64)])
-    >>> found, parts = spread(Segments(*np.array([[0], [-1], [-1]]), q, k))
-    >>> parts, list(found.k.rows())
-    (4, [(0, 0, 64), (1, 0, 64), (2, 0, 64), (3, 0, 64)])
-    >>> list(found.q.rows())
-    [(0, 0, 1024), (1, 1024, 2000), (1, 3000, 3048), (2, 3048, 4200), (3, 4200, 5300)]
+    >>> found = spread(Segments(*np.array([[0], [-1], [-1]]), q, k))
+    >>> list(found.q.rows()), list(found.k.rows())[-1]
+    ([(0, 0, 1024), (1, 1024, 2000), (1, 3000, 3048), (2, 3048, 4200), (3, 4200, 5300)], (3, 0, 64))
     """
     rows, keys = (
         np.bincount(spans.segment, spans.stop - spans.start, len(launch)).astype(np.int64)
@@ -44,13 +41,11 @@ def spread(launch: Segments) -> tuple[Segments, int]:
     parts = _BLOCKS // int((-(-keys // _BLOCK)).sum())
     parts = min(parts, int(rows.min()) // _ROWS)
     if parts < 2 or bool(((launch.left >= 0) | (launch.right >= 0)).any()):
-        return launch, 1
-    number, part = np.arange(len(launch)), np.arange(parts)
+        return launch
     first = np.cumsum(rows) - rows  # of each segment, among all rows of queries one behind the other
-    edges = rows[:, None] * part // parts // _BLOCK * _BLOCK + first[:, None]
-    each = launch.take(np.repeat(number, parts))
-    cut = Segments(each.area, each.left, each.right, _cut(launch.q, edges.ravel()), each.k)
-    return cut.take((number * parts + part[:, None]).ravel()), parts
+    edges = rows[:, None] * np.arange(parts) // parts // _BLOCK * _BLOCK + first[:, None]
+    each = launch.take(np.repeat(np.arange(len(launch)), parts))
+    return Segments(each.area, each.left, each.right, _cut(launch.q, edges.ravel()), each.k)
 
 
 def _cut(spans: SegmentSpans, edges: Column) -> SegmentSpans:
