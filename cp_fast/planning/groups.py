@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from cp_fast.planning.launches import LaunchTable, keys_in_buffer_order, launch_tables
 from cp_fast.planning.rows import RowMap, Spans, SpanSets
 from cp_fast.planning.tables import Key, Tables
 from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles
 from cp_fast.program import Heads
-from cp_ref.spec import Tiles, Workload
+from cp_ref.spec import Column, Tiles, Workload
 
 __all__ = ["LaunchRows", "SegmentKeys", "TileGroup", "TileGroups"]
 
@@ -35,12 +37,15 @@ class SegmentKeys(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LaunchRows:
-    """A launch's segments, and the global rows of its queries and keys, segment after segment."""
+    """A launch's segments, and the global rows of its queries and keys, segment after segment. `layers`: the rows of
+    keys once more, in parts that have each row once, with where the spans of each begin among all.
+    """
 
     table: LaunchTable
     segments: SegmentKeys
     q: Spans
     kv: Spans
+    layers: tuple[tuple[Spans, Column], ...]
 
     def rows(self, kind: str) -> Spans:
         """Those of a kind of operands."""
@@ -102,8 +107,14 @@ class TileGroups:
 
     def _launch(self, table: LaunchTable) -> LaunchRows:
         keys = self._tables.lengths(table.lengths_q), self._tables.lengths(table.lengths_k)
-        rows = self._sets.of(*table.q_spans), self._sets.of(*table.k_spans)
-        return LaunchRows(table, SegmentKeys(*keys, table.left, table.right), *rows)
+        q, kv = self._sets.of(*table.q_spans), self._sets.of(*table.k_spans)
+        if table.layer is None:
+            layers = ((kv, kv.begin),)
+        else:
+            layer = table.layer[table.k.segment]
+            each = [np.flatnonzero(layer == n) for n in range(int(layer.max()) + 1)]
+            layers = tuple((self._sets.of(kv.start[some], kv.stop[some]), kv.begin[some]) for some in each)
+        return LaunchRows(table, SegmentKeys(*keys, table.left, table.right), q, kv, layers)
 
     def in_buffer_order(self, launch: LaunchRows, rows: RowMap) -> LaunchRows:
         """The launch with its keys as they are best read from this buffer."""

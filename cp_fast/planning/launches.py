@@ -9,7 +9,8 @@ import numpy as np
 
 from cp_fast.planning.joins import Segments, SegmentSpans, boxes, one_each, squares, strips
 from cp_fast.planning.rows import RowMap, Spans
-from cp_fast.planning.sharing import alike, apart, areas_meet, behind, staircases
+from cp_fast.planning.sharing import alike, apart, areas_meet, behind, layers, staircases
+from cp_fast.planning.spreading import spread
 from cp_fast.planning.windows import BandTiles, WindowRule, cut_to_windows
 from cp_ref.spec import Column
 
@@ -20,7 +21,11 @@ _SAMPLE = 1024  # spans
 
 
 class LaunchTable(NamedTuple):
-    """One launch: its window, its rows as spans of global rows, segment after segment, and the segments' lengths."""
+    """One launch: its window, its rows as spans of global rows, segment after segment, and the segments' lengths.
+
+    A row of queries is there once. So is a row of keys where `layer` is None; else `layer` is a number for each
+    segment, and those with the same number have no row of keys in common.
+    """
 
     left: int | None
     right: int | None
@@ -28,6 +33,7 @@ class LaunchTable(NamedTuple):
     k: SegmentSpans
     lengths_q: Column
     lengths_k: Column
+    layer: Column | None = None
 
     @property
     def q_spans(self) -> tuple[Column, Column]:
@@ -57,7 +63,7 @@ def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
         for way in joined
         for some in (behind(way), way)
     ]
-    return [_launch(_by_queries(found)) for found in min(choices, key=_cost)]
+    return [_launch(spread(_by_queries(found))) for found in min(choices, key=_cost)]
 
 
 def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
@@ -88,12 +94,13 @@ def _by_queries(segments: Segments) -> Segments:
 
 def _launch(segments: Segments) -> LaunchTable:
     left, right = int(segments.left[0]), int(segments.right[0])
-    lengths = [
+    lengths_q, lengths_k = (
         np.bincount(spans.segment, spans.stop - spans.start, len(segments)).astype(np.int64)
         for spans in (segments.q, segments.k)
-    ]
+    )
+    layer = layers(segments) if _overlap(segments.k) else None
     window = (None if left < 0 else left), (None if right < 0 else right)
-    return LaunchTable(*window, segments.q, segments.k, *lengths)
+    return LaunchTable(*window, segments.q, segments.k, lengths_q, lengths_k, layer)
 
 
 def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:

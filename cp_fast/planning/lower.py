@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 
 from cp_fast.planning.groups import LaunchRows, TileGroup, TileGroups
 from cp_fast.planning.operands import Held, Operands
@@ -260,8 +261,8 @@ class _Pass:
             return Launch(q, kv, None, None, launch.segments, heads[0], out)
         do, res = (self._found(kind, heads, launch.q, number) for kind in ("do", "res"))
         dq = self.results.goes_to("dq", heads, launch.q, number)
-        dkv = self.results.goes_to("dkv", kv_heads, launch.kv, number)
-        return Launch(q, kv, do, res, launch.segments, heads[0], dq, dkv)
+        dkv = (self.results.goes_to("dkv", kv_heads, rows, number, begin) for rows, begin in launch.layers)
+        return Launch(q, kv, do, res, launch.segments, heads[0], dq, tuple(chain.from_iterable(dkv)))
 
     def _found(self, kind: str, heads: Heads, spans: Spans, number: int) -> Operand[RowKey]:
         operand = self.operands.find(kind, heads, spans, number)

@@ -98,8 +98,12 @@ class Results:
         """(sums, heads, rows) of the outs that leave this rank complete; after `announce` of the forward pass."""
         return [(o.sums, o.heads, o.rows) for o in self._outgoing["out"] if self.sums[o.sums].complete]
 
-    def goes_to(self, kind: str, heads: Heads, spans: Spans, step: int) -> tuple[Contribution[RowKey], ...]:
-        """Where the rows of these spans go, which are the rows of a partial result of `step`, span after span."""
+    def goes_to(
+        self, kind: str, heads: Heads, spans: Spans, step: int, begin: Column | None = None
+    ) -> tuple[Contribution[RowKey], ...]:
+        """Where the rows of these spans go, which are the rows of a partial result of `step`, span after span; or each
+        begins at a row of its own.
+        """
         later = [o for o in self._outgoing[kind] if o.step > step]
         if kind in self._stay and self.own[kind].covers(spans):
             later = []
@@ -107,7 +111,7 @@ class Results:
         cuts = sorted({*heads, *(e for e in edges if heads[0] < e < heads[1])})
         found: list[Contribution[RowKey]] = []
         for part in pairwise(cuts):
-            rest, offset = spans, spans.begin  # rows of the partial result
+            rest, offset = spans, spans.begin if begin is None else begin  # rows of the partial result
             for out in later:
                 if out.heads[0] <= part[0] and part[1] <= out.heads[1] and len(rest):
                     rest, offset = self._into(found, out.sums, out.rows, rest, offset, part, heads)

@@ -1,12 +1,14 @@
 """Segments of areas that have rows in common: few of them, in few launches.
 
-A launch adds its results by rows, so no two of its segments may have a query row or a key row in common. Areas of one
-mask often do: the blocks before each block, a prompt before its answers.
+A launch adds its results by rows, so no two of its segments may have a query row in common; nor a key row, but where
+the gradients of keys are added up layer by layer. Areas of one mask often have: the blocks before each block, a prompt
+before its answers.
 
 staircases   segments without a mask: few rectangles instead, of which many go into one launch
 alike        segments without a mask: one for all queries that see the same keys, which has each query once
 behind       the segment of a causal area, with the keys that its queries see before it: one segment
 apart        segments in launches, each where there is room
+layers       a launch's segments by what may be added up at once
 
     block-causal, 4 blocks, without the diagonal        staircases: b and c have no row in common
         a . . .         a: block 0 for 1                    b . . .       launch 1: a
@@ -17,6 +19,7 @@ apart        segments in launches, each where there is room
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import groupby, pairwise
 from operator import and_, or_
@@ -25,8 +28,9 @@ import numpy as np
 
 from cp_fast.planning.joins import Segments, SegmentSpans
 from cp_fast.planning.windows import BandTiles
+from cp_ref.spec import Column
 
-__all__ = ["alike", "apart", "areas_meet", "behind", "staircases"]
+__all__ = ["alike", "apart", "areas_meet", "behind", "layers", "staircases"]
 
 Group = tuple[int, int]  # queries and keys, each a set of atoms: bit n is there for atom n
 
@@ -149,23 +153,60 @@ def behind(segments: Segments) -> Segments:
 
 
 def apart(segments: Segments) -> list[Segments]:
-    """The segments in launches that have each row of queries, and of keys, once: large segments first, each in the
-    first launch that has room.
+    """The segments in launches that have each row of queries once: large segments first, each in the first launch that
+    has room. A row of keys may be there again, as long as all such rows are at most half as many as the queries: to
+    gather them, and to add up their gradients, costs less than a launch does, which reads its queries and merges their
+    results.
 
     >>> q, k = [(0, 0, 4), (1, 4, 6), (2, 6, 8)], [(0, 0, 4), (1, 0, 4), (2, 4, 6)]  # two with the same keys
     >>> three = Segments(*np.array([[0, 1, 2], [-1] * 3, [-1] * 3]), *map(SegmentSpans.of_rows, (q, k)))
     >>> [len(launch) for launch in apart(three)]
     [2, 1]
     """
-    sides = [_Atoms(spans).sets(segments) for spans in (segments.q, segments.k)]
+    atoms = _Atoms(segments.q), _Atoms(segments.k)
+    sides = [of_side.sets(segments) for of_side in atoms]
     rows = [np.bincount(spans.segment, spans.stop - spans.start, len(segments)) for spans in (segments.q, segments.k)]
-    launches: list[tuple[int, int, list[int]]] = []
+    launches: list[_Room] = []
     for n in np.argsort(-rows[0] * rows[1], kind="stable").tolist():
         q, k = sides[0][n], sides[1][n]
-        place = next((x for x, (mine, its, _) in enumerate(launches) if not (mine & q or its & k)), len(launches))
-        mine, its, some = launches[place] if place < len(launches) else (0, 0, [])
-        launches[place : place + 1] = [(mine | q, its | k, [*some, n])]
-    return [segments.take(np.array(sorted(some))) for _, _, some in launches]
+        for launch in launches:
+            again = launch.again + (atoms[1].rows(launch.keys & k) if launch.keys & k else 0)
+            if not launch.queries & q and 2 * again <= launch.rows + int(rows[0][n]):
+                break
+        else:
+            launch, again = _Room(), 0
+            launches.append(launch)
+        launch.queries, launch.keys, launch.again = launch.queries | q, launch.keys | k, again
+        launch.rows += int(rows[0][n])
+        launch.segments.append(n)
+    return [segments.take(np.array(sorted(launch.segments))) for launch in launches]
+
+
+@dataclass
+class _Room:
+    """A launch while it is filled: sets of atoms, rows of queries, rows of keys that are there again, segments."""
+
+    queries: int = 0
+    keys: int = 0
+    rows: int = 0
+    again: int = 0
+    segments: list[int] = field(default_factory=list)
+
+
+def layers(segments: Segments) -> Column:
+    """A number for each segment, from 0: those with the same number have no row of keys in common.
+
+    >>> q, k = [(0, 0, 4), (1, 4, 6), (2, 6, 8)], [(0, 0, 4), (1, 0, 4), (2, 4, 6)]
+    >>> layers(Segments(*np.array([[0, 1, 2], [-1] * 3, [-1] * 3]), *map(SegmentSpans.of_rows, (q, k)))).tolist()
+    [0, 1, 0]
+    """
+    taken: list[int] = []
+    found: list[int] = []
+    for keys in _Atoms(segments.k).sets(segments):
+        layer = next((n for n, its in enumerate(taken) if not its & keys), len(taken))
+        taken[layer : layer + 1] = [(taken[layer] if layer < len(taken) else 0) | keys]
+        found.append(layer)
+    return np.array(found)
 
 
 class _Atoms:

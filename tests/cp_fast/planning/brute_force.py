@@ -123,7 +123,8 @@ def ruled_tiles(draw: st.DrawFn) -> tuple[BandTiles, WindowRule]:
 
 
 def rows_twice(table: LaunchTable) -> Iterator[int]:
-    """Rows of queries, or of keys, that a launch has more than once."""
-    for start, stop in (table.q_spans, table.k_spans):
-        counted = Counter(row for a, b in zip(start.tolist(), stop.tolist(), strict=True) for row in range(a, b))
-        yield from (row for row, times in counted.items() if times > 1)
+    """Rows of queries that a launch has more than once, and rows of keys that a layer of it has more than once."""
+    layer = np.zeros(len(table.lengths_k), dtype=np.int64) if table.layer is None else table.layer
+    for spans, number in ((table.q, np.zeros_like(layer)), (table.k, layer)):
+        counted = Counter((int(number[n]), row) for n, a, b in spans.rows() for row in range(a, b))
+        yield from (row for (_, row), times in counted.items() if times > 1)

@@ -200,7 +200,7 @@ class _Rank:
         assert self.program.spare_rows or (len(q), len(kv)) == (len(live_q), len(live_kv))
         for names in (live_q, live_kv):
             assert (names >= 0).all(), "a launch reads what is not there"
-            assert len(np.unique(names)) == names.size, "a row twice in one launch"
+        assert len(np.unique(live_q)) == live_q.size, "a row of queries twice in one launch"
         assert (live_q % heads == launch.first_head + np.arange(q.shape[1])).all()
         shared = q.shape[1] // kv.shape[1]  # the kernel's rule: so many query heads use one kv head
         out = np.zeros((*q.shape, self.pairs["out"]), dtype=np.int64)

@@ -88,8 +88,8 @@ BEHIND = [(8, 16, 0, 4, -1, -1), (8, 16, 6, 8, -1, -1), (8, 16, 8, 16, -1, 0), (
         (masks.block_causal(64, 8), 64, [(1, None, 0), (8, 0, None)]),
         (masks.chunked(64, 8), 64, [(8, None, 0)]),
         (masks.first_tokens_and_window(64, 4, 16), 64, [(2, 16, 0), (1, None, None)]),
-        (torch.tensor(BEHIND), 16, [(1, None, 0), (1, None, 0)]),
-        (BLOCKS, 128, [(1, None, None), (2, None, None), (4, None, None), (8, None, None), (1, None, None)]),
+        (torch.tensor(BEHIND), 16, [(2, None, 0)]),
+        (BLOCKS, 128, [(4, None, None), (7, None, None), (4, None, None), (1, None, None)]),
     ],
 )  # fmt: skip
 def test_no_area_costs_a_launch_of_its_own(

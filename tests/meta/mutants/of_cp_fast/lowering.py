@@ -132,9 +132,9 @@ def _last_rectangle_lost(staircases: Any, segments: Any) -> Any:
     return found.take(np.arange(len(found) - 1)) if len(found) > 1 else found
 
 
-def _all_in_one_launch(apart: Any, segments: Any) -> Any:
-    """Rows that segments have in common are forgotten."""
-    return [segments]
+def _one_layer(layers: Any, segments: Any) -> Any:
+    """Keys that segments have in common are forgotten."""
+    return np.zeros_like(layers(segments))
 
 
 _LOWER, _LAUNCHES, _RESULTS = "cp_fast.planning.lower", "cp_fast.planning.launches", "cp_fast.planning.results.Results"
@@ -172,10 +172,10 @@ MUTANTS: dict[str, Mutant] = {
         "special",
         where="areas-of-blocks",
     ),
-    "areas-of-common-rows-in-one-launch": Mutant(
-        "results of rows that two areas share are written, not added",
-        f"{_LAUNCHES}.apart",
-        wrap(_all_in_one_launch),
+    "keys-again-in-one-layer": Mutant(
+        "gradients of keys that a launch has again are written, not added",
+        f"{_LAUNCHES}.layers",
+        wrap(_one_layer),
         "special",
         where="areas-of-blocks",
     ),
