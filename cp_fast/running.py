@@ -15,7 +15,7 @@ from cp_fast.kernels.base import Kernels
 from cp_fast.overlap import head_start
 from cp_fast.program import OWN, LoweredProgram
 from cp_fast.results import Results
-from cp_fast.rows import Rows, columns_of, is_all, put_columns
+from cp_fast.rows import Rows, columns_of, count, is_all, put_columns
 from cp_ref.spec import Group, Pending, Problem
 
 __all__ = ["Inputs", "Run", "wide_dtype"]
@@ -203,10 +203,11 @@ class Run:
                 found += held.rows
                 found += held.columns
                 continue
-            found += [x[rows] for x in held.rows]
+            found += [x[piece] for x in held.rows for piece in rows]
             for column in held.columns:
-                found.append(box := column.new_empty(column.shape[0], rows.stop - rows.start))
-                columns.append((column[:, rows], box))
+                found.append(box := column.new_empty(column.shape[0], sum(map(count, rows))))
+                parts = box.split([count(piece) for piece in rows], 1)
+                columns += [(column[:, piece], part) for piece, part in zip(rows, parts, strict=True)]
         return found
 
 
