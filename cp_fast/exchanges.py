@@ -25,15 +25,11 @@ class Message(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Messages that can be posted, in every call again. `by_copies`: no kernel carries any of them, see
-    `cp_fast.overlap`.
-    """
-
-    by_copies: bool
+    """Messages that can be posted, in every call again."""
 
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
         """Send and receive these tensors, contiguous, one for each piece of a message in the order in which they were
-        prepared.
+        prepared. What is returned has `by_copies` where no kernel carries any of them, see `cp_fast.overlap`.
         """
         ...
 
@@ -82,8 +78,6 @@ def places(messages: Sequence[Located]) -> list[int]:
 
 class _ByGroup:
     """By the group's own messages, which are received whole."""
-
-    by_copies = False
 
     def __init__(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
         self._where, self._sends, self._recvs = where, by_tag(sends), by_tag(recvs)

@@ -121,7 +121,7 @@ class Run:
                     recvs += of_peer
                     recvs += box.columns[n : n + 1]
             work = step.exchange.post(self._group, sends, recvs)
-            if step.launches and not step.exchange.by_copies:
+            if step.launches and not getattr(work, "by_copies", False):
                 head_start(self.results.device)
         for copy in step.copies:
             self._copy(copy)

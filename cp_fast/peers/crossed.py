@@ -49,7 +49,6 @@ class _Both:
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
-        self.by_copies = all(part.exchange.by_copies for part in parts)
 
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
         posted = list[Pending]()
@@ -61,6 +60,7 @@ class _Both:
 class _AllOf:
     def __init__(self, pending: list[Pending]) -> None:
         self._pending = pending
+        self.by_copies = all(getattr(one, "by_copies", False) for one in pending)
 
     def wait(self) -> None:
         for one in self._pending:

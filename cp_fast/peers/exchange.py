@@ -98,9 +98,8 @@ class _Pulls:
         self._back, rest_recvs = _blocks(messages.back, recvs)
         self._back.sort(key=lambda block: (block.peer - messages.rank) % messages.size)  # not all from one at first
         self._peers = sorted({block.peer for block in (*self._out, *self._back)})
-        self.by_copies = not rest_sends and not rest_recvs
         self._rest = None
-        if not self.by_copies:
+        if rest_sends or rest_recvs:
             self._rest = prepare(
                 messages.group, where, *([x.message for x in rest] for rest in (rest_sends, rest_recvs))
             )
@@ -149,6 +148,7 @@ class _Pulled:
         self, messages: PeerMessages, marked: bool, tensors: Sequence[torch.Tensor], rest: Pending | None
     ) -> None:
         self._messages, self._marked, self._tensors, self._rest = messages, marked, tensors, rest
+        self.by_copies = rest is None
 
     def wait(self) -> None:
         """Let the current stream wait until everything has arrived."""
