@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -138,10 +139,11 @@ class _Binding:
             by_buffer.setdefault(recv.buffer, []).append(recv)
         found: list[tuple[Arrival, list[Recv]]] = []
         for name, some in by_buffer.items():
-            rows: list[slice | None] = []
+            rows: list[tuple[slice, ...] | None] = []
             first = 0
             for recv in some:
-                rows.append(None if recv.size == self._size(name) else slice(first, first + recv.size))
+                behind = (slice(first, first + recv.size),)
+                rows.append(None if recv.size == self._size(name) else recv.rows or behind)
                 first += recv.size
             found.append((Arrival(self._slots[name], self._room_of(name), tuple(rows)), some))
         return found
@@ -193,11 +195,10 @@ class _Binding:
             sends += _messages(send.peer, send.tag, self._room(sums.kind, heads, send.size, dtype))
         arrivals = self._arrivals(step.recvs)
         for arrival, some in arrivals:
-            room = arrival.room
-            heads = room.rows[0][1]
-            for recv in some:
-                kind = program.buffers[recv.buffer].kind
-                recvs += _messages(recv.peer, recv.tag, self._room(kind, heads, recv.size))
+            heads = arrival.room.rows[0][1]
+            for recv, rows in zip(some, arrival.rows, strict=True):
+                room = self._room(program.buffers[recv.buffer].kind, heads, recv.size)
+                recvs += _messages(recv.peer, recv.tag, room, None if rows is None else [count(x) for x in rows])
         partial: list[tuple[Room, tuple[Give, ...]]] = []
         for recv in step.result_recvs:
             if not recv.complete:
@@ -232,12 +233,16 @@ class _Binding:
         )
 
 
-def _messages(peer: int, tag: int, room: Room) -> list[Message]:
-    """A message for each tensor, with tags of their own: no copy into a common buffer."""
-    rows, columns = room.sizes()
-    return [
-        *(Message(peer, tag + n, size) for n, size in enumerate(rows)),
-        *(Message(peer, tag + 2 + n, size) for n, size in enumerate(columns)),
+def _messages(peer: int, tag: int, room: Room, pieces: Sequence[int] | None = None) -> list[Message]:
+    """A message for each tensor, with tags of their own: no copy into a common buffer. pieces: the numbers of rows that
+    they are received in, but for those by column.
+    """
+    found: list[Message] = []
+    for n, shape in enumerate(room.rows):
+        row = math.prod(shape[1:]) * room.dtype.itemsize
+        found.append(Message(peer, tag + n, tuple(row * size for size in pieces or [shape[0]])))
+    return found + [
+        Message(peer, tag + 2 + n, (math.prod(shape) * room.wide.itemsize,)) for n, shape in enumerate(room.columns)
     ]
 
 

@@ -44,13 +44,6 @@ class Room(NamedTuple):
             [torch.empty(shape, dtype=wide, device=device) for shape in self.columns],
         )
 
-    def sizes(self) -> tuple[list[int], list[int]]:
-        """Bytes of each tensor, by row and by column."""
-        return (
-            [torch.Size(shape).numel() * self.dtype.itemsize for shape in self.rows],
-            [torch.Size(shape).numel() * self.wide.itemsize for shape in self.columns],
-        )
-
 
 class Take(NamedTuple):
     """Rows and heads of a buffer. `whole`: all of it; `own`: of the rank's own rows."""
@@ -92,11 +85,13 @@ class Handed(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A buffer that arrives, from one peer or several: the rows of each; None where they are all rows of the buffer."""
+    """A buffer that arrives, from one peer or several: the rows of each message, in pieces; None where they are all of
+    the buffer's.
+    """
 
     slot: int
     room: Room
-    rows: tuple[slice | None, ...]
+    rows: tuple[tuple[slice, ...] | None, ...]
 
 
 class Give(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -10,26 +11,26 @@ import torch
 from cp_ref.common.processes import during
 from cp_ref.spec import Group, Parcel, Pending
 
-__all__ = ["Exchange", "Message", "Prepares", "by_tag", "prepare", "prepares"]
+__all__ = ["Exchange", "Located", "Message", "Prepares", "by_tag", "places", "prepare", "prepares"]
 
 
 class Message(NamedTuple):
-    """One tensor to or from a peer."""
+    """One tensor to or from a peer. `pieces`: the bytes of each of the tensors that it is received into, one behind the
+    other; one where it is sent.
+    """
 
     peer: int
     tag: int
-    bytes: int
+    pieces: tuple[int, ...]
 
 
 class Exchange(Protocol):
-    """Messages that can be posted, in every call again. `by_copies`: no kernel carries any of them, see
-    `cp_fast.overlap`.
-    """
-
-    by_copies: bool
+    """Messages that can be posted, in every call again."""
 
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
-        """Send and receive these tensors, contiguous, one for each message in the order in which it was prepared."""
+        """Send and receive these tensors, contiguous, one for each piece of a message in the order in which they were
+        prepared. What is returned has `by_copies` where no kernel carries any of them, see `cp_fast.overlap`.
+        """
         ...
 
 
@@ -53,39 +54,60 @@ def prepare(group: Group, where: str, sends: Sequence[Message], recvs: Sequence[
     return group.prepared(where, sends, recvs) if prepares(group) else _ByGroup(where, sends, recvs)
 
 
-def by_tag(messages: Sequence[Message]) -> list[int]:
-    """Their places in the order of their tags.
+class Located(NamedTuple):
+    """A message, and the place of its first piece in the list of tensors."""
 
-    >>> by_tag([Message(1, 30, 8), Message(2, 10, 8), Message(1, 20, 8)])
-    [1, 2, 0]
+    message: Message
+    first: int
+
+
+def by_tag(messages: Sequence[Message]) -> list[Located]:
+    """The messages in the order of their tags.
+
+    >>> [(x.message.tag, x.first) for x in by_tag([Message(1, 20, (8, 8)), Message(2, 10, (8,)), Message(1, 15, (8,))])]
+    [(10, 2), (15, 3), (20, 0)]
     """
-    return sorted(range(len(messages)), key=lambda n: messages[n].tag)
+    firsts = accumulate((len(message.pieces) for message in messages), initial=0)
+    return sorted(map(Located, messages, firsts), key=lambda located: located.message.tag)
+
+
+def places(messages: Sequence[Located]) -> list[int]:
+    """Where the tensors of these messages are."""
+    return [first + n for message, first in messages for n in range(len(message.pieces))]
 
 
 class _ByGroup:
-    """By the group's own messages."""
-
-    by_copies = False
+    """By the group's own messages, which are received whole."""
 
     def __init__(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
-        self._where = where
-        self._sends, self._recvs = (
-            [(n, messages[n].peer, messages[n].tag) for n in by_tag(messages)] for messages in (sends, recvs)
-        )
+        self._where, self._sends, self._recvs = where, by_tag(sends), by_tag(recvs)
 
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
-        out = [Parcel(peer, tag, sends[n]) for n, peer, tag in self._sends]
-        back = [Parcel(peer, tag, recvs[n]) for n, peer, tag in self._recvs]
+        out = [Parcel(message.peer, message.tag, sends[first]) for message, first in self._sends]
+        back, cut = list[Parcel](), list[tuple[torch.Tensor, Sequence[torch.Tensor]]]()
+        for (peer, tag, pieces), first in self._recvs:
+            box = recvs[first]
+            if len(pieces) > 1:
+                parts = recvs[first : first + len(pieces)]
+                box = box.new_empty(sum(map(len, parts)), *box.shape[1:])
+                cut.append((box, parts))
+            back.append(Parcel(peer, tag, box))
         with during(self._where):
-            return _Named(self._where, group.exchange(out, back))
+            return _Named(self._where, group.exchange(out, back), cut)
 
 
 class _Named:
-    """Messages under way, and where they are from."""
+    """Messages under way, where they are from, and those that are in pieces then."""
 
-    def __init__(self, where: str, pending: Pending) -> None:
-        self._where, self._pending = where, pending
+    def __init__(
+        self, where: str, pending: Pending, cut: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]]
+    ) -> None:
+        self._where, self._pending, self._cut = where, pending, cut
 
     def wait(self) -> None:
         with during(self._where):
             self._pending.wait()
+        for box, parts in self._cut:
+            for part, x in zip(parts, box.split([len(part) for part in parts]), strict=True):
+                part.copy_(x)
+        self._cut = ()

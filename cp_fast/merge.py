@@ -83,7 +83,7 @@ class Total:
             return
         self.held = []
         total = self._first(parts) if self._total is None else self._total
-        if parts and any(x.dtype != dtype for x in total.rows):
+        if parts and not _are(total.rows, dtype):
             total = Merged(tuple(x.to(self._shape.wide) for x in total.rows), total.lse)
         self._total = total
         for part in parts:
@@ -94,7 +94,7 @@ class Total:
         shape = self._shape
         if self._total is None and len(self.held) == 2:
             self._total = self._whole(self.held, shape.final)
-        narrow = len(self.held) == 1 and (self._total is None or all(x.dtype == shape.final for x in self._total.rows))
+        narrow = len(self.held) == 1 and (self._total is None or _are(self._total.rows, shape.final))
         self.settle(shape.final if narrow else None)
         total = self._nothing() if self._total is None else self._total
         if not shape.spare:
@@ -119,7 +119,7 @@ class Total:
     def _whole(self, parts: list[Part], dtype: torch.dtype | None) -> Merged | None:
         """A part that has every row, in this dtype (any, for None), taken out of `parts`; None if there is none."""
         for n, part in enumerate(parts):
-            if part.place.whole and (dtype is None or all(x.dtype == dtype for x in part.rows)):
+            if part.place.whole and (dtype is None or _are(part.rows, dtype)):
                 del parts[n]
                 return Merged(part.rows, part.lse)
         return None
@@ -147,6 +147,11 @@ class Total:
             self._kernels.merge_(total.rows[0], total.lse, part.rows[0], part.lse, part.place.into)
         else:
             self._kernels.add_rows_(total.rows, part.rows, part.place.into)
+
+
+def _are(tensors: Tensors, dtype: torch.dtype | None) -> bool:
+    """Whether all tensors, one or two, have this dtype."""
+    return tensors[0].dtype == dtype == tensors[-1].dtype
 
 
 def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor, rows: Rows) -> None:

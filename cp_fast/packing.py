@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -28,7 +29,7 @@ class Packing:
     problem: Problem
     may_fold: bool = True
 
-    @property
+    @cached_property
     def folded(self) -> bool:
         """Whether the batch is folded into the heads. Not where heads are exchanged, which go to ranks by their number,
         nor under a schedule of the user's own, which may treat the sequences differently (`may_fold`).
@@ -41,7 +42,7 @@ class Packing:
         """How many sequences there are."""
         return len(self.problem.sequences)
 
-    @property
+    @cached_property
     def packed_problem(self) -> Problem:
         """The problem that the kernels see."""
         p = self.problem

@@ -97,12 +97,15 @@ class Send(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Operands that arrive: `size` rows of a buffer, behind those of the receives before it into the same buffer."""
+    """Operands that arrive: `size` rows of a buffer, behind those of the receives before it into the same buffer; or
+    these `rows` of it (`planning.landing`).
+    """
 
     peer: int
     tag: int
     buffer: str
     size: int
+    rows: tuple[slice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

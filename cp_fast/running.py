@@ -15,10 +15,13 @@ from cp_fast.kernels.base import Kernels
 from cp_fast.overlap import head_start
 from cp_fast.program import OWN, LoweredProgram
 from cp_fast.results import Results
-from cp_fast.rows import Rows, columns_of, is_all, put_columns
+from cp_fast.rows import Rows, columns_of, count, is_all, put_columns
 from cp_ref.spec import Group, Pending, Problem
 
 __all__ = ["Inputs", "Run", "wide_dtype"]
+
+
+_NOT_THERE = "a buffer is read before it was filled, or after it was let go"
 
 
 class Inputs(NamedTuple):
@@ -82,12 +85,13 @@ class Run:
 
     def hold_own(self, kind: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor] = ()) -> None:
         """The rank's own rows. Detached: kernel libraries that take addresses refuse what requires a gradient."""
-        self.hold(OWN[kind], [_detached(x) for x in rows], [_detached(x) for x in columns])
+        self.hold(OWN[kind], *([x.detach() if x.requires_grad else x for x in xs] for xs in (rows, columns)))
 
     def kept(self, name: str) -> list[torch.Tensor]:
         """The tensors of a buffer."""
-        rows, columns = self._at(self.ready.slots[name])
-        return [*rows, *columns]
+        held = self.held[self.ready.slots[name]]
+        assert held is not None, _NOT_THERE
+        return [*held.rows, *held.columns]
 
     # ---- a step
 
@@ -117,7 +121,7 @@ class Run:
                     recvs += of_peer
                     recvs += box.columns[n : n + 1]
             work = step.exchange.post(self._group, sends, recvs)
-            if step.launches and not step.exchange.by_copies:
+            if step.launches and not getattr(work, "by_copies", False):
                 head_start(self.results.device)
         for copy in step.copies:
             self._copy(copy)
@@ -141,7 +145,8 @@ class Run:
 
     def take(self, what: Take) -> Held:
         """Rows and heads of a buffer, contiguous. A ring asks for the same rows step after step: the last are kept."""
-        held = self._at(what.slot)
+        held = self.held[what.slot]
+        assert held is not None, _NOT_THERE
         if what.whole:
             return held
         last = self._taken.get(what.slot)
@@ -153,13 +158,9 @@ class Run:
             self._taken[what.slot] = what, taken
         return taken
 
-    def _at(self, slot: int) -> Held:
-        held = self.held[slot]
-        assert held is not None, "a buffer is read before it was filled, or after it was let go"
-        return held
-
     def _copy(self, copy: Moved) -> None:
-        target, source = self.held[copy.slot], self._at(copy.source.slot)
+        target, source = self.held[copy.slot], self.held[copy.source.slot]
+        assert source is not None, _NOT_THERE
         if target is None:
             target = self.held[copy.slot] = copy.room.new()
         rows, columns = self._rows_of(source.rows, copy.source), source.columns
@@ -182,7 +183,8 @@ class Run:
 
     def _given(self, given: Given) -> list[torch.Tensor]:
         """What is sent of a buffer, peer after peer."""
-        held = self._at(given.slot)
+        held = self.held[given.slot]
+        assert held is not None, _NOT_THERE
         if given.taken is not None:
             what = given.taken
             rows = [x.contiguous() for x in self._rows_of(held.rows, what)]
@@ -203,12 +205,9 @@ class Run:
                 found += held.rows
                 found += held.columns
                 continue
-            found += [x[rows] for x in held.rows]
+            found += [x[piece] for x in held.rows for piece in rows]
             for column in held.columns:
-                found.append(box := column.new_empty(column.shape[0], rows.stop - rows.start))
-                columns.append((column[:, rows], box))
+                found.append(box := column.new_empty(column.shape[0], sum(map(count, rows))))
+                parts = box.split([count(piece) for piece in rows], 1)
+                columns += [(column[:, piece], part) for piece, part in zip(rows, parts, strict=True)]
         return found
-
-
-def _detached(x: torch.Tensor) -> torch.Tensor:
-    return x.detach() if x.requires_grad else x

@@ -29,7 +29,7 @@ def widen(x: torch.Tensor, d: int) -> torch.Tensor:
 
 def trim(x: torch.Tensor, d: int) -> torch.Tensor:
     """x [rows, heads, d or more] without its last columns, contiguous."""
-    return x[..., :d].contiguous()
+    return x if x.shape[2] == d and x.is_contiguous() else x[..., :d].contiguous()
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

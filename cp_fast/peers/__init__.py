@@ -12,7 +12,9 @@ signals by the streams themselves (cuStreamWaitValue32, cuStreamWriteValue32): n
     lanes     where in the sender's memory the bytes of each message lie: both ends count, and nobody asks
     streams   the operations on streams, and words of memory that streams wait for
     exchange  an exchange of parcels through lanes
-    group     which groups can do that, and the memory that their ranks share
+    sharing   the memory that the ranks of a group share, and the trial of it
+    group     which groups can do that
+    crossed   two groups that cross in a rank
     watch     a peer that does not answer within the time-out
 
 `CP_FAST_MESSAGES` says who carries: "auto" takes peers' memory where it can be had, "peers" insists on it, "group"

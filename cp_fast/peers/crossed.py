@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.exchanges import Exchange, Message, prepare
+from cp_fast.exchanges import Exchange, Located, Message, by_tag, places, prepare
 from cp_ref.spec import Group, PairGroup, Parcel, Pending
 
 __all__ = ["Crossed"]
@@ -22,14 +22,17 @@ class Crossed(PairGroup):
         for number, group in enumerate((self.a2a, self.p2p)):
             out, back = self._of(number, sends), self._of(number, recvs)
             if out or back:
-                exchange = prepare(group, where, list(out.values()), list(back.values()))
-                parts.append(_Part(group, exchange, list(out), list(back)))
+                exchange = prepare(group, where, *([x.message for x in some] for some in (out, back)))
+                parts.append(_Part(group, exchange, places(out), places(back)))
         return _Both(parts)
 
-    def _of(self, number: int, messages: Sequence[Message]) -> dict[int, Message]:
-        """The messages in one of the groups, with the ranks there, by their places."""
-        found = {n: self._split([Parcel(one.peer, one.tag, None)])[number] for n, one in enumerate(messages)}
-        return {n: messages[n]._replace(peer=some[0].peer) for n, some in found.items() if some}
+    def _of(self, number: int, messages: Sequence[Message]) -> list[Located]:
+        """The messages in one of the groups, with the ranks there."""
+        found: list[Located] = []
+        for message, first in by_tag(messages):
+            some = self._split([Parcel(message.peer, message.tag, None)])[number]
+            found += [Located(message._replace(peer=parcel.peer), first) for parcel in some]
+        return found
 
 
 class _Part(NamedTuple):
@@ -46,7 +49,6 @@ class _Both:
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
-        self.by_copies = all(part.exchange.by_copies for part in parts)
 
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
         posted = list[Pending]()
@@ -58,6 +60,7 @@ class _Both:
 class _AllOf:
     def __init__(self, pending: list[Pending]) -> None:
         self._pending = pending
+        self.by_copies = all(getattr(one, "by_copies", False) for one in pending)
 
     def wait(self) -> None:
         for one in self._pending:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
-from cp_fast.exchanges import Exchange, Message, by_tag, prepare
+from cp_fast.exchanges import Exchange, Located, Message, by_tag, places, prepare
 from cp_fast.peers.lanes import Lane, rounded
 from cp_fast.peers.streams import Streams
 from cp_fast.peers.watch import Watch
@@ -65,7 +66,7 @@ class PeerMessages:
         """Post messages of contiguous tensors. Both ends of a pair post what they send each other in equal portions,
         with the same tags.
         """
-        out, back = ([Message(peer, tag, x.nbytes) for peer, tag, x in parcels] for parcels in (sends, recvs))
+        out, back = ([Message(peer, tag, (x.nbytes,)) for peer, tag, x in parcels] for parcels in (sends, recvs))
         return self.prepared("", out, back).post(self, [x.tensor for x in sends], [x.tensor for x in recvs])
 
     def prepared(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Exchange:
@@ -97,10 +98,12 @@ class _Pulls:
         self._back, rest_recvs = _blocks(messages.back, recvs)
         self._back.sort(key=lambda block: (block.peer - messages.rank) % messages.size)  # not all from one at first
         self._peers = sorted({block.peer for block in (*self._out, *self._back)})
-        self.by_copies = not rest_sends and not rest_recvs
-        self._rest_sends, self._rest_recvs = rest_sends, rest_recvs
-        some = [sends[n] for n in rest_sends], [recvs[n] for n in rest_recvs]
-        self._rest = None if self.by_copies else prepare(messages.group, where, *some)
+        self._rest = None
+        if rest_sends or rest_recvs:
+            self._rest = prepare(
+                messages.group, where, *([x.message for x in rest] for rest in (rest_sends, rest_recvs))
+            )
+        self._rest_sends, self._rest_recvs = places(rest_sends), places(rest_recvs)
 
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
         messages = self._messages
@@ -145,6 +148,7 @@ class _Pulled:
         self, messages: PeerMessages, marked: bool, tensors: Sequence[torch.Tensor], rest: Pending | None
     ) -> None:
         self._messages, self._marked, self._tensors, self._rest = messages, marked, tensors, rest
+        self.by_copies = rest is None
 
     def wait(self) -> None:
         """Let the current stream wait until everything has arrived."""
@@ -159,19 +163,21 @@ class _Pulled:
             rest.wait()
 
 
-def _blocks(lanes: dict[int, tuple[Lane, int]], messages: Sequence[Message]) -> tuple[list[_Block], list[int]]:
+def _blocks(lanes: dict[int, tuple[Lane, int]], messages: Sequence[Message]) -> tuple[list[_Block], list[Located]]:
     """Messages by peer, in the order of their tags: a block for each lane that is large enough, and what is left."""
-    by_peer: dict[int, list[int]] = {}
-    for n in by_tag(messages):
-        by_peer.setdefault(messages[n].peer, []).append(n)
-    blocks, rest = list[_Block](), list[int]()
+    by_peer: dict[int, list[Located]] = {}
+    for located in by_tag(messages):
+        by_peer.setdefault(located.message.peer, []).append(located)
+    blocks, rest = list[_Block](), list[Located]()
     for peer, some in by_peer.items():
         (lane, address), size = lanes[peer], 0
         tensors = list[tuple[int, int, int]]()
-        for n in some:
-            if messages[n].bytes:
-                tensors.append((n, size, messages[n].bytes))
-            size += rounded(messages[n].bytes)
+        for (_, _, pieces), first in some:
+            starts = accumulate(pieces, initial=size)
+            tensors += [
+                (first + n, at, count) for n, (at, count) in enumerate(zip(starts, pieces, strict=False)) if count
+            ]
+            size += rounded(sum(pieces))
         if size > lane.size:
             rest += some
         else:

@@ -1,13 +1,9 @@
-"""Which groups can reach their peers' memory, and the memory that their ranks share."""
+"""Which groups can reach their peers' memory, and what carries a plan's messages."""
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,22 +12,19 @@ import torch
 import torch.distributed as dist
 
 from cp_fast.peers.crossed import Crossed
-from cp_fast.peers.exchange import PeerMessages, Shared
+from cp_fast.peers.exchange import PeerMessages
 from cp_fast.peers.lanes import lane_sizes
-from cp_fast.peers.streams import CudaStreams, why_not_driver
-from cp_fast.peers.watch import Watch
-from cp_fast.remarks import say, say_once
+from cp_fast.peers.sharing import share
+from cp_fast.peers.streams import why_not_driver
+from cp_fast.remarks import say_once
 from cp_ref.common.processes import ProcessMember
-from cp_ref.spec import Group, PairGroup, Parcel, Problem
+from cp_ref.spec import Group, PairGroup, Problem
 
 __all__ = ["VARIABLE", "Messages", "carried_by", "carries", "messages_for", "why_not"]
 
 VARIABLE = "CP_FAST_MESSAGES"
 CHOICES = ("auto", "peers", "group")
-_WORDS = 4096  # bytes in front of the lanes, for words
 _SHARE = 16  # at most this part of a GPU's memory for the lanes of a group
-_GRACE = 5.0  # seconds that a process has to end by itself when a peer is lost
-_TRIAL = 20.0  # seconds that the trial of a new group may take
 
 Messages = Group  # what carries a plan's messages
 
@@ -89,7 +82,9 @@ _places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
 
 def carries(messages: Messages, comm: Group) -> bool:
     """Whether they are messages of this group: a plan may be used with another one."""
-    return messages is comm or _names(messages) == _names(comm) != ()
+    if messages is comm or (isinstance(messages, PeerMessages) and messages.group is comm):
+        return True
+    return _names(messages) == _names(comm) != ()
 
 
 def _names(comm: Group) -> tuple[str, ...]:
@@ -135,7 +130,9 @@ def _member_messages(
     if asked != place.asked:
         total = sum(asked)
         fitting = asked if total <= place.most else tuple(s * place.most // total // 4096 * 4096 for s in asked)
-        _share(member, place, fitting, device)
+        place.messages, reason = share(member, fitting, device)  # plans that have the old ones keep them
+        if place.messages is None:
+            _refuse(place, reason)
         place.asked = asked
     return place.messages or member
 
@@ -181,144 +178,3 @@ def _refuse(place: _Place, reason: str) -> None:
         f"messages go through NCCL kernels, slower than peers' memory ({reason}); {VARIABLE}=group takes them "
         "without a word"
     )
-
-
-def _share(member: ProcessMember, place: _Place, sizes: tuple[int, ...], device: torch.device) -> None:
-    """Share lanes of these sizes, and try them; collective. Plans that have the old ones keep them."""
-    with torch.cuda.device(device):
-        made, reason = _attempt(member, "sharing memory", lambda: _memory(sizes))
-        messages = None
-        if reason is None:
-            messages, reason = _attempt(member, "mapping the peers' memory", lambda: _messages(member, made, sizes))
-        if reason is None:
-            assert messages is not None
-            _, reason = _attempt(member, "the trial of it", lambda: _try(messages, device))
-        if reason is not None:
-            place.messages = None
-            _refuse(place, reason)
-            return
-        _first_messages(member, device)
-    place.messages = messages
-
-
-def _attempt(member: ProcessMember, what: str, act: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What `act` returns, or why it fails on some rank: the same on all of them."""
-    found, reason = None, None
-    try:
-        found = act()
-    except Exception as error:  # whatever it is, the ranks stay together
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    for rank, its in enumerate(member.all_gather_object(reason)):
-        if its is not None:
-            return None, f"{what} failed on rank {rank}: {its}"
-    return found, None
-
-
-def _memory(sizes: tuple[int, ...]) -> torch.Tensor:
-    from torch.distributed import _symmetric_memory as symmetric  # what it needs is not on every machine
-
-    made = symmetric.empty(_WORDS + sum(sizes), dtype=torch.uint8, device=torch.device("cuda"))
-    made[:_WORDS].zero_()
-    torch.cuda.synchronize()
-    return made
-
-
-def _messages(member: ProcessMember, memory: torch.Tensor, sizes: tuple[int, ...]) -> PeerMessages:
-    from torch.distributed import _symmetric_memory as symmetric
-
-    before = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST")
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # nothing here needs it
-    try:
-        handle = symmetric.rendezvous(memory, member.group)
-    finally:
-        if before is None:
-            del os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"]
-    ranks = range(member.size)
-    buffers = [handle.get_buffer(rank, (memory.numel(),), torch.uint8, 0) for rank in ranks]
-    first = [x.data_ptr() for x in buffers]
-
-    def word(rank: int, number: int) -> int:
-        return first[rank] + 4 * number
-
-    here = member.rank
-    assert 8 * member.size <= _WORDS
-    shared = Shared(
-        [address + _WORDS for address in first],
-        ready=[word(here, sender) for sender in ranks],
-        ready_of=[word(receiver, here) for receiver in ranks],
-        done=[word(here, member.size + receiver) for receiver in ranks],
-        done_of=[word(sender, member.size + here) for sender in ranks],
-        sizes=sizes,
-        words=buffers[here][:_WORDS].view(torch.int32),
-        keeps=(handle, memory, buffers),
-    )
-    ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-    seen = ended.numpy()
-    names = [f"global rank {rank}" for rank in dist.get_process_group_ranks(member.group)]
-    watch = Watch(names, here, _limit(member), lambda: int(seen[0]), ended.data_ptr(), _Stop(memory.device))
-    return PeerMessages(member, shared, CudaStreams(memory.device), watch)
-
-
-def _limit(member: ProcessMember) -> float:
-    """Seconds of the group's time-out."""
-    options: Any = member.group._get_backend(torch.device("cuda")).options
-    return options._timeout.total_seconds()
-
-
-class _Stop:
-    """Let everything on a GPU end in an error; and the process, where that does not free the host.
-
-    What it needs is made and loaded beforehand: while a stream waits, CUDA may load and allocate nothing.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._never = torch.zeros((), dtype=torch.bool, device=device)
-        torch.ops.aten._assert_async.msg(~self._never, "cp_fast: loaded before it is needed")
-        torch.cuda.synchronize(device)
-
-    def __call__(self, complaint: str) -> None:
-        end = threading.Timer(_GRACE, _end_process)  # in a thread of its own: what follows may wait for ever too
-        end.daemon = True
-        end.start()
-        with suppress(RuntimeError), torch.cuda.stream(self._stream):
-            torch.ops.aten._assert_async.msg(self._never, f"cp_fast: {complaint}")
-
-
-def _end_process() -> None:
-    say(f"the process did not end within {_GRACE:g} s of that, and is ended")
-    os._exit(1)
-
-
-def _try(messages: PeerMessages, device: torch.device) -> None:
-    """Send and receive a little, with other numbers each time, and wait for it; no stream is left waiting."""
-    others = [rank for rank in range(messages.size) if rank != messages.rank]
-    for turn in range(3):
-        sends, recvs = [], []
-        for peer in others:
-            mine = torch.arange(64, dtype=torch.int32, device=device) + 1000 * messages.rank + 100 * peer + turn
-            sends.append(Parcel(peer, 0, mine))
-            recvs.append(Parcel(peer, 0, torch.full((64,), -1, dtype=torch.int32, device=device)))
-        messages.exchange(sends, recvs).wait()
-        done = torch.cuda.current_stream().record_event()
-        until = time.monotonic() + _TRIAL
-        while not done.query():
-            if time.monotonic() > until:
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    messages.release()
-                raise RuntimeError(f"nothing came within {_TRIAL:g} s")
-            time.sleep(1e-3)
-        for parcel in recvs:
-            expected = torch.arange(64, dtype=torch.int32, device=device)
-            expected += 1000 * parcel.peer + 100 * messages.rank + turn
-            if not torch.equal(parcel.tensor, expected):
-                raise RuntimeError(f"what came from rank {parcel.peer} is not what it sent")
-
-
-def _first_messages(member: ProcessMember, device: torch.device) -> None:
-    """One small message of the group's own between every two ranks: NCCL connects them now, and not while a CUDA graph
-    is captured.
-    """
-    others = [rank for rank in range(member.size) if rank != member.rank]
-    sends = [Parcel(peer, 0, torch.zeros(1, device=device)) for peer in others]
-    member.exchange(sends, [Parcel(peer, 0, torch.zeros(1, device=device)) for peer in others]).wait()

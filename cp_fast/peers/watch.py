@@ -64,7 +64,8 @@ class Watch:
     def posted(self, peers: Sequence[int], where: str = "") -> tuple[Any, int]:
         """An exchange is posted, in this step: the word that says that it has ended, and its number."""
         self._number += 1
-        what = ": ".join(filter(None, (under_way(), where)))
+        what = under_way()
+        what = f"{what}: {where}" if what and where else what or where
         self._under_way.append(_Posted(self._number, time.monotonic(), what, peers))
         _start()
         return self._word, self._number

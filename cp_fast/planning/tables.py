@@ -108,6 +108,13 @@ class Tables:
         start, count, _ = self._spans[key]
         return ranges(start, count)
 
+    def spans(self, key: RowKey) -> list[tuple[int, int]]:
+        """The spans (first row, number of rows) of a table, on the host."""
+        if isinstance(key, slice):
+            return [(key.start, key.stop - key.start)]
+        start, count, _ = self._spans[key]
+        return list(zip(start.tolist(), count.tolist(), strict=True))
+
     def cumulative(self, key: Key) -> Column:
         """Cumulative lengths, on the host."""
         return self._lengths[key]

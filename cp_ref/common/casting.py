@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def autocast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(x.device.type)) if castable else x
 
 
-def no_autocast(device: torch.device) -> torch.autocast:
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Inside the passes every dtype is as it is meant to be."""
-    return torch.autocast(device.type, enabled=False)
+    on = torch.is_autocast_enabled(device.type)  # to turn off what is off takes the host as long as a launch
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()

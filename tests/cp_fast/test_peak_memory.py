@@ -9,6 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cp_fast.cost import predict, read_machine
+from cp_ref.spec import Problem, Sequence
 from tests.cp_fast.one_rank import Allocated, call_of
 
 TOKENS, HEADS, DIM = 64, (32, 8), 128
@@ -33,6 +35,14 @@ def test_a_ring_holds_the_same_whatever_its_size() -> None:
     assert most[6] == most[8] == pytest.approx(1.033, abs=0.001)
     assert [first[size] for size in (2, 3, 4)] == pytest.approx([0.659, 0.815, 0.878], abs=0.001)
     assert [most[size] for size in (2, 3, 4)] == pytest.approx([0.752, 0.908, 0.971], abs=0.001)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_the_cost_model_predicts_what_the_fullest_rank_holds(size: int) -> None:
+    whole = Sequence(*[size * 16_384] * 4)
+    problem = Problem(size, (whole,), heads_q=HEADS[0], heads_kv=HEADS[1], d_qk=DIM, d_v=DIM, dtype="bfloat16")
+    predicted = predict(problem, read_machine("h200-nvlink")).peak_bytes / 2**30
+    assert predicted == pytest.approx(peak("p2p", size, min(size - 1, 5)), rel=0.1)
 
 
 def test_nothing_is_held_that_nobody_needs() -> None:

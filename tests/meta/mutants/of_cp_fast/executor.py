@@ -41,7 +41,7 @@ def _last_taken(_: Any, one: Any, other: Any) -> bool:
 def _keys_travel_as_values(given_of: Any, self: Any, given: Any) -> Any:
     """Keys and values are exchanged."""
     found = given_of(self, given)
-    if len(self._at(given.slot).rows) == 2:
+    if len(self.held[given.slot].rows) == 2:
         found = [found[n ^ 1] for n in range(len(found))]
     return found
 

@@ -140,7 +140,27 @@ def _one_layer(layers: Any, segments: Any) -> Any:
 _LOWER, _LAUNCHES, _RESULTS = "cp_fast.planning.lower", "cp_fast.planning.launches", "cp_fast.planning.results.Results"
 _OPERANDS = "cp_fast.planning.operands.Operands"
 
+
+def _pieces_exchanged(pieces: Any, *arguments: Any) -> Any:
+    """Of a message that is received in pieces the first and the last change places, where they have as many rows."""
+    found = pieces(*arguments)
+    if found is None:
+        return None
+    return [
+        (some[-1], *some[1:-1], some[0])
+        if len(some) > 1 and some[0].stop - some[0].start == some[-1].stop - some[-1].start
+        else some
+        for some in found
+    ]
+
+
 MUTANTS: dict[str, Mutant] = {
+    "pieces-of-a-message-exchanged": Mutant(
+        "two pieces of a message are received in each other's rows",
+        "cp_fast.planning.landing._pieces",
+        wrap(_pieces_exchanged),
+        "logic",
+    ),
     "strip-loses-a-span": Mutant(
         "of several spans of keys the last is not seen", f"{_LAUNCHES}.strips", wrap(_last_span_lost), "logic"
     ),

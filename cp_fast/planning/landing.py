@@ -1,0 +1,134 @@
+"""What arrives is written where it is wanted: into the rows of the buffer that a launch reads, not copied there later.
+
+Where heads are exchanged, the rows that arrive are put together with the rank's own in a buffer of all rows, in their
+order. If those of a message lie there in a few pieces, the message is received into them, and the copy is left out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from cp_fast.planning.lower import Draft
+from cp_fast.planning.tables import RowKey, Tables
+from cp_fast.program import OWN, Copy, LoweredProgram, LoweredStep
+
+__all__ = ["landed"]
+
+_MOST = 4  # pieces of a message: each is a copy of its own, which takes the host longer than a kernel for all of them
+
+Steps = tuple[LoweredStep[RowKey], ...]
+Span = tuple[int, int]  # first row, number of rows
+
+
+def landed(draft: Draft) -> Draft:
+    """The same program with such messages received in place. Not for one that is updated in place."""
+    program = draft.program
+    forward, backward = (_landed(program, steps, draft.tables) for steps in (program.forward, program.backward))
+    return replace(draft, program=replace(program, forward=forward, backward=backward))
+
+
+def _landed(program: LoweredProgram[RowKey], steps: Steps, tables: Tables) -> Steps:
+    made = list(steps)
+    reads = _reads(steps)
+    for number, step in enumerate(steps):
+        for name in dict.fromkeys(recv.buffer for recv in step.recvs):
+            later = [(n, c) for n in range(number + 1, len(steps)) for c in steps[n].copies if c.source.buffer == name]
+            if reads[name] != 1 or len(later) != 1 or name in program.saved:
+                continue
+            at, copy = later[0]
+            recvs = [recv for recv in step.recvs if recv.buffer == name]
+            pieces = _pieces(program, copy, [recv.size for recv in recvs], tables)
+            target = copy.target.buffer
+            if pieces is None or _is_there(made[:number], target) or _is_filled(made[number:at], target):
+                continue
+            rows = iter(pieces)
+            new = [
+                replace(recv, buffer=target, rows=next(rows)) if recv.buffer == name else recv
+                for recv in made[number].recvs
+            ]
+            made[number] = replace(made[number], recvs=tuple(new))
+            made[at] = replace(made[at], copies=tuple(c for c in made[at].copies if c is not copy))
+            made = [replace(one, last_use=tuple(x for x in one.last_use if x != name)) for one in made]
+    return tuple(made)
+
+
+def _reads(steps: Steps) -> Counter[str]:
+    """How often each buffer is read."""
+    found: Counter[str] = Counter()
+    for step in steps:
+        found.update(copy.source.buffer for copy in (*step.packed, *step.copies))
+        found.update(send.buffer for send in step.sends)
+        for launch in step.launches:
+            found.update(x.buffer for x in (launch.q, launch.kv, launch.do, launch.res) if x is not None)
+    return found
+
+
+def _is_there(steps: Sequence[LoweredStep[RowKey]], name: str) -> bool:
+    """Whether a buffer is the rank's own, arrives or is filled in these steps."""
+    arrives = any(recv.buffer == name for step in steps for recv in step.recvs)
+    return name in OWN.values() or arrives or _is_filled(steps, name)
+
+
+def _is_filled(steps: Sequence[LoweredStep[RowKey]], name: str) -> bool:
+    """Whether something is copied into a buffer, or arrives in it in any step but the first of these."""
+    copied = any(copy.target.buffer == name for step in steps for copy in (*step.packed, *step.copies))
+    return copied or any(recv.buffer == name for step in steps[1:] for recv in step.recvs)
+
+
+def _pieces(
+    program: LoweredProgram[RowKey], copy: Copy[RowKey], sizes: Sequence[int], tables: Tables
+) -> list[tuple[slice, ...]] | None:
+    """For messages of these sizes, one behind the other: the rows that a copy of all of them puts each into. None where
+    they are too many, or the copy is of some rows or heads only.
+    """
+    for side in (copy.source, copy.target):
+        buffer = program.buffers[side.buffer]
+        if side.heads != (0, buffer.heads[1] - buffer.heads[0]):
+            return None
+    source, target = tables.spans(copy.source.rows), tables.spans(copy.target.rows)
+    if max(len(source), len(target)) > _MOST * len(sizes):
+        return None
+    pieces = _cut_alike(source, target)
+    found: list[tuple[slice, ...]] = []
+    for size in sizes:
+        mine: list[slice] = []
+        while size and pieces:
+            (_, into, count), *pieces = pieces
+            taken = min(count, size)
+            if mine and mine[-1].stop == into:
+                mine[-1] = slice(mine[-1].start, into + taken)
+            else:
+                mine.append(slice(into, into + taken))
+            size -= taken
+            if taken < count:
+                pieces = [(0, into + taken, count - taken), *pieces]
+        if size or not 0 < len(mine) <= _MOST:
+            return None
+        found.append(tuple(mine))
+    return found if not pieces else None
+
+
+def _cut_alike(source: Sequence[Span], target: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """Rows that are copied from spans to spans, (source, target, number of rows) by source: none where they leave a row
+    of the source out.
+
+    >>> _cut_alike([(4, 4), (0, 4)], [(10, 6), (20, 2)])
+    [(0, 14, 2), (2, 20, 2), (4, 10, 4)]
+    >>> _cut_alike([(1, 3)], [(0, 3)])
+    []
+    """
+    ends_of_source, ends_of_target = ([0, *accumulate(count for _, count in spans)] for spans in (source, target))
+    found: list[tuple[int, int, int]] = []
+    for begin, end in pairwise(sorted({*ends_of_source, *ends_of_target})):
+        first, into = (
+            spans[n := bisect_right(ends, begin) - 1][0] + begin - ends[n]
+            for spans, ends in ((source, ends_of_source), (target, ends_of_target))
+        )
+        found.append((first, into, end - begin))
+    found.sort()
+    rows = [0, *accumulate(count for *_, count in found)]
+    return found if [first for first, *_ in found] == rows[:-1] else []
