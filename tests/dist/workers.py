@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["CONTEXT", "Processes", "run_program"]
 
@@ -78,10 +78,11 @@ def run_program(program: Path, processes: int, *arguments: str) -> str:
     Raises:
         AssertionError: a process failed, or did not end in five minutes.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free, tempfile.NamedTemporaryFile("r") as said:
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
-        variables |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        free.close()
+    # as torchrun has it, so that nobody can take the port in between
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.NamedTemporaryFile("r") as said:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
         given = str(program), arguments, variables, said.name
         started = [CONTEXT.Process(target=_program, args=(rank, *given)) for rank in range(processes)]
         for process in started:
