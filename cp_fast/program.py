@@ -152,7 +152,7 @@ class Launch(Generic[R]):
     kv: Operand[R]
     do: Operand[R] | None  # in the backward pass
     res: Operand[R] | None
-    segments: Segments | Any  # on the host: `planning.launches.SegmentKeys`
+    segments: Segments | Any  # on the host: `planning.groups.SegmentKeys`
     first_head: int  # of all query heads
     results: tuple[Contribution[R], ...]
     results_kv: tuple[Contribution[R], ...] = ()

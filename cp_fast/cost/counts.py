@@ -17,6 +17,7 @@ import numpy as np
 
 from cp_fast.planning.launches import LaunchTable, launch_tables
 from cp_fast.planning.rows import RowMap
+from cp_fast.planning.rows import Spans as RowSpans
 from cp_fast.planning.tables import one_range
 from cp_fast.planning.windows import WindowRule, band_tiles, own_window
 from cp_ref.spec import OPERANDS, UNBOUNDED, Column, Message, Problem, Step, Tiles, make_program
@@ -232,7 +233,7 @@ class _Pass:
         own = self.launches.own
         if own is None:
             return 0
-        located = own.locate(launch.table.q_spans)
+        located = own.locate(RowSpans(*launch.table.q_spans))
         if one_range(located.row, located.count):
             return 0
         problem = self.problem

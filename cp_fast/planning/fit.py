@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from cp_fast.planning.lower import COMPLETE, Draft, SegmentKeys
+from cp_fast.planning.groups import SegmentKeys
+from cp_fast.planning.lower import COMPLETE, Draft
 from cp_fast.planning.matching import matched, matched_launches
 from cp_fast.planning.padded import PaddedTables, pad
 from cp_fast.planning.shape import Shape

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from cp_fast.backends import Segments
-from cp_fast.planning.lower import Draft, SegmentKeys
+from cp_fast.planning.groups import SegmentKeys
+from cp_fast.planning.lower import Draft
 from cp_fast.planning.tables import Key, Uploaded
 from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
-from typing import NamedTuple
 
-import numpy as np
-
-from cp_fast.planning.launches import LaunchTable, keys_in_buffer_order, launch_tables
+from cp_fast.planning.groups import LaunchRows, TileGroup, TileGroups
 from cp_fast.planning.operands import Held, Operands
 from cp_fast.planning.results import Parcels, Results, parcels_of
-from cp_fast.planning.rows import RowMap, RowMaps, Spans
-from cp_fast.planning.tables import Key, RowKey, Tables
-from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles
+from cp_fast.planning.rows import RowMap, Spans, SpanSets
+from cp_fast.planning.tables import RowKey, Tables
+from cp_fast.planning.windows import WindowRule
 from cp_fast.program import (
     OWN,
     Contribution,
@@ -29,27 +25,13 @@ from cp_fast.program import (
     ResultSend,
     Send,
 )
-from cp_ref.spec import OPERANDS, RESULTS, Tiles, Workload
+from cp_ref.spec import OPERANDS, RESULTS, Message, Workload
 from cp_ref.spec import Program as Steps
 from cp_ref.spec import Step as Planned
 
-__all__ = ["COMPLETE", "Draft", "SegmentKeys", "lower"]
-
-HeadGroup = tuple[Heads, Heads, BandTiles]  # query heads, kv heads, tiles
+__all__ = ["COMPLETE", "Draft", "lower"]
 
 COMPLETE = "complete"  # instead of sums: complete results that arrive are written to the rank's own rows
-
-
-class SegmentKeys(NamedTuple):
-    """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`, of q and kv: what no
-    length ever exceeds, in a plan that is updated in place.
-    """
-
-    cu_q: Key
-    cu_kv: Key
-    left: int | None
-    right: int | None
-    bounds: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,13 +56,14 @@ def lower(
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
     own_q = RowMap.of(own["q"])
     own_kv = own_q if work.ownership.kv is work.ownership.q else RowMap.of(own["kv"])
-    maps = RowMaps()
-    operands, results = Operands(tables, maps), Results(tables, maps, {"out": own_q, "dq": own_q, "dkv": own_kv})
+    sets = SpanSets()
+    operands, results = Operands(tables, sets), Results(tables, sets, {"out": own_q, "dq": own_q, "dkv": own_kv})
     sides = {kind: (work.heads_kv, own_kv) if kind == "kv" else (work.heads_q, own_q) for kind in OWN}
     made = [operands.new(OWN[kind], kind, (0, heads), rows, 0) for kind, (heads, rows) in sides.items()]
     own_inputs, own_gradients = made[:2], made[2:]
     operands.held = list(own_inputs)
-    shared = work, rule, operands, results, _CompleteOuts.of(forward), _Known()
+    groups = TileGroups(work, rule, tables, sets)
+    shared = groups, operands, results, _CompleteOuts.of(forward, sets)
     drafts = _Pass(*shared, backward=False).lower(forward)
     kept = [held for held in operands.held if held in own_inputs or held.kind in saved]
     complete = {
@@ -149,7 +132,7 @@ class _CompleteOuts:
     sent: dict[int, list[Parcels]]
 
     @staticmethod
-    def of(forward: Steps) -> _CompleteOuts:
+    def of(forward: Steps, sets: SpanSets) -> _CompleteOuts:
         """The complete outs of the forward pass's steps."""
         received: dict[int, list[Parcels]] = {}
         sent: dict[int, list[Parcels]] = {}
@@ -157,7 +140,7 @@ class _CompleteOuts:
             for messages, found in ((step.recvs, received), (step.sends, sent)):
                 for message in messages:
                     if message.kind == "out" and message.complete:
-                        found.setdefault(message.peer, []).extend(parcels_of(message))
+                        found.setdefault(message.peer, []).extend(parcels_of(message, sets))
         return _CompleteOuts(received, sent)
 
     @staticmethod
@@ -166,65 +149,43 @@ class _CompleteOuts:
         return any(
             out.heads[0] <= parcels.heads[0]
             and parcels.heads[1] <= out.heads[1]
-            and RowMap.packed(out.spans).covers(parcels.spans)
+            and out.spans.packed.covers(parcels.spans)
             for out in outs
         )
-
-
-@dataclass
-class _Known:
-    """Bands and launches of tiles that were lowered before: both passes of the usual schedule compute the same, and so
-    do the stages of an a2a schedule, for other heads.
-    """
-
-    _banded: dict[tuple[int, ...], tuple[Tiles, BandTiles]] = field(default_factory=dict)
-    _launches: dict[int, tuple[BandTiles, list[LaunchTable]]] = field(default_factory=dict)
-
-    def banded(self, work: Workload, tiles: Tiles) -> BandTiles:
-        """The tiles with their bands."""
-        rectangles = tuple(map(id, tiles.columns[:5]))  # columns that the tiles kept here keep alive
-        if rectangles not in self._banded:
-            self._banded[rectangles] = tiles, band_tiles(work.areas, tiles)
-        return self._banded[rectangles][1]
-
-    def launches(self, tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
-        """The launches that compute them."""
-        if id(tiles) not in self._launches:
-            self._launches[id(tiles)] = tiles, launch_tables(tiles, rule)
-        return self._launches[id(tiles)][1]
 
 
 @dataclass
 class _Pass:
     """Lowers one pass, step by step."""
 
-    work: Workload
-    rule: WindowRule
+    groups: TileGroups
     operands: Operands
     results: Results
     exchanged: _CompleteOuts
-    known: _Known
     backward: bool
 
     def lower(self, steps: Steps) -> list[_StepDraft]:
-        result_sends = self.results.announce(steps, self._head_edges(steps))
+        groups = [self.groups.of(step.tiles) for step in steps]
+        result_sends = self.results.announce(steps, _head_edges(steps, groups))
         found: list[_StepDraft] = []
-        for number, (step, sends) in enumerate(zip(steps, result_sends, strict=True)):
+        for number, (step, computed, sends) in enumerate(zip(steps, groups, result_sends, strict=True)):
             draft = _StepDraft(result_sends=sends)
-            groups = list(self._head_groups(step.tiles))
-            self._send(draft, number, step, groups)
+            self._send(draft, number, step, computed)
             arriving = self._receive(draft, number, step)
-            for heads, kv_heads, tiles in groups:
-                self._launch(draft, number, heads, kv_heads, tiles)
+            for group in computed:
+                self._launch(draft, number, group)
             self.operands.held += arriving
             found.append(draft)
         return found
 
+    def _parcels(self, messages: Sequence[Message]) -> list[Parcels]:
+        return [parcels for message in messages for parcels in parcels_of(message, self.operands.sets)]
+
     # ---- messages
 
-    def _send(self, draft: _StepDraft, number: int, step: Planned, groups: list[HeadGroup]) -> None:
+    def _send(self, draft: _StepDraft, number: int, step: Planned, groups: list[TileGroup]) -> None:
         wanted: list[tuple[int, int, str, Heads, Spans]] = []  # peer, tag, kind, heads, rows
-        for parcels in (p for m in step.sends if m.kind in OPERANDS for p in parcels_of(m)):
+        for parcels in self._parcels([m for m in step.sends if m.kind in OPERANDS]):
             wanted.append((parcels.peer, parcels.tag, parcels.kind, parcels.heads, parcels.spans))
             if parcels.kind == "do" and not self.exchanged.cover(
                 self.exchanged.received.get(parcels.peer, []), parcels
@@ -234,7 +195,7 @@ class _Pass:
         for peer, tag, kind, heads, spans in wanted:
             operand = self.operands.find(kind, heads, spans, number)
             if operand is None:  # in one buffer with all that this step needs of the kind
-                tiles = [_rows_of(t[2], kind) for t in groups if heads == (t[1] if kind == "kv" else t[0])]
+                tiles = [group.rows(kind) for group in groups if group.heads_of(kind) == heads]
                 others = [w[4] for w in wanted if w[2:4] == (kind, heads)]
                 draft.packed += self.operands.gather(kind, heads, [*others, *tiles], number)
                 operand = self._found(kind, heads, spans, number)
@@ -244,125 +205,81 @@ class _Pass:
     def _receive(self, draft: _StepDraft, number: int, step: Planned) -> list[Held]:
         """The receives of a step; and the buffers that are there from the next step on."""
         together: dict[tuple[str, Heads], list[Parcels]] = {}
-        for message in step.recvs:
-            for parcels in parcels_of(message):
-                if parcels.kind in RESULTS:
-                    draft.result_recvs.append(self._receive_result(parcels, number))
-                    continue
-                together.setdefault((parcels.kind, parcels.heads), []).append(parcels)
-                if parcels.kind == "do" and not self.exchanged.cover(
-                    self.exchanged.sent.get(parcels.peer, []), parcels
-                ):
-                    res = replace(parcels, kind="res", tag=parcels.tag + 4)
-                    together.setdefault(("res", parcels.heads), []).append(res)
+        for parcels in self._parcels(step.recvs):
+            if parcels.kind in RESULTS:
+                draft.result_recvs.append(self._receive_result(parcels, number))
+                continue
+            together.setdefault((parcels.kind, parcels.heads), []).append(parcels)
+            if parcels.kind == "do" and not self.exchanged.cover(self.exchanged.sent.get(parcels.peer, []), parcels):
+                res = replace(parcels, kind="res", tag=parcels.tag + 4)
+                together.setdefault(("res", parcels.heads), []).append(res)
         arriving: list[Held] = []
         for (kind, heads), group in together.items():
-            for some in [group] if _disjoint(self._rows_of_all(group)) else [[one] for one in group]:
+            for some in [group] if _disjoint(self._spans_of(group).packed) else [[one] for one in group]:
                 name = f"{self.operands.direction} {number}: {kind} {heads[0]}:{heads[1]} received"
-                made = self.operands.new(name, kind, heads, self._rows_of_all(some), sum(p.size for p in some))
-                draft.recvs += [Recv(p.peer, p.tag, made.name, p.size) for p in some]
+                spans = self._spans_of(some)
+                made = self.operands.new(name, kind, heads, spans.packed, spans.total)
+                draft.recvs += [Recv(p.peer, p.tag, made.name, p.spans.total) for p in some]
                 made.last_use = number
                 arriving.append(made)
         return arriving
 
-    def _rows_of_all(self, parcels: list[Parcels]) -> RowMap:
+    def _spans_of(self, parcels: list[Parcels]) -> Spans:
         """The rows of these, one behind the other."""
-        spans = np.concatenate([p.start for p in parcels]), np.concatenate([p.stop for p in parcels])
-        return self.operands.maps.packed(spans)
+        return self.operands.sets.joined([p.spans for p in parcels])
 
     def _receive_result(self, parcels: Parcels, number: int) -> ResultRecv[RowKey]:
         if parcels.complete:
             located = self.results.own[parcels.kind].locate(parcels.spans)
-            whole = slice(0, parcels.size)
+            whole = slice(0, parcels.spans.total)
             rows = self.operands.tables.rows(located.row, located.count)
             heads = (0, parcels.heads[1] - parcels.heads[0])
             into = (Contribution(COMPLETE, whole, heads, rows, parcels.heads),)
         else:
             into = self.results.goes_to(parcels.kind, parcels.heads, parcels.spans, number)
-        what = parcels.kind, parcels.heads, parcels.size, parcels.complete
+        what = parcels.kind, parcels.heads, parcels.spans.total, parcels.complete
         return ResultRecv(parcels.peer, parcels.tag, *what, into)
 
     # ---- tiles
 
-    def _head_groups(self, tiles: Tiles) -> Iterator[HeadGroup]:
-        """Tiles by heads: their query heads, and the kv heads that these use by the kernel's rule."""
-        ranges = _head_ranges(tiles)
-        for heads in ranges:
-            some = tiles
-            if len(ranges) > 1:
-                some = tiles.take((tiles.head_start == heads[0]) & (tiles.head_stop == heads[1]))
-            banded = self.known.banded(self.work, some)
-            for part in aligned(heads, self.work.group_size):
-                kv_heads = part[0] // self.work.group_size, -(-part[1] // self.work.group_size)
-                if len(banded):
-                    yield part, kv_heads, banded
-
-    def _launch(self, draft: _StepDraft, number: int, heads: Heads, kv_heads: Heads, tiles: BandTiles) -> None:
+    def _launch(self, draft: _StepDraft, number: int, group: TileGroup) -> None:
         """The launches of one step's tiles of the same heads."""
-        tables = self.known.launches(tiles, self.rule)
         for kind in ("q", "kv", "do", "res") if self.backward else ("q", "kv"):
-            of_kind = kv_heads if kind == "kv" else heads
-            if not all(self.operands.has(kind, of_kind, _rows_of_launch(t, kind)) for t in tables):
-                draft.copies += self.operands.gather(kind, of_kind, [_rows_of(tiles, kind)], number)
-        for table in tables:
-            ordered = keys_in_buffer_order(table, self.operands.rows_of("kv", kv_heads, table.k_spans))
-            draft.launches.append(self._one_launch(ordered, number, heads, kv_heads))
+            heads = group.heads_of(kind)
+            if not all(self.operands.has(kind, heads, launch.rows(kind)) for launch in group.launches):
+                draft.copies += self.operands.gather(kind, heads, [group.rows(kind)], number)
+        for launch in group.launches:
+            buffer = self.operands.rows_of("kv", group.kv_heads, launch.kv)
+            ordered = self.groups.in_buffer_order(launch, buffer)
+            draft.launches.append(self._one_launch(ordered, number, group.heads, group.kv_heads))
 
-    def _one_launch(self, table: LaunchTable, number: int, heads: Heads, kv_heads: Heads) -> Launch[RowKey]:
-        q_spans, k_spans, tables = table.q_spans, table.k_spans, self.operands.tables
-        q, kv = self._found("q", heads, q_spans, number), self._found("kv", kv_heads, k_spans, number)
-        segments = SegmentKeys(
-            tables.lengths(table.lengths_q), tables.lengths(table.lengths_k), table.left, table.right
-        )
+    def _one_launch(self, launch: LaunchRows, number: int, heads: Heads, kv_heads: Heads) -> Launch[RowKey]:
+        q, kv = self._found("q", heads, launch.q, number), self._found("kv", kv_heads, launch.kv, number)
         if not self.backward:
-            out = self.results.goes_to("out", heads, q_spans, number)
-            return Launch(q, kv, None, None, segments, heads[0], out)
-        do, res = (self._found(kind, heads, q_spans, number) for kind in ("do", "res"))
-        dq = self.results.goes_to("dq", heads, q_spans, number)
-        dkv = self.results.goes_to("dkv", kv_heads, k_spans, number)
-        return Launch(q, kv, do, res, segments, heads[0], dq, dkv)
+            out = self.results.goes_to("out", heads, launch.q, number)
+            return Launch(q, kv, None, None, launch.segments, heads[0], out)
+        do, res = (self._found(kind, heads, launch.q, number) for kind in ("do", "res"))
+        dq = self.results.goes_to("dq", heads, launch.q, number)
+        dkv = self.results.goes_to("dkv", kv_heads, launch.kv, number)
+        return Launch(q, kv, do, res, launch.segments, heads[0], dq, dkv)
 
     def _found(self, kind: str, heads: Heads, spans: Spans, number: int) -> Operand[RowKey]:
         operand = self.operands.find(kind, heads, spans, number)
         assert operand is not None, f"{kind} rows that were put together are not there"
         return operand
 
-    def _head_edges(self, steps: Steps) -> dict[str, set[int]]:
-        """Where heads are cut at home, by kind of result."""
-        edges: dict[str, set[int]] = {kind: set() for kind in RESULTS}
-        size = self.work.group_size
-        for step in steps:
-            cuts = _head_ranges(step.tiles)
-            for part in {part for heads in cuts for part in aligned(heads, size)}:
-                edges["out"].update(part)
-                edges["dkv"].update((part[0] // size, -(-part[1] // size)))
-            for message in (*step.sends, *step.recvs):
-                if message.kind in RESULTS and not message.complete:
-                    kind = "dkv" if message.kind == "dkv" else "out"
-                    edges[kind].update(edge for parcels in parcels_of(message) for edge in parcels.heads)
-        return edges | {"dq": edges["out"]}
 
-
-def _head_ranges(tiles: Tiles) -> list[Heads]:
-    """The ranges of heads that tiles have."""
-    first, last = tiles.head_start, tiles.head_stop
-    if len(tiles) and bool((first == first[0]).all()) and bool((last == last[0]).all()):
-        return [(int(first[0]), int(last[0]))]
-    return sorted({*zip(first.tolist(), last.tolist(), strict=True)})
-
-
-def aligned(heads: Heads, group_size: int) -> list[Heads]:
-    """Query heads as ranges that a kernel takes: all heads of some kv heads, or some heads of one.
-
-    >>> aligned((1, 7), 2), aligned((0, 8), 4), aligned((1, 3), 4)
-    ([(1, 2), (2, 6), (6, 7)], [(0, 8)], [(1, 3)])
-    """
-    first, last = heads
-    begin, end = -(-first // group_size) * group_size, last // group_size * group_size
-    if begin > end:  # inside one group
-        return [heads]
-    edges = sorted({first, begin, end, last})
-    return list(pairwise(edges))
+def _head_edges(steps: Steps, groups: Sequence[Sequence[TileGroup]]) -> dict[str, set[int]]:
+    """Where heads are cut at home, by kind of result."""
+    edges: dict[str, set[int]] = {kind: set() for kind in RESULTS}
+    for group in (group for computed in groups for group in computed):
+        edges["out"].update(group.heads)
+        edges["dkv"].update(group.kv_heads)
+    for message in (message for step in steps for message in (*step.sends, *step.recvs)):
+        if message.kind in RESULTS and not message.complete:
+            kind = "dkv" if message.kind == "dkv" else "out"
+            edges[kind].update(edge for heads, *_ in message.by_heads for edge in heads)
+    return edges | {"dq": edges["out"]}
 
 
 def _packed_together(sends: list[tuple[int, int, Operand[RowKey]]]) -> list[Send[RowKey]]:
@@ -385,14 +302,6 @@ def _packed_together(sends: list[tuple[int, int, Operand[RowKey]]]) -> list[Send
         )
         for group in groups.values()
     ]
-
-
-def _rows_of(tiles: BandTiles, kind: str) -> Spans:
-    return (tiles.k_start, tiles.k_stop) if kind == "kv" else (tiles.q_start, tiles.q_stop)
-
-
-def _rows_of_launch(table: LaunchTable, kind: str) -> Spans:
-    return table.k_spans if kind == "kv" else table.q_spans
 
 
 def _disjoint(rows: RowMap) -> bool:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cp_fast.planning.rows import Located, RowMap, RowMaps, Spans, count, subtract
+from cp_fast.planning.rows import Located, RowMap, Spans, SpanSets, subtract
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import Buffer, Copy, Heads, Operand
 from cp_ref.spec import Column
@@ -34,11 +34,11 @@ class Operands:
     """The buffers that a rank has, newest last."""
 
     tables: Tables
-    maps: RowMaps
+    sets: SpanSets
     direction: str = "forward"
     buffers: dict[str, Buffer] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
-    _known: dict[int, tuple[RowMap, Located, Column]] = field(default_factory=dict)  # by the located spans' id
+    _known: dict[tuple[RowMap, Located], Column] = field(default_factory=dict)
 
     def new(self, name: str, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
         """A new buffer, which is not yet held."""
@@ -75,37 +75,40 @@ class Operands:
 
     def gather(self, kind: str, heads: Heads, parts: Sequence[Spans], step: int) -> list[Copy[RowKey]]:
         """Put all of these rows together in a new buffer, in the order of the global rows: the copies that fill it."""
-        spans = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+        together = self.sets.joined(list(parts))
+        rows = self.sets.of(*merged(together.start, together.stop)).packed
         sources = [held for held in self.held if held.kind == kind]
-        rows = self.maps.packed(merged(*spans))
         name = f"{self.direction} {step}: {kind} {heads[0]}:{heads[1]} joined"
-        made = self.new(name, kind, heads, rows, count((rows.start, rows.stop)))
+        made = self.new(name, kind, heads, rows, rows.spans.total)
         copies: list[Copy[RowKey]] = []
         for part in _cut(heads, (held.heads for held in sources)):
-            missing: Spans = rows.start, rows.stop
+            missing = rows.spans
             for held in sources:
-                if held.heads[0] <= part[0] and part[1] <= held.heads[1] and len(missing[0]):
+                if held.heads[0] <= part[0] and part[1] <= held.heads[1] and len(missing):
                     located = held.rows.locate(missing)
-                    if located.total:
+                    if len(located.count):
                         row, size = located.rows_in_order  # as they lie there: scattered, not gathered too
                         source = self._operand(held, row, size, part, step)
                         into = self._into(rows, located)
                         copies.append(Copy(source, self._operand(made, into, size, part, step)))
-                        missing = subtract(missing, located.spans) if not located.whole else _NOTHING
-            if len(missing[0]):
+                        missing = _NOTHING if located.whole else self._rest(missing, located.spans)
+            if len(missing):
                 raise ValueError(
-                    f"the schedule needs {kind} rows {int(missing[0][0])}:{int(missing[1][0])} at step {step}, which"
+                    f"the schedule needs {kind} rows {missing.start[0]}:{missing.stop[0]} at step {step}, which"
                     " are not there; verify names the step that should have brought them"
                 )
         self.held.append(made)
         return copies
 
+    def _rest(self, spans: Spans, found: Spans) -> Spans:
+        rest = subtract(spans, found)
+        return self.sets.of(rest.start, rest.stop)
+
     def _into(self, rows: RowMap, located: Located) -> Column:
         """The first rows of located spans in another buffer that has them, in the order in which they were found."""
-        known = self._known.get(id(located))
-        if known is None or known[0] is not rows:
-            known = self._known[id(located)] = rows, located, rows.locate(located.spans).row[located.by_row]
-        return known[2]
+        if (rows, located) not in self._known:
+            self._known[rows, located] = rows.locate(located.spans).row[located.by_row]
+        return self._known[rows, located]
 
     def _operand(self, held: Held, row: Column, size: Column, heads: Heads, step: int) -> Operand[RowKey]:
         held.last_use = max(held.last_use, step)
@@ -113,7 +116,7 @@ class Operands:
         return Operand(held.name, key, (heads[0] - held.heads[0], heads[1] - held.heads[0]))
 
 
-_NOTHING: Spans = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+_NOTHING = Spans(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def _cut(heads: Heads, others: Iterable[Heads]) -> list[Heads]:

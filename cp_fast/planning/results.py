@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.rows import Located, RowMap, RowMaps, Spans, count, subtract
+from cp_fast.planning.rows import Located, RowMap, Spans, SpanSets, subtract
 from cp_fast.planning.tables import RowKey, Tables, one_range
 from cp_fast.program import Contribution, Heads, ResultSend, Sums
 from cp_ref.spec import RESULTS, Column, Message
@@ -25,28 +25,17 @@ class Parcels:
 
     kind: str
     heads: Heads
-    start: np.ndarray
-    stop: np.ndarray
+    spans: Spans
     peer: int
     tag: int
     complete: bool
 
-    @property
-    def spans(self) -> Spans:
-        """The rows of the message part, as spans."""
-        return self.start, self.stop
 
-    @property
-    def size(self) -> int:
-        """The number of rows."""
-        return count(self.spans)
-
-
-def parcels_of(message: Message) -> list[Parcels]:
+def parcels_of(message: Message, sets: SpanSets) -> list[Parcels]:
     """A message by heads; sender and receiver get the same list."""
     return [
-        Parcels(message.kind, *which, message.peer, message.tag * _TAGS + 8 * n, message.complete)
-        for n, which in enumerate(message.by_heads)
+        Parcels(message.kind, heads, sets.of(start, stop), message.peer, message.tag * _TAGS + 8 * n, message.complete)
+        for n, (heads, start, stop) in enumerate(message.by_heads)
     ]
 
 
@@ -65,14 +54,14 @@ class Results:
     """All sums of a rank: those of its own rows, and those of messages to come."""
 
     tables: Tables
-    maps: RowMaps
+    sets: SpanSets
     own: dict[str, RowMap]  # by kind: where the rank's own rows lie
     direction: str = "forward"
     sums: dict[str, Sums] = field(default_factory=dict)
     _edges: dict[str, set[int]] = field(default_factory=dict)
     _stay: set[str] = field(default_factory=set)  # kinds of which no own row is handed over
     _outgoing: dict[str, list[_Outgoing]] = field(default_factory=dict)
-    _known: dict[int, tuple[Located, _Split]] = field(default_factory=dict)  # by the located spans' id
+    _splits: dict[tuple[Located, int], _Split] = field(default_factory=dict)  # by the offsets' id
 
     def announce(self, steps: Steps, edges: dict[str, set[int]]) -> list[tuple[ResultSend, ...]]:
         """Make the sums of all result messages of a pass; the sends of each step. `edges`, by kind: where heads are cut
@@ -85,18 +74,18 @@ class Results:
             sends: list[ResultSend] = []
             together: dict[tuple[str, Heads, bool], list[Parcels]] = {}
             for message in step.sends:
-                for parcels in parcels_of(message) if message.kind in RESULTS else ():
+                for parcels in parcels_of(message, self.sets) if message.kind in RESULTS else ():
                     together.setdefault((parcels.kind, parcels.heads, parcels.complete), []).append(parcels)
             for (kind, heads, complete), group in together.items():
-                spans = np.concatenate([p.start for p in group]), np.concatenate([p.stop for p in group])
+                spans = self.sets.joined([p.spans for p in group])
                 what = f"complete {kind}" if complete else kind
                 sums = f"{self.direction} {number}: {what} {heads[0]}:{heads[1]} sent"
-                self.sums[sums] = Sums(kind, heads, count(spans), False, complete)
-                self._outgoing[kind].append(_Outgoing(number, sums, heads, self.maps.packed(spans)))
+                self.sums[sums] = Sums(kind, heads, spans.total, False, complete)
+                self._outgoing[kind].append(_Outgoing(number, sums, heads, spans.packed))
                 row = 0
                 for parcels in group:
-                    sends.append(ResultSend(parcels.peer, parcels.tag, sums, row, parcels.size))
-                    row += parcels.size
+                    sends.append(ResultSend(parcels.peer, parcels.tag, sums, row, parcels.spans.total))
+                    row += parcels.spans.total
             found.append(tuple(sends))
         self._stay = {kind for kind in RESULTS if not any(self._own_leave(kind, out) for out in self._outgoing[kind])}
         return found
@@ -117,20 +106,18 @@ class Results:
         edges = self._edges[kind] | {e for o in later for e in o.heads}
         cuts = sorted({*heads, *(e for e in edges if heads[0] < e < heads[1])})
         found: list[Contribution[RowKey]] = []
-        size = spans[1] - spans[0]
-        begin = np.cumsum(size) - size  # rows of the partial result
         for part in pairwise(cuts):
-            rest, offset = spans, begin
+            rest, offset = spans, spans.begin  # rows of the partial result
             for out in later:
-                if out.heads[0] <= part[0] and part[1] <= out.heads[1] and len(rest[0]):
+                if out.heads[0] <= part[0] and part[1] <= out.heads[1] and len(rest):
                     rest, offset = self._into(found, out.sums, out.rows, rest, offset, part, heads)
-            if len(rest[0]):
+            if len(rest):
                 home = f"{kind} {part[0]}:{part[1]} at home"
                 self.sums.setdefault(home, Sums(kind, part, 0, True))
                 rest, _ = self._into(found, home, self.own[kind], rest, offset, part, heads)
-                if len(rest[0]):
+                if len(rest):
                     raise ValueError(
-                        f"the schedule leaves {kind} rows {int(rest[0][0])}:{int(rest[1][0])} of step {step} on a rank "
+                        f"the schedule leaves {kind} rows {rest.start[0]}:{rest.stop[0]} of step {step} on a rank "
                         "that does not own them; verify names where they should have gone"
                     )
         return tuple(found)
@@ -147,12 +134,11 @@ class Results:
     ) -> tuple[Spans, np.ndarray]:
         """Add what goes into these sums to `found`; return what is left, with its rows in the partial result."""
         located = rows.locate(spans)
-        if not located.total:
+        if not len(located.count):
             return spans, offset
-        known = self._known.get(id(located))
-        if known is None or not (known[1].offset is offset or np.array_equal(known[1].offset, offset)):
-            known = self._known[id(located)] = located, _split(located, spans, offset, self.tables)
-        split = known[1]
+        if (located, id(offset)) not in self._splits:
+            self._splits[located, id(offset)] = _split(located, spans, offset, self.tables)
+        split = self._splits[located, id(offset)]
         first_head = self.sums[sums].heads[0]
         assert self.sums[sums].heads == part or not self.sums[sums].home
         head_cut = part[0] - heads[0], part[1] - heads[0]
@@ -175,18 +161,18 @@ class _Split(NamedTuple):
 
 def _split(located: Located, spans: Spans, offset: Column, tables: Tables) -> _Split:
     """Spans that were located, at these rows of a partial result."""
-    first = offset[located.number] + located.start - spans[0][located.number]
+    first = offset[located.number] + located.start - spans.start[located.number]
     there, size = located.row, located.count
     if not (one_range(first, size) or one_range(there, size)):  # gathered rather than gathered and scattered
         first, (there, size) = first[located.by_row], located.rows_in_order
     found = offset, tables.rows(first, size), tables.rows(there, size)
     if located.whole:
-        return _Split(*found, (spans[0][:0], spans[1][:0]), offset[:0])
-    order, taken = _by_start(spans[0]), _by_start(located.start)
-    of_buffer = located.start[taken], located.spans[1][taken]
-    start, stop = subtract((spans[0][order], spans[1][order]), of_buffer)
-    span = np.arange(len(offset))[order][np.searchsorted(spans[0][order], start, side="right") - 1]
-    return _Split(*found, (start, stop), offset[span] + start - spans[0][span])
+        return _Split(*found, Spans(spans.start[:0], spans.stop[:0]), offset[:0])
+    order, taken = _by_start(spans.start), _by_start(located.start)
+    of_buffer = Spans(located.start[taken], located.spans.stop[taken])
+    rest = subtract(Spans(spans.start[order], spans.stop[order]), of_buffer)
+    span = np.arange(len(offset))[order][np.searchsorted(spans.start[order], rest.start, side="right") - 1]
+    return _Split(*found, rest, offset[span] + rest.start - spans.start[span])
 
 
 def _by_start(start: Column) -> Column | slice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,10 +9,76 @@ import numpy as np
 
 from cp_ref.spec import Column, Fragments, joined
 
-__all__ = ["Located", "RowMap", "RowMaps", "Spans", "count", "intersect", "subtract"]
+__all__ = ["Located", "RowMap", "SpanSets", "Spans", "intersect", "subtract"]
 
-Spans = tuple[Column, Column]  # (start, stop) of spans of global rows
-_KNOWN = 4  # answers of a map: a launch asks for the same rows of several tensors
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Global rows [start, stop), span after span, none of them empty: those of a message, a launch or a buffer.
+
+    What is asked again and again, of several tensors and in both passes, is known by the object: see `SpanSets`.
+    """
+
+    start: Column
+    stop: Column
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @cached_property
+    def size(self) -> Column:
+        """The number of rows of each."""
+        return self.stop - self.start
+
+    @cached_property
+    def total(self) -> int:
+        """The number of rows of all."""
+        return int(self.size.sum())
+
+    @cached_property
+    def begin(self) -> Column:
+        """Where each begins when they lie one behind the other."""
+        return np.cumsum(self.size) - self.size
+
+    @cached_property
+    def packed(self) -> RowMap:
+        """A buffer that holds them one behind the other."""
+        return RowMap.at(self.start, self.stop, self.begin)
+
+
+class SpanSets:
+    """The spans of a plan: equal ones are one object, as q, kv, do and their results often have the same rows.
+
+    >>> sets = SpanSets()
+    >>> sets.of(np.array([0]), np.array([4])) is sets.of(np.array([0]), np.array([4]))
+    True
+    """
+
+    def __init__(self) -> None:
+        self._by_columns: dict[tuple[int, int], tuple[Column, Column, Spans]] = {}  # by the columns' ids
+        self._by_edges: dict[tuple[int, ...], list[Spans]] = {}  # by what is quickly compared
+
+    def of(self, start: Column, stop: Column) -> Spans:
+        """The spans with these edges."""
+        key = id(start), id(stop)
+        if key not in self._by_columns:
+            self._by_columns[key] = start, stop, self._equal(start, stop)
+        return self._by_columns[key][2]
+
+    def _equal(self, start: Column, stop: Column) -> Spans:
+        size = len(start)
+        known = self._by_edges.setdefault((size, start.item(0), start.item(-1), stop.item(-1)) if size else (), [])
+        for spans in known:
+            if not size or bool((start == spans.start).all() and (stop == spans.stop).all()):
+                return spans
+        known.append(Spans(start, stop))
+        return known[-1]
+
+    def joined(self, parts: list[Spans]) -> Spans:
+        """Several spans, one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return self.of(np.concatenate([p.start for p in parts]), np.concatenate([p.stop for p in parts]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +94,7 @@ class Located:
     @cached_property
     def spans(self) -> Spans:
         """The global rows that were found."""
-        return self.start, self.start + self.count
-
-    @cached_property
-    def total(self) -> int:
-        """The number of rows that were found."""
-        return int(self.count.sum())
+        return Spans(self.start, self.start + self.count)
 
     @cached_property
     def by_row(self) -> Column:
@@ -50,25 +110,19 @@ class Located:
 class RowMap:
     """A buffer's contents: global rows [start, stop) lie at rows [row, row + stop - start). Sorted by start, disjoint.
 
-    >>> buffer = RowMap.packed((np.array([8, 0]), np.array([12, 4])))  # rows 8 to 11, then rows 0 to 3
-    >>> located = buffer.locate((np.array([2]), np.array([10])))
+    >>> buffer = Spans(np.array([8, 0]), np.array([12, 4])).packed  # rows 8 to 11, then rows 0 to 3
+    >>> located = buffer.locate(Spans(np.array([2]), np.array([10])))
     >>> located.row.tolist(), located.count.tolist()
     ([6, 0], [2, 2])
     """
 
     def __init__(self, start: Column, stop: Column, row: Column) -> None:
         self.start, self.stop, self.row = start, stop, row
-        self._known: deque[tuple[Spans, Located]] = deque(maxlen=_KNOWN)
+        self._located: dict[Spans, Located] = {}
+        self._lacks: set[Spans] = set()  # those of which not even the first row is here
 
     def __len__(self) -> int:
         return len(self.start)
-
-    @staticmethod
-    def packed(spans: Spans) -> RowMap:
-        """A buffer that holds these spans one behind the other."""
-        start, stop = spans
-        size = stop - start
-        return RowMap.at(start, stop, np.cumsum(size) - size)
 
     @staticmethod
     def at(start: Column, stop: Column, row: Column) -> RowMap:
@@ -83,48 +137,44 @@ class RowMap:
         """A rank's own buffer."""
         return RowMap.at(fragments.start, fragments.stop, fragments.row)
 
+    @cached_property
+    def spans(self) -> Spans:
+        """The rows that are here."""
+        return Spans(self.start, self.stop)
+
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
-        if (located := self._recognised(spans)) is not None:
-            return located
-        for known, located in self._known:
-            if same_spans(known, spans):
-                return located
-        located = self._locate(*spans)
-        self._known.appendleft((spans, located))
-        return located
+        if spans not in self._located:
+            self._located[spans] = self._locate(spans)
+        return self._located[spans]
 
     def covers(self, spans: Spans) -> bool:
         """Whether all of these rows are here. Most buffers that lack some lack the first one, which is looked for."""
-        if (located := self._recognised(spans)) is not None:
-            return located.whole
-        if len(spans[0]):
-            here = int(np.searchsorted(self.stop, spans[0][0], side="right"))
-            if here == len(self) or self.start[here] > spans[0][0]:
+        if spans not in self._located:
+            if spans in self._lacks:
                 return False
+            if len(spans):
+                first = spans.start[0]
+                here = int(self.stop.searchsorted(first, side="right"))
+                if here == len(self) or self.start[here] > first:
+                    self._lacks.add(spans)
+                    return False
         return self.locate(spans).whole
 
-    def _recognised(self, spans: Spans) -> Located | None:
-        """What was found for these very columns."""
-        start, stop = spans
-        for (known_start, known_stop), located in self._known:
-            if start is known_start and stop is known_stop:
-                return located
-        return None
-
-    def _locate(self, start: Column, stop: Column) -> Located:
-        if len(start) == len(self) and np.array_equal(start, self.start):  # all stretches, or the first part of each
-            if np.array_equal(stop, self.stop) or bool((stop <= self.stop).all()):
-                return Located(np.arange(len(start)), start, self.row, stop - start, True)
-        elif len(self):
-            here = np.searchsorted(self.stop, start, side="right")  # usually each span lies in one stretch
+    def _locate(self, spans: Spans) -> Located:
+        start, stop = spans.start, spans.stop
+        if len(start) == len(self) and bool((start == self.start).all()) and bool((stop <= self.stop).all()):
+            return Located(np.arange(len(start)), start, self.row, spans.size, True)  # the first part of each stretch
+        if len(self):
+            here = self.stop.searchsorted(start, side="right")  # usually each span lies in one stretch
             np.minimum(here, len(self) - 1, out=here)
-            if bool((self.start[here] <= start).all()) and bool((self.stop[here] >= stop).all()):
-                return Located(np.arange(len(start)), start, start + (self.row - self.start)[here], stop - start, True)
+            first = self.start[here]
+            if bool((first <= start).all()) and bool((self.stop[here] >= stop).all()):
+                return Located(np.arange(len(start)), start, start - first + self.row[here], spans.size, True)
         number, here = joined(start, stop, self.start, self.stop)
         first, last = np.maximum(start[number], self.start[here]), np.minimum(stop[number], self.stop[here])
         size, row = last - first, first + (self.row - self.start)[here]
-        return Located(number, first, row, size, int(size.sum()) == count((start, stop)))
+        return Located(number, first, row, size, int(size.sum()) == spans.total)
 
     def meets(self, other: RowMap) -> bool:
         """Whether the buffers have a row in common; none of the spans is empty."""
@@ -134,58 +184,30 @@ class RowMap:
         return bool((many.start[here[there]] < few.stop[there]).any())
 
 
-class RowMaps:
-    """The packed buffers of a plan: equal ones are one map, as q, kv, do and their results often have the same rows."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], list[tuple[Spans, RowMap]]] = {}  # by what is quickly compared
-
-    def packed(self, spans: Spans) -> RowMap:
-        """`RowMap.packed`, or what it gave for equal spans."""
-        start, stop = spans
-        key = (len(start), int(start[0]), int(start[-1]), int(stop[-1])) if len(start) else (0,)
-        known = self._known.setdefault(key, [])
-        for others, rows in known:
-            if same_spans(others, spans):
-                return rows
-        known.append((spans, RowMap.packed(spans)))
-        return known[-1][1]
-
-
-def same_spans(spans: Spans, others: Spans) -> bool:
-    """Whether these are the same spans in the same order."""
-    (start, stop), (start_2, stop_2) = spans, others
-    if start is start_2 and stop is stop_2:
-        return True
-    if len(start) != len(start_2) or (len(start) and (start[0] != start_2[0] or stop[-1] != stop_2[-1])):
-        return False
-    return bool((start == start_2).all() and (stop == stop_2).all())
-
-
-def count(spans: Spans) -> int:
-    """The number of rows in the buffer."""
-    return int((spans[1] - spans[0]).sum())
-
-
 def intersect(spans: Spans, others: Spans) -> Spans:
     """The rows that are in both; `others` are sorted and disjoint.
 
-    >>> [x.tolist() for x in intersect((np.array([0, 6]), np.array([4, 9])), (np.array([2]), np.array([7])))]
-    [[2, 6], [4, 7]]
+    >>> both = intersect(Spans(np.array([0, 6]), np.array([4, 9])), Spans(np.array([2]), np.array([7])))
+    >>> both.start.tolist(), both.stop.tolist()
+    ([2, 6], [4, 7])
     """
-    number, other = joined(*spans, *others)
-    return np.maximum(spans[0][number], others[0][other]), np.minimum(spans[1][number], others[1][other])
+    number, other = joined(spans.start, spans.stop, others.start, others.stop)
+    return Spans(
+        np.maximum(spans.start[number], others.start[other]), np.minimum(spans.stop[number], others.stop[other])
+    )
 
 
 def subtract(spans: Spans, others: Spans) -> Spans:
     """The rows of `spans` that are not in `others`; both are sorted and disjoint.
 
-    >>> [x.tolist() for x in subtract((np.array([0, 6]), np.array([4, 9])), (np.array([2]), np.array([7])))]
-    [[0, 7], [2, 9]]
-    >>> [x.tolist() for x in subtract((np.array([0]), np.array([4])), (np.array([0, 2]), np.array([2, 3])))]
-    [[3], [4]]
+    >>> rest = subtract(Spans(np.array([0, 6]), np.array([4, 9])), Spans(np.array([2]), np.array([7])))
+    >>> rest.start.tolist(), rest.stop.tolist()
+    ([0, 7], [2, 9])
+    >>> rest = subtract(Spans(np.array([0]), np.array([4])), Spans(np.array([0, 2]), np.array([2, 3])))
+    >>> rest.start.tolist(), rest.stop.tolist()
+    ([3], [4])
     """
     far = np.array([2**60])
-    begin, end = np.append(-far, others[1]), np.append(others[0], far)
+    begin, end = np.append(-far, others.stop), np.append(others.start, far)
     some = begin < end  # others that touch have nothing between them
-    return intersect(spans, (begin[some], end[some]))
+    return intersect(spans, Spans(begin[some], end[some]))

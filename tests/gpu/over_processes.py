@@ -30,8 +30,8 @@ import typer
 
 import cp_fast
 from cp_fast import masks
+from cp_fast.peers.crossed import Crossed
 from cp_fast.peers.exchange import PeerMessages
-from cp_fast.peers.group import Crossed
 from cp_ref import SimGroup, dense_attention
 
 GRACE_S = 40.0  # for what is under way when the time is up
@@ -167,7 +167,7 @@ def one_rank(group: Any, play: Play, place: Place) -> dict[str, torch.Tensor]:
             raise
         return {f"refused: {error}": torch.zeros(0)}
     by_copies = isinstance(plan.messages, PeerMessages | Crossed)
-    processes = isinstance(group, dist.ProcessGroup | tuple)
+    processes = isinstance(group[0] if isinstance(group, tuple) else group, dist.ProcessGroup)
     assert by_copies == (processes and play.messages == "peers"), f"messages by {plan.messages}"
     whole = place.tensors(play)
     total = len(whole["q"])

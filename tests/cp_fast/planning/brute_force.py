@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cp_fast.planning.joins import Segments
 from cp_fast.planning.launches import LaunchTable
+from cp_fast.planning.rows import Spans
 from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles
 from cp_ref.spec import UNBOUNDED, Areas, Tiles
 
@@ -85,10 +86,10 @@ def disjoint(draw: st.DrawFn, end: int, most: int, least: int = 0) -> list[tuple
 
 
 @st.composite
-def spans(draw: st.DrawFn, end: int = 30, most: int = 6) -> tuple[np.ndarray, np.ndarray]:
+def spans(draw: st.DrawFn, end: int = 30, most: int = 6) -> Spans:
     """Sorted spans of rows without common rows."""
     found = np.array(disjoint(draw, end, most), dtype=np.int64).reshape(-1, 2)
-    return found[:, 0].copy(), found[:, 1].copy()
+    return Spans(found[:, 0].copy(), found[:, 1].copy())
 
 
 @st.composite

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cp_fast.planning.operands import Operands
 from cp_fast.planning.results import Results, parcels_of
-from cp_fast.planning.rows import RowMap, RowMaps, Spans, count
+from cp_fast.planning.rows import Spans, SpanSets
 from cp_fast.planning.tables import Tables
 from cp_fast.program import Heads, Operand
 from cp_ref.spec import Message, Pieces, Step
@@ -30,16 +30,16 @@ def head_ranges(draw: st.DrawFn) -> Heads:
 
 def cells(of: Spans, heads: Heads) -> list[list[Cell]]:
     """Rows of cells, span after span."""
-    edges = zip(of[0].tolist(), of[1].tolist(), strict=True)
+    edges = zip(of.start.tolist(), of.stop.tolist(), strict=True)
     return [[(row, head) for head in range(*heads)] for start, stop in edges for row in range(start, stop)]
 
 
 @st.composite
 def shuffled(draw: st.DrawFn, end: int = 20) -> Spans:
     """Disjoint spans in any order."""
-    start, stop = draw(spans(end, 4))
-    order = np.array(draw(st.permutations(range(len(start)))), dtype=np.int64)
-    return start[order], stop[order]
+    drawn = draw(spans(end, 4))
+    order = np.array(draw(st.permutations(range(len(drawn)))), dtype=np.int64)
+    return Spans(drawn.start[order], drawn.stop[order])
 
 
 @dataclass
@@ -58,12 +58,12 @@ class Filled:
 @st.composite
 def filled(draw: st.DrawFn) -> Filled:
     """A few buffers of two kinds, each with rows and heads of its own."""
-    made = Filled(Operands(Tables(), RowMaps()), {})
+    made = Filled(Operands(Tables(), SpanSets()), {})
     for number in range(draw(st.integers(0, 4))):
         held, heads = draw(shuffled()), draw(st.one_of(st.just((0, HEADS)), head_ranges()))
-        if len(held[0]):
+        if len(held):
             kind = draw(st.sampled_from(["q", "q", "q", "kv"]))
-            buffer = made.operands.new(f"{number}", kind, heads, RowMap.packed(held), count(held))
+            buffer = made.operands.new(f"{number}", kind, heads, held.packed, held.total)
             made.operands.held.append(buffer)
             made.contents[buffer.name] = cells(held, heads)
     return made
@@ -137,7 +137,7 @@ def outgoing(draw: st.DrawFn) -> list[Step]:
                 here = {cell for row in cells(some, heads) for cell in row}
                 if here and not here & used:  # results leave a rank once
                     used |= here
-                    rows += [(a, b, *heads) for a, b in zip(some[0].tolist(), some[1].tolist(), strict=True)]
+                    rows += [(a, b, *heads) for a, b in zip(some.start.tolist(), some.stop.tolist(), strict=True)]
             if rows:
                 kind = draw(st.sampled_from(["out", "out", "dq"]))
                 messages.append(Message(kind, peer + 1, 6 * number + peer, Pieces.of_rows(rows)))
@@ -150,15 +150,15 @@ def outgoing(draw: st.DrawFn) -> list[Step]:
 )
 def test_goes_to(steps: list[Step], own: Spans, more: Spans, parts: list[tuple[Heads, Spans]], step: int) -> None:
     """Every cell of a partial result goes into the next message that takes it along, or home; once."""
-    tables = Tables()
-    results = Results(tables, RowMaps(), {"out": RowMap.packed(own), "dq": RowMap.packed(own)})
-    pieces = [p.heads for s in steps for m in s.sends for p in parcels_of(m)]
+    tables, sets = Tables(), SpanSets()
+    results = Results(tables, sets, {"out": own.packed, "dq": own.packed})
+    pieces = [p.heads for s in steps for m in s.sends for p in parcels_of(m, sets)]
     edges = {edge for heads in [*pieces, *(heads for heads, _ in parts)] for edge in heads}
     sends = results.announce(tuple(steps), {kind: set(edges) for kind in ("out", "dq", "dkv")})
     leaves: dict[Cell, tuple[int, int, int]] = {}  # step, peer and row of the message
     for number, s in reversed(list(enumerate(steps))):
         for message in s.sends:
-            for parcels in parcels_of(message) if message.kind == "out" and number > step else ():
+            for parcels in parcels_of(message, sets) if message.kind == "out" and number > step else ():
                 for row, of_row in enumerate(cells(parcels.spans, parcels.heads)):
                     leaves |= dict.fromkeys(of_row, (number, parcels.tag, row))
     home = {cell: row for row, of_row in enumerate(cells(own, (0, HEADS))) for cell in of_row}

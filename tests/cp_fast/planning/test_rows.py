@@ -6,19 +6,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_fast.planning.rows import RowMap, Spans, count, intersect, subtract
+from cp_fast.planning.rows import RowMap, Spans, SpanSets, intersect, subtract
 from cp_fast.planning.tables import Key, Tables
 from tests.cp_fast.planning.brute_force import spans
 
 
 def rows(of: Spans) -> list[int]:
-    return [row for start, stop in zip(of[0].tolist(), of[1].tolist(), strict=True) for row in range(start, stop)]
+    return [row for start, stop in zip(of.start.tolist(), of.stop.tolist(), strict=True) for row in range(start, stop)]
 
 
 @st.composite
 def row_maps(draw: st.DrawFn) -> tuple[RowMap, dict[int, int]]:
     """A buffer, and the local row of each global row that it holds."""
-    start, stop = draw(spans())
+    drawn = draw(spans())
+    start, stop = drawn.start, drawn.stop
     order = np.array(draw(st.permutations(range(len(start)))), dtype=np.int64)
     gaps = np.array(draw(st.lists(st.integers(0, 2), min_size=len(start), max_size=len(start))), dtype=np.int64)
     start, stop = start[order], stop[order]
@@ -35,10 +36,10 @@ def test_locate(drawn: tuple[RowMap, dict[int, int]], wanted: Spans, random: np.
     """All rows of the spans that are in the buffer, by span, in any order of the spans; twice the same answer."""
     buffer, held = drawn
     if mine and len(buffer):  # the buffer's own spans, or the first part of each
-        wanted = buffer.start, buffer.stop - (buffer.stop - buffer.start > 1)
-    order = list(range(len(wanted[0])))
+        wanted = Spans(buffer.start, buffer.stop - (buffer.stop - buffer.start > 1))
+    order = list(range(len(wanted)))
     random.shuffle(order)  # type: ignore[arg-type]
-    wanted = wanted[0][order], wanted[1][order]
+    wanted = Spans(wanted.start[order], wanted.stop[order])
     for asked in (wanted, wanted):
         located = buffer.locate(asked)
         got = [
@@ -50,11 +51,11 @@ def test_locate(drawn: tuple[RowMap, dict[int, int]], wanted: Spans, random: np.
         ]
         assert got == [
             (number, row, held[row])
-            for number, (start, stop) in enumerate(zip(wanted[0].tolist(), wanted[1].tolist(), strict=True))
+            for number, (start, stop) in enumerate(zip(wanted.start.tolist(), wanted.stop.tolist(), strict=True))
             for row in range(start, stop)
             if row in held
         ]
-        assert located.total == len(got)
+        assert located.whole == (len(got) == wanted.total)
     assert buffer.covers(wanted) == (set(rows(wanted)) <= set(held))
 
 
@@ -62,16 +63,25 @@ def test_locate(drawn: tuple[RowMap, dict[int, int]], wanted: Spans, random: np.
 def test_sets_of_rows(one: Spans, other: Spans) -> None:
     assert rows(intersect(one, other)) == sorted(set(rows(one)) & set(rows(other)))
     assert rows(subtract(one, other)) == sorted(set(rows(one)) - set(rows(other)))
-    assert count(one) == len(rows(one))
+    assert one.total == len(rows(one))
+
+
+@given(st.lists(spans(), max_size=6))
+def test_equal_spans_are_one_object(asked: list[Spans]) -> None:
+    sets = SpanSets()
+    found = [sets.of(one.start.copy(), one.stop.copy()) for one in asked]
+    assert all(rows(one) == rows(other) for one, other in zip(found, asked, strict=True))
+    edges = [(one.start.tolist(), one.stop.tolist()) for one in asked]
+    assert [[one is other for other in found] for one in found] == [[a == b for b in edges] for a in edges]
 
 
 @given(st.lists(spans(), max_size=4), st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), max_size=3))
 def test_tables(asked: list[Spans], lengths: list[list[int]]) -> None:
     """Rows and lengths are on the device what they are on the host; a request that is repeated gets the same key."""
     tables = Tables()
-    found = [tables.rows(start, stop - start) for start, stop in asked]
+    found = [tables.rows(one.start, one.size) for one in asked]
     keys = [tables.lengths(np.array(x)) for x in lengths]
-    assert [tables.rows(start.copy(), stop - start) for start, stop in asked] == found
+    assert [tables.rows(one.start.copy(), one.stop - one.start) for one in asked] == found
     assert [tables.lengths(np.array(x)) for x in lengths] == keys
     if not found and not keys:
         return

@@ -195,7 +195,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "last-launch-left-out": Mutant(
         "of several launches of a step the last is left out",
-        f"{_LOWER}.launch_tables",
+        "cp_fast.planning.groups.launch_tables",
         wrap(_tiles_of_one_launch),
         "logic",
     ),
