@@ -49,6 +49,10 @@ class _Failed(AssertionError):
     """The exception of the drawn test; the played problem is kept beside it."""
 
 
+class _Enough(BaseException):
+    """Ends a round in which a function turned out to be missing; Hypothesis would catch an `Exception`."""
+
+
 class Round:
     """One test of Hypothesis: until its first failure, and that one's shrinking.
 
@@ -93,6 +97,8 @@ class Round:
 
         try:
             (one_problem if profile.seed is None else hypothesis.seed(profile.seed)(one_problem))()
+        except _Enough:
+            return
         except Exception as error:
             if self.smallest is None:
                 raise
@@ -115,13 +121,13 @@ class Round:
         if text not in self._failing:
             if time.monotonic() > self._give_up_at:  # enough shrinking: only what is known to fail still does
                 return
-            if any(p.verdict == "missing" for p in self.drawn):
-                return
             played = self._judge(self._runner.play(Task(self._level, self._tier, text)))
             if not self._failing:
                 self.drawn.append(played)
                 if played.verdict != "unsupported":  # others are drawn in its place
                     self._on_problem()
+                if played.verdict == "missing":
+                    raise _Enough
             if played.verdict not in FAILING:
                 return
             self._failing[text] = played

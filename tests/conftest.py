@@ -13,7 +13,6 @@ settings.load_profile("deterministic")
 
 HERE = Path(__file__).parent
 SMOKE = (
-    "cli/test_demo_command.py",
     "cp_fast/native/test_merges.py",
     "cp_fast/native/test_movers.py",
     "cp_fast/test_merge.py",

@@ -63,6 +63,11 @@ class Nursery:
                 return code
             time.sleep(_POLL_S)
 
+    def stop(self) -> None:
+        """End it, and its workers with it."""
+        self._process.kill()
+        self._process.wait()
+
     @property
     def lives(self) -> bool:
         """Whether it can fork."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -15,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["CONTEXT", "Processes", "run_program"]
+__all__ = ["CONTEXT", "Processes", "run_module", "run_program"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    [__name__, "cp_fast", "cp_fast.cli.demo.launch", "torch._dynamo", "torch.distributed.fsdp", "pytest"]
+    [__name__, "cp_fast", "cp_fast.cli.demo.launch", "conformance.cli", "torch._dynamo", "torch.distributed.fsdp", "pytest"]
 )
 
 
@@ -78,10 +78,11 @@ def run_program(program: Path, processes: int, *arguments: str) -> str:
     Raises:
         AssertionError: a process failed, or did not end in five minutes.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free, tempfile.NamedTemporaryFile("r") as said:
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
-        variables |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        free.close()
+    # as torchrun has it, so that nobody can take the port in between
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.NamedTemporaryFile("r") as said:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
         given = str(program), arguments, variables, said.name
         started = [CONTEXT.Process(target=_program, args=(rank, *given)) for rank in range(processes)]
         for process in started:
@@ -94,9 +95,37 @@ def run_program(program: Path, processes: int, *arguments: str) -> str:
     return printed
 
 
-def _program(rank: int, program: str, arguments: tuple[str, ...], variables: dict[str, str], said: str) -> None:
+def run_module(folder: Path, name: str, *arguments: str, path: tuple[Path, ...] = ()) -> tuple[int, str]:
+    """`python -m name arguments...` in a folder, with these folders first on the path.
+
+    Returns:
+        Its exit code (negative if it did not end in five minutes), and what it printed.
+    """
+    with tempfile.NamedTemporaryFile("r") as said:
+        process = CONTEXT.Process(target=_module, args=(folder, name, arguments, path, said.name))
+        process.start()
+        process.join(timeout=300)
+        process.kill()
+        process.join()
+        return process.exitcode or 0, said.read()
+
+
+def _say_into(said: str) -> None:
     for stream in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), stream)
+
+
+def _module(folder: Path, name: str, arguments: tuple[str, ...], path: tuple[Path, ...], said: str) -> None:
+    _say_into(said)
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "200"
+    sys.path[:0] = [str(folder), *map(str, path)]
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _program(rank: int, program: str, arguments: tuple[str, ...], variables: dict[str, str], said: str) -> None:
+    _say_into(said)
     torch.set_num_threads(1)
     os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.argv = [program, *arguments]

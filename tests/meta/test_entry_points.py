@@ -1,13 +1,18 @@
-"""Each entry point once from end to end, in a process of its own: `python -m conformance`, and pytest in three ways."""
+"""Each entry point from end to end: `python -m conformance`, and pytest in three ways; each once in a process that has
+imported nothing, then in processes that are forked from one that has.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.dist.workers import run_module
 
 pytestmark = pytest.mark.thorough
 
@@ -32,7 +37,11 @@ def run(folder: Path, *command: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
+def forked(folder: Path, *command: str) -> tuple[int, str]:
+    return run_module(folder, *command, path=(ROOT,))
+
+
+def run_pytest(folder: Path, *arguments: str, run: Callable[..., tuple[int, str]] = forked) -> tuple[int, str]:
     (folder / "pytest.ini").write_text("[pytest]\n")
     return run(folder, "pytest", "-p", "conformance.plugin", "-p", "no:cacheprovider", "-rs", *LITTLE, *arguments)
 
@@ -54,7 +63,7 @@ def test_pyargs(tmp_path: Path) -> None:
     """Nothing but the package's name."""
     code, output = run_pytest(
         tmp_path, "--pyargs", "conformance", "--impl", "cp_ref", "--conformance-report", "out",
-        *tiers("helpers", "merge", "logic"),
+        *tiers("helpers", "merge", "logic"), run=run,
     )  # fmt: skip
     assert code == 0, output
     assert "16 passed" in output
@@ -89,7 +98,7 @@ def test_an_entry_point_names_an_implementation(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[cp_attention.implementations]\nlower = tests.meta.samples:Lower\n")
-    code, output = run(tmp_path, "conformance", "--impl", "lower", "--tier", "merge", "--max-examples", "3")
+    code, output = forked(tmp_path, "conformance", "--impl", "lower", "--tier", "merge", "--max-examples", "3")
     assert code == 0, output
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.dist.workers import run_module
 
 pytestmark = pytest.mark.thorough
 
@@ -18,10 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def conformance(folder: Path, *arguments: str) -> tuple[int, str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "conformance", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
-    return done.returncode, done.stdout + done.stderr
+    return run_module(folder, "conformance", *arguments, path=(ROOT,))
 
 
 def report_of(folder: Path, name: str) -> tuple[dict[str, Any], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from conformance.implementation import LoadError
 from conformance.runner import Task, task_of
 from conformance.session import Profile, run_tier
 from conformance.workers import IsolatedRunner, ProcessRunner, RemotePlayer, start_runner
+from conformance.workers.nursery import nursery
 
 pytestmark = pytest.mark.thorough
 
@@ -99,6 +101,35 @@ def test_no_worker_outlives_its_player() -> None:
     runner.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIG_DFL)
+
+
+def test_a_worker_has_the_environment_the_folder_and_the_path_of_its_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are when it starts, which is later than its nursery did."""
+    nursery()
+    (tmp_path / "late.py").write_text(
+        "import os\nfrom tests.meta.samples import Lower\n"
+        "assert os.environ['LATE'] == '1' and os.path.exists('late.py') and os.environ['OMP_NUM_THREADS'] == '1'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LATE", "1")
+    monkeypatch.chdir(tmp_path)
+    with start_runner("late:Lower", "cpu", LIMIT_S, lambda kind: (2,)) as runner:
+        assert "kernel" in runner.info.levels
+    monkeypatch.delenv("LATE")
+    with pytest.raises(LoadError, match="LATE"):
+        start_runner("late:Lower", "cpu", LIMIT_S, lambda kind: (2,))
+
+
+def test_a_nursery_that_was_killed_is_followed_by_another() -> None:
+    killed = nursery()
+    with sample("Sick") as runner:
+        assert runner.play(GOOD).verdict == "right"
+    killed.stop()
+    assert nursery() is not killed
+    with sample("Sick") as runner:
+        assert runner.play(GOOD).verdict == "right"
 
 
 # ---- one process for each rank

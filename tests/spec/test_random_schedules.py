@@ -18,7 +18,7 @@ from tests.spec.other_rings import backward_ring, ring_of_rings
 from tests.spec.random_schedules import random_schedules, random_workloads, scheduled_problems, small_problems
 
 
-@settings(max_examples=int(os.environ.get("CP_PLANS", "1000")))
+@settings(max_examples=int(os.environ.get("CP_PLANS", "400")))
 @given(scheduled_problems())
 def test_they_verify_and_read_back(drawn: tuple[Problem, Schedule]) -> None:
     problem, schedule = drawn

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cp_fast.build import BuildError, Unavailable, cache
+from tests.dist.workers import CONTEXT
 
 FILE = "library.so"
 
@@ -125,31 +124,32 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.root() == Path("/home/someone/builds")
 
 
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from cp_fast.build import BuildError, cache
+def cached_slowly(folder: Path, log: Path, pause: float, end: str, said: Any) -> None:
+    """One process: what the cache gives it, or the error, goes into `said`."""
+    os.environ[cache.VARIABLE] = str(folder)
 
-def build_in(folder):
-    with open(sys.argv[1], "a") as log:
-        log.write("built\\n")
-    for part in range(10):
-        with open(folder / "library.so", "a") as file:
-            file.write(str(part))
-        time.sleep(float(sys.argv[2]))
-    if sys.argv[3] == "fail":
-        raise BuildError("the compiler says no")
+    def build_in(folder: Path) -> None:
+        with log.open("a") as file:
+            file.write("built\n")
+        for part in range(10):
+            with (folder / FILE).open("a") as file:
+                file.write(str(part))
+            time.sleep(pause)
+        if end == "fail":
+            raise BuildError("the compiler says no")
 
-try:
-    print(cache.cached("key", "library.so", build_in).read_text())
-except BuildError as error:
-    print("BuildError:", error)
-"""
+    try:
+        said.put(cache.cached("key", FILE, build_in).read_text())
+    except BuildError as error:
+        said.put(f"BuildError: {error}")
 
 
-def start(log: Path, pause: float, end: str = "succeed") -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-c", SCRIPT, str(log), str(pause), end]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path.cwd())
+def start(folder: Path, log: Path, pause: float, end: str = "succeed") -> tuple[Any, Any]:
+    """A process that does, and the queue of what it says."""
+    said = CONTEXT.Queue()
+    process = CONTEXT.Process(target=cached_slowly, args=(folder, log, pause, end, said))
+    process.start()
+    return process, said
 
 
 def wait_for(path: Path) -> None:
@@ -160,21 +160,23 @@ def wait_for(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("end", "said"), [("succeed", "0123456789"), ("fail", "BuildError: the compiler says no")])
-def test_of_eight_processes_one_builds(tmp_path: Path, end: str, said: str) -> None:
+def test_of_eight_processes_one_builds(tmp_path: Path, own_cache: Path, end: str, said: str) -> None:
     """The others wait for its result, or its failure. It takes long enough for all of them to come."""
-    processes = [start(tmp_path / "log", 0.8, end) for _ in range(8)]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [out.strip() for out, _ in outputs] == [said] * 8, outputs
+    started = [start(own_cache, tmp_path / "log", 0.2, end) for _ in range(8)]
+    assert [queue.get(timeout=120) for _, queue in started] == [said] * 8
+    for process, _ in started:
+        process.join(timeout=60)
     assert (tmp_path / "log").read_text() == "built\n"
 
 
 def test_a_killed_builder_stops_nobody(tmp_path: Path, own_cache: Path) -> None:
-    killed = start(tmp_path / "log", 60)
+    killed, _ = start(own_cache, tmp_path / "log", 60)
     wait_for(tmp_path / "log")
-    waiting = start(tmp_path / "log", 0)
+    waiting, said = start(own_cache, tmp_path / "log", 0)
     time.sleep(0.3)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
-    assert waiting.communicate(timeout=60)[0].strip() == "0123456789"
+    killed.kill()
+    killed.join(timeout=60)
+    assert said.get(timeout=60) == "0123456789"
+    waiting.join(timeout=60)
     assert sorted(x.name for x in own_cache.iterdir()) == ["key", "key.lock"]  # nothing of the killed one is left
     assert json.loads((own_cache / "key" / "build.json").read_text())["bytes"] == 10
