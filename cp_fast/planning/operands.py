@@ -89,7 +89,7 @@ class Operands:
                     if len(located.count):
                         row, size = located.rows_in_order  # as they lie there: scattered, not gathered too
                         source = self._operand(held, row, size, part, step)
-                        into = self._into(rows, located)
+                        into = self._into(rows, missing, located)
                         copies.append(Copy(source, self._operand(made, into, size, part, step)))
                         missing = _NOTHING if located.whole else self._rest(missing, located.spans)
             if len(missing):
@@ -104,10 +104,13 @@ class Operands:
         rest = subtract(spans, found)
         return self.sets.of(rest.start, rest.stop)
 
-    def _into(self, rows: RowMap, located: Located) -> Column:
-        """The first rows of located spans in another buffer that has them, in the order in which they were found."""
+    def _into(self, rows: RowMap, spans: Spans, located: Located) -> Column:
+        """The first rows of what was located of some spans in a buffer with all of them, in the order in which they lie
+        in the other one.
+        """
         if (rows, located) not in self._known:
-            self._known[rows, located] = rows.locate(located.spans).row[located.by_row]
+            first = rows.locate(spans).row - spans.start  # a span lies in one piece there
+            self._known[rows, located] = (first[located.number] + located.start)[located.by_row]
         return self._known[rows, located]
 
     def _operand(self, held: Held, row: Column, size: Column, heads: Heads, step: int) -> Operand[RowKey]:

@@ -43,7 +43,7 @@ class Spans:
     @cached_property
     def packed(self) -> RowMap:
         """A buffer that holds them one behind the other."""
-        return RowMap.at(self.start, self.stop, self.begin)
+        return RowMap.at(self, self.begin)
 
 
 class SpanSets:
@@ -116,8 +116,9 @@ class RowMap:
     ([6, 0], [2, 2])
     """
 
-    def __init__(self, start: Column, stop: Column, row: Column) -> None:
-        self.start, self.stop, self.row = start, stop, row
+    def __init__(self, spans: Spans, row: Column) -> None:
+        self.spans, self.row = spans, row  # `spans`: all that is here
+        self.start, self.stop = spans.start, spans.stop
         self._located: dict[Spans, Located] = {}
         self._lacks: set[Spans] = set()  # those of which not even the first row is here
 
@@ -125,22 +126,17 @@ class RowMap:
         return len(self.start)
 
     @staticmethod
-    def at(start: Column, stop: Column, row: Column) -> RowMap:
+    def at(spans: Spans, row: Column) -> RowMap:
         """A buffer that holds these spans from these rows on."""
-        if not bool((start[1:] >= start[:-1]).all()):
-            order = np.argsort(start, kind="stable")
-            start, stop, row = start[order], stop[order], row[order]
-        return RowMap(start, stop, row)
+        if bool((spans.start[1:] >= spans.start[:-1]).all()):
+            return RowMap(spans, row)
+        order = np.argsort(spans.start, kind="stable")
+        return RowMap(Spans(spans.start[order], spans.stop[order]), row[order])
 
     @staticmethod
     def of(fragments: Fragments) -> RowMap:
         """A rank's own buffer."""
-        return RowMap.at(fragments.start, fragments.stop, fragments.row)
-
-    @cached_property
-    def spans(self) -> Spans:
-        """The rows that are here."""
-        return Spans(self.start, self.stop)
+        return RowMap.at(Spans(fragments.start, fragments.stop), fragments.row)
 
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
@@ -149,9 +145,9 @@ class RowMap:
         return self._located[spans]
 
     def covers(self, spans: Spans) -> bool:
-        """Whether all of these rows are here. Most buffers that lack some lack the first one, which is looked for."""
+        """Whether all of these rows are here. Most buffers that lack some are too small, or lack the first one."""
         if spans not in self._located:
-            if spans in self._lacks:
+            if spans in self._lacks or spans.total > self.spans.total:
                 return False
             if len(spans):
                 first = spans.start[0]

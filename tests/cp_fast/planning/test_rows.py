@@ -28,7 +28,7 @@ def row_maps(draw: st.DrawFn) -> tuple[RowMap, dict[int, int]]:
     held = {
         a + n: r + n for a, b, r in zip(start.tolist(), stop.tolist(), row.tolist(), strict=True) for n in range(b - a)
     }
-    return RowMap.at(start, stop, row), held
+    return RowMap.at(Spans(start, stop), row), held
 
 
 @given(row_maps(), spans(), st.randoms(use_true_random=False), st.booleans())
