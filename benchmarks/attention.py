@@ -19,6 +19,7 @@ differ nothing is reported. `host_ms` is what the host needs to launch one call,
 from __future__ import annotations
 
 import csv
+import gc
 import statistics
 import tempfile
 import time
@@ -37,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 import cp_fast
-from cp_fast.backends import Backend, Segments, by_name
+from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments, by_name
 from cp_ref.spec import Problem, Sequence
 
 if __package__:
@@ -105,16 +106,16 @@ def alone(job: Job, backend: Backend, x: dict[str, torch.Tensor]) -> tuple[Calla
     """The whole problem on one GPU, kernels only: (forward, forward and backward)."""
     left = None if job.window < 0 else job.window
     segments = Segments.pack(job.lengths, job.lengths, left, 0, "cuda")
-    how = {"scale": job.d_qk**-0.5, "softcap": 0.0}
+    options = LaunchOptions(job.d_qk**-0.5)
 
     def forward() -> Any:
-        return backend.forward(x["q"], x["k"], x["v"], segments, **how)
+        return backend.forward(x["q"], x["k"], x["v"], segments, options)
 
     def both() -> Any:
         part = forward()
         out = part.out.to(x["q"].dtype)
         return out, *backend.backward(
-            x["dout"], x["q"], x["k"], x["v"], out, part.lse, None, segments, **how, deterministic=False
+            BackwardOperands(x["dout"], x["q"], x["k"], x["v"], out, part.lse, None), segments, options
         )
 
     return forward, both
@@ -317,6 +318,16 @@ def worker(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trace:
     store = f"file://{Path(folder) / 'store'}"
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=job.gpus, device_id=device)
+    rows = measured(rank, job, ways, peers, trace)
+    if rank == 0:
+        torch.save(rows, Path(folder) / "rows.pt")
+    gc.collect()  # NCCL waits for the graphs that hold its messages
+    dist.destroy_process_group()
+
+
+def measured(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trace: str) -> list[dict[str, Any]]:
+    """The record's rows, one of each contender, all in turns."""
+    device = torch.device("cuda", rank)
     mesh = init_device_mesh("cuda", (job.gpus // 2, 2)) if job.gpus % 2 == 0 else None
     x = job.tensors()
     one = alone(job, by_name(job.backend), x)
@@ -364,9 +375,7 @@ def worker(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trace:
             name = name if contender.library == "cp_fast" else f"{contender.library} {name}"
             with contender.inside():
                 timeline.record(Path(trace), name, contender.both, rank)
-    if rank == 0:
-        torch.save(rows, Path(folder) / "rows.pt")
-    dist.destroy_process_group()
+    return rows
 
 
 def main(

@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_fast
 from cp_fast import masks
-from cp_fast.backends import Segments, by_name
+from cp_fast.backends import BackwardOperands, LaunchOptions, Segments, by_name
 from cp_ref.spec import areas_of_rows
 
 if __package__:
@@ -88,12 +88,12 @@ def dense_causal(job: Job, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
     """FlashAttention 4's causal kernel on one GPU, forward and backward, of as many tokens."""
     backend, segments = by_name("fa4"), Segments.pack((job.rows,), (job.rows,), None, 0, "cuda")
     q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
-    how = {"scale": job.dim**-0.5, "softcap": 0.0}
+    options = LaunchOptions(job.dim**-0.5)
 
     def both() -> Any:
-        part = backend.forward(q, k, v, segments, **how)
+        part = backend.forward(q, k, v, segments, options)
         return backend.backward(
-            dout, q, k, v, part.out.to(q.dtype), part.lse, None, segments, **how, deterministic=False
+            BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, None), segments, options
         )
 
     return both

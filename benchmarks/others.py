@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cp_fast.backends import Backend, Segments
+from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments
 from cp_ref.spec import Problem, ranges
 
 __all__ = ["WAYS", "Other", "flash_attn_interface", "others"]
@@ -150,15 +150,13 @@ def flash_attn_interface(backend: Backend, parts: Mapping[int, Sequence[int]], d
         return Segments.pack(parts[rows_q], parts[rows_k], None, 0 if causal else None, device)
 
     def forward(q: Any, k: Any, v: Any, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        part = backend.forward(q, k, v, segments(len(q), len(k), causal), scale=scale, softcap=0.0)
+        part = backend.forward(q, k, v, segments(len(q), len(k), causal), LaunchOptions(scale=scale))
         return part.out.to(q.dtype), part.lse
 
     def backward(dout: Any, operands: Any, out: Any, lse: Any, into: Any, scale: float, causal: bool) -> None:
         q, k, v = operands
         where = segments(len(q), len(k), causal)
-        gradients = backend.backward(
-            dout, q, k, v, out, lse, None, where, scale=scale, softcap=0.0, deterministic=False
-        )
+        gradients = backend.backward(BackwardOperands(dout, q, k, v, out, lse, None), where, LaunchOptions(scale=scale))
         for place, x in zip(into, gradients, strict=True):
             place.copy_(x.view_as(place))
 

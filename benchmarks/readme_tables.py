@@ -4,7 +4,7 @@
 
 `features.csv` has what was read in sources and documents, by library; how many random problems found nothing wrong is
 counted in `conformance_1x.json`. A line of the speed table is of one run of `benchmarks/attention.py --peers`, whose
-file `LINES` names: all in it were measured in turns.
+file `LINES` names: all in it were measured in turns, but for libraries that `COLUMNS` takes from an earlier record.
 """
 
 from __future__ import annotations
@@ -22,30 +22,42 @@ __all__ = ["LINES", "feature_table", "replaced", "speed_table"]
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEDULES = ("p2p", "all_gather", "a2a")
-COLUMNS = {  # of the speed table: library, and its schedules; with one schedule "-" stands where it has no figure
-    "cp-attention": ("cp_fast", SCHEDULES),
-    "TransformerEngine 2.20.2": ("transformer_engine", SCHEDULES),
-    "ring-flash-attn on FA4, zigzag": ("ring_flash_attn", ("p2p",)),
+
+
+class Column(NamedTuple):
+    """A column of the speed table: a library, its schedules, and the record, where it is not the line's own."""
+
+    library: str
+    schedules: Sequence[str]
+    file: str | None = None
+
+
+COLUMNS = {
+    "cp-attention": Column("cp_fast", SCHEDULES),
+    "ring-flash-attn on FA4, zigzag": Column("ring_flash_attn", ("p2p",)),
+    "PyTorch `context_parallel`": Column("pytorch", ("p2p", "all_gather")),
+    "TransformerEngine 2.20.2": Column("transformer_engine", SCHEDULES, "side_by_side_2x_h200"),
 }
 _SIXTEEN = "1024 512 2048 256 4096 1024 512 8192 256 2048 512 1024 64 2048 4096 5056"
 
 
 class Line(NamedTuple):
-    """A line of the speed table: the record's file, and the lengths, head dims and window in it; `layout` of ours."""
+    """A line of the speed table: the record's file, and what rows it is made of; `layout` is of ours."""
 
     file: str
     lengths: str
+    heads: str = "32 8"
     dims: str = "128 128"
     window: str = "-1"
     layout: str = "dual_chunk"
 
 
 LINES = {
-    "one causal sequence": Line("side_by_side_2x_h200", "32768"),
-    "five packed documents": Line("side_by_side_2x_h200", "16384 8192 4096 2048 2048"),
-    "sixteen short documents": Line("side_by_side_2x_h200", _SIXTEEN),
-    "head dims 192 and 128": Line("side_by_side_2x_h200", "32768", "192 128"),
-    "window of 4,096": Line("side_by_side_2x_h200", "32768", window="4096"),
+    "one causal sequence": Line("speed_2x_h200", "32768"),
+    "five packed documents": Line("speed_2x_h200", "16384 8192 4096 2048 2048", layout="balanced"),
+    "sixteen short documents": Line("speed_2x_h200", _SIXTEEN, layout="balanced"),
+    "head dims 192 and 128": Line("speed_2x_h200", "32768", "32 32", "192 128"),
+    "window of 4,096": Line("speed_2x_h200", "32768", window="4096"),
 }
 
 
@@ -70,9 +82,7 @@ def speed_table(folder: Path = RESULTS) -> str:
     """
     rows: list[list[str]] = []
     for name, line in LINES.items():
-        with (folder / f"{line.file}.csv").open(newline="", encoding="utf-8") as file:
-            found = [row for row in csv.DictReader(file) if _is_of(row, line)]
-        cells = [_cell(found, library, schedules, line) for library, schedules in COLUMNS.values()]
+        cells = [_cell(folder, column, line) for column in COLUMNS.values()]
         if cells[0] == "-":
             raise ValueError(f"{line.file}.csv has no row of cp_fast for {name!r}")
         rows.append([name, f"**{cells[0]}**", *cells[1:]])
@@ -80,24 +90,25 @@ def speed_table(folder: Path = RESULTS) -> str:
 
 
 def _is_of(row: dict[str, str], line: Line) -> bool:
-    shape = row["lengths"], f"{row['d_qk']} {row['d_v']}", row["window"]
+    pairs = [" ".join(row[name] for name in names) for names in (("heads_q", "heads_kv"), ("d_qk", "d_v"))]
     ours = row.get("library", "cp_fast") == "cp_fast"
-    return shape == (line.lengths, line.dims, line.window) and (
-        not ours or row.get("layout", line.layout) == line.layout
-    )
+    shape = row["lengths"], *pairs, row["window"]
+    return shape == line[1:5] and (not ours or row.get("layout", line.layout) == line.layout)
 
 
-def _cell(rows: Sequence[dict[str, str]], library: str, schedules: Sequence[str], line: Line) -> str:
+def _cell(folder: Path, column: Column, line: Line) -> str:
     """The figures by schedule; "refused" where the library did not take the problem, "-" where it was not run."""
-    figures: list[str] = []
-    for schedule in schedules:
-        mine = [row for row in rows if (row.get("library", "cp_fast"), row["schedule"]) == (library, schedule)]
+    name, figures = f"{column.file or line.file}.csv", list[str]()
+    with (folder / name).open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if _is_of(row, line)]
+    for schedule in column.schedules:
+        mine = [row for row in rows if (row.get("library", "cp_fast"), row["schedule"]) == (column.library, schedule)]
         if len({row.get("messages") for row in mine}) != len(mine):
-            raise ValueError(f"{line.file}.csv has {library} {schedule} more than once for {line}")
+            raise ValueError(f"{name} has {column.library} {schedule} more than once for {line}")
         fastest = max((float(row["forward_backward_efficiency"]) for row in mine), default=None)
-        refused = any(f"{library} {schedule}:" in row.get("not_run", "") for row in rows)
+        refused = any(f"{column.library} {schedule}:" in row.get("not_run", "") for row in rows)
         figures.append("refused" if fastest is None and refused else "-" if fastest is None else f"{fastest:.2f}")
-    return "-" if set(figures) == {"-"} else " / ".join(figures)
+    return figures[0] if len(set(figures)) == 1 and figures[0] in ("-", "refused") else " / ".join(figures)
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

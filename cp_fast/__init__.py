@@ -7,7 +7,7 @@ from cp_fast.api import attention
 from cp_fast.checking import checked
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan, make_plan, supports
-from cp_fast.sharding import position_ids, roll, shard, unshard
+from cp_ref.common.slices import position_ids, roll, shard, unshard
 from cp_ref.spec import Unsupported, compare_layouts
 
 __all__ = [

@@ -26,9 +26,7 @@ class ContextParallel(OfThisProcess, context.ContextParallel):
         self.recent = recent_of(self._turns)  # of all contexts of the group
 
     def alone(self, what: str) -> AbstractContextManager[None]:
-        """While a call is made: RuntimeError where another thread is inside one on the same group; a PeerError says
-        what was called.
-        """
+        """While a call is made, also: RuntimeError where another thread is inside one on the same group."""
         return _Call(self._turns, what)
 
     def next_number(self) -> int:

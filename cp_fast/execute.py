@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from cp_fast.backends import BackwardOperands, LaunchOptions
 from cp_fast.program import OWN
 from cp_fast.running import Held, Inputs, Run
 
@@ -38,16 +39,14 @@ def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     program, problem = given.program, given.problem
     run = Run(given, program.forward, q, k, v, sink)
     max_logit: torch.Tensor | None = None
-    has_max_logit = True
+    has_max_logit, options = True, LaunchOptions(problem.scale, problem.softcap)
     for number, step in enumerate(program.forward):
         pending = run.post(f"forward, step {number} of {len(program.forward)}", step)
         for launch in step.launches:
             run.settle(launch.results)
             (q_rows,), _ = run.take(launch.q)
             (k_rows, v_rows), _ = run.take(launch.kv)
-            part = given.backend.forward(
-                q_rows, k_rows, v_rows, launch.segments, scale=problem.scale, softcap=problem.softcap
-            )
+            part = given.backend.forward(q_rows, k_rows, v_rows, launch.segments, options)
             run.contribute(launch.results, [part.out], part.lse)
             if part.max_logit is None:
                 has_max_logit = False
@@ -98,6 +97,7 @@ def run_backward(
     for name in program.saved_sums.values():
         run.held[name] = Held([next(rest)], [next(rest)])
     run.has_dlse = dlse is not None
+    options = LaunchOptions(problem.scale, problem.softcap, deterministic)
     dq, last = None, len(program.backward) - 1
     for number, step in enumerate(program.backward):
         pending = run.post(f"backward, step {number} of {len(program.backward)}", step)
@@ -109,21 +109,13 @@ def run_backward(
             (k_rows, v_rows), _ = run.take(launch.kv)
             (dout_rows,), dlse_rows = run.take(launch.do)
             (out_rows,), (lse_rows,) = run.take(launch.res)
-            part = given.backend.backward(
-                dout_rows,
-                q_rows,
-                k_rows,
-                v_rows,
-                out_rows,
-                lse_rows,
-                dlse_rows[0] if dlse_rows else None,
-                launch.segments,
-                scale=problem.scale,
-                softcap=problem.softcap,
-                deterministic=deterministic,
+            operands = BackwardOperands(
+                dout_rows, q_rows, k_rows, v_rows, out_rows, lse_rows, dlse_rows[0] if dlse_rows else None
             )
+            part = given.backend.backward(operands, launch.segments, options)
             run.contribute(launch.results, [part.dq])
             run.contribute(launch.results_kv, [part.dk, part.dv])
+            del part, operands, q_rows, k_rows, v_rows, dout_rows, out_rows  # gone before the next launch
         if number == last and not any(recv.kind == "dq" for recv in step.result_recvs):
             (dq,), _ = run.home("dq", sizes[0])  # while the last gradients of keys travel home
         run.complete_step(step, pending, last=number == last)

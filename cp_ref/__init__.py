@@ -7,12 +7,12 @@ The names are those of `cp_fast`, with the same signatures: swap the import. Onl
 
 from cp_ref import masks, thd
 from cp_ref.api import attention
+from cp_ref.common.slices import position_ids, roll, shard, unshard
 from cp_ref.comparison import compare
 from cp_ref.context import ContextParallel
 from cp_ref.oracle import dense_attention
 from cp_ref.plan import Plan, make_plan, supports
 from cp_ref.recorder import trace
-from cp_ref.sharding import position_ids, roll, shard, unshard
 from cp_ref.sim import SimGroup
 from cp_ref.spec import Unsupported, compare_layouts
 from cp_ref.tracing import Trace

@@ -17,7 +17,7 @@ import torch as pytorch
 import cp_fast as package
 from conformance.adapters.cp_fast_operators import operator_calls
 from conformance.adapters.tiles import crop, empty_tile, out_of_nothing
-from cp_fast.backends import Backend, Segments, choose
+from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments, choose
 from cp_fast.kernels import kernels
 from cp_ref.spec import Feature
 
@@ -75,7 +75,7 @@ class OneBackend:
         if cut is not None:
             segments = _segment(cut.rows, cut.columns, cut.left, cut.right, q.device)
             operands = (q[cut.rows], k[cut.columns], v[cut.columns])
-            part = backend.forward(*operands, segments, scale=scale, softcap=softcap)
+            part = backend.forward(*operands, segments, LaunchOptions(scale=scale, softcap=softcap))
             out[cut.rows], lse[:, cut.rows] = part.out.to(out.dtype), part.lse
         return out, lse
 
@@ -90,8 +90,10 @@ class OneBackend:
         if cut is not None:
             rows, columns = cut.rows, cut.columns
             segments = _segment(rows, columns, cut.left, cut.right, q.device)
-            operands = (dout[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows].contiguous(), None)
-            grads = backend.backward(*operands, segments, scale=scale, softcap=softcap, deterministic=False)
+            operands = BackwardOperands(
+                dout[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows].contiguous(), None
+            )
+            grads = backend.backward(operands, segments, LaunchOptions(scale=scale, softcap=softcap))
             dq[rows], dk[columns], dv[columns] = (x.to(q.dtype) for x in grads)
         return dq, dk, dv
 

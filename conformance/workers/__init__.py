@@ -1,6 +1,6 @@
 """Playing problems in other processes, so that a crash or a hang ends one problem and not the run.
 
-    driver (this process)                     worker (python -m conformance.workers)
+    driver (this process)                     worker (conformance.workers.player)
     Hypothesis draws  -- Task as text -->     loads the implementation once, plays one problem after the other
     verdict           <-- Played --------     all ranks are threads of a simulated group
 
@@ -17,6 +17,8 @@ isolated    the runner of one process: `IsolatedRunner`
 pool        the runner of a process for each rank: `ProcessRunner`
 remote      what both are: `RemotePlayer`
 worker      the driver's end of one worker process
+nursery     the driver's end of the process that workers are forked from
+player      the worker's end
 ranks       the worker's end of a group of processes
 """
 

@@ -1,87 +1,67 @@
-"""`python -m conformance.workers FD NAME DEVICE LIMIT_S [RANK SIZE STORE]`: a worker; started by the driver alone.
+"""`python -m conformance.workers FD`: the nursery, from which workers are forked; started by the driver alone.
 
-A worker says ("ready", offer) or ("load error", why), and then answers ("ask", problem), ("try", case), ("know",
-capabilities), ("play", task), ("pairs", case) and ("renew",) with ("done", answer), with ("context lost", answer) if
-it can answer nothing more, ("hung", where) for a question, or ("refused", why) for what means nothing.
+It has imported PyTorch and the suite, which takes seconds, and does nothing itself, so that a copy of it is a fresh
+process. To ("fork", environment, path, arguments) and two file descriptors, the worker's connection and the file for
+what it prints, it says the worker's process id; to ("ended", process id) its exit code, or None while it runs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import os
 import signal
 import sys
-from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
+
+import torch
+
+from conformance.workers.player import play
 
 _PR_SET_PDEATHSIG = 1
 
 
-def main(fd: str, name: str, device: str, limit_s: str, *place: str) -> None:
-    """Load, then play what comes until the driver hangs up."""
-    connection = Connection(int(fd))
-    if sys.platform == "linux":  # a worker that hangs must not outlive its driver
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-
-    import torch
-
-    torch.set_num_threads(1)
-    renew = _become_a_rank(connection, device, *place) if place else lambda: None
-    from conformance.capabilities import ask, try_case
-    from conformance.gpu_context import context_error
-    from conformance.implementation import LoadError, load
-    from conformance.reference import Hang, watching
-    from conformance.runner import Offer, pairs_of, play_task
-    from conformance.workers.forks import without_copies
-
-    try:
-        impl = load(name)
-    except LoadError as error:
-        connection.send(("load error", str(error)))
-        return
-    connection.send(("ready", Offer.of(impl)))
-    inner_limit_s = float("inf") if place else 0.8 * float(limit_s)  # the ranks' own watchdog says more
-    answers: dict[str, Callable[..., Any]] = {
-        "ask": lambda problem: ask(impl, problem, device),
-        "try": lambda case: try_case(impl, case, device),
-        "know": lambda capabilities: impl.probed.update({device: capabilities}),
-        "play": lambda task: without_copies(play_task(impl, task, device, inner_limit_s)),
-        "pairs": lambda case: pairs_of(impl, case, device, inner_limit_s),
-        "renew": renew,
-    }
+def main(fd: str) -> None:
+    """Fork what the driver asks for until it hangs up; in a worker, play."""
+    driver = Connection(int(fd))
     while True:
         try:
-            message: Any = connection.recv()
+            word, *rest = driver.recv()
         except EOFError:
             return
-        try:
-            with watching(inner_limit_s):
-                answer = answers[message[0]](*message[1:])
-        except ValueError as error:
-            connection.send(("refused", str(error)))
-        except Hang as hang:
-            connection.send(("hung", str(hang)))
-        else:
-            connection.send(("context lost" if context_error(device) else "done", answer))
+        if word == "ended":
+            pid, status = os.waitpid(rest[0], os.WNOHANG)
+            driver.send(os.waitstatus_to_exitcode(status) if pid else None)
+            continue
+        connection, said = recv_handle(driver), recv_handle(driver)
+        if not (pid := os.fork()):
+            driver.close()
+            _settle(said, *rest[:2])
+            play(Connection(connection), *rest[2])
+            return
+        os.close(connection)
+        os.close(said)
+        driver.send(pid)
 
 
-def _become_a_rank(connection: Connection, device: str, rank: str, size: str, store: str) -> Callable[[], None]:
-    """Join the pool; returns what joins it anew."""
-    import torch
-
-    from conformance.reference import running_ranks_by
-    from conformance.workers.ranks import ProcessRanks, join, rejoin
-
-    on_gpu = device.startswith("cuda")
-    if on_gpu:
-        torch.cuda.set_device(int(rank))
-    place = ("nccl" if on_gpu else "gloo", store, int(rank), int(size))
-    join(*place)
-    running_ranks_by(ProcessRanks(connection, int(rank), int(size), device))
-    return lambda: rejoin(*place)
+def _settle(said: int, environment: dict[str, str], path: list[str]) -> None:
+    """Make this copy of the nursery a process of its own."""
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    if sys.platform == "linux":  # a worker that hangs must not outlive its driver, with which the nursery ends
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    os.chdir(path[0])
+    torch.set_num_threads(1)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    arguments: list[Any] = sys.argv[1:]
+    main(*arguments)

@@ -99,7 +99,7 @@ class IsolatedRunner(RemotePlayer):
 
     def _start(self) -> Worker:
         if self._worker is None:
-            worker = Worker(self._name, self._device, str(self._limit_s))
+            worker = Worker(self._name, self._device, self._limit_s)
             self._info = first_word(worker, "the worker process")
             tell([worker], self._known)
             self._worker = worker

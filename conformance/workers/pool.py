@@ -104,8 +104,8 @@ class ProcessRunner(RemotePlayer):
             return
         self._folder = tempfile.TemporaryDirectory(prefix="conformance-")
         store = str(Path(self._folder.name) / "store")
-        arguments = (self._name, self._device, str(self._limit_s))
-        self._workers = [Worker(*arguments, str(rank), str(self._size), store) for rank in range(self._size)]
+        problems = self._name, self._device, self._limit_s
+        self._workers = [Worker(*problems, (rank, self._size, store)) for rank in range(self._size)]
         try:
             offers = [first_word(worker, f"rank {rank}") for rank, worker in enumerate(self._workers)]
             self._info = offers[0]

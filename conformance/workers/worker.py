@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
+
+from conformance.workers.nursery import nursery
 
 __all__ = ["Worker", "WorkerDied"]
 
@@ -28,29 +28,22 @@ class WorkerDied(Exception):
 
 
 class Worker:
-    """One process that runs `conformance.workers.__main__`.
+    """One process that runs `conformance.workers.player.play`.
 
     Args:
-        arguments: for its command line.
+        name: of the implementation.
+        device: where it plays.
+        limit_s: of a problem, in seconds.
+        place: (rank, size, store) in a group of processes; None where all ranks are threads of this process.
     """
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, name: str, device: str, limit_s: float, place: tuple[int, int, str] | None = None) -> None:
         self.connection, theirs = Pipe()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # stdout and stderr, until `stop`
-        path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-        command = [sys.executable, "-m", "conformance.workers", str(theirs.fileno()), *arguments]
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._said,
-            stderr=self._said,
-            env=environment,
-            start_new_session=True,
-        )
+        self._nursery = nursery()
+        self._code: int | None = None
+        self.pid = self._nursery.fork(theirs.fileno(), self._said.fileno(), (name, device, limit_s, place))
         theirs.close()
-        self.pid = self._process.pid
 
     def send(self, message: Any) -> None:
         """Raises WorkerDied."""
@@ -70,9 +63,9 @@ class Worker:
 
     def death(self) -> WorkerDied:
         """How it died; to be called when the connection is gone."""
-        try:
-            code = self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
+        if self._code is None:
+            self._code = self._nursery.exit_code(self.pid, 5.0)
+        if (code := self._code) is None:
             self.stop()
             return WorkerDied("it closed its connection", False)
         if code < 0:
@@ -87,7 +80,7 @@ class Worker:
         """Where its threads are, by faulthandler: file, line and function of their innermost frames."""
         begin = self._said.seek(0, os.SEEK_END)
         try:
-            self._process.send_signal(signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGUSR1)
         except OSError:
             return []
         time.sleep(_LOOK_S)
@@ -96,8 +89,11 @@ class Worker:
     def stop(self) -> None:
         """End it and whatever it started, at once; what it started may outlive it."""
         with suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._code is None:
+            with suppress(OSError):  # it may not lead a group yet
+                os.kill(self.pid, signal.SIGKILL)
+            self._code = self._nursery.exit_code(self.pid)
         self.connection.close()
         self._said.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cp_fast.backends import fa2
-from cp_fast.backends.base import Backend, Gradients, NotInstalled, Partial, Segments
+from cp_fast.backends.base import Backend, BackwardOperands, Gradients, LaunchOptions, NotInstalled, Partial, Segments
 from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.cudnn import CudnnBackend
 from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend
@@ -18,7 +18,9 @@ __all__ = [
     "BACKENDS",
     "KERNEL_FEATURES",
     "Backend",
+    "BackwardOperands",
     "Gradients",
+    "LaunchOptions",
     "Partial",
     "Segments",
     "by_name",

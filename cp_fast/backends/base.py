@@ -19,7 +19,7 @@ import torch
 from cp_fast.backends.lengths import Cumulative, longest
 from cp_ref.spec import Feature
 
-__all__ = ["Backend", "Gradients", "NotInstalled", "Partial", "Segments"]
+__all__ = ["Backend", "BackwardOperands", "Gradients", "LaunchOptions", "NotInstalled", "Partial", "Segments"]
 
 
 class NotInstalled(str):
@@ -102,6 +102,30 @@ class Segments:
         )
 
 
+class LaunchOptions(NamedTuple):
+    """What the launches of a pass have in common: made once for all of them."""
+
+    scale: float
+    softcap: float = 0.0  # 0 for none
+    deterministic: bool = False  # equal bits from equal backward launches; only a backend with DETERMINISTIC takes True
+
+
+class BackwardOperands(NamedTuple):
+    """What a backward launch reads. out, lse and dlse are the *whole* problem's for these rows, over all tiles of all
+    ranks, sinks included.
+    """
+
+    dout: torch.Tensor  # [n, h_q, d_v], in q's dtype, as all up to out
+    q: torch.Tensor  # [n, h_q, d_qk]
+    k: torch.Tensor  # [m, h_kv, d_qk]
+    v: torch.Tensor  # [m, h_kv, d_v]
+    out: torch.Tensor  # [n, h_q, d_v]
+    lse: torch.Tensor  # [h_q, n], float32, float64 for float64
+    dlse: (
+        torch.Tensor | None
+    )  # [h_q, n], as lse: its gradient, None for zero; only a backend with LSE_GRADIENT takes one
+
+
 class Partial(NamedTuple):
     """What one launch yields for its q rows, contiguous."""
 
@@ -129,34 +153,16 @@ class Backend(Protocol):
         ...
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float, softcap: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
     ) -> Partial:
         """Attention of q [n, h_q, d_qk] over k [m, h_kv, d_qk], v [m, h_kv, d_v], segment by segment."""
         ...
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float,
-        deterministic: bool,
-    ) -> Gradients:
-        """The launch's share of the gradients, from the *whole* problem's results for these rows.
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+        """The launch's share of the gradients.
 
         With the scores s, p = exp(s - lse), dp = dout . v and delta = sum(dout * out) - dlse: ds = p * (dp - delta)
         (times the softcap's slope), and dq = scale * ds @ k, dk = scale * ds^T @ q, dv = p^T @ dout.
-
-        dout [n, h_q, d_v] has q's dtype; out [n, h_q, d_v] (q's dtype) and lse [h_q, n] (float32, float64 for
-        float64) are final, over all tiles of all ranks, sinks included. dlse [h_q, n] in lse's dtype is the gradient
-        of the final lse, None for zero: only a backend with LSE_GRADIENT takes a tensor. Every library forms delta
-        itself, so it is not passed.
+        Every library forms delta itself, so it is not passed.
         """
         ...

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_fast.backends.base import BackwardOperands, Gradients, LaunchOptions, Partial, Segments
 from cp_fast.backends.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of, unfold
 from cp_ref.spec import Feature
 
@@ -60,10 +60,10 @@ class BlockwiseBackend:
 
     @torch.no_grad()
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float, softcap: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out, lse and max_logit come in the compute dtype."""
-        dtype = _compute_dtype(q)
+        (scale, softcap, _), dtype = options, _compute_dtype(q)
         (n, h_q, _), d_v = q.shape, v.shape[2]
         out = torch.zeros(n, h_q, d_v, dtype=dtype, device=q.device)
         lse = torch.full((h_q, n), -torch.inf, dtype=dtype, device=q.device)
@@ -98,22 +98,9 @@ class BlockwiseBackend:
         return Partial(out, lse, max_logit)
 
     @torch.no_grad()
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float,
-        deterministic: bool,
-    ) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients come in the compute dtype, and always deterministic."""
+        (scale, softcap, _), (dout, q, k, v, out, lse, dlse) = options, operands
         dtype = _compute_dtype(q)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         keys, values = _head_major(k, dtype), _head_major(v, dtype)

@@ -29,7 +29,7 @@ from functools import cache
 
 import torch
 
-from cp_fast.backends.base import Gradients, NotInstalled, Partial, Segments
+from cp_fast.backends.base import BackwardOperands, Gradients, LaunchOptions, NotInstalled, Partial, Segments
 from cp_fast.backends.cudnn_graphs import Id, backward_graph, forward_graph, library, run, shape_class_of
 from cp_fast.backends.dims import aligned, round_up, trim, widen
 from cp_fast.backends.lse_gradient import lse_launch
@@ -64,64 +64,44 @@ class CudnnBackend:
 
     @torch.no_grad()
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float, softcap: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
-        _refuse_softcap(softcap)
+        _refuse_softcap(options)
         d_v = v.shape[2]
         q, k, v = (_operand(x) for x in (q, k, v))
         out = q.new_empty(*q.shape[:2], v.shape[2])
         stats = q.new_empty(q.shape[:2], dtype=torch.float32)
         with torch.cuda.device(q.device):
-            shape = shape_class_of(q, k, v, segments, scale)._replace(rows_q=0, rows_kv=0)  # of no concern here
+            shape = shape_class_of(q, k, v, segments, options.scale)._replace(rows_q=0, rows_kv=0)  # of no concern here
             tensors = {Id.Q: q, Id.K: k, Id.V: v, Id.OUT: out, Id.STATS: stats}
             run(forward_graph, shape, tensors, segments)
         return Partial(trim(out, d_v), stats.T.contiguous(), None)
 
     @torch.no_grad()
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float,
-        deterministic: bool,
-    ) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
-        _refuse_softcap(softcap)
-        if deterministic:
+        _refuse_softcap(options)
+        if options.deterministic:
             raise ValueError("backend 'cudnn' has no deterministic backward: choose by Feature.DETERMINISTIC")
-        d_qk, d_v = q.shape[2], v.shape[2]
-        q, k, v, out, dout = (_operand(x) for x in (q, k, v, out, dout))
-        stats = lse.T.contiguous()
+        d_qk, d_v, dlse = operands.q.shape[2], operands.v.shape[2], operands.dlse
+        dout, q, k, v, out = map(_operand, operands[:5])
+        given = BackwardOperands(dout, q, k, v, out, operands.lse, None)
+        stats = operands.lse.T.contiguous()
         with torch.cuda.device(q.device):
-            dq, dk, dv = _gradients(dout, q, k, v, out, stats, segments, scale)
+            dq, dk, dv = _gradients(given, stats, segments, options.scale)
             if dlse is not None:
                 ones, products = lse_launch(dlse, q.dtype, _STEP)
                 nothing = v.new_zeros(*v.shape[:2], _STEP)
-                more_dq, more_dk, _ = _gradients(ones, q, k, nothing, products, stats, segments, scale)
+                more = given._replace(dout=ones, v=nothing, out=products)
+                more_dq, more_dk, _ = _gradients(more, stats, segments, options.scale)
                 dq, dk = dq.float() + more_dq, dk.float() + more_dk
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
 
-def _gradients(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    stats: torch.Tensor,
-    segments: Segments,
-    scale: float,
-) -> Gradients:
-    """One backward launch on operands that are as the library wants them."""
+def _gradients(operands: BackwardOperands, stats: torch.Tensor, segments: Segments, scale: float) -> Gradients:
+    """One backward launch on operands that are as the library wants them; stats [n, h_q] is their lse."""
+    dout, q, k, v, out, *_ = operands
     made = Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     tensors = {Id.Q: q, Id.K: k, Id.V: v, Id.OUT: out, Id.STATS: stats, Id.DOUT: dout}
     tensors |= {Id.DQ: made.dq, Id.DK: made.dk, Id.DV: made.dv}
@@ -148,9 +128,9 @@ def _why_not() -> str | None:
     return None
 
 
-def _refuse_softcap(softcap: float) -> None:
+def _refuse_softcap(options: LaunchOptions) -> None:
     """Refuse what the features already exclude, rather than compute something else."""
-    if softcap > 0:
+    if options.softcap > 0:
         raise ValueError("backend 'cudnn' has no softcap beside a mask: choose by Feature.SOFTCAP")
 
 

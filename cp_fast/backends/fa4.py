@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.backends.base import Gradients, NotInstalled, Partial, Segments
+from cp_fast.backends.base import BackwardOperands, Gradients, LaunchOptions, NotInstalled, Partial, Segments
 from cp_fast.backends.dims import round_up, trim, widen
 from cp_fast.backends.fa4_cache import keep_on_disk
 from cp_fast.backends.fa4_recorded import Launches
@@ -69,7 +69,7 @@ class Fa4Backend:
 
     @torch.no_grad()
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float, softcap: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
         d_qk, d_v = _forward_dims(q.shape[2], v.shape[2])
@@ -80,30 +80,18 @@ class Fa4Backend:
             "cu_seqlens_q": segments.device_cu_q,
             "cu_seqlens_k": segments.device_cu_kv,
         }
-        how = {"softmax_scale": scale, "softcap": softcap if softcap > 0 else None, "return_lse": True}
+        softcap = options.softcap if options.softcap > 0 else None
+        how = {"softmax_scale": options.scale, "softcap": softcap, "return_lse": True}
         out, lse = _launch("_flash_attn_fwd", q.device, tensors, _band(segments) | how, 2)
         return Partial(trim(out, v.shape[2]), lse, None)
 
     @torch.no_grad()
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float,
-        deterministic: bool,
-    ) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype."""
+        dout, q, k, v, out, lse, dlse = operands
         d_qk, d_v = _backward_dims(q.shape[2], v.shape[2], gqa=q.shape[1] != k.shape[1])
         longest: dict[str, int] = {}
-        if deterministic:
+        if options.deterministic:
             longest = {
                 "max_seqlen_q": max(segments.max_q, _SEVERAL_BLOCKS),
                 "max_seqlen_k": max(segments.max_kv, _SEVERAL_BLOCKS),
@@ -119,7 +107,11 @@ class Fa4Backend:
             "cu_seqlens_q": segments.device_cu_q,
             "cu_seqlens_k": segments.device_cu_kv,
         }
-        how = {"softmax_scale": scale, "softcap": max(softcap, 0.0), "deterministic": deterministic}
+        how = {
+            "softmax_scale": options.scale,
+            "softcap": max(options.softcap, 0.0),
+            "deterministic": options.deterministic,
+        }
         dq, dk, dv = _launch("_flash_attn_bwd", q.device, tensors, _band(segments) | longest | how, 3)
         return Gradients(trim(dq, q.shape[2]), trim(dk, q.shape[2]), trim(dv, v.shape[2]))
 

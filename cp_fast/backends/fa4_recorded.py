@@ -3,7 +3,8 @@
 Between a call of the library and its kernels lie some hundred microseconds of Python: checks, tile sizes, keys of its
 compile cache. What comes out depends on shapes, dtypes and numbers alone. So the first call with these is watched, and
 what it did is kept: PyTorch's operators (memory for results and accumulators, fills) and compiled kernels, in order.
-Equal calls, of the next layer or the next step, repeat just that.
+Equal calls, of the next layer or the next step, repeat just that, in the order that needs the least memory
+(`recorded_order`).
 
 Watched are the library's own calls, and nothing of its logic is known here: a call that does anything else with
 tensors than allocate, fill and launch is not kept, and goes through the library each time.
@@ -22,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast.backends.fa4_cache import says_when_it_compiles
+from cp_fast.backends.recorded_order import Step, in_little_memory
 
 __all__ = ["Launches"]
 
@@ -41,33 +43,25 @@ _ALLOWED = {
 _DETACH = torch.ops.aten.detach.default
 
 
-class _Step(NamedTuple):
-    """A call, with the arguments that are tensors of the record at `places`, by the tensor's number."""
-
-    call: Callable[..., Any]
-    arguments: list[Any]
-    places: tuple[tuple[int, int], ...]
-    options: dict[str, Any]
-    made: int  # the number of the tensor that it makes, -1 for none
-
-
 class _Record(NamedTuple):
     """What a call did: its arguments' tensors have the numbers from 0."""
 
-    steps: tuple[_Step, ...]
+    steps: tuple[Step, ...]
     size: int
     results: tuple[int, ...]
 
     def repeat(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The same with other tensors."""
         tensors: list[Any] = [*given, *[None] * (self.size - len(given))]
-        for call, template, places, options, made in self.steps:
+        for call, template, places, options, made, last in self.steps:
             arguments = template.copy()
             for place, number in places:
                 arguments[place] = tensors[number]
             result = call(*arguments, **options)
             if made >= 0:
                 tensors[made] = result
+            for number in last:
+                tensors[number] = None
         return tuple(tensors[number] for number in self.results)
 
 
@@ -121,8 +115,10 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._known = {id(x): number for number, x in enumerate(given)}
         self._alive: list[Any] = [*given]  # no id is used again while they live
-        self._steps: list[_Step] = []
-        self._size, self._thread = len(given), threading.get_ident()
+        self._steps: list[Step] = []
+        self._bytes = [0] * len(given)  # by number; what is given is there anyway
+        self._given = self._size = len(given)
+        self._thread = threading.get_ident()
         self._can_be_kept = True
         self.compiled = False
 
@@ -159,16 +155,18 @@ class _Watch(TorchDispatchMode):
             number = self._known.get(id(made), -1)  # an operator in place
             if number < 0:
                 number, self._size = self._size, self._size + 1
+                self._bytes.append(made.untyped_storage().nbytes())
                 self._known[id(made)] = number
                 self._alive.append(made)
         template = [None if isinstance(x, torch.Tensor) else x for x in arguments]
-        self._steps.append(_Step(call, template, tuple(places), options, number))
+        self._steps.append(Step(call, template, tuple(places), options, number))
 
     def record(self, results: Sequence[torch.Tensor]) -> _Record | None:
         """What was written down; None where it cannot be repeated."""
         if not self._can_be_kept or any(id(x) not in self._known for x in results):
             return None
-        return _Record(tuple(self._steps), self._size, tuple(self._known[id(x)] for x in results))
+        numbers = tuple(self._known[id(x)] for x in results)
+        return _Record(in_little_memory(self._steps, self._bytes, self._given, numbers), self._size, numbers)
 
 
 def _has_tensors(x: Any) -> bool:

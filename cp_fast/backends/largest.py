@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.backends.base import Backend, Gradients, Partial, Segments
+from cp_fast.backends.base import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, Segments
 from cp_fast.backends.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of
 from cp_ref.spec import Feature
 
@@ -33,42 +33,27 @@ class LargestLogit:
 
     @torch.no_grad()
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float, softcap: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`."""
-        part = self._library.forward(q, k, v, segments, scale=scale, softcap=softcap)
-        return part._replace(max_logit=largest_logit(q, k, segments, scale=scale, softcap=softcap))
+        part = self._library.forward(q, k, v, segments, options)
+        return part._replace(max_logit=largest_logit(q, k, segments, options))
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float,
-        deterministic: bool,
-    ) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`: the library's."""
-        return self._library.backward(
-            dout, q, k, v, out, lse, dlse, segments, scale=scale, softcap=softcap, deterministic=deterministic
-        )
+        return self._library.backward(operands, segments, options)
 
 
 def largest_logit(
-    q: torch.Tensor, k: torch.Tensor, segments: Segments, *, scale: float, softcap: float, size: ScoreBlockSize = _SIZE
+    q: torch.Tensor, k: torch.Tensor, segments: Segments, options: LaunchOptions, size: ScoreBlockSize = _SIZE
 ) -> torch.Tensor:
     """Float32 [h_q]: per query head, the largest scale * q.k of q [n, h_q, d] over k [m, h_kv, d] that a row sees.
 
     >>> q, k = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]], [[5.0]]])
-    >>> largest_logit(q, k, Segments.pack([2], [2], None, 0), scale=0.5, softcap=0.0)  # 1 * 3, 2 * 3 and 2 * 5
+    >>> largest_logit(q, k, Segments.pack([2], [2], None, 0), LaunchOptions(scale=0.5))  # 1 * 3, 2 * 3 and 2 * 5
     tensor([5.])
     """
+    scale, softcap, _ = options
     largest = torch.full((q.shape[1],), -torch.inf, dtype=torch.float32, device=q.device)
     for block in score_blocks(segments, q, k, size):
         queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), q.dtype)

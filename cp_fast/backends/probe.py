@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from cp_fast.backends.base import Backend, Segments
+from cp_fast.backends.base import Backend, BackwardOperands, LaunchOptions, Segments
 from cp_ref.spec import Feature
 
 __all__ = ["probe", "probe_segments"]
@@ -61,7 +61,7 @@ def probe_segments(
     """One launch of the probe with (h_q, h_kv, d_qk, d_v): None where it is right, else one sentence."""
     h_q, h_kv, d_qk, d_v = heads
     segments = Segments.pack(lengths_q, lengths_kv, left, right, device)
-    n, m, group, scale = segments.cu_q[-1], segments.cu_kv[-1], h_q // h_kv, d_qk**-0.5
+    n, m, group, options = segments.cu_q[-1], segments.cu_kv[-1], h_q // h_kv, LaunchOptions(d_qk**-0.5)
     seen = _visible(segments).to(device)  # [n, m]
     count = seen.sum(1)
     mark_v = _indicator(m, h_kv, d_v, device)  # column j of kv head h is marked at (j + h) % d_v
@@ -70,7 +70,7 @@ def probe_segments(
     k = torch.randn(m, h_kv, d_qk, dtype=dtype, device=device)
     what = f"backend {backend.name!r}, q {list(lengths_q)} x kv {list(lengths_kv)}, window ({left}, {right})"
 
-    out, lse, _ = backend.forward(q, k, mark_v.to(dtype), segments, scale=scale, softcap=0.0)
+    out, lse, _ = backend.forward(q, k, mark_v.to(dtype), segments, options)
     if lse.shape != (h_q, n) or lse.dtype not in (torch.float32, torch.float64):
         return f"{what}: lse is {lse.dtype} {list(lse.shape)} instead of float32 [{h_q}, {n}]"
     counted = lse.double().exp()
@@ -84,8 +84,8 @@ def probe_segments(
     problem = _compare(out, torch.einsum("nm,mhd->nhd", share, marks), f"{what}: out")
     if problem is not None:
         return problem
-    results = (mark_dout.to(dtype), q, k, mark_v.to(dtype), out.to(dtype), lse, None)
-    dq, dk, dv = backend.backward(*results, segments, scale=scale, softcap=0.0, deterministic=False)
+    operands = BackwardOperands(mark_dout.to(dtype), q, k, mark_v.to(dtype), out.to(dtype), lse, None)
+    dq, dk, dv = backend.backward(operands, segments, options)
     saw = torch.einsum("nm,nhd->mhd", share, mark_dout.double())
     problem = _compare(dv, saw.view(m, h_kv, group, d_v).sum(2), f"{what}: dv")
     problem = problem or _compare(dk, torch.zeros_like(k).double(), f"{what}: dk")

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from cp_fast.api import attention
-from cp_fast.backends import Backend, Segments
+from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments
 from cp_fast.context import ContextParallel
 from cp_fast.cost.counts import LaunchCounts, count_alone
 from cp_fast.cost.least_squares import least_squares
@@ -120,11 +120,11 @@ def launch_calls(backend: Backend, problem: Problem, segments: Segments) -> tupl
     n, m = segments.cu_q[-1], segments.cu_kv[-1]
     q, dout = operand(n, problem.heads_q, problem.d_qk), operand(n, problem.heads_q, problem.d_v)
     k, v = operand(m, problem.heads_kv, problem.d_qk), operand(m, problem.heads_kv, problem.d_v)
-    forward = partial(backend.forward, q, k, v, segments, scale=problem.scale, softcap=0.0)
+    options = LaunchOptions(problem.scale)
+    forward = partial(backend.forward, q, k, v, segments, options)
     part = forward()
-    results = part.out.to(dtype), part.lse, None, segments
-    how = {"scale": problem.scale, "softcap": 0.0, "deterministic": False}
-    return forward, partial(backend.backward, dout, q, k, v, *results, **how)
+    operands = BackwardOperands(dout, q, k, v, part.out.to(dtype), part.lse, None)
+    return forward, partial(backend.backward, operands, segments, options)
 
 
 def _copy(device: torch.device) -> float:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from cp_fast.context import ContextParallel
-from cp_fast.sharding import position_ids as positions_of
-from cp_fast.sharding import shard
 from cp_fast.thd import pad_thd_sequences_for_cp
+from cp_ref.common.slices import position_ids as positions_of
+from cp_ref.common.slices import shard
 from cp_ref.spec import check_context, divisor
 
 __all__ = ["CpBatch", "shard_batch"]

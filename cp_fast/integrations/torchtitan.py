@@ -19,7 +19,7 @@ import torch
 
 from cp_fast.context import ContextParallel
 from cp_fast.integrations.planned import attend, check_longest, once, refuse
-from cp_fast.sharding import shard
+from cp_ref.common.slices import shard
 from cp_ref.spec import check_context
 
 __all__ = ["apply_cp_to_forward", "attention_forward", "prepare_context_parallel_input"]

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_fast.kernels import torch_corrections
 from cp_fast.kernels.torch_asserts import assert_lengths, assert_real_lengths
+from cp_fast.kernels.torch_corrections import TorchCorrections
 from cp_fast.kernels.torch_rows import bits, half_rows, locate, rank_order_rows, sequence_order_rows, slice_rows
 
 __all__ = ["TorchThdKernels", "load_thd"]
 
 
-class TorchThdKernels:
+class TorchThdKernels(TorchCorrections):
     """`cp_fast.kernels.base_thd.ThdKernels`, which says what each method does."""
 
     name = "torch"
@@ -58,11 +58,6 @@ class TorchThdKernels:
         assert_lengths("read_half", lengths, 2, xs[0].shape[0])
         return _taken(xs, half_rows(lengths, xs[0].shape[0], half)[0])
 
-    def read_second_half_lse(
-        self, lse: torch.Tensor, lengths: torch.Tensor, lse_packed: bool, max_seqlen: int
-    ) -> torch.Tensor:
-        return torch_corrections.read_second_half_lse(lse, lengths, lse_packed, max_seqlen)
-
     def copy_valid_(
         self, out: torch.Tensor, inp: torch.Tensor, lengths: torch.Tensor, real_lengths: torch.Tensor
     ) -> None:
@@ -97,28 +92,6 @@ class TorchThdKernels:
         source = bounds[located.seq] + row - located.start
         valid = source < bounds[located.seq + 1]
         return torch.where(valid, x[source.clamp(max=tokens - 1)], fill)
-
-    def lse_correction_(
-        self, lse: torch.Tensor, lse_step: torch.Tensor, lengths: torch.Tensor, lse_packed: bool
-    ) -> None:
-        torch_corrections.lse_correction_("lse_correction_", lse, lse_step, lengths, lse_packed)
-
-    def out_correction_(
-        self,
-        out: torch.Tensor,
-        out_step: torch.Tensor,
-        lse: torch.Tensor,
-        lse_step: torch.Tensor,
-        lengths: torch.Tensor,
-        only_second_half: bool,
-        lse_packed: bool,
-    ) -> None:
-        torch_corrections.out_correction_(out, out_step, lse, lse_step, lengths, only_second_half, lse_packed)
-
-    def grad_correction_(
-        self, grad: torch.Tensor, grad_step: torch.Tensor, lengths: torch.Tensor, first_half: str, second_half: str
-    ) -> None:
-        torch_corrections.grad_correction_(grad, grad_step, lengths, first_half, second_half)
 
 
 def load_thd(device: str) -> TorchThdKernels:

@@ -10,8 +10,8 @@ import torch
 from cp_fast.context import ContextParallel
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
 from cp_fast.kernels.checks import end_of, sizes_of
-from cp_fast.sharding import shard
 from cp_fast.thd.slices import cut_packed
+from cp_ref.common.slices import shard
 from cp_ref.common.thd import batches
 from cp_ref.common.thd.checks import check_room
 from cp_ref.spec import check_context

@@ -16,11 +16,11 @@ from typer import Option
 from cp_ref import masks
 from cp_ref.api import attention
 from cp_ref.cli.common import integers, readable_errors
+from cp_ref.common.slices import shard
 from cp_ref.context import ContextParallel
 from cp_ref.formats import to_format
 from cp_ref.plan import Plan, make_plan
 from cp_ref.recorder import trace
-from cp_ref.sharding import shard
 from cp_ref.sim import SimGroup, SimMember
 from cp_ref.spec import Problem, divisor
 from cp_ref.tracing import Trace

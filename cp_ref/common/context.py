@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
-from cp_ref.common.processes import as_group
+from cp_ref.common.processes import as_group, during
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, check_choice
 
 __all__ = ["ContextParallel"]
@@ -64,6 +65,10 @@ class ContextParallel:
         self.size = self.comm.size
         row = getattr(self.comm, "a2a", self.comm)
         self.a2a_size: int = {"a2a": self.size, "a2a+p2p": row.size}.get(self.cp_comm_type, 1)
+
+    def alone(self, what: str) -> AbstractContextManager[None]:
+        """While a call is made on the group: a PeerError says what was called."""
+        return during(what)
 
     def __copy__(self) -> Self:
         return self  # nothing of it changes: a model's deep copy takes part in the same group

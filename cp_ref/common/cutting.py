@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,9 +13,7 @@ from cp_ref.common.context import ContextParallel
 from cp_ref.common.devices import check_usable, read_device
 from cp_ref.spec import Column, Cut, read_positions
 
-__all__ = ["Guard", "gathered", "in_format", "lined_up", "numbers", "positions_on", "rows_axis", "slice_of"]
-
-Guard = Callable[[str], AbstractContextManager[None]]  # what a package wraps an exchange in, by what it is for
+__all__ = ["gathered", "in_format", "lined_up", "numbers", "positions_on", "rows_axis", "slice_of"]
 
 
 def numbers(values: Column, device: torch.device) -> torch.Tensor:
@@ -34,11 +31,11 @@ def slice_of(x: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
     return in_format(rows.index_select(axis, numbers(cut.of(rank), x.device)), cut)
 
 
-def gathered(x: torch.Tensor, cut: Cut, cp: ContextParallel, guard: Guard) -> torch.Tensor:
+def gathered(x: torch.Tensor, cut: Cut, cp: ContextParallel) -> torch.Tensor:
     """The global tensor of which this rank has slice x. Collective, as its backward pass is."""
     rows = lined_up(x, cut)
     index = [numbers(cut.of(rank), x.device) for rank in range(cp.size)]
-    whole = cast(Any, _Gather).apply(rows, cp, rows_axis(cut), index, guard)  # torch leaves apply untyped
+    whole = cast(Any, _Gather).apply(rows, cp, rows_axis(cut), index)  # torch leaves apply untyped
     return in_format(whole.narrow(rows_axis(cut), 0, cut.size * (cut.batch or 1)), cut)
 
 
@@ -54,13 +51,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, cp: ContextParallel, axis: int, index: Sequence[torch.Tensor], guard: Guard
+        ctx: Any, x: torch.Tensor, cp: ContextParallel, axis: int, index: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        ctx.cp, ctx.axis, ctx.index, ctx.guard = cp, axis, index, guard
+        ctx.cp, ctx.axis, ctx.index = cp, axis, index
         shape = list(x.shape)
         shape[axis] *= cp.size
         whole = _as_bytes(x.new_empty(shape))
-        with guard("unshard"):
+        with cp.alone("unshard"):
             parts = all_gather(cp.comm, _as_bytes(x))
         for rows, part in zip(index, parts, strict=True):
             whole.index_copy_(axis, rows, part)
@@ -70,11 +67,11 @@ class _Gather(torch.autograd.Function):
     @once_differentiable  # which makes ctx positional-only
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         parts = [grads[0].index_select(ctx.axis, rows) for rows in ctx.index]
-        with ctx.guard("unshard, backward"):
+        with ctx.cp.alone("unshard, backward"):
             total, *others = all_to_all(ctx.cp.comm, parts)
         for other in others:
             total = total + other
-        return total, None, None, None, None
+        return total, None, None, None
 
 
 def rows_axis(cut: Cut) -> int:

@@ -1,11 +1,11 @@
 """Public functions that `cp_ref` and `cp_fast` both have: parameters, defaults and docstring are declared once.
 
-    @declare                                                                      cp_ref/common/slices.py
-    def shard(x: Tensor, *, cp: ContextParallel, qkv_format: str = "bshd") -> Tensor:
-        "This rank's slice of ..."
+    @declare                                                                      cp_ref/common/trimming.py
+    def trimmed(x: Tensor, *, rows: int = 1) -> Tensor:
+        "The first rows of ..."
 
-    @slices.shard                                                                 cp_ref and cp_fast, each in its way
-    def shard(x: Tensor, *, cp: ContextParallel, qkv_format: str) -> Tensor:
+    @trimming.trimmed                                                             cp_ref and cp_fast, each in its way
+    def trimmed(x: Tensor, *, rows: int) -> Tensor:
         return ...
 
 A declaration is no function: its worked examples are run where there is something to run, on both sides.

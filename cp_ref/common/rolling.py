@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from cp_ref.common.collectives import all_to_all
 from cp_ref.common.context import ContextParallel
-from cp_ref.common.cutting import Guard, in_format, lined_up, numbers, rows_axis
+from cp_ref.common.cutting import in_format, lined_up, numbers, rows_axis
 from cp_ref.spec import Column, Cut, PairGroup, Parcel, roll_of
 
 __all__ = ["rolled"]
@@ -18,13 +18,13 @@ Numbers = tuple[torch.Tensor, ...]
 
 
 def rolled(
-    x: torch.Tensor, cut: Cut, starts: Column, shifts: int, fill_value: float, cp: ContextParallel, guard: Guard
+    x: torch.Tensor, cut: Cut, starts: Column, shifts: int, fill_value: float, cp: ContextParallel
 ) -> torch.Tensor:
     """This rank's slice of the shifted tensor, of which it has slice x. Collective, as its backward pass is."""
     roll = roll_of(cut, starts, shifts, cp.rank)
     sends, recvs = (tuple(numbers(rows, x.device) for rows in side) for side in (roll.sends, roll.recvs))
     flat = lined_up(x, cut).movedim(rows_axis(cut), 0)
-    moved = cast(Any, _Roll).apply(flat, cp, sends, recvs, roll.most, fill_value, guard)  # torch leaves apply untyped
+    moved = cast(Any, _Roll).apply(flat, cp, sends, recvs, roll.most, fill_value)  # torch leaves apply untyped
     return in_format(moved.movedim(0, rows_axis(cut)), cut)
 
 
@@ -33,19 +33,18 @@ class _Roll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, cp: ContextParallel, sends: Numbers, recvs: Numbers, most: int, fill: float,
-        guard: Guard,
+        ctx: Any, x: torch.Tensor, cp: ContextParallel, sends: Numbers, recvs: Numbers, most: int, fill: float
     ) -> torch.Tensor:  # fmt: skip
-        ctx.cp, ctx.sends, ctx.recvs, ctx.most, ctx.guard = cp, sends, recvs, most, guard
-        with guard("roll"):
+        ctx.cp, ctx.sends, ctx.recvs, ctx.most = cp, sends, recvs, most
+        with cp.alone("roll"):
             return _moved(x.detach(), cp, sends, recvs, most, fill)
 
     @staticmethod
     @once_differentiable  # which makes ctx positional-only
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with ctx.guard("roll, backward"):
+        with ctx.cp.alone("roll, backward"):
             grad = _moved(grads[0], ctx.cp, ctx.recvs, ctx.sends, ctx.most, 0)
-        return grad, *[None] * 6
+        return grad, *[None] * 5
 
 
 def _moved(

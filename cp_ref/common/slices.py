@@ -1,17 +1,18 @@
-"""`shard`, `unshard`, `roll` and `position_ids`, declared."""
+"""Cutting global tensors into the ranks' slices, and putting them together again: one code for both packages."""
 
 from __future__ import annotations
 
 import torch
 
 from cp_ref.common.context import ContextParallel
-from cp_ref.common.declared import declare
+from cp_ref.common.cutting import gathered, positions_on, slice_of
 from cp_ref.common.plans import Plan
+from cp_ref.common.rolling import rolled
+from cp_ref.spec import agreed_cut, check_context, read_cut, sequences_of
 
 __all__ = ["position_ids", "roll", "shard", "unshard"]
 
 
-@declare
 def shard(
     x: torch.Tensor,
     *,
@@ -45,10 +46,10 @@ def shard(
     >>> SimGroup(2).run(lambda member: shard(ids, cp=ContextParallel(member)).tolist())
     [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     """
-    raise NotImplementedError
+    check_context(cp, ContextParallel)
+    return slice_of(x, read_cut(cp, plan, x, qkv_format, cu_seqlens_padded, whole=True), cp.rank)
 
 
-@declare
 def unshard(
     x: torch.Tensor,
     *,
@@ -87,10 +88,12 @@ def unshard(
     >>> SimGroup(2).run(there_and_back)
     [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]
     """
-    raise NotImplementedError
+    check_context(cp, ContextParallel)
+    with cp.alone("unshard"):
+        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen)
+    return gathered(x, cut, cp)
 
 
-@declare
 def roll(
     x: torch.Tensor,
     shifts: int,
@@ -127,10 +130,12 @@ def roll(
     >>> SimGroup(2).run(next_tokens)
     [[[1, 2, 7, -100]], [[3, 4, 5, 6]]]
     """
-    raise NotImplementedError
+    check_context(cp, ContextParallel)
+    with cp.alone("roll"):
+        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, (shifts, fill_value))
+    return rolled(x, cut, sequences_of(cut, plan, cu_seqlens_padded), shifts, fill_value, cp)
 
 
-@declare
 def position_ids(
     *,
     cp: ContextParallel,
@@ -162,4 +167,5 @@ def position_ids(
     >>> SimGroup(2).run(lambda member: position_ids(cp=ContextParallel(member), seqlen=8).tolist())
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    raise NotImplementedError
+    check_context(cp, ContextParallel)
+    return positions_on(device, cp, plan, qkv_format, seqlen, cu_seqlens_padded, rank)

@@ -26,12 +26,11 @@ _CHOICES = {"qkv_format": QKV_FORMATS, "attn_mask_type": MASKS, "softmax_type": 
 
 
 def check_context(cp: Any, kind: type) -> None:
-    """Raise TypeError unless `cp` is a `kind`, the package's own ContextParallel."""
+    """Raise TypeError unless `cp` is a `kind`: the package's own ContextParallel, or what both packages' are."""
     if not isinstance(cp, kind):
         package, found = kind.__module__.split(".")[0], type(cp)  # pyright: ignore[reportUnknownVariableType]
-        raise TypeError(
-            f"cp is a {found.__module__}.{found.__qualname__}; it must be a {package}.ContextParallel, made of a group"
-        )
+        wanted = "ContextParallel" if kind.__module__.startswith("cp_ref.common.") else f"{package}.ContextParallel"
+        raise TypeError(f"cp is a {found.__module__}.{found.__qualname__}; it must be a {wanted}, made of a group")
 
 
 def check_plan_owner(problem: Problem, plan_rank: int, cp: Any) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from cp_ref.common.slices import shard
 from cp_ref.common.thd import batches
 from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_room
 from cp_ref.context import ContextParallel
-from cp_ref.sharding import shard
 from cp_ref.spec import check_context
 from cp_ref.thd.rows import Runs, read_runs
 

@@ -12,7 +12,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_fast.backends import BACKENDS
-from cp_ref.common import attention, plans, slices
+from cp_ref.common import attention, plans
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import Declaration
 from cp_ref.common.thd import batches, corrections, halves, indices, valid
@@ -27,7 +27,7 @@ def test_names() -> None:
 
 DECLARATIONS: dict[str, Declaration[Any]] = {
     name: found
-    for module in (attention, plans, slices, batches, corrections, halves, indices, valid)
+    for module in (attention, plans, batches, corrections, halves, indices, valid)
     for name, found in vars(module).items()
     if isinstance(found, Declaration)
 }
@@ -35,9 +35,9 @@ DECLARATIONS: dict[str, Declaration[Any]] = {
 
 def test_everything_that_is_declared_is_public_and_the_rest_is_one_object() -> None:
     assert cp_ref.thd.__all__ == cp_fast.thd.__all__
-    own = {"checked", "compare_layouts"}  # of cp_fast alone; and integers, one function for both
-    assert cp_ref.compare_layouts is cp_fast.compare_layouts
-    functions = {name for name in cp_fast.__all__ if inspect.isfunction(getattr(cp_fast, name))} - own
+    shared = {"compare_layouts", "position_ids", "roll", "shard", "unshard"}
+    assert all(getattr(cp_ref, name) is getattr(cp_fast, name) for name in shared)
+    functions = {name for name in cp_fast.__all__ if inspect.isfunction(getattr(cp_fast, name))} - shared - ONLY_FAST
     same = {name for name in cp_fast.thd.__all__ if getattr(cp_fast.thd, name) is getattr(cp_ref.thd, name)}
     assert same == {"pad_v", "trim_out"}
     assert set(DECLARATIONS) == functions | set(cp_fast.thd.__all__) - same | {"update"}

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast import backends
-from cp_fast.backends.base import Backend, Gradients, NotInstalled, Partial, Segments
+from cp_fast.backends.base import Backend, BackwardOperands, Gradients, LaunchOptions, NotInstalled, Partial, Segments
 from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.largest import LargestLogit, largest_logit
 from cp_fast.backends.lengths import Cumulative
@@ -113,12 +113,12 @@ def test_blocks_equal_dense_in_float64(seed: int, backend: Backend) -> None:
     q, k, v, dout, dlse = tensors(seed, segments, heads)
     given = dlse if seed % 2 else None
     out, lse, max_logit, gradients = reference(q, k, v, dout, given, segments, scale, softcap)
-    got = backend.forward(q, k, v, segments, scale=scale, softcap=softcap)
+    got = backend.forward(q, k, v, segments, LaunchOptions(scale=scale, softcap=softcap))
     assert got.max_logit is not None
     for a, b in ((got.out, out), (got.lse, lse), (got.max_logit, max_logit)):
         close(a, b, 1e-10)
     computed = backend.backward(
-        dout, q, k, v, got.out, got.lse, given, segments, scale=scale, softcap=softcap, deterministic=False
+        BackwardOperands(dout, q, k, v, got.out, got.lse, given), segments, LaunchOptions(scale=scale, softcap=softcap)
     )
     for a, b in zip(computed, gradients, strict=True):
         assert a.is_contiguous()
@@ -132,13 +132,15 @@ def test_cpu_computes_in_float32(dtype: torch.dtype, rounding: float) -> None:
     segments = Segments.pack([300, 1, 65], [520, 3, 64], 200, 30)
     q, k, v, dout, dlse = tensors(1, segments, (4, 2, 24, 16), dtype)
     out, lse, max_logit, gradients = reference(q, k, v, dout, dlse, segments, 0.2, 0.0)
-    got = CPU.forward(q, k, v, segments, scale=0.2, softcap=0.0)
+    got = CPU.forward(q, k, v, segments, LaunchOptions(scale=0.2))
     assert got.max_logit is not None
     assert {got.out.dtype, got.lse.dtype, got.max_logit.dtype} == {torch.float32}
     for a, b in ((got.out, out), (got.lse, lse), (got.max_logit, max_logit)):
         close(a, b, 3e-6)
     computed = CPU.backward(
-        dout, q, k, v, got.out.to(dtype), got.lse, dlse, segments, scale=0.2, softcap=0.0, deterministic=True
+        BackwardOperands(dout, q, k, v, got.out.to(dtype), got.lse, dlse),
+        segments,
+        LaunchOptions(scale=0.2, deterministic=True),
     )
     for a, b in zip(computed, gradients, strict=True):  # out was rounded, and with it delta
         close(a, b, 1e-5 + 2 * rounding)
@@ -152,10 +154,10 @@ def test_a_launch_over_part_of_the_columns_adds_up() -> None:
     parts, total = [], torch.zeros_like(lse)
     for a, b in ((0, 30), (30, 80)):
         half = Segments.pack([50], [b - a], None, None)
-        part = CPU.forward(q, k[a:b], v[a:b], half, scale=0.5, softcap=0.0)
+        part = CPU.forward(q, k[a:b], v[a:b], half, LaunchOptions(scale=0.5))
         total += part.lse.exp()
         parts.append(
-            CPU.backward(dout, q, k[a:b], v[a:b], out, lse, dlse, half, scale=0.5, softcap=0.0, deterministic=False)
+            CPU.backward(BackwardOperands(dout, q, k[a:b], v[a:b], out, lse, dlse), half, LaunchOptions(scale=0.5))
         )
     close(total.log(), lse, 1e-10)
     close(parts[0].dq + parts[1].dq, gradients.dq, 1e-10)
@@ -169,17 +171,16 @@ def test_a_library_without_max_logit_is_given_it(seed: int, size: ScoreBlockSize
     segments, heads = random_case(seed)
     scale, softcap = (0.7, -0.7)[seed % 2], (0.0, 1.5)[seed // 2 % 2]
     q, k, v, dout, _ = tensors(seed, segments, heads, torch.float32)
-    want = CPU.forward(q, k, v, segments, scale=scale, softcap=softcap)
-    found = largest_logit(q, k, segments, scale=scale, softcap=softcap, size=size)
+    want = CPU.forward(q, k, v, segments, LaunchOptions(scale=scale, softcap=softcap))
+    found = largest_logit(q, k, segments, LaunchOptions(scale, softcap), size=size)
     torch.testing.assert_close(found, want.max_logit)
     library = Stub("library", set(CPU.features - {Feature.MAX_LOGIT}))
     backend = LargestLogit(library)
     assert (backend.name, backend.features, backend.why_not()) == ("library", CPU.features, None)
-    got = backend.forward(q, k, v, segments, scale=scale, softcap=softcap)
+    got = backend.forward(q, k, v, segments, LaunchOptions(scale=scale, softcap=softcap))
     torch.testing.assert_close(got, want)
-    args: tuple[Any, ...] = (dout, q, k, v, got.out, got.lse, None, segments)
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": True}
-    torch.testing.assert_close(backend.backward(*args, **options), library.backward(*args, **options))
+    operands, options = BackwardOperands(dout, q, k, v, got.out, got.lse, None), LaunchOptions(scale, softcap, True)
+    torch.testing.assert_close(*(b.backward(operands, segments, options) for b in (backend, library)))
 
 
 @pytest.mark.parametrize("size", [CPU.size, TINY.size], ids=["one block", "tiny blocks"])  # type: ignore[attr-defined]
@@ -191,10 +192,12 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     the end, and more rows behind them.
     """
     segments, heads = random_case(seed)
-    case = {"scale": 0.7, "softcap": (0.0, 1.5)[seed % 2]}
+    case = LaunchOptions(scale=0.7, softcap=(0.0, 1.5)[seed % 2])
     q, k, v, dout, dlse = tensors(seed, segments, heads)
-    want = CPU.forward(q, k, v, segments, **case)
-    wanted = CPU.backward(dout, q, k, v, want.out, want.lse, dlse, segments, **case, deterministic=True)
+    want = CPU.forward(q, k, v, segments, case)
+    wanted = CPU.backward(
+        BackwardOperands(dout, q, k, v, want.out, want.lse, dlse), segments, case._replace(deterministic=True)
+    )
     none = torch.zeros(seed % 3, dtype=torch.int32)
     on_device = [torch.cat([cu, none + cu[-1]]) for cu in (segments.device_cu_q, segments.device_cu_kv)]
     n, m, room = segments.cu_q[-1], segments.cu_kv[-1], 5 * (seed % 4)
@@ -205,12 +208,14 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     monkeypatch.setattr("cp_fast.backends.blockwise.score_blocks", score_blocks_on_device)
     monkeypatch.setattr("cp_fast.backends.largest.score_blocks", score_blocks_on_device)
     backend = BlockwiseBackend("by the device", Feature.CPU, size)
-    got = backend.forward(q, k, v, roomy, **case)
+    got = backend.forward(q, k, v, roomy, case)
     torch.testing.assert_close(Partial(got.out[:n], got.lse[:, :n], got.max_logit), want)
-    largest = largest_logit(q.float(), k.float(), roomy, **case, size=size)
+    largest = largest_logit(q.float(), k.float(), roomy, case, size=size)
     assert want.max_logit is not None
     torch.testing.assert_close(largest, want.max_logit.float())
-    gradients = backend.backward(dout, q, k, v, got.out, got.lse, dlse, roomy, **case, deterministic=True)
+    gradients = backend.backward(
+        BackwardOperands(dout, q, k, v, got.out, got.lse, dlse), roomy, case._replace(deterministic=True)
+    )
     for x, y in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(x[: len(y)], y)
         assert not x[len(y) :].any()
@@ -222,8 +227,8 @@ def test_cpu_takes_strides_and_inputs_that_require_grad() -> None:
     wide = torch.full((13, 4, 19), torch.nan, dtype=F64)
     wide[:, :, 3:19:2] = q
     strided = wide[:, :, 3:19:2].requires_grad_()
-    want = CPU.forward(q, k, v, segments, scale=1.0, softcap=0.0)
-    got = CPU.forward(strided, k.transpose(0, 1).contiguous().transpose(0, 1), v, segments, scale=1.0, softcap=0.0)
+    want = CPU.forward(q, k, v, segments, LaunchOptions(scale=1.0))
+    got = CPU.forward(strided, k.transpose(0, 1).contiguous().transpose(0, 1), v, segments, LaunchOptions(scale=1.0))
     assert not got.out.requires_grad
     torch.testing.assert_close(got.out, want.out)
 
@@ -232,9 +237,9 @@ def test_cpu_ignores_the_default_device() -> None:
     segments = Segments.pack([9, 4], [9, 6], None, 0)
     q, k, v, dout, _ = tensors(3, segments, (4, 2, 8, 8))
     with torch.device("meta"):
-        got = CPU.forward(q, k, v, segments, scale=1.0, softcap=2.0)
-        args = (dout, q, k, v, got.out, got.lse, None)
-        gradients = CPU.backward(*args, segments, scale=1.0, softcap=2.0, deterministic=False)
+        got = CPU.forward(q, k, v, segments, LaunchOptions(scale=1.0, softcap=2.0))
+        args = BackwardOperands(dout, q, k, v, got.out, got.lse, None)
+        gradients = CPU.backward(args, segments, LaunchOptions(scale=1.0, softcap=2.0))
         assert probe(CPU, "cpu") is None
     assert {x.device.type for x in (got.out, got.lse, *gradients)} == {"cpu"}
 
@@ -242,16 +247,16 @@ def test_cpu_ignores_the_default_device() -> None:
 def test_cpu_is_deterministic_and_segments_do_not_touch_each_other() -> None:
     both, one = Segments.pack([70, 33], [90, 40], None, 0), Segments.pack([33], [40], None, 0)
     q, k, v, dout, _ = tensors(4, both, (2, 2, 8, 8), torch.float32)
-    first, again = (CPU.forward(q, k, v, both, scale=0.5, softcap=0.0) for _ in range(2))
-    alone = CPU.forward(q[70:], k[90:], v[90:], one, scale=0.5, softcap=0.0)
+    first, again = (CPU.forward(q, k, v, both, LaunchOptions(scale=0.5)) for _ in range(2))
+    alone = CPU.forward(q[70:], k[90:], v[90:], one, LaunchOptions(scale=0.5))
     assert torch.equal(first.out, again.out)
     assert torch.equal(first.lse, again.lse)
     assert torch.equal(first.out[70:], alone.out)
     assert torch.equal(first.lse[:, 70:], alone.lse)
-    options: dict[str, Any] = {"scale": 0.5, "softcap": 0.0, "deterministic": True}
-    of_both = CPU.backward(dout, q, k, v, first.out, first.lse, None, both, **options)
-    args = (dout[70:], q[70:], k[90:], v[90:], alone.out, alone.lse, None)
-    of_one = CPU.backward(*args, one, **options)
+    options = LaunchOptions(scale=0.5, deterministic=True)
+    of_both = CPU.backward(BackwardOperands(dout, q, k, v, first.out, first.lse, None), both, options)
+    args = BackwardOperands(dout[70:], q[70:], k[90:], v[90:], alone.out, alone.lse, None)
+    of_one = CPU.backward(args, one, options)
     assert torch.equal(of_both.dq[70:], of_one.dq)
     assert torch.equal(of_both.dk[90:], of_one.dk)
     assert torch.equal(of_both.dv[90:], of_one.dv)
@@ -277,8 +282,8 @@ def test_cpu_memory_is_linear_in_the_tile() -> None:
     segments = Segments.pack([rows], [rows], 3000, 0)
     q, k, v, dout, _ = tensors(5, segments, (h_q, 1, d, d), torch.float32)
     with LargestTensor() as seen:
-        got = CPU.forward(q, k, v, segments, scale=0.5, softcap=0.0)
-        CPU.backward(dout, q, k, v, got.out, got.lse, None, segments, scale=0.5, softcap=0.0, deterministic=False)
+        got = CPU.forward(q, k, v, segments, LaunchOptions(scale=0.5))
+        CPU.backward(BackwardOperands(dout, q, k, v, got.out, got.lse, None), segments, LaunchOptions(scale=0.5))
     assert seen.elements <= max(rows * h_q * d, 2**18)  # the scores have 2**29
 
 

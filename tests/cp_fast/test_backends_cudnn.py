@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cp_fast.backends import by_name, cudnn, cudnn_graphs
-from cp_fast.backends.base import Segments
+from cp_fast.backends.base import BackwardOperands, LaunchOptions, Segments
 from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature
 
@@ -97,13 +97,13 @@ class FakeGraph:
             segments = self.segment(lq, lk)
             scale = g["attn_scale"]
             if forward:
-                part = CPU.forward(q, k, v, segments, scale=scale, softcap=0.0)
+                part = CPU.forward(q, k, v, segments, LaunchOptions(scale=scale))
                 for made, x in zip(self.made, (part.out, part.lse.T[:, :, None]), strict=True):
                     self.rows(made, s, lq).copy_(x)
                 continue
             out, dout, stats = (self.rows(g[name], s, lq) for name in ("o", "dO", "stats"))
-            args = (dout, q, k, v, out, stats[:, :, 0].T, None)
-            gradients = CPU.backward(*args, segments, scale=scale, softcap=0.0, deterministic=False)
+            args = BackwardOperands(dout, q, k, v, out, stats[:, :, 0].T, None)
+            gradients = CPU.backward(args, segments, LaunchOptions(scale=scale))
             for made, x, length in zip(self.made, gradients, (lq, lk, lk), strict=True):
                 self.rows(made, s, length).copy_(x)
         assert forward or (used_q <= g["max_total_seq_len_q"] and used_kv <= g["max_total_seq_len_kv"])
@@ -182,13 +182,13 @@ def test_every_band_and_head_dim(
 ) -> None:
     segments = Segments.pack(lengths_q, lengths_kv, left, right)
     q, k, v, dout = inputs(segments, h_q, d_qk, d_v)
-    want, got = (b.forward(q, k, v, segments, scale=0.1, softcap=0.0) for b in (CPU, CUDNN))
+    want, got = (b.forward(q, k, v, segments, LaunchOptions(scale=0.1)) for b in (CPU, CUDNN))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
     assert got.out.is_contiguous()
     assert got.lse.is_contiguous()
     for dlse in (None, torch.randn(h_q, q.shape[0])):
-        args, options = (dout, q, k, v, want.out, want.lse, dlse), {"scale": 0.1, "softcap": 0.0}
-        right_ones, computed = (b.backward(*args, segments, **options, deterministic=False) for b in (CPU, CUDNN))
+        args, options = BackwardOperands(dout, q, k, v, want.out, want.lse, dlse), LaunchOptions(scale=0.1)
+        right_ones, computed = (b.backward(args, segments, options) for b in (CPU, CUDNN))
         torch.testing.assert_close(computed, right_ones, rtol=1e-4, atol=1e-5)
         assert all(x.is_contiguous() for x in computed)
 
@@ -198,7 +198,7 @@ def test_a_graph_serves_a_shape_class() -> None:
     def launch(segments: Segments) -> int:
         before = FakeGraph.built
         q, k, v, _ = inputs(segments, 2, 32, 32)
-        CUDNN.forward(q, k, v, segments, scale=0.1, softcap=0.0)
+        CUDNN.forward(q, k, v, segments, LaunchOptions(scale=0.1))
         return FakeGraph.built - before
 
     def causal(*lengths: int) -> Segments:
@@ -245,17 +245,17 @@ def test_what_its_features_exclude_is_refused() -> None:
     assert not {Feature.SOFTCAP, Feature.DETERMINISTIC, Feature.HEAD_DIM_OVER_256} & CUDNN.features
     segments = Segments.pack([4], [4], None, 0)
     q, k, v, dout = inputs(segments, 1, 32, 32)
-    options: dict[str, Any] = {"scale": 1.0, "deterministic": False}
-    args = (dout, q, k, v, dout, torch.zeros(1, 4), None)
+    options = LaunchOptions(scale=1.0)
+    args = BackwardOperands(dout, q, k, v, dout, torch.zeros(1, 4), None)
     with pytest.raises(ValueError, match="softcap"):
-        CUDNN.forward(q, k, v, segments, scale=1.0, softcap=2.0)
+        CUDNN.forward(q, k, v, segments, LaunchOptions(scale=1.0, softcap=2.0))
     with pytest.raises(ValueError, match="softcap"):
-        CUDNN.backward(*args, segments, **options, softcap=2.0)
+        CUDNN.backward(args, segments, options._replace(softcap=2.0))
     with pytest.raises(ValueError, match="DETERMINISTIC"):
-        CUDNN.backward(*args, segments, **options | {"deterministic": True}, softcap=0.0)
+        CUDNN.backward(args, segments, options._replace(deterministic=True))
     wide = torch.zeros(4, 1, 260)
     with pytest.raises(ValueError, match="up to 256, got d_qk=272"):
-        CUDNN.forward(wide, wide, v, segments, scale=1.0, softcap=0.0)
+        CUDNN.forward(wide, wide, v, segments, LaunchOptions(scale=1.0))
     for left, right in ((-1, None), (None, -2)):
         with pytest.raises(ValueError, match="crop the tile"):
-            CUDNN.forward(q, k, v, Segments.pack([4], [9], left, right), scale=1.0, softcap=0.0)
+            CUDNN.forward(q, k, v, Segments.pack([4], [9], left, right), LaunchOptions(scale=1.0))

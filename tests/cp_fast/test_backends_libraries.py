@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cp_fast.backends import by_name, dims, fa4
-from cp_fast.backends.base import Gradients, Segments
+from cp_fast.backends.base import BackwardOperands, Gradients, LaunchOptions, Segments
 from cp_fast.backends.lse_gradient import lse_launch
 
 CPU = by_name("cpu")
@@ -46,7 +46,7 @@ def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:
 
     def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **o: Any) -> tuple[Any, ...]:
         dims.append((q.shape[2], v.shape[2]))
-        part = CPU.forward(q, k, v, band(o), scale=o["softmax_scale"], softcap=o["softcap"] or 0.0)
+        part = CPU.forward(q, k, v, band(o), LaunchOptions(scale=o["softmax_scale"], softcap=o["softcap"] or 0.0))
         return part.out, part.lse, None, None, None
 
     def bwd(
@@ -55,8 +55,8 @@ def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:
         dims.append((q.shape[2], v.shape[2]))
         assert q.shape[1] == k.shape[1] or q.shape[2] == v.shape[2], "GQA backward requires head_dim == head_dim_v"
         assert o["deterministic"] == ("max_seqlen_q" in o)
-        options: dict[str, Any] = {"scale": o["softmax_scale"], "softcap": o["softcap"], "deterministic": True}
-        return CPU.backward(dout, q, k, v, out, lse, o["dlse"], band(o), **options)
+        options = LaunchOptions(o["softmax_scale"], o["softcap"], deterministic=True)
+        return CPU.backward(BackwardOperands(dout, q, k, v, out, lse, o["dlse"]), band(o), options)
 
     library = ModuleType("flash_attn.cute.interface")
     vars(library).update(_flash_attn_fwd=fwd, _flash_attn_bwd=bwd)
@@ -93,10 +93,11 @@ def test_fa4_pads_head_dims_exactly(
         torch.randn(rows, heads, d, dtype=torch.float64)
         for rows, heads, d in ((14, h_q, d_qk), (18, 1, d_qk), (18, 1, d_v), (14, h_q, d_v))
     )
-    want, got = (b.forward(q, k, v, segments, scale=0.1, softcap=4.0) for b in (CPU, backend))
+    want, got = (b.forward(q, k, v, segments, LaunchOptions(scale=0.1, softcap=4.0)) for b in (CPU, backend))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse))
-    args, options = (dout, q, k, v, want.out, want.lse, torch.randn(h_q, 14)), {"scale": 0.1, "softcap": 4.0}
-    right, computed = (b.backward(*args, segments, **options, deterministic=True) for b in (CPU, backend))
+    args = BackwardOperands(dout, q, k, v, want.out, want.lse, torch.randn(h_q, 14))
+    options = LaunchOptions(scale=0.1, softcap=4.0, deterministic=True)
+    right, computed = (b.backward(args, segments, options) for b in (CPU, backend))
     torch.testing.assert_close(computed, right)
     assert all(x.is_contiguous() for x in computed)
     assert dims == [forward_dims, backward_dims]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cp_fast.backends import by_name
-from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_fast.backends.base import BackwardOperands, Gradients, LaunchOptions, Partial, Segments
 from cp_fast.backends.probe import probe
 from cp_ref.spec import Feature
 
@@ -34,26 +34,11 @@ class Mutant:
     def why_not(self) -> str | None:
         return None
 
-    def forward(self, q: Any, k: Any, v: Any, segments: Segments, *, scale: float, softcap: float) -> Partial:
-        return self._partial(CPU.forward(q, k, v, self._segments(segments), scale=scale, softcap=softcap))
+    def forward(self, q: Any, k: Any, v: Any, segments: Segments, options: LaunchOptions) -> Partial:
+        return self._partial(CPU.forward(q, k, v, self._segments(segments), options))
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float,
-        deterministic: bool,
-    ) -> Gradients:
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
-        return self._gradients(CPU.backward(dout, q, k, v, out, lse, dlse, self._segments(segments), **options))
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+        return self._gradients(CPU.backward(operands, self._segments(segments), options))
 
 
 def top_left(s: Segments) -> Segments:

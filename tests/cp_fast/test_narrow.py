@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.backends import Backend, Gradients
+from cp_fast.backends import Backend, BackwardOperands, Gradients
 from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
@@ -21,11 +21,11 @@ class Rounded:
     def __init__(self, backend: Backend) -> None:
         self._backend, self.name, self.features = backend, backend.name, backend.features
 
-    def forward(self, *args: Any, **how: Any) -> Any:
-        return self._backend.forward(*args, **how)
+    def forward(self, *args: Any) -> Any:
+        return self._backend.forward(*args)
 
-    def backward(self, dout: torch.Tensor, *args: Any, **how: Any) -> Gradients:
-        return Gradients(*(x.to(dout.dtype) for x in self._backend.backward(dout, *args, **how)))
+    def backward(self, operands: BackwardOperands, *args: Any) -> Gradients:
+        return Gradients(*(x.to(operands.dout.dtype) for x in self._backend.backward(operands, *args)))
 
 
 def play(member: SimMember, comm: str, window: int, rounded: tuple[bool, ...]) -> tuple[list[torch.Tensor], int]:

@@ -114,18 +114,26 @@ def test_what_is_no_context_is_named(package: Any) -> None:
 
     def one(member: SimMember) -> None:
         x = torch.zeros(2, 4, 4, 8)
+        own = (
+            lambda cp: package.attention(x, x, x, cp=cp),
+            lambda cp: plan(package, cp),
+            lambda cp: package.supports(cp=cp, batch_size=1, seqlen_q=8, **SIZES),
+            lambda cp: package.thd.get_batch_on_this_cp_rank({}, cp=cp),
+        )
+        shared = (  # by both packages, so that they take the other one's context
+            lambda cp: package.shard(x, cp=cp),
+            lambda cp: package.unshard(x, cp=cp),
+            lambda cp: package.roll(x, 1, cp=cp),
+            lambda cp: package.position_ids(cp=cp, seqlen=8),
+        )
         for cp in (None, member, SimGroup(2), context(other, member)):
-            for call in (
-                lambda cp=cp: package.attention(x, x, x, cp=cp),
-                lambda cp=cp: plan(package, cp),
-                lambda cp=cp: package.supports(cp=cp, batch_size=1, seqlen_q=8, **SIZES),
-                lambda cp=cp: package.shard(x, cp=cp),
-                lambda cp=cp: package.unshard(x, cp=cp),
-                lambda cp=cp: package.position_ids(cp=cp, seqlen=8),
-                lambda cp=cp: package.thd.get_batch_on_this_cp_rank({}, cp=cp),
-            ):
+            for call in own:
                 with pytest.raises(TypeError, match=rf"^cp is a .*; it must be a {package.__name__}\.ContextParallel"):
-                    call()
+                    call(cp)
+        for cp in (None, member, SimGroup(2)):
+            for call in shared:
+                with pytest.raises(TypeError, match=r"^cp is a .*; it must be a ContextParallel, made of a group"):
+                    call(cp)
 
     SimGroup(2).run(one)
 

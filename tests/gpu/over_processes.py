@@ -167,7 +167,7 @@ def one_rank(group: Any, play: Play, place: Place) -> dict[str, torch.Tensor]:
             raise
         return {f"refused: {error}": torch.zeros(0)}
     by_copies = isinstance(plan.messages, PeerMessages | Crossed)
-    processes = isinstance(group, dist.ProcessGroup | tuple)
+    processes = isinstance(group[0] if isinstance(group, tuple) else group, dist.ProcessGroup)
     assert by_copies == (processes and play.messages == "peers"), f"messages by {plan.messages}"
     whole = place.tensors(play)
     total = len(whole["q"])

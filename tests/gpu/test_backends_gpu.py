@@ -12,7 +12,7 @@ import torch
 
 from cp_fast import backends
 from cp_fast.backends import fa2
-from cp_fast.backends.base import Backend, Gradients, Segments
+from cp_fast.backends.base import Backend, BackwardOperands, Gradients, LaunchOptions, Segments
 from cp_fast.backends.cudnn_graphs import backward_graph, forward_graph
 from cp_fast.backends.largest import LargestLogit
 from cp_fast.backends.lengths import Cumulative
@@ -191,16 +191,18 @@ def run(
     v: Any,
     dout: Any,
     dlse: Any = None,
-    **options: Any,
+    *,
+    deterministic: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Forward and backward of one launch."""
-    scale = case.d_qk**-0.5
-    part = backend.forward(q, k, v, segments, scale=scale, softcap=case.softcap)
+    options = LaunchOptions(case.d_qk**-0.5, case.softcap, deterministic)
+    part = backend.forward(q, k, v, segments, options)
     assert part.lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
     assert part.lse.is_contiguous()
     assert part.out.is_contiguous()
-    options = {"scale": scale, "softcap": case.softcap, "deterministic": False} | options
-    gradients = backend.backward(dout, q, k, v, part.out.to(q.dtype), part.lse, dlse, segments, **options)
+    gradients = backend.backward(
+        BackwardOperands(dout, q, k, v, part.out.to(q.dtype), part.lse, dlse), segments, options
+    )
     assert all(x.is_contiguous() for x in gradients)
     return as_dict(part.out, part.lse, gradients)
 
@@ -302,13 +304,13 @@ def test_a_launch_over_part_of_the_columns_adds_up(name: str) -> None:
     out, lse = exact["out"].detach().to(BF16), exact["lse"].detach().float()
     cuts = [(0, 129), (129, 513)]
     parts = [Segments.pack([257], [b - a], None, None, "cuda") for a, b in cuts]
-    options: dict[str, Any] = {"scale": scale, "softcap": 0.0}
-    seen = [backend.forward(q, k[a:b], v[a:b], s, **options) for (a, b), s in zip(cuts, parts, strict=True)]
+    options = LaunchOptions(scale)
+    seen = [backend.forward(q, k[a:b], v[a:b], s, options) for (a, b), s in zip(cuts, parts, strict=True)]
     merged_lse = torch.logaddexp(seen[0].lse, seen[1].lse)
     merged = sum(p.out.float() * (p.lse - merged_lse).exp().T[:, :, None] for p in seen)
     assert isinstance(merged, torch.Tensor)
     got = [
-        backend.backward(dout, q, k[a:b], v[a:b], out, lse, None, s, **options, deterministic=False)
+        backend.backward(BackwardOperands(dout, q, k[a:b], v[a:b], out, lse, None), s, options)
         for (a, b), s in zip(cuts, parts, strict=True)
     ]
     gradients = Gradients(
@@ -456,7 +458,7 @@ def test_the_largest_logit(name: str, scale: float, dtype: torch.dtype) -> None:
     case = CAUSAL._replace(dtype=dtype)
     segments = case.segments()
     q, k, v, _ = tensors(case, segments)
-    found = backend.forward(q, k, v, segments, scale=scale, softcap=0.0).max_logit
+    found = backend.forward(q, k, v, segments, LaunchOptions(scale=scale)).max_logit
     largest = torch.full((8,), -torch.inf, dtype=torch.float64, device="cuda")
     for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
         s = torch.einsum("ihd,jhd->hij", q[q0:q1].double(), k[kv0:kv1].double().repeat_interleave(4, 1)) * scale

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 DEVICE, NARROW = "cuda", torch.bfloat16
 Grads = dict[str, torch.Tensor]
+EVERY_EXPERT = {"gpt-oss": {"num_experts_per_tok": 4}}  # which are chosen would hang on the last bit
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -62,7 +63,7 @@ class TestTransformers:
 
         ours.register()
         batch = {key: x.to(DEVICE) for key, x in batches()[kind].items()}
-        start = model_of(name, hidden_size=128, head_dim=64)
+        start = model_of(name, hidden_size=128, head_dim=64, **EVERY_EXPERT.get(name, {}))
         for weight in start.parameters():
             torch.nn.init.normal_(weight, std=0.05)
         start = start.to(DEVICE, NARROW)

@@ -39,7 +39,7 @@ def model_of(name: str, **sizes: int) -> Any:
     """A model in float64, with eager attention."""
     kind, more = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, kind)(**(SIZES | sizes), **more)
+    config = getattr(transformers, kind)(**(SIZES | more | sizes))
     implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the latter, for float64
     model = transformers.AutoModelForCausalLM.from_config(config, **implementations).double()
     for weight in model.parameters():  # sinks and norms too

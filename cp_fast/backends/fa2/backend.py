@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from cp_fast.backends.base import Gradients, Partial, Segments
+from cp_fast.backends.base import BackwardOperands, Gradients, LaunchOptions, Partial, Segments
 from cp_fast.backends.dims import aligned, round_up, trim, widen
 from cp_fast.backends.fa2.varlen import Varlen, varlen_arguments
 from cp_fast.backends.lse_gradient import lse_launch
@@ -40,10 +40,6 @@ _FEATURES = frozenset(
         Feature.BFLOAT16,
     }
 )
-
-
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""dout, q, k, v, out, aligned and of one head dim."""
 
 
 class Fa2Backend(ABC):
@@ -78,75 +74,52 @@ class Fa2Backend(ABC):
         """(out [n, h_q, d], lse [h_q, n]) of aligned q [n, h_q, d], k, v [m, h_kv, d]; d a multiple of 8 up to 256."""
 
     @abstractmethod
-    def launch_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        varlen: Varlen,
-        *,
-        deterministic: bool,
-    ) -> Gradients:
-        """The gradients of one launch, of aligned operands and a contiguous lse; for dout alone, not through lse."""
+    def launch_backward(self, operands: BackwardOperands, varlen: Varlen, *, deterministic: bool) -> Gradients:
+        """The gradients of one launch, of aligned operands of one head dim, a contiguous lse and no dlse."""
 
     @torch.no_grad()
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *, scale: float, softcap: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
         d, d_v = _dim(q, v), v.shape[2]
         q, k, v = (aligned(widen(x, d)) for x in (q, k, v))
-        out, lse = self.launch_forward(q, k, v, varlen_arguments(segments, scale=scale, softcap=softcap))
+        out, lse = self.launch_forward(q, k, v, varlen_arguments(segments, options))
         return Partial(trim(out, d_v), lse, None)
 
     @torch.no_grad()
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        segments: Segments,
-        *,
-        scale: float,
-        softcap: float,
-        deterministic: bool,
-    ) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
-        d, d_qk, d_v = _dim(q, v), q.shape[2], v.shape[2]
-        q, k, v, out, dout = (aligned(widen(x, d)) for x in (q, k, v, out, dout))
-        gradients, lse = (self._each_segment if deterministic else self._all_segments), lse.contiguous()
-        varlen = varlen_arguments(segments, scale=scale, softcap=softcap)
-        dq, dk, dv = gradients((dout, q, k, v, out), lse, segments, varlen)
+        d_qk, d_v, dlse = operands.q.shape[2], operands.v.shape[2], operands.dlse
+        d = _dim(operands.q, operands.v)
+        dout, q, k, v, out = (aligned(widen(x, d)) for x in operands[:5])
+        given = BackwardOperands(dout, q, k, v, out, operands.lse.contiguous(), None)
+        gradients = self._each_segment if options.deterministic else self._all_segments
+        dq, dk, dv = gradients(given, segments, options)
         if dlse is not None:
             ones, products = lse_launch(dlse, q.dtype, d)
-            more_dq, more_dk, _ = gradients((ones, q, k, torch.zeros_like(v), products), lse, segments, varlen)
+            more = given._replace(dout=ones, v=torch.zeros_like(v), out=products)
+            more_dq, more_dk, _ = gradients(more, segments, options)
             dq, dk = dq.float() + more_dq, dk.float() + more_dk
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
-    def _all_segments(self, operands: Operands, lse: torch.Tensor, segments: Segments, varlen: Varlen) -> Gradients:
+    def _all_segments(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
         """One launch."""
-        return self.launch_backward(*operands, lse, varlen, deterministic=False)
+        return self.launch_backward(operands, varlen_arguments(segments, options), deterministic=False)
 
-    def _each_segment(self, operands: Operands, lse: torch.Tensor, segments: Segments, varlen: Varlen) -> Gradients:
+    def _each_segment(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
         """A launch for each segment, whose bits do not depend on the others."""
         if segments.updated_in_place:
             raise Unsupported(
                 "a plan with max_sequences", {"backend 'fa2'": {Feature.DETERMINISTIC}}, "make a plan for each batch"
             )
-        dout, q, k, v, out = operands
+        dout, q, k, v, out, lse, _ = operands
         parts: list[Gradients] = []
         for s in range(len(segments.cu_q) - 1):
             rows, columns = slice(*segments.cu_q[s : s + 2]), slice(*segments.cu_kv[s : s + 2])
-            own = (dout[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows].contiguous())
-            alone = varlen_arguments(segments.alone(s), scale=varlen.scale, softcap=varlen.softcap)
-            parts.append(self.launch_backward(*own, alone, deterministic=True))
+            lse_rows = lse[:, rows].contiguous()
+            own = BackwardOperands(dout[rows], q[rows], k[columns], v[columns], out[rows], lse_rows, None)
+            parts.append(self.launch_backward(own, varlen_arguments(segments.alone(s), options), deterministic=True))
         return Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 

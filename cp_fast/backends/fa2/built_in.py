@@ -18,7 +18,7 @@ from threading import Lock
 
 import torch
 
-from cp_fast.backends.base import Gradients
+from cp_fast.backends.base import BackwardOperands, Gradients
 from cp_fast.backends.fa2.backend import Fa2Backend
 from cp_fast.backends.fa2.varlen import Varlen, checked_lse, gpu_why_not
 
@@ -66,29 +66,13 @@ class BuiltIn(Fa2Backend):
         )[:2]
         return out, checked_lse(lse, q, f"aten::_flash_attention_forward of PyTorch {torch.__version__}")
 
-    def launch_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        varlen: Varlen,
-        *,
-        deterministic: bool,
-    ) -> Gradients:
+    def launch_backward(self, operands: BackwardOperands, varlen: Varlen, *, deterministic: bool) -> Gradients:
         """See `Fa2Backend.launch_backward`."""
         _refuse_softcap(varlen)
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=operands.q.device)  # of dropout, which is off
         with _deterministic() if deterministic else nullcontext():
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                dout,
-                q,
-                k,
-                v,
-                out,
-                lse,
+                *operands[:-1],
                 varlen.cu_q,
                 varlen.cu_k,
                 varlen.max_q,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends.base import Gradients
+from cp_fast.backends.base import BackwardOperands, Gradients
 from cp_fast.backends.fa2.backend import Fa2Backend
 from cp_fast.backends.fa2.varlen import Varlen, checked_lse, gpu_why_not
 from cp_ref.spec import Feature
@@ -75,30 +75,12 @@ class Package(Fa2Backend):
         )
         return out, checked_lse(lse, q, f"flash-attn {_version()}")
 
-    def launch_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        varlen: Varlen,
-        *,
-        deterministic: bool,
-    ) -> Gradients:
+    def launch_backward(self, operands: BackwardOperands, varlen: Varlen, *, deterministic: bool) -> Gradients:
         """See `Fa2Backend.launch_backward`."""
-        made = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
+        made = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in operands[1:4]))
         _library()._flash_attn_varlen_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            made.dq,
-            made.dk,
-            made.dv,
+            *operands[:-1],
+            *made,
             cu_seqlens_q=varlen.cu_q,
             cu_seqlens_k=varlen.cu_k,
             max_seqlen_q=varlen.max_q,

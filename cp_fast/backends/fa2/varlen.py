@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends.base import Segments
+from cp_fast.backends.base import LaunchOptions, Segments
 
 __all__ = ["Varlen", "checked_lse", "gpu_why_not", "varlen_arguments"]
 
@@ -44,12 +44,12 @@ class Varlen(NamedTuple):
     softcap: float  # 0.0 is none
 
 
-def varlen_arguments(segments: Segments, *, scale: float, softcap: float) -> Varlen:
+def varlen_arguments(segments: Segments, options: LaunchOptions) -> Varlen:
     """Segments as the kernels take them.
 
     Nothing of it follows the lengths at hand where the segments are bounded (`Plan.update`): only the bounds.
 
-    >>> varlen = varlen_arguments(Segments.pack([30], [10], None, 22), scale=0.5, softcap=0.0)
+    >>> varlen = varlen_arguments(Segments.pack([30], [10], None, 22), LaunchOptions(scale=0.5))
     >>> varlen.left, varlen.right, varlen.max_q, varlen.max_k
     (-1, 22, 30, 31)
     """
@@ -64,8 +64,8 @@ def varlen_arguments(segments: Segments, *, scale: float, softcap: float) -> Var
         left, right, max_k = -1, -1 if right is None else 0, segments.max_kv
     else:
         left, right = (-1 if side is None else min(side, longest) for side in (left, right))
-    cu_q, cu_k = segments.device_cu_q, segments.device_cu_kv
-    return Varlen(cu_q, cu_k, max(2, segments.max_q), max_k, left, right, scale, max(softcap, 0.0))
+    cu_q, cu_k, softcap = segments.device_cu_q, segments.device_cu_kv, max(options.softcap, 0.0)
+    return Varlen(cu_q, cu_k, max(2, segments.max_q), max_k, left, right, options.scale, softcap)
 
 
 def checked_lse(lse: torch.Tensor, q: torch.Tensor, whose: str) -> torch.Tensor:

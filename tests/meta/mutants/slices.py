@@ -1,4 +1,4 @@
-"""Bugs in cutting and gathering, which both packages share; each is planted in one of them."""
+"""Bugs in cutting and gathering, which both packages share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def from_zero(positions: Any, *arguments: Any) -> Any:
     return (found.reshape(-1) * 0 + 1).cumsum(0).reshape(found.shape) - 1
 
 
-def own_gradient(gathered: Any, x: torch.Tensor, cut: Cut, cp: Any, guard: Any) -> torch.Tensor:
+def own_gradient(gathered: Any, x: torch.Tensor, cut: Cut, cp: Any) -> torch.Tensor:
     """The other ranks' gradients are left out."""
-    whole = gathered(x, cut, cp, guard)
+    whole = gathered(x, cut, cp)
 
     def of_own_rows(grad: torch.Tensor) -> torch.Tensor:
         axis = 1 if cut.qkv_format == "bshd" else 0

@@ -50,36 +50,36 @@ def _nothing_for_zero(read: Any, *arguments: Any) -> Tensor:
     return result.masked_fill(result == 0, NOTHING)
 
 
-def _step_alone(correct: Any, helper: str, lse: Tensor, *rest: Any) -> None:
-    correct(helper, lse.fill_(NOTHING), *rest)
+def _step_alone(correct: Any, self: Any, lse: Tensor, *rest: Any) -> None:
+    correct(self, lse.fill_(NOTHING), *rest)
 
 
-def _nan_for_nothing(correct: Any, helper: str, lse: Tensor, *rest: Any) -> None:
-    correct(helper, lse, *rest)
+def _nan_for_nothing(correct: Any, self: Any, lse: Tensor, *rest: Any) -> None:
+    correct(self, lse, *rest)
     lse.masked_fill_(lse == NOTHING, float("nan"))
 
 
-def _not_rescaled(correct: Any, out: Any, step: Any, lse: Tensor, lse_step: Tensor, *rest: Any) -> None:
-    correct(out, step, torch.zeros_like(lse), torch.zeros_like(lse_step), *rest)
+def _not_rescaled(correct: Any, self: Any, out: Any, step: Any, lse: Tensor, lse_step: Tensor, *rest: Any) -> None:
+    correct(self, out, step, torch.zeros_like(lse), torch.zeros_like(lse_step), *rest)
 
 
-def _share_rounded(correct: Any, out: Tensor, *rest: Any) -> None:
+def _share_rounded(correct: Any, self: Any, out: Tensor, *rest: Any) -> None:
     share = torch.zeros_like(out)
-    correct(share, *rest)
+    correct(self, share, *rest)
     out.add_(share.bfloat16().to(out.dtype))
 
 
-def _zero_for_nothing(correct: Any, out: Any, step: Any, lse: Any, lse_step: Tensor, *rest: Any) -> None:
+def _zero_for_nothing(correct: Any, self: Any, out: Any, step: Any, lse: Any, lse_step: Tensor, *rest: Any) -> None:
     """A row that a step saw nothing of has the weight 0, and 0 * NaN is NaN."""
-    correct(out, step, lse, lse_step.masked_fill(lse_step == NOTHING, -1e30), *rest)
+    correct(self, out, step, lse, lse_step.masked_fill(lse_step == NOTHING, -1e30), *rest)
 
 
-def _copied(correct: Any, grad: Any, step: Any, lengths: Any, first: str, second: str) -> None:
-    correct(grad, step, lengths, first.replace("add", "copy"), second.replace("add", "copy"))
+def _copied(correct: Any, self: Any, grad: Any, step: Any, lengths: Any, first: str, second: str) -> None:
+    correct(self, grad, step, lengths, first.replace("add", "copy"), second.replace("add", "copy"))
 
 
-def _halves_exchanged(correct: Any, grad: Any, step: Any, lengths: Any, first: str, second: str) -> None:
-    correct(grad, step, lengths, second, first)
+def _halves_exchanged(correct: Any, self: Any, grad: Any, step: Any, lengths: Any, first: str, second: str) -> None:
+    correct(self, grad, step, lengths, second, first)
 
 
 def _by_division(_: Any, self: Any, real: Tensor, lengths: Tensor, cp_size: int, *rest: Any) -> Tensor:
@@ -120,7 +120,7 @@ def _unchecked(_: Any, *arguments: Any, **named: Any) -> None:
     """Lengths are believed, whatever they are."""
 
 
-_ROWS, _CORRECTIONS = "cp_fast.kernels.torch_thd", "cp_fast.kernels.torch_corrections"
+_ROWS, _CORRECTIONS = "cp_fast.kernels.torch_thd", "cp_fast.kernels.torch_corrections.TorchCorrections"
 _KERNELS = f"{_ROWS}.TorchThdKernels"
 _PARTITION = "thd_get_partitioned_indices"
 _REORDER, _INVERSE = "thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order"

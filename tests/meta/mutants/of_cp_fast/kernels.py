@@ -77,32 +77,31 @@ def _groups_interleaved(fold: Any, x: Tensor, heads_kv: int, dtype: torch.dtype)
     return fold(x.unflatten(1, (-1, heads_kv)).transpose(1, 2).flatten(1, 2), heads_kv, dtype)
 
 
-def _lse_rounded(forward: Any, *arguments: Any, **named: Any) -> Any:
-    part = forward(*arguments, **named)
+def _lse_rounded(forward: Any, *arguments: Any) -> Any:
+    part = forward(*arguments)
     return part._replace(lse=part.lse.bfloat16().to(part.lse.dtype))
 
 
-def _max_logit_of_another_head(forward: Any, *arguments: Any, **named: Any) -> Any:
-    part = forward(*arguments, **named)
+def _max_logit_of_another_head(forward: Any, *arguments: Any) -> Any:
+    part = forward(*arguments)
     return part._replace(max_logit=part.max_logit.roll(1))
 
 
-def _dlse_ignored(backward: Any, self: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, _: Any, *rest: Any,
-                  **named: Any) -> Any:  # fmt: skip
-    return backward(self, dout, q, k, v, out, lse, None, *rest, **named)
+def _dlse_ignored(backward: Any, self: Any, operands: Any, *rest: Any) -> Any:
+    return backward(self, operands._replace(dlse=None), *rest)
 
 
-def _delta_lost(backward: Any, self: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, *rest: Any, **named: Any) -> Any:
-    return backward(self, dout, q, k, v, torch.zeros_like(out), *rest, **named)
+def _delta_lost(backward: Any, self: Any, operands: Any, *rest: Any) -> Any:
+    return backward(self, operands._replace(out=torch.zeros_like(operands.out)), *rest)
 
 
-def _dk_unscaled(backward: Any, *arguments: Any, **named: Any) -> Any:
-    part = backward(*arguments, **named)
-    return part._replace(dk=part.dk / named["scale"])
+def _dk_unscaled(backward: Any, self: Any, operands: Any, segments: Any, options: Any) -> Any:
+    part = backward(self, operands, segments, options)
+    return part._replace(dk=part.dk / options.scale)
 
 
-def _dk_heads_rotated(backward: Any, *arguments: Any, **named: Any) -> Any:
-    part = backward(*arguments, **named)
+def _dk_heads_rotated(backward: Any, *arguments: Any) -> Any:
+    part = backward(*arguments)
     return part._replace(dk=part.dk.roll(1, 1), dv=part.dv.roll(1, 1))
 
 

@@ -1,4 +1,4 @@
-"""Bugs between the user's formats and packed rows, and between global tensors and slices."""
+"""Bugs between the user's formats and packed rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from tests.meta.mutants.model import Mutant, wrap
-from tests.meta.mutants.slices import from_zero, own_gradient, reversed_slice
 
 __all__ = ["MUTANTS"]
 
@@ -82,14 +81,5 @@ MUTANTS: dict[str, Mutant] = {
         _folded_with_padding,
         "special",
         where="padding-mask-in-sbhd",
-    ),
-    "slices-in-another-order": Mutant(
-        "shard reverses the rows of a slice", "cp_fast.sharding.slice_of", wrap(reversed_slice), "plan"
-    ),
-    "positions-from-zero": Mutant(
-        "position_ids run from 0 on every rank", "cp_fast.sharding.positions_on", wrap(from_zero), "plan"
-    ),
-    "unshard-gradient-of-one-rank": Mutant(
-        "the other ranks' gradients are left out", "cp_fast.sharding.gathered", wrap(own_gradient), "plan"
     ),
 }

@@ -1,0 +1,166 @@
+"""One rank of a planned call, alone and on a CPU: peers' memory without peers, a kernel library that only allocates.
+
+What arrives means nothing. What the rank's host does, and what it holds meanwhile, is what it would on a GPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import cp_fast
+from cp_fast.backends import BackwardOperands, Gradients, Partial
+from cp_fast.peers.exchange import PeerMessages, Shared
+from cp_fast.peers.watch import Watch
+from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
+from cp_ref import SimGroup
+from cp_ref.spec import Parcel
+
+__all__ = ["Allocated", "call_of"]
+
+
+class Allocates:
+    """Allocates what FlashAttention 4 does on Hopper where heads are grouped, in the order of its recorded launches."""
+
+    rounded_gradients = True
+
+    def __init__(self, features: Any) -> None:
+        self.name, self.features = "allocates", features
+
+    def why_not(self) -> str | None:
+        return None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Partial:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        return Partial(out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None)
+
+    def backward(self, operands: BackwardOperands, *rest: Any) -> Gradients:
+        _, q, k, v, *_ = operands
+        sums = [torch.empty_like(x, dtype=torch.float32) for x in (k, v, q)]
+        rounded = []
+        for x in (k, v, q):  # each from its sum, which goes then
+            rounded.append(torch.empty_like(x))
+            del sums[0]
+        dk, dv, dq = rounded
+        return Gradients(dq, dk, dv)
+
+
+class _Streams:
+    """Nothing is copied, signalled or waited for."""
+
+    aside = 1
+
+    def here(self) -> int:
+        return 0
+
+    def capturing(self) -> bool:
+        return False
+
+    def copy(self, stream: int, to: int, source: int, size: int) -> None:
+        pass
+
+    def signal(self, stream: int, *words: tuple[Any, int]) -> None:
+        pass
+
+    def wait(self, stream: int, word: Any, number: int) -> None:
+        pass
+
+    def fork(self, here: int) -> None:
+        pass
+
+    def mark(self) -> None:
+        pass
+
+    def join(self, here: int) -> None:
+        pass
+
+
+class _Alone:
+    """A rank of a group in which all say the same."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Any:
+        raise AssertionError("peers' memory has room for all messages")
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+class _Said(_Alone):
+    """A rank that knows what everyone says."""
+
+    def __init__(self, rank: int, everyone: list[Any]) -> None:
+        super().__init__(rank, len(everyone))
+        self._everyone = everyone
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._everyone
+
+
+def _messages(rank: int, size: int) -> PeerMessages:
+    words, lane = list(range(size)), 2**40
+    shared = Shared(words, words, words, words, words, (lane,) * (size - 1), torch.zeros(1), None)
+    watch = Watch([f"rank {n}" for n in range(size)], rank, 600, lambda: 2**30, 0, lambda why: None)
+    return PeerMessages(_Alone(rank, size), shared, _Streams(), watch)
+
+
+def call_of(
+    comm: str, size: int, rank: int, tokens: int, heads: tuple[int, int], dim: int, lengths: Sequence[int] | None = None
+) -> Callable[[], Any]:
+    """A call of this rank, forward and backward: `tokens` rows a rank of one causal sequence, or of sequences of these
+    lengths, in bfloat16; heads: of q and of k and v.
+    """
+    ends = torch.tensor([0, *(lengths or [tokens * size])]).cumsum(0).int()
+    how: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": ends, "device": "cpu", "dtype": torch.bfloat16}
+    how |= {"heads_q": heads[0], "heads_kv": heads[1], "d_qk": dim, "d_v": dim}
+    plans = SimGroup(size).run(lambda member: cp_fast.make_plan(cp=cp_fast.ContextParallel(member, comm), **how))
+    messages = _messages(rank, size)
+    program, backend = plans[rank].program, Allocates(plans[rank].backend.features)
+    if comm == "p2p":
+        sent = [(p.program, of_one_launch(p.program)) for p in plans]
+        everyone = [[(s.peer, s.tag) for x in p.backward for s in x.result_sends if s.sums in one] for p, one in sent]
+        program = agree_on_narrow(_Said(rank, everyone), program, rounded=True)
+    plan = replace(plans[rank], backend=backend, messages=messages, program=program)
+    cp = cp_fast.ContextParallel(messages, comm)
+    q, k, v, dout = (torch.zeros(tokens, n, dim, dtype=torch.bfloat16) for n in (*heads, heads[1], heads[0]))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def call() -> Any:
+        out = cp_fast.attention(*leaves, cp=cp, plan=plan)
+        with torch.autograd.set_multithreading_enabled(False):
+            return out, *torch.autograd.grad(out, leaves, dout)
+
+    return call
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes that operators allocate, until their memory goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._live:
+                    self._live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self._gone, storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+        return result
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._live.pop(key)
