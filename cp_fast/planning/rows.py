@@ -12,6 +12,9 @@ from cp_ref.spec import Column, Fragments, joined
 __all__ = ["Located", "RowMap", "SpanSets", "Spans", "intersect", "subtract"]
 
 
+_KNOWN = 4  # answers of a map: a launch asks for the same rows of several tensors
+
+
 @dataclass(frozen=True, eq=False)
 class Spans:
     """Global rows [start, stop), span after span, none of them empty: those of a message, a launch or a buffer.
@@ -141,6 +144,8 @@ class RowMap:
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
         if spans not in self._located:
+            if len(self._located) == _KNOWN:
+                del self._located[next(iter(self._located))]
             self._located[spans] = self._locate(spans)
         return self._located[spans]
 
