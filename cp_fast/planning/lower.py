@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from cp_fast.planning.groups import LaunchRows, TileGroup, TileGroups
 from cp_fast.planning.operands import Held, Operands
@@ -211,7 +211,7 @@ class _Pass:
                 continue
             together.setdefault((parcels.kind, parcels.heads), []).append(parcels)
             if parcels.kind == "do" and not self.exchanged.cover(self.exchanged.sent.get(parcels.peer, []), parcels):
-                res = replace(parcels, kind="res", tag=parcels.tag + 4)
+                res = parcels._replace(kind="res", tag=parcels.tag + 4)
                 together.setdefault(("res", parcels.heads), []).append(res)
         arriving: list[Held] = []
         for (kind, heads), group in together.items():
@@ -246,11 +246,12 @@ class _Pass:
         """The launches of one step's tiles of the same heads."""
         for kind in ("q", "kv", "do", "res") if self.backward else ("q", "kv"):
             heads = group.heads_of(kind)
-            if not all(self.operands.has(kind, heads, launch.rows(kind)) for launch in group.launches):
+            if None in [self.operands.holder(kind, heads, launch.rows(kind)) for launch in group.launches]:
                 draft.copies += self.operands.gather(kind, heads, [group.rows(kind)], number)
         for launch in group.launches:
-            buffer = self.operands.rows_of("kv", group.kv_heads, launch.kv)
-            ordered = self.groups.in_buffer_order(launch, buffer)
+            buffer = self.operands.holder("kv", group.kv_heads, launch.kv)
+            assert buffer is not None, "rows that were put together are not there"
+            ordered = self.groups.in_buffer_order(launch, buffer.rows)
             draft.launches.append(self._one_launch(ordered, number, group.heads, group.kv_heads))
 
     def _one_launch(self, launch: LaunchRows, number: int, heads: Heads, kv_heads: Heads) -> Launch[RowKey]:

@@ -19,8 +19,7 @@ __all__ = ["Parcels", "Results", "parcels_of"]
 _TAGS = 1024  # tensors of one message
 
 
-@dataclass(frozen=True)
-class Parcels:
+class Parcels(NamedTuple):
     """The part of a message that has the same heads: one tensor of each kind that the message carries."""
 
     kind: str
@@ -113,7 +112,8 @@ class Results:
                     rest, offset = self._into(found, out.sums, out.rows, rest, offset, part, heads)
             if len(rest):
                 home = f"{kind} {part[0]}:{part[1]} at home"
-                self.sums.setdefault(home, Sums(kind, part, 0, True))
+                if home not in self.sums:
+                    self.sums[home] = Sums(kind, part, 0, True)
                 rest, _ = self._into(found, home, self.own[kind], rest, offset, part, heads)
                 if len(rest):
                     raise ValueError(
