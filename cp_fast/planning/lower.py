@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+from cp_fast.planning.complete_outs import CompleteOuts
 from cp_fast.planning.groups import LaunchRows, TileGroup, TileGroups
 from cp_fast.planning.operands import Held, Operands
 from cp_fast.planning.results import Parcels, Results, parcels_of
@@ -63,7 +64,7 @@ def lower(
     own_inputs, own_gradients = made[:2], made[2:]
     operands.held = list(own_inputs)
     groups = TileGroups(work, rule, tables, sets)
-    shared = groups, operands, results, _CompleteOuts.of(forward, sets)
+    shared = groups, operands, results, CompleteOuts.of(forward, sets)
     drafts = _Pass(*shared, backward=False).lower(forward)
     kept = [held for held in operands.held if held in own_inputs or held.kind in saved]
     complete = {
@@ -122,38 +123,6 @@ def _free(drafts: list[_StepDraft], name: str, last_use: int) -> None:
         drafts[max(last_use, 0)].last_use.append(name)
 
 
-@dataclass(frozen=True)
-class _CompleteOuts:
-    """The rows and heads of which this rank got complete outs from a peer, or gave them to one: for these the peer, or
-    this rank, has the final out and lse, so that a `do` message need not carry them.
-    """
-
-    received: dict[int, list[Parcels]]
-    sent: dict[int, list[Parcels]]
-
-    @staticmethod
-    def of(forward: Steps, sets: SpanSets) -> _CompleteOuts:
-        """The complete outs of the forward pass's steps."""
-        received: dict[int, list[Parcels]] = {}
-        sent: dict[int, list[Parcels]] = {}
-        for step in forward:
-            for messages, found in ((step.recvs, received), (step.sends, sent)):
-                for message in messages:
-                    if message.kind == "out" and message.complete:
-                        found.setdefault(message.peer, []).extend(parcels_of(message, sets))
-        return _CompleteOuts(received, sent)
-
-    @staticmethod
-    def cover(outs: Sequence[Parcels], parcels: Parcels) -> bool:
-        """Whether these have all rows and heads of a message."""
-        return any(
-            out.heads[0] <= parcels.heads[0]
-            and parcels.heads[1] <= out.heads[1]
-            and out.spans.packed.covers(parcels.spans)
-            for out in outs
-        )
-
-
 @dataclass
 class _Pass:
     """Lowers one pass, step by step."""
@@ -161,7 +130,7 @@ class _Pass:
     groups: TileGroups
     operands: Operands
     results: Results
-    exchanged: _CompleteOuts
+    exchanged: CompleteOuts
     backward: bool
 
     def lower(self, steps: Steps) -> list[_StepDraft]:

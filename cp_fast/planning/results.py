@@ -86,12 +86,10 @@ class Results:
                     sends.append(ResultSend(parcels.peer, parcels.tag, sums, row, parcels.spans.total))
                     row += parcels.spans.total
             found.append(tuple(sends))
-        self._stay = {kind for kind in RESULTS if not any(self._own_leave(kind, out) for out in self._outgoing[kind])}
+        self._stay = {
+            kind for kind, out in self._outgoing.items() if not any(self.own[kind].meets(o.rows) for o in out)
+        }
         return found
-
-    def _own_leave(self, kind: str, out: _Outgoing) -> bool:
-        """Whether results of own rows are handed over, which then need not stay at home."""
-        return self.own[kind].meets(out.rows)
 
     def sent_complete(self) -> list[tuple[str, Heads, RowMap]]:
         """(sums, heads, rows) of the outs that leave this rank complete; after `announce` of the forward pass."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from cp_ref.spec import Column, Fragments, joined
 
-__all__ = ["Located", "RowMap", "SpanSets", "Spans", "intersect", "subtract"]
+__all__ = ["Located", "RowMap", "SpanSets", "Spans", "subtract"]
 
 
 _KNOWN = 4  # answers of a map: a launch asks for the same rows of several tensors
@@ -123,7 +123,6 @@ class RowMap:
         self.spans, self.row = spans, row  # `spans`: all that is here
         self.start, self.stop = spans.start, spans.stop
         self._located: dict[Spans, Located] = {}
-        self._lacks: set[Spans] = set()  # those of which not even the first row is here
 
     def __len__(self) -> int:
         return len(self.start)
@@ -152,13 +151,12 @@ class RowMap:
     def covers(self, spans: Spans) -> bool:
         """Whether all of these rows are here. Most buffers that lack some are too small, or lack the first one."""
         if spans not in self._located:
-            if spans in self._lacks or spans.total > self.spans.total:
+            if spans.total > self.spans.total:
                 return False
             if len(spans):
                 first = spans.start[0]
                 here = int(self.stop.searchsorted(first, side="right"))
                 if here == len(self) or self.start[here] > first:
-                    self._lacks.add(spans)
                     return False
         return self.locate(spans).whole
 
@@ -185,19 +183,6 @@ class RowMap:
         return bool((many.start[here[there]] < few.stop[there]).any())
 
 
-def intersect(spans: Spans, others: Spans) -> Spans:
-    """The rows that are in both; `others` are sorted and disjoint.
-
-    >>> both = intersect(Spans(np.array([0, 6]), np.array([4, 9])), Spans(np.array([2]), np.array([7])))
-    >>> both.start.tolist(), both.stop.tolist()
-    ([2, 6], [4, 7])
-    """
-    number, other = joined(spans.start, spans.stop, others.start, others.stop)
-    return Spans(
-        np.maximum(spans.start[number], others.start[other]), np.minimum(spans.stop[number], others.stop[other])
-    )
-
-
 def subtract(spans: Spans, others: Spans) -> Spans:
     """The rows of `spans` that are not in `others`; both are sorted and disjoint.
 
@@ -211,4 +196,6 @@ def subtract(spans: Spans, others: Spans) -> Spans:
     far = np.array([2**60])
     begin, end = np.append(-far, others.stop), np.append(others.start, far)
     some = begin < end  # others that touch have nothing between them
-    return intersect(spans, Spans(begin[some], end[some]))
+    begin, end = begin[some], end[some]
+    number, gap = joined(spans.start, spans.stop, begin, end)
+    return Spans(np.maximum(spans.start[number], begin[gap]), np.minimum(spans.stop[number], end[gap]))
