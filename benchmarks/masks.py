@@ -1,21 +1,27 @@
 """Masks of several areas: context parallelism and FlexAttention against the rate of the dense causal kernel.
 
-    python benchmarks/masks.py --gpus 2 --tokens 16384 --layouts dual_chunk,balanced --out masks.csv
+    python benchmarks/masks.py --gpus 2 --tokens 16384 --layouts dual_chunk,balanced --seconds 125 --out masks.csv
 
 `share` = (visible pairs / the rate of the dense causal kernel on one GPU) / gpus / time: 1 is a mask that costs what
 its pairs cost. All are measured in turns by CUDA events (A B C A B C), several calls in a row, on all GPUs at once; the
-slowest GPU counts, and the median of the rounds is reported. Before that out, dq, dk and dv are compared with
-FlexAttention's on one GPU; where they differ nothing is reported. FlexAttention, compiled, computes the whole problem
-on each GPU; its share is of one GPU.
+slowest GPU counts, and the median of the rounds is reported. Before that out, dq, dk and dv are compared with attention
+written out with the whole mask, in float32; what differs has a row that says so, and no time.
+
+FlexAttention, compiled, computes the whole problem on one GPU, in turns with the dense kernel there; its share is of
+one GPU. It compiles for long: so it comes last, each GPU has some of the masks, and what is not reached in time has a
+row that says so. Rows are written as they come.
 """
 
 from __future__ import annotations
 
 import csv
+import io
+import json
 import statistics
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +43,12 @@ else:
 
 Maker = Callable[[int], torch.Tensor]
 MaskMod = Callable[..., torch.Tensor]
+Contenders = Callable[..., Iterator[tuple[str, str, Any, Callable[[], Any]]]]
+
+_MOST = 1e-2  # relative error
+_GRACE = 25.0  # seconds for what has begun in time
+_COLUMNS: tuple[str, ...] = ("mask", "what", "layout", "ms", "share", "note")
+_FLEX = ("flex_attention", "one GPU")
 
 PROMPT, ANSWER, BLOCK, FIRST, WINDOW = 4096, 1024, 1024, 64, 4096
 MASKS: dict[str, tuple[Maker, MaskMod]] = {
@@ -65,6 +77,8 @@ class Job:
     layouts: tuple[str, ...]
     rounds: int
     calls: int
+    seconds: float
+    began: float = field(default_factory=time.time)
     heads_q: int = 32
     heads_kv: int = 8
     dim: int = 128
@@ -72,6 +86,11 @@ class Job:
     @property
     def rows(self) -> int:
         return self.gpus * self.tokens
+
+    @property
+    def until(self) -> float:
+        """When nothing more is begun."""
+        return self.began + self.seconds
 
 
 def tensors(job: Job) -> dict[str, torch.Tensor]:
@@ -99,10 +118,42 @@ def dense_causal(job: Job, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
     return both
 
 
+def written_out(job: Job, name: str, x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """out, dq, dk, dv of the whole problem, float32 [t, h, d]: every rank computes some heads, with the whole mask."""
+    rank, group, size = dist.get_rank(), job.heads_q // job.heads_kv, 4096
+    row = torch.arange(job.rows, device=x["q"].device)
+    found: list[list[torch.Tensor]] = [[], [], [], []]
+    for head in range(rank, job.heads_kv, job.gpus):
+        mine = slice(head * group, (head + 1) * group)
+        q, dout = (x[n][:, mine].transpose(0, 1).float() for n in ("q", "dout"))
+        k, v = (x[n][:, head].float() for n in "kv")
+        out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for begin in range(0, job.rows, size):
+            some = slice(begin, begin + size)
+            seen = MASKS[name][1](0, 0, row[some, None], row[None])
+            p = (job.dim**-0.5 * q[:, some] @ k.T).masked_fill_(~seen, float("-inf")).softmax(-1)
+            out[:, some] = p @ v
+            dv += (p.transpose(1, 2) @ dout[:, some]).sum(0)
+            ds = dout[:, some] @ v.T - (out[:, some] * dout[:, some]).sum(-1, keepdim=True)
+            ds.mul_(p).mul_(job.dim**-0.5)
+            dq[:, some] = ds @ k
+            dk += (ds.transpose(1, 2) @ q[:, some]).sum(0)
+        for results, one in zip(found, (out, dq, dk[None], dv[None]), strict=True):
+            results.append(one)
+    return [_of_all_heads(torch.stack(results), job.gpus) for results in found]
+
+
+def _of_all_heads(mine: torch.Tensor, ranks: int) -> torch.Tensor:
+    """[t, h, d] from every rank's [kv heads, g, t, d], of which it has every `ranks`-th."""
+    of_all = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(of_all, mine)
+    return torch.stack(of_all, 1).flatten(0, 2).transpose(0, 1).contiguous()
+
+
 def flex(job: Job, name: str, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
     """FlexAttention of the whole problem on one GPU: out, dq, dk, dv as [t, h, d]."""
-    block_mask = create_block_mask(MASKS[name][1], None, None, job.rows, job.rows, device="cuda", _compile=True)
-    compiled: Any = torch.compile(flex_attention)
+    block_mask = create_block_mask(MASKS[name][1], None, None, job.rows, job.rows, device="cuda")
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
     q, k, v, dout = (x[n].transpose(0, 1)[None].contiguous() for n in ("q", "k", "v", "dout"))
     for leaf in (q, k, v):
         leaf.requires_grad_()
@@ -143,74 +194,171 @@ def parallel(
     return (cp, plan), both
 
 
-def check(context: Any, whole: Any, mine: Any, what: str) -> None:
-    """End the run where slices differ from the whole results."""
-    cp, plan = context
-    for reference, slices in zip(whole, mine, strict=True):
-        expected = cp_fast.shard(reference.contiguous(), cp=cp, qkv_format="thd", plan=plan).double()
-        error = float((slices.double() - expected).norm() / expected.norm())
-        if not error < 1e-2:
-            raise SystemExit(f"{what}: relative error {error:.2e} against FlexAttention; nothing is reported")
+def contenders(job: Job, name: str, x: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, Any, Callable[[], Any]]]:
+    """What is measured of a mask: in words, its layout, its context and plan, and a call."""
+    for schedule in job.schedules:
+        for layout in job.layouts:
+            yield schedule, layout, *parallel(job, name, schedule, layout, x)
 
 
-def worker(rank: int, job: Job, folder: str) -> None:
+def worst_error(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    """The largest relative error of out, dq, dk and dv."""
+    pairs = zip(expected, found, strict=True)
+    return max(float((y.float() - x.float()).norm() / x.float().norm()) for x, y in pairs)
+
+
+def on_all(number: float) -> float:
+    """The largest of all ranks' numbers."""
+    found = torch.tensor(number, device="cuda", dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def alone(fn: Callable[[], Any], calls: int) -> float:
+    """Seconds of one of several calls in a row on this GPU, which waits for no other."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        fn()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
+
+
+def in_turns(
+    turns: Sequence[Callable[[], Any]], job: Job, seconds_of: Callable[[Callable[[], Any], int], float]
+) -> list[float]:
+    """The median seconds of each."""
+    for fn in turns:
+        fn()
+    times = [[seconds_of(fn, job.calls) for fn in turns] for _ in range(job.rounds)]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+class Rows:
+    """A rank's rows, each written as soon as it is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, mask: str, what: str, layout: str, seconds: float, ideal: float) -> None:
+        """A time, and the seconds of a mask that costs what its pairs cost."""
+        self._write(mask, what, layout, round(1e3 * seconds, 3), round(ideal / seconds, 3), "")
+
+    def note(self, mask: str, what: str, layout: str, why: str) -> None:
+        """What was not measured."""
+        self._write(mask, what, layout, "", "", why)
+
+    def _write(self, *row: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def measure(
+    job: Job, name: str, x: dict[str, torch.Tensor], dense: Callable[[], Any], some: Contenders, rows: Rows
+) -> list[torch.Tensor]:
+    """All contenders of a mask, checked and then in turns. Collective: all ranks have the same rows. Returns what out,
+    dq, dk and dv are.
+    """
+    expected, right = written_out(job, name, x), dict[tuple[str, str], Callable[[], Any]]()
+    for what, layout, (cp, plan), both in some(job, name, x):
+        mine = [cp_fast.shard(whole, cp=cp, qkv_format="thd", plan=plan) for whole in expected]
+        error = on_all(worst_error(mine, both()))
+        if error < _MOST:
+            right[what, layout] = both
+        else:
+            rows.note(name, what, layout, f"WRONG: relative error {error:.1e}")
+    of_dense, *times = in_turns([dense, *right.values()], job, seconds)
+    for (what, layout), time_of in zip(right, times, strict=True):
+        rows.add(name, what, layout, time_of, _ideal(job, name, of_dense) / job.gpus)
+    return expected
+
+
+def _ideal(job: Job, name: str, of_dense: float) -> float:
+    """Seconds of one GPU for a mask's pairs, at the dense causal kernel's rate."""
+    pairs = areas_of_rows(tuple(map(tuple, MASKS[name][0](job.rows).tolist()))).pairs.sum()  # type: ignore[arg-type]
+    return of_dense * int(pairs) / (job.rows * (job.rows + 1) / 2)
+
+
+def worker(rank: int, job: Job, folder: str, some: Contenders = contenders) -> None:
+    """One rank: context parallelism of all masks, then FlexAttention of its share of them."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     store = f"file://{Path(folder) / 'store'}"
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=job.gpus, device_id=device)
     x = tensors(job)
-    dense = dense_causal(job, x)
-    rows: list[dict[str, Any]] = []
-    for name in job.names:
-        pairs = int(areas_of_rows(tuple(map(tuple, MASKS[name][0](job.rows).tolist()))).pairs.sum())  # type: ignore[arg-type]
-        alone = flex(job, name, x)
-        whole = alone()
-        contenders: dict[tuple[str, str], Callable[[], Any]] = {}
-        for schedule in job.schedules:
-            for layout in job.layouts:
-                context, both = parallel(job, name, schedule, layout, x)
-                check(context, whole, both(), f"{name}, {schedule}, {layout}")
-                contenders[schedule, layout] = both
-        del whole
-        turns = [dense, alone, *contenders.values()]
-        for fn in turns * 2:
-            fn()
-        times = [[seconds(fn, job.calls) for fn in turns] for _ in range(job.rounds)]
-        of_dense, of_flex, *others = (statistics.median(column) for column in zip(*times, strict=True))
-        ideal = of_dense * pairs / (job.rows * (job.rows + 1) / 2)  # on one GPU
-        rows.append(_row(name, "flex_attention", "one GPU", of_flex, ideal / of_flex))
-        rows += [_row(name, *what, t, ideal / job.gpus / t) for what, t in zip(contenders, others, strict=True)]
-    if rank == 0:
-        with (Path(folder) / "rows.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+    dense, rows = dense_causal(job, x), Rows(Path(folder) / f"rows{rank}")
+    mine: dict[str, list[torch.Tensor]] = {}
+    for n, name in enumerate(job.names):
+        if on_all(time.time()) > job.until:
+            break
+        expected = measure(job, name, x, dense, some, rows if rank == 0 else Rows(Path(folder) / "others"))
+        if n % job.gpus == rank:
+            mine[name] = expected
     dist.destroy_process_group()
+    for name, expected in mine.items():
+        if time.time() > job.until:
+            break
+        both = flex(job, name, x)
+        if (error := worst_error(expected, both())) < _MOST:
+            of_dense, time_of = in_turns([dense, both], job, alone)
+            rows.add(name, *_FLEX, time_of, _ideal(job, name, of_dense))
+        else:
+            rows.note(name, *_FLEX, f"WRONG: relative error {error:.1e}")
 
 
-def _row(mask: str, what: str, layout: str, time: float, share: float) -> dict[str, Any]:
-    return {"mask": mask, "what": what, "layout": layout, "ms": round(1e3 * time, 3), "share": round(share, 3)}
+def run(job: Job, work: Callable[..., None] = worker) -> list[dict[str, Any]]:
+    """The rows of all masks, in their order; of what was not reached a row that says so."""
+    why = f"not reached in {job.seconds:.0f} s"
+    with tempfile.TemporaryDirectory() as folder:
+        context: Any = spawn(work, (job, folder), nprocs=job.gpus, join=False)
+        try:
+            while not context.join(timeout=1.0) and time.time() < job.until + _GRACE:
+                pass
+        except Exception as error:  # a rank failed: what was written is kept
+            typer.echo(str(error), err=True)
+            why = f"a rank failed: {type(error).__name__}"
+        for process in context.processes:
+            process.kill()
+            process.join()
+        lines = [line for path in sorted(Path(folder).glob("rows*")) for line in path.read_text().splitlines()]
+    found: list[dict[str, Any]] = [dict(zip(_COLUMNS, json.loads(line), strict=True)) for line in lines]
+    for name in job.names:
+        reached = {row["what"] for row in found if row["mask"] == name}
+        for what, where in (*((schedule, "all") for schedule in job.schedules), _FLEX):
+            if what not in reached:
+                found.append(dict(zip(_COLUMNS, (name, what, where, "", "", why), strict=True)))
+    return sorted(found, key=lambda row: job.names.index(row["mask"]))
 
 
 def main(
     gpus: Annotated[int, typer.Option(help="GPUs of this machine.")] = 2,
     tokens: Annotated[int, typer.Option(help="Of each GPU.")] = 16384,
     names: Annotated[str, typer.Option("--masks", help=f"Some of {', '.join(MASKS)}.")] = ",".join(MASKS),
-    schedules: Annotated[str, typer.Option(help="Some of p2p, all_gather, a2a.")] = "p2p,all_gather,a2a",
+    schedules: Annotated[str, typer.Option(help="Some of p2p, all_gather, a2a.")] = "p2p,all_gather",
     layouts: Annotated[str, typer.Option(help="Some of dual_chunk, contiguous, balanced.")] = "dual_chunk,balanced",
-    rounds: Annotated[int, typer.Option(help="Turns of which the median counts.")] = 7,
-    calls: Annotated[int, typer.Option(help="Calls in a row.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Turns of which the median counts.")] = 5,
+    calls: Annotated[int, typer.Option(help="Calls in a row.")] = 6,
+    limit: Annotated[float, typer.Option("--seconds", help="After which nothing more is begun.")] = 125.0,
     out: Annotated[Path | None, typer.Option(help="A CSV file to write.")] = None,
 ) -> None:
     """Measure, forward and backward, and print a table of milliseconds and shares."""
     of_masks, of_schedules, of_layouts = (tuple(x.split(",")) for x in (names, schedules, layouts))
-    job = Job(gpus, tokens, of_masks, of_schedules, of_layouts, rounds, calls)
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(worker, (job, folder), nprocs=gpus)
-        text = (Path(folder) / "rows.csv").read_text()
-    typer.echo(text)
+    report(run(Job(gpus, tokens, of_masks, of_schedules, of_layouts, rounds, calls, limit)), out)
+
+
+def report(rows: Sequence[dict[str, Any]], out: Path | None) -> None:
+    """Print the rows, and write them where they are asked for. Exit code 1 where something was wrong."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS)
+    writer.writeheader()
+    writer.writerows(rows)
+    typer.echo(text.getvalue())
     if out is not None:
-        out.write_text(text)
+        out.write_text(text.getvalue())
+    if any(row["note"].startswith("WRONG") for row in rows):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends import BackwardOperands, LaunchOptions
+from cp_fast.bound import Ready
 from cp_fast.program import OWN
-from cp_fast.running import Held, Inputs, Run
+from cp_fast.running import Inputs, Run
 
 __all__ = ["Forward", "run_backward", "run_forward"]
 
@@ -36,32 +37,42 @@ def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     """q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]: this rank's packed slices, contiguous, a tail
     allowed; sink [h_q]: each head's sink logit.
     """
-    program, problem = given.program, given.problem
-    run = Run(given, program.forward, q, k, v, sink)
+    program = given.program
+    run = Run(given, q, (q.shape[0], k.shape[0]), backward=False, sink=sink)
+    run.hold_own("q", [q])
+    run.hold_own("kv", [k, v])
     max_logit: torch.Tensor | None = None
-    has_max_logit, options = True, LaunchOptions(problem.scale, problem.softcap)
-    for number, step in enumerate(program.forward):
-        pending = run.post(f"forward, step {number} of {len(program.forward)}", step)
+    has_max_logit, options = True, LaunchOptions(given.problem.scale, given.problem.softcap)
+    for step in run.ready.steps:
+        pending = run.post(step)
         for launch in step.launches:
-            run.settle(launch.results)
-            (q_rows,), _ = run.take(launch.q)
-            (k_rows, v_rows), _ = run.take(launch.kv)
-            part = given.backend.forward(q_rows, k_rows, v_rows, launch.segments, options)
-            run.contribute(launch.results, [part.out], part.lse)
-            if part.max_logit is None:
+            part = _forward(given, run, launch, options)
+            if part is None:
                 has_max_logit = False
             else:
                 max_logit = _no_logit(run, q) if max_logit is None else max_logit
-                here = max_logit[launch.first_head : launch.first_head + len(part.max_logit)]
-                torch.maximum(here, part.max_logit, out=here)
+                here = max_logit[launch.first_head : launch.first_head + len(part)]
+                torch.maximum(here, part, out=here)
         run.complete_step(step, pending)
-    (out,), lse = run.home("out", q.shape[0])
+    (out,), lse = run.results.home("out", q.shape[0])
     assert lse is not None
-    kept = [x for name in program.saved if name not in OWN.values() for x in run.held[name].tensors]
-    kept += [x for sums in program.saved_sums for x in run.sent[sums].tensors]
+    kept = [x for name in program.saved if name not in OWN.values() for x in run.kept(name)]
+    kept += [x for sums in program.saved_sums for x in run.results.sent(sums)]
     if has_max_logit and max_logit is None:  # nothing was launched
         max_logit = _no_logit(run, q)
     return Forward(out, lse, max_logit if has_max_logit else None, kept)
+
+
+def _forward(given: Inputs, run: Run, launch: Ready, options: LaunchOptions) -> torch.Tensor | None:
+    """One launch; its max_logit, where the library has one."""
+    results = run.results
+    for give in launch.results:
+        results.settle(give.sums)
+    (q_rows,), _ = run.take(launch.operands[0])
+    (k_rows, v_rows), _ = run.take(launch.operands[1])
+    part = given.backend.forward(q_rows, k_rows, v_rows, launch.segments, options)
+    results.contribute(launch.results, (part.out,), part.lse)
+    return part.max_logit
 
 
 def _no_logit(run: Run, q: torch.Tensor) -> torch.Tensor:
@@ -85,41 +96,47 @@ def run_backward(
     inputs: q, k, v as in `run_forward`; None where the program does not need them. sizes: rows of q and of k. dout, out
     [t_q, h_q, d_v], dlse, lse [h_q, t_q]: final, all own rows; dlse None for zero on every rank. kept: see `Forward`.
     """
-    program, problem = given.program, given.problem
-    run = Run(given, program.backward, *(inputs or (None, None, None)), None, sizes=sizes, like=out)
+    program = given.program
+    run = Run(given, out, sizes, backward=True, has_dlse=dlse is not None)
+    if inputs is not None:
+        run.hold_own("q", inputs[:1])
+        run.hold_own("kv", inputs[1:])
     run.hold_own("do", [dout], [] if dlse is None else [dlse])
     run.hold_own("res", [out], [lse])
     rest = iter(kept)
     for name in program.saved:
         if name not in OWN.values():
-            count = 2 if program.buffers[name].kind == "kv" else 1
-            run.held[name] = Held([next(rest) for _ in range(count)], [])
+            run.hold(name, [next(rest) for _ in range(2 if program.buffers[name].kind == "kv" else 1)])
     for name in program.saved_sums.values():
-        run.held[name] = Held([next(rest)], [next(rest)])
-    run.has_dlse = dlse is not None
-    options = LaunchOptions(problem.scale, problem.softcap, deterministic)
-    dq, last = None, len(program.backward) - 1
-    for number, step in enumerate(program.backward):
-        pending = run.post(f"backward, step {number} of {len(program.backward)}", step)
+        run.hold(name, [next(rest)], [next(rest)])
+    options = LaunchOptions(given.problem.scale, given.problem.softcap, deterministic)
+    dq = None
+    for step in run.ready.steps:
+        pending = run.post(step)
         for launch in step.launches:
-            assert launch.do is not None
-            assert launch.res is not None
-            run.settle(launch.results)
-            (q_rows,), _ = run.take(launch.q)
-            (k_rows, v_rows), _ = run.take(launch.kv)
-            (dout_rows,), dlse_rows = run.take(launch.do)
-            (out_rows,), (lse_rows,) = run.take(launch.res)
-            operands = BackwardOperands(
-                dout_rows, q_rows, k_rows, v_rows, out_rows, lse_rows, dlse_rows[0] if dlse_rows else None
-            )
-            part = given.backend.backward(operands, launch.segments, options)
-            run.contribute(launch.results, [part.dq])
-            run.contribute(launch.results_kv, [part.dk, part.dv])
-            del part, operands, q_rows, k_rows, v_rows, dout_rows, out_rows  # gone before the next launch
-        if number == last and not any(recv.kind == "dq" for recv in step.result_recvs):
-            (dq,), _ = run.home("dq", sizes[0])  # while the last gradients of keys travel home
-        run.complete_step(step, pending, last=number == last)
+            _backward(given, run, launch, options)
+        if step.dq_is_done:
+            (dq,), _ = run.results.home("dq", sizes[0])  # while the last gradients of keys travel home
+        run.complete_step(step, pending)
     if dq is None:
-        (dq,), _ = run.home("dq", sizes[0])
-    (dk, dv), _ = run.home("dkv", sizes[1])
+        (dq,), _ = run.results.home("dq", sizes[0])
+    (dk, dv), _ = run.results.home("dkv", sizes[1])
     return dq, dk, dv
+
+
+def _backward(given: Inputs, run: Run, launch: Ready, options: LaunchOptions) -> None:
+    """One launch. What it read and yielded is let go when it returns, before the next one asks for memory."""
+    results = run.results
+    for give in launch.results:
+        results.settle(give.sums)
+    q, kv, do, res = launch.operands
+    (q_rows,), _ = run.take(q)
+    (k_rows, v_rows), _ = run.take(kv)
+    (dout_rows,), dlse_rows = run.take(do)
+    (out_rows,), (lse_rows,) = run.take(res)
+    operands = BackwardOperands(
+        dout_rows, q_rows, k_rows, v_rows, out_rows, lse_rows, dlse_rows[0] if dlse_rows else None
+    )
+    part = given.backend.backward(operands, launch.segments, options)
+    results.contribute(launch.results, (part.dq,))
+    results.contribute(launch.results_kv, (part.dk, part.dv))

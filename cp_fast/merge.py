@@ -11,25 +11,32 @@ import torch
 from cp_fast.kernels.base import Kernels
 from cp_fast.rows import Rows, is_all, is_mask, put_columns
 
-__all__ = ["Part", "Total", "TotalShape", "add_sink"]
+__all__ = ["Merged", "Part", "Place", "Total", "TotalShape", "add_sink"]
 
 Tensors = tuple[torch.Tensor, ...]
 
 
+class Place(NamedTuple):
+    """Where a partial result goes in a total. `whole`: it has every row and head, in order."""
+
+    into: Rows
+    heads: slice
+    whole: bool
+
+
 class Part(NamedTuple):
-    """A partial result: by row [n, h, ...] and, of outs, lse [h, n]; for rows `into` and `heads` of a total."""
+    """A partial result: by row [n, h, ...] and, of outs, lse [h, n]."""
 
     rows: Tensors
     lse: torch.Tensor | None
-    into: Rows
-    heads: slice
+    place: Place
 
-    def views(self, part: Part) -> Part:
-        """The heads of a total that a part goes into."""
-        if part.heads == self.heads:
-            return self
-        lse = None if self.lse is None else self.lse[part.heads]
-        return Part(tuple(x[:, part.heads] for x in self.rows), lse, self.into, part.heads)
+
+class Merged(NamedTuple):
+    """A total: by row [size, h, ...] and, of outs, lse [h, size]."""
+
+    rows: Tensors
+    lse: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,11 @@ class TotalShape:
     outs: bool
     spare: int = 0
 
+    def place(self, into: Rows, heads: slice) -> Place:
+        """The place of these rows and heads."""
+        whole = is_all(into, self.size + self.spare) and heads == slice(0, self.behind[0][0])
+        return Place(into, heads, whole)
+
 
 class Total:
     """Partial results of some rows each, merged by lse (outs) or added up (gradients).
@@ -57,68 +69,69 @@ class Total:
 
     def __init__(self, shape: TotalShape, kernels: Kernels) -> None:
         self._shape, self._kernels = shape, kernels
-        self._total: Part | None = None
-        self._held: list[Part] = []
-
-    @property
-    def held(self) -> int:
-        """How many parts are held."""
-        return len(self._held)
+        self._total: Merged | None = None
+        self.held: list[Part] = []  # parts that wait to be added
 
     def add(self, part: Part) -> None:
         """Take a partial result; the rows of each are distinct, so the sum has the same bits every time."""
-        self._held.append(part)
+        self.held.append(part)
 
     def settle(self, dtype: torch.dtype | None = None) -> None:
         """Put what is held into the total, in the wide dtype or this one."""
-        parts, self._held = self._held, []
+        parts = self.held
         if not parts:
             return
-        if self._total is None:
-            self._total = self._first(parts)
+        self.held = []
+        total = self._first(parts) if self._total is None else self._total
+        if parts and any(x.dtype != dtype for x in total.rows):
+            total = Merged(tuple(x.to(self._shape.wide) for x in total.rows), total.lse)
+        self._total = total
         for part in parts:
-            narrow = all(x.dtype == dtype for x in self._total.rows)
-            if not narrow:
-                self._total = self._total._replace(rows=tuple(x.to(self._shape.wide) for x in self._total.rows))
-            self._put(self._total.views(part), part)
+            self._put(self._heads_of(total, part.place), part)
 
-    def finish(self) -> Part:
+    def finish(self) -> Merged:
         """The total of all parts: in the first part's dtype if that had every row and at most one more came."""
-        if self._total is None and self.held == 2:
-            self._total = self._whole(self._held, self._shape.final)
-        narrow = self.held == 1 and all(x.dtype == self._shape.final for x in (self._total.rows if self._total else ()))
-        self.settle(self._shape.final if narrow else None)
+        shape = self._shape
+        if self._total is None and len(self.held) == 2:
+            self._total = self._whole(self.held, shape.final)
+        narrow = len(self.held) == 1 and (self._total is None or all(x.dtype == shape.final for x in self._total.rows))
+        self.settle(shape.final if narrow else None)
         total = self._nothing() if self._total is None else self._total
-        if not self._shape.spare:
+        if not shape.spare:
             return total
-        size = self._shape.size
-        lse = None if total.lse is None else total.lse[:, :size].contiguous()
-        return Part(tuple(x[:size] for x in total.rows), lse, slice(0, size), total.heads)
+        lse = None if total.lse is None else total.lse[:, : shape.size].contiguous()
+        return Merged(tuple(x[: shape.size] for x in total.rows), lse)
 
-    def _first(self, parts: list[Part]) -> Part:
-        """The part that the total begins with, taken out of `parts`: wide rows of messages rather than a kernel's."""
+    def _first(self, parts: list[Part]) -> Merged:
+        """What the total begins with, taken out of `parts`: wide rows of messages rather than a kernel's."""
         if (chosen := self._whole(parts, self._shape.wide) or self._whole(parts, None)) is not None:
             return chosen
         if len(parts) > 1:
             return self._nothing()
         part = parts.pop()
         total = self._nothing([x.dtype for x in part.rows])
-        here = total.views(part)
-        self._kernels.put_rows_(here.rows, part.rows, part.into)
+        here = self._heads_of(total, part.place)
+        self._kernels.put_rows_(here.rows, part.rows, part.place.into)
         if here.lse is not None and part.lse is not None:
-            put_columns(here.lse, part.lse, part.into)
+            put_columns(here.lse, part.lse, part.place.into)
         return total
 
-    def _whole(self, parts: list[Part], dtype: torch.dtype | None) -> Part | None:
+    def _whole(self, parts: list[Part], dtype: torch.dtype | None) -> Merged | None:
         """A part that has every row, in this dtype (any, for None), taken out of `parts`; None if there is none."""
-        size, heads = self._shape.size + self._shape.spare, slice(0, self._shape.behind[0][0])
         for n, part in enumerate(parts):
-            fits = dtype is None or all(x.dtype == dtype for x in part.rows)
-            if fits and is_all(part.into, size) and part.heads == heads:
-                return parts.pop(n)
+            if part.place.whole and (dtype is None or all(x.dtype == dtype for x in part.rows)):
+                del parts[n]
+                return Merged(part.rows, part.lse)
         return None
 
-    def _nothing(self, dtypes: Sequence[torch.dtype] | None = None) -> Part:
+    def _heads_of(self, total: Merged, place: Place) -> Merged:
+        """The heads of a total that a part goes into."""
+        if place.whole or place.heads == slice(0, self._shape.behind[0][0]):
+            return total
+        lse = None if total.lse is None else total.lse[place.heads]
+        return Merged(tuple(x[:, place.heads] for x in total.rows), lse)
+
+    def _nothing(self, dtypes: Sequence[torch.dtype] | None = None) -> Merged:
         """The total of no parts: in the wide dtype, or in these, one a tensor."""
         s, size = self._shape, self._shape.size + self._shape.spare
         wide = [s.wide] * len(s.behind)
@@ -127,14 +140,13 @@ class Total:
             for behind, dtype in zip(s.behind, dtypes or wide, strict=True)
         )
         shape = (s.behind[0][0], size)
-        lse = torch.full(shape, float("-inf"), dtype=s.wide, device=s.device) if s.outs else None
-        return Part(rows, lse, slice(0, size), slice(0, shape[0]))
+        return Merged(rows, torch.full(shape, float("-inf"), dtype=s.wide, device=s.device) if s.outs else None)
 
-    def _put(self, total: Part, part: Part) -> None:
+    def _put(self, total: Merged, part: Part) -> None:
         if total.lse is not None and part.lse is not None:
-            self._kernels.merge_(total.rows[0], total.lse, part.rows[0], part.lse, part.into)
+            self._kernels.merge_(total.rows[0], total.lse, part.rows[0], part.lse, part.place.into)
         else:
-            self._kernels.add_rows_([*total.rows], [*part.rows], part.into)
+            self._kernels.add_rows_(total.rows, part.rows, part.place.into)
 
 
 def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor, rows: Rows) -> None:

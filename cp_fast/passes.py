@@ -109,7 +109,7 @@ def backward_pass(
 def _inputs(plan: Plan, cp: ContextParallel, device: torch.device) -> Inputs:
     messages = plan.messages
     comm = messages if messages is not None and carries(messages, cp.comm) else cp.comm
-    return Inputs(plan.packing.packed_problem, plan.program, plan.backend, comm, kernels(device.type))
+    return Inputs(plan.packing.packed_problem, plan.program, plan.backend, comm, kernels(device.type), plan.bound)
 
 
 def _sink(plan: Plan, offset: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

@@ -92,12 +92,14 @@ class Plan(OfThisProcess, plans.Plan):
     kept: str = field(init=False, repr=False)  # see `Program.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `Program.needs_inputs`
     checked: set[Any] = field(init=False, repr=False, compare=False)  # calls whose tensors fit; see `cp_fast.calls`
+    bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # passes, ready to run; see `cp_fast.bound`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_for(self))
         object.__setattr__(self, "kept", self.program.kept)
         object.__setattr__(self, "needs_inputs", self.program.needs_inputs)
         object.__setattr__(self, "checked", set())
+        object.__setattr__(self, "bound", {})
 
     def __copy__(self) -> Plan:
         if self.room is not None:
@@ -158,6 +160,7 @@ class Plan(OfThisProcess, plans.Plan):
             "program": self.fixed.overwrite(fitted),
             "handle": handle_for(self),
             "checked": set(),
+            "bound": {},
         }
         for name, value in changed.items():
             object.__setattr__(self, name, value)

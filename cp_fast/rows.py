@@ -9,7 +9,7 @@ import torch
 
 from cp_ref.spec import Problem, Room
 
-__all__ = ["MOST_ROWS", "Rows", "check_row_numbers", "columns_of", "is_all", "is_mask", "put_columns", "take"]
+__all__ = ["MOST_ROWS", "Rows", "check_row_numbers", "columns_of", "count", "is_all", "is_mask", "put_columns", "take"]
 
 Rows = slice | torch.Tensor
 MOST_ROWS = 2**31 - 1  # of one buffer of a rank: row numbers and the lengths of launches are int32
@@ -27,6 +27,15 @@ def is_all(rows: Rows, size: int) -> bool:
     (True, False, False)
     """
     return isinstance(rows, slice) and (rows.start, rows.stop) == (0, size)
+
+
+def count(rows: Rows) -> int:
+    """How many rows these are.
+
+    >>> count(slice(2, 5)), count(torch.tensor([4, 0]))
+    (3, 2)
+    """
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: tuple[int, int]) -> list[torch.Tensor]:

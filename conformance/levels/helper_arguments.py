@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from conformance.levels.calls import dtype_of
+from conformance.levels.helper_values import (
+    Lengths,
+    any_bits,
+    generator_of,
+    halved,
+    lse_sizes,
+    normal,
+    random_lse,
+    wide_dtype,
+)
 
 if TYPE_CHECKING:
     from conformance.levels.helpers import Helper
@@ -57,91 +66,22 @@ class HelperCall:
     lengths: bool = True
 
 
-class _Lengths:
-    """The lengths of a case in tokens, for units of `unit` tokens."""
-
-    def __init__(self, case: Helper, unit: int, device: str) -> None:
-        self.slots = [n * unit for n in case.slots] * case.repeat
-        self.real = [n * share // 8 for n, share in zip(self.slots, list(case.real) * case.repeat, strict=True)]
-        self.starts = [0, *accumulate(self.slots)]
-        self.tail = case.tail * unit
-        self.tokens = self.starts[-1] + self.tail
-        self._dtype, self._device = dtype_of(case.index_dtype), device
-
-    def cumulative(self, lengths: list[int]) -> torch.Tensor:
-        """cu_seqlens of some lengths."""
-        return torch.tensor([0, *accumulate(lengths)], dtype=self._dtype, device=self._device)
-
-    @property
-    def padded(self) -> torch.Tensor:
-        """cu_seqlens_padded."""
-        return self.cumulative(self.slots)
-
-    def rows(self, halves: tuple[int, ...] = (0, 1)) -> torch.Tensor:
-        """Which rows of a buffer belong to these halves of the sequences: bool [t]."""
-        mask = torch.zeros(self.tokens, dtype=torch.bool, device=self._device)
-        for start, slots in zip(self.starts, self.slots, strict=False):
-            for half in halves:
-                mask[start + half * slots // 2 : start + (half + 1) * slots // 2] = True
-        return mask
-
-    def lse_values(self, heads: int, room: int, packed: bool, halves: tuple[int, ...] = (0, 1)) -> torch.Tensor:
-        """The same for an LSE, [h, t] or [b, h, s]."""
-        if packed:
-            return self.rows(halves).expand(heads, -1)
-        mask = torch.zeros(len(self.slots), heads, room, dtype=torch.bool, device=self._device)
-        for number, slots in enumerate(self.slots):
-            for half in halves:
-                mask[number, :, half * slots // 2 : (half + 1) * slots // 2] = True
-        return mask
-
-
-def _generator(case: Helper) -> torch.Generator:
-    return torch.Generator().manual_seed(case.seed)
-
-
-def _bits(case: Helper, shape: tuple[int, ...], device: str, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Values of any bits, NaN among them: what is moved must not be looked at."""
-    dtype, generator = dtype_of(case.dtype), generator or _generator(case)
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool().to(device)
-    flat = torch.randint(0, 256, (torch.Size(shape).numel() * dtype.itemsize,), generator=generator, dtype=torch.uint8)
-    return flat.view(dtype).reshape(shape).to(device)
-
-
-def _normal(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, device: str) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-
-def _lse(
-    shape: tuple[int, ...], known: torch.Tensor, generator: torch.Generator, dtype: torch.dtype, device: str
-) -> torch.Tensor:
-    """LSEs, some of them -inf (a row that saw nothing); NaN where nobody may read."""
-    lse = torch.randn(shape, generator=generator, dtype=torch.float64) * 3
-    lse = lse.masked_fill(torch.rand(shape, generator=generator) < 0.2, -torch.inf)
-    return lse.to(device, dtype).masked_fill(~known, torch.nan)
-
-
-def _wide(case: Helper) -> torch.dtype:
-    return torch.float64 if case.dtype == "float64" else torch.float32
-
-
 def _indices(case: Helper, device: str) -> Built:
-    lengths = _Lengths(case, 2 * case.cp_size, device)
+    lengths = Lengths(case, 2 * case.cp_size, device)
     arguments = {"cu_seqlens_padded": lengths.padded, "total_tokens": lengths.tokens}
     return Built(arguments | {"cp_size": case.cp_size, "cp_rank": case.rank})
 
 
 def _reorder(case: Helper, device: str) -> Built:
-    lengths = _Lengths(case, 2 * case.cp_size, device)
-    x = _bits(case, (lengths.tokens, *case.dims), device)
+    lengths = Lengths(case, 2 * case.cp_size, device)
+    x = any_bits(case, (lengths.tokens, *case.dims), device)
     return Built({"x": x, "cu_seqlens_padded": lengths.padded, "cp_size": case.cp_size})
 
 
 def _copy_valid(case: Helper, device: str) -> Built:
-    lengths, generator = _Lengths(case, 2, device), _generator(case)
+    lengths, generator = Lengths(case, 2, device), generator_of(case)
     shape = (lengths.tokens, *case.dims)
-    out, inp = (_bits(case, shape, device, generator) for _ in range(2))
+    out, inp = (any_bits(case, shape, device, generator) for _ in range(2))
     arguments = {"out": out, "inp": inp, "cu_seqlens_padded": lengths.padded}
     return Built(arguments | {"cu_seqlens": lengths.cumulative(lengths.real)}, target="out", lengths="cu_seqlens")
 
@@ -153,70 +93,54 @@ def _token_shape(case: Helper, tokens: int) -> tuple[int, ...]:
 
 
 def _read_half(case: Helper, device: str) -> Built:
-    lengths = _Lengths(case, 2, device)
-    x = _bits(case, _token_shape(case, lengths.tokens), device)
+    lengths = Lengths(case, 2, device)
+    x = any_bits(case, _token_shape(case, lengths.tokens), device)
     return Built({"x": x, "cu_seqlens_padded": lengths.padded, "half": case.choices[0] % 2})
 
 
-def _lse_sizes(case: Helper, lengths: _Lengths, half: bool = False) -> tuple[tuple[int, ...], int]:
-    """The shape of an LSE of whole sequences or of halves, and how many positions a padded one has."""
-    heads = case.dims[0] if case.dims else 1
-    room = max(lengths.slots, default=0) // (2 if half else 1) + case.spare
-    if case.packed:
-        return (heads, lengths.tokens // (2 if half else 1)), room
-    return (len(lengths.slots), heads, room), room
-
-
 def _read_lse(case: Helper, device: str) -> Built:
-    lengths = _Lengths(case, 2, device)
-    shape, room = _lse_sizes(case, lengths)
+    lengths = Lengths(case, 2, device)
+    shape, room = lse_sizes(case, lengths)
     known = lengths.lse_values(shape[-2], room, case.packed, (1,))
-    lse = _lse(shape, known, _generator(case), _wide(case), device)
+    lse = random_lse(shape, known, generator_of(case), wide_dtype(case), device)
     needed = lengths.starts[-1] // 2 if case.packed else max(lengths.slots, default=0) // 2
     arguments = {"lse": lse, "cu_seqlens_padded": lengths.padded, "lse_packed": case.packed}
     return Built(arguments | {"max_seqlen": needed + case.spare})
 
 
-def _halved(case: Helper, lengths: _Lengths, device: str) -> _Lengths:
-    """Sequences of half the slots."""
-    other = _Lengths(case, 1, device)
-    assert [2 * n for n in other.slots] == lengths.slots
-    return other
-
-
 def _correct_lse(case: Helper, device: str) -> Built:
-    lengths, generator = _Lengths(case, 2, device), _generator(case)
-    halves = _halved(case, lengths, device)
-    shape, room = _lse_sizes(case, lengths)
-    step_shape, step_room = _lse_sizes(case, lengths, half=True)
+    lengths, generator = Lengths(case, 2, device), generator_of(case)
+    halves = halved(case, lengths, device)
+    shape, room = lse_sizes(case, lengths)
+    step_shape, step_room = lse_sizes(case, lengths, half=True)
     touched = lengths.lse_values(shape[-2], room, case.packed, (1,))
-    lse = _lse(shape, torch.ones_like(touched), generator, _wide(case), device)
+    lse = random_lse(shape, torch.ones_like(touched), generator, wide_dtype(case), device)
     known = halves.lse_values(shape[-2], step_room, case.packed)
-    step = _lse(step_shape, known, generator, _wide(case), device)
+    step = random_lse(step_shape, known, generator, wide_dtype(case), device)
     arguments = {"lse": lse, "lse_step": step, "cu_seqlens_padded": lengths.padded, "lse_packed": case.packed}
     return Built(arguments, target="lse", touched=touched)
 
 
 def _correct_out(case: Helper, device: str) -> Built:
-    lengths, generator = _Lengths(case, 2, device), _generator(case)
+    lengths, generator = Lengths(case, 2, device), generator_of(case)
     only_second = case.choices[0] > 0
-    source = _halved(case, lengths, device) if only_second else lengths
+    source = halved(case, lengths, device) if only_second else lengths
     dims = case.dims if len(case.dims) == 2 else (1, 2)
-    shape, room = _lse_sizes(_with_heads(case, dims[0]), lengths)
-    step_shape, step_room = _lse_sizes(_with_heads(case, dims[0]), lengths, half=only_second)
+    shape, room = lse_sizes(_with_heads(case, dims[0]), lengths)
+    step_shape, step_room = lse_sizes(_with_heads(case, dims[0]), lengths, half=only_second)
     halves = (1,) if only_second else (0, 1)
     known = lengths.lse_values(dims[0], room, case.packed, halves)
-    final = _lse(shape, known, generator, _wide(case), device)
+    final = random_lse(shape, known, generator, wide_dtype(case), device)
     known = source.lse_values(dims[0], step_room, case.packed)
-    step_lse = _lse(step_shape, known, generator, _wide(case), device)
+    step_lse = random_lse(step_shape, known, generator, wide_dtype(case), device)
     # the final LSE is over all steps, so it is no less than any of them
     final = torch.where(final.isnan(), final, final.nan_to_num(neginf=0.0) + 12.0)
-    out_step = _normal((source.tokens, *dims), generator, dtype_of(case.dtype), device)
+    out_step = normal((source.tokens, *dims), generator, dtype_of(case.dtype), device)
     out_step = out_step.masked_fill(~source.rows()[:, None, None], torch.nan)
     if case.packed:  # a step that saw nothing of a row may have left anything there
         out_step = out_step.masked_fill((step_lse.t() == -torch.inf)[..., None], torch.nan)
     rows = lengths.rows(halves)
-    out = _normal((lengths.tokens, *dims), generator, _wide(case) if case.wide else dtype_of(case.dtype), device)
+    out = normal((lengths.tokens, *dims), generator, wide_dtype(case) if case.wide else dtype_of(case.dtype), device)
     arguments = {"out": out, "out_step": out_step, "lse": final, "lse_step": step_lse}
     arguments |= {"cu_seqlens_padded": lengths.padded, "only_second_half": only_second, "lse_packed": case.packed}
     return Built(arguments, target="out", touched=rows[:, None, None].expand(out.shape))
@@ -227,13 +151,13 @@ def _with_heads(case: Helper, heads: int) -> Helper:
 
 
 def _correct_grad(case: Helper, device: str) -> Built:
-    lengths, generator = _Lengths(case, 2, device), _generator(case)
+    lengths, generator = Lengths(case, 2, device), generator_of(case)
     first, second = (_ACTIONS[choice] for choice in case.choices)
     idle = (first, second).count("none")
-    source = _halved(case, lengths, device) if idle == 1 else lengths
-    target_dtype = _wide(case) if case.wide else dtype_of(case.dtype)
-    grad = _normal(_token_shape(case, lengths.tokens), generator, target_dtype, device)
-    step = _normal(_token_shape(case, source.tokens), generator, dtype_of(case.dtype), device)
+    source = halved(case, lengths, device) if idle == 1 else lengths
+    target_dtype = wide_dtype(case) if case.wide else dtype_of(case.dtype)
+    grad = normal(_token_shape(case, lengths.tokens), generator, target_dtype, device)
+    step = normal(_token_shape(case, source.tokens), generator, dtype_of(case.dtype), device)
     axis = 1 if grad.ndim == 4 else 0
     used = source.rows() if idle < 2 else torch.zeros_like(source.rows())
     step = step.masked_fill(~_along(used, step.ndim, axis), torch.nan)
@@ -248,7 +172,7 @@ def _along(mask: torch.Tensor, ndim: int, axis: int) -> torch.Tensor:
 
 
 def _pad_sequences(case: Helper, device: str) -> Built:
-    lengths, generator = _Lengths(case, 1, device), _generator(case)
+    lengths, generator = Lengths(case, 1, device), generator_of(case)
     ids, labels = (torch.randint(1, 9, (lengths.tokens,), generator=generator).to(device) for _ in range(2))
     arguments = {"input_ids": ids, "labels": labels, "cu_seqlens": lengths.padded}
     factor = 2 * case.cp_size
@@ -259,7 +183,7 @@ def _pad_sequences(case: Helper, device: str) -> Built:
 
 
 def _batch(case: Helper, device: str) -> Built:
-    lengths, generator = _Lengths(case, 2 * case.cp_size, device), _generator(case)
+    lengths, generator = Lengths(case, 2 * case.cp_size, device), generator_of(case)
     qkv_format = ("thd", "bshd", "sbhd")[case.choices[0]]
     tokens = lengths.tokens if qkv_format == "thd" else 2 * case.cp_size * (1 + case.tail)
     shape = {"thd": (tokens,), "bshd": (2, tokens), "sbhd": (tokens, 2)}[qkv_format]
@@ -272,19 +196,19 @@ def _batch(case: Helper, device: str) -> Built:
 
 
 def _local_lengths(case: Helper, device: str) -> Built:
-    lengths = _Lengths(case, 2 * case.cp_size, device)
+    lengths = Lengths(case, 2 * case.cp_size, device)
     arguments = {"cu_seqlens": lengths.cumulative(lengths.real), "cu_seqlens_padded": lengths.padded}
     arguments |= {"cp_size": case.cp_size, "cp_rank": case.rank}
     return Built(arguments | {"first_half": case.choices[0] != 1, "second_half": case.choices[0] != 2})
 
 
 def _pad_v(case: Helper, device: str) -> Built:
-    v = _bits(case, (3, *case.dims, 4), device)
+    v = any_bits(case, (3, *case.dims, 4), device)
     return Built({"v": v, "d_qk": 4 + case.spare})
 
 
 def _trim_out(case: Helper, device: str) -> Built:
-    out = _bits(case, (3, *case.dims, 4 + case.spare), device)
+    out = any_bits(case, (3, *case.dims, 4 + case.spare), device)
     return Built({"out": out, "d_v": 4})
 
 

@@ -40,13 +40,12 @@ from conformance.tiers import (
     determinism,
     errors,
     hygiene,
-    known,
     logic,
     metamorphic,
+    named,
     pairs,
     plan,
     probes,
-    special,
     spellings,
     torch_integration,
 )
@@ -106,8 +105,8 @@ TABLE_TIERS = {
     tier.name: tier
     for tier in (
         TableTier("errors", "error", errors.ids, errors.check, errors.cases),
-        TableTier("special", "special", special.ids, special.check, special.cases),
-        TableTier("known", "known", known.ids, known.check, known.cases),
+        TableTier("special", "special", named.SPECIAL.ids, named.SPECIAL.check, named.SPECIAL.cases),
+        TableTier("known", "known", named.KNOWN.ids, named.KNOWN.check, named.KNOWN.cases),
         TableTier("torch", "torch", torch_integration.ids, torch_integration.check, torch_integration.cases),
     )
 }

@@ -30,8 +30,9 @@ from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.judged import Judged
 from conformance.record import Verdict
-from conformance.run import UnsupportedCase, play
-from conformance.tensors import GlobalTensors, build
+from conformance.run import UnsupportedCase
+from conformance.tensors import build
+from conformance.tiers.gradcheck import gradcheck, result_names
 from conformance.tiers.local import Call, Tensors, close, on_every_rank, same_bits
 from cp_ref.spec import Problem, Sequence
 
@@ -70,7 +71,7 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
     if name == "gradcheck":
         if not capabilities_of(impl, device).has("dtype", "float64"):
             raise UnsupportedCase("gradcheck needs float64")
-        return _each(cases(entry_id), impl, lambda case: _gradcheck(impl, case, device), device)
+        return _each(cases(entry_id), impl, lambda case: gradcheck(impl, case, device), device)
     if name == "compile" and _claim(impl, "supports_compile") is not True:
         raise UnsupportedCase("supports_compile is not claimed")
     body = _ON_RANKS[name]
@@ -150,57 +151,6 @@ def _cases(comm: str) -> Iterator[Case]:
     )
 
 
-def _names(case: Case) -> list[str]:
-    """Of the results of the forward pass."""
-    return ["out", "lse"] if case.return_lse else ["out"]
-
-
-class _Whole(torch.autograd.Function):
-    """All ranks' attention as one function of the global tensors: each pass plays the whole group."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, impl: Implementation, case: Case, tensors: GlobalTensors, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.impl, ctx.case, ctx.tensors, ctx.inputs = impl, case, tensors, inputs
-        results = _played(impl, replace(case, grads=""), _with_inputs(tensors, inputs))
-        return tuple(results[name] for name in _names(case))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        upstream = {f"d{name}": grad.contiguous() for name, grad in zip(_names(ctx.case), grads, strict=True)}
-        tensors = replace(_with_inputs(ctx.tensors, ctx.inputs), **upstream)
-        results = _played(ctx.impl, ctx.case, tensors)
-        names = ["dq", "dk", "dv", "d_offset"][: len(ctx.inputs)]
-        return None, None, None, *(results[name] for name in names)
-
-
-def _with_inputs(tensors: GlobalTensors, inputs: tuple[torch.Tensor, ...]) -> GlobalTensors:
-    q, k, v, *offset = (x.detach() for x in inputs)
-    return replace(tensors, q=q, k=k, v=v, softmax_offset=offset[0] if offset else None)
-
-
-def _played(impl: Implementation, case: Case, tensors: GlobalTensors) -> Tensors:
-    played = play(impl, case, tensors)
-    if played.findings:
-        raise AssertionError("; ".join(played.findings))
-    return played.results
-
-
-def _gradcheck(impl: Implementation, case: Case, device: str) -> list[str]:
-    tensors = build(case, device)
-    inputs = [
-        x.clone().requires_grad_() for x in (tensors.q, tensors.k, tensors.v, tensors.softmax_offset) if x is not None
-    ]
-    try:
-        torch.autograd.gradcheck(
-            lambda *x: _Whole.apply(impl, case, tensors, *x), inputs, fast_mode=True, nondet_tol=1e-12
-        )
-    except (AssertionError, RuntimeError) as wrong:
-        return [f"gradcheck: {' '.join(str(wrong).split())[:400]}"]
-    return []
-
-
 def _autocast(call: Call) -> list[str]:
     plain = call.both(call.leaves())
     with torch.autocast(call.dout.device.type, dtype=torch.bfloat16):
@@ -230,7 +180,7 @@ def _checkpointed(call: Call) -> list[str]:
 
     results = checkpoint(attend, *leaves.values(), use_reentrant=False)
     assert results is not None
-    named: dict[str, torch.Tensor] = dict(zip(_names(call.case), results, strict=True))
+    named: dict[str, torch.Tensor] = dict(zip(result_names(call.case), results, strict=True))
     got = {name: x.detach() for name, x in named.items()} | call.backward(named, leaves)
     return same_bits("inside a checkpoint", want, got)
 
@@ -284,7 +234,7 @@ def _compiled(call: Call) -> list[str]:
     for run in (layer, graph):
         leaves = call.leaves()
         results = run(leaves["q"], leaves["k"], leaves["v"], leaves.get("offset"))
-        named: Tensors = dict(zip(_names(call.case), results, strict=True))
+        named: Tensors = dict(zip(result_names(call.case), results, strict=True))
         both.append({n: x.detach() for n, x in named.items()} | call.backward(named, leaves))
     return close("compiled", call.case, *both)
 

@@ -30,7 +30,8 @@ from functools import cache
 import torch
 
 from cp_fast.backends.base import BackwardOperands, Gradients, LaunchOptions, NotInstalled, Partial, Segments
-from cp_fast.backends.cudnn_graphs import Id, backward_graph, forward_graph, library, run, shape_class_of
+from cp_fast.backends.cudnn_graphs import Id, backward_graph, forward_graph, library, run
+from cp_fast.backends.cudnn_shapes import shape_class_of
 from cp_fast.backends.dims import aligned, round_up, trim, widen
 from cp_fast.backends.lse_gradient import lse_launch
 from cp_ref.spec import Feature

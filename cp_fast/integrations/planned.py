@@ -1,39 +1,22 @@
-"""`attend`: `attention` that plans by itself once for a batch, not once for every layer. And refusals by name."""
+"""What the integrations share: lengths and contexts that are kept for all layers of a model, and refusals by name."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from cp_fast.api import attention
 from cp_fast.context import ContextParallel
-from cp_fast.plan import Plan, make_plan
-from cp_ref.spec import check_context, local_part, read_sizes
 
-__all__ = ["attend", "check_longest", "context_for", "once", "plan_once", "refuse"]
+__all__ = ["attend", "check_longest", "context_for", "once", "refuse"]
 
-KEPT = 16  # plans of a context: the kinds of layers of a model, for the batches of an accumulation step
-
-
-class _Recent(OrderedDict[Any, tuple[Any, Any]]):
-    """The last `KEPT` results, and what each was made from: as its tensors are kept, their addresses stay theirs."""
-
-    def find_or_make(self, key: Any, given: Any, make: Callable[[], Any]) -> Any:
-        if key not in self:
-            self[key] = make(), given
-            if len(self) > KEPT:
-                self.popitem(last=False)
-        self.move_to_end(key)
-        return self[key][0]
-
+KEPT = 16  # results of `once`: of the batches of an accumulation step
 
 _contexts: dict[Any, ContextParallel] = {}
-_done = _Recent()
-_plans: WeakKeyDictionary[ContextParallel, _Recent] = WeakKeyDictionary()
+_done: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()  # with the tensors, so that their addresses stay theirs
 
 
 def context_for(group: Any, cp_comm_type: str, **options: Any) -> ContextParallel:
@@ -45,50 +28,25 @@ def context_for(group: Any, cp_comm_type: str, **options: Any) -> ContextParalle
     return _contexts[key]
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    cp: ContextParallel,
-    softmax_offset: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    **problem: Any,
-) -> Any:
-    """`cp_fast.attention`, with the plan that an earlier call with the same arguments made."""
-    check_context(cp, ContextParallel)
-    results: dict[str, Any] = {
-        "deterministic": deterministic,
-        "return_lse": return_lse,
-        "return_max_logit": return_max_logit,
-    }
-    qkv_format = problem.get("qkv_format", "bshd")
-    try:
-        sizes = read_sizes(local_part(q), local_part(k), local_part(v), qkv_format, cp.size)
-    except (TypeError, ValueError):  # which `attention` finds too, and tells the other ranks
-        return attention(q, k, v, cp=cp, softmax_offset=softmax_offset, **results, **problem)
-    given = {name: getattr(sizes, name) for name in ("heads_q", "heads_kv", "d_qk", "d_v")}
-    if qkv_format != "thd":
-        given |= {name: getattr(sizes, name) for name in ("batch_size", "seqlen_q", "seqlen_kv")}
-    plan = plan_once(cp, dtype=_dtype(q), device=q.device, **given, **results, **problem)
-    return attention(q, k, v, cp=cp, plan=plan, softmax_offset=softmax_offset, **results)
-
-
-@torch.compiler.disable(reason="making a plan is no graph")
-def plan_once(cp: ContextParallel, **arguments: Any) -> Plan:
-    """`make_plan`, or what it gave for the same arguments: the same tensors of lengths, not changed since."""
-    key = tuple((name, _identity(value)) for name, value in sorted(arguments.items()))
-    lengths = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
-    return _plans.setdefault(cp, _Recent()).find_or_make(key, lengths, lambda: make_plan(cp=cp, **arguments))
-
-
-def once(work: Callable[..., Any], *given: Any) -> Any:
-    """`work(*given)`, or what it gave for the same tensors, not changed since: the same object, so that all layers find
-    one plan, and are not each made to wait for a GPU.
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: ContextParallel, **arguments: Any) -> Any:
+    """`cp_fast.attention` without a plan, which keeps the last batches'. A GPU is waited for once for all layers
+    that are given the same tensors of lengths.
     """
-    return _done.find_or_make((work, *map(_identity, given)), given, lambda: work(*given))
+    lengths = {name: x for name, x in arguments.items() if name.startswith("cu_seqlens")}
+    on_gpu = {name: x for name, x in lengths.items() if isinstance(x, torch.Tensor) and x.is_cuda}
+    return attention(q, k, v, cp=cp, **arguments | {name: once(torch.Tensor.cpu, x) for name, x in on_gpu.items()})
+
+
+@torch.compiler.disable(reason="what is kept for other layers is no part of a graph")
+def once(work: Callable[..., Any], *given: Any) -> Any:
+    """`work(*given)`, or what it gave for the same tensors, not changed since: not every layer waits for a GPU."""
+    key = work, *map(_identity, given)
+    if key not in _done:
+        _done[key] = work(*given), given
+        if len(_done) > KEPT:
+            _done.popitem(last=False)
+    _done.move_to_end(key)
+    return _done[key][0]
 
 
 def _identity(value: Any) -> Any:
@@ -96,13 +54,6 @@ def _identity(value: Any) -> Any:
         return repr(value)
     version = None if value.is_inference() else value._version
     return value.data_ptr(), version, tuple(value.shape), value.stride(), value.dtype, value.device
-
-
-def _dtype(q: torch.Tensor) -> torch.dtype:
-    """q's, or what autocast makes of it."""
-    device = q.device.type
-    castable = q.is_floating_point() and q.dtype != torch.float64 and device in ("cpu", "cuda")
-    return torch.get_autocast_dtype(device) if castable and torch.is_autocast_enabled(device) else q.dtype
 
 
 def refuse(where: str, **given: Any) -> None:

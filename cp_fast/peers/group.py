@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,15 +15,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from cp_fast.peers.crossed import Crossed
 from cp_fast.peers.exchange import PeerMessages, Shared
 from cp_fast.peers.lanes import lane_sizes
 from cp_fast.peers.streams import CudaStreams, why_not_driver
 from cp_fast.peers.watch import Watch
 from cp_fast.remarks import say, say_once
 from cp_ref.common.processes import ProcessMember
-from cp_ref.spec import Group, PairGroup, Parcel, Pending, Problem
+from cp_ref.spec import Group, PairGroup, Parcel, Problem
 
-__all__ = ["VARIABLE", "Crossed", "Messages", "carried_by", "carries", "messages_for", "why_not"]
+__all__ = ["VARIABLE", "Messages", "carried_by", "carries", "messages_for", "why_not"]
 
 VARIABLE = "CP_FAST_MESSAGES"
 CHOICES = ("auto", "peers", "group")
@@ -321,23 +322,3 @@ def _first_messages(member: ProcessMember, device: torch.device) -> None:
     others = [rank for rank in range(member.size) if rank != member.rank]
     sends = [Parcel(peer, 0, torch.zeros(1, device=device)) for peer in others]
     member.exchange(sends, [Parcel(peer, 0, torch.zeros(1, device=device)) for peer in others]).wait()
-
-
-class Crossed(PairGroup):
-    """Two groups that cross in this rank, at least one of them with messages through peers' memory."""
-
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
-        """Post each message in the group that its peer shares with this rank."""
-        (row_sends, column_sends), (row_recvs, column_recvs) = (self._split(x) for x in (sends, recvs))
-        posted = ((self.a2a, row_sends, row_recvs), (self.p2p, column_sends, column_recvs))
-        return _Both([group.exchange(out, back) for group, out, back in posted if out or back])
-
-
-class _Both:
-    def __init__(self, pending: list[Pending]) -> None:
-        self._pending = pending
-        self.by_copies = all(getattr(one, "by_copies", False) for one in pending)
-
-    def wait(self) -> None:
-        for one in self._pending:
-            one.wait()

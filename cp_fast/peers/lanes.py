@@ -28,8 +28,8 @@ class Lane:
     """One way between two ranks.
 
     >>> lane = Lane(1000)
-    >>> [lane.place(400), lane.place(400), lane.place(300), lane.place(1001), lane.place(300)]
-    [Place(start=0, number=1, over=0), Place(start=400, number=2, over=0), Place(start=0, number=3, over=1), None, \
+    >>> [lane.place(400), lane.place(400), lane.place(300), lane.place(300)]
+    [Place(start=0, number=1, over=0), Place(start=400, number=2, over=0), Place(start=0, number=3, over=1), \
 Place(start=300, number=4, over=2)]
     """
 
@@ -38,10 +38,8 @@ Place(start=300, number=4, over=2)]
         self._end = self._number = 0
         self._lying: deque[tuple[int, int, int]] = deque()  # start, stop, number; the oldest first
 
-    def place(self, size: int) -> Place | None:
-        """The place of the next block; None for one that is larger than the lane, which is not counted."""
-        if size > self.size:
-            return None
+    def place(self, size: int) -> Place:
+        """The place of the next block, which is not larger than the lane."""
         over, start = 0, self._end
         if start + size > self.size:
             start = 0

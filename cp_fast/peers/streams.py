@@ -109,18 +109,26 @@ def why_not_driver() -> str | None:
 class CudaStreams:
     """`Streams` of a GPU; words are addresses, streams their handles.
 
-    Two events serve all exchanges: who waits for an event waits for what was recorded last when it began to.
+    Two events serve all exchanges: who waits for an event waits for what was recorded last when it began to. The driver
+    reads the writes of a signal while it is called, so one table of them serves all signals of as many words.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._index, self._driver = self._stream.device.index, _driver()
+        self._index, driver = self._stream.device.index, _driver()
+        self._copy, self._write, self._wait = (
+            driver.cuMemcpyAsync,
+            driver.cuStreamBatchMemOp_v2,
+            driver.cuStreamWaitValue32_v2,
+        )
+        self._record, self._wait_event = driver.cuEventRecord, driver.cuStreamWaitEvent
+        self._writes: dict[int, Any] = {}
         self._forked, self._marked = self._event(), self._event()
         self.aside = self._stream.cuda_stream
 
     def _event(self) -> ctypes.c_void_p:
         event = ctypes.c_void_p()
-        _check(self._driver.cuEventCreate(ctypes.byref(event), _NO_TIMING))
+        _check(_driver().cuEventCreate(ctypes.byref(event), _NO_TIMING))
         return event
 
     def here(self) -> int:
@@ -130,24 +138,34 @@ class CudaStreams:
         return torch.cuda.is_current_stream_capturing()
 
     def copy(self, stream: int, to: int, source: int, size: int) -> None:
-        _check(self._driver.cuMemcpyAsync(to, source, size, stream))
+        if code := self._copy(to, source, size, stream):
+            _check(code)
 
     def signal(self, stream: int, *words: tuple[int, int]) -> None:
-        writes = (_Write * len(words))(*((_WRITE, word, number & 0xFFFFFFFF, 0, 0, 0) for word, number in words))
-        _check(self._driver.cuStreamBatchMemOp_v2(stream, len(words), writes, 0))
+        count = len(words)
+        writes = self._writes.get(count)
+        if writes is None:
+            writes = self._writes[count] = (_Write * count)(*[(_WRITE,)] * count)
+        for write, (word, number) in zip(writes, words, strict=True):
+            write.address, write.value = word, number & 0xFFFFFFFF
+        if code := self._write(stream, count, writes, 0):
+            _check(code)
 
     def wait(self, stream: int, word: int, number: int) -> None:
-        _check(self._driver.cuStreamWaitValue32_v2(stream, word, number & 0xFFFFFFFF, _GEQ))
+        if code := self._wait(stream, word, number & 0xFFFFFFFF, _GEQ):
+            _check(code)
 
     def fork(self, here: int) -> None:
-        _check(self._driver.cuEventRecord(self._forked, here))
-        _check(self._driver.cuStreamWaitEvent(self.aside, self._forked, 0))
+        if code := self._record(self._forked, here) or self._wait_event(self.aside, self._forked, 0):
+            _check(code)
 
     def mark(self) -> None:
-        _check(self._driver.cuEventRecord(self._marked, self.aside))
+        if code := self._record(self._marked, self.aside):
+            _check(code)
 
     def join(self, here: int) -> None:
-        _check(self._driver.cuStreamWaitEvent(here, self._marked, 0))
+        if code := self._wait_event(here, self._marked, 0):
+            _check(code)
 
 
 def _check(code: int) -> None:

@@ -61,10 +61,11 @@ class Watch:
         self._failure: str | None = None
         _all.add(self)
 
-    def posted(self, peers: Sequence[int]) -> tuple[Any, int]:
-        """An exchange is posted: the word that says that it has ended, and its number."""
+    def posted(self, peers: Sequence[int], where: str = "") -> tuple[Any, int]:
+        """An exchange is posted, in this step: the word that says that it has ended, and its number."""
         self._number += 1
-        self._under_way.append(_Posted(self._number, time.monotonic(), under_way(), peers))
+        what = ": ".join(filter(None, (under_way(), where)))
+        self._under_way.append(_Posted(self._number, time.monotonic(), what, peers))
         _start()
         return self._word, self._number
 

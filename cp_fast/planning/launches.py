@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from cp_fast.planning.joins import Segments, SegmentSpans, boxes, one_each, squares, strips
 from cp_fast.planning.rows import RowMap, Spans
-from cp_fast.planning.sharing import apart, areas_meet, behind, staircases
+from cp_fast.planning.sharing import alike, apart, areas_meet, behind, staircases
 from cp_fast.planning.windows import BandTiles, WindowRule, cut_to_windows
 from cp_ref.spec import Column
 
@@ -49,13 +49,20 @@ def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     parts = [square, strips(cut)] if full.all() else [square, strips(cut.take(full)), one_each(cut.take(~full))]
     if rule.apart or not areas_meet(tiles):
         return [_launch(found) for group in _by_window(Segments.concat(parts), rule) for found in _places(group)]
-    if len(parts[1]) > 1:
-        parts[1] = staircases(parts[1])
-    segments = Segments.concat(parts)
-    choices = (
-        [one for group in _by_window(some, rule) for one in apart(group)] for some in (behind(segments), segments)
-    )
-    return [_launch(found) for found in min(choices, key=len)]
+    square, strip, *rest = parts
+    ways = [staircases(strip), alike(strip)] if len(strip) > 1 else [strip]
+    joined = [Segments.concat([square, way, *rest]) for way in ways]
+    choices = [
+        [one for group in _by_window(some, rule) for one in apart(group)]
+        for way in joined
+        for some in (behind(way), way)
+    ]
+    return [_launch(_by_queries(found)) for found in min(choices, key=_cost)]
+
+
+def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
+    """How many launches, and how many rows of queries they have: each is read, and its result merged."""
+    return len(launches), sum(int((launch.q.stop - launch.q.start).sum()) for launch in launches)
 
 
 def keys_in_buffer_order(table: LaunchTable, rows: RowMap, keys: Spans) -> LaunchTable:
@@ -69,6 +76,14 @@ def keys_in_buffer_order(table: LaunchTable, rows: RowMap, keys: Spans) -> Launc
     order = np.lexsort((located.row, segment))
     start, count = located.start[order], located.count[order]
     return table._replace(k=SegmentSpans(segment[order], start, start + count))
+
+
+def _by_queries(segments: Segments) -> Segments:
+    """The segments in the order of their queries: where a launch has most rows of a buffer they then lie side by side
+    there, and need not be gathered.
+    """
+    first = segments.q.start[np.searchsorted(segments.q.segment, np.arange(len(segments)))]
+    return segments.take(np.argsort(first, kind="stable"))
 
 
 def _launch(segments: Segments) -> LaunchTable:

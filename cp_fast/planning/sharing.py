@@ -4,6 +4,7 @@ A launch adds its results by rows, so no two of its segments may have a query ro
 mask often do: the blocks before each block, a prompt before its answers.
 
 staircases   segments without a mask: few rectangles instead, of which many go into one launch
+alike        segments without a mask: one for all queries that see the same keys, which has each query once
 behind       the segment of a causal area, with the keys that its queries see before it: one segment
 apart        segments in launches, each where there is room
 
@@ -25,7 +26,7 @@ import numpy as np
 from cp_fast.planning.joins import Segments, SegmentSpans
 from cp_fast.planning.windows import BandTiles
 
-__all__ = ["apart", "areas_meet", "behind", "staircases"]
+__all__ = ["alike", "apart", "areas_meet", "behind", "staircases"]
 
 Group = tuple[int, int]  # queries and keys, each a set of atoms: bit n is there for atom n
 
@@ -53,6 +54,24 @@ def staircases(segments: Segments) -> Segments:
     >>> list(found.q.rows()), list(found.k.rows())
     ([(0, 2, 4), (1, 3, 4), (2, 1, 2)], [(0, 0, 2), (1, 2, 3), (2, 0, 1)])
     """
+    return _as_rectangles(segments, _rectangles)
+
+
+def alike(segments: Segments) -> Segments:
+    """Segments without a mask as one for all queries that see the same keys.
+
+    >>> q, k = [(0, 1, 2), (1, 1, 2), (2, 2, 3)], [(0, 0, 1), (1, 1, 2), (2, 0, 2)]
+    >>> found = alike(Segments(*np.array([[0, 1, 2], [-1] * 3, [-1] * 3]), *map(SegmentSpans.of_rows, (q, k))))
+    >>> list(found.q.rows()), list(found.k.rows())
+    ([(0, 1, 3)], [(0, 0, 2)])
+    """
+    return _as_rectangles(segments, lambda groups, _: groups)
+
+
+def _as_rectangles(
+    segments: Segments, cut: Callable[[Sequence[Group], Callable[[int], int]], Iterable[Group]]
+) -> Segments:
+    """What `cut` makes of the groups of queries that see the same keys, and of a function from keys to their number."""
     q, k = _Atoms(segments.q), _Atoms(segments.k)
     queries, keys = q.sets(segments), k.sets(segments)
     seen: dict[int, int] = {}  # by atom of queries, the keys
@@ -63,7 +82,7 @@ def staircases(segments: Segments) -> Segments:
         (reduce(or_, (1 << atom for atom, _ in some)), its)
         for its, some in groupby(sorted(seen.items(), key=lambda item: item[1]), key=lambda item: item[1])
     ]
-    found = list(_rectangles(groups, k.rows))
+    found = list(cut(groups, k.rows))
     area = np.array([segments.area[0]] * len(found))
     none = np.full(len(found), -1)
     return Segments(area, none, none, q.spans([mine for mine, _ in found]), k.spans([its for _, its in found]))

@@ -17,7 +17,7 @@ from cp_ref.spec.layout import check_layout, read_layout
 from cp_ref.spec.problem import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
 from cp_ref.spec.values import check_choice, check_data, differences, read_count, read_lengths, read_number, read_window
 
-__all__ = ["DTYPES", "Sizes", "check_offset", "read_problem", "read_sizes"]
+__all__ = ["DTYPES", "Sizes", "check_heads", "check_offset", "counted", "read_problem", "read_sizes"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 _NEEDED = ("heads_q", "heads_kv", "d_qk", "d_v")
@@ -105,8 +105,8 @@ def read_problem(
     check_choice("attn_mask_type", attn_mask_type, MASKS)
     check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
     check_choice("dtype", sizes.dtype, DTYPES)
-    sizes = _counted(sizes)
-    _check_heads(sizes, cp_comm_type, a2a_size)
+    sizes = counted(sizes)
+    check_heads(sizes, cp_comm_type, a2a_size)
     given = {
         "cu_seqlens_q": read_lengths("cu_seqlens_q", cu_seqlens_q),
         "cu_seqlens_kv": read_lengths("cu_seqlens_kv", cu_seqlens_kv),
@@ -171,13 +171,14 @@ def _check_alone(qkv_format: str, attn_mask_type: str | None, window_size: tuple
             raise ValueError(f"{name} is {value!r}, but areas are given, which say who sees whom; leave one out")
 
 
-def _counted(sizes: Sizes) -> Sizes:
+def counted(sizes: Sizes) -> Sizes:
     """The sizes, checked: every size is an int within bounds."""
     given = {name: getattr(sizes, name) for name in _LEAST if getattr(sizes, name) is not None or name in _NEEDED}
     return replace(sizes, **{name: read_count(name, value, at_least=_LEAST[name]) for name, value in given.items()})
 
 
-def _check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
+def check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
+    """Raise ValueError where kv heads do not serve equally many query heads, or ranks do not get equally many."""
     h_q, h_kv = sizes.heads_q, sizes.heads_kv
     if h_q % h_kv:
         raise ValueError(f"h_q is {h_q} and h_kv is {h_kv}; h_q must be a multiple of h_kv")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from cp_ref.spec.arguments import DTYPES
+from cp_ref.spec.arguments import DTYPES, Sizes, check_heads, counted
 from cp_ref.spec.layout import check_layout, slice_rows
 from cp_ref.spec.planners import make_schedule
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, Problem
@@ -76,10 +76,8 @@ def compare_layouts(
     sizes = [read_count("lengths", n, at_least=0) for n in lengths]
     check_choice("attn_mask_type", attn_mask_type, MASKS)
     check_choice("dtype", dtype, DTYPES)
-    for name, value in (("heads_q", heads_q), ("heads_kv", heads_kv), ("d_qk", d_qk), ("d_v", d_v)):
-        read_count(name, value, at_least=1)
-    if heads_q % heads_kv:
-        raise ValueError(f"heads_q is {heads_q} and heads_kv is {heads_kv}; heads_q must be a multiple of heads_kv")
+    each = counted(Sizes(heads_q, heads_kv, d_qk, d_v, dtype))
+    check_heads(each, "p2p", 1)
     plain = Problem(
         read_count("cp_size", cp_size, at_least=1),
         tuple(Sequence(n, n, n, n) for n in sizes),
@@ -97,15 +95,19 @@ def compare_layouts(
         check_choice("layouts", layout, LAYOUTS)
         for comm in cp_comm_types:
             check_choice("cp_comm_types", comm, CP_COMM_TYPES)
-            found.append(_cost(replace(plain, layout=layout), comm))
+            found.append(_cost(replace(plain, layout=layout), comm, each))
     return tuple(found)
 
 
-def _cost(problem: Problem, comm: str) -> BatchCost:
-    why = _why_not(problem, comm)
-    if why:
+def _cost(problem: Problem, comm: str, sizes: Sizes) -> BatchCost:
+    if comm == "a2a+p2p":
+        why = "a2a+p2p needs the number of ranks that exchange heads"
         return BatchCost(problem.layout_name, comm, refused=why)
     problem = replace(problem, cp_comm_type=comm, a2a_size=problem.cp_size if comm == "a2a" else 1)
+    try:
+        check_heads(sizes, comm, problem.a2a_size)
+    except ValueError as error:
+        return BatchCost(problem.layout_name, comm, refused=str(error))
     check_layout(problem)
     schedule = make_schedule(problem)
     ranks = report(problem, schedule).ranks
@@ -118,15 +120,6 @@ def _cost(problem: Problem, comm: str) -> BatchCost:
         sent_bytes=max(rank.forward_bytes + rank.backward_bytes for rank in ranks),
         tail=slice_rows(problem, "q") * problem.cp_size - sum(problem.lengths.len_q),
     )
-
-
-def _why_not(problem: Problem, comm: str) -> str:
-    if comm == "a2a+p2p":
-        return "a2a+p2p needs the number of ranks that exchange heads"
-    q, kv, cp_size = problem.heads_q, problem.heads_kv, problem.cp_size
-    if comm == "a2a" and (q % cp_size or (kv % cp_size and cp_size % kv)):
-        return f"heads ({q} over {kv}) do not divide by cp_size {cp_size}"
-    return ""
 
 
 def _received(program: Program) -> int:

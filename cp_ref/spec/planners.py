@@ -11,6 +11,7 @@ from cp_ref.spec.p2p import plan_p2p_rank
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.schedule import Program, Schedule
 from cp_ref.spec.units import Units
+from cp_ref.spec.waiting import own_keys_wait
 from cp_ref.spec.workload import Workload
 
 __all__ = ["make_program", "make_schedule", "saved_kinds"]
@@ -45,9 +46,8 @@ def make_schedule(
         tile 0 q[3:4] k[1:2]
         tile 0 q[3:4] k[2:3]
     """
-    units, of_rank = Units(_staged(problem, stages)), _RANK_PLANNERS[problem.cp_comm_type]
-    known = known or {}
-    programs = [known.get(rank) or of_rank(units, rank) for rank in range(problem.cp_size)]
+    units, known = Units(_staged(problem, stages)), known or {}
+    programs = [known.get(rank) or _of_rank(problem, units, rank) for rank in range(problem.cp_size)]
     heads = problem.heads_q, problem.heads_kv
     forward, backward = tuple(f for f, _ in programs), tuple(b for _, b in programs)
     return Schedule(problem.cp_comm_type, heads, forward, backward, saved_kinds(problem))
@@ -62,7 +62,12 @@ def make_program(problem: Problem, rank: int, stages: tuple[int, ...] | None = N
     """One rank's forward and backward program, as in `make_schedule`, without planning the other ranks. `stages`: kv
     heads at a time in an a2a schedule; None for those of the least time (`stage_costs.py`).
     """
-    return _RANK_PLANNERS[problem.cp_comm_type](Units(_staged(problem, stages)), rank)
+    return _of_rank(problem, Units(_staged(problem, stages)), rank)
+
+
+def _of_rank(problem: Problem, units: Units, rank: int) -> tuple[Program, Program]:
+    programs = _RANK_PLANNERS[problem.cp_comm_type](units, rank)
+    return programs if problem.areas is None else own_keys_wait(problem, programs)
 
 
 def _staged(problem: Problem, stages: tuple[int, ...] | None) -> Workload:

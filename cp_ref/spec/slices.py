@@ -95,28 +95,21 @@ def read_cut(
         a layout that only plans know.
     """
     if plan is not None:
-        check_plan_owner(plan.problem, plan.rank, cp)
-        check_settled(plan.problem, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded, seqlen=seqlen)
-        return _by_plan(plan.problem, x, whole)
+        return _by_plan(_problem_of(plan, cp, qkv_format, seqlen, cu_seqlens_padded), x, whole)
     axis = slice_axis(x, qkv_format)
     count = x.shape[axis] * (1 if whole else cp.size)
-    check_known(cp.layout)
+    size: Any = count if seqlen is None and qkv_format != "thd" else seqlen
+    starts, fragments = _cut_by_lengths(cp, qkv_format, size, cu_seqlens_padded)
+    total = int(starts[-1])
+    rows = -(-total // cp.size)
     if qkv_format == "thd":
-        if seqlen is not None:
-            raise ValueError(f"seqlen is {seqlen!r}, but qkv_format 'thd' takes its lengths from cu_seqlens_padded")
-        slots = _thd_slots(cu_seqlens_padded)
-        fragments = slots_of_lengths(cp.layout, starts_of(slots), True, cp.size)
-        return _packed(fragments, -(-sum(slots) // cp.size), sum(slots), cp.size, count, whole)
-    _refuse_lengths(qkv_format, cu_seqlens_padded)
-    size = count if seqlen is None else read_count("seqlen", seqlen, at_least=0)
-    slots = padded_to_cut(size, cp.layout, cp.size)
-    if not whole and slots != count:
+        return _packed(fragments, rows, total, cp.size, count, whole)
+    if not whole and total != count:
         raise ValueError(
             f"x has {x.shape[axis]} rows on axis {axis}, but layout {cp.layout!r} at cp_size {cp.size} cuts a sequence "
-            f"of {size} into slices of {slots // cp.size}"
+            f"of {size} into slices of {rows}"
         )
-    fragments = slots_of_lengths(cp.layout, starts_of([slots]), False, cp.size)
-    return Cut(fragments, cp.size, qkv_format, size, slots // cp.size)
+    return Cut(fragments, cp.size, qkv_format, size, rows)
 
 
 def _by_plan(problem: Problem, x: Any, whole: bool) -> Cut:
@@ -187,23 +180,10 @@ def read_positions(
     """
     whose: int = cp.rank if rank is None else read_count("rank", rank, at_least=0, at_most=cp.size - 1)
     if plan is not None:
-        check_plan_owner(plan.problem, plan.rank, cp)
-        check_settled(plan.problem, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded, seqlen=seqlen)
-        return planned_positions(plan.problem, whose)
+        return planned_positions(_problem_of(plan, cp, qkv_format, seqlen, cu_seqlens_padded), whose)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
-    check_known(cp.layout)
-    if qkv_format != "thd":
-        _refuse_lengths(qkv_format, cu_seqlens_padded)
-        if seqlen is None:
-            raise ValueError(f"seqlen is None; qkv_format {qkv_format!r} needs the global sequence length")
-        slots = [padded_to_cut(read_count("seqlen", seqlen, at_least=0), cp.layout, cp.size)]
-    else:
-        if seqlen is not None:
-            raise ValueError(f"seqlen is {seqlen!r}, but qkv_format 'thd' takes its lengths from cu_seqlens_padded")
-        slots = _thd_slots(cu_seqlens_padded)
-    starts = starts_of(slots)
-    own = slots_of_lengths(cp.layout, starts, qkv_format == "thd", cp.size).of(whose)
-    return _positions(own, starts, -(-sum(slots) // cp.size))
+    starts, fragments = _cut_by_lengths(cp, qkv_format, seqlen, cu_seqlens_padded)
+    return _positions(fragments.of(whose), starts, -(-int(starts[-1]) // cp.size))
 
 
 def planned_positions(problem: Problem, rank: int) -> Column:
@@ -226,9 +206,30 @@ def _positions(own: Fragments, starts: Column, rows: int) -> Column:
     return np.append(found, np.zeros(rows - len(found), dtype=found.dtype))
 
 
-def _refuse_lengths(qkv_format: str, cu_seqlens_padded: Any) -> None:
-    if cu_seqlens_padded is not None:
-        raise ValueError(f"cu_seqlens_padded is given, but qkv_format is {qkv_format!r}; it belongs to 'thd'")
+def _problem_of(plan: Any, cp: Any, qkv_format: str, seqlen: Any, cu_seqlens_padded: Any) -> Problem:
+    """A plan's problem, once it is seen to be the context's, with nothing given beside it that it settles."""
+    check_plan_owner(plan.problem, plan.rank, cp)
+    check_settled(plan.problem, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded, seqlen=seqlen)
+    return plan.problem
+
+
+def _cut_by_lengths(cp: Any, qkv_format: str, seqlen: Any, cu_seqlens_padded: Any) -> tuple[Column, Fragments]:
+    """Where sequences begin, and where the last ends, and who holds which rows, without a plan; in bshd and sbhd of the
+    one sequence that all are cut like, padded until it divides.
+    """
+    check_known(cp.layout)
+    if packed := qkv_format == "thd":
+        if seqlen is not None:
+            raise ValueError(f"seqlen is {seqlen!r}, but qkv_format 'thd' takes its lengths from cu_seqlens_padded")
+        slots = _thd_slots(cu_seqlens_padded)
+    else:
+        if cu_seqlens_padded is not None:
+            raise ValueError(f"cu_seqlens_padded is given, but qkv_format is {qkv_format!r}; it belongs to 'thd'")
+        if seqlen is None:
+            raise ValueError(f"seqlen is None; qkv_format {qkv_format!r} needs the global sequence length")
+        slots = [padded_to_cut(read_count("seqlen", seqlen, at_least=0), cp.layout, cp.size)]
+    starts = starts_of(slots)
+    return starts, slots_of_lengths(cp.layout, starts, packed, cp.size)
 
 
 def _thd_slots(cu_seqlens_padded: Any) -> list[int]:

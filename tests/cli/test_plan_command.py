@@ -47,7 +47,7 @@ def test_layouts_and_schedules_are_compared() -> None:
     for layout in ("dual_chunk", "contiguous", "balanced"):
         assert said.count(layout) == 3
     said = plan("--compare", "--cp-size", "3", "--seqlens", "96", "--heads-q", "8", "--heads-kv", "2")
-    assert said.count("heads (8 over 2)") == 3
+    assert said.count("h_q is 8; cp_comm_type 'a2a' needs") == 3
 
 
 def test_text_is_the_canonical_schedule() -> None:

@@ -14,8 +14,12 @@ CPU, WIDE, HALF = torch.device("cpu"), torch.float32, torch.bfloat16
 HEADS = slice(0, 2)
 
 
-def total(final: torch.dtype | None, *, outs: bool, spare: int = 0, tensors: int = 1) -> Total:
-    return Total(TotalShape(6, ((2, 4),) * tensors, WIDE, final, CPU, outs, spare), kernels("cpu"))
+def shape_of(final: torch.dtype | None, *, outs: bool, spare: int = 0) -> TotalShape:
+    return TotalShape(6, ((2, 4),), WIDE, final, CPU, outs, spare)
+
+
+def total(final: torch.dtype | None, *, outs: bool, spare: int = 0) -> Total:
+    return Total(shape_of(final, outs=outs, spare=spare), kernels("cpu"))
 
 
 def parts(count: int, *, outs: bool) -> list[Part]:
@@ -25,7 +29,8 @@ def parts(count: int, *, outs: bool) -> list[Part]:
     for into in [slice(0, 6)] + [slice(2, 5)] * (count - 1):
         n = into.stop - into.start
         rows = torch.randn(n, 2, 4, generator=generator).to(HALF)
-        found.append(Part((rows,), torch.randn(2, n, generator=generator) if outs else None, into, HEADS))
+        lse = torch.randn(2, n, generator=generator) if outs else None
+        found.append(Part((rows,), lse, shape_of(None, outs=outs).place(into, HEADS)))
     return found
 
 
@@ -35,8 +40,8 @@ def merged_exactly(given: list[Part]) -> torch.Tensor:
     for part in given:
         assert part.lse is not None
         share = part.lse.double().exp().t().unsqueeze(-1)
-        total[part.into, part.heads] += part.rows[0].double() * share
-        weight[part.into, part.heads] += share
+        total[part.place.into, part.place.heads] += part.rows[0].double() * share
+        weight[part.place.into, part.place.heads] += share
     return total / weight
 
 
@@ -64,7 +69,7 @@ def test_gradients(count: int) -> None:
     want = torch.zeros(6, 2, 4, dtype=torch.float64)
     for part in given:
         found.settle()
-        want[part.into] += part.rows[0].double()
+        want[part.place.into] += part.rows[0].double()
         found.add(part)
     (result,), lse, *_ = found.finish()
     assert lse is None
@@ -91,7 +96,8 @@ def test_heads_that_nobody_saw() -> None:
     found = total(HALF, outs=True)
     (whole,) = parts(1, outs=True)
     assert whole.lse is not None
-    found.add(Part((whole.rows[0][:, 1:],), whole.lse[1:], slice(0, 6), slice(1, 2)))
+    some = shape_of(HALF, outs=True).place(slice(0, 6), slice(1, 2))
+    found.add(Part((whole.rows[0][:, 1:],), whole.lse[1:], some))
     (got,), lse, *_ = found.finish()
     assert got.shape == (6, 2, 4)
     assert torch.equal(got[:, 1:], whole.rows[0][:, 1:].to(got.dtype))
@@ -103,7 +109,8 @@ def test_heads_that_nobody_saw() -> None:
 def test_the_spare_row_is_never_part_of_the_result() -> None:
     found = total(WIDE, outs=False, spare=1)
     rows = torch.ones(8, 2, 4)
-    found.add(Part((rows,), None, torch.tensor([0, 1, 2, 3, 4, 5, 6, 6], dtype=torch.int32), HEADS))
+    into = torch.tensor([0, 1, 2, 3, 4, 5, 6, 6], dtype=torch.int32)
+    found.add(Part((rows,), None, shape_of(WIDE, outs=False, spare=1).place(into, HEADS)))
     (got,), *_ = found.finish()
     assert torch.equal(got, torch.ones(6, 2, 4))
 
@@ -113,7 +120,7 @@ def test_wide_rows_of_messages_are_what_a_total_begins_with() -> None:
     narrow, wide = torch.ones(6, 2, 4, dtype=HALF), torch.full((6, 2, 4), 2.0, dtype=WIDE)
     found = total(HALF, outs=False)
     for rows in (narrow, wide):
-        found.add(Part((rows,), None, slice(0, 6), HEADS))
+        found.add(Part((rows,), None, shape_of(HALF, outs=False).place(slice(0, 6), HEADS)))
     found.settle()
     (got,), *_ = found.finish()
     assert got.data_ptr() == wide.data_ptr()
@@ -148,7 +155,7 @@ def test_any_parts_in_float64(drawn: list[tuple[list[int], tuple[int, int], bool
         weight[rows, where] += share
         contiguous = rows == list(range(rows[0], rows[0] + len(rows)))
         into = slice(rows[0], rows[0] + len(rows)) if contiguous else torch.tensor(rows, dtype=torch.int32)
-        found.add(Part(tuple(x.clone() for x in tensors), lse, into, where))
+        found.add(Part(tuple(x.clone() for x in tensors), lse, shape.place(into, where)))
     got = found.finish()
     if outs:
         want = [torch.where(weight[..., None] > 0, x / weight[..., None], 0.0) for x in want]

@@ -216,7 +216,7 @@ def test_a_captured_exchange_goes_by_the_group() -> None:
     host = Host(2, (4096,))
 
     def one(messages: PeerMessages) -> None:
-        messages._streams.captures = True  # type: ignore[attr-defined]
+        messages.streams.captures = True  # type: ignore[attr-defined]
         x, box = torch.full((3,), float(messages.rank)), torch.empty(3)
         messages.exchange([Parcel(1 - messages.rank, 0, x)], [Parcel(1 - messages.rank, 0, box)]).wait()
         assert box.tolist() == [1.0 - messages.rank] * 3

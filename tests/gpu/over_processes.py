@@ -30,8 +30,8 @@ import typer
 
 import cp_fast
 from cp_fast import masks
+from cp_fast.peers.crossed import Crossed
 from cp_fast.peers.exchange import PeerMessages
-from cp_fast.peers.group import Crossed
 from cp_ref import SimGroup, dense_attention
 
 GRACE_S = 40.0  # for what is under way when the time is up

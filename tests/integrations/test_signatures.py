@@ -206,9 +206,11 @@ def test_layers_of_a_batch_share_a_plan() -> None:
             if change:
                 lengths[1] = 8
             planned.attend(q, k, v, cp=cp, qkv_format="thd", cu_seqlens_q=lengths)
-            made.append(len(planned._plans[cp]))
+            made.append(len(cp.recent.agreements))
         with pytest.raises(ValueError, match="head dim"):
-            planned.attend(q, k[..., :4] if member.rank else k, v, cp=cp, qkv_format="thd", cu_seqlens_q=CU)
+            planned.attend(
+                q, k[..., :4] if member.rank else k, v, cp=cp, qkv_format="thd", cu_seqlens_q=CU, softcap=1.0
+            )
         return made
 
     assert SimGroup(2).run(one) == [[1, 1, 2, 2]] * 2

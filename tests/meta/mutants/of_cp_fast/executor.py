@@ -11,10 +11,10 @@ __all__ = ["MUTANTS"]
 
 def _rotated(home: Any, self: Any, kind: str, size: int) -> Any:
     """Results of other ranks' heads are put into the places of the next ones."""
-    boxes = [box for _, of_kind, box in self._arrived if of_kind == kind]
-    if all(box.rows[0].shape == boxes[0].rows[0].shape for box in boxes):
-        turned = iter([*boxes[1:], *boxes[:1]])
-        self._arrived = [(into, of, next(turned) if of == kind else box) for into, of, box in self._arrived]
+    mine = [n for n, (what, _) in enumerate(self.arrived) if what.kind == kind]
+    for n in mine:
+        what, box = self.arrived[n]
+        self.arrived[n] = what, box._replace(rows=[x.roll(1, 0) for x in box.rows])
     return home(self, kind, size)
 
 
@@ -23,9 +23,9 @@ def _rounded(handed_over: Any, self: Any, number: int) -> Any:
     return held._replace(rows=[x.bfloat16().to(x.dtype) for x in held.rows])
 
 
-def _columns_left_behind(parcels: Any, self: Any, peer: int, tag: int, rows: Any, columns: Any) -> Any:
+def _columns_left_behind(post: Any, self: Any, group: Any, sends: Any, recvs: Any) -> Any:
     """The lse of the first row travels for all rows."""
-    return parcels(self, peer, tag, rows, [x[:, :1].expand(x.shape) for x in columns])
+    return post(self, group, [x[:, :1].expand(x.shape).contiguous() if x.ndim == 2 else x for x in sends], recvs)
 
 
 def _first_largest(forward: Any, *arguments: Any) -> Any:
@@ -38,18 +38,17 @@ def _last_taken(_: Any, one: Any, other: Any) -> bool:
     return one.heads == other.heads
 
 
-def _keys_travel_as_values(parcels: Any, self: Any, send: Any) -> Any:
-    """The tags of keys and values are exchanged."""
-    found = parcels(self, send)
-    if self.given.program.buffers[send.buffer].kind != "kv":
-        return found
-    tags = [parcel.tag for parcel in found]
-    return [parcel._replace(tag=tags[n ^ 1]) for n, parcel in enumerate(found)]
+def _keys_travel_as_values(given_of: Any, self: Any, given: Any) -> Any:
+    """Keys and values are exchanged."""
+    found = given_of(self, given)
+    if len(self._at(given.slot).rows) == 2:
+        found = [found[n ^ 1] for n in range(len(found))]
+    return found
 
 
 def _last_row_left_out(copy_rows: Any, self: Any, copy: Any) -> None:
     copy_rows(self, copy)
-    for x in self.held[copy.target.buffer].rows:
+    for x in self.held[copy.slot].rows:
         x[-1] = 0
 
 
@@ -64,16 +63,16 @@ def _no_sink_on_the_way(add: Any, out: Any, lse: Any, sink: Any, rows: Any) -> N
 
 
 def _no_dlse_from_afar(take: Any, self: Any, what: Any) -> Any:
-    rows, columns = take(self, what)
-    if self.given.program.buffers[what.buffer].kind == "do" and not what.buffer.startswith("own"):
-        columns = [x.new_zeros(x.shape) for x in columns]
-    return rows, columns
+    held, name = take(self, what), list(self.ready.slots)[what.slot]
+    if ": do " in name:
+        return held._replace(columns=[x.new_zeros(x.shape) for x in held.columns])
+    return held
 
 
 def _last_part_forgotten(finish: Any, self: Any) -> Any:
     """What is still held when a total is finished is not added."""
     if self._total is not None:
-        self._held = []
+        self.held = []
     return finish(self)
 
 
@@ -84,29 +83,33 @@ def _some_rows_are_all(is_whole: Any, rows: Any, size: int) -> bool:
 
 def _arrived_lse_left_out(home: Any, self: Any, kind: str, size: int) -> Any:
     """Complete results that arrive bring no lse."""
-    self._arrived = [
-        (into, of, box._replace(columns=[x.new_zeros(x.shape) for x in box.columns])) for into, of, box in self._arrived
+    self.arrived = [
+        (what, box._replace(columns=[x.new_zeros(x.shape) for x in box.columns])) for what, box in self.arrived
     ]
     return home(self, kind, size)
 
 
 _RUN = "cp_fast.running.Run"
+_RESULTS = "cp_fast.results.Results"
 
 MUTANTS: dict[str, Mutant] = {
     "heads-come-home-rotated": Mutant(
-        "heads come home to the next rank's place", f"{_RUN}.home", wrap(_rotated), "logic"
+        "heads come home to the next rank's place", f"{_RESULTS}.home", wrap(_rotated), "logic"
     ),
     "results-rounded-before-they-travel": Mutant(
-        "results that are handed over are rounded to bfloat16", f"{_RUN}._handed_over", wrap(_rounded), "logic"
+        "results that are handed over are rounded to bfloat16", f"{_RESULTS}._handed_over", wrap(_rounded), "logic"
     ),
     "one-lse-travels-for-all-rows": Mutant(
-        "of the lse that travels every row has the first row's", f"{_RUN}._parcels", wrap(_columns_left_behind), "logic"
+        "of the lse that travels every row has the first row's",
+        "cp_fast.exchanges._ByGroup.post",
+        wrap(_columns_left_behind),
+        "logic",
     ),
     "one-max-logit-for-all-heads": Mutant(
         "max_logit is the first head's", "cp_fast.passes.run_forward", wrap(_first_largest), "logic"
     ),
     "rows-taken-for-the-last-ones": Mutant(
-        "a launch gets the rows of the one before", "cp_fast.running._same", wrap(_last_taken), "probes"
+        "a launch gets the rows of the one before", "cp_fast.binding._same", wrap(_last_taken), "probes"
     ),
     "accumulators-in-the-inputs-dtype": Mutant(
         "partial results are accumulated in the inputs' dtype",
@@ -116,7 +119,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "keys-travel-as-values": Mutant(
         "keys arrive as values, and values as keys",
-        f"{_RUN}._operand_parcels",
+        f"{_RUN}._given",
         wrap(_keys_travel_as_values),
         "logic",
     ),
@@ -130,7 +133,7 @@ MUTANTS: dict[str, Mutant] = {
         "logic",
     ),
     "no-sink-on-the-way": Mutant(
-        "outs that travel complete have no sink", "cp_fast.running.add_sink", wrap(_no_sink_on_the_way), "logic"
+        "outs that travel complete have no sink", "cp_fast.results.add_sink", wrap(_no_sink_on_the_way), "logic"
     ),
     "no-dlse-from-afar": Mutant(
         "the gradient of the lse does not travel with that of out", f"{_RUN}.take", wrap(_no_dlse_from_afar), "logic"
@@ -145,6 +148,6 @@ MUTANTS: dict[str, Mutant] = {
         "logic",
     ),
     "no-lse-of-complete-results": Mutant(
-        "outs that arrive complete have lse zero", f"{_RUN}.home", wrap(_arrived_lse_left_out), "logic"
+        "outs that arrive complete have lse zero", f"{_RESULTS}.home", wrap(_arrived_lse_left_out), "logic"
     ),
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cp_fast.merge import Merged
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -63,14 +64,13 @@ def _rounded_to_bf16(put: Any, self: Any, total: Any, part: Any) -> None:
 
 def _held_part_lost(settle: Any, self: Any, *dtype: Any) -> None:
     if self._total is not None:
-        self._held = []
+        self.held = []
     settle(self, *dtype)
 
 
 def _whole_part_overwrites(add: Any, self: Any, part: Any) -> None:
-    whole = isinstance(part.into, slice) and (part.into.start, part.into.stop) == (0, self._shape.size)
-    if whole and part.heads == slice(0, self._shape.behind[0][0]):
-        self._total, self._held = part, []
+    if part.place.whole:
+        self._total, self.held = Merged(part.rows, part.lse), []
     else:
         add(self, part)
 
@@ -82,7 +82,7 @@ def _lse_of_no_parts_is_zero(nothing: Any, self: Any, dtypes: Any = None) -> Any
 
 def _sum_overwritten(put: Any, self: Any, total: Any, part: Any) -> None:
     if total.lse is None and len(total.rows) == 1:
-        self._kernels.put_rows_([*total.rows], [x.to(total.rows[0].dtype) for x in part.rows], part.into)
+        self._kernels.put_rows_([*total.rows], [x.to(total.rows[0].dtype) for x in part.rows], part.place.into)
     else:
         put(self, total, part)
 

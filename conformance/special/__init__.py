@@ -1,0 +1,14 @@
+"""The table of special cases: every edge of what attention means, one name each."""
+
+from __future__ import annotations
+
+from conformance.entries import TableEntry
+from conformance.special.gradients import GRADIENTS
+from conformance.special.heads import HEADS
+from conformance.special.lengths import LENGTHS
+from conformance.special.masks import MASKS
+from conformance.special.values import VALUES
+
+__all__ = ["SPECIAL"]
+
+SPECIAL: dict[str, TableEntry] = VALUES | LENGTHS | MASKS | HEADS | GRADIENTS
