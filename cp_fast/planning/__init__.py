@@ -11,6 +11,7 @@ with one number a tile or a span), step by step:
     windows     a tile's band as a kernel's window; tiles cut so that few windows serve all of them
     joins       tiles that are one tile: the own causal square, keys in any order where nothing is hidden
     launches    tiles with equal windows in one kernel launch
+    groups      the tiles of a step by heads, with their launches; both passes and all stages of heads share them
     lower       a rank's programs, both passes
     link        the program with its tables on the device
 

@@ -188,7 +188,7 @@ class _Fitter:
 
     def _send(self, where: str, wanted: Send[RowKey], given: Send[RowKey] | None) -> Send[Any]:
         size = self._shape.message_rows(self.buffers[wanted.buffer].kind, wanted.peers[0])
-        self._check(where, self._rows_of(given and given.rows), size)
+        self._check(where, len(self._given.numbers(given.rows)) if given else 0, size)
         return replace(wanted, rows=self._read(wanted.buffer, given and given.rows, size))
 
     def _recv(self, where: str, wanted: Recv, given: Recv | None) -> Recv:
@@ -257,9 +257,6 @@ class _Fitter:
             results=self._contributions(where, kind, wanted.results, results, size_q),
             results_kv=self._contributions(where, "dkv", wanted.results_kv, results_kv, size_kv),
         )
-
-    def _rows_of(self, rows: RowKey | None) -> int:
-        return 0 if rows is None else len(self._given.numbers(rows))
 
     def _check(self, where: str, rows: int, size: int) -> None:
         if rows > size:

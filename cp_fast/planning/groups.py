@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.launches import LaunchTable, keys_in_buffer_order, launch_tables
+from cp_fast.planning.launches import LaunchTable, keys_in_buffer_order, launch_tables, overlap
 from cp_fast.planning.rows import RowMap, Spans, SpanSets
 from cp_fast.planning.tables import Key, Tables
 from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles
 from cp_fast.program import Heads
 from cp_ref.spec import Column, Tiles, Workload
+from cp_ref.spec.table import one_value
 
 __all__ = ["LaunchRows", "SegmentKeys", "TileGroup", "TileGroups"]
 
@@ -74,7 +75,9 @@ class TileGroups:
     """The tiles of a rank's steps."""
 
     def __init__(self, work: Workload, rule: WindowRule, tables: Tables, sets: SpanSets) -> None:
-        self._work, self._rule, self._tables, self._sets = work, rule, tables, sets
+        a = work.areas
+        self._rule = rule._replace(apart=not (overlap(a.q_start, a.q_stop) or overlap(a.k_start, a.k_stop)))
+        self._work, self._tables, self._sets = work, tables, sets
         self._groups: dict[int, tuple[Tiles, list[TileGroup]]] = {}  # by the tiles' id
         self._launches: dict[tuple[int, ...], tuple[Tiles, BandTiles, list[LaunchRows]]] = {}  # by their columns' ids
         self._in_order: dict[tuple[LaunchRows, RowMap], LaunchRows] = {}
@@ -128,7 +131,7 @@ class TileGroups:
 def _head_ranges(tiles: Tiles) -> list[Heads]:
     """The ranges of heads that tiles have."""
     first, last = tiles.head_start, tiles.head_stop
-    if len(tiles) and bool((first == first[0]).all()) and bool((last == last[0]).all()):
+    if len(tiles) and one_value(first) and one_value(last):
         return [(int(first[0]), int(last[0]))]
     return sorted({*zip(first.tolist(), last.tolist(), strict=True)})
 

@@ -115,7 +115,7 @@ def strips(tiles: BandTiles) -> Segments:
 
 def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
     """Whether each group of tiles has the keys of the group before it; without the first."""
-    same = size[1:] == size[:-1]
+    same = (size[1:] == size[:-1]) & (tiles.k_start[begin[1:]] == tiles.k_start[begin[:-1]])  # quickly seen of most
     some = np.flatnonzero(same)
     if len(some):
         here = ranges(begin[1:][some], size[1:][some])

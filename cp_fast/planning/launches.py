@@ -14,7 +14,7 @@ from cp_fast.planning.spreading import spread
 from cp_fast.planning.windows import BandTiles, WindowRule, cut_to_windows
 from cp_ref.spec import Column
 
-__all__ = ["LaunchTable", "keys_in_buffer_order", "launch_tables"]
+__all__ = ["LaunchTable", "keys_in_buffer_order", "launch_tables", "overlap"]
 
 _FEW = 8  # segments
 _SAMPLE = 1024  # spans
@@ -53,7 +53,7 @@ def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     cut = cut_to_windows(tiles.take(~part) if part.any() else tiles, rule)
     full = cut.full
     parts = [square, strips(cut)] if full.all() else [square, strips(cut.take(full)), one_each(cut.take(~full))]
-    if not areas_meet(tiles):
+    if rule.apart or not areas_meet(tiles):
         return [_launch(found) for group in _by_window(Segments.concat(parts), rule) for found in _places(group)]
     square, strip, *rest = parts
     ways = [staircases(strip), alike(strip)] if len(strip) > 1 else [strip]
@@ -98,7 +98,7 @@ def _launch(segments: Segments) -> LaunchTable:
         np.bincount(spans.segment, spans.stop - spans.start, len(segments)).astype(np.int64)
         for spans in (segments.q, segments.k)
     )
-    layer = layers(segments) if _overlap(segments.k) else None
+    layer = layers(segments) if overlap(segments.k.start, segments.k.stop) else None
     window = (None if left < 0 else left), (None if right < 0 else right)
     return LaunchTable(*window, segments.q, segments.k, lengths_q, lengths_k, layer)
 
@@ -127,7 +127,7 @@ def _places(segments: Segments) -> Iterator[Segments]:
     """The segments in launches that have each row of queries, and of keys, once: results are added by rows. The first
     segments of all areas are one launch, then the second ones: areas have no rows in common.
     """
-    if not (_overlap(segments.q) or _overlap(segments.k)):
+    if not (overlap(segments.q.start, segments.q.stop) or overlap(segments.k.start, segments.k.stop)):
         yield segments
         return
     if not bool((segments.area[1:] >= segments.area[:-1]).all()):
@@ -137,9 +137,8 @@ def _places(segments: Segments) -> Iterator[Segments]:
         yield segments.take(np.flatnonzero(place == n))
 
 
-def _overlap(spans: SegmentSpans) -> bool:
+def overlap(start: Column, stop: Column) -> bool:
     """Whether any two spans have a row in common."""
-    start, stop = spans.start, spans.stop
     if bool((start[1:] >= start[:-1]).all()):
         return bool((start[1:] < stop[:-1]).any())
     for size in (_SAMPLE, len(start)) if len(start) > _SAMPLE else (len(start),):  # where many overlap, few show it

@@ -45,12 +45,17 @@ def _linked(x: Any, tables: Uploaded, segments: dict[SegmentKeys, Segments]) -> 
         if x not in segments:  # both passes have the same
             segments[x] = _segments(x, tables)
         return segments[x]
+    if kind is slice or x is None:
+        return x
     if kind is tuple:
         return tuple([_linked(item, tables, segments) for item in x])
     if not is_dataclass(kind):
         return x
-    values = ((getattr(x, name), has_rows) for name, has_rows in _fields_of(kind))
-    return kind(*[_linked(value, tables, segments) if has_rows else value for value, has_rows in values])
+    values = [
+        _linked(getattr(x, name), tables, segments) if has_rows else getattr(x, name)
+        for name, has_rows in _fields_of(kind)
+    ]
+    return kind(*values)
 
 
 @cache

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import chain
 
+from cp_fast.planning.complete_outs import CompleteOuts
 from cp_fast.planning.groups import LaunchRows, TileGroup, TileGroups
 from cp_fast.planning.operands import Held, Operands
 from cp_fast.planning.results import Parcels, Results, parcels_of
@@ -64,7 +65,7 @@ def lower(
     own_inputs, own_gradients = made[:2], made[2:]
     operands.held = list(own_inputs)
     groups = TileGroups(work, rule, tables, sets)
-    shared = groups, operands, results, _CompleteOuts.of(forward, sets)
+    shared = groups, operands, results, CompleteOuts.of(forward, sets)
     drafts = _Pass(*shared, backward=False).lower(forward)
     kept = [held for held in operands.held if held in own_inputs or held.kind in saved]
     complete = {
@@ -123,38 +124,6 @@ def _free(drafts: list[_StepDraft], name: str, last_use: int) -> None:
         drafts[max(last_use, 0)].last_use.append(name)
 
 
-@dataclass(frozen=True)
-class _CompleteOuts:
-    """The rows and heads of which this rank got complete outs from a peer, or gave them to one: for these the peer, or
-    this rank, has the final out and lse, so that a `do` message need not carry them.
-    """
-
-    received: dict[int, list[Parcels]]
-    sent: dict[int, list[Parcels]]
-
-    @staticmethod
-    def of(forward: Steps, sets: SpanSets) -> _CompleteOuts:
-        """The complete outs of the forward pass's steps."""
-        received: dict[int, list[Parcels]] = {}
-        sent: dict[int, list[Parcels]] = {}
-        for step in forward:
-            for messages, found in ((step.recvs, received), (step.sends, sent)):
-                for message in messages:
-                    if message.kind == "out" and message.complete:
-                        found.setdefault(message.peer, []).extend(parcels_of(message, sets))
-        return _CompleteOuts(received, sent)
-
-    @staticmethod
-    def cover(outs: Sequence[Parcels], parcels: Parcels) -> bool:
-        """Whether these have all rows and heads of a message."""
-        return any(
-            out.heads[0] <= parcels.heads[0]
-            and parcels.heads[1] <= out.heads[1]
-            and out.spans.packed.covers(parcels.spans)
-            for out in outs
-        )
-
-
 @dataclass
 class _Pass:
     """Lowers one pass, step by step."""
@@ -162,7 +131,7 @@ class _Pass:
     groups: TileGroups
     operands: Operands
     results: Results
-    exchanged: _CompleteOuts
+    exchanged: CompleteOuts
     backward: bool
 
     def lower(self, steps: Steps) -> list[_StepDraft]:
@@ -212,7 +181,7 @@ class _Pass:
                 continue
             together.setdefault((parcels.kind, parcels.heads), []).append(parcels)
             if parcels.kind == "do" and not self.exchanged.cover(self.exchanged.sent.get(parcels.peer, []), parcels):
-                res = replace(parcels, kind="res", tag=parcels.tag + 4)
+                res = parcels._replace(kind="res", tag=parcels.tag + 4)
                 together.setdefault(("res", parcels.heads), []).append(res)
         arriving: list[Held] = []
         for (kind, heads), group in together.items():
@@ -247,11 +216,12 @@ class _Pass:
         """The launches of one step's tiles of the same heads."""
         for kind in ("q", "kv", "do", "res") if self.backward else ("q", "kv"):
             heads = group.heads_of(kind)
-            if not all(self.operands.has(kind, heads, launch.rows(kind)) for launch in group.launches):
+            if None in [self.operands.holder(kind, heads, launch.rows(kind)) for launch in group.launches]:
                 draft.copies += self.operands.gather(kind, heads, [group.rows(kind)], number)
         for launch in group.launches:
-            buffer = self.operands.rows_of("kv", group.kv_heads, launch.kv)
-            ordered = self.groups.in_buffer_order(launch, buffer)
+            buffer = self.operands.holder("kv", group.kv_heads, launch.kv)
+            assert buffer is not None, "rows that were put together are not there"
+            ordered = self.groups.in_buffer_order(launch, buffer.rows)
             draft.launches.append(self._one_launch(ordered, number, group.heads, group.kv_heads))
 
     def _one_launch(self, launch: LaunchRows, number: int, heads: Heads, kv_heads: Heads) -> Launch[RowKey]:

@@ -28,6 +28,10 @@ class Held:
     size: int
     last_use: int = -1  # the last step that reads it
 
+    def has(self, kind: str, heads: Heads) -> bool:
+        """Whether its rows are of this kind and have all of these heads."""
+        return self.kind == kind and self.heads[0] <= heads[0] and heads[1] <= self.heads[1]
+
 
 @dataclass
 class Operands:
@@ -50,26 +54,16 @@ class Operands:
 
     def find(self, kind: str, heads: Heads, spans: Spans, step: int) -> Operand[RowKey] | None:
         """The rows of these spans, span after span, in the newest buffer that has all of them; None if none has."""
-        held = self._holder(kind, heads, spans)
+        held = self.holder(kind, heads, spans)
         if held is None:
             return None
         located = held.rows.locate(spans)
         return self._operand(held, located.row, located.count, heads, step)
 
-    def has(self, kind: str, heads: Heads, spans: Spans) -> bool:
-        """Whether `find` finds these rows."""
-        return self._holder(kind, heads, spans) is not None
-
-    def rows_of(self, kind: str, heads: Heads, spans: Spans) -> RowMap:
-        """The rows of the buffer that `find` finds."""
-        held = self._holder(kind, heads, spans)
-        assert held is not None, f"{kind} rows that were put together are not there"
-        return held.rows
-
-    def _holder(self, kind: str, heads: Heads, spans: Spans) -> Held | None:
+    def holder(self, kind: str, heads: Heads, spans: Spans) -> Held | None:
+        """The buffer in which `find` finds these rows."""
         for held in reversed(self.held):
-            has_heads = held.kind == kind and held.heads[0] <= heads[0] and heads[1] <= held.heads[1]
-            if has_heads and held.rows.covers(spans):
+            if held.has(kind, heads) and held.rows.covers(spans):
                 return held
         return None
 
@@ -84,12 +78,12 @@ class Operands:
         for part in _cut(heads, (held.heads for held in sources)):
             missing = rows.spans
             for held in sources:
-                if held.heads[0] <= part[0] and part[1] <= held.heads[1] and len(missing):
+                if held.has(kind, part) and len(missing):
                     located = held.rows.locate(missing)
                     if len(located.count):
                         row, size = located.rows_in_order  # as they lie there: scattered, not gathered too
                         source = self._operand(held, row, size, part, step)
-                        into = self._into(rows, located)
+                        into = self._into(rows, missing, located)
                         copies.append(Copy(source, self._operand(made, into, size, part, step)))
                         missing = _NOTHING if located.whole else self._rest(missing, located.spans)
             if len(missing):
@@ -104,10 +98,13 @@ class Operands:
         rest = subtract(spans, found)
         return self.sets.of(rest.start, rest.stop)
 
-    def _into(self, rows: RowMap, located: Located) -> Column:
-        """The first rows of located spans in another buffer that has them, in the order in which they were found."""
+    def _into(self, rows: RowMap, spans: Spans, located: Located) -> Column:
+        """The first rows of what was located of some spans in a buffer with all of them, in the order in which they lie
+        in the other one.
+        """
         if (rows, located) not in self._known:
-            self._known[rows, located] = rows.locate(located.spans).row[located.by_row]
+            first = rows.locate(spans).row - spans.start  # a span lies in one piece there
+            self._known[rows, located] = (first[located.number] + located.start)[located.by_row]
         return self._known[rows, located]
 
     def _operand(self, held: Held, row: Column, size: Column, heads: Heads, step: int) -> Operand[RowKey]:

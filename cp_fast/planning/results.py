@@ -19,8 +19,7 @@ __all__ = ["Parcels", "Results", "parcels_of"]
 _TAGS = 1024  # tensors of one message
 
 
-@dataclass(frozen=True)
-class Parcels:
+class Parcels(NamedTuple):
     """The part of a message that has the same heads: one tensor of each kind that the message carries."""
 
     kind: str
@@ -87,12 +86,10 @@ class Results:
                     sends.append(ResultSend(parcels.peer, parcels.tag, sums, row, parcels.spans.total))
                     row += parcels.spans.total
             found.append(tuple(sends))
-        self._stay = {kind for kind in RESULTS if not any(self._own_leave(kind, out) for out in self._outgoing[kind])}
+        self._stay = {
+            kind for kind, out in self._outgoing.items() if not any(self.own[kind].meets(o.rows) for o in out)
+        }
         return found
-
-    def _own_leave(self, kind: str, out: _Outgoing) -> bool:
-        """Whether results of own rows are handed over, which then need not stay at home."""
-        return self.own[kind].meets(out.rows)
 
     def sent_complete(self) -> list[tuple[str, Heads, RowMap]]:
         """(sums, heads, rows) of the outs that leave this rank complete; after `announce` of the forward pass."""
@@ -117,7 +114,8 @@ class Results:
                     rest, offset = self._into(found, out.sums, out.rows, rest, offset, part, heads)
             if len(rest):
                 home = f"{kind} {part[0]}:{part[1]} at home"
-                self.sums.setdefault(home, Sums(kind, part, 0, True))
+                if home not in self.sums:
+                    self.sums[home] = Sums(kind, part, 0, True)
                 rest, _ = self._into(found, home, self.own[kind], rest, offset, part, heads)
                 if len(rest):
                     raise ValueError(

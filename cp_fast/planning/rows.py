@@ -9,7 +9,10 @@ import numpy as np
 
 from cp_ref.spec import Column, Fragments, joined
 
-__all__ = ["Located", "RowMap", "SpanSets", "Spans", "intersect", "subtract"]
+__all__ = ["Located", "RowMap", "SpanSets", "Spans", "subtract"]
+
+
+_KNOWN = 4  # answers of a map: a launch asks for the same rows of several tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +46,7 @@ class Spans:
     @cached_property
     def packed(self) -> RowMap:
         """A buffer that holds them one behind the other."""
-        return RowMap.at(self.start, self.stop, self.begin)
+        return RowMap.at(self, self.begin)
 
 
 class SpanSets:
@@ -116,48 +119,44 @@ class RowMap:
     ([6, 0], [2, 2])
     """
 
-    def __init__(self, start: Column, stop: Column, row: Column) -> None:
-        self.start, self.stop, self.row = start, stop, row
+    def __init__(self, spans: Spans, row: Column) -> None:
+        self.spans, self.row = spans, row  # `spans`: all that is here
+        self.start, self.stop = spans.start, spans.stop
         self._located: dict[Spans, Located] = {}
-        self._lacks: set[Spans] = set()  # those of which not even the first row is here
 
     def __len__(self) -> int:
         return len(self.start)
 
     @staticmethod
-    def at(start: Column, stop: Column, row: Column) -> RowMap:
+    def at(spans: Spans, row: Column) -> RowMap:
         """A buffer that holds these spans from these rows on."""
-        if not bool((start[1:] >= start[:-1]).all()):
-            order = np.argsort(start, kind="stable")
-            start, stop, row = start[order], stop[order], row[order]
-        return RowMap(start, stop, row)
+        if bool((spans.start[1:] >= spans.start[:-1]).all()):
+            return RowMap(spans, row)
+        order = np.argsort(spans.start, kind="stable")
+        return RowMap(Spans(spans.start[order], spans.stop[order]), row[order])
 
     @staticmethod
     def of(fragments: Fragments) -> RowMap:
         """A rank's own buffer."""
-        return RowMap.at(fragments.start, fragments.stop, fragments.row)
-
-    @cached_property
-    def spans(self) -> Spans:
-        """The rows that are here."""
-        return Spans(self.start, self.stop)
+        return RowMap.at(Spans(fragments.start, fragments.stop), fragments.row)
 
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
         if spans not in self._located:
+            if len(self._located) == _KNOWN:
+                del self._located[next(iter(self._located))]
             self._located[spans] = self._locate(spans)
         return self._located[spans]
 
     def covers(self, spans: Spans) -> bool:
-        """Whether all of these rows are here. Most buffers that lack some lack the first one, which is looked for."""
+        """Whether all of these rows are here. Most buffers that lack some are too small, or lack the first one."""
         if spans not in self._located:
-            if spans in self._lacks:
+            if spans.total > self.spans.total:
                 return False
             if len(spans):
                 first = spans.start[0]
                 here = int(self.stop.searchsorted(first, side="right"))
                 if here == len(self) or self.start[here] > first:
-                    self._lacks.add(spans)
                     return False
         return self.locate(spans).whole
 
@@ -184,19 +183,6 @@ class RowMap:
         return bool((many.start[here[there]] < few.stop[there]).any())
 
 
-def intersect(spans: Spans, others: Spans) -> Spans:
-    """The rows that are in both; `others` are sorted and disjoint.
-
-    >>> both = intersect(Spans(np.array([0, 6]), np.array([4, 9])), Spans(np.array([2]), np.array([7])))
-    >>> both.start.tolist(), both.stop.tolist()
-    ([2, 6], [4, 7])
-    """
-    number, other = joined(spans.start, spans.stop, others.start, others.stop)
-    return Spans(
-        np.maximum(spans.start[number], others.start[other]), np.minimum(spans.stop[number], others.stop[other])
-    )
-
-
 def subtract(spans: Spans, others: Spans) -> Spans:
     """The rows of `spans` that are not in `others`; both are sorted and disjoint.
 
@@ -210,4 +196,6 @@ def subtract(spans: Spans, others: Spans) -> Spans:
     far = np.array([2**60])
     begin, end = np.append(-far, others.stop), np.append(others.start, far)
     some = begin < end  # others that touch have nothing between them
-    return intersect(spans, Spans(begin[some], end[some]))
+    begin, end = begin[some], end[some]
+    number, gap = joined(spans.start, spans.stop, begin, end)
+    return Spans(np.maximum(spans.start[number], begin[gap]), np.minimum(spans.stop[number], end[gap]))

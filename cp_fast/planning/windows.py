@@ -54,11 +54,12 @@ class BandTiles(Table):
 
 class WindowRule(NamedTuple):
     """`own`: the problem's window (left, right), -1 for unbounded, in which a tile is never cut. `large`: the number of
-    query rows from which a tile has its own window.
+    query rows from which a tile has its own window. `apart`: whether no two areas have rows in common, as is known.
     """
 
     own: tuple[int, int]
     large: int
+    apart: bool = False
 
 
 def own_window(problem: Problem) -> tuple[int, int]:

@@ -22,13 +22,15 @@ From DeepSpeed-Ulysses (Jacobs et al., 2023) and USP (Fang and Zhao, 2024).
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from cp_ref.spec.ownership import Fragments
 from cp_ref.spec.p2p import RingMember, ring_programs
 from cp_ref.spec.schedule import Heads, Message, Pieces, Program, Step, tag
 from cp_ref.spec.stages import in_stages
-from cp_ref.spec.units import Units, merged
+from cp_ref.spec.units import Spans, Units, merged
 from cp_ref.spec.workload import Workload
 
 __all__ = ["head_ranges", "plan_a2a_rank"]
@@ -64,15 +66,19 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
     replicated = sum(last - first for _, (first, last) in heads) > work.heads_kv  # then dK/dV are sums
     peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
 
+    @cache
+    def pieces(side: int, rows_of: int, heads_of: int) -> Pieces:
+        """The rows of one rank of the group for the heads of another; messages of both passes have the same."""
+        rows = active[side][rows_of]
+        return Pieces.spans(rows.start, rows.stop, heads[heads_of][side])
+
     def rows_for_heads(kinds: tuple[str, ...], step: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """The own rows for the peers' heads, and the peers' rows for the own heads."""
 
         def message(kind: str, peer: int, rows_of: int, heads_of: int) -> list[Message]:
-            side = int(kind in ("kv", "dkv"))
-            rows = active[side][rows_of]
-            pieces = Pieces.spans(rows.start, rows.stop, heads[heads_of][side])
+            some = pieces(int(kind in ("kv", "dkv")), rows_of, heads_of)
             complete = kind in ("out", "dq") or (kind == "dkv" and not replicated)
-            return [Message(kind, unit * size + peer, tag(step, kind), pieces, complete)] if len(rows) else []
+            return [Message(kind, unit * size + peer, tag(step, kind), some, complete)] if len(some) else []
 
         out = [m for kind in kinds for peer in peers for m in message(kind, peer, a2a_rank, peer)]
         back = [m for kind in kinds for peer in peers for m in message(kind, peer, peer, a2a_rank)]
@@ -92,8 +98,13 @@ def _active_rows(units: Units, unit: int) -> tuple[list[Fragments], list[Fragmen
     alike = np.zeros(units.count, dtype=int)
     (sees,), (seen,) = units.sees(unit, alike), units.seen(unit, alike)
     queries, keys = merged(sees.q_start, sees.q_stop), merged(seen.k_start, seen.k_stop)
-    ranks, ownership = range(unit * units.size, (unit + 1) * units.size), units.workload.ownership
-    active = [ownership.q.of(rank).within(*queries) for rank in ranks]
+    ownership, first = units.workload.ownership, unit * units.size
+
+    def active(rows: Fragments, spans: Spans) -> list[Fragments]:
+        inside = rows.of(first, units.size).within(*spans)
+        return [inside.of(rank) for rank in range(first, first + units.size)]
+
+    of_queries = active(ownership.q, queries)
     if ownership.kv is ownership.q and all(map(np.array_equal, queries, keys)):
-        return active, active
-    return active, [ownership.kv.of(rank).within(*keys) for rank in ranks]
+        return of_queries, of_queries
+    return of_queries, active(ownership.kv, keys)

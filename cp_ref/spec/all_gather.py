@@ -26,13 +26,15 @@ def plan_all_gather_rank(units: Units, rank: int) -> tuple[Program, Program]:
     work, count = units.workload, units.count
     theirs, mine = units.sees(rank, (np.arange(count) == rank).astype(int))
     own, remote = tiles_of(mine, (0, work.heads_q)), tiles_of(theirs, (0, work.heads_q))
-    received = spans_by(theirs.peer, theirs.k_start, theirs.k_stop, count)
-    given = [merged(some.k_start, some.k_stop) for some in units.seen(rank, np.arange(count))]
     peers = [(rank + n) % units.count for n in range(1, count)]
 
-    def messages(kind: str, rows: list[Spans], step: int) -> tuple[Message, ...]:
-        pieces = {peer: Pieces.spans(*rows[peer], (0, work.heads_kv)) for peer in peers}
-        return tuple(Message(kind, peer, tag(step, kind), pieces[peer]) for peer in peers if len(pieces[peer]))
+    def of_peers(rows: list[Spans]) -> dict[int, Pieces]:
+        return {peer: Pieces.spans(*rows[peer], (0, work.heads_kv)) for peer in peers if len(rows[peer][0])}
 
+    def messages(kind: str, pieces: dict[int, Pieces], step: int) -> tuple[Message, ...]:
+        return tuple(Message(kind, peer, tag(step, kind), some) for peer, some in pieces.items())
+
+    received = of_peers(spans_by(theirs.peer, theirs.k_start, theirs.k_stop, count))
+    given = of_peers([merged(some.k_start, some.k_stop) for some in units.seen(rank, np.arange(count))])
     attend = Step(messages("kv", given, 0), messages("kv", received, 0), own), Step(tiles=remote)
     return attend, (*attend, Step(messages("dkv", received, 2), messages("dkv", given, 2)))

@@ -39,9 +39,9 @@ class Fragments(Table):
     stop: Column
     row: Column
 
-    def of(self, rank: int) -> Fragments:
-        """The fragments of one rank."""
-        first, last = np.searchsorted(self.rank, [rank, rank + 1])
+    def of(self, rank: int, count: int = 1) -> Fragments:
+        """The fragments of one rank, or of so many from this one on."""
+        first, last = np.searchsorted(self.rank, [rank, rank + count])
         return self.take(slice(int(first), int(last)))
 
     def sorted(self) -> Fragments:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_ref.spec.schedule import Heads, Message, Pieces, Program, Step, Tiles, tag
+from cp_ref.spec.table import constant
 from cp_ref.spec.units import Sights, Spans, Units, merged
 
 __all__ = ["RingMember", "plan_p2p_rank", "ring_programs", "tiles_of"]
@@ -100,8 +101,8 @@ def ring_programs(units: Units, member: RingMember) -> tuple[Program, Program]:
 
 def tiles_of(sees: Sights, heads: Heads) -> Tiles:
     """The rectangles that are seen, as tiles."""
-    first, last = np.full_like(sees.area, heads[0]), np.full_like(sees.area, heads[1])
-    return Tiles(sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop, first, last)
+    edges = (constant(head, sees.area) for head in heads)
+    return Tiles(sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop, *edges)
 
 
 def _halo(units: Units, unit: int, sees: list[Sights]) -> Route:

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.spec.table import Column, Table
+from cp_ref.spec.table import Column, Table, constant, one_value
 
 __all__ = ["KINDS", "OPERANDS", "RESULTS", "Message", "Pieces", "Program", "Schedule", "Step", "Tiles", "tag"]
 
@@ -73,7 +73,7 @@ class Pieces(Table):
     @staticmethod
     def spans(start: Column, stop: Column, heads: Heads) -> Pieces:
         """Pieces of the same heads."""
-        return Pieces(start, stop, np.full_like(start, heads[0]), np.full_like(start, heads[1]))
+        return Pieces(start, stop, *(constant(head, start) for head in heads))
 
     @property
     def size(self) -> int:
@@ -120,9 +120,9 @@ class Message:
     def by_heads(self) -> list[tuple[Heads, Column, Column]]:
         """(heads, start, stop) of the pieces, those of the same heads together as far as they stand together."""
         p = self.pieces
-        new = (p.head_start[1:] != p.head_start[:-1]) | (p.head_stop[1:] != p.head_stop[:-1])
-        if not new.any():
+        if one_value(p.head_start) and one_value(p.head_stop):
             return [((int(p.head_start[0]), int(p.head_stop[0])), p.start, p.stop)] if len(p) else []
+        new = (p.head_start[1:] != p.head_start[:-1]) | (p.head_stop[1:] != p.head_stop[:-1])
         edges = [0, *(np.flatnonzero(new) + 1).tolist(), len(p)]
         return [((int(p.head_start[a]), int(p.head_stop[a])), p.start[a:b], p.stop[a:b]) for a, b in pairwise(edges)]
 

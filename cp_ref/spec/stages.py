@@ -26,6 +26,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from cp_ref.spec.schedule import KINDS, Heads, Message, Pieces, Program, Step, Tiles
+from cp_ref.spec.table import constant
 from cp_ref.spec.workload import Workload
 
 __all__ = ["in_stages"]
@@ -53,7 +54,8 @@ def _of_heads(step: Step, heads: Heads, later: int, group_size: int) -> Step:
     """The step for these kv heads of each rank's, counted from its first one; so many steps later."""
 
     def cut(table: Pieces | Tiles, size: int) -> dict[str, np.ndarray]:
-        first, last = (table.head_start + head * size for head in heads)
+        own = int(table.head_start[0]) if len(table) else 0
+        first, last = (constant(own + head * size, table.head_start) for head in heads)
         return {"head_start": first, "head_stop": last}
 
     def message(m: Message) -> Message:

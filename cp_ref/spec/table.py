@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Column", "Table", "in_blocks", "joined", "ordered_by", "ranges"]
+__all__ = ["Column", "Table", "constant", "in_blocks", "joined", "one_value", "ordered_by", "ranges"]
 
 Column = NDArray[Any]  # [n], signed integers of 32 or 64 bits
 
@@ -90,6 +90,20 @@ def in_blocks(function: F) -> F:
         return found
 
     return cast(F, by_block)
+
+
+def constant(value: int, like: Column) -> Column:
+    """A column with one value in all rows, as many as another has: the value is in memory once, and not written to.
+
+    >>> constant(7, np.array([1, 2, 3])).tolist()
+    [7, 7, 7]
+    """
+    return np.ndarray(like.shape, like.dtype, np.array(value, dtype=like.dtype), strides=(0,))
+
+
+def one_value(column: Column) -> bool:
+    """Whether all rows of a column have one value; of a `constant` one this is seen at once."""
+    return column.strides == (0,) or bool((column == column[:1]).all())
 
 
 def ranges(first: Column, count: Column) -> Column:
