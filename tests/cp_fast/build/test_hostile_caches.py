@@ -149,7 +149,7 @@ def test_a_stopped_builder_holds_nobody_for_ever(
 ) -> None:
     """Who is waited for is said; after the limit the waiter builds, and the stopped one takes that when it goes on."""
     monkeypatch.setattr(locks, "_SAY_AFTER", 0.3)
-    stopped = start(tmp_path / "log", 0.2)
+    stopped, took = start(own_cache, tmp_path / "log", 0.2)
     wait_for(tmp_path / "log")
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
@@ -162,7 +162,8 @@ def test_a_stopped_builder_holds_nobody_for_ever(
         assert "has not built the native kernels in 1 s; this process builds them" in said
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
-    assert stopped.communicate(timeout=60)[0].strip() == "own"
+    assert took.get(timeout=60) == "own"
+    stopped.join(timeout=60)
     assert sorted(x.name for x in own_cache.iterdir()) == ["key", "key.lock"]
 
 
