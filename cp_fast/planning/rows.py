@@ -149,15 +149,12 @@ class RowMap:
         return self._located[spans]
 
     def covers(self, spans: Spans) -> bool:
-        """Whether all of these rows are here. Most buffers that lack some are too small, or lack the first one."""
-        if spans not in self._located:
-            if spans.total > self.spans.total:
+        """Whether all of these rows are here, which may come twice. Most buffers that lack some lack the first one."""
+        if spans not in self._located and len(spans):
+            first = spans.start[0]
+            here = int(self.stop.searchsorted(first, side="right"))
+            if here == len(self) or self.start[here] > first:
                 return False
-            if len(spans):
-                first = spans.start[0]
-                here = int(self.stop.searchsorted(first, side="right"))
-                if here == len(self) or self.start[here] > first:
-                    return False
         return self.locate(spans).whole
 
     def _locate(self, spans: Spans) -> Located:
