@@ -53,8 +53,8 @@ class Line(NamedTuple):
 
 
 LINES = {
-    "one causal sequence": Line("speed_2x_h200", "32768"),
-    "five packed documents": Line("speed_2x_h200", "16384 8192 4096 2048 2048", layout="balanced"),
+    "one causal sequence": Line("speed_peers_2x_h200", "32768"),
+    "five packed documents": Line("speed_peers_2x_h200", "16384 8192 4096 2048 2048", layout="balanced"),
     "sixteen short documents": Line("speed_2x_h200", _SIXTEEN, layout="balanced"),
     "head dims 192 and 128": Line("speed_2x_h200", "32768", "32 32", "192 128"),
     "window of 4,096": Line("speed_2x_h200", "32768", window="4096"),
