@@ -38,6 +38,7 @@ GRACE_S = 40.0  # for what is under way when the time is up
 TIMEOUT_S = 300.0  # of the groups: the one who started the ranks watches them
 MOST_ERROR = 6e-3  # of the norm
 LENGTHS, SLOTS = [1500, 3, 0, 700], [1537, 24, 0, 722]  # which no layout cuts without a rest
+_AT_A_TIME = 48  # plays over processes, which are then compared with the simulated group's
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
     "padding": {"attn_mask_type": "padding"},
@@ -261,21 +262,25 @@ def worker(rank: int, device: str, folder: str, todo: list[Play], until: float) 
     def exact(mask: str, heads: tuple[int, int]) -> dict[str, torch.Tensor]:
         return oracle(next(play for play in todo if (play.mask, play.heads) == (mask, heads)), place)
 
+    compared = set[Play]()
     with (Path(folder) / f"{rank}.jsonl").open("w", buffering=1) as file:
-        for play in todo:
-            late = torch.tensor([float(time.time() > until)], device=place.device)
-            dist.all_reduce(late)
-            if late.item():
-                break
-            began = time.monotonic()
-            file.write(json.dumps({"case": str(play), "begins": True}) + "\n")
-            found = digests(one_rank(group_of(play), play, place))
-            file.write(json.dumps({"case": str(play), "found": found, "seconds": time.monotonic() - began}) + "\n")
-        for play in list(dict.fromkeys(replace(play, messages="group") for play in todo))[rank::size]:
-            if time.time() > until:
-                break
-            simulated, error = alone(play, place, lambda play: exact(play.mask, play.heads))
-            file.write(json.dumps({"case": str(play), "simulated": simulated, "error": error}) + "\n")
+        for some in (todo[n : n + _AT_A_TIME] for n in range(0, len(todo), _AT_A_TIME)):
+            for play in some:
+                late = torch.tensor([float(time.time() > until)], device=place.device)
+                dist.all_reduce(late)
+                if late.item():
+                    break
+                began = time.monotonic()
+                file.write(json.dumps({"case": str(play), "begins": True}) + "\n")
+                found = digests(one_rank(group_of(play), play, place))
+                file.write(json.dumps({"case": str(play), "found": found, "seconds": time.monotonic() - began}) + "\n")
+            alike = list(dict.fromkeys(replace(play, messages="group") for play in some))
+            for play in [play for play in alike if play not in compared][rank::size]:
+                if time.time() > until:
+                    break
+                simulated, error = alone(play, place, lambda play: exact(play.mask, play.heads))
+                file.write(json.dumps({"case": str(play), "simulated": simulated, "error": error}) + "\n")
+            compared.update(alike)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -291,9 +296,12 @@ def crossed(size: int, inner: int, rank: int) -> tuple[Any, Any]:
     return across, along
 
 
-def run(todo: list[Play], device: str, seconds: float) -> dict[str, Any]:
+def run(todo: list[Play], device: str, seconds: float, cores: Path | None = None) -> dict[str, Any]:
     """Start the ranks, wait for them at most a little longer than `seconds`, and say what they found."""
     os.environ["NCCL_NVLS_ENABLE"] = "0"
+    if cores is not None:
+        os.environ |= {"CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1", "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP": "1"}
+        os.environ["CUDA_COREDUMP_FILE"] = str(cores / "gpu_core.%p")
     size, began = todo[0].size, time.time()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -363,10 +371,13 @@ def main(
     seconds: Annotated[float, typer.Option(help="When playing stops.")] = 150.0,
     commit: Annotated[str, typer.Option(help="The commit that is tested.")] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    cores: Annotated[
+        Path | None, typer.Option(help="Folder for GPU core dumps: they name what failed.")
+    ] = None,
 ) -> None:
     """Play, print what is not right, and the counts."""
     todo = plays(size or torch.cuda.device_count(), device)[::every]
-    record: dict[str, Any] = {"commit": commit} | run(todo, device, seconds)
+    record: dict[str, Any] = {"commit": commit} | run(todo, device, seconds, cores)
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n")
     for case in record["cases"]:
