@@ -371,9 +371,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="When playing stops.")] = 150.0,
     commit: Annotated[str, typer.Option(help="The commit that is tested.")] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    cores: Annotated[
-        Path | None, typer.Option(help="Folder for GPU core dumps: they name what failed.")
-    ] = None,
+    cores: Annotated[Path | None, typer.Option(help="Folder for GPU core dumps: they name what failed.")] = None,
 ) -> None:
     """Play, print what is not right, and the counts."""
     todo = plays(size or torch.cuda.device_count(), device)[::every]
