@@ -84,14 +84,14 @@ class Row:
     load: float  # of the machine, one minute's average, while this was measured
 
 
-class _Echo:
+class Echo:
     """A rank of a group whose other ranks say what this one says."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
-        raise AssertionError("planning sends nothing")
+        raise AssertionError("nobody is there to send to")
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -138,7 +138,7 @@ def _measure(
 ) -> Row:  # fmt: skip
     read = _reader(count, cp_size, comm, layout, window, lengths, mean)
     rank = cp_size // 3
-    group = _Echo(rank, cp_size)
+    group = Echo(rank, cp_size)
     times: list[dict[str, float]] = []
     launches = 0
     for _ in range(rounds + 1):

@@ -14,7 +14,6 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-from typing import Any
 
 import torch
 
@@ -63,5 +62,4 @@ def _settle(said: int, environment: dict[str, str], path: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    arguments: list[Any] = sys.argv[1:]
-    main(*arguments)
+    main(sys.argv[1])

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp_fast
+from benchmarks.planning import Echo
 from cp_fast.backends import BackwardOperands, Gradients, Partial
 from cp_fast.peers.exchange import PeerMessages, Shared
 from cp_fast.peers.watch import Watch
 from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
 from cp_ref import SimGroup
-from cp_ref.spec import Parcel
 
 __all__ = ["Allocated", "call_of"]
 
@@ -81,20 +81,7 @@ class _Streams:
         pass
 
 
-class _Alone:
-    """A rank of a group in which all say the same."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Any:
-        raise AssertionError("peers' memory has room for all messages")
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.size
-
-
-class _Said(_Alone):
+class _Said(Echo):
     """A rank that knows what everyone says."""
 
     def __init__(self, rank: int, everyone: list[Any]) -> None:
@@ -109,7 +96,7 @@ def _messages(rank: int, size: int) -> PeerMessages:
     words, lane = list(range(size)), 2**40
     shared = Shared(words, words, words, words, words, (lane,) * (size - 1), torch.zeros(1), None)
     watch = Watch([f"rank {n}" for n in range(size)], rank, 600, lambda: 2**30, 0, lambda why: None)
-    return PeerMessages(_Alone(rank, size), shared, _Streams(), watch)
+    return PeerMessages(Echo(rank, size), shared, _Streams(), watch)
 
 
 def call_of(
