@@ -313,3 +313,36 @@ def test_a_wrong_gradient_is_seen() -> None:
 
     result = run(SimpleNamespace(tile=Lower().tile, tile_backward=backward), "kernel-backward")
     assert any("dk" in finding for failure in result.failures for finding in failure.findings)
+
+
+def in_float32(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return tuple(
+        x.to(torch.promote_types(x.dtype, q.dtype)) for x in Lower().tile(q.float(), k.float(), v.float(), **options)
+    )
+
+
+def by_matrix_units(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Operands with the eleven bits of TF32."""
+    return Lower().tile(
+        *((x.view(torch.int32) & ~0x1FFF).view(x.dtype) if x.dtype == torch.float32 else x for x in (q, k, v)),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("tile", [in_float32, by_matrix_units])
+def test_a_tile_in_less_precision_is_seen(tile: Any) -> None:
+    assert run(SimpleNamespace(tile=tile), "kernel").failures
+
+
+def test_the_gradients_of_one_visible_key_are_as_exact_as_the_sums_that_cancel() -> None:
+    """dq is 0, and is p * (dout . v - dout . out) * k: two sums of 128 terms."""
+    texts = ["TileGradients(rows=17, columns=17, left=0, right=0, dims=(128, 128), scale=1.0)"]
+    texts += ["TileGradients(rows=16, heads=(2, 1), dims=(128, 128), scale=1.0)"]
+    for error, verdict in ((0.0, "right"), (1e-4, "wrong")):
+
+        def backward(*arguments: Any, error: float = error, **options: Any) -> Any:
+            dq, dk, dv = Lower().tile_backward(*arguments, **options)
+            return dq + error, dk, dv
+
+        impl = Implementation(SimpleNamespace(tile=Lower().tile, tile_backward=backward))
+        assert [play_task(impl, Task("kernel", "kernel-backward", text)).verdict for text in texts] == [verdict] * 2
