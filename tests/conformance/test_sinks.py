@@ -49,6 +49,8 @@ def test_shares_taken_for_totals_are_seen(package: Any) -> None:
 
 
 def test_a_sink_has_the_same_bits_whatever_else_is_in_the_batch() -> None:
-    sequences, dims = (Sequence(16, 16, 16, 16),) * 3, {"heads_q": 8, "heads_kv": 8, "d_qk": 64, "d_v": 64}
-    problem = Problem(8, sequences, cp_comm_type="a2a", a2a_size=8, softmax_type="learnable", **dims)
+    problem = Problem(
+        8, (Sequence(16, 16, 16, 16),) * 3, cp_comm_type="a2a", a2a_size=8, heads_q=8, heads_kv=8, d_qk=64, d_v=64,
+        softmax_type="learnable",
+    )  # fmt: skip
     assert metamorphic.check(load("cp_fast"), Case(problem, seed=2, deterministic=True)) == []
