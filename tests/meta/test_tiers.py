@@ -20,7 +20,7 @@ from conformance.tiers import CASE_TIERS, TABLE_TIERS, determinism, hygiene, met
 from conformance.tiers.metamorphic import RELATIONS
 from cp_ref.spec import Problem, Sequence
 from tests.meta.mutants import MUTANTS
-from tests.meta.mutants.hunt import _draw
+from tests.meta.mutants.hunt import drawn_problems
 
 _TWO = (Sequence(8, 8, 8, 8), Sequence(3, 3, 4, 4))
 PACKED = Case(
@@ -43,7 +43,7 @@ def _one_thread() -> None:
 
 def test_the_reference_is_batch_invariant_to_the_last_bit() -> None:
     invariant = _like_the_reference(batch_invariant=True)
-    drawn = _draw("metamorphic", cases(EVERYTHING, dtypes=CASE_TIERS["metamorphic"].dtypes), 25)
+    drawn = drawn_problems("metamorphic", cases(EVERYTHING, dtypes=CASE_TIERS["metamorphic"].dtypes), 25)
     for case in drawn:
         assert metamorphic.check(invariant, case) == [], str(case)
     assert sum(case.deterministic and len(case.problem.sequences) > 1 for case in drawn) > 2
