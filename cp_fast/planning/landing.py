@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from cp_fast.planning.lower import Draft
+from cp_fast.planning.lower import Draft, reads
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import OWN, Copy, LoweredProgram, LoweredStep
 
@@ -33,11 +33,11 @@ def landed(draft: Draft) -> Draft:
 
 def _landed(program: LoweredProgram[RowKey], steps: Steps, tables: Tables) -> Steps:
     made = list(steps)
-    reads = _reads(steps)
+    times = Counter(name for step in steps for name in reads(step))
     for number, step in enumerate(steps):
         for name in dict.fromkeys(recv.buffer for recv in step.recvs):
             later = [(n, c) for n in range(number + 1, len(steps)) for c in steps[n].copies if c.source.buffer == name]
-            if reads[name] != 1 or len(later) != 1 or name in program.saved:
+            if times[name] != 1 or len(later) != 1 or name in program.saved:
                 continue
             at, copy = later[0]
             recvs = [recv for recv in step.recvs if recv.buffer == name]
@@ -54,17 +54,6 @@ def _landed(program: LoweredProgram[RowKey], steps: Steps, tables: Tables) -> St
             made[at] = replace(made[at], copies=tuple(c for c in made[at].copies if c is not copy))
             made = [replace(one, last_use=tuple(x for x in one.last_use if x != name)) for one in made]
     return tuple(made)
-
-
-def _reads(steps: Steps) -> Counter[str]:
-    """How often each buffer is read."""
-    found: Counter[str] = Counter()
-    for step in steps:
-        found.update(copy.source.buffer for copy in (*step.packed, *step.copies))
-        found.update(send.buffer for send in step.sends)
-        for launch in step.launches:
-            found.update(x.buffer for x in (launch.q, launch.kv, launch.do, launch.res) if x is not None)
-    return found
 
 
 def _is_there(steps: Sequence[LoweredStep[RowKey]], name: str) -> bool:
