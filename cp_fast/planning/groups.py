@@ -110,7 +110,7 @@ class TileGroups:
 
     def _launch(self, table: LaunchTable) -> LaunchRows:
         keys = self._tables.lengths(table.lengths_q), self._tables.lengths(table.lengths_k)
-        q, kv = self._sets.of(*table.q_spans), self._sets.of(*table.k_spans)
+        q, kv = (self._sets.of(side.start, side.stop) for side in (table.q, table.k))
         if table.layer is None:
             layers = (kv.packed,)
         else:

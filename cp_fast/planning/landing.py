@@ -6,11 +6,9 @@ order. If those of a message lie there in a few pieces, the message is received 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 from cp_fast.planning.lower import Draft, reads
 from cp_fast.planning.tables import RowKey, Tables
@@ -78,46 +76,30 @@ def _pieces(
         buffer = program.buffers[side.buffer]
         if side.heads != (0, buffer.heads[1] - buffer.heads[0]):
             return None
-    source, target = tables.spans(copy.source.rows), tables.spans(copy.target.rows)
-    if max(len(source), len(target)) > _MOST * len(sizes):
+    spans = tables.spans(copy.target.rows)
+    if copy.source.rows != slice(0, sum(sizes)) or len(spans) > _MOST * len(sizes):
         return None
-    pieces = _cut_alike(source, target)
-    found: list[tuple[slice, ...]] = []
-    for size in sizes:
-        mine: list[slice] = []
-        while size and pieces:
-            (_, into, count), *pieces = pieces
-            taken = min(count, size)
-            if mine and mine[-1].stop == into:
-                mine[-1] = slice(mine[-1].start, into + taken)
-            else:
-                mine.append(slice(into, into + taken))
-            size -= taken
-            if taken < count:
-                pieces = [(0, into + taken, count - taken), *pieces]
-        if size or not 0 < len(mine) <= _MOST:
-            return None
-        found.append(tuple(mine))
-    return found if not pieces else None
+    found = _cut(spans, sizes)
+    return found if all(0 < len(pieces) <= _MOST for pieces in found) else None
 
 
-def _cut_alike(source: Sequence[Span], target: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """Rows that are copied from spans to spans, (source, target, number of rows) by source: none where they leave a row
-    of the source out.
+def _cut(spans: Sequence[Span], sizes: Sequence[int]) -> list[tuple[slice, ...]]:
+    """Spans (first row, number of rows), one behind the other, cut into parts of these sizes.
 
-    >>> _cut_alike([(4, 4), (0, 4)], [(10, 6), (20, 2)])
-    [(0, 14, 2), (2, 20, 2), (4, 10, 4)]
-    >>> _cut_alike([(1, 3)], [(0, 3)])
-    []
+    >>> _cut([(10, 6), (20, 2)], [4, 4])
+    [(slice(10, 14, None),), (slice(14, 16, None), slice(20, 22, None))]
     """
-    ends_of_source, ends_of_target = ([0, *accumulate(count for _, count in spans)] for spans in (source, target))
-    found: list[tuple[int, int, int]] = []
-    for begin, end in pairwise(sorted({*ends_of_source, *ends_of_target})):
-        first, into = (
-            spans[n := bisect_right(ends, begin) - 1][0] + begin - ends[n]
-            for spans, ends in ((source, ends_of_source), (target, ends_of_target))
-        )
-        found.append((first, into, end - begin))
-    found.sort()
-    rows = [0, *accumulate(count for *_, count in found)]
-    return found if [first for first, *_ in found] == rows[:-1] else []
+    found: list[tuple[slice, ...]] = []
+    rest = list(reversed(spans))
+    for size in sizes:
+        pieces: list[slice] = []
+        while size:
+            first, count = rest.pop()
+            taken = min(count, size)
+            begin = pieces.pop().start if pieces and pieces[-1].stop == first else first
+            pieces.append(slice(begin, first + taken))
+            if taken < count:
+                rest.append((first + taken, count - taken))
+            size -= taken
+        found.append(tuple(pieces))
+    return found

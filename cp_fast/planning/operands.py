@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from cp_fast.planning.rows import RowMap, Spans, SpanSets, shared_out
+from cp_fast.planning.rows import RowMap, Spans, SpanSets, by_start, shared_out
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import Buffer, Copy, Heads, Operand
 from cp_ref.spec import Column
@@ -71,8 +71,10 @@ class Operands:
         for part in split(heads, (edge for held in self.held if held.kind == kind for edge in held.heads)):
             shares, rest = shared_out(rows.packed, ((held, held.rows) for held in self.held if held.has(kind, part)))
             for held, found in shares:
-                source = self._operand(held, found.there, found.count, part)
-                copies.append(Copy(source, self._operand(made, found.here, found.count, part)))
+                order = by_start(found.there)  # as they lie in the source: what arrived is then read in one piece
+                there, here, count = found.there[order], found.here[order], found.count[order]
+                source, target = self._operand(held, there, count, part), self._operand(made, here, count, part)
+                copies.append(Copy(source, target))
             if len(rest):
                 raise ValueError(
                     f"the schedule needs {kind} rows {rest.start[0]}:{rest.stop[0]} at step {step}, which"

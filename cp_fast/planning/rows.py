@@ -12,12 +12,9 @@ import numpy as np
 from cp_fast.planning.tables import one_range
 from cp_ref.spec import Column, Fragments, joined
 
-__all__ = ["Found", "Located", "Parts", "RowMap", "SpanSets", "Spans", "shared_out", "subtract"]
+__all__ = ["Found", "Located", "Parts", "RowMap", "SpanSets", "Spans", "by_start", "shared_out", "subtract"]
 
 Place = TypeVar("Place")
-
-
-_KNOWN = 4  # answers of a map: a launch asks for the same rows of several tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,10 +117,8 @@ class RowMap:
     @staticmethod
     def at(spans: Spans, row: Column) -> RowMap:
         """A buffer that holds these spans from these rows on."""
-        if bool((spans.start[1:] >= spans.start[:-1]).all()):
-            return RowMap(spans, row)
-        order = np.argsort(spans.start, kind="stable")
-        return RowMap(Spans(spans.start[order], spans.stop[order]), row[order])
+        order = by_start(spans.start)
+        return RowMap(spans if isinstance(order, slice) else Spans(spans.start[order], spans.stop[order]), row[order])
 
     @staticmethod
     def of(fragments: Fragments) -> RowMap:
@@ -133,8 +128,6 @@ class RowMap:
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
         if spans not in self._located:
-            if len(self._located) == _KNOWN:
-                del self._located[next(iter(self._located))]
             self._located[spans] = self._locate(spans)
         return self._located[spans]
 
@@ -197,7 +190,7 @@ class Parts:
         return Found(here, there, count, rest)
 
     def _without(self, located: Located) -> Parts:
-        order, taken = _by_start(self.spans.start), _by_start(located.start)
+        order, taken = by_start(self.spans.start), by_start(located.start)
         start, row = self.spans.start[order], self.row[order]
         found = located.start[taken]
         rest = subtract(Spans(start, self.spans.stop[order]), Spans(found, found + located.count[taken]))
@@ -217,7 +210,8 @@ class Found(NamedTuple):
 _NOTHING = Parts(Spans(*np.zeros((2, 0), dtype=np.int64)), np.zeros(0, dtype=np.int64))
 
 
-def _by_start(start: Column) -> Column | slice:
+def by_start(start: Column) -> Column | slice:
+    """The order of spans, or of rows, from the first one on."""
     return slice(None) if bool((start[1:] >= start[:-1]).all()) else np.argsort(start, kind="stable")
 
 
