@@ -41,14 +41,13 @@ class Allocates:
         return Partial(out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None)
 
     def backward(self, operands: BackwardOperands, *rest: Any) -> Gradients:
-        _, q, k, v, *_ = operands
-        sums = [torch.empty_like(x, dtype=torch.float32) for x in (k, v, q)]
-        rounded = []
-        for x in (k, v, q):  # each from its sum, which goes then
-            rounded.append(torch.empty_like(x))
-            del sums[0]
-        dk, dv, dq = rounded
-        return Gradients(dq, dk, dv)
+        dtype, (q, k, v) = operands.q.dtype, [torch.empty_like(x, dtype=torch.float32) for x in operands[1:4]]
+        del operands  # the large kernel has read them; then each is rounded, and goes
+        dk = torch.empty_like(k, dtype=dtype)
+        del k
+        dv = torch.empty_like(v, dtype=dtype)
+        del v
+        return Gradients(torch.empty_like(q, dtype=dtype), dk, dv)
 
 
 class _Streams:
