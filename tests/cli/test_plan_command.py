@@ -139,6 +139,9 @@ def test_svg(tmp_path: Path) -> None:
     [
         (["--compare", "--seqlen", "8", "--seqlen-kv", "9"], "--compare is for self-attention"),
         (["--compare", "--seqlens", "8", "--areas", "causal(8)"], "--areas is 'causal(8)'; --compare is for masks"),
+        (["--compare", "--svg", "plan.svg"], "--svg is plan.svg, which --compare does not look at; leave it out"),
+        (["--predict", "--rank", "0"], "--rank is 0, which --predict does not look at"),
+        (["--machine", "h200-nvlink"], "--machine is h200-nvlink, which a plan without --predict does not look at"),
         (["--seqlens", "8,8", "--seqlen", "4"], "--seqlen is 4, but --seqlens has the lengths; leave one of them out"),
         (["--seqlens", "8", "--seqlen-kv", "4"], "--seqlen-kv is 4, but thd takes --seqlens-kv"),
         (["--seqlens", "8,8", "--batch", "1"], "--batch is 1, but --seqlens says how many sequences there are"),

@@ -19,7 +19,7 @@ from cp_ref.spec import CP_COMM_TYPES, check_choice
 
 __all__ = [
     "ProblemOptions",
-    "check_head",
+    "check_number",
     "cumulative",
     "exchanging",
     "integers",
@@ -217,7 +217,7 @@ def cumulative(sizes: list[int]) -> torch.Tensor:
     return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32)
 
 
-def check_head(head: int, heads_q: int) -> None:
-    """--head is one of the problem's query heads."""
-    if not 0 <= head < heads_q:
-        raise ValueError(f"--head is {head}; it must be 0 to {heads_q - 1}")
+def check_number(option: str, number: int, count: int) -> None:
+    """It is one of `count` heads, ranks and the like, numbered from 0."""
+    if not 0 <= number < count:
+        raise ValueError(f"{option} is {number}; it must be 0 to {count - 1}")
