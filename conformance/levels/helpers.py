@@ -16,9 +16,10 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from conformance.comparing import same_bytes, worst
 from conformance.gpu_context import ASSERTED, context_error
 from conformance.implementation import Implementation, context
-from conformance.levels.calls import Raised, call, same_bytes, shape_findings, worst
+from conformance.levels.calls import Raised, call, shape_findings
 from conformance.levels.helper_arguments import HELPERS, MOVED_DTYPES, Built
 from conformance.levels.helper_definitions import DEFINITIONS, batch_of_rank
 from conformance.levels.helper_rules import broken_rule

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from conformance.budgets import compare
+from conformance.comparing import same_bytes, worst
 from conformance.implementation import Implementation
 from conformance.judged import Judged
-from conformance.levels.calls import call, dtype_of, parts_of, same_bytes, shape_findings, worst
+from conformance.levels.calls import call, dtype_of, parts_of, shape_findings
 from conformance.levels.text import LevelCase
 from conformance.levels.tile_definition import exact_tile
 from conformance.levels.tile_rounding import UNITS, rounding

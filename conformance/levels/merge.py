@@ -16,8 +16,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from conformance.comparing import same_bytes, worst
 from conformance.implementation import Implementation
-from conformance.levels.calls import call, dtype_of, parts_of, same_bytes, shape_findings, worst
+from conformance.levels.calls import call, dtype_of, parts_of, shape_findings
 from conformance.levels.text import LevelCase
 
 __all__ = ["Merge", "check", "strategy"]
