@@ -46,7 +46,7 @@ class LevelTier:
     @property
     def word(self) -> str:
         """How its texts begin."""
-        return self.problem.word
+        return self.problem.__name__
 
     def parse(self, text: str) -> Any:
         """The problem that a text says. Raises ValueError where it says none."""

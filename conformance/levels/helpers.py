@@ -10,7 +10,7 @@ store.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -53,7 +53,6 @@ class Helper(LevelCase):
     valid tokens; both are repeated `repeat` times.
     """
 
-    word: ClassVar[str] = "Helper"
     name: str = ""
     slots: tuple[int, ...] = ()
     real: tuple[int, ...] = ()
@@ -82,7 +81,6 @@ class Helper(LevelCase):
 class Malformed(Helper):
     """A call that was well-formed until `spoil`."""
 
-    word: ClassVar[str] = "Malformed"
     spoil: str = _SPOILS[0]
 
 

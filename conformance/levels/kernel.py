@@ -31,7 +31,6 @@ __all__ = ["Tile", "TileGradients", "check", "gradients_strategy", "strategy"]
 class Tile(LevelCase):
     """One call of `tile`; see `conformance.implementation` for what it means."""
 
-    word: ClassVar[str] = "Tile"
     backward: ClassVar[bool] = False
     rows: int = 1  # n
     columns: int = 1  # m
@@ -61,7 +60,6 @@ class Tile(LevelCase):
 class TileGradients(Tile):
     """The same, and its gradients."""
 
-    word: ClassVar[str] = "TileGradients"
     backward: ClassVar[bool] = True
 
 

@@ -10,7 +10,6 @@ inputs are overwritten. Where a part saw nothing its out is 0 by contract.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from hypothesis import strategies as st
@@ -34,7 +33,6 @@ class Merge(LevelCase):
     every LSE, `spread` is the size of their differences.
     """
 
-    word: ClassVar[str] = "Merge"
     parts: int = 1
     rows: int = 1
     heads: int = 1
