@@ -13,7 +13,7 @@ from cp_fast.rows import Rows, is_all, is_mask, put_columns
 
 __all__ = ["Merged", "Part", "Place", "Total", "TotalShape", "add_sink"]
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = Sequence[torch.Tensor]
 
 
 class Place(NamedTuple):
@@ -70,11 +70,8 @@ class Total:
     def __init__(self, shape: TotalShape, kernels: Kernels) -> None:
         self._shape, self._kernels = shape, kernels
         self._total: Merged | None = None
-        self.held: list[Part] = []  # parts that wait to be added
-
-    def add(self, part: Part) -> None:
-        """Take a partial result; the rows of each are distinct, so the sum has the same bits every time."""
-        self.held.append(part)
+        # parts that wait to be added; the rows of each are distinct, so the sum has the same bits every time
+        self.held: list[Part] = []
 
     def settle(self, dtype: torch.dtype | None = None) -> None:
         """Put what is held into the total, in the wide dtype or this one."""

@@ -10,7 +10,7 @@ import torch
 from cp_fast.backends import Backend
 from cp_fast.binding import Call, bound
 from cp_fast.bound import Arrival, Complete, Given, Held, Moved, Pass, Step, Take
-from cp_fast.exchanges import prepares
+from cp_fast.exchanges import Exchange, prepares
 from cp_fast.kernels.base import Kernels
 from cp_fast.overlap import head_start
 from cp_fast.program import OWN, LoweredProgram
@@ -40,10 +40,10 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class _Pending(NamedTuple):
-    """The messages that were posted at the start of a step."""
+class _Posted(NamedTuple):
+    """The messages of a step, under way."""
 
-    work: Pending | None
+    work: Pending
     columns: list[tuple[torch.Tensor, torch.Tensor]]  # rows of an lse that arrive, and where they are wanted
     partial: list[Held]
     complete: list[tuple[Complete, Held]]
@@ -85,7 +85,8 @@ class Run:
 
     def hold_own(self, kind: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor] = ()) -> None:
         """The rank's own rows. Detached: kernel libraries that take addresses refuse what requires a gradient."""
-        self.hold(OWN[kind], *([x.detach() if x.requires_grad else x for x in xs] for xs in (rows, columns)))
+        detached = [x.detach() if x.requires_grad else x for x in rows]
+        self.hold(OWN[kind], detached, [x.detach() if x.requires_grad else x for x in columns])
 
     def kept(self, name: str) -> list[torch.Tensor]:
         """The tensors of a buffer."""
@@ -95,49 +96,49 @@ class Run:
 
     # ---- a step
 
-    def post(self, step: Step) -> _Pending:
+    def post(self, step: Step) -> _Posted | None:
         """Send and receive; then put together what the launches need."""
         for copy in step.packed:
             self._copy(copy)
-        work, columns = None, list[tuple[torch.Tensor, torch.Tensor]]()
-        partial, complete = list[Held](), list[tuple[Complete, Held]]()
-        if step.exchange is not None:
-            sends, recvs = list[torch.Tensor](), list[torch.Tensor]()
-            for given in step.given:
-                sends += self._given(given)
-            for sums, rows in step.handed:
-                sends += self.results.handed_over(sums, rows)
-            for sums in step.gone:
-                self.results.handed.pop(sums, None)
-            for arrival in step.arrivals:
-                recvs += self._arriving(arrival, columns)
-            for room, _ in step.partial:
-                partial.append(box := room.new())
-                recvs += box.rows
-                recvs += box.columns
-            for what in step.complete:
-                complete.append((what, box := what.room.new()))
-                for n, of_peer in enumerate(zip(*(x.unbind() for x in box.rows), strict=True)):
-                    recvs += of_peer
-                    recvs += box.columns[n : n + 1]
-            work = step.exchange.post(self._group, sends, recvs)
-            if step.launches and not getattr(work, "by_copies", False):
-                head_start(self.results.device)
+        posted = None if step.exchange is None else self._post(step, step.exchange)
         for copy in step.copies:
             self._copy(copy)
-        return _Pending(work, columns, partial, complete)
+        return posted
 
-    def complete_step(self, step: Step, pending: _Pending) -> None:
+    def _post(self, step: Step, exchange: Exchange) -> _Posted:
+        sends, recvs, columns = list[torch.Tensor](), list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
+        for given in step.given:
+            sends += self._given(given)
+        for sums, rows in step.handed:
+            sends += self.results.handed_over(sums, rows)
+        for sums in step.gone:
+            self.results.handed.pop(sums, None)
+        for arrival in step.arrivals:
+            recvs += self._arriving(arrival, columns)
+        partial = [room.new() for room, _ in step.partial]
+        for rows, its_columns in partial:
+            recvs += rows
+            recvs += its_columns
+        complete = [(what, what.room.new()) for what in step.complete]
+        for _, box in complete:
+            for n, of_peer in enumerate(zip(*(x.unbind() for x in box.rows), strict=True)):
+                recvs += of_peer
+                recvs += box.columns[n : n + 1]
+        work = exchange.post(self._group, sends, recvs)
+        if step.launches and not getattr(work, "by_copies", False):
+            head_start(self.results.device)
+        return _Posted(work, columns, partial, complete)
+
+    def complete_step(self, step: Step, posted: _Posted | None) -> None:
         """Wait for the step's messages and take them in; let go of what is not needed any more."""
-        if pending.work is not None:
-            pending.work.wait()
-        for column, arrived in pending.columns:
-            column.copy_(arrived)
-        self.results.arrived += pending.complete
-        for (_, gives), box in zip(step.partial, pending.partial, strict=True):
-            self.results.contribute(gives, box.rows, box.columns[0] if box.columns else None)
-        for sums, least in step.settled:
-            self.results.settle(sums, least)
+        if posted is not None:
+            posted.work.wait()
+            for column, arrived in posted.columns:
+                column.copy_(arrived)
+            self.results.arrived += posted.complete
+            for (_, gives), (rows, columns) in zip(step.partial, posted.partial, strict=True):
+                self.results.contribute(gives, rows, columns[0] if columns else None)
+        self.results.settle(step.settled)
         for slot in step.last_use:
             self.held[slot] = None
 
@@ -152,11 +153,14 @@ class Run:
         last = self._taken.get(what.slot)
         if last is not None and last[0] is what:
             return last[1]
-        rows = [x.contiguous() for x in self._rows_of(held.rows, what)]
-        taken = Held(rows, columns_of(held.columns, what.rows, what.heads))
+        taken = self._part(held, what)
         if what.own:
             self._taken[what.slot] = what, taken
         return taken
+
+    def _part(self, held: Held, what: Take) -> Held:
+        rows = [x.contiguous() for x in self._rows_of(held.rows, what)]
+        return Held(rows, columns_of(held.columns, what.rows, what.heads) if held.columns else ())
 
     def _copy(self, copy: Moved) -> None:
         target, source = self.held[copy.slot], self.held[copy.source.slot]
@@ -186,9 +190,8 @@ class Run:
         held = self.held[given.slot]
         assert held is not None, _NOT_THERE
         if given.taken is not None:
-            what = given.taken
-            rows = [x.contiguous() for x in self._rows_of(held.rows, what)]
-            return rows + columns_of(held.columns, what.rows, what.heads) if held.columns else rows
+            part = held if given.taken.whole else self._part(held, given.taken)
+            return [*part.rows, *part.columns]
         front, found = self._kernels.heads_to_front, list[torch.Tensor]()
         packed = [front(x, given.rows, given.first_heads, given.heads).unbind() for x in held.rows]
         for first, of_peer in zip(given.first_heads, zip(*packed, strict=True), strict=True):
