@@ -203,11 +203,9 @@ class _Pass:
         for launch in launches:
             for kind in self.results:
                 keys = kind == "dkv"
-                heads, spans = (
-                    launch.kv_heads if keys else launch.heads,
-                    launch.table.k_spans if keys else launch.table.q_spans,
-                )
-                moved += self._added(kind, heads, spans)
+                heads = launch.kv_heads if keys else launch.heads
+                rows = launch.table.k if keys else launch.table.q
+                moved += self._added(kind, heads, (rows.start, rows.stop))
         for message in step.recvs:
             size = self._bytes(message, sums)
             received[message.peer] += size
@@ -233,7 +231,7 @@ class _Pass:
         own = self.launches.own
         if own is None:
             return 0
-        located = own.locate(RowSpans(*launch.table.q_spans))
+        located = own.locate(RowSpans(launch.table.q.start, launch.table.q.stop))
         if one_range(located.row, located.count):
             return 0
         problem = self.problem

@@ -7,15 +7,16 @@ Where messages are padded, rows of the buffers that they fill move; nothing else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cp_fast.planning.groups import SegmentKeys
 from cp_fast.planning.lower import COMPLETE, Draft
-from cp_fast.planning.matching import matched, matched_launches
 from cp_fast.planning.padded import PaddedTables, pad
 from cp_fast.planning.shape import Shape
 from cp_fast.planning.tables import Key, RowKey
@@ -37,6 +38,8 @@ from cp_fast.program import (
 from cp_ref.spec import Column, Problem, planned_positions
 
 __all__ = ["fit"]
+
+Item = TypeVar("Item")
 
 
 def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[LoweredProgram[Any], PaddedTables]:
@@ -75,12 +78,13 @@ def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[LoweredProgram[An
 
 @dataclass(frozen=True)
 class _Moved:
-    """Where each message of a buffer or of sums begins: in the batch's own, and in the padded one; and the latter's
-    size.
+    """Where each message of a buffer or of sums begins: in the batch's own, and in the padded one (there by peer and
+    tag, too); and the latter's size.
     """
 
     here: Column
     there: Column
+    begin: dict[tuple[int, int], int]
     size: int
 
     def rows(self, rows: Column) -> Column:
@@ -91,44 +95,39 @@ class _Moved:
         return rows - self.here[number] + self.there[number]
 
 
+def _messages(steps: Iterable[LoweredStep[RowKey]]) -> dict[str, dict[tuple[int, int], int]]:
+    """The messages that fill each buffer, or are sent from each sums, one behind the other: their numbers of rows, by
+    peer and tag.
+    """
+    found: dict[str, dict[tuple[int, int], int]] = {}
+    for step in steps:
+        for r in step.recvs:
+            found.setdefault(r.buffer, {})[r.peer, r.tag] = r.size
+        for s in step.result_sends:
+            found.setdefault(s.sums, {})[s.peer, s.tag] = s.size
+    return found
+
+
 class _Fitter:
     """Fits a batch's program into a shape, step by step."""
 
     def __init__(self, draft: Draft, shape: Shape, tables: PaddedTables) -> None:
         self._given, self._shape, self._tables = draft.tables, shape, tables
-        self._moved: dict[str, _Moved] = {}
-        self._find_buffers(draft.program)
+        self._moved = self._find_messages(draft.program)
         self.buffers = {name: replace(b, size=self._size(name, b)) for name, b in shape.program.buffers.items()}
         self.sums = {name: replace(s, size=self._size(name, s)) for name, s in shape.program.sums.items()}
 
-    def _find_buffers(self, given: LoweredProgram[RowKey]) -> None:
+    def _find_messages(self, given: LoweredProgram[RowKey]) -> dict[str, _Moved]:
         """Where messages lie in what they fill and in what they are sent from."""
-        shape = self._shape
-        sizes: dict[tuple[str, int, int], tuple[int, int]] = {}  # of the batch's messages: the first row, the number
-        for step in (*given.forward, *given.backward):
-            filled: dict[str, int] = {}
-            for r in step.recvs:
-                begin = filled.get(r.buffer, 0)
-                sizes[r.buffer, r.peer, r.tag], filled[r.buffer] = (begin, r.size), begin + r.size
-            sizes |= {(s.sums, s.peer, s.tag): (s.start, s.size) for s in step.result_sends}
-        for step in shape.steps():
-            wanted: dict[str, list[tuple[int, int]]] = {}
-            for r in step.recvs:
-                wanted.setdefault(r.buffer, []).append((r.peer, r.tag))
-            for s in step.result_sends:
-                wanted.setdefault(s.sums, []).append((s.peer, s.tag))
-            for name, messages in wanted.items():
-                kind = (shape.program.buffers.get(name) or shape.program.sums[name]).kind
-                here: list[int] = []
-                there: list[int] = []
-                begin = 0
-                for peer, tag in messages:
-                    if (name, peer, tag) in sizes:
-                        here.append(sizes[name, peer, tag][0])
-                        there.append(begin)
-                    begin += shape.message_rows(kind, peer)
-                self._moved[name] = _Moved(np.array(here, dtype=np.int64), np.array(there, dtype=np.int64), begin)
-        self._moved |= {kept: self._moved[sums] for sums, kept in shape.program.saved_sums.items()}
+        program, sizes = self._shape.program, _messages((*given.forward, *given.backward))
+        moved: dict[str, _Moved] = {}
+        for name, messages in _messages(self._shape.steps()).items():
+            kind = (program.buffers.get(name) or program.sums[name]).kind
+            padded = {(peer, tag): self._shape.message_rows(kind, peer) for peer, tag in messages}
+            begin, first = _begins(padded), _begins(sizes.get(name, {}))
+            here, there = (np.array([of[x] for x in begin if x in first], dtype=np.int64) for of in (first, begin))
+            moved[name] = _Moved(here, there, begin, sum(padded.values()))
+        return moved | {kept: moved[sums] for sums, kept in program.saved_sums.items()}
 
     def _size(self, name: str, what: Buffer | Sums) -> int:
         """Rows of a buffer or of sums, without the spare one."""
@@ -145,10 +144,10 @@ class _Fitter:
         """One step in the shape of the first batch's."""
 
         def pairs(name: str, key: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-            return matched(f"{where} needs", name, getattr(wanted, name), getattr(given, name), key)
+            return _matched(f"{where} ({name})", getattr(wanted, name), getattr(given, name), key)
 
         every, number = (*given.packed, *given.copies), len(wanted.packed)  # rows that nothing sends are copied later
-        copies = matched(f"{where} needs", "copies", (*wanted.packed, *wanted.copies), every, _copy_key)
+        copies = _matched(f"{where} (copies)", (*wanted.packed, *wanted.copies), every, _copy_key)
         return LoweredStep(
             packed=tuple(self._copy(*pair) for pair in copies[:number]),
             sends=tuple(self._send(where, *pair) for pair in pairs("sends", lambda s: (s.buffer, s.peers, s.tags))),
@@ -160,7 +159,7 @@ class _Fitter:
                 self._result_recv(where, *pair) for pair in pairs("result_recvs", lambda r: (r.peer, r.tag))
             ),
             copies=tuple(self._copy(*pair) for pair in copies[number:]),
-            launches=tuple(self._launch(*pair) for pair in matched_launches(where, wanted.launches, given.launches)),
+            launches=tuple(self._launch(where, *pair) for pair in pairs("launches", _launch_key)),
             last_use=wanted.last_use,
         )
 
@@ -187,27 +186,20 @@ class _Fitter:
         )
 
     def _send(self, where: str, wanted: Send[RowKey], given: Send[RowKey] | None) -> Send[Any]:
-        size = self._shape.message_rows(self.buffers[wanted.buffer].kind, wanted.peers[0])
-        self._check(where, len(self._given.numbers(given.rows)) if given else 0, size)
+        rows = len(self._given.numbers(given.rows)) if given else 0
+        size = self._room(where, self.buffers[wanted.buffer].kind, wanted.peers[0], rows)
         return replace(wanted, rows=self._read(wanted.buffer, given and given.rows, size))
 
     def _recv(self, where: str, wanted: Recv, given: Recv | None) -> Recv:
-        size = self._shape.message_rows(self.buffers[wanted.buffer].kind, wanted.peer)
-        self._check(where, given.size if given else 0, size)
-        return replace(wanted, size=size)
+        kind = self.buffers[wanted.buffer].kind
+        return replace(wanted, size=self._room(where, kind, wanted.peer, given.size if given else 0))
 
     def _result_send(self, where: str, wanted: ResultSend, given: ResultSend | None) -> ResultSend:
-        sums = self._shape.program.sums[wanted.sums]
-        size = self._shape.message_rows(sums.kind, wanted.peer)
-        self._check(where, given.size if given else 0, size)
-        before = [s for step in self._shape.steps() for s in step.result_sends if s.sums == wanted.sums]
-        place = before.index(wanted)
-        start = sum(self._shape.message_rows(sums.kind, s.peer) for s in before[:place])
-        return replace(wanted, start=start, size=size)
+        size = self._room(where, self.sums[wanted.sums].kind, wanted.peer, given.size if given else 0)
+        return replace(wanted, start=self._moved[wanted.sums].begin[wanted.peer, wanted.tag], size=size)
 
     def _result_recv(self, where: str, wanted: ResultRecv[RowKey], given: ResultRecv[RowKey] | None) -> ResultRecv[Any]:
-        size = self._shape.message_rows(wanted.kind, wanted.peer)
-        self._check(where, given.size if given else 0, size)
+        size = self._room(where, wanted.kind, wanted.peer, given.size if given else 0)
         into = self._contributions(where, wanted.kind, wanted.into, given.into if given else (), size)
         return replace(wanted, size=size, into=into)
 
@@ -221,7 +213,7 @@ class _Fitter:
     ) -> tuple[Contribution[Any], ...]:
         """Where a partial result of `size` rows goes."""
         found: list[Contribution[Any]] = []
-        for one, other in matched(f"{where} needs", "results", wanted, given, lambda c: (c.sums, c.heads)):
+        for one, other in _matched(f"{where} (results)", wanted, given, lambda c: (c.sums, c.heads)):
             rows = self._tables.read_from(self._numbers("", other and other.rows), size)
             if one.sums == COMPLETE:
                 into = self._tables.added_to(self._numbers("", other and other.into), size, self._shape.side_rows(kind))
@@ -258,13 +250,49 @@ class _Fitter:
             results_kv=self._contributions(where, "dkv", wanted.results_kv, results_kv, size_kv),
         )
 
-    def _check(self, where: str, rows: int, size: int) -> None:
+    def _room(self, where: str, kind: str, peer: int, rows: int) -> int:
+        """The rows that a message has in the plan, which are enough for the batch's."""
+        size = self._shape.message_rows(kind, peer)
         if rows > size:
             raise ValueError(
                 f"{where} has a message of {rows} rows, but the plan has room for {size} (what its window lets through "
                 "where queries and keys have equal lengths); make a plan with a batch that needs more"
             )
+        return size
+
+
+def _begins(sizes: dict[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+    """Where each begins when they lie one behind the other."""
+    return dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+
+
+def _matched(
+    where: str, wanted: Sequence[Item], given: Sequence[Item], key: Callable[[Item], Any]
+) -> list[tuple[Item, Item | None]]:
+    """Every item of the shape with the batch's item of the same key, None where the batch has none; of several with one
+    key the first with the first, and so on.
+    """
+
+    def numbered(items: Sequence[Item]) -> dict[Any, Item]:
+        times: Counter[Any] = Counter()
+        found: dict[Any, Item] = {}
+        for item in items:
+            found[key(item), times[key(item)]] = item
+            times[key(item)] += 1
+        return found
+
+    here, there = numbered(wanted), numbered(given)
+    for more, _ in there.keys() - here.keys():
+        raise ValueError(
+            f"{where} needs {more}, which the plan does not have (it has {[its for its, _ in here]}); make a plan with "
+            "a batch that needs it"
+        )
+    return [(item, there.get(name)) for name, item in here.items()]
 
 
 def _copy_key(copy: Copy[Any]) -> tuple[Any, ...]:
     return copy.source.buffer, copy.source.heads, copy.target.buffer, copy.target.heads
+
+
+def _launch_key(launch: Launch[Any]) -> tuple[Any, ...]:
+    return launch.q.buffer, launch.kv.buffer, f"window {(launch.segments.left, launch.segments.right)}"

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.planning.launches import LaunchTable, keys_in_buffer_order, launch_tables, overlap
-from cp_fast.planning.rows import RowMap, Spans, SpanSets
+from cp_fast.planning.rows import Parts, RowMap, Spans, SpanSets
 from cp_fast.planning.tables import Key, Tables
 from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles
 from cp_fast.program import Heads
-from cp_ref.spec import Column, Tiles, Workload
+from cp_ref.spec import Tiles, Workload
 from cp_ref.spec.table import one_value
 
 __all__ = ["LaunchRows", "SegmentKeys", "TileGroup", "TileGroups"]
@@ -39,14 +39,14 @@ class SegmentKeys(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class LaunchRows:
     """A launch's segments, and the global rows of its queries and keys, segment after segment. `layers`: the rows of
-    keys once more, in parts that have each row once, with where the spans of each begin among all.
+    keys once more, in parts that have each row once.
     """
 
     table: LaunchTable
     segments: SegmentKeys
     q: Spans
     kv: Spans
-    layers: tuple[tuple[Spans, Column], ...]
+    layers: tuple[Parts, ...]
 
     def rows(self, kind: str) -> Spans:
         """Those of a kind of operands."""
@@ -110,13 +110,13 @@ class TileGroups:
 
     def _launch(self, table: LaunchTable) -> LaunchRows:
         keys = self._tables.lengths(table.lengths_q), self._tables.lengths(table.lengths_k)
-        q, kv = self._sets.of(*table.q_spans), self._sets.of(*table.k_spans)
+        q, kv = (self._sets.of(side.start, side.stop) for side in (table.q, table.k))
         if table.layer is None:
-            layers = ((kv, kv.begin),)
+            layers = (kv.packed,)
         else:
             layer = table.layer[table.k.segment]
             each = [np.flatnonzero(layer == n) for n in range(int(layer.max()) + 1)]
-            layers = tuple((self._sets.of(kv.start[some], kv.stop[some]), kv.begin[some]) for some in each)
+            layers = tuple(Parts(Spans(kv.start[some], kv.stop[some]), kv.packed.row[some]) for some in each)
         return LaunchRows(table, SegmentKeys(*keys, table.left, table.right), q, kv, layers)
 
     def in_buffer_order(self, launch: LaunchRows, rows: RowMap) -> LaunchRows:

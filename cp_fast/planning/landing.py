@@ -6,13 +6,11 @@ order. If those of a message lie there in a few pieces, the message is received 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
-from cp_fast.planning.lower import Draft
+from cp_fast.planning.lower import Draft, reads
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import OWN, Copy, LoweredProgram, LoweredStep
 
@@ -33,11 +31,11 @@ def landed(draft: Draft) -> Draft:
 
 def _landed(program: LoweredProgram[RowKey], steps: Steps, tables: Tables) -> Steps:
     made = list(steps)
-    reads = _reads(steps)
+    times = Counter(name for step in steps for name in reads(step))
     for number, step in enumerate(steps):
         for name in dict.fromkeys(recv.buffer for recv in step.recvs):
             later = [(n, c) for n in range(number + 1, len(steps)) for c in steps[n].copies if c.source.buffer == name]
-            if reads[name] != 1 or len(later) != 1 or name in program.saved:
+            if times[name] != 1 or len(later) != 1 or name in program.saved:
                 continue
             at, copy = later[0]
             recvs = [recv for recv in step.recvs if recv.buffer == name]
@@ -54,17 +52,6 @@ def _landed(program: LoweredProgram[RowKey], steps: Steps, tables: Tables) -> St
             made[at] = replace(made[at], copies=tuple(c for c in made[at].copies if c is not copy))
             made = [replace(one, last_use=tuple(x for x in one.last_use if x != name)) for one in made]
     return tuple(made)
-
-
-def _reads(steps: Steps) -> Counter[str]:
-    """How often each buffer is read."""
-    found: Counter[str] = Counter()
-    for step in steps:
-        found.update(copy.source.buffer for copy in (*step.packed, *step.copies))
-        found.update(send.buffer for send in step.sends)
-        for launch in step.launches:
-            found.update(x.buffer for x in (launch.q, launch.kv, launch.do, launch.res) if x is not None)
-    return found
 
 
 def _is_there(steps: Sequence[LoweredStep[RowKey]], name: str) -> bool:
@@ -89,46 +76,30 @@ def _pieces(
         buffer = program.buffers[side.buffer]
         if side.heads != (0, buffer.heads[1] - buffer.heads[0]):
             return None
-    source, target = tables.spans(copy.source.rows), tables.spans(copy.target.rows)
-    if max(len(source), len(target)) > _MOST * len(sizes):
+    spans = tables.spans(copy.target.rows)
+    if copy.source.rows != slice(0, sum(sizes)) or len(spans) > _MOST * len(sizes):
         return None
-    pieces = _cut_alike(source, target)
-    found: list[tuple[slice, ...]] = []
-    for size in sizes:
-        mine: list[slice] = []
-        while size and pieces:
-            (_, into, count), *pieces = pieces
-            taken = min(count, size)
-            if mine and mine[-1].stop == into:
-                mine[-1] = slice(mine[-1].start, into + taken)
-            else:
-                mine.append(slice(into, into + taken))
-            size -= taken
-            if taken < count:
-                pieces = [(0, into + taken, count - taken), *pieces]
-        if size or not 0 < len(mine) <= _MOST:
-            return None
-        found.append(tuple(mine))
-    return found if not pieces else None
+    found = _cut(spans, sizes)
+    return found if all(0 < len(pieces) <= _MOST for pieces in found) else None
 
 
-def _cut_alike(source: Sequence[Span], target: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """Rows that are copied from spans to spans, (source, target, number of rows) by source: none where they leave a row
-    of the source out.
+def _cut(spans: Sequence[Span], sizes: Sequence[int]) -> list[tuple[slice, ...]]:
+    """Spans (first row, number of rows), one behind the other, cut into parts of these sizes.
 
-    >>> _cut_alike([(4, 4), (0, 4)], [(10, 6), (20, 2)])
-    [(0, 14, 2), (2, 20, 2), (4, 10, 4)]
-    >>> _cut_alike([(1, 3)], [(0, 3)])
-    []
+    >>> _cut([(10, 6), (20, 2)], [4, 4])
+    [(slice(10, 14, None),), (slice(14, 16, None), slice(20, 22, None))]
     """
-    ends_of_source, ends_of_target = ([0, *accumulate(count for _, count in spans)] for spans in (source, target))
-    found: list[tuple[int, int, int]] = []
-    for begin, end in pairwise(sorted({*ends_of_source, *ends_of_target})):
-        first, into = (
-            spans[n := bisect_right(ends, begin) - 1][0] + begin - ends[n]
-            for spans, ends in ((source, ends_of_source), (target, ends_of_target))
-        )
-        found.append((first, into, end - begin))
-    found.sort()
-    rows = [0, *accumulate(count for *_, count in found)]
-    return found if [first for first, *_ in found] == rows[:-1] else []
+    found: list[tuple[slice, ...]] = []
+    rest = list(reversed(spans))
+    for size in sizes:
+        pieces: list[slice] = []
+        while size:
+            first, count = rest.pop()
+            taken = min(count, size)
+            begin = pieces.pop().start if pieces and pieces[-1].stop == first else first
+            pieces.append(slice(begin, first + taken))
+            if taken < count:
+                rest.append((first + taken, count - taken))
+            size -= taken
+        found.append(tuple(pieces))
+    return found

@@ -35,16 +35,6 @@ class LaunchTable(NamedTuple):
     lengths_k: Column
     layer: Column | None = None
 
-    @property
-    def q_spans(self) -> tuple[Column, Column]:
-        """The queries' rows (start, stop)."""
-        return self.q.start, self.q.stop
-
-    @property
-    def k_spans(self) -> tuple[Column, Column]:
-        """The keys' rows (start, stop)."""
-        return self.k.start, self.k.stop
-
 
 def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles."""
@@ -73,7 +63,7 @@ def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
 
 def keys_in_buffer_order(table: LaunchTable, rows: RowMap, keys: Spans) -> LaunchTable:
     """A launch in which nothing is hidden, with each segment's keys in the order of their buffer: where there are few
-    segments they may then lie side by side there, and need not be gathered. `keys` are its `k_spans`.
+    segments they may then lie side by side there, and need not be gathered. `keys` are those of its `k`.
     """
     if table.left is not None or table.right is not None or len(table.lengths_k) > _FEW:
         return table

@@ -29,7 +29,7 @@ def linked(program: LoweredProgram[Any], tables: Uploaded) -> LoweredProgram[Row
     """The program with its tables as they lie on the device."""
     found = _linked(program, tables, {})
     if found.position_ids is not None:
-        found = replace(found, position_ids=tables.numbers(program.position_ids))
+        found = replace(found, position_ids=tables.rows(program.position_ids))
     real = found.real_q_rows
     if isinstance(real, slice) or real.dtype == torch.bool:
         return found
@@ -71,6 +71,5 @@ def _fields_of(kind: Any) -> list[tuple[str, bool]]:
 
 def _segments(keys: SegmentKeys, tables: Uploaded) -> Segments:
     bound_q, bound_kv = keys.bounds or (None, None)
-    cu_q, cu_kv = tables.cumulative(keys.cu_q, bound_q), tables.cumulative(keys.cu_kv, bound_kv)
-    on_device = (tables.lengths(key).device for key in (keys.cu_q, keys.cu_kv))
-    return Segments(cu_q, cu_kv, keys.left, keys.right, *on_device)
+    (cu_q, device_q), (cu_kv, device_kv) = tables.lengths(keys.cu_q, bound_q), tables.lengths(keys.cu_kv, bound_kv)
+    return Segments(cu_q, cu_kv, keys.left, keys.right, device_q, device_kv)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
-from cp_fast.planning.complete_outs import CompleteOuts
 from cp_fast.planning.groups import LaunchRows, TileGroup, TileGroups
 from cp_fast.planning.operands import Held, Operands
 from cp_fast.planning.results import Parcels, Results, parcels_of
@@ -24,14 +24,12 @@ from cp_fast.program import (
     Operand,
     Recv,
     ResultRecv,
-    ResultSend,
     Send,
 )
 from cp_ref.spec import OPERANDS, RESULTS, Message, Workload
 from cp_ref.spec import Program as Steps
-from cp_ref.spec import Step as Planned
 
-__all__ = ["COMPLETE", "Draft", "lower"]
+__all__ = ["COMPLETE", "Draft", "lower", "reads"]
 
 COMPLETE = "complete"  # instead of sums: complete results that arrive are written to the rank's own rows
 
@@ -65,140 +63,147 @@ def lower(
     own_inputs, own_gradients = made[:2], made[2:]
     operands.held = list(own_inputs)
     groups = TileGroups(work, rule, tables, sets)
-    shared = groups, operands, results, CompleteOuts.of(forward, sets)
-    drafts = _Pass(*shared, backward=False).lower(forward)
+    steps = _Pass(groups, operands, results, tuple(OWN)[:2]).lower(forward)
+    sent, received = (
+        [p for step in forward for p in _parcels(getattr(step, name), sets) if p.kind == "out" and p.complete]
+        for name in ("sends", "recvs")
+    )
     kept = [held for held in operands.held if held in own_inputs or held.kind in saved]
     complete = {
         sums: operands.new(f"{sums}, kept", "res", heads, rows, 0) for sums, heads, rows in results.sent_complete()
     }
-    dropped = [held for held in operands.held if held not in kept]
-    last_uses = {held: held.last_use for held in operands.held}
     operands.held = [*kept, *own_gradients, *complete.values()]
-    for held in operands.held:
-        held.last_use = -1
     operands.direction = results.direction = "backward"
-    back_drafts = _Pass(*shared, backward=True).lower(backward)
-    needed = [held for held in kept if held.last_use >= 0]
-    saved_sums = {sums: held.name for sums, held in complete.items() if held.last_use >= 0}
-    for held in [*dropped, *(held for held in kept if held not in own_inputs and held not in needed)]:
-        _free(drafts, held.name, last_uses[held])
-    for held in operands.held:
-        if held.name not in OWN.values() and held.last_use >= 0:
-            _free(back_drafts, held.name, held.last_use)
-    real = own["q"]
+    back_steps = _Pass(groups, operands, results, tuple(OWN), sent, received).lower(backward)
+    read = {name for step in back_steps for name in reads(step)}
+    needed = tuple(held.name for held in kept if held.name in read)
     return Draft(
         LoweredProgram(
-            tuple(draft.step() for draft in drafts),
-            tuple(draft.step() for draft in back_drafts),
+            _released(steps, {*OWN.values(), *needed}),
+            _released(back_steps, set(OWN.values())),
             operands.buffers,
             results.sums,
-            tuple(held.name for held in needed),
-            saved_sums,
-            tables.rows(real.row, real.stop - real.start),
+            needed,
+            {sums: held.name for sums, held in complete.items() if held.name in read},
+            tables.rows(own["q"].row, own["q"].stop - own["q"].start),
         ),
         tables,
     )
 
 
-@dataclass
-class _StepDraft:
-    """A step while it is made."""
-
-    packed: list[Copy[RowKey]] = field(default_factory=list)
-    sends: list[Send[RowKey]] = field(default_factory=list)
-    recvs: list[Recv] = field(default_factory=list)
-    result_sends: tuple[ResultSend, ...] = ()
-    result_recvs: list[ResultRecv[RowKey]] = field(default_factory=list)
-    copies: list[Copy[RowKey]] = field(default_factory=list)
-    launches: list[Launch[RowKey]] = field(default_factory=list)
-    last_use: list[str] = field(default_factory=list)
-
-    def step(self) -> LoweredStep[RowKey]:
-        lists = (getattr(self, f.name) for f in fields(self))
-        return LoweredStep(*map(tuple, lists))
+def reads(step: LoweredStep[RowKey]) -> Iterator[str]:
+    """The buffers that a step reads, as often as it reads them."""
+    yield from (copy.source.buffer for copy in (*step.packed, *step.copies))
+    yield from (send.buffer for send in step.sends)
+    for launch in step.launches:
+        yield from (x.buffer for x in (launch.q, launch.kv, launch.do, launch.res) if x is not None)
 
 
-def _free(drafts: list[_StepDraft], name: str, last_use: int) -> None:
-    """Let a buffer go after the step that needs it last; after the first where none does."""
-    if drafts:
-        drafts[max(last_use, 0)].last_use.append(name)
+def _released(steps: Sequence[LoweredStep[RowKey]], kept: set[str]) -> tuple[LoweredStep[RowKey], ...]:
+    """The steps with the buffers that each is the last to use, but for those that are kept."""
+    found: list[LoweredStep[RowKey]] = []
+    for step in reversed(steps):
+        last = {*reads(step), *(recv.buffer for recv in step.recvs)} - kept
+        kept = kept | last
+        found.append(replace(step, last_use=tuple(sorted(last))))
+    return tuple(reversed(found))
+
+
+def _parcels(messages: Sequence[Message], sets: SpanSets) -> list[Parcels]:
+    return [parcels for message in messages for parcels in parcels_of(message, sets)]
+
+
+def _operands(parcels: Sequence[Parcels], outs: Sequence[Parcels]) -> Iterator[Parcels]:
+    """The operands among the messages of a step; with a gradient go out and lse, but where these outs have them."""
+    for one in parcels:
+        if one.kind in OPERANDS:
+            yield one
+        if one.kind == "do" and not any(out.peer == one.peer and out.has(one) for out in outs):
+            yield one._replace(kind="res", tag=one.tag + 4)
+
+
+class _Messages(NamedTuple):
+    """The messages of a step, by heads."""
+
+    sends: list[Parcels]
+    recvs: list[Parcels]
 
 
 @dataclass
 class _Pass:
-    """Lowers one pass, step by step."""
+    """Lowers one pass, step by step. `kinds`: the operands of its tiles. `sent`, `received`: of a backward pass, the
+    complete outs of the forward pass. Of these both ends have out and lse, which need not travel beside the gradient.
+    """
 
     groups: TileGroups
     operands: Operands
     results: Results
-    exchanged: CompleteOuts
-    backward: bool
+    kinds: Sequence[str]
+    sent: Sequence[Parcels] = ()
+    received: Sequence[Parcels] = ()
 
-    def lower(self, steps: Steps) -> list[_StepDraft]:
+    def lower(self, steps: Steps) -> list[LoweredStep[RowKey]]:
+        sets = self.operands.sets
+        messages = [_Messages(_parcels(step.sends, sets), _parcels(step.recvs, sets)) for step in steps]
         groups = [self.groups.of(step.tiles) for step in steps]
-        result_sends = self.results.announce(steps, _head_edges(steps, groups))
-        found: list[_StepDraft] = []
-        for number, (step, computed, sends) in enumerate(zip(steps, groups, result_sends, strict=True)):
-            draft = _StepDraft(result_sends=sends)
-            self._send(draft, number, step, computed)
-            arriving = self._receive(draft, number, step)
+        announced = self.results.announce([m.sends for m in messages], _head_edges(messages, groups))
+        found: list[LoweredStep[RowKey]] = []
+        for n, (of_step, computed, result_sends) in enumerate(zip(messages, groups, announced, strict=True)):
+            packed, sends = self._sends(n, of_step.sends, computed)
+            arriving, recvs = self._recvs(n, of_step.recvs)
+            result_recvs = [self._result_recv(n, p) for p in of_step.recvs if p.kind in RESULTS]
+            copies: list[Copy[RowKey]] = []
+            launches: list[Launch[RowKey]] = []
             for group in computed:
-                self._launch(draft, number, group)
+                held, gathered = self._holders(n, group)
+                copies += gathered
+                launches += (self._launch(n, group, *of_launch) for of_launch in zip(group.launches, held, strict=True))
             self.operands.held += arriving
-            found.append(draft)
+            sent, received = (tuple(packed), tuple(sends), tuple(recvs)), (result_sends, tuple(result_recvs))
+            found.append(LoweredStep(*sent, *received, tuple(copies), tuple(launches)))
         return found
-
-    def _parcels(self, messages: Sequence[Message]) -> list[Parcels]:
-        return [parcels for message in messages for parcels in parcels_of(message, self.operands.sets)]
 
     # ---- messages
 
-    def _send(self, draft: _StepDraft, number: int, step: Planned, groups: list[TileGroup]) -> None:
-        wanted: list[tuple[int, int, str, Heads, Spans]] = []  # peer, tag, kind, heads, rows
-        for parcels in self._parcels([m for m in step.sends if m.kind in OPERANDS]):
-            wanted.append((parcels.peer, parcels.tag, parcels.kind, parcels.heads, parcels.spans))
-            if parcels.kind == "do" and not self.exchanged.cover(
-                self.exchanged.received.get(parcels.peer, []), parcels
-            ):
-                wanted.append((parcels.peer, parcels.tag + 4, "res", parcels.heads, parcels.spans))
+    def _sends(
+        self, number: int, parcels: Sequence[Parcels], groups: Sequence[TileGroup]
+    ) -> tuple[list[Copy[RowKey]], list[Send[RowKey]]]:
+        """The sends of a step's operands, and the copies that put their rows together before."""
+        wanted = list(_operands(parcels, self.received))
+        packed: list[Copy[RowKey]] = []
         sends: list[tuple[int, int, Operand[RowKey]]] = []
-        for peer, tag, kind, heads, spans in wanted:
-            operand = self.operands.find(kind, heads, spans, number)
-            if operand is None:  # in one buffer with all that this step needs of the kind
+        for one in wanted:
+            kind, heads = one.kind, one.heads
+            held = self.operands.holder(kind, heads, one.spans)
+            if held is None:  # in one buffer with all that this step needs of the kind
                 tiles = [group.rows(kind) for group in groups if group.heads_of(kind) == heads]
-                others = [w[4] for w in wanted if w[2:4] == (kind, heads)]
-                draft.packed += self.operands.gather(kind, heads, [*others, *tiles], number)
-                operand = self._found(kind, heads, spans, number)
-            sends.append((peer, tag, operand))
-        draft.sends = _packed_together(sends)
+                others = [p.spans for p in wanted if (p.kind, p.heads) == (kind, heads)]
+                held, copies = self.operands.gather(kind, heads, [*others, *tiles], number)
+                packed += copies
+            sends.append((one.peer, one.tag, self.operands.of(held, one.spans, heads)))
+        return packed, _packed_together(sends)
 
-    def _receive(self, draft: _StepDraft, number: int, step: Planned) -> list[Held]:
-        """The receives of a step; and the buffers that are there from the next step on."""
+    def _recvs(self, number: int, parcels: Sequence[Parcels]) -> tuple[list[Held], list[Recv]]:
+        """The receives of a step's operands, and the buffers that are there from the next step on."""
         together: dict[tuple[str, Heads], list[Parcels]] = {}
-        for parcels in self._parcels(step.recvs):
-            if parcels.kind in RESULTS:
-                draft.result_recvs.append(self._receive_result(parcels, number))
-                continue
-            together.setdefault((parcels.kind, parcels.heads), []).append(parcels)
-            if parcels.kind == "do" and not self.exchanged.cover(self.exchanged.sent.get(parcels.peer, []), parcels):
-                res = parcels._replace(kind="res", tag=parcels.tag + 4)
-                together.setdefault(("res", parcels.heads), []).append(res)
+        for one in _operands(parcels, self.sent):
+            together.setdefault((one.kind, one.heads), []).append(one)
         arriving: list[Held] = []
+        recvs: list[Recv] = []
         for (kind, heads), group in together.items():
-            for some in [group] if _disjoint(self._spans_of(group).packed) else [[one] for one in group]:
+            for some in [group] if _disjoint(self._spans_of(group).buffer) else [[one] for one in group]:
                 name = f"{self.operands.direction} {number}: {kind} {heads[0]}:{heads[1]} received"
                 spans = self._spans_of(some)
-                made = self.operands.new(name, kind, heads, spans.packed, spans.total)
-                draft.recvs += [Recv(p.peer, p.tag, made.name, p.spans.total) for p in some]
-                made.last_use = number
+                made = self.operands.new(name, kind, heads, spans.buffer, spans.total)
+                recvs += [Recv(p.peer, p.tag, made.name, p.spans.total) for p in some]
                 arriving.append(made)
-        return arriving
+        return arriving, recvs
 
     def _spans_of(self, parcels: list[Parcels]) -> Spans:
         """The rows of these, one behind the other."""
         return self.operands.sets.joined([p.spans for p in parcels])
 
-    def _receive_result(self, parcels: Parcels, number: int) -> ResultRecv[RowKey]:
+    def _result_recv(self, number: int, parcels: Parcels) -> ResultRecv[RowKey]:
         if parcels.complete:
             located = self.results.own[parcels.kind].locate(parcels.spans)
             whole = slice(0, parcels.spans.total)
@@ -206,50 +211,49 @@ class _Pass:
             heads = (0, parcels.heads[1] - parcels.heads[0])
             into = (Contribution(COMPLETE, whole, heads, rows, parcels.heads),)
         else:
-            into = self.results.goes_to(parcels.kind, parcels.heads, parcels.spans, number)
+            into = self.results.goes_to(parcels.kind, parcels.heads, parcels.spans.packed, number)
         what = parcels.kind, parcels.heads, parcels.spans.total, parcels.complete
         return ResultRecv(parcels.peer, parcels.tag, *what, into)
 
     # ---- tiles
 
-    def _launch(self, draft: _StepDraft, number: int, group: TileGroup) -> None:
-        """The launches of one step's tiles of the same heads."""
-        for kind in ("q", "kv", "do", "res") if self.backward else ("q", "kv"):
+    def _holders(self, number: int, group: TileGroup) -> tuple[list[tuple[Held, ...]], list[Copy[RowKey]]]:
+        """For each launch of a step's tiles of the same heads, the buffers that have its operands, by kind; and the
+        copies that fill them.
+        """
+        by_kind: list[list[Held]] = []
+        copies: list[Copy[RowKey]] = []
+        for kind in self.kinds:
             heads = group.heads_of(kind)
-            if None in [self.operands.holder(kind, heads, launch.rows(kind)) for launch in group.launches]:
-                draft.copies += self.operands.gather(kind, heads, [group.rows(kind)], number)
-        for launch in group.launches:
-            buffer = self.operands.holder("kv", group.kv_heads, launch.kv)
-            assert buffer is not None, "rows that were put together are not there"
-            ordered = self.groups.in_buffer_order(launch, buffer.rows)
-            draft.launches.append(self._one_launch(ordered, number, group.heads, group.kv_heads))
+            held = [self.operands.holder(kind, heads, launch.rows(kind)) for launch in group.launches]
+            if None in held:
+                made, filled = self.operands.gather(kind, heads, [group.rows(kind)], number)
+                held, copies = [made] * len(held), copies + filled
+            by_kind.append([one for one in held if one is not None])
+        return list(zip(*by_kind, strict=True)), copies
 
-    def _one_launch(self, launch: LaunchRows, number: int, heads: Heads, kv_heads: Heads) -> Launch[RowKey]:
-        q, kv = self._found("q", heads, launch.q, number), self._found("kv", kv_heads, launch.kv, number)
-        if not self.backward:
-            out = self.results.goes_to("out", heads, launch.q, number)
+    def _launch(self, number: int, group: TileGroup, launch: LaunchRows, held: tuple[Held, ...]) -> Launch[RowKey]:
+        heads, kv_heads = group.heads, group.kv_heads
+        launch = self.groups.in_buffer_order(launch, held[1].rows)
+        q, kv = self.operands.of(held[0], launch.q, heads), self.operands.of(held[1], launch.kv, kv_heads)
+        if len(held) == 2:
+            out = self.results.goes_to("out", heads, launch.q.packed, number)
             return Launch(q, kv, None, None, launch.segments, heads[0], out)
-        do, res = (self._found(kind, heads, launch.q, number) for kind in ("do", "res"))
-        dq = self.results.goes_to("dq", heads, launch.q, number)
-        dkv = (self.results.goes_to("dkv", kv_heads, rows, number, begin) for rows, begin in launch.layers)
+        do, res = (self.operands.of(one, launch.q, heads) for one in held[2:])
+        dq = self.results.goes_to("dq", heads, launch.q.packed, number)
+        dkv = (self.results.goes_to("dkv", kv_heads, layer, number) for layer in launch.layers)
         return Launch(q, kv, do, res, launch.segments, heads[0], dq, tuple(chain.from_iterable(dkv)))
 
-    def _found(self, kind: str, heads: Heads, spans: Spans, number: int) -> Operand[RowKey]:
-        operand = self.operands.find(kind, heads, spans, number)
-        assert operand is not None, f"{kind} rows that were put together are not there"
-        return operand
 
-
-def _head_edges(steps: Steps, groups: Sequence[Sequence[TileGroup]]) -> dict[str, set[int]]:
+def _head_edges(messages: Sequence[_Messages], groups: Sequence[Sequence[TileGroup]]) -> dict[str, set[int]]:
     """Where heads are cut at home, by kind of result."""
     edges: dict[str, set[int]] = {kind: set() for kind in RESULTS}
-    for group in (group for computed in groups for group in computed):
+    for group in chain.from_iterable(groups):
         edges["out"].update(group.heads)
         edges["dkv"].update(group.kv_heads)
-    for message in (message for step in steps for message in (*step.sends, *step.recvs)):
-        if message.kind in RESULTS and not message.complete:
-            kind = "dkv" if message.kind == "dkv" else "out"
-            edges[kind].update(edge for heads, *_ in message.by_heads for edge in heads)
+    for parcels in chain.from_iterable((*m.sends, *m.recvs) for m in messages):
+        if parcels.kind in RESULTS and not parcels.complete:
+            edges["dkv" if parcels.kind == "dkv" else "out"].update(parcels.heads)
     return edges | {"dq": edges["out"]}
 
 

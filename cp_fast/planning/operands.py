@@ -6,15 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numpy as np
-
-from cp_fast.planning.rows import Located, RowMap, Spans, SpanSets, subtract
+from cp_fast.planning.rows import RowMap, Spans, SpanSets, by_start, shared_out
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import Buffer, Copy, Heads, Operand
 from cp_ref.spec import Column
 from cp_ref.spec.units import merged
 
-__all__ = ["Held", "Operands"]
+__all__ = ["Held", "Operands", "split"]
 
 
 @dataclass(eq=False)
@@ -25,8 +23,6 @@ class Held:
     kind: str
     heads: Heads
     rows: RowMap
-    size: int
-    last_use: int = -1  # the last step that reads it
 
     def has(self, kind: str, heads: Heads) -> bool:
         """Whether its rows are of this kind and have all of these heads."""
@@ -42,85 +38,59 @@ class Operands:
     direction: str = "forward"
     buffers: dict[str, Buffer] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
-    _known: dict[tuple[RowMap, Located], Column] = field(default_factory=dict)
 
     def new(self, name: str, kind: str, heads: Heads, rows: RowMap, size: int) -> Held:
         """A new buffer, which is not yet held."""
         if name in self.buffers:
             name = f"{name}, {len(self.buffers)}"
-        made = Held(name, kind, heads, rows, size)
+        made = Held(name, kind, heads, rows)
         self.buffers[made.name] = Buffer(kind, heads, size)
         return made
 
-    def find(self, kind: str, heads: Heads, spans: Spans, step: int) -> Operand[RowKey] | None:
-        """The rows of these spans, span after span, in the newest buffer that has all of them; None if none has."""
-        held = self.holder(kind, heads, spans)
-        if held is None:
-            return None
-        located = held.rows.locate(spans)
-        return self._operand(held, located.row, located.count, heads, step)
-
     def holder(self, kind: str, heads: Heads, spans: Spans) -> Held | None:
-        """The buffer in which `find` finds these rows."""
+        """The newest buffer that has all of these rows and heads; None if none has."""
         for held in reversed(self.held):
             if held.has(kind, heads) and held.rows.covers(spans):
                 return held
         return None
 
-    def gather(self, kind: str, heads: Heads, parts: Sequence[Spans], step: int) -> list[Copy[RowKey]]:
-        """Put all of these rows together in a new buffer, in the order of the global rows: the copies that fill it."""
+    def of(self, held: Held, spans: Spans, heads: Heads) -> Operand[RowKey]:
+        """The rows of these spans, span after span, in the buffer that holds them."""
+        located = held.rows.locate(spans)
+        return self._operand(held, located.row, located.count, heads)
+
+    def gather(self, kind: str, heads: Heads, parts: Sequence[Spans], step: int) -> tuple[Held, list[Copy[RowKey]]]:
+        """Put all of these rows together in a new buffer, in the order of the global rows; with the copies that fill
+        it.
+        """
         together = self.sets.joined(list(parts))
-        rows = self.sets.of(*merged(together.start, together.stop)).packed
-        sources = [held for held in self.held if held.kind == kind]
+        rows = self.sets.of(*merged(together.start, together.stop))
         name = f"{self.direction} {step}: {kind} {heads[0]}:{heads[1]} joined"
-        made = self.new(name, kind, heads, rows, rows.spans.total)
+        made = self.new(name, kind, heads, rows.buffer, rows.total)
         copies: list[Copy[RowKey]] = []
-        for part in _cut(heads, (held.heads for held in sources)):
-            missing = rows.spans
-            for held in sources:
-                if held.has(kind, part) and len(missing):
-                    located = held.rows.locate(missing)
-                    if len(located.count):
-                        row, size = located.rows_in_order  # as they lie there: scattered, not gathered too
-                        source = self._operand(held, row, size, part, step)
-                        into = self._into(rows, missing, located)
-                        copies.append(Copy(source, self._operand(made, into, size, part, step)))
-                        missing = _NOTHING if located.whole else self._rest(missing, located.spans)
-            if len(missing):
+        for part in split(heads, (edge for held in self.held if held.kind == kind for edge in held.heads)):
+            shares, rest = shared_out(rows.packed, ((held, held.rows) for held in self.held if held.has(kind, part)))
+            for held, found in shares:
+                order = by_start(found.there)  # as they lie in the source: what arrived is then read in one piece
+                there, here, count = found.there[order], found.here[order], found.count[order]
+                source, target = self._operand(held, there, count, part), self._operand(made, here, count, part)
+                copies.append(Copy(source, target))
+            if len(rest):
                 raise ValueError(
-                    f"the schedule needs {kind} rows {missing.start[0]}:{missing.stop[0]} at step {step}, which"
+                    f"the schedule needs {kind} rows {rest.start[0]}:{rest.stop[0]} at step {step}, which"
                     " are not there; verify names the step that should have brought them"
                 )
         self.held.append(made)
-        return copies
+        return made, copies
 
-    def _rest(self, spans: Spans, found: Spans) -> Spans:
-        rest = subtract(spans, found)
-        return self.sets.of(rest.start, rest.stop)
-
-    def _into(self, rows: RowMap, spans: Spans, located: Located) -> Column:
-        """The first rows of what was located of some spans in a buffer with all of them, in the order in which they lie
-        in the other one.
-        """
-        if (rows, located) not in self._known:
-            first = rows.locate(spans).row - spans.start  # a span lies in one piece there
-            self._known[rows, located] = (first[located.number] + located.start)[located.by_row]
-        return self._known[rows, located]
-
-    def _operand(self, held: Held, row: Column, size: Column, heads: Heads, step: int) -> Operand[RowKey]:
-        held.last_use = max(held.last_use, step)
-        key = self.tables.rows(row, size)
-        return Operand(held.name, key, (heads[0] - held.heads[0], heads[1] - held.heads[0]))
+    def _operand(self, held: Held, row: Column, size: Column, heads: Heads) -> Operand[RowKey]:
+        return Operand(held.name, self.tables.rows(row, size), (heads[0] - held.heads[0], heads[1] - held.heads[0]))
 
 
-_NOTHING = Spans(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+def split(heads: Heads, edges: Iterable[int]) -> list[Heads]:
+    """Heads as ranges that no edge cuts.
 
-
-def _cut(heads: Heads, others: Iterable[Heads]) -> list[Heads]:
-    """Heads as ranges that the others' edges do not cut.
-
-    >>> _cut((0, 8), [(0, 2), (2, 12)])
+    >>> split((0, 8), [0, 2, 12])
     [(0, 2), (2, 8)]
     """
-    edges = {edge for other in others for edge in other if heads[0] < edge < heads[1]}
-    return list(pairwise(sorted({*heads, *edges})))
+    return list(pairwise(sorted({*heads, *(edge for edge in edges if heads[0] < edge < heads[1])})))

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from cp_fast.planning.tables import Key, Lengths, Uploaded
+from cp_fast.planning.tables import Key, Uploaded
 from cp_ref.spec import Column
 
 __all__ = ["PaddedTables", "pad"]
@@ -79,7 +79,7 @@ class PaddedTables:
             buffer[start : start + table.nbytes].view(_DTYPES[table.dtype.name])
             for (start, _), table in zip(pairwise(self._places()), self._tables, strict=True)
         ]
-        return Uploaded(tensors, [Lengths(*both) for both in zip(self._tables, tensors, strict=True)])
+        return Uploaded(tensors, list(zip(self._tables, tensors, strict=True)))
 
     def _places(self) -> list[int]:
         """Where each table begins, in bytes, and the size of all."""

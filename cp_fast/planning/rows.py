@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from cp_fast.planning.tables import one_range
 from cp_ref.spec import Column, Fragments, joined
 
-__all__ = ["Located", "RowMap", "SpanSets", "Spans", "subtract"]
+__all__ = ["Found", "Located", "Parts", "RowMap", "SpanSets", "Spans", "by_start", "shared_out", "subtract"]
 
-
-_KNOWN = 4  # answers of a map: a launch asks for the same rows of several tensors
+Place = TypeVar("Place")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +41,14 @@ class Spans:
         return int(self.size.sum())
 
     @cached_property
-    def begin(self) -> Column:
-        """Where each begins when they lie one behind the other."""
-        return np.cumsum(self.size) - self.size
+    def packed(self) -> Parts:
+        """A tensor that holds them one behind the other."""
+        return Parts(self, np.cumsum(self.size) - self.size)
 
     @cached_property
-    def packed(self) -> RowMap:
+    def buffer(self) -> RowMap:
         """A buffer that holds them one behind the other."""
-        return RowMap.at(self, self.begin)
+        return RowMap.at(self, self.packed.row)
 
 
 class SpanSets:
@@ -94,26 +96,11 @@ class Located:
     count: Column
     whole: bool  # all rows that were asked for
 
-    @cached_property
-    def spans(self) -> Spans:
-        """The global rows that were found."""
-        return Spans(self.start, self.start + self.count)
-
-    @cached_property
-    def by_row(self) -> Column:
-        """The order in which they lie in the buffer."""
-        return np.argsort(self.row, kind="stable")
-
-    @cached_property
-    def rows_in_order(self) -> tuple[Column, Column]:
-        """The rows and their numbers, in the order in which they lie in the buffer."""
-        return self.row[self.by_row], self.count[self.by_row]
-
 
 class RowMap:
     """A buffer's contents: global rows [start, stop) lie at rows [row, row + stop - start). Sorted by start, disjoint.
 
-    >>> buffer = Spans(np.array([8, 0]), np.array([12, 4])).packed  # rows 8 to 11, then rows 0 to 3
+    >>> buffer = Spans(np.array([8, 0]), np.array([12, 4])).buffer  # rows 8 to 11, then rows 0 to 3
     >>> located = buffer.locate(Spans(np.array([2]), np.array([10])))
     >>> located.row.tolist(), located.count.tolist()
     ([6, 0], [2, 2])
@@ -130,10 +117,8 @@ class RowMap:
     @staticmethod
     def at(spans: Spans, row: Column) -> RowMap:
         """A buffer that holds these spans from these rows on."""
-        if bool((spans.start[1:] >= spans.start[:-1]).all()):
-            return RowMap(spans, row)
-        order = np.argsort(spans.start, kind="stable")
-        return RowMap(Spans(spans.start[order], spans.stop[order]), row[order])
+        order = by_start(spans.start)
+        return RowMap(spans if isinstance(order, slice) else Spans(spans.start[order], spans.stop[order]), row[order])
 
     @staticmethod
     def of(fragments: Fragments) -> RowMap:
@@ -143,8 +128,6 @@ class RowMap:
     def locate(self, spans: Spans) -> Located:
         """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
         if spans not in self._located:
-            if len(self._located) == _KNOWN:
-                del self._located[next(iter(self._located))]
             self._located[spans] = self._locate(spans)
         return self._located[spans]
 
@@ -178,6 +161,77 @@ class RowMap:
         here = np.searchsorted(many.stop, few.start, side="right")
         there = here < len(many)
         return bool((many.start[here[there]] < few.stop[there]).any())
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Global spans that lie at rows of a tensor: span n at rows [row[n], row[n] + its size). In any order."""
+
+    spans: Spans
+    row: Column
+    _known: dict[RowMap, Found] = field(default_factory=dict)
+
+    def found_in(self, buffer: RowMap) -> Found:
+        """Which of these rows a buffer has."""
+        if buffer not in self._known:
+            self._known[buffer] = self._found_in(buffer)
+        return self._known[buffer]
+
+    def _found_in(self, buffer: RowMap) -> Found:
+        located, start = buffer.locate(self.spans), self.spans.start
+        there, count = located.row, located.count
+        here = self.row
+        if located.start is not start:
+            here = here[located.number] + located.start - start[located.number]
+        rest = _NOTHING if located.whole else self._without(located)
+        if not (one_range(here, count) or one_range(there, count)):  # gathered rather than gathered and scattered
+            order = np.argsort(there, kind="stable")
+            here, there, count = here[order], there[order], count[order]
+        return Found(here, there, count, rest)
+
+    def _without(self, located: Located) -> Parts:
+        order, taken = by_start(self.spans.start), by_start(located.start)
+        start, row = self.spans.start[order], self.row[order]
+        found = located.start[taken]
+        rest = subtract(Spans(start, self.spans.stop[order]), Spans(found, found + located.count[taken]))
+        span = np.searchsorted(start, rest.start, side="right") - 1
+        return Parts(rest, row[span] + rest.start - start[span])
+
+
+class Found(NamedTuple):
+    """Rows [here, here + count) of a tensor, which are rows [there, there + count) of a buffer; and its other rows."""
+
+    here: Column
+    there: Column
+    count: Column
+    rest: Parts
+
+
+_NOTHING = Parts(Spans(*np.zeros((2, 0), dtype=np.int64)), np.zeros(0, dtype=np.int64))
+
+
+def by_start(start: Column) -> Column | slice:
+    """The order of spans, or of rows, from the first one on."""
+    return slice(None) if bool((start[1:] >= start[:-1]).all()) else np.argsort(start, kind="stable")
+
+
+def shared_out(parts: Parts, places: Iterable[tuple[Place, RowMap]]) -> tuple[list[tuple[Place, Found]], Spans]:
+    """The rows of a tensor that the first of these buffers has, of the others those that the next has, and so on; and
+    the rows that none has.
+
+    >>> spans, first, second = (Spans(*np.array(x)) for x in ([[0], [9]], [[2], [4]], [[3], [9]]))
+    >>> found, rest = shared_out(spans.packed, [("a", first.buffer), ("b", second.buffer)])
+    >>> [(name, x.here.tolist(), x.there.tolist(), x.count.tolist()) for name, x in found], rest.total
+    ([('a', [2], [0], [2]), ('b', [4], [1], [5])], 2)
+    """
+    shares: list[tuple[Place, Found]] = []
+    for place, buffer in places:
+        if len(parts.spans):
+            found = parts.found_in(buffer)
+            if len(found.count):
+                shares.append((place, found))
+            parts = found.rest
+    return shares, parts.spans
 
 
 def subtract(spans: Spans, others: Spans) -> Spans:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import and_, or_
 
 import numpy as np
@@ -132,22 +132,18 @@ def behind(segments: Segments) -> Segments:
     >>> len(one), one.right.tolist(), list(one.q.rows()), list(one.k.rows())
     (1, [0], [(0, 4, 8)], [(0, 0, 2), (0, 4, 8)])
     """
-    by_queries: dict[bytes, dict[bool, list[int]]] = {}
-    q_of = _by_segment(segments.q, len(segments))
+    by_queries: dict[int, dict[bool, list[int]]] = {}
+    queries = _Atoms(segments.q).sets(segments)
     for n in np.flatnonzero(segments.left < 0).tolist():
-        same = by_queries.setdefault(np.stack([x[q_of[n]] for x in (segments.q.start, segments.q.stop)]).tobytes(), {})
-        same.setdefault(bool(segments.right[n] >= 0), []).append(n)
-    into = np.arange(len(segments))
+        by_queries.setdefault(queries[n], {}).setdefault(bool(segments.right[n] >= 0), []).append(n)
+    own = np.arange(len(segments))
+    into = own.copy()
     for same in by_queries.values():
         if len(same.get(True, ())) == 1:
             into[same.get(False, [])] = same[True][0]
-    if bool((into == np.arange(len(segments))).all()):
-        return segments
-    kept = np.flatnonzero(into == np.arange(len(segments)))
+    kept = np.flatnonzero(into == own)
     number = np.searchsorted(kept, into[segments.k.segment])
-    order = np.lexsort(
-        (segments.right[segments.k.segment], number)
-    )  # those without a mask, whose right side is -1, first
+    order = np.lexsort((segments.right[segments.k.segment], number))  # first those without a mask, whose right is -1
     keys = SegmentSpans(number[order], segments.k.start[order], segments.k.stop[order])
     return Segments(segments.area[kept], segments.left[kept], segments.right[kept], segments.take(kept).q, keys)
 
@@ -256,8 +252,3 @@ def _runs(atoms: int) -> Iterator[tuple[int, int]]:
         size = (~atoms & (atoms + 1)).bit_length() - 1
         yield begin, begin + size
         begin, atoms = begin + size, atoms >> size
-
-
-def _by_segment(spans: SegmentSpans, number: int) -> list[slice]:
-    ends = np.searchsorted(spans.segment, np.arange(number + 1)).tolist()
-    return [slice(begin, end) for begin, end in pairwise(ends)]

@@ -11,7 +11,7 @@ So what crosses the bus grows with the number of sequences, not of tokens. Equal
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from cp_fast.backends.lengths import Cumulative
 from cp_fast.rows import Rows
 from cp_ref.spec import Column, ranges
 
-__all__ = ["Key", "Lengths", "RowKey", "Tables", "Uploaded", "one_range"]
+__all__ = ["Key", "RowKey", "Tables", "Uploaded", "one_range"]
 
 
 _FEW = 8  # spans
@@ -31,14 +31,6 @@ class Key(int):
 
 
 RowKey = slice | Key
-
-
-class Lengths(NamedTuple):
-    """Cumulative lengths [n + 1], int32, on the host and on the device; the longest where it is known."""
-
-    host: Column
-    device: torch.Tensor
-    longest: int | None = None
 
 
 def one_range(start: Column, count: Column) -> bool:
@@ -61,7 +53,6 @@ class Tables:
     def __init__(self) -> None:
         self._spans: list[tuple[Column, Column, int]] = []  # first rows, numbers of rows, their sum
         self._lengths: list[Column] = []
-        self._longest: list[int] = []  # of each of them
         self._asked: dict[tuple[int, int], tuple[Column, Column, RowKey]] = {}  # by the columns' ids
         self._known: dict[tuple[int, ...], list[Key]] = {}  # by what is quickly compared
         self._known_lengths: dict[tuple[int, int], list[Key]] = {}
@@ -97,7 +88,6 @@ class Tables:
                 return key
         known.append(Key(len(self._lengths)))
         self._lengths.append(cumulative)
-        self._longest.append(int(count.max(initial=0)))
         return known[-1]
 
     def numbers(self, key: RowKey) -> Column:
@@ -146,7 +136,7 @@ class Tables:
         half = len(spans) // 2
         rows = _spread(spans[:half], spans[half:], sum(sizes)) if half else spans
         on_device = buffer[len(buffer) - sum(cumulative) :].split(cumulative)
-        return Uploaded(list(rows.split(sizes)), list(map(Lengths, self._lengths, on_device, self._longest)))
+        return Uploaded(rows.split(sizes), list(zip(self._lengths, on_device, strict=True)))
 
     def _dtype(self) -> np.dtype[np.signedinteger]:
         """The dtype of row numbers: 32 bits where all rows, and the number of rows of all tables together, fit."""
@@ -155,30 +145,22 @@ class Tables:
 
 
 class Uploaded:
-    """The tables by key."""
+    """The tables by key: row numbers, and cumulative lengths on the host and on the device."""
 
-    def __init__(self, rows: list[torch.Tensor], lengths: list[Lengths]) -> None:
+    def __init__(self, rows: Sequence[torch.Tensor], lengths: Sequence[tuple[Column, torch.Tensor]]) -> None:
         self._rows, self._lengths = rows, lengths
-        self._cumulative: dict[tuple[Key, int | None], Cumulative] = {}
+        self._read: dict[tuple[Key, int | None], Cumulative] = {}  # shared by launches, which look for the longest once
 
     def rows(self, key: RowKey) -> Rows:
         """A slice as it is, or the row numbers."""
         return key if isinstance(key, slice) else self._rows[key]
 
-    def numbers(self, key: Key) -> torch.Tensor:
-        """A table that is no slice."""
-        return self._rows[key]
-
-    def lengths(self, key: Key) -> Lengths:
-        """Cumulative lengths."""
-        return self._lengths[key]
-
-    def cumulative(self, key: Key, bound: int | None) -> Cumulative:
-        """Cumulative lengths on the host, as backends get them: shared by launches, which look for the longest once."""
-        if (key, bound) not in self._cumulative:
-            host, _, longest = self._lengths[key]
-            self._cumulative[key, bound] = Cumulative(host, bound, longest)
-        return self._cumulative[key, bound]
+    def lengths(self, key: Key, bound: int | None = None) -> tuple[Cumulative, torch.Tensor]:
+        """Cumulative lengths as backends get them: on the host with what no length ever exceeds, and on the device."""
+        host, device = self._lengths[key]
+        if (key, bound) not in self._read:
+            self._read[key, bound] = Cumulative(host, bound)
+        return self._read[key, bound], device
 
 
 _TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}

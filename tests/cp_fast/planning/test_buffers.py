@@ -63,14 +63,14 @@ def filled(draw: st.DrawFn) -> Filled:
         held, heads = draw(shuffled()), draw(st.one_of(st.just((0, HEADS)), head_ranges()))
         if len(held):
             kind = draw(st.sampled_from(["q", "q", "q", "kv"]))
-            buffer = made.operands.new(f"{number}", kind, heads, held.packed, held.total)
+            buffer = made.operands.new(f"{number}", kind, heads, held.buffer, held.total)
             made.operands.held.append(buffer)
             made.contents[buffer.name] = cells(held, heads)
     return made
 
 
 @given(filled(), shuffled(), head_ranges())
-def test_find(made: Filled, wanted: Spans, heads: Heads) -> None:
+def test_holder(made: Filled, wanted: Spans, heads: Heads) -> None:
     """The newest buffer of the kind that has all rows and heads, or none."""
     want = cells(wanted, heads)
 
@@ -81,13 +81,11 @@ def test_find(made: Filled, wanted: Spans, heads: Heads) -> None:
         return buffer.kind == "q" and inside and {cell for row in want for cell in row} <= there
 
     having = [held.name for held in made.operands.held if has_all(held.name)]
-    found = made.operands.find("q", heads, wanted, step=3)
-    event("found" if found else "not found")
-    assert (found.buffer if found else None) == (having[-1] if having else None)
-    if found:
-        assert made.read(found) == want  # type: ignore[arg-type]
-    used = {held.name for held in made.operands.held if held.last_use == 3}
-    assert used == ({found.buffer} if found else set())
+    held = made.operands.holder("q", heads, wanted)
+    event("found" if held else "not found")
+    assert (held.name if held else None) == (having[-1] if having else None)
+    if held:
+        assert made.read(made.operands.of(held, wanted, heads)) == want  # type: ignore[arg-type]
 
 
 @given(filled(), st.lists(shuffled(), min_size=1, max_size=3), head_ranges())
@@ -107,20 +105,18 @@ def test_gather(made: Filled, parts: list[Spans], heads: Heads) -> None:
         with pytest.raises(ValueError, match=r"needs q rows \d+:\d+ at step 3, which are not there"):
             made.operands.gather("q", heads, parts, step=3)
         return
-    copies = made.operands.gather("q", heads, parts, step=3)
-    made_buffer = made.operands.held[-1]
+    held, copies = made.operands.gather("q", heads, parts, step=3)
+    assert held is made.operands.held[-1] is made.operands.holder("q", heads, parts[0])
+    made_buffer = made.operands.buffers[held.name]
     assert (made_buffer.kind, made_buffer.heads, made_buffer.size) == ("q", heads, len(want))
     filled: list[list[Cell | None]] = [[None] * (heads[1] - heads[0]) for _ in want]
     for copy in copies:
-        assert copy.target.buffer == made_buffer.name
+        assert copy.target.buffer == held.name
         rows = made.operands.tables.numbers(copy.target.rows).tolist()
         for row, values in zip(rows, made.read(copy.source), strict=True):  # type: ignore[arg-type]
             assert filled[row][slice(*copy.target.heads)] == [None] * len(values), "a cell is copied twice"
             filled[row][slice(*copy.target.heads)] = values
     assert [tuple(row) for row in filled] == want
-    found = made.operands.find("q", heads, parts[0], step=3)
-    assert found is not None
-    assert found.buffer == made_buffer.name
 
 
 @st.composite
@@ -151,26 +147,26 @@ def outgoing(draw: st.DrawFn) -> list[Step]:
 def test_goes_to(steps: list[Step], own: Spans, more: Spans, parts: list[tuple[Heads, Spans]], step: int) -> None:
     """Every cell of a partial result goes into the next message that takes it along, or home; once."""
     tables, sets = Tables(), SpanSets()
-    results = Results(tables, sets, {"out": own.packed, "dq": own.packed})
-    pieces = [p.heads for s in steps for m in s.sends for p in parcels_of(m, sets)]
+    results = Results(tables, sets, {"out": own.buffer, "dq": own.buffer})
+    messages = [[p for m in s.sends for p in parcels_of(m, sets)] for s in steps]
+    pieces = [p.heads for parcels in messages for p in parcels]
     edges = {edge for heads in [*pieces, *(heads for heads, _ in parts)] for edge in heads}
-    sends = results.announce(tuple(steps), {kind: set(edges) for kind in ("out", "dq", "dkv")})
+    sends = results.announce(messages, {kind: set(edges) for kind in ("out", "dq", "dkv")})
     leaves: dict[Cell, tuple[int, int, int]] = {}  # step, peer and row of the message
-    for number, s in reversed(list(enumerate(steps))):
-        for message in s.sends:
-            for parcels in parcels_of(message, sets) if message.kind == "out" and number > step else ():
-                for row, of_row in enumerate(cells(parcels.spans, parcels.heads)):
-                    leaves |= dict.fromkeys(of_row, (number, parcels.tag, row))
+    for number, of_step in reversed(list(enumerate(messages))):
+        for parcels in (p for p in of_step if p.kind == "out" and number > step):
+            for row, of_row in enumerate(cells(parcels.spans, parcels.heads)):
+                leaves |= dict.fromkeys(of_row, (number, parcels.tag, row))
     home = {cell: row for row, of_row in enumerate(cells(own, (0, HEADS))) for cell in of_row}
     for heads, wanted in parts:
         want = cells(wanted, heads)
         nowhere = {cell for row in want for cell in row} - set(leaves) - set(home)
         if nowhere:
             with pytest.raises(ValueError, match=f"leaves out rows .* of step {step} on a rank that does not own them"):
-                results.goes_to("out", heads, wanted, step)
+                results.goes_to("out", heads, wanted.packed, step)
             continue
         arrived: dict[Cell, list[tuple[str, int]]] = {}
-        for c in results.goes_to("out", heads, wanted, step):
+        for c in results.goes_to("out", heads, wanted.packed, step):
             into_heads = results.sums[c.sums].heads
             for row, into in zip(tables.numbers(c.rows).tolist(), tables.numbers(c.into).tolist(), strict=True):
                 for (of_row, head), target in zip(want[row][slice(*c.heads)], range(*c.into_heads), strict=True):
