@@ -39,8 +39,8 @@ def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     """
     program = given.program
     run = Run(given, q, (q.shape[0], k.shape[0]), backward=False, sink=sink)
-    run.hold_own("q", [q])
-    run.hold_own("kv", [k, v])
+    run.hold(OWN["q"], (q,))
+    run.hold(OWN["kv"], (k, v))
     max_logit: torch.Tensor | None = None
     has_max_logit, options = True, LaunchOptions(given.problem.scale, given.problem.softcap)
     for step in run.ready.steps:
@@ -97,10 +97,10 @@ def run_backward(
     program = given.program
     run = Run(given, out, sizes, backward=True, has_dlse=dlse is not None)
     if inputs is not None:
-        run.hold_own("q", inputs[:1])
-        run.hold_own("kv", inputs[1:])
-    run.hold_own("do", [dout], [] if dlse is None else [dlse])
-    run.hold_own("res", [out], [lse])
+        run.hold(OWN["q"], inputs[:1])
+        run.hold(OWN["kv"], inputs[1:])
+    run.hold(OWN["do"], (dout,), () if dlse is None else (dlse,))
+    run.hold(OWN["res"], (out,), (lse,))
     rest = iter(kept)
     for name in program.saved:
         if name not in OWN.values():

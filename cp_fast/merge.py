@@ -71,8 +71,11 @@ class Total:
     def __init__(self, shape: TotalShape, kernels: Kernels) -> None:
         self._shape, self._kernels = shape, kernels
         self._total: Merged | None = None
-        # parts that wait to be added; the rows of each are distinct, so the sum has the same bits every time
-        self.held: list[Part] = []
+        self.held: list[Part] = []  # parts that wait to be added
+
+    def add(self, part: Part) -> None:
+        """Take a partial result; the rows of each are distinct, so the sum has the same bits every time."""
+        self.held.append(part)
 
     def settle(self, dtype: torch.dtype | None = None) -> None:
         """Put what is held into the total, in the wide dtype or this one."""

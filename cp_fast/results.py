@@ -10,7 +10,7 @@ from cp_fast.bound import Complete, Give, Held, Pass
 from cp_fast.kernels.base import Kernels
 from cp_fast.merge import Part, Total, add_sink
 from cp_fast.program import LoweredProgram
-from cp_fast.rows import Rows, columns_of, count, is_all, put_columns
+from cp_fast.rows import Rows, columns_of, count, put_columns, rows_of
 from cp_ref.spec import Problem
 
 __all__ = ["Results"]
@@ -52,9 +52,9 @@ class Results:
         for give in gives:
             mine, its_lse = rows, lse
             if not give.whole:
-                mine = self._rows_of(rows, give)
+                mine = rows_of(rows, give.rows, give.heads, self._kernels.take_rows)
                 its_lse = None if lse is None else columns_of([lse], give.rows, give.heads)[0]
-            self._totals[give.sums].held.append(Part(mine, its_lse, give.place))
+            self._totals[give.sums].add(Part(mine, its_lse, give.place))
 
     def settle(self, sums: Sequence[tuple[int, int]]) -> None:
         """Add up what waits for each of these sums, if that is at least so many parts."""
@@ -152,9 +152,3 @@ class Results:
         if not spare:
             return rows, lse
         return [x[:size] for x in rows], None if lse is None else lse[:, :size].contiguous()
-
-    def _rows_of(self, tensors: Sequence[torch.Tensor], give: Give) -> Sequence[torch.Tensor]:
-        size, heads, *_ = tensors[0].shape
-        if give.heads != (0, heads):
-            tensors = [x[:, give.heads[0] : give.heads[1]] for x in tensors]
-        return tensors if is_all(give.rows, size) else self._kernels.take_rows(tensors, give.rows)

@@ -13,9 +13,9 @@ from cp_fast.bound import Arrival, Complete, Given, Held, Moved, Pass, Step, Tak
 from cp_fast.exchanges import Exchange, prepares
 from cp_fast.kernels.base import Kernels
 from cp_fast.overlap import head_start
-from cp_fast.program import OWN, LoweredProgram
+from cp_fast.program import LoweredProgram
 from cp_fast.results import Results
-from cp_fast.rows import Rows, columns_of, count, is_all, put_columns
+from cp_fast.rows import Rows, columns_of, count, put_columns, rows_of
 from cp_ref.spec import Group, Pending, Problem
 
 __all__ = ["Inputs", "Run", "wide_dtype"]
@@ -82,11 +82,6 @@ class Run:
     def hold(self, name: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor] = ()) -> None:
         """What a buffer has."""
         self.held[self.ready.slots[name]] = Held(rows, columns)
-
-    def hold_own(self, kind: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor] = ()) -> None:
-        """The rank's own rows. Detached: kernel libraries that take addresses refuse what requires a gradient."""
-        detached = [x.detach() if x.requires_grad else x for x in rows]
-        self.hold(OWN[kind], detached, [x.detach() if x.requires_grad else x for x in columns])
 
     def kept(self, name: str) -> list[torch.Tensor]:
         """The tensors of a buffer."""
@@ -159,7 +154,7 @@ class Run:
         return taken
 
     def _part(self, held: Held, what: Take) -> Held:
-        rows = [x.contiguous() for x in self._rows_of(held.rows, what)]
+        rows = [x.contiguous() for x in rows_of(held.rows, what.rows, what.heads, self._kernels.take_rows)]
         return Held(rows, columns_of(held.columns, what.rows, what.heads) if held.columns else ())
 
     def _copy(self, copy: Moved) -> None:
@@ -167,23 +162,15 @@ class Run:
         assert source is not None, _NOT_THERE
         if target is None:
             target = self.held[copy.slot] = copy.room.new()
-        rows, columns = self._rows_of(source.rows, copy.source), source.columns
+        what, columns = copy.source, source.columns
+        rows = rows_of(source.rows, what.rows, what.heads, self._kernels.take_rows)
         into, into_columns = target
         if copy.heads is not None:
             into, into_columns = [x[:, copy.heads] for x in into], [x[copy.heads] for x in into_columns]
         self._kernels.put_rows_(into, rows, copy.rows)
         if columns:
-            for column, x in zip(into_columns, columns_of(columns, copy.source.rows, copy.source.heads), strict=True):
+            for column, x in zip(into_columns, columns_of(columns, what.rows, what.heads), strict=True):
                 put_columns(column, x, copy.rows)
-
-    def _rows_of(self, tensors: Sequence[torch.Tensor], what: Take) -> Sequence[torch.Tensor]:
-        """Rows and heads of tensors by row: they themselves where that is all of them, which costs the host nothing."""
-        if what.whole or not tensors:
-            return tensors
-        size, heads, *_ = tensors[0].shape
-        if what.heads != (0, heads):
-            tensors = [x[:, what.heads[0] : what.heads[1]] for x in tensors]
-        return tensors if is_all(what.rows, size) else self._kernels.take_rows(tensors, what.rows)
 
     def _given(self, given: Given) -> list[torch.Tensor]:
         """What is sent of a buffer, peer after peer."""

@@ -54,7 +54,7 @@ def test_outputs(count: int, final: torch.dtype | None) -> None:
     found = total(final, outs=True)
     for part in given:
         found.settle()
-        found.held.append(part)
+        found.add(part)
     (out,), lse, *_ = found.finish()
     assert out.dtype == (HALF if count == 1 or (count == 2 and final == HALF) else WIDE)
     assert lse is not None
@@ -71,7 +71,7 @@ def test_gradients(count: int) -> None:
     for part in given:
         found.settle()
         want[part.place.into] += part.rows[0].double()
-        found.held.append(part)
+        found.add(part)
     (result,), lse, *_ = found.finish()
     assert lse is None
     assert result.dtype == (HALF if count in (1, 2) else WIDE)
@@ -81,7 +81,7 @@ def test_gradients(count: int) -> None:
 def test_rows_that_nobody_saw() -> None:
     found = total(HALF, outs=True)
     part = parts(2, outs=True)[1]
-    found.held.append(part)
+    found.add(part)
     (got,), lse, *_ = found.finish()
     assert torch.equal(got[2:5], part.rows[0].to(got.dtype))
     assert not got[:2].any()
@@ -98,7 +98,7 @@ def test_heads_that_nobody_saw() -> None:
     (whole,) = parts(1, outs=True)
     assert whole.lse is not None
     some = shape_of(HALF, outs=True).place(slice(0, 6), slice(1, 2))
-    found.held.append(Part((whole.rows[0][:, 1:],), whole.lse[1:], some))
+    found.add(Part((whole.rows[0][:, 1:],), whole.lse[1:], some))
     (got,), lse, *_ = found.finish()
     assert got.shape == (6, 2, 4)
     assert torch.equal(got[:, 1:], whole.rows[0][:, 1:].to(got.dtype))
@@ -111,7 +111,7 @@ def test_the_spare_row_is_never_part_of_the_result() -> None:
     found = total(WIDE, outs=False, spare=1)
     rows = torch.ones(8, 2, 4)
     into = torch.tensor([0, 1, 2, 3, 4, 5, 6, 6], dtype=torch.int32)
-    found.held.append(Part((rows,), None, shape_of(WIDE, outs=False, spare=1).place(into, HEADS)))
+    found.add(Part((rows,), None, shape_of(WIDE, outs=False, spare=1).place(into, HEADS)))
     (got,), *_ = found.finish()
     assert torch.equal(got, torch.ones(6, 2, 4))
 
@@ -121,7 +121,7 @@ def test_wide_rows_of_messages_are_what_a_total_begins_with() -> None:
     narrow, wide = torch.ones(6, 2, 4, dtype=HALF), torch.full((6, 2, 4), 2.0, dtype=WIDE)
     found = total(HALF, outs=False)
     for rows in (narrow, wide):
-        found.held.append(Part((rows,), None, shape_of(HALF, outs=False).place(slice(0, 6), HEADS)))
+        found.add(Part((rows,), None, shape_of(HALF, outs=False).place(slice(0, 6), HEADS)))
     found.settle()
     (got,), *_ = found.finish()
     assert got.data_ptr() == wide.data_ptr()
@@ -156,7 +156,7 @@ def test_any_parts_in_float64(drawn: list[tuple[list[int], tuple[int, int], bool
         weight[rows, where] += share
         contiguous = rows == list(range(rows[0], rows[0] + len(rows)))
         into = slice(rows[0], rows[0] + len(rows)) if contiguous else torch.tensor(rows, dtype=torch.int32)
-        found.held.append(Part(tuple(x.clone() for x in tensors), lse, shape.place(into, where)))
+        found.add(Part(tuple(x.clone() for x in tensors), lse, shape.place(into, where)))
     got = found.finish()
     if outs:
         want = [torch.where(weight[..., None] > 0, x / weight[..., None], 0.0) for x in want]
