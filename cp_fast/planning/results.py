@@ -102,7 +102,8 @@ class Results:
         stays = kind in self._stay and own.covers(parts.spans)
         later = [] if stays else [o for o in self._outgoing[kind] if o.step > step]
         found: list[Contribution[RowKey]] = []
-        for part in split(heads, self._edges[kind].union(*(o.heads for o in later))):
+        edges = self._edges[kind].union(*(o.heads for o in later)) if later else self._edges[kind]
+        for part in split(heads, edges):
             home = f"{kind} {part[0]}:{part[1]} at home"
             places = [(o.sums, o.rows) for o in later if o.heads[0] <= part[0] and part[1] <= o.heads[1]]
             shares, rest = shared_out(parts, [*places, (home, own)])
