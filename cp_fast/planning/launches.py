@@ -39,6 +39,8 @@ class LaunchTable(NamedTuple):
 
 def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles."""
+    if not len(tiles):
+        return []
     meet = not rule.apart and areas_meet(tiles)
     tiles = boxes(tiles)
     square = edges = None
