@@ -172,7 +172,7 @@ def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
     Queries and keys of such an area are the same positions, seen along the diagonal, whatever lies between them. So in
     the rows that are there one sees just those before it and itself.
     """
-    diagonal = np.zeros(int(tiles.area.max()) + 1, dtype=bool)
+    diagonal = np.zeros(int(tiles.area.max(initial=0)) + 1, dtype=bool)
     diagonal[tiles.area[tiles.diagonal]] = True
     causal = (tiles.hi < UNBOUNDED) & diagonal[tiles.area]
     some = tiles.take(causal & (np.bincount(tiles.area)[tiles.area] > 1))
