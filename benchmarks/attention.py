@@ -44,9 +44,11 @@ from cp_ref.spec import Problem, Sequence
 if __package__:
     from benchmarks import timeline
     from benchmarks.others import Other, others
+    from benchmarks.ranks import Commit, Schedules, connect
 else:
     import timeline
     from others import Other, others
+    from ranks import Commit, Schedules, connect
 
 
 @dataclass(frozen=True)
@@ -314,10 +316,7 @@ def measure(job: Job, one: tuple[Callable[[], Any], Callable[[], Any]], contende
 
 
 def worker(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trace: str, folder: str) -> None:
-    torch.cuda.set_device(rank)
-    store = f"file://{Path(folder) / 'store'}"
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=job.gpus, device_id=device)
+    connect(rank, job.gpus, folder)
     rows = measured(rank, job, ways, peers, trace)
     if rank == 0:
         torch.save(rows, Path(folder) / "rows.pt")
@@ -385,7 +384,7 @@ def main(
     heads: Annotated[str, typer.Option(help="Query heads, kv heads.")] = "32,8",
     dims: Annotated[str, typer.Option(help="d_qk, d_v.")] = "128,128",
     window: Annotated[int, typer.Option(help="Left side of a sliding window; -1 for none.")] = -1,
-    schedules: Annotated[str, typer.Option(help="cp_comm_type, several with commas.")] = "p2p,all_gather,a2a",
+    schedules: Schedules = "p2p,all_gather,a2a",
     layouts: Annotated[str, typer.Option(help="Layouts, several with commas.")] = "dual_chunk",
     messages: Annotated[str, typer.Option(help="auto, or some of peers, group and graph, with commas.")] = "auto",
     peers: Annotated[bool, typer.Option("--peers", help="Other libraries too, in turns.")] = False,
@@ -393,7 +392,7 @@ def main(
     backend: Annotated[str, typer.Option(help="The kernel library.")] = "fa4",
     rounds: Annotated[int, typer.Option(help="Timed rounds.")] = 10,
     calls: Annotated[int, typer.Option(help="Calls in a row in a round, over all GPUs.")] = 8,
-    commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "",
+    commit: Commit = "",
     out: Annotated[Path | None, typer.Option(help="CSV file to append to.")] = None,
 ) -> None:
     """Measure the schedules on this machine's GPUs."""

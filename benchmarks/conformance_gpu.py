@@ -43,6 +43,7 @@ import typer
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.ranks import Commit, Device, JsonOut
 from conformance.adapters.cp_fast import OneBackend
 from conformance.capabilities import Capabilities
 from conformance.case import Case
@@ -246,9 +247,9 @@ def main(
     seconds: Annotated[float, typer.Option(help="Stop drawing after so long.")] = 480.0,
     ranks: Annotated[int, typer.Option(help="GPUs, each with a process; 0: the simulated group on one GPU.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the first worker; the next one has the next.")] = 1000,
-    device: Annotated[str, typer.Option(help="cuda; cpu to try the script.")] = "cuda",
-    commit: Annotated[str, typer.Option(help="The commit that is tested.")] = "",
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    device: Device = "cuda",
+    commit: Commit = "",
+    out: JsonOut = None,
 ) -> None:
     """Play random problems on every backend."""
     names = ["auto"] if ranks else backends.split(",")

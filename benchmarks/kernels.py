@@ -23,9 +23,11 @@ import typer
 if __package__:
     from benchmarks.kernels_cases import Case, Implementation, cases
     from benchmarks.kernels_timing import medians, sets_for
+    from benchmarks.ranks import Commit, Device
 else:
     from kernels_cases import Case, Implementation, cases
     from kernels_timing import medians, sets_for
+    from ranks import Commit, Device
 
 from cp_fast.kernels import kernels, thd_kernels, why_not
 
@@ -112,14 +114,14 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: Device = "cuda",
     scale: Annotated[int, typer.Option(help="Divide every size by this; 16 on a CPU.")] = 1,
     implementations: Annotated[str, typer.Option(help="Which, with commas; those that cannot be had are left out.")] = (
         "native,numba,torch"
     ),
     only: Annotated[str, typer.Option(help="Cases whose kernel begins so.")] = "",
     rounds: Annotated[int, typer.Option(help="Samples of each.")] = 60,
-    commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "",
+    commit: Commit = "",
     out: Annotated[Path | None, typer.Option(help="CSV file to write.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Picture to write, SVG or PNG.")] = None,
 ) -> None:

@@ -38,8 +38,10 @@ from cp_ref.spec import areas_of_rows
 
 if __package__:
     from benchmarks.attention import seconds
+    from benchmarks.ranks import connect
 else:
     from attention import seconds
+    from ranks import connect
 
 Maker = Callable[[int], torch.Tensor]
 MaskMod = Callable[..., torch.Tensor]
@@ -283,10 +285,7 @@ def _ideal(job: Job, name: str, of_dense: float) -> float:
 
 def worker(rank: int, job: Job, folder: str, some: Contenders = contenders) -> None:
     """One rank: context parallelism of all masks, then FlexAttention of its share of them."""
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    store = f"file://{Path(folder) / 'store'}"
-    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=job.gpus, device_id=device)
+    connect(rank, job.gpus, folder)
     x = tensors(job)
     dense, rows = dense_causal(job, x), Rows(Path(folder) / f"rows{rank}")
     mine: dict[str, list[torch.Tensor]] = {}

@@ -44,8 +44,7 @@ from cp_fast.plan import lowered
 from cp_fast.planning.link import linked
 from cp_ref.spec import (
     Agreement,
-    Parcel,
-    Pending,
+    PaperGroup,
     Problem,
     Sizes,
     agree,
@@ -82,19 +81,6 @@ class Row:
     device: str
     processor: str
     load: float  # of the machine, one minute's average, while this was measured
-
-
-class Echo:
-    """A rank of a group whose other ranks say what this one says."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
-        raise AssertionError("nobody is there to send to")
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.size
 
 
 def main(
@@ -138,7 +124,7 @@ def _measure(
 ) -> Row:  # fmt: skip
     read = _reader(count, cp_size, comm, layout, window, lengths, mean)
     rank = cp_size // 3
-    group = Echo(rank, cp_size)
+    group = PaperGroup(cp_size, rank)
     times: list[dict[str, float]] = []
     launches = 0
     for _ in range(rounds + 1):

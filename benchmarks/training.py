@@ -34,6 +34,11 @@ from cp_fast.cli.demo.documents import read_documents
 from cp_ref import SimGroup
 from cp_ref.common.collectives import all_reduce_sum
 
+if __package__:
+    from benchmarks.ranks import Commit, Device, Schedules, connect
+else:
+    from ranks import Commit, Device, Schedules, connect
+
 ALONE, AGAIN = "one device, PyTorch's attention", "one device, once more"
 
 
@@ -183,19 +188,8 @@ def train(job: Job, cp: cp_fast.ContextParallel | None, device: torch.device) ->
 
 
 def worker(rank: int, job: Job, schedules: list[str], folder: str, record: Record) -> None:
-    cuda = job.device == "cuda"
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=f"file://{Path(folder) / 'store'}",
-        rank=rank,
-        world_size=job.ranks,
-        device_id=device if cuda else None,
-    )
+    torch.set_num_threads(1)
+    device = connect(rank, job.ranks, folder, job.device)
     mesh = init_device_mesh(job.device, (job.ranks // 2, 2)) if job.ranks % 2 == 0 else None
     for schedule in schedules:
         cp = cp_fast.ContextParallel(mesh if schedule == "a2a+p2p" else dist.group.WORLD, schedule)
@@ -268,13 +262,13 @@ def plot(curves: dict[str, list[float]], job: Job, path: Path) -> None:
 
 def main(
     ranks: Annotated[int, typer.Option(help="Processes; one a GPU.")] = 4,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: Device = "cuda",
     steps: Annotated[int, typer.Option(help="Steps of training.")] = 200,
     tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 16384,
-    schedules: Annotated[str, typer.Option(help="cp_comm_type, several with commas.")] = "p2p,all_gather,a2a,a2a+p2p",
+    schedules: Schedules = "p2p,all_gather,a2a,a2a+p2p",
     simulated: Annotated[bool, typer.Option("--simulated", help="All ranks on one device, in this process.")] = False,
     tolerance: Annotated[float, typer.Option(help="Largest difference of a curve's mean over 10 steps.")] = 0.02,
-    commit: Annotated[str, typer.Option(help="The commit that is run.")] = "",
+    commit: Commit = "",
     out: Annotated[Path | None, typer.Option(help="Write OUT.csv and OUT.png.")] = None,
 ) -> None:
     """Train with every schedule, and compare the loss curves."""

@@ -54,7 +54,7 @@ _WIDE = ("lse", "max_logit", "d_offset")  # float32 results of float16 and bfloa
 
 # Allowances beside the factors. They come from theory, and from `conformance.rounded_reference`, which is float32
 # inside and independent of what is judged; never from the code under test. "needed" is the least with which 1,500 drawn
-# problems of that reference are within every budget (python -m conformance.calibration).
+# problems of that reference are within every budget (python -m tests.meta.calibration).
 
 # Sums in another order, in units of the accumulation dtype's eps times the size of the largest values. Needed: 0.9.
 _NOISE = 4.0

@@ -33,7 +33,7 @@ from conformance.record import LEVELS, RunRecord
 from conformance.runner import InProcess, Runner, task_of
 from conformance.session import PROFILES, TierResult
 from conformance.strategies import CP_SIZES
-from conformance.suite_run import ALL_TIERS, NO_LEDGER, KnownFailures, SuiteRun, describe_run, level_of, nothing_tested
+from conformance.suite_run import ALL_TIERS, SuiteRun, describe_run, level_of, nothing_tested
 from conformance.tiers import cases_of
 from conformance.workers import start_runner
 
@@ -69,7 +69,7 @@ def main(
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds until a problem is taken for hanging.")] = (
         DEFAULT_TIME_LIMIT_S
     ),
-    ledger: Annotated[Path | None, typer.Option(help="KnownFailures failures, a TOML file.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="Known failures, a TOML file.")] = None,
     report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
 ) -> None:
     """Play an implementation of context-parallel attention against the oracle."""
@@ -111,7 +111,7 @@ def main(
         print_coverage(console, coverage(record.played))
     if report is not None:
         _write(report, record, console)
-    code = 1 if any(result.failures for result in results) else 4 if nothing_tested(results) else 0
+    code = 1 if any(result.smallest for result in results) else 4 if nothing_tested(results) else 0
     if code == 4:
         console.print("nothing was computed: all of it is unsupported or missing", highlight=False)
     if not isolate and any(p.verdict == "hung" for r in results for p in r.played):
@@ -173,9 +173,9 @@ def _write(folder: Path, record: RunRecord, console: Console) -> None:
         console.print(f"wrote {path}", highlight=False)
 
 
-def _ledger(path: Path | None) -> KnownFailures:
+def _ledger(path: Path | None) -> Ledger:
     try:
-        return NO_LEDGER if path is None else Ledger.load(path)
+        return Ledger() if path is None else Ledger.load(path)
     except LedgerError as error:
         raise typer.BadParameter(str(error), param_hint="--ledger") from error
 

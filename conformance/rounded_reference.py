@@ -4,7 +4,7 @@ better.
 The reference does what every production kernel does, and no more: scores, softmax and sums in float32, block by block
 with a running maximum; weights and score gradients rounded to the input dtype before they are multiplied (matrix units
 take nothing else); delta from the output as it was rounded; everything else rounded once, at the end. The budgets'
-allowances are derived from its errors (`python -m conformance.calibration`), and from nothing else: not from the code
+allowances are derived from its errors (`python -m tests.meta.calibration`), and from nothing else: not from the code
 that they judge.
 """
 

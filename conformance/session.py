@@ -22,18 +22,16 @@ from conformance.record import FAILING, Level, Played
 from conformance.rounds import Judge, OnProblem, Profile, Round, as_it_is
 from conformance.runner import InProcess, Runner, Task, task_of
 from conformance.strategies import CP_SIZES, cases
-from conformance.tier_result import Failure, TierResult
+from conformance.tier_result import TierResult
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
 from cp_ref.spec import Problem
 
 __all__ = [
     "PROFILES",
-    "Failure",
     "Profile",
     "TierResult",
     "drawn_problems",
     "replay",
-    "run_errors",
     "run_level_tier",
     "run_table",
     "run_tier",
@@ -207,11 +205,6 @@ def run_table(
         on_problem()
     result.seconds = time.monotonic() - began
     return result
-
-
-def run_errors(impl: Any, capabilities: Capabilities, *, on_problem: OnProblem = lambda: None) -> TierResult:
-    """The whole table of the tier `errors`."""
-    return run_table(impl, "errors", capabilities, on_problem=on_problem)
 
 
 def replay(

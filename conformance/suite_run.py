@@ -6,14 +6,15 @@ import datetime
 import platform
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from conformance.capabilities import Capabilities
 from conformance.commands import run_command
+from conformance.ledger import Ledger
 from conformance.levels import LEVEL_TIERS
 from conformance.record import FAILING, LEVELS, Level, Played, RunRecord
 from conformance.runner import Offer, Pairs, Runner, Task
@@ -21,41 +22,9 @@ from conformance.session import Profile, TierResult, replay, run_level_tier, run
 from conformance.strategies import CP_SIZES
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
 
-__all__ = ["ALL_TIERS", "NO_LEDGER", "KnownFailures", "SuiteRun", "describe_run", "level_of", "nothing_tested"]
+__all__ = ["ALL_TIERS", "SuiteRun", "describe_run", "level_of", "nothing_tested"]
 
 ALL_TIERS: tuple[str, ...] = (*LEVEL_TIERS, *CASE_TIERS, *TABLE_TIERS)
-
-
-class KnownFailures(Protocol):
-    """The part of a ledger of known failures that a run uses; `conformance.ledger.Ledger` is one."""
-
-    def judge(self, played: Played) -> Played:
-        """The same, or "known" for a failure that is expected."""
-        ...
-
-    def quarantined(
-        self, text: str, *, level: str | None = ..., tier: str | None = ..., cases: Sequence[str] = ...
-    ) -> str | None:
-        """Why a problem must not even be played, or None."""
-        ...
-
-    def unexpected_passes(self, record: RunRecord) -> tuple[str, ...]:
-        """One sentence for every entry whose problems all passed."""
-        ...
-
-
-class _NoLedger:
-    def judge(self, played: Played) -> Played:
-        return played
-
-    def quarantined(self, text: str, **_: Any) -> str | None:
-        return None
-
-    def unexpected_passes(self, record: RunRecord) -> tuple[str, ...]:
-        return ()
-
-
-NO_LEDGER: KnownFailures = _NoLedger()
 
 
 def level_of(tier: str) -> Level:
@@ -80,7 +49,7 @@ class SuiteRun:
     tiers: Sequence[str] = ALL_TIERS
     cp_sizes: tuple[int, ...] = CP_SIZES
     device: str = "cpu"
-    ledger: KnownFailures = NO_LEDGER
+    ledger: Ledger = field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
         """Problems in quarantine are kept from the runner."""
@@ -167,7 +136,7 @@ class SuiteRun:
 class _OutsideQuarantine(Runner):
     """A runner that does not play problems in quarantine."""
 
-    def __init__(self, runner: Runner, ledger: KnownFailures) -> None:
+    def __init__(self, runner: Runner, ledger: Ledger) -> None:
         self._runner, self._ledger = runner, ledger
 
     @property

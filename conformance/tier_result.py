@@ -6,15 +6,7 @@ from dataclasses import dataclass, field
 
 from conformance.record import FAILING, Played
 
-__all__ = ["Failure", "TierResult"]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A failing problem as text that `--repro` takes, and what is wrong with it."""
-
-    text: str
-    findings: tuple[str, ...]
+__all__ = ["TierResult"]
 
 
 @dataclass
@@ -60,8 +52,3 @@ class TierResult:
         """The failing problems: of a drawn tier the smallest of each kind, of a table all of them."""
         shrunk = [p for p in self.played if p.shrunk]
         return shrunk or [p for p in self.played if p.verdict in FAILING]
-
-    @property
-    def failures(self) -> list[Failure]:
-        """`smallest`, as text and findings."""
-        return [Failure(p.text, p.findings) for p in self.smallest]

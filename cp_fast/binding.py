@@ -160,12 +160,13 @@ class _Binding:
             found.append(Give(number, c.rows, c.heads, whole, place))
         return tuple(found)
 
-    def _ready(self, launch: Launch[Rows]) -> Ready:
+    def _ready(self, launch: Launch[Rows], last_use: Sequence[str]) -> Ready:
         operands = tuple(self._take(x) for x in (launch.q, launch.kv, launch.do, launch.res) if x is not None)
         heads, heads_kv = (x.heads[1] - x.heads[0] for x in (launch.q, launch.kv))
         results = self._gives(launch.results, count(launch.q.rows), heads)
         results_kv = self._gives(launch.results_kv, count(launch.kv.rows), heads_kv)
-        return Ready(operands, launch.segments, launch.first_head, results, results_kv)
+        last = tuple(self._slots[name] for name in last_use)
+        return Ready(operands, launch.segments, launch.first_head, results, results_kv, last)
 
     def _complete(self, recvs: Sequence[ResultRecv[Rows]]) -> Complete:
         """Complete results for the same rows, of each peer for as many heads."""
@@ -222,7 +223,7 @@ class _Binding:
             tuple(complete),
             prepare(self._group, where, sends, recvs) if sends or recvs else None,
             tuple(map(self._move, step.copies)),
-            tuple(map(self._ready, step.launches)),
+            tuple(map(self._ready, step.launches, _last_uses(step))),
             tuple(
                 (n, 2 if s.sums.home else 1)
                 for n, s in enumerate(self._sums)
@@ -231,6 +232,14 @@ class _Binding:
             tuple(self._slots[name] for name in step.last_use),
             last and not any(recv.kind == "dq" for recv in step.result_recvs),
         )
+
+
+def _last_uses(step: LoweredStep[Rows]) -> list[list[str]]:
+    """By launch, the buffers of the step's `last_use` that no later launch reads."""
+    read = [{x.buffer for x in (one.q, one.kv, one.do, one.res) if x is not None} for one in step.launches]
+    later = [set[str]().union(*read[n + 1 :]) for n in range(len(read))]
+    last = set(step.last_use)
+    return [sorted(last & its - rest) for its, rest in zip(read, later, strict=True)]
 
 
 def _messages(peer: int, tag: int, room: Room, pieces: Sequence[int] | None = None) -> list[Message]:

@@ -119,13 +119,14 @@ class Complete(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A launch."""
+    """A launch. `last_use`: of a backward pass, buffers that nothing needs after it."""
 
     operands: tuple[Take, ...]  # q, kv; in the backward pass do and res
     segments: Any
     first_head: int
     results: tuple[Give, ...]
     results_kv: tuple[Give, ...]
+    last_use: tuple[int, ...]
 
 
 class Step(NamedTuple):

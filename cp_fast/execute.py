@@ -125,18 +125,23 @@ def run_backward(
 
 
 def _backward(given: Inputs, run: Run, launch: Ready, options: LaunchOptions) -> None:
-    """One launch. What it read and yielded is let go when it returns, before the next one asks for memory."""
+    """One launch. What it yielded is let go when it returns, before the next one asks for memory; what it read as soon
+    as the library lets it go, for it alone has it.
+    """
     results = run.results
     for give in launch.results:
         results.settle(give.sums)
+    part = given.backend.backward(_operands(run, launch), launch.segments, options)
+    results.contribute(launch.results, (part.dq,))
+    results.contribute(launch.results_kv, (part.dk, part.dv))
+
+
+def _operands(run: Run, launch: Ready) -> BackwardOperands:
     q, kv, do, res = launch.operands
     (q_rows,), _ = run.take(q)
     (k_rows, v_rows), _ = run.take(kv)
     (dout_rows,), dlse_rows = run.take(do)
     (out_rows,), (lse_rows,) = run.take(res)
-    operands = BackwardOperands(
-        dout_rows, q_rows, k_rows, v_rows, out_rows, lse_rows, dlse_rows[0] if dlse_rows else None
-    )
-    part = given.backend.backward(operands, launch.segments, options)
-    results.contribute(launch.results, (part.dq,))
-    results.contribute(launch.results_kv, (part.dk, part.dv))
+    for slot in launch.last_use:
+        run.held[slot] = None
+    return BackwardOperands(dout_rows, q_rows, k_rows, v_rows, out_rows, lse_rows, dlse_rows[0] if dlse_rows else None)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.kernels.base import Kernels
+from cp_fast.kernels.torch_merges import log_add_exp
 from cp_fast.rows import Rows, is_all, is_mask, put_columns
 
 __all__ = ["Merged", "Part", "Place", "Total", "TotalShape", "add_sink"]
@@ -162,7 +163,7 @@ def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor, rows: Row
     if is_mask(rows):
         gain, rows = torch.where(rows, gain, float("-inf")), slice(None)
     old = lse[:, rows]
-    new = torch.logaddexp(old, gain)
+    new = log_add_exp(old, gain)
     weight = torch.exp(old - new).masked_fill(old == float("-inf"), 0.0).t().unsqueeze(-1)
     if isinstance(rows, slice):
         out[rows].mul_(weight)

@@ -21,6 +21,7 @@ from conformance.judged import Judged
 from conformance.levels.calls import call, dtype_of, parts_of, same_bytes, shape_findings, worst
 from conformance.levels.text import LevelCase
 from conformance.levels.tile_definition import exact_tile
+from conformance.levels.tile_rounding import UNITS, rounding
 
 __all__ = ["Tile", "TileGradients", "check", "gradients_strategy", "strategy"]
 
@@ -89,7 +90,9 @@ strategy, gradients_strategy = _tiles(Tile), _tiles(TileGradients)
 
 
 def check(impl: Implementation, case: Tile, device: str = "cpu") -> Judged:
-    """The tile's results against the definition's: closely in float64 and float32, by its budget in lower precision."""
+    """The tile's results against the definition's: up to rounding in float64 and float32, by its budget in lower
+    precision.
+    """
     inputs = _inputs(case, device)
     kept = {name: x.clone() for name, x in inputs.items()}
     results = _call(impl, case, inputs)
@@ -104,8 +107,9 @@ def check(impl: Implementation, case: Tile, device: str = "cpu") -> Judged:
     if case.counting:
         return Judged(_check_count(results["lse"], exact["lse"]))
     if case.dtype in ("float64", "float32"):
+        units = rounding(**kept, **case.options)
         for name, x in results.items():
-            found += worst(name, x, exact[name], _tolerance(case, exact[name]))
+            found += worst(name, x, exact[name], UNITS * units[name])
         return Judged(found)
     found += [f"{name} is not finite where it must be" for name, x in results.items() if not _alike(x, exact[name])]
     rows = [] if found else compare(results, exact, _eager(case, kept), dtype_of(case.dtype))
@@ -158,12 +162,6 @@ def _check_count(lse: torch.Tensor, exact: torch.Tensor) -> list[str]:
         f"row {row}, head {head} counts {count[head, row].item():.6g} visible keys by exp(lse), but there are "
         f"{want[head, row].item():g}; {int(wrong.any(0).sum())} of {lse.shape[1]} rows count wrong"
     ]
-
-
-def _tolerance(case: Tile, exact: torch.Tensor) -> float:
-    finite = exact[exact.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    return (1e-10 if case.dtype == "float64" else 2e-5) * max(1.0, largest)
 
 
 def _alike(got: torch.Tensor, exact: torch.Tensor) -> bool:

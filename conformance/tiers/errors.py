@@ -22,7 +22,7 @@ from conformance.tiers import plan as plan_tier
 from conformance.tiers.malformed import ERRORS, Call, ErrorCase, call_of
 from cp_ref.spec import Problem, Sequence
 
-__all__ = ["cases", "check", "error_ids", "ids"]
+__all__ = ["cases", "check", "ids"]
 
 _LIMIT_S = 20.0
 
@@ -30,9 +30,6 @@ _LIMIT_S = 20.0
 def ids(capabilities: Capabilities) -> list[str]:
     """The ids that `check` takes: the entries of the table, and every choice that `supports` refuses."""
     return ["well-formed", *ERRORS, *(f"unsupported {choice}" for choice in capabilities.refused)]
-
-
-error_ids = ids
 
 
 def cases(entry_id: str) -> tuple[Case, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cp_fast.backends.aligned import aligned, aligned_view
 from cp_fast.backends.base import BackwardOperands, Gradients, LaunchOptions, Partial, Segments
 from cp_fast.backends.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of, unfold
 from cp_ref.spec import Feature
@@ -82,7 +83,8 @@ class BlockwiseBackend:
                 base = new.clamp_min(torch.finfo(dtype).min)
                 p = s.sub_(base).exp_()
                 if top is None or total is None or mix is None:
-                    total, mix = p.sum(-1, keepdim=True), torch.bmm(p, values[block.heads_kv, columns])
+                    total = p.sum(-1, keepdim=True)
+                    mix = _product(p, values[block.heads_kv, columns])
                 else:
                     shrink = top.sub_(base).exp_()
                     total.mul_(shrink).add_(p.sum(-1, keepdim=True))
@@ -104,7 +106,7 @@ class BlockwiseBackend:
         dtype = _compute_dtype(q)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
-        dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
+        dkeys, dvalues = (aligned(x.shape, dtype, x.device).zero_() for x in (keys, values))
         scratch = _Scratch(q)
         for block in score_blocks(segments, q, k, self.size):
             queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scale)
@@ -131,7 +133,7 @@ class BlockwiseBackend:
                 if slope is not None:
                     ds.mul_(slope)
                 dkeys[block.heads_kv, columns].baddbmm_(ds.mT, queries)
-                dqueries = torch.bmm(ds, key) if dqueries is None else dqueries.baddbmm_(ds, key)
+                dqueries = _product(ds, key) if dqueries is None else dqueries.baddbmm_(ds, key)
             if dqueries is not None:
                 dq[block.rows, block.heads_q] = unfold(dqueries.mul_(scale), block)
         return Gradients(dq, dkeys.transpose(0, 1).contiguous(), dvalues.transpose(0, 1).contiguous())
@@ -146,7 +148,7 @@ class _Scratch:
 
     def buffer(self, which: int, shape: Sequence[int]) -> torch.Tensor:
         """Buffer 0, 1 or 2 in this shape, its contents undefined."""
-        return self._buffers[which].resize_(shape)
+        return aligned_view(self._buffers[which], shape)
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -155,8 +157,13 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _head_major(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """k or v [m, h_kv, d] as a contiguous [h_kv, m, d] of the compute dtype."""
-    return torch.empty(x.shape[1], x.shape[0], x.shape[2], dtype=dtype, device=x.device).copy_(x.transpose(0, 1))
+    """k or v [m, h_kv, d] as [h_kv, m, d] of the compute dtype, its rows aligned."""
+    return aligned((x.shape[1], x.shape[0], x.shape[2]), dtype, x.device).copy_(x.transpose(0, 1))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, [H, R, C] and [H, C, d] -> [H, R, d], its rows aligned."""
+    return torch.bmm(a, b, out=aligned((*a.shape[:2], b.shape[2]), a.dtype, a.device))
 
 
 def _scores(queries: torch.Tensor, key: torch.Tensor, softcap: float, scratch: _Scratch) -> torch.Tensor:

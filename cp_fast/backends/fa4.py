@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from functools import cache
+from functools import cache, lru_cache
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -67,66 +67,51 @@ class Fa4Backend:
         """None where the library is installed, looks as expected and the GPU is a Hopper, else the reason."""
         return _why_not()
 
-    @torch.no_grad()
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
-        d_qk, d_v = _forward_dims(q.shape[2], v.shape[2])
-        tensors: dict[str, torch.Tensor | None] = {
-            "q": _operand(q, d_qk),
-            "k": _operand(k, d_qk),
-            "v": _operand(v, d_v),
-            "cu_seqlens_q": segments.device_cu_q,
-            "cu_seqlens_k": segments.device_cu_kv,
-        }
-        softcap = options.softcap if options.softcap > 0 else None
-        how = {"softmax_scale": options.scale, "softcap": softcap, "return_lse": True}
-        out, lse = _launch("_flash_attn_fwd", q.device, tensors, _band(segments) | how, 2)
-        return Partial(trim(out, v.shape[2]), lse, None)
+        d, (d_qk, d_v) = v.shape[2], _forward_dims(q.shape[2], v.shape[2])
+        tensors: list[torch.Tensor | None] = [_operand(q, d_qk), _operand(k, d_qk), _operand(v, d_v)]
+        tensors += [segments.device_cu_q, segments.device_cu_kv]
+        out, lse = _launch("_flash_attn_fwd", tensors, _forward_numbers(segments.left, segments.right, options))
+        return Partial(trim(out, d), lse, None)
 
-    @torch.no_grad()
     def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
-        """See `Backend.backward`; the gradients have q's dtype."""
+        """See `Backend.backward`; the gradients have q's dtype. Operands that the caller does not hold go as soon as
+        the kernels have read them.
+        """
         dout, q, k, v, out, lse, dlse = operands
-        d_qk, d_v = _backward_dims(q.shape[2], v.shape[2], gqa=q.shape[1] != k.shape[1])
-        longest: dict[str, int] = {}
-        if options.deterministic:
-            longest = {
-                "max_seqlen_q": max(segments.max_q, _SEVERAL_BLOCKS),
-                "max_seqlen_k": max(segments.max_kv, _SEVERAL_BLOCKS),
-            }
-        tensors: dict[str, torch.Tensor | None] = {
-            "q": _operand(q, d_qk),
-            "k": _operand(k, d_qk),
-            "v": _operand(v, d_v),
-            "out": _operand(out, d_v),
-            "dout": _operand(dout, d_v),
-            "lse": lse.contiguous(),
-            "dlse": None if dlse is None else dlse.contiguous(),
-            "cu_seqlens_q": segments.device_cu_q,
-            "cu_seqlens_k": segments.device_cu_kv,
-        }
-        how = {
-            "softmax_scale": options.scale,
-            "softcap": max(options.softcap, 0.0),
-            "deterministic": options.deterministic,
-        }
-        dq, dk, dv = _launch("_flash_attn_bwd", q.device, tensors, _band(segments) | longest | how, 3)
-        return Gradients(trim(dq, q.shape[2]), trim(dk, q.shape[2]), trim(dv, v.shape[2]))
+        dims = q.shape[2], v.shape[2]
+        d_qk, d_v = _backward_dims(*dims, gqa=q.shape[1] != k.shape[1])
+        tensors: list[torch.Tensor | None] = [_operand(q, d_qk), _operand(k, d_qk), _operand(v, d_v)]
+        tensors += [_operand(out, d_v), _operand(dout, d_v)]
+        tensors += [lse.contiguous(), None if dlse is None else dlse.contiguous()]
+        tensors += [segments.device_cu_q, segments.device_cu_kv]
+        del operands, dout, q, k, v, out, lse, dlse
+        longest = (segments.max_q, segments.max_kv) if options.deterministic else (0, 0)
+        numbers = _backward_numbers(segments.left, segments.right, options, *longest)
+        dq, dk, dv = _launch("_flash_attn_bwd", tensors, numbers)
+        return Gradients(trim(dq, dims[0]), trim(dk, dims[0]), trim(dv, dims[1]))
 
 
-def _launch(
-    name: str, device: torch.device, tensors: dict[str, torch.Tensor | None], numbers: dict[str, Any], results: int
-) -> tuple[torch.Tensor, ...]:
-    """One of the library's functions, for one thread at a time and on this device: so many of its results."""
-    with _launch_lock, torch.cuda.device(device):
-        return _launches(_interface(), name)(tensors, numbers, results)
+_CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
+_FUNCTIONS = {  # the tensors that they take, and how many results they have
+    "_flash_attn_fwd": (("q", "k", "v", *_CU_SEQLENS), 2),
+    "_flash_attn_bwd": (("q", "k", "v", "out", "dout", "lse", "dlse", *_CU_SEQLENS), 3),
+}
+
+
+def _launch(name: str, tensors: list[torch.Tensor | None], numbers: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """One of the library's functions, for one thread at a time and on the tensors' device."""
+    assert tensors[0] is not None
+    with _launch_lock, torch.cuda.device(tensors[0].get_device()):
+        return _launches(_interface(), name)(tensors, numbers)
 
 
 @cache
 def _launches(library: ModuleType, name: str) -> Launches:
-    return Launches(library, name)
+    return Launches(library, name, *_FUNCTIONS[name])
 
 
 @cache
@@ -158,16 +143,29 @@ def _why_not() -> str | None:
     return None
 
 
-def _band(segments: Segments) -> dict[str, Any]:
+@lru_cache
+def _forward_numbers(left: int | None, right: int | None, options: LaunchOptions) -> dict[str, Any]:
+    """The forward pass's arguments that are no tensors."""
+    softcap = options.softcap if options.softcap > 0 else None
+    return _band(left, right) | {"softmax_scale": options.scale, "softcap": softcap, "return_lse": True}
+
+
+@lru_cache
+def _backward_numbers(
+    left: int | None, right: int | None, options: LaunchOptions, max_q: int, max_kv: int
+) -> dict[str, Any]:
+    """The backward pass's arguments that are no tensors; max_q, max_kv: the longest segments, where it has to know."""
+    how = {"softmax_scale": options.scale, "softcap": max(options.softcap, 0.0), "deterministic": options.deterministic}
+    if options.deterministic:
+        how["max_seqlen_q"], how["max_seqlen_k"] = max(max_q, _SEVERAL_BLOCKS), max(max_kv, _SEVERAL_BLOCKS)
+    return _band(left, right) | how
+
+
+def _band(left: int | None, right: int | None) -> dict[str, Any]:
     """The window of segments as the library's arguments."""
-    left, right = segments.left, segments.right
     if left is not None and right is not None and left < 0 and right < 0:
         raise ValueError(f"backend 'fa4' takes a window of ({left}, {right}) for unbounded; no row sees anything in it")
-    return {
-        "causal": False,
-        "window_size_left": left,
-        "window_size_right": right,
-    }
+    return {"causal": False, "window_size_left": left, "window_size_right": right}
 
 
 def _forward_dims(d_qk: int, d_v: int) -> tuple[int, int]:

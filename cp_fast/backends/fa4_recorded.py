@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -44,64 +46,82 @@ _ALLOWED = {
 _DETACH = torch.ops.aten.detach.default
 
 
+class _Repeated(NamedTuple):
+    """A step as it is repeated: all of its arguments are values of the record."""
+
+    call: Callable[..., Any]
+    take: Callable[[Sequence[Any]], Sequence[Any]]  # its arguments, out of the values
+    made: int
+    last: tuple[int, ...]
+
+
 class _Record(NamedTuple):
-    """What a call did: its arguments' tensors have the numbers from 0."""
+    """What a call did. Its values are the tensors that it is given, and `others`: numbers, and places for tensors that
+    it makes.
+    """
 
-    steps: tuple[Step, ...]
-    size: int
-    results: tuple[int, ...]
+    steps: tuple[_Repeated, ...]
+    others: list[Any]
+    results: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
 
-    def repeat(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The same with other tensors."""
-        tensors: list[Any] = [*given, *[None] * (self.size - len(given))]
-        for call, template, places, options, made, last in self.steps:
-            arguments = template.copy()
-            for place, number in places:
-                arguments[place] = tensors[number]
-            result = call(*arguments, **options)
+    def repeat(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The same with other tensors, which are taken out of the list: each goes when no step needs it any more."""
+        values: list[Any] = given + self.others
+        given.clear()
+        for call, take, made, last in self.steps:
+            result = call(*take(values))
             if made >= 0:
-                tensors[made] = result
+                values[made] = result
             for number in last:
-                tensors[number] = None
-        return tuple(tensors[number] for number in self.results)
+                values[number] = None
+        return self.results(values)
 
 
 class Launches:
-    """One of the library's functions: recorded calls of it. For one thread at a time."""
+    """One of the library's functions: recorded calls of it. For one thread at a time.
 
-    def __init__(self, library: ModuleType, name: str) -> None:
+    Args:
+        arguments: the names of those that are tensors.
+        results: how many of its first results are wanted.
+    """
+
+    def __init__(self, library: ModuleType, name: str, arguments: Sequence[str], results: int) -> None:
         self._library, self._function = library, getattr(library, name)
+        self._arguments, self._results = arguments, results
         self._records: OrderedDict[Any, _Record | None] = OrderedDict()
 
-    def __call__(
-        self, tensors: Mapping[str, torch.Tensor | None], numbers: dict[str, Any], results: int
-    ) -> tuple[torch.Tensor, ...]:
-        """`function(**tensors, **numbers)`, the first so many of its results.
+    def __call__(self, tensors: list[torch.Tensor | None], numbers: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """The function's first results.
 
         Args:
-            tensors: by argument; None where there is none.
+            tensors: by argument, None where there is none. They are taken out of the list, so that memory goes as soon
+                as the kernels have read it, if nobody else holds them.
             numbers: all other arguments; hashable.
         """
-        given = [x for x in tensors.values() if x is not None]
+        given = [x for x in tensors if x is not None]
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # the host launches nothing at a replay
-            return self._function(**tensors, **numbers)[:results]
-        key = (*numbers.values(), *[None if x is None else _form(x) for x in tensors.values()])
+            return self._call(tensors, numbers)
+        key = (*numbers.values(), *[None if x is None else _form(x) for x in tensors])
         record = self._records.get(key)
         if record is not None:
             self._records.move_to_end(key)
+            tensors.clear()
             return record.repeat(given)
         if key in self._records:  # it was seen that it cannot be kept
-            return self._function(**tensors, **numbers)[:results]
+            return self._call(tensors, numbers)
         # a tensor that is given twice would have one number: the next call may give two
-        tensors = {name: None if x is None else x.detach() for name, x in tensors.items()}
-        watch = _Watch([x for x in tensors.values() if x is not None])
+        tensors = [None if x is None else x.detach() for x in tensors]
+        watch = _Watch([x for x in tensors if x is not None])
         with says_when_it_compiles(self._function), watch, _watched(self._library, watch):
-            made = self._function(**tensors, **numbers)[:results]
+            made = self._call(tensors, numbers)
         if not watch.compiled:
             self._records[key] = watch.record(made)
             if len(self._records) > _MOST:
                 self._records.popitem(last=False)
         return made
+
+    def _call(self, tensors: Sequence[torch.Tensor | None], numbers: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        return self._function(**dict(zip(self._arguments, tensors, strict=True)), **numbers)[: self._results]
 
 
 def _form(x: torch.Tensor) -> tuple[Any, ...]:
@@ -166,8 +186,28 @@ class _Watch(TorchDispatchMode):
         """What was written down; None where it cannot be repeated."""
         if not self._can_be_kept or any(id(x) not in self._known for x in results):
             return None
-        numbers = tuple(self._known[id(x)] for x in results)
-        return _Record(in_little_memory(self._steps, self._bytes, self._given, numbers), self._size, numbers)
+        numbers = [self._known[id(x)] for x in results]
+        others: list[Any] = [None] * (self._size - self._given)
+        steps = list[_Repeated]()
+        for step in in_little_memory(self._steps, self._bytes, self._given, numbers):
+            its = [self._given + len(others) + n for n in range(len(step.arguments))]
+            others += step.arguments
+            for place, number in step.places:
+                its[place] = number
+            call = partial(step.call, **step.options) if step.options else step.call
+            steps.append(_Repeated(call, _taker(its), step.made, step.last))
+        return _Record(tuple(steps), others, _taker(numbers))
+
+
+def _taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
+    """What takes the values with these numbers out of a list.
+
+    >>> _taker([2, 0])("abc"), _taker([1])(list("abc")), _taker([])(list("abc"))
+    (('c', 'a'), ['b'], [])
+    """
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
 
 
 def _has_tensors(x: Any) -> bool:

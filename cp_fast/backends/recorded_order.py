@@ -1,9 +1,10 @@
-"""The steps of a recorded launch in the order that needs the least memory.
+"""The steps of a recorded launch in an order that needs little memory.
 
-A library allocates all that it needs, and launches then. Here memory is allocated before its first use and let go
-after its last; and of steps that do not hang on each other the one goes first that needs the least new memory.
-FlashAttention 4 rounds dk, dv and dq at the end, each from an accumulator of its own: none of them is there while the
-large kernel runs, and dq, the largest, comes when the accumulators of the others are gone.
+A library allocates all that it needs, and launches then. Here memory is allocated before its first use and let go after
+its last. Kernels and fills keep the library's order, as a kernel that starts early, while the one before it ends, must
+find that one before it; but for those at the end that have nothing to do with each other: the one that needs the least
+new memory goes first. FlashAttention 4 rounds dq, dk and dv at the end, each from an accumulator of its own: none of
+them is there while the large kernel runs, and dq, the largest, comes when the accumulators of the others are gone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 __all__ = ["Step", "in_little_memory"]
+
+_ALLOCATES = (torch.empty, torch.empty_like)  # and do nothing on the device
 
 
 class Step(NamedTuple):
@@ -33,42 +38,35 @@ class Step(NamedTuple):
 def in_little_memory(
     steps: Sequence[Step], sizes: Sequence[int], given: int, results: Sequence[int]
 ) -> tuple[Step, ...]:
-    """The same steps. Two that share a tensor keep their order, but for tensors that are given: these are only read.
+    """The same steps.
 
     Args:
         sizes: bytes of every tensor, by its number.
-        given: how many there are before the first step, with the numbers from 0.
+        given: how many there are before the first step, with the numbers from 0; they are only read.
         results: those that stay to the end.
 
-    >>> def step(name, *tensors, made=-1):
-    ...     return Step(name, [], tuple(enumerate(tensors)), {}, made)
-    >>> made = [step("a", made=1), step("b", made=2), step("sum a", made=3), step("sum b", made=4)]
-    >>> ran = [step("add", 0, 3, 4), step("to a", 3, 1), step("to b", 4, 2)]
+    >>> def step(call, *tensors, made=-1):
+    ...     return Step(call, [], tuple(enumerate(tensors)), {}, made)
+    >>> made = [step(torch.empty, made=1), step(torch.empty, made=2), step(torch.empty, made=3), step("zeros", made=4)]
+    >>> ran = [step("add", 0, 3, 4), step("round 3", 3, 1), step("round 4", 4, 2)]
     >>> ordered = in_little_memory([*made, *ran], [0, 40, 10, 80, 20], 1, [1, 2])
-    >>> [(one.call, one.last) for one in ordered[3:]]
-    [('b', ()), ('to b', (4,)), ('a', ()), ('to a', (3,))]
+    >>> [one.made if one.call is torch.empty else (one.call, one.last) for one in ordered]
+    [('zeros', ()), 3, ('add', (0,)), 2, ('round 4', (4,)), 1, ('round 3', (3,))]
     """
-    makers = {one.made: one for one in steps if _is_maker(one, given)}
-    waiting = [one for one in steps if makers.get(one.made) is not one]
+    allocated = {one.made: one for one in steps if one.call in _ALLOCATES and one.made >= given}
+    ran = [one for one in steps if one is not allocated.get(one.made)]
+    end, used = len(ran), set[int]()
+    while end and used.isdisjoint(its := {number for number in ran[end - 1].tensors if number >= given}):
+        end, used = end - 1, used | its
+    ran[end:] = sorted(ran[end:], key=lambda one: sum(sizes[number] for number in one.tensors & allocated.keys()))
     ordered: list[Step] = []
-    while waiting:
-        ready = [
-            n
-            for n, one in enumerate(waiting)
-            if all(number < given for earlier in waiting[:n] for number in one.tensors & earlier.tensors)
-        ]
-        first = waiting.pop(min(ready, key=lambda n: sum(sizes[x] for x in waiting[n].tensors & makers.keys())))
-        ordered += [makers.pop(number) for number in sorted(first.tensors & makers.keys())]
-        ordered.append(first)
-    ordered += [makers[number] for number in dict.fromkeys(results) if number in makers]
-    needed = {*range(given), *results}
+    for one in ran:
+        ordered += [allocated.pop(number) for number in sorted(one.tensors & allocated.keys())]
+        ordered.append(one)
+    ordered += [allocated[number] for number in dict.fromkeys(results) if number in allocated]
+    needed = set(results)
     for n in reversed(range(len(ordered))):
         last = ordered[n].tensors - needed
         needed |= last
         ordered[n] = ordered[n]._replace(last=tuple(sorted(last)))
     return tuple(ordered)
-
-
-def _is_maker(step: Step, given: int) -> bool:
-    """Whether it makes a tensor of nothing but what is given: it may wait until that is needed."""
-    return step.made >= given and all(number < given for _, number in step.places)

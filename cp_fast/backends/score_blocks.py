@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from cp_fast.backends.aligned import aligned
 from cp_fast.backends.base import Segments
 from cp_fast.backends.visible_columns import ColumnBlock, mask_cache, visible_columns
 
@@ -112,10 +113,11 @@ def size_of(span: slice) -> int:
 
 
 def fold(x: torch.Tensor, heads_kv: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [R, H * g, d] as a fresh [H, g * R, d] of the dtype."""
+    """Rows [R, H * g, d] as a fresh [H, g * R, d] of the dtype, its rows aligned."""
     rows, heads_q, d = x.shape
-    folded = torch.empty(heads_q, rows, d, dtype=dtype, device=x.device)
-    return folded.copy_(x.transpose(0, 1)).view(heads_kv, -1, d)
+    folded = aligned((heads_kv, heads_q // heads_kv * rows, d), dtype, x.device)
+    folded.view(heads_q, rows, d).copy_(x.transpose(0, 1))
+    return folded
 
 
 def unfold(x: torch.Tensor, block: ScoreBlock) -> torch.Tensor:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import typer
 
-from cp_fast.cli.paper import paper_context
 from cp_fast.context import ContextParallel
 from cp_fast.cost import read_machine
 from cp_fast.cost.measure import measure
 from cp_ref.common.cli.options import lengths
+from cp_ref.spec import PaperGroup
 
 __all__ = ["measure_machine"]
 
@@ -38,7 +38,7 @@ def measure_machine(dims: str, start: str, out: Path | None) -> None:
     if several:
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
-        cp = ContextParallel(dist.group.WORLD) if several else paper_context(1, "p2p", 1, "dual_chunk")
+        cp = ContextParallel(dist.group.WORLD if several else PaperGroup(1))
         machine = measure(cp, known, d_qk=sizes[0], d_v=sizes[1], device=device)
     finally:
         if several:

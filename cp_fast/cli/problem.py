@@ -8,10 +8,9 @@ from typing import Annotated, Any
 from typer import Option
 
 import cp_fast
-from cp_fast.cli.paper import paper_context
 from cp_ref.common import plans
 from cp_ref.common.cli.options import ProblemOptions
-from cp_ref.spec import Problem, Schedule
+from cp_ref.spec import PaperGroup, Problem, Schedule
 
 __all__ = ["Request", "plan_of", "problem_of"]
 
@@ -51,7 +50,10 @@ def problem_of(request: Request) -> Problem:
 
 
 def _arguments(request: Request) -> dict[str, Any]:
-    """Those of `make_plan`."""
-    layout = request.layout or "dual_chunk"
-    cp = paper_context(request.cp_size, request.cp_comm_type, request.exchanging, layout)
+    """Those of `make_plan`, for rank 0."""
+    size, inner = request.cp_size, request.exchanging
+    pair = PaperGroup(inner), PaperGroup(size // inner)
+    group = pair if request.cp_comm_type == "a2a+p2p" else PaperGroup(size)
+    cp = cp_fast.ContextParallel(group, request.cp_comm_type, layout=request.layout or "dual_chunk")
+    cp.comm = PaperGroup(size)  # a pair asks every rank where in the grid it is, and here all are rank 0
     return {"cp": cp, "device": "cpu", **request.said(), **request.sizes()}

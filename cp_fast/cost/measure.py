@@ -30,10 +30,10 @@ from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments
 from cp_fast.context import ContextParallel
 from cp_fast.cost.counts import LaunchCounts, count_alone
 from cp_fast.cost.least_squares import least_squares
-from cp_fast.cost.machine import Host, Kernel, Link, Machine, Rates
 from cp_fast.cost.predict import predict
 from cp_fast.plan import Plan, make_plan
 from cp_ref.spec import Group, Parcel, Problem, Sequence
+from cp_ref.spec.machine import Host, Kernel, Link, Machine, Rates
 
 __all__ = ["launch_calls", "measure"]
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.cost.counts import LaunchCounts, RankCounts, StepCounts, count_alone, count_rank
-from cp_fast.cost.machine import Kernel, Link, Machine
 from cp_fast.cost.memory import most_bytes
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, Unsupported, check_choice, joined
 from cp_ref.spec.areas import pairs
 from cp_ref.spec.layout import check_layout
+from cp_ref.spec.machine import Kernel, Link, Machine
 
 __all__ = [
     "MESSAGES",

@@ -20,6 +20,7 @@ import torch
 
 from cp_fast.context import ContextParallel
 from cp_fast.integrations.planned import attend, context_for, refuse
+from cp_ref.spec import PaperGroup
 
 __all__ = ["CoreAttention", "use_cp_fast"]
 
@@ -141,7 +142,7 @@ class CoreAttention(torch.nn.Module):
 
         group = getattr(packed, "cp_group", None)
         if group is None and getattr(packed, "local_cp_size", None) == 1:
-            return context_for(_ALONE, "p2p")
+            return context_for(PaperGroup(1), "p2p")
         if self.cp_comm_type != "a2a+p2p":
             return context_for(group or self.groups.cp, self.cp_comm_type)
         levels = getattr(self.groups, "hcp", None) or get_hierarchical_context_parallel_groups(check_initialized=False)
@@ -161,23 +162,3 @@ class CoreAttention(torch.nn.Module):
         state = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": self.groups.tp, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
-
-
-class _Alone:
-    """A group of one rank, for batches that are not spread over any."""
-
-    rank, size = 0, 1
-
-    def exchange(self, sends: Any, recvs: Any) -> _Alone:
-        assert not sends, "a group of one has nobody to send to"
-        assert not recvs, "a group of one has nobody to hear from"
-        return self
-
-    def wait(self) -> None:
-        """Nothing is on its way."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value]
-
-
-_ALONE = _Alone()

@@ -103,19 +103,6 @@ class NativeThdKernels:
         self._ops = _operators(ops, ThdKernels)
         vars(self).update({name: call for name, call in self._ops.items() if name not in vars(NativeThdKernels)})
 
-    def partition(
-        self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, cp_size: int, cp_rank: int
-    ) -> list[torch.Tensor]:
-        return self._ops["partition"](xs, lengths, cp_size, cp_rank) if xs else []
-
-    def reorder(
-        self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, cp_size: int, to_rank_order: bool
-    ) -> list[torch.Tensor]:
-        return self._ops["reorder"](xs, lengths, cp_size, to_rank_order) if xs else []
-
-    def read_half(self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, half: int) -> list[torch.Tensor]:
-        return self._ops["read_half"](xs, lengths, half) if xs else []
-
     def grad_correction_(
         self, grad: torch.Tensor, grad_step: torch.Tensor, lengths: torch.Tensor, first_half: str, second_half: str
     ) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -28,14 +28,12 @@ __all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "thd_kernels", "us
 NAMES = ("native", "numba", "torch")
 VARIABLE = "CP_FAST_KERNELS"
 
-_MODULES = {
-    ("load", "native"): "cp_fast.kernels.native",
-    ("load", "numba"): "cp_fast.kernels.numba_cuda",
-    ("load", "torch"): "cp_fast.kernels.torch_ops",
-    ("load_thd", "native"): "cp_fast.kernels.native",
-    ("load_thd", "numba"): "cp_fast.kernels.numba_cuda",
-    ("load_thd", "torch"): "cp_fast.kernels.torch_thd",
+_MODULES = {  # with the functions `load` and `load_thd`
+    "native": "cp_fast.kernels.native",
+    "numba": "cp_fast.kernels.numba_cuda",
+    "torch": "cp_fast.kernels.torch_thd",
 }
+_REASONS = {"native": "cp_fast.build", "numba": "cp_fast.kernels.numba_cuda"}  # with the function `why_not`
 _used: list[str] = []  # of `use`, the innermost last; for all threads, as autograd runs backward passes in its own
 
 
@@ -46,7 +44,7 @@ def why_not(name: str, device_type: str) -> str | None:
     >>> why_not("torch", "cpu") is None, why_not("numba", "cpu")
     (True, "numba is for 'cuda', not 'cpu'")
     """
-    return _REASONS[_checked("name", name)](device_type)
+    return _reason(name, device_type) if _checked("name", name) in _REASONS else None
 
 
 def chosen(device_type: str) -> tuple[str, str]:
@@ -143,7 +141,7 @@ def _name(device_type: str, name: str | None) -> str:
 
 @lru_cache
 def _loaded(load: str, name: str, device_type: str) -> Any:
-    return getattr(importlib.import_module(_MODULES[load, name]), load)(device_type)
+    return getattr(importlib.import_module(_MODULES[name]), load)(device_type)
 
 
 def _checked(what: str, name: str) -> str:
@@ -153,17 +151,5 @@ def _checked(what: str, name: str) -> str:
 
 
 @lru_cache
-def _why_not_native(device_type: str) -> str | None:
-    return importlib.import_module("cp_fast.build").why_not(device_type)
-
-
-@lru_cache
-def _why_not_numba(device_type: str) -> str | None:
-    return importlib.import_module("cp_fast.kernels.numba_cuda").why_not(device_type)
-
-
-_REASONS: dict[str, Callable[[str], str | None]] = {
-    "native": _why_not_native,
-    "numba": _why_not_numba,
-    "torch": lambda device_type: None,
-}
+def _reason(name: str, device_type: str) -> str | None:
+    return importlib.import_module(_REASONS[name]).why_not(device_type)

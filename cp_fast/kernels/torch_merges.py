@@ -6,7 +6,7 @@ import torch
 
 from cp_fast.rows import Rows
 
-__all__ = ["merge_", "put", "taken", "wide_dtype"]
+__all__ = ["log_add_exp", "merge_", "put", "taken", "wide_dtype"]
 
 INF = float("inf")
 
@@ -37,13 +37,28 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_ste
     put(lse.t(), new, rows)
 
 
+def log_add_exp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """log(exp(a) + exp(b)) of each pair, with the same bits wherever in the tensors it stands.
+
+    On a processor `torch.logaddexp` rounds what fills no whole vector register, at the end, otherwise than the rest. On
+    a GPU it does not, and is one launch.
+
+    >>> log_add_exp(torch.tensor([0.0, -INF, -INF]), torch.tensor([0.0, 2.0, -INF]))
+    tensor([0.6931, 2.0000,   -inf])
+    """
+    if a.is_cuda:
+        return torch.logaddexp(a, b)
+    apart = (a - b).abs_().nan_to_num_(0.0)  # of two infinities
+    return torch.maximum(a, b).add_(apart.neg_().exp_().log1p_())
+
+
 def _merged(
     out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted mean [n, h, d] and the LSE [n, h] of two partial results, in the wide dtype."""
     wide = wide_dtype(out, lse, out_step, lse_step)
     old, step = lse.to(wide), lse_step.to(wide)
-    new = torch.logaddexp(old, step)
+    new = log_add_exp(old, step)
     return _weighted(out.to(wide), old, new).add_(_weighted(out_step.to(wide), step, new)), new
 
 

@@ -10,7 +10,7 @@ from cp_fast.kernels import torch_merges
 from cp_fast.kernels.torch_rows import bits
 from cp_fast.rows import Rows
 
-__all__ = ["TorchKernels", "load"]
+__all__ = ["TorchKernels"]
 
 
 class TorchKernels:
@@ -65,8 +65,3 @@ class TorchKernels:
                 out[rows].add_(x)
             else:
                 torch_merges.put(out, torch_merges.taken(out, rows).to(wide).add(x), rows)
-
-
-def load(device: str) -> TorchKernels:
-    """The implementation for a device type: one for all."""
-    return TorchKernels()

@@ -8,9 +8,10 @@ import torch
 
 from cp_fast.kernels.torch_asserts import assert_lengths, assert_real_lengths
 from cp_fast.kernels.torch_corrections import TorchCorrections
+from cp_fast.kernels.torch_ops import TorchKernels
 from cp_fast.kernels.torch_rows import bits, half_rows, locate, rank_order_rows, sequence_order_rows, slice_rows
 
-__all__ = ["TorchThdKernels", "load_thd"]
+__all__ = ["TorchThdKernels", "load", "load_thd"]
 
 
 class TorchThdKernels(TorchCorrections):
@@ -94,8 +95,13 @@ class TorchThdKernels(TorchCorrections):
         return torch.where(valid, x[source.clamp(max=tokens - 1)], fill)
 
 
+def load(device: str) -> TorchKernels:
+    """The kernels of attention for a device type: one for all."""
+    return TorchKernels()
+
+
 def load_thd(device: str) -> TorchThdKernels:
-    """The implementation for a device type: one for all."""
+    """Those of packed sequences."""
     return TorchThdKernels()
 
 

@@ -9,6 +9,7 @@ import torch
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import declare
 from cp_ref.common.plans import OF_THE_PROBLEM, Plan
+from cp_ref.spec.values import kind_of
 
 __all__ = ["asked_for", "attention", "problem_arguments", "refuse_plan"]
 
@@ -107,8 +108,7 @@ def problem_arguments(given: dict[str, Any]) -> dict[str, Any]:
 def refuse_plan(plan: Any, kind: type) -> None:
     """Raise TypeError unless there is no plan. kind: the package's own Plan."""
     if plan is not None:
-        found, package = f"{type(plan).__module__}.{type(plan).__qualname__}", kind.__module__.split(".")[0]
-        raise TypeError(f"plan is a {found}; it must be a {package}.Plan")
+        raise TypeError(f"plan is {kind_of(plan)}; it must be a {kind.__module__.split('.')[0]}.Plan")
 
 
 def asked_for(results: Any, return_lse: bool, return_max_logit: bool) -> Any:

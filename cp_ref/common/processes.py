@@ -194,6 +194,8 @@ def _one_group(group: Any) -> Group:
         group = group.get_group()
     if isinstance(group, dist.ProcessGroup):
         return ProcessMember(group)
+    hint = "; call torch.distributed.init_process_group() first" if group is None and not dist.is_initialized() else ""
     raise TypeError(
         f"group is {group!r}; it must be a torch.distributed ProcessGroup, a 1-D DeviceMesh or one member of a SimGroup"
+        f"{hint}"
     )

@@ -10,7 +10,7 @@ from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import agreed_cut
 from cp_ref.spec.given import OFFSET_GRADS, check_placements, local_part, one_a_head
 from cp_ref.spec.given_areas import AreaRow, areas_of_rows
-from cp_ref.spec.group import Group, Parcel, Pending, agree, read_together
+from cp_ref.spec.group import Group, PaperGroup, Parcel, Pending, agree, read_together
 from cp_ref.spec.layout import divisor, slice_rows
 from cp_ref.spec.mask import Band
 from cp_ref.spec.overlap import check_apart
@@ -54,6 +54,7 @@ __all__ = [
     "Message",
     "Ownership",
     "PairGroup",
+    "PaperGroup",
     "Parcel",
     "Pending",
     "Pieces",

@@ -9,7 +9,7 @@ from typing import Any
 from cp_ref.spec.arguments import Sizes, read_sizes
 from cp_ref.spec.layout import slice_rows
 from cp_ref.spec.problem import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem
-from cp_ref.spec.values import check_choice, read_number, read_window
+from cp_ref.spec.values import check_choice, kind_of, read_number, read_window
 
 __all__ = ["check_context", "check_local_tensors", "check_plan_owner", "check_settled"]
 
@@ -28,9 +28,9 @@ _CHOICES = {"qkv_format": QKV_FORMATS, "attn_mask_type": MASKS, "softmax_type": 
 def check_context(cp: Any, kind: type) -> None:
     """Raise TypeError unless `cp` is a `kind`: the package's own ContextParallel, or what both packages' are."""
     if not isinstance(cp, kind):
-        package, found = kind.__module__.split(".")[0], type(cp)  # pyright: ignore[reportUnknownVariableType]
+        package = kind.__module__.split(".")[0]
         wanted = "ContextParallel" if kind.__module__.startswith("cp_ref.common.") else f"{package}.ContextParallel"
-        raise TypeError(f"cp is a {found.__module__}.{found.__qualname__}; it must be a {wanted}, made of a group")
+        raise TypeError(f"cp is {kind_of(cp)}; it must be a {wanted}, made of a group")
 
 
 def check_plan_owner(problem: Problem, plan_rank: int, cp: Any) -> None:
@@ -96,20 +96,27 @@ def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> 
             raise ValueError(
                 f"{name} of q, k, v is {getattr(got, name)}, but the plan was made for {getattr(wanted, name)}"
             )
-    for name, tensor in (("q", q), ("k", k)):
-        rows = slice_rows(problem, "q" if name == "q" else "kv")
-        shape = list(tensor.shape)
+    lengths = problem.lengths
+    for name, side, tensor, slots, real in (
+        ("q", "q", q, lengths.slots_q, lengths.len_q),
+        ("k", "kv", k, lengths.slots_kv, lengths.len_kv),
+    ):
+        rows, shape = slice_rows(problem, side), list(tensor.shape)
         if problem.qkv_format == "thd":
             if shape[0] < rows:
+                padded = "" if slots == real else "_padded"
                 raise ValueError(
-                    f"{name} has {shape[0]} tokens; rank {rank} of a group of {problem.cp_size} holds {rows} by "
-                    f"cu_seqlens_{'q' if name == 'q' else 'kv'}_padded (more is a tail, fewer is a mistake)"
+                    f"{name} has {shape[0]} tokens; by the global lengths, cu_seqlens_{side}{padded}, which end at "
+                    f"{sum(slots)}, rank {rank} of a group of {problem.cp_size} holds {rows} (more is a tail, fewer is "
+                    "a mistake)"
                 )
             continue
         batch_axis, axis = (0, 1) if problem.qkv_format == "bshd" else (1, 0)
         batch = len(problem.sequences)
         if shape[batch_axis] != batch or shape[axis] != rows:
+            longest = max(slots, default=0)
+            rest = f": a sequence of {longest} is cut as if padded to {rows * problem.cp_size}"
             raise ValueError(
                 f"{name} has shape {shape}; rank {rank} of a group of {problem.cp_size} needs batch size {batch} and "
-                f"local sequence length {rows}"
+                f"local sequence length {rows}{rest if longest < rows * problem.cp_size else ''}"
             )

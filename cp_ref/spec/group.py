@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-__all__ = ["Group", "Parcel", "Pending", "agree", "read_together"]
+__all__ = ["Group", "PaperGroup", "Parcel", "Pending", "agree", "read_together"]
 
 Found = TypeVar("Found")
 
@@ -57,6 +58,32 @@ class Group(Protocol):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value` (picklable), by rank."""
         ...
+
+
+@dataclass(frozen=True)
+class PaperGroup:
+    """A group that exists on paper: every rank says what this one says, and no tensor can travel. Enough to plan with;
+    of one rank, to compute with.
+
+    >>> PaperGroup(2).all_gather_object("yes")
+    ['yes', 'yes']
+    """
+
+    size: int
+    rank: int = 0
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> PaperGroup:
+        """Nothing; raises RuntimeError where there is a message: there is nobody there."""
+        if sends or recvs:
+            raise RuntimeError("a group on paper plans; it carries no tensors")
+        return self
+
+    def wait(self) -> None:
+        """Return at once: nothing is on its way."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The value, as often as there are ranks."""
+        return [value] * self.size
 
 
 class Agreed(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cp_ref.spec.machine import Machine, read_machine
 from cp_ref.spec.problem import Problem
 
 __all__ = ["COSTS", "Costs", "head_stages", "ways_to_cut"]
@@ -17,18 +18,39 @@ __all__ = ["COSTS", "Costs", "head_stages", "ways_to_cut"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What things take: round figures of H200s that share NVLink, for 16-bit operands. Whether heads are cut depends on
-    them.
+    """What things take, for 16-bit operands. Whether heads are cut depends on them.
+
+    Attributes:
+        flops_per_us: of attention kernels.
+        bytes_per_us: of a rank's messages, each way.
+        exchange_us: an exchange, beside its bytes.
+        launch_us: a launch and its step, beside the flops.
+        host_us: the host, for a step.
     """
 
-    flops_per_us: float = 6e8  # of attention kernels
-    bytes_per_us: float = 3e5  # of a rank's messages
-    exchange_us: float = 20.0  # an exchange, beside its bytes
-    launch_us: float = 50.0  # a launch, beside its flops
-    host_us: float = 1000.0  # the host, for a step
+    flops_per_us: float
+    bytes_per_us: float
+    exchange_us: float
+    launch_us: float
+    host_us: float
+
+    @staticmethod
+    def on(machine: Machine) -> Costs:
+        """On the GPUs of a domain. Kernels are those of its first head dims, as the mean of both passes; messages are
+        the process group's, the slower ones; and the host is one that has half as much again to do.
+
+        >>> Costs.on(read_machine("h200-nvlink")).bytes_per_us
+        340000.0
+        """
+        forward, backward = machine.kernels[0].forward, machine.kernels[0].backward
+        tflops = 3.5 / (1 / forward.tflops + 2.5 / backward.tflops)
+        launch_us = machine.step_us + forward.launch_us
+        return Costs(
+            1e6 * tflops, 1e3 * machine.group.gbytes_s, machine.group.latency_us, launch_us, 1.5 * machine.host.step_us
+        )
 
 
-COSTS = Costs()
+COSTS = Costs.on(read_machine("h200-nvlink"))
 
 
 def head_stages(problem: Problem, pairs: int) -> tuple[int, ...]:
@@ -80,9 +102,8 @@ def _passes(problem: Problem, pairs: int) -> tuple[_Pass, _Pass]:
     a_number = element * (problem.a2a_size - 1) / problem.cp_size / COSTS.bytes_per_us  # of all rows: a rank's to peers
     tokens_q, tokens_kv = sum(problem.lengths.len_q), sum(problem.lengths.len_kv)
     q, do, kv = (n * a_number for n in (tokens_q * group * d_qk, tokens_q * group * d_v, tokens_kv * (d_qk + d_v)))
-    product = (
-        2 * group * pairs * (problem.a2a_size / problem.cp_size) ** 2 / COSTS.flops_per_us
-    )  # of unit head dimension
+    own_pairs = pairs * (problem.a2a_size / problem.cp_size) ** 2  # of one step
+    product = 2 * group * own_pairs / COSTS.flops_per_us  # of unit head dimension
     return (
         _Pass(q + kv, product * (d_qk + d_v), do),
         _Pass(do, product * (3 * d_qk + 2 * d_v), q + kv),

@@ -18,6 +18,7 @@ __all__ = [
     "check_data",
     "check_flag",
     "differences",
+    "kind_of",
     "read_count",
     "read_lengths",
     "read_number",
@@ -27,6 +28,17 @@ __all__ = [
 MOST = 2**31 - 1  # heads, dims, sequences, positions: 32 bits
 FURTHEST = 2**62 - 1  # cumulative lengths and window sides: two of them add up in 64 bits
 FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the least and the largest normal number
+
+
+def kind_of(value: object) -> str:
+    """What a value is that should be something else, for an error.
+
+    >>> from fractions import Fraction
+    >>> kind_of(None), kind_of(3), kind_of(Fraction(1, 2))
+    ('None', 'of type int', 'of type fractions.Fraction')
+    """
+    kind = type(value)
+    return "None" if value is None else f"of type {f'{kind.__module__}.{kind.__qualname__}'.removeprefix('builtins.')}"
 
 
 def check_choice(name: str, value: object, choices: Seq[str]) -> None:

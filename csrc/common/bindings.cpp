@@ -12,49 +12,32 @@
 #define CP_NAME CP_JOIN(cp_attention_native_, CP_DEVICE)
 #define ROWS "Tensor? index, int first, int count"
 
-CP_LIBRARY(CP_NAME, m) {
-  m.def("partition_indices(Tensor lengths, int total_tokens, int cp_size, int cp_rank) -> Tensor");
-  m.def(
-      "rank_lengths(Tensor real_lengths, Tensor lengths, int cp_size, int cp_rank, bool first_half, bool second_half) "
-      "-> Tensor");
-  m.def("partition(Tensor[] xs, Tensor lengths, int cp_size, int cp_rank) -> Tensor[]");
-  m.def("reorder(Tensor[] xs, Tensor lengths, int cp_size, bool to_rank_order) -> Tensor[]");
-  m.def("read_half(Tensor[] xs, Tensor lengths, int half) -> Tensor[]");
-  m.def("read_second_half_lse(Tensor lse, Tensor lengths, bool lse_packed, int max_seqlen) -> Tensor");
-  m.def("copy_valid_(Tensor(a!) out, Tensor inp, Tensor lengths, Tensor real_lengths) -> ()");
-  m.def("pad_sequences(Tensor x, Tensor real_lengths, Tensor lengths, int padded_tokens, int fill) -> Tensor");
-  m.def("take_rows(Tensor[] xs, " ROWS ") -> Tensor[]");
-  m.def("put_rows_(Tensor(a!)[] outs, Tensor[] xs, " ROWS ") -> ()");
-  m.def("heads_to_front(Tensor x, " ROWS ", int[] first_heads, int heads) -> Tensor");
-  m.def("heads_to_back_(Tensor(a!) out, Tensor x, " ROWS ", int[] first_heads, bool add) -> ()");
-  m.def("merge_(Tensor(a!) out, Tensor(b!) lse, Tensor out_step, Tensor lse_step, " ROWS ") -> ()");
-  m.def("add_rows_(Tensor(a!)[] outs, Tensor[] xs, " ROWS ") -> ()");
-  m.def("lse_correction_(Tensor(a!) lse, Tensor lse_step, Tensor lengths, bool lse_packed) -> ()");
-  m.def(
-      "out_correction_(Tensor(a!) out, Tensor out_step, Tensor lse, Tensor lse_step, Tensor lengths, "
-      "bool only_second_half, bool lse_packed) -> ()");
-  m.def("grad_correction_(Tensor(a!) grad, Tensor grad_step, Tensor lengths, int first_half, int second_half) -> ()");
-}
+#define CP_OPERATORS(OP)                                                                                             \
+  OP(partition_indices, "(Tensor lengths, int total_tokens, int cp_size, int cp_rank) -> Tensor")                    \
+  OP(rank_lengths,                                                                                                   \
+     "(Tensor real_lengths, Tensor lengths, int cp_size, int cp_rank, bool first_half, bool second_half) -> Tensor") \
+  OP(partition, "(Tensor[] xs, Tensor lengths, int cp_size, int cp_rank) -> Tensor[]")                               \
+  OP(reorder, "(Tensor[] xs, Tensor lengths, int cp_size, bool to_rank_order) -> Tensor[]")                          \
+  OP(read_half, "(Tensor[] xs, Tensor lengths, int half) -> Tensor[]")                                               \
+  OP(read_second_half_lse, "(Tensor lse, Tensor lengths, bool lse_packed, int max_seqlen) -> Tensor")                \
+  OP(copy_valid_, "(Tensor(a!) out, Tensor inp, Tensor lengths, Tensor real_lengths) -> ()")                         \
+  OP(pad_sequences, "(Tensor x, Tensor real_lengths, Tensor lengths, int padded_tokens, int fill) -> Tensor")        \
+  OP(take_rows, "(Tensor[] xs, " ROWS ") -> Tensor[]")                                                               \
+  OP(put_rows_, "(Tensor(a!)[] outs, Tensor[] xs, " ROWS ") -> ()")                                                  \
+  OP(heads_to_front, "(Tensor x, " ROWS ", int[] first_heads, int heads) -> Tensor")                                 \
+  OP(heads_to_back_, "(Tensor(a!) out, Tensor x, " ROWS ", int[] first_heads, bool add) -> ()")                      \
+  OP(merge_, "(Tensor(a!) out, Tensor(b!) lse, Tensor out_step, Tensor lse_step, " ROWS ") -> ()")                   \
+  OP(add_rows_, "(Tensor(a!)[] outs, Tensor[] xs, " ROWS ") -> ()")                                                  \
+  OP(lse_correction_, "(Tensor(a!) lse, Tensor lse_step, Tensor lengths, bool lse_packed) -> ()")                    \
+  OP(out_correction_,                                                                                                \
+     "(Tensor(a!) out, Tensor out_step, Tensor lse, Tensor lse_step, Tensor lengths, bool only_second_half, "        \
+     "bool lse_packed) -> ()")                                                                                       \
+  OP(grad_correction_, "(Tensor(a!) grad, Tensor grad_step, Tensor lengths, int first_half, int second_half) -> ()")
+
+#define CP_DEFINE(name, schema) m.def(#name schema);
+#define CP_IMPLEMENT(name, schema) m.impl(#name, TORCH_BOX(&cp::name));
+
+CP_LIBRARY(CP_NAME, m) { CP_OPERATORS(CP_DEFINE) }
 
 // for tensors of any device: the operators check devices themselves, and say what is wrong
-CP_LIBRARY_IMPL(CP_NAME, CompositeExplicitAutograd, m) {
-#define CP_IMPL(name) m.impl(#name, TORCH_BOX(&cp::name))
-  CP_IMPL(partition_indices);
-  CP_IMPL(rank_lengths);
-  CP_IMPL(partition);
-  CP_IMPL(reorder);
-  CP_IMPL(read_half);
-  CP_IMPL(read_second_half_lse);
-  CP_IMPL(copy_valid_);
-  CP_IMPL(pad_sequences);
-  CP_IMPL(take_rows);
-  CP_IMPL(put_rows_);
-  CP_IMPL(heads_to_front);
-  CP_IMPL(heads_to_back_);
-  CP_IMPL(merge_);
-  CP_IMPL(add_rows_);
-  CP_IMPL(lse_correction_);
-  CP_IMPL(out_correction_);
-  CP_IMPL(grad_correction_);
-#undef CP_IMPL
-}
+CP_LIBRARY_IMPL(CP_NAME, CompositeExplicitAutograd, m) { CP_OPERATORS(CP_IMPLEMENT) }

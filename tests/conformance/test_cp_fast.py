@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from conformance.testing import TIER_NAMES, check_tier
+from tests.conformance.drawn import TIER_NAMES, check_tier
 
 
 @pytest.mark.parametrize("tier", TIER_NAMES)

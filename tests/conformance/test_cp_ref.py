@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.testing import TIER_NAMES, check_tier
+from tests.conformance.drawn import TIER_NAMES, check_tier
 
 pytestmark = pytest.mark.thorough
 

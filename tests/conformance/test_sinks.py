@@ -1,4 +1,6 @@
-"""What the gradient of softmax_offset is said to be, a share or the total, is what the suite looks for."""
+"""What the gradient of softmax_offset is said to be, a share or the total, is what the suite looks for; and a sink is
+added to a row in the same way whatever other rows there are.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ import pytest
 import cp_fast
 import cp_ref
 from conformance.case import Case
+from conformance.implementation import load
 from conformance.run import play
 from conformance.tensors import build
+from conformance.tiers import metamorphic
 from conformance.tiers.logic import check
 from cp_ref.spec import Problem, Sequence
 
@@ -42,3 +46,11 @@ def test_a_total_taken_for_a_share_is_seen(package: Any) -> None:
 def test_shares_taken_for_totals_are_seen(package: Any) -> None:
     played = play(implementation(package, "share", "total"), CASE, build(CASE, "cpu"))
     assert any("d_offset differs between ranks" in finding for finding in played.findings)
+
+
+def test_a_sink_has_the_same_bits_whatever_else_is_in_the_batch() -> None:
+    problem = Problem(
+        8, (Sequence(16, 16, 16, 16),) * 3, cp_comm_type="a2a", a2a_size=8, heads_q=8, heads_kv=8, d_qk=64, d_v=64,
+        softmax_type="learnable",
+    )  # fmt: skip
+    assert metamorphic.check(load("cp_fast"), Case(problem, seed=2, deterministic=True)) == []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp_fast
-from benchmarks.planning import Echo
 from cp_fast.backends import BackwardOperands, Gradients, Partial
 from cp_fast.peers.exchange import PeerMessages, Shared
 from cp_fast.peers.watch import Watch
 from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
 from cp_ref import SimGroup
+from cp_ref.spec import PaperGroup
 
 __all__ = ["Allocated", "call_of"]
 
@@ -41,14 +41,13 @@ class Allocates:
         return Partial(out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None)
 
     def backward(self, operands: BackwardOperands, *rest: Any) -> Gradients:
-        _, q, k, v, *_ = operands
-        sums = [torch.empty_like(x, dtype=torch.float32) for x in (k, v, q)]
-        rounded = []
-        for x in (k, v, q):  # each from its sum, which goes then
-            rounded.append(torch.empty_like(x))
-            del sums[0]
-        dk, dv, dq = rounded
-        return Gradients(dq, dk, dv)
+        dtype, (q, k, v) = operands.q.dtype, [torch.empty_like(x, dtype=torch.float32) for x in operands[1:4]]
+        del operands  # the large kernel has read them; then each is rounded, and goes
+        dk = torch.empty_like(k, dtype=dtype)
+        del k
+        dv = torch.empty_like(v, dtype=dtype)
+        del v
+        return Gradients(torch.empty_like(q, dtype=dtype), dk, dv)
 
 
 class _Streams:
@@ -81,22 +80,21 @@ class _Streams:
         pass
 
 
-class _Said(Echo):
+@dataclass(frozen=True)
+class _Said(PaperGroup):
     """A rank that knows what everyone says."""
 
-    def __init__(self, rank: int, everyone: list[Any]) -> None:
-        super().__init__(rank, len(everyone))
-        self._everyone = everyone
+    everyone: tuple[Any, ...] = ()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return self._everyone
+        return list(self.everyone)
 
 
 def _messages(rank: int, size: int) -> PeerMessages:
     words, lane = list(range(size)), 2**40
     shared = Shared(words, words, words, words, words, (lane,) * (size - 1), torch.zeros(1), None)
     watch = Watch([f"rank {n}" for n in range(size)], rank, 600, lambda: 2**30, 0, lambda why: None)
-    return PeerMessages(Echo(rank, size), shared, _Streams(), watch)
+    return PeerMessages(PaperGroup(size, rank), shared, _Streams(), watch)
 
 
 def call_of(
@@ -114,7 +112,7 @@ def call_of(
     if comm == "p2p":
         sent = [(p.program, of_one_launch(p.program)) for p in plans]
         everyone = [[(s.peer, s.tag) for x in p.backward for s in x.result_sends if s.sums in one] for p, one in sent]
-        program = agree_on_narrow(_Said(rank, everyone), program, rounded=True)
+        program = agree_on_narrow(_Said(size, rank, tuple(everyone)), program, rounded=True)
     plan = replace(plans[rank], backend=backend, messages=messages, program=program)
     cp = cp_fast.ContextParallel(messages, comm)
     q, k, v, dout = (torch.zeros(tokens, n, dim, dtype=torch.bfloat16) for n in (*heads, heads[1], heads[0]))

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -244,22 +246,36 @@ def test_cpu_ignores_the_default_device() -> None:
     assert {x.device.type for x in (got.out, got.lse, *gradients)} == {"cpu"}
 
 
-def test_cpu_is_deterministic_and_segments_do_not_touch_each_other() -> None:
-    both, one = Segments.pack([70, 33], [90, 40], None, 0), Segments.pack([33], [40], None, 0)
-    q, k, v, dout, _ = tensors(4, both, (2, 2, 8, 8), torch.float32)
-    first, again = (CPU.forward(q, k, v, both, LaunchOptions(scale=0.5)) for _ in range(2))
-    alone = CPU.forward(q[70:], k[90:], v[90:], one, LaunchOptions(scale=0.5))
-    assert torch.equal(first.out, again.out)
-    assert torch.equal(first.lse, again.lse)
-    assert torch.equal(first.out[70:], alone.out)
-    assert torch.equal(first.lse[:, 70:], alone.lse)
-    options = LaunchOptions(scale=0.5, deterministic=True)
-    of_both = CPU.backward(BackwardOperands(dout, q, k, v, first.out, first.lse, None), both, options)
-    args = BackwardOperands(dout[70:], q[70:], k[90:], v[90:], alone.out, alone.lse, None)
-    of_one = CPU.backward(args, one, options)
-    assert torch.equal(of_both.dq[70:], of_one.dq)
-    assert torch.equal(of_both.dk[90:], of_one.dk)
-    assert torch.equal(of_both.dv[90:], of_one.dv)
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_segment_has_the_same_bits_whatever_stands_before_and_behind_it(data: st.DataObject) -> None:
+    rows, columns = (data.draw(st.integers(1, 140)) for _ in range(2))
+    h_kv, g = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    d_qk, d_v = (data.draw(st.sampled_from([5, 8, 17, 33, 64])) for _ in range(2))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    left, right = (data.draw(st.sampled_from([None, 0, 20])) for _ in range(2))
+    before, behind = (data.draw(st.lists(st.integers(1, 40), max_size=2)) for _ in range(2))
+    first = data.draw(st.integers(0, 3))  # heads before these, as those of another sequence are where a batch is folded
+    many = Segments.pack([*before, rows, *behind], [*before, columns, *behind], left, right)
+    heads = ((first + h_kv) * g, first + h_kv, d_qk, d_v)
+    q, k, v, dout, dlse = tensors(4, many, heads, dtype)
+    rows_q, rows_kv = (slice(sum(before), sum(before) + n) for n in (rows, columns))
+    of_q, of_kv = slice(first * g, None), slice(first, None)
+
+    def results(segments: Segments, rows_q: slice, rows_kv: slice, of_q: slice, of_kv: slice) -> list[torch.Tensor]:
+        """out, lse, dq, dk, dv of these rows and heads alone."""
+        qs, ks, vs = q[rows_q, of_q], k[rows_kv, of_kv], v[rows_kv, of_kv]
+        options = LaunchOptions(scale=0.5, deterministic=True)
+        part = CPU.forward(qs, ks, vs, segments, options)
+        operands = BackwardOperands(dout[rows_q, of_q], qs, ks, vs, part.out, part.lse, dlse[of_q, rows_q])
+        return [part.out, part.lse, *CPU.backward(operands, segments, options)]
+
+    whole = results(many, slice(None), slice(None), slice(None), slice(None))
+    alone = results(Segments.pack([rows], [columns], left, right), rows_q, rows_kv, of_q, of_kv)
+    out, lse, dq, dk, dv = whole
+    mine = [out[rows_q, of_q], lse[of_q, rows_q], dq[rows_q, of_q], dk[rows_kv, of_kv], dv[rows_kv, of_kv]]
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), mine, alone, strict=True):
+        assert torch.equal(x, y), name
 
 
 class LargestTensor(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cp_fast.backends.fa4_recorded import Launches
+from cp_fast.backends.recorded_order import Step, in_little_memory
+
+NAMES = ("x", "bias")
 
 
 class Kernels(dict[Any, Any]):
@@ -63,10 +67,10 @@ def expected(x: torch.Tensor, scale: float) -> list[torch.Tensor]:
 
 def test_the_third_call_repeats_what_the_second_did() -> None:
     kernels, calls = Kernels(), []
-    launches = Launches(library(kernels, calls), "function")
+    launches = Launches(library(kernels, calls), "function", NAMES, 2)
     for n in range(5):
         x = torch.randn(4, 3)
-        out = launches({"x": x, "bias": None}, {"scale": 2.0}, 2)
+        out = launches([x, None], {"scale": 2.0})
         torch.testing.assert_close(list(out), expected(x, 2.0))
         assert kernels.ran == ["one more", "scaled sum"] * (n + 1)
     assert len(calls) == 2  # the first compiled
@@ -87,15 +91,47 @@ def test_tensors_that_were_one_may_be_two_in_the_next_call() -> None:
     its.compile_cache = kernels
     module = ModuleType("stand-in")
     module.__dict__["function"] = its
-    launches, one = Launches(module, "function"), torch.randn(4, 3)
+    launches, one = Launches(module, "function", ("first", "second"), 1), torch.randn(4, 3)
     for first, second in ((one, one), (one, one), (torch.randn(4, 3), torch.randn(4, 3))):
-        (out,) = launches({"first": first, "second": second}, {"scale": 2.0}, 1)
+        (out,) = launches([first, second], {"scale": 2.0})
         torch.testing.assert_close(out, first.sum(-1) * 2)
 
 
+def test_what_nobody_else_holds_goes_when_no_kernel_needs_it_any_more() -> None:
+    kernels, given, there = Kernels(), list[weakref.ref[torch.UntypedStorage]](), list[bool]()
+    launches = Launches(library(kernels, []), "function", NAMES, 2)
+
+    def looking(*arguments: Any) -> None:
+        there.append(given[-1]() is not None)
+        kernels.compiled("scaled sum")(*arguments)
+
+    for _ in range(3):
+        tensors: list[torch.Tensor | None] = [torch.randn(4, 3), None]
+        given.append(weakref.ref(tensors[0].untyped_storage()))  # pyright: ignore[reportOptionalMemberAccess]
+        launches(tensors, {"scale": 2.0})
+        if "scaled sum" in kernels:
+            kernels["scaled sum"] = looking
+    assert there == [True, False]  # recorded, repeated
+
+
+def test_a_fill_never_comes_between_two_kernels() -> None:
+    """FlashAttention's large kernel starts early, while the one before it ends, and expects that one there."""
+    recorded = [
+        Step(torch.empty, [], (), {}, 1),
+        Step(torch.zeros, [], (), {}, 2),
+        *(Step(ran, [], tuple(enumerate(its)), {}, -1) for ran, its in ((print, (0, 1)), (repr, (1, 2)))),
+    ]
+    assert [one.call for one in in_little_memory(recorded, [0, 9, 9], 1, [2])] == [
+        torch.zeros,
+        torch.empty,
+        print,
+        repr,
+    ]
+
+
 def test_results_are_new_memory_each_time() -> None:
-    launches = Launches(library(Kernels(), []), "function")
-    outs = [launches({"x": torch.randn(4, 3), "bias": None}, {"scale": 1.0}, 2)[0] for _ in range(4)]
+    launches = Launches(library(Kernels(), []), "function", NAMES, 2)
+    outs = [launches([torch.randn(4, 3), None], {"scale": 1.0})[0] for _ in range(4)]
     assert len({out.data_ptr() for out in outs}) == 4
 
 
@@ -112,11 +148,11 @@ def test_results_are_new_memory_each_time() -> None:
 )
 def test_what_a_launch_hangs_on_is_looked_at(other: torch.Tensor, scale: float) -> None:
     calls: list[str] = []
-    launches = Launches(library(Kernels(), calls), "function")
+    launches = Launches(library(Kernels(), calls), "function", NAMES, 2)
     for _ in range(3):
-        launches({"x": torch.randn(4, 3), "bias": None}, {"scale": 2.0}, 2)
+        launches([torch.randn(4, 3), None], {"scale": 2.0})
     before = len(calls)
-    out = launches({"x": other, "bias": None}, {"scale": scale}, 2)
+    out = launches([other, None], {"scale": scale})
     assert len(calls) == before + 1
     torch.testing.assert_close(list(out), expected(other, scale), check_dtype=False)
 
@@ -126,10 +162,10 @@ def test_what_a_launch_hangs_on_is_looked_at(other: torch.Tensor, scale: float) 
 )
 def test_a_call_that_does_anything_else_goes_through_the_library(extra: Any) -> None:
     calls: list[str] = []
-    launches = Launches(library(Kernels(), calls, extra), "function")
+    launches = Launches(library(Kernels(), calls, extra), "function", NAMES, 2)
     for n in range(4):
         x = torch.randn(4, 3)
-        torch.testing.assert_close(list(launches({"x": x, "bias": None}, {"scale": 2.0}, 2)), expected(x, 2.0))
+        torch.testing.assert_close(list(launches([x, None], {"scale": 2.0})), expected(x, 2.0))
         assert len(calls) == n + 1
 
 
@@ -143,10 +179,10 @@ def test_another_thread_that_uses_the_library_is_not_recorded() -> None:
             theirs.join()
 
     module = library(kernels, calls, meanwhile)
-    launches = Launches(module, "function")
+    launches = Launches(module, "function", NAMES, 2)
     for _ in range(4):
         x = torch.randn(4, 3)
-        torch.testing.assert_close(list(launches({"x": x, "bias": None}, {"scale": 2.0}, 2)), expected(x, 2.0))
+        torch.testing.assert_close(list(launches([x, None], {"scale": 2.0})), expected(x, 2.0))
     assert kernels.ran[-2:] == ["one more", "scaled sum"]
     assert len(calls) == 3  # ours that compiled; ours that was recorded, and theirs
 
@@ -159,5 +195,5 @@ def test_the_library_has_its_own_cache_again_when_it_raises() -> None:
 
     module = library(kernels, [], refuse)
     with pytest.raises(ValueError, match="no"):
-        Launches(module, "function")({"x": torch.randn(2, 2), "bias": None}, {"scale": 2.0}, 2)
+        Launches(module, "function", NAMES, 2)([torch.randn(2, 2), None], {"scale": 2.0})
     assert module.__dict__["function"].compile_cache is kernels

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_fast.kernels.select import kernels
+from cp_fast.kernels.torch_merges import log_add_exp
 from cp_fast.merge import Part, Total, TotalShape
 
 CPU, WIDE, HALF = torch.device("cpu"), torch.float32, torch.bfloat16
@@ -163,3 +164,12 @@ def test_any_parts_in_float64(drawn: list[tuple[list[int], tuple[int, int], bool
         torch.testing.assert_close(got.lse, weight.log().t())
     for mine, theirs in zip(got.rows, want, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sum_of_two_exponentials_has_the_same_bits_wherever_it_stands(dtype: torch.dtype) -> None:
+    a, b = torch.randn(2, 200, dtype=dtype, generator=torch.Generator().manual_seed(0)) * 3
+    whole = log_add_exp(a, b)
+    torch.testing.assert_close(whole, torch.logaddexp(a, b))
+    for stop in range(1, 200):
+        assert torch.equal(log_add_exp(a[:stop], b[:stop]), whole[:stop])

@@ -14,43 +14,46 @@ from cp_ref.spec import Problem, Sequence
 from tests.cp_fast.one_rank import Allocated, call_of
 
 TOKENS, HEADS, DIM = 64, (32, 8), 128
-AS_16384 = 16_384 / TOKENS / 2**30  # GiB at 16,384 rows a rank
+AS_16384 = 16_384 / TOKENS / 2**20  # MiB at 16,384 rows a rank
+OUT, LSE = 128, 2  # MiB
 
 
 def peak(comm: str, size: int, rank: int) -> float:
-    """GiB above the inputs, results included, at 16,384 rows a rank."""
+    """MiB above the inputs, results included, at 16,384 rows a rank."""
     call = call_of(comm, size, rank, TOKENS, HEADS, DIM)
     with Allocated() as allocated:
         call()
     return allocated.peak * AS_16384
 
 
-def test_a_ring_holds_the_same_whatever_its_size() -> None:
-    """The first rank and the one that holds most, as dense causal sequences are cut. It is the same from six ranks on:
-    in a smaller ring fewer blocks are under way while dq is already a sum.
+@pytest.mark.parametrize(
+    ("size", "most"), [(2, 608), (3, 768), (4, 832), (5, 864), (6, 864), (8, 864), (12, 864), (16, 864)]
+)
+def test_a_ring_holds_less_than_0_9_gib_above_inputs_and_outputs(size: int, most: int) -> None:
+    """Whatever its size: of every rank, as dense causal sequences are cut; of large rings of the first ones, which
+    differ, and the last. In a small ring fewer blocks are under way while dq is already a sum.
     """
-    first = {size: peak("p2p", size, 0) for size in (2, 3, 4, 6, 8)}
-    most = {size: peak("p2p", size, min(size - 1, 5)) for size in first}
-    assert first[6] == first[8] == pytest.approx(0.909, abs=0.001)
-    assert most[6] == most[8] == pytest.approx(1.033, abs=0.001)
-    assert [first[size] for size in (2, 3, 4)] == pytest.approx([0.659, 0.815, 0.878], abs=0.001)
-    assert [most[size] for size in (2, 3, 4)] == pytest.approx([0.752, 0.908, 0.971], abs=0.001)
+    ranks = range(size) if size <= 6 else (0, 5, size - 1)
+    assert max(peak("p2p", size, rank) - OUT - LSE for rank in ranks) == most <= 0.9 * 1024
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_the_cost_model_predicts_what_the_fullest_rank_holds(size: int) -> None:
+    """Or somewhat more: it does not know that a launch lets its keys go before it yields."""
     whole = Sequence(*[size * 16_384] * 4)
     problem = Problem(size, (whole,), heads_q=HEADS[0], heads_kv=HEADS[1], d_qk=DIM, d_v=DIM, dtype="bfloat16")
-    predicted = predict(problem, read_machine("h200-nvlink")).peak_bytes / 2**30
-    assert predicted == pytest.approx(peak("p2p", size, min(size - 1, 5)), rel=0.1)
+    predicted = predict(problem, read_machine("h200-nvlink")).peak_bytes / 2**20
+    held = max(peak("p2p", size, rank) for rank in range(size))
+    assert held <= predicted <= 1.15 * held
 
 
 def test_nothing_is_held_that_nobody_needs() -> None:
-    """The first rank of a ring of six, by what has to be there, in MiB: out; dq in float32; two blocks of keys; dK and
-    dV, its own and those on their way in float32; what a launch of half the queries adds up in; and lse, twice a bit.
+    """The fullest rank of a ring of six, by what has to be there, in MiB. While all queries meet half the keys: dq in
+    float32; the block of keys that comes next, and till it was read this one; dK and dV of its own, of this half on
+    their way in float32, and the launch's; and what the launch adds up in, with all that it yields at its end.
     """
-    out, dq, keys, own, way, launch = 128, 256, 2 * 64, 64, 128, 128 + 128
-    assert 1024 * peak("p2p", 6, 0) <= out + dq + keys + own + way + launch + 4
+    dq, keys, own, way, launch, yielded = 256, 64, 64, 64, 256, 128 + 32
+    assert peak("p2p", 6, 5) - OUT - LSE == dq + keys + own + way + launch + yielded
 
 
 def test_memory_that_goes_is_counted_off() -> None:

@@ -185,7 +185,7 @@ def test_the_oldest_agreement_is_forgotten_first() -> None:
         ({"window_size": (4.0, 0)}, "window_size is"),
         ({"softcap": False}, "softcap is False"),
         ({"deterministic": 0}, "deterministic is 0"),
-        ({"plan": 3}, "plan is a builtins.int"),
+        ({"plan": 3}, "plan is of type int"),
         ({"cu_seqlens_q": CU.float()}, "cu_seqlens_q has dtype"),
         ({"cu_seqlens_q": CU[None]}, "cu_seqlens_q has shape"),
         ({"softmax_offset": torch.ones(2)}, "softmax_offset is given"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -128,12 +129,49 @@ def test_what_is_no_context_is_named(package: Any) -> None:
         )
         for cp in (None, member, SimGroup(2), context(other, member)):
             for call in own:
-                with pytest.raises(TypeError, match=rf"^cp is a .*; it must be a {package.__name__}\.ContextParallel"):
+                with pytest.raises(TypeError, match=rf"^cp is .*; it must be a {package.__name__}\.ContextParallel"):
                     call(cp)
         for cp in (None, member, SimGroup(2)):
             for call in shared:
-                with pytest.raises(TypeError, match=r"^cp is a .*; it must be a ContextParallel, made of a group"):
+                with pytest.raises(TypeError, match=r"^cp is .*; it must be a ContextParallel, made of a group"):
                     call(cp)
+
+    SimGroup(2).run(one)
+
+
+@PACKAGES
+def test_what_is_not_there_yet_is_named(package: Any) -> None:
+    with pytest.raises(TypeError, match=r"^group is None; .* call torch\.distributed\.init_process_group\(\) first$"):
+        package.ContextParallel(torch.distributed.group.WORLD)
+    with pytest.raises(TypeError, match=rf"^cp is None; it must be a {package.__name__}\.ContextParallel"):
+        attend(package, None)
+
+
+SLICES = [  # call, what is odd, what the error says
+    (
+        attend_packed,
+        {"cu_seqlens_q": 2 * CU},
+        "q has 8 tokens; by the global lengths, cu_seqlens_q, which end at 32, rank",
+    ),
+    (
+        attend_packed,
+        {"cu_seqlens_q": CU, "cu_seqlens_q_padded": 2 * CU},
+        "q has 8 tokens; by the global lengths, cu_seqlens_q_padded, which end at 32, rank",
+    ),
+    (
+        attend,
+        dict.fromkeys("qkv", torch.zeros(2, 7, 4, 8)),
+        "local sequence length 8: a sequence of 14 is cut as if padded to 16",
+    ),
+]
+
+
+@PACKAGES
+@pytest.mark.parametrize(("call", "odd", "says"), SLICES)
+def test_slices_that_lengths_do_not_give_are_refused(package: Any, call: Any, odd: dict[str, Any], says: str) -> None:
+    def one(member: SimMember) -> None:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            call(package, context(package, member), **odd)
 
     SimGroup(2).run(one)
 

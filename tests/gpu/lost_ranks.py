@@ -29,6 +29,7 @@ import torch.distributed as dist
 import typer
 
 import cp_fast
+from benchmarks.ranks import Commit, Device, JsonOut, connect
 
 FAULTS, PHASES = ("SIGKILL", "SIGSTOP", "exception"), ("forward", "backward")
 START_S = 100.0  # for importing, connecting and compiling, until the fault
@@ -48,17 +49,9 @@ class Case:
     limit: float
 
 
-def one_rank(rank: int, store: str, case: Case) -> None:
+def one_rank(rank: int, folder: str, case: Case) -> None:
     """Two calls; in the second one the last rank is lost."""
-    on_gpu = case.device == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    how: dict[str, Any] = {"device_id": device} if on_gpu else {}
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=case.size,
-        timeout=timedelta(seconds=START_S), **how,
-    )  # fmt: skip
+    device = connect(rank, case.size, folder, case.device, START_S)
     x = torch.randn(1, 256, 2, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
 
     def planned(group: Any) -> dict[str, Any]:
@@ -73,7 +66,7 @@ def one_rank(rank: int, store: str, case: Case) -> None:
     its = planned(dist.new_group(list(range(case.size)), timeout=timedelta(seconds=case.limit)))
 
     def fails(phase: str) -> None:
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.synchronize()
         if rank == case.size - 1 and phase == case.phase:
             print(FAILING, time.time(), flush=True)
@@ -98,10 +91,10 @@ class Played:
         self.ended: dict[int, float] = {}  # when, by rank
         environment = os.environ | {"CP_FAST_MESSAGES": case.messages, "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
         environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # else its watchdog collects stacks for a minute and more
-        store, words = f"{self.folder.name}/store", json.dumps(vars(case))
+        words = json.dumps(vars(case))
         self.ranks: list[subprocess.Popen[bytes]] = []
         for rank in range(case.size):
-            command = [sys.executable, "-m", "tests.gpu.lost_ranks", "rank", str(rank), store, words]
+            command = [sys.executable, "-m", "tests.gpu.lost_ranks", "rank", str(rank), self.folder.name, words]
             with self._file(rank).open("wb") as said:  # no pipe: a helper process may keep it open
                 self.ranks.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
 
@@ -160,21 +153,21 @@ def play(cases: list[Case]) -> list[dict[str, Any]]:
 
 def main(
     size: Annotated[int, typer.Option(help="Ranks.")] = 2,
-    device: Annotated[str, typer.Option(help="cuda; cpu to try it.")] = "cuda",
+    device: Device = "cuda",
     limit: Annotated[float, typer.Option(help="The groups' time-out in seconds.")] = 8.0,
     at_once: Annotated[int, typer.Option(help="Cases that are played at once.")] = 4,
     seconds: Annotated[float, typer.Option(help="When no more cases begin.")] = 240.0,
-    commit: Annotated[str, typer.Option(help="The commit that is tested.")] = "",
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    commit: Commit = "",
+    out: JsonOut = None,
 ) -> None:
     """Play every fault in every phase, over each kind of messages."""
     messages = ("peers", "group") if device == "cuda" else ("group",)
     todo = [Case(*what, size, device, limit) for what in product(messages, FAULTS, PHASES)]
     began, found = time.time(), []
     while todo and time.time() < began + seconds:
-        found += play(todo[:at_once])
-        todo = todo[at_once:]
-        for case in found[-at_once:]:
+        some, todo = play(todo[:at_once]), todo[at_once:]
+        found += some
+        for case in some:
             ends = [f"{s['rank']}: {s['seconds']} s" for s in case["survivors"]]
             what = f"{case['messages']}, {case['fault']}, {case['phase']}"
             typer.echo(f"{what}: {case['verdict']}; survivors ended {ends}, named by {case['named by']}")

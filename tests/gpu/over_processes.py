@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch.distributed as dist
 import typer
 
 import cp_fast
+from benchmarks.ranks import Commit, Device, JsonOut, connect
 from cp_fast import masks
 from cp_fast.peers.crossed import Crossed
 from cp_fast.peers.exchange import PeerMessages
@@ -239,15 +239,7 @@ def worker(rank: int, device: str, folder: str, todo: list[Play], until: float) 
     """One rank: a line of JSON for each play in a file of its own."""
     torch.set_num_threads(1)
     size = todo[0].size
-    on_gpu = device == "cuda"
-    place = Place(torch.device("cuda", rank) if on_gpu else torch.device("cpu"))
-    how: dict[str, Any] = {"device_id": place.device} if on_gpu else {}
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_S), **how,
-    )  # fmt: skip
+    place = Place(connect(rank, size, folder, device, TIMEOUT_S))
     groups: dict[tuple[str, int], Any] = {}
 
     def group_of(play: Play) -> Any:
@@ -366,11 +358,11 @@ def judged(todo: list[Play], lines: list[list[dict[str, Any]]]) -> dict[str, Any
 
 def main(
     size: Annotated[int, typer.Option(help="Ranks; all GPUs if 0.")] = 0,
-    device: Annotated[str, typer.Option(help="cuda; cpu to try it.")] = "cuda",
+    device: Device = "cuda",
     every: Annotated[int, typer.Option(help="One of so many plays.")] = 1,
     seconds: Annotated[float, typer.Option(help="When playing stops.")] = 150.0,
-    commit: Annotated[str, typer.Option(help="The commit that is tested.")] = "",
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    commit: Commit = "",
+    out: JsonOut = None,
     cores: Annotated[Path | None, typer.Option(help="Folder for GPU core dumps: they name what failed.")] = None,
 ) -> None:
     """Play, print what is not right, and the counts."""

@@ -7,13 +7,13 @@ import torch
 
 from conformance import budgets
 from conformance.budgets import Row, compare
-from conformance.calibration import measured, needed
 from conformance.case import Case
 from conformance.reference import exact_results
 from conformance.rounded_reference import rounded_results
 from conformance.tensors import GlobalTensors, build
 from conformance.tiers.budget import eager_results
 from cp_ref.spec import Problem, Sequence
+from tests.meta.calibration import measured, needed
 
 _RESULTS = ("out", "lse", "dq", "dk", "dv")
 

@@ -23,7 +23,7 @@ from tests.meta.mutants import MUTANTS
 _QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": tuple(HealthCheck)}
 
 
-def _draw(count: int, capabilities: Capabilities = EVERYTHING) -> list[Case]:
+def drawn_problems(count: int, capabilities: Capabilities = EVERYTHING) -> list[Case]:
     found: list[Case] = []
 
     @settings(max_examples=count, phases=[Phase.generate], **_QUIET)
@@ -37,7 +37,7 @@ def _draw(count: int, capabilities: Capabilities = EVERYTHING) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Case]:
-    return _draw(500)
+    return drawn_problems(500)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_cases_are_small_and_mostly_not_trivial(drawn: list[Case]) -> None:
 def test_a_planted_bug_shrinks_to_a_few_tokens(mutant: str, tier: str) -> None:
     torch.set_num_threads(1)
     with MUTANTS[mutant].planted():
-        (failure,) = run_tier(load("cp_ref"), tier, EVERYTHING, PROFILES["quick"]).failures
+        (failure,) = run_tier(load("cp_ref"), tier, EVERYTHING, PROFILES["quick"]).smallest
     case = Case.parse(failure.text)
     assert sum(s.len_q for s in case.problem.sequences) <= 8, failure.text
     assert case.problem.cp_size <= 3
@@ -165,7 +165,7 @@ def test_other_texts_are_refused(text: str) -> None:
 def test_only_what_is_supported_is_drawn() -> None:
     narrow = {axis: tuple(choices)[:1] for axis, choices in AXES.items()} | {"window": (), "softcap": ()}
     narrow |= {"lengths": (), "heads": (), "dims": ()}
-    for case in _draw(60, Capabilities(narrow)):
+    for case in drawn_problems(60, Capabilities(narrow)):
         p = case.problem
         assert (p.cp_comm_type, p.layout, p.qkv_format, p.softmax_type) == ("p2p", "dual_chunk", "bshd", "vanilla")
         assert (p.window_size[0], p.softcap, p.heads_q, p.d_qk) == (-1, 0.0, p.heads_kv, p.d_v)

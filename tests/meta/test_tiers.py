@@ -20,7 +20,7 @@ from conformance.tiers import CASE_TIERS, TABLE_TIERS, determinism, hygiene, met
 from conformance.tiers.metamorphic import RELATIONS
 from cp_ref.spec import Problem, Sequence
 from tests.meta.mutants import MUTANTS
-from tests.meta.mutants.hunt import _draw
+from tests.meta.mutants.hunt import drawn_problems
 
 _TWO = (Sequence(8, 8, 8, 8), Sequence(3, 3, 4, 4))
 PACKED = Case(
@@ -43,7 +43,7 @@ def _one_thread() -> None:
 
 def test_the_reference_is_batch_invariant_to_the_last_bit() -> None:
     invariant = _like_the_reference(batch_invariant=True)
-    drawn = _draw("metamorphic", cases(EVERYTHING, dtypes=CASE_TIERS["metamorphic"].dtypes), 25)
+    drawn = drawn_problems("metamorphic", cases(EVERYTHING, dtypes=CASE_TIERS["metamorphic"].dtypes), 25)
     for case in drawn:
         assert metamorphic.check(invariant, case) == [], str(case)
     assert sum(case.deterministic and len(case.problem.sequences) > 1 for case in drawn) > 2
@@ -57,6 +57,20 @@ def test_a_batch_that_matters_in_the_last_bit_is_seen_where_it_is_promised_not_t
     assert metamorphic.check(_like_the_reference(attention=attention), PACKED) == []
     found = metamorphic.check(_like_the_reference(attention=attention, batch_invariant=True), PACKED)
     assert any("without the last sequence" in finding for finding in found)
+
+
+def test_twice_a_value_is_exact_but_where_numbers_underflow() -> None:
+    """Keys that are seen with weights of 1e-310 have gradients that are rounded to the smallest numbers there are."""
+    problem = Problem(2, (Sequence(64, 64, 64, 64),), qkv_format="thd", d_qk=16, dtype="float64", softmax_scale=0.5)
+    case = Case(problem, seed=6, magnitude=12.0, deterministic=True)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
+        return cp_ref.attention(q, k, v * 1.5 if v.abs().max() > 4 else v, **arguments)
+
+    assert metamorphic.check(_like_the_reference(), case) == []
+    assert any("v scaled" in finding for finding in metamorphic.check(_like_the_reference(attention=attention), case))
+    tiny = torch.tensor([3e-310, 1e-290], dtype=torch.float64)
+    assert not torch.equal(metamorphic._up_to_underflow(tiny, tiny * (1 + 1e-15)), tiny * (1 + 1e-15))
 
 
 @pytest.mark.parametrize("name", RELATIONS)

@@ -66,7 +66,7 @@ def test_a_crash_is_shrunk_and_the_run_goes_on() -> None:
         few = Profile(30, derandomize=True)
         result = run_tier(runner, "probes", capabilities, few, cp_sizes=(1, 2), shrink=False)
         assert [p.verdict for p in result.smallest] == ["crashed"]
-        assert "softcap" in result.failures[0].text
+        assert "softcap" in result.smallest[0].text
         plan = run_tier(runner, "plan", capabilities, Profile(3, derandomize=True), cp_sizes=(2,))
         assert plan.passed == 3
 
@@ -153,7 +153,7 @@ def test_a_plain_all_gather_over_gloo(gathering: Capabilities) -> None:
     with sample("AllGather") as runner:
         assert isinstance(runner, ProcessRunner)
         result = run_tier(runner, "logic", gathering, Profile(25, derandomize=True), cp_sizes=(2,))
-        assert not result.failures
+        assert not result.smallest
         assert result.passed >= 10
         assert run_tier(runner, "plan", gathering, Profile(3, derandomize=True)).count("missing") == 1
         assert runner.restarts == 0
@@ -171,7 +171,7 @@ def test_the_reference_over_gloo() -> None:
         capabilities = runner.capabilities()
         for tier in ("plan", "probes"):
             result = run_tier(runner, tier, capabilities, Profile(12, derandomize=True), cp_sizes=(2, 4))
-            assert not result.failures
+            assert not result.smallest
             assert result.passed == 12
         a2a = 'Case(Problem(cp_size=4, sequences=[(16, 16, 16, 16)], cp_comm_type="a2a+p2p", a2a_size=2, heads_q=2))'
         assert runner.play(Task("schedule", "logic", a2a)).verdict == "right"

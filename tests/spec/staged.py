@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from cp_ref.spec import Problem
 from cp_ref.spec import stage_costs as rule
-from cp_ref.spec.stage_costs import Costs
+from cp_ref.spec.stage_costs import COSTS, Costs
 from tests.spec.problems import problems
 
 __all__ = ["ALWAYS", "NEVER", "costs", "staged"]
 
-ALWAYS = Costs(flops_per_us=1e-3, exchange_us=1.0, launch_us=0.0, host_us=0.0)  # much to hide behind, and for nothing
-NEVER = replace(Costs(), launch_us=1e9)
+# much to hide behind, and for nothing
+ALWAYS = replace(COSTS, flops_per_us=1e-3, bytes_per_us=1.0, exchange_us=1.0, launch_us=0.0, host_us=0.0)
+NEVER = replace(COSTS, launch_us=1e9)
 
 
 @contextmanager

@@ -17,12 +17,12 @@ from conformance.tiers import logic
 from cp_fast.cost.counts import launches_of
 from cp_ref import masks
 from cp_ref.spec import Problem, Sequence, Tiles, make_schedule, verify
-from cp_ref.spec.stage_costs import Costs
+from cp_ref.spec.stage_costs import COSTS
 from tests.masks.problems import problems
 from tests.spec.staged import costs
 
-SOON = Costs(flops_per_us=1e-9, exchange_us=0.0)  # whatever is computed hides every message
-NEVER = Costs(flops_per_us=1e30)
+SOON = replace(COSTS, flops_per_us=1e-9, exchange_us=0.0)  # whatever is computed hides every message
+NEVER = replace(COSTS, flops_per_us=1e30)
 
 
 @st.composite

@@ -19,10 +19,10 @@ from cp_fast.remarks import say_once
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test asks anew, with nothing in the environment."""
     monkeypatch.delenv(select.VARIABLE, raising=False)
-    for cached in (select._choice, select._loaded, select._why_not_native, select._why_not_numba):
+    for cached in (select._choice, select._loaded, select._reason):
         cached.cache_clear()
     yield
-    for cached in (select._choice, select._loaded, select._why_not_native, select._why_not_numba):
+    for cached in (select._choice, select._loaded, select._reason):
         cached.cache_clear()
 
 

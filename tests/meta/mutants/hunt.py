@@ -19,7 +19,7 @@ from conformance.tiers import CASE_TIERS, TABLE_TIERS
 from cp_fast.kernels.select import use
 from tests.meta.mutants.model import Mutant, Package, loaded
 
-__all__ = ["QUICK", "Hunt", "hunt", "implementation", "tier_names"]
+__all__ = ["QUICK", "Hunt", "drawn_problems", "hunt", "implementation", "tier_names"]
 
 QUICK = 60  # problems, as in the profile quick
 
@@ -90,7 +90,7 @@ def _problems(impl: Implementation, mutant: Mutant, tier: str, capabilities: Cap
             for c in made(capabilities, CP_SIZES)
         ]
     if tier in CASE_TIERS:
-        drawn = _draw((tier, capabilities.device), cases(capabilities, dtypes=CASE_TIERS[tier].dtypes), most)
+        drawn = drawn_problems((tier, capabilities.device), cases(capabilities, dtypes=CASE_TIERS[tier].dtypes), most)
         return [(str(c), lambda c=c: CASE_TIERS[tier].check(impl, c, capabilities.device)) for c in drawn]
     level = LEVEL_TIERS[tier]
     part = mutant.where or mutant.target.rsplit(".", 1)[1]
@@ -98,11 +98,11 @@ def _problems(impl: Implementation, mutant: Mutant, tier: str, capabilities: Cap
     return [
         (str(c), lambda c=c: level.check(impl, c, capabilities.device))
         for n, strategy in enumerate(strategies)
-        for c in _draw((tier, part, n), strategy, most)
+        for c in drawn_problems((tier, part, n), strategy, most)
     ]
 
 
-def _draw(key: Any, strategy: Any, most: int) -> list[Any]:
+def drawn_problems(key: Any, strategy: Any, most: int) -> list[Any]:
     """The first problems of a strategy, the same ones every time; drawn once for all mutants."""
     if len(_DRAWN.get(key, ())) < most:
         found: list[Any] = []

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from cp_ref.spec import Problem
+from cp_ref.spec.problem import Problem
 
 __all__ = ["Host", "Kernel", "Link", "Machine", "Rates", "built_in", "read_machine"]
 
@@ -149,6 +149,7 @@ def _read(cls: type[Made], given: Any, where: str) -> Made:
     """A dataclass from a TOML table; fields that are dataclasses are tables, a tuple of them is an array."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{where or 'it'} is {given!r}; it must be a table")
+    given = cast(Mapping[str, Any], given)
     hints = get_type_hints(cls)
     if wrong := set(given) ^ set(hints):
         raise ValueError(f"{where}{sorted(wrong)[0]} is {'unknown' if sorted(wrong)[0] in given else 'missing'}")
@@ -161,27 +162,27 @@ def _value(kind: Any, given: Any, where: str) -> Any:
     if args := get_args(kind):  # a tuple of dataclasses
         if not isinstance(given, list) or not given:
             raise ValueError(f"{where} is {given!r}; it must be an array of tables")
-        return tuple(_read(args[0], one, f"{where}[{n}].") for n, one in enumerate(given))
+        return tuple(_read(args[0], one, f"{where}[{n}].") for n, one in enumerate(cast(list[Any], given)))
     if kind is str and isinstance(given, str):
         return given
     if kind is str:
         raise ValueError(f"{where} is {given!r}; it must be a string")
     may_be_0 = where.endswith(("_us", "slows", "edge"))
-    number = int if kind is int else (int, float)
-    if isinstance(given, bool) or not isinstance(given, number) or not 0 <= given < inf or not (given or may_be_0):
+    numbers = (int,) if kind is int else (int, float)
+    if isinstance(given, bool) or not isinstance(given, numbers) or not 0 <= given < inf or not (given or may_be_0):
         what = "an integer" if kind is int else "a number"
         raise ValueError(f"{where} is {given!r}; it must be {what} {'from' if may_be_0 else 'above'} 0")
-    return kind(given)
+    return cast(float, kind(given))
 
 
 def _lines(table: Mapping[str, Any], where: str) -> list[str]:
     """A table's values, then the tables inside it."""
     values = [f"{name} = {_text(value)}" for name, value in table.items() if isinstance(value, str | int | float)]
     for name, value in table.items():
-        if isinstance(value, Mapping):
-            values += ["", f"[{where}{name}]", *_lines(value, f"{where}{name}.")]
-        elif isinstance(value, tuple | list):
-            for one in value:
+        if isinstance(value, dict):
+            values += ["", f"[{where}{name}]", *_lines(cast(dict[str, Any], value), f"{where}{name}.")]
+        elif isinstance(value, tuple):
+            for one in cast(tuple[dict[str, Any], ...], value):
                 values += ["", f"[[{where}{name}]]", *_lines(one, f"{where}{name}.")]
     return values
 

@@ -1,4 +1,4 @@
-"""How the budgets' allowances were found: python -m conformance.calibration [PROBLEMS]
+"""How the budgets' allowances were found: python -m tests.meta.calibration [PROBLEMS]
 
 Drawn problems are computed by `rounded_results`. For each allowance of `conformance.budgets` this prints the smallest
 value with which every result is within its budget, the others being what they are. The allowances are twice that, or
@@ -11,17 +11,16 @@ import sys
 from unittest import mock
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 
 from conformance import budgets
-from conformance.case import Case
 from conformance.reference import exact_results
 from conformance.rounded_reference import rounded_results
 from conformance.strategies import cases
 from conformance.tensors import build
 from conformance.tiers.budget import eager_results
+from tests.meta.mutants.hunt import drawn_problems
 
-__all__ = ["ALLOWANCES", "needed"]
+__all__ = ["ALLOWANCES", "measured", "needed"]
 
 ALLOWANCES = ("_NOISE", "_WIDE_NOISE", "_MEAN_NOISE", "_LUCK", "_DELTA")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -33,24 +32,12 @@ Measured = tuple[Results, Results, Results, torch.dtype]  # rounded, exact, eage
 def measured(count: int) -> list[Measured]:
     """The rounded, the exact and the eager results of drawn problems."""
     found: list[Measured] = []
-
-    @settings(
-        max_examples=count,
-        phases=[Phase.generate],
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
-    )
-    @given(cases(dtypes=_DTYPES))
-    def collect(case: Case) -> None:
+    for case in drawn_problems("calibration", cases(dtypes=_DTYPES), count):
         tensors = build(case)
         got = rounded_results(case, tensors)
         mine = {name: got[name] for name in case.results}
         exact, eager = exact_results(case, tensors), eager_results(case, tensors)
         found.append((mine, exact, eager, getattr(torch, case.problem.dtype)))
-
-    collect()
     return found
 
 

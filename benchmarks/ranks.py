@@ -1,0 +1,45 @@
+"""What the scripts have in common whose ranks are processes: their options, and how a rank begins."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+
+__all__ = ["Commit", "Device", "JsonOut", "Schedules", "connect"]
+
+Commit = Annotated[str, typer.Option(help="The commit that is run.")]
+Device = Annotated[str, typer.Option(help="cuda; cpu to try it.")]
+JsonOut = Annotated[Path | None, typer.Option("--out", help="JSON file to write.")]
+Schedules = Annotated[str, typer.Option(help="cp_comm_type, several with commas.")]
+
+
+def connect(
+    rank: int, size: int, folder: str | Path, device: str = "cuda", seconds: float | None = None
+) -> torch.device:
+    """Join the group of all ranks, over NCCL or gloo, which meet in a folder.
+
+    Args:
+        device: "cuda" or "cpu".
+        seconds: the group's time-out; None for PyTorch's own.
+
+    Returns:
+        The rank's device; a GPU is the process's current one.
+    """
+    on_gpu = device == "cuda"
+    place = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(place)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{Path(folder) / 'store'}",
+        rank=rank,
+        world_size=size,
+        timeout=None if seconds is None else timedelta(seconds=seconds),
+        device_id=place if on_gpu else None,
+    )
+    return place
