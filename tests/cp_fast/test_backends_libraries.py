@@ -113,7 +113,7 @@ def test_fa4_holds_no_operand_that_its_launch_lets_go(monkeypatch: pytest.Monkey
     """As it is given away in a list; `Launches` lets each go when its kernels have read it."""
     segments, options = Segments.pack([11], [11], None, 0), LaunchOptions(scale=0.1)
     x = [torch.randn(11, 2, 32) for _ in range(5)]
-    given = [BackwardOperands(*x, torch.randn(2, 11), None)]
+    given = [BackwardOperands(*x, lse=torch.randn(2, 11), dlse=None)]
     there = [weakref.ref(one.untyped_storage()) for one in x]
     x.clear()
 
