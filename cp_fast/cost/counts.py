@@ -158,7 +158,7 @@ class _Launches:
             some = tiles.take((tiles.head_start == heads[0]) & (tiles.head_stop == heads[1]))
             banded = band_tiles(problem.workload.areas, some)
             kv_heads = heads[0] // problem.group_size, -(-heads[1] // problem.group_size)
-            for table in launch_tables(banded, rule) if len(banded) else ():
+            for table in launch_tables(banded, rule):
                 sizes = int(table.lengths_q.sum()), int(table.lengths_k.sum()), _visible(table)
                 counts = LaunchCounts(heads[1] - heads[0], kv_heads[1] - kv_heads[0], *sizes)
                 found.append(Launch(counts, heads, kv_heads, table))

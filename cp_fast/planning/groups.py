@@ -104,8 +104,8 @@ class TileGroups:
         rectangles = tuple(map(id, tiles.columns[:5]))  # columns that the tiles kept here keep alive
         if rectangles not in self._launches:
             banded = band_tiles(self._work.areas, tiles)
-            tables = launch_tables(banded, self._rule) if len(banded) else ()
-            self._launches[rectangles] = tiles, banded, list(map(self._launch, tables))
+            launches = list(map(self._launch, launch_tables(banded, self._rule)))
+            self._launches[rectangles] = tiles, banded, launches
         return self._launches[rectangles][1:]
 
     def _launch(self, table: LaunchTable) -> LaunchRows:

@@ -16,6 +16,7 @@ import numpy as np
 from cp_fast.planning.windows import BandTiles, WindowRule, windowed
 from cp_ref.spec import UNBOUNDED, Column, Table, ranges
 from cp_ref.spec.areas import pairs
+from cp_ref.spec.table import constant, runs
 
 __all__ = ["SegmentSpans", "Segments", "boxes", "one_each", "squares", "strips"]
 
@@ -27,6 +28,11 @@ class SegmentSpans(Table):
     segment: Column
     start: Column
     stop: Column
+
+    def lengths(self, number: int) -> Column:
+        """How many rows each of so many segments has."""
+        size = self.stop - self.start
+        return size if len(size) == number else np.bincount(self.segment, size, number).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,19 +103,18 @@ def strips(tiles: BandTiles) -> Segments:
     ):
         tiles = tiles.take(np.lexsort((k0, q1, q0)))
         q0, q1 = tiles.q_start, tiles.q_stop
-    begin = np.flatnonzero(np.append(True, (q0[1:] != q0[:-1]) | (q1[1:] != q1[:-1]))) if len(tiles) else q0
-    size = np.diff(np.append(begin, len(tiles)))  # tiles with the same queries
-    run = np.append(True, ~_same_keys(tiles, begin, size))[: len(begin)]  # whether a segment begins with these queries
-    segment, first = np.cumsum(run) - 1, np.flatnonzero(run)
+    begin, size = runs((q0[1:] != q0[:-1]) | (q1[1:] != q1[:-1]), len(tiles))  # tiles with the same queries
+    first, queries = runs(~_same_keys(tiles, begin, size), len(begin))  # those of them with the same keys: segments
+    number = np.arange(len(first))
     keys = ranges(begin[first], size[first])
     area = tiles.area[begin[first]]
-    none = np.full_like(area, -1)
+    none = constant(-1, area)
     return Segments(
         area,
         none,
         none,
-        SegmentSpans(segment, q0[begin], q1[begin]),
-        SegmentSpans(np.repeat(np.arange(len(first)), size[first]), tiles.k_start[keys], tiles.k_stop[keys]),
+        SegmentSpans(np.repeat(number, queries), q0[begin], q1[begin]),
+        SegmentSpans(np.repeat(number, size[first]), tiles.k_start[keys], tiles.k_stop[keys]),
     )
 
 
@@ -141,8 +146,7 @@ def boxes(tiles: BandTiles) -> BandTiles:
         return tiles
     if not bool((tiles.area[1:] >= tiles.area[:-1]).all()):
         tiles = tiles.take(np.argsort(tiles.area, kind="stable"))
-    begin = np.flatnonzero(np.append(True, tiles.area[1:] != tiles.area[:-1]))
-    size = np.diff(np.append(begin, len(tiles)))
+    begin, size = runs(tiles.area[1:] != tiles.area[:-1], len(tiles))
     q0, k0 = (np.minimum.reduceat(x, begin) for x in (tiles.q_start, tiles.k_start))
     q1, k1 = (np.maximum.reduceat(x, begin) for x in (tiles.q_stop, tiles.k_stop))
     area, lo, hi = tiles.area[begin], tiles.lo[begin], tiles.hi[begin]
@@ -168,13 +172,9 @@ def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
     Queries and keys of such an area are the same positions, seen along the diagonal, whatever lies between them. So in
     the rows that are there one sees just those before it and itself.
     """
-    causal = tiles.hi < UNBOUNDED
-    diagonal = causal & (tiles.hi == tiles.k_stop - tiles.q_stop)  # tiles that end on the diagonal, as squares do
-    if not diagonal.any():
-        return one_each(tiles.take(diagonal)), diagonal
-    in_area = np.zeros(int(tiles.area.max()) + 1, dtype=bool)
-    in_area[tiles.area[diagonal]] = True
-    causal &= in_area[tiles.area]
+    diagonal = np.zeros(int(tiles.area.max(initial=0)) + 1, dtype=bool)
+    diagonal[tiles.area[tiles.diagonal]] = True
+    causal = (tiles.hi < UNBOUNDED) & diagonal[tiles.area]
     some = tiles.take(causal & (np.bincount(tiles.area)[tiles.area] > 1))
     if not len(some):
         return one_each(some), np.zeros(len(tiles), dtype=bool)

@@ -13,6 +13,7 @@ from cp_fast.planning.sharing import alike, apart, areas_meet, behind, layers, s
 from cp_fast.planning.spreading import spread
 from cp_fast.planning.windows import BandTiles, WindowRule, cut_to_windows
 from cp_ref.spec import Column
+from cp_ref.spec.table import one_value
 
 __all__ = ["LaunchTable", "keys_in_buffer_order", "launch_tables", "overlap"]
 
@@ -38,22 +39,32 @@ class LaunchTable(NamedTuple):
 
 def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
     """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles."""
+    if not len(tiles):
+        return []
+    meet = not rule.apart and areas_meet(tiles)
     tiles = boxes(tiles)
-    square, part = squares(tiles, rule)
-    cut = cut_to_windows(tiles.take(~part) if part.any() else tiles, rule)
-    full = cut.full
-    parts = [square, strips(cut)] if full.all() else [square, strips(cut.take(full)), one_each(cut.take(~full))]
-    if rule.apart or not areas_meet(tiles):
-        return [_launch(found) for group in _by_window(Segments.concat(parts), rule) for found in _places(group)]
-    square, strip, *rest = parts
+    square = edges = None
+    if bool(tiles.diagonal.any()):
+        square, part = squares(tiles, rule)
+        tiles = tiles.take(~part) if part.any() else tiles
+    tiles = cut_to_windows(tiles, rule)
+    full = tiles.full
+    if not full.all():
+        tiles, edges = tiles.take(full), one_each(tiles.take(~full))
+    strip = strips(tiles)
+
+    def with_others(strip: Segments) -> Segments:
+        return Segments.concat([x for x in (square, strip, edges) if x is not None])
+
+    if not meet:
+        return [_launch(found) for group in _by_window(with_others(strip), rule) for found in _places(group)]
     ways = [staircases(strip), alike(strip)] if len(strip) > 1 else [strip]
-    joined = [Segments.concat([square, way, *rest]) for way in ways]
     choices = [
         [one for group in _by_window(some, rule) for one in apart(group)]
-        for way in joined
+        for way in map(with_others, ways)
         for some in (behind(way), way)
     ]
-    return [_launch(spread(_by_queries(found))) for found in min(choices, key=_cost)]
+    return [_launch(some, layers(some)) for some in (spread(_by_queries(x)) for x in min(choices, key=_cost))]
 
 
 def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
@@ -82,15 +93,11 @@ def _by_queries(segments: Segments) -> Segments:
     return segments.take(np.argsort(first, kind="stable"))
 
 
-def _launch(segments: Segments) -> LaunchTable:
+def _launch(segments: Segments, layer: Column | None = None) -> LaunchTable:
     left, right = int(segments.left[0]), int(segments.right[0])
-    lengths_q, lengths_k = (
-        np.bincount(spans.segment, spans.stop - spans.start, len(segments)).astype(np.int64)
-        for spans in (segments.q, segments.k)
-    )
-    layer = layers(segments) if overlap(segments.k.start, segments.k.stop) else None
+    lengths = segments.q.lengths(len(segments)), segments.k.lengths(len(segments))
     window = (None if left < 0 else left), (None if right < 0 else right)
-    return LaunchTable(*window, segments.q, segments.k, lengths_q, lengths_k, layer)
+    return LaunchTable(*window, segments.q, segments.k, *lengths, layer)
 
 
 def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
@@ -98,7 +105,7 @@ def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
     into; then those with a right edge in the corner, no edge, a left one, both.
     """
     left, right = segments.left, segments.right
-    if len(segments) and bool((left == left[0]).all()) and bool((right == right[0]).all()):
+    if one_value(left) and one_value(right):
         yield segments
         return
     pairs = np.unique(left + 1j * right)  # as one number each

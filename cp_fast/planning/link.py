@@ -39,14 +39,14 @@ def linked(program: LoweredProgram[Any], tables: Uploaded) -> LoweredProgram[Row
 def _linked(x: Any, tables: Uploaded, segments: dict[SegmentKeys, Segments]) -> Any:
     """x with rows for keys, in the dataclasses and tuples that a program is made of."""
     kind = type(x)
+    if kind is slice or x is None or (kind is tuple and not x):
+        return x
     if kind is Key:
         return tables.rows(x)
     if kind is SegmentKeys:
         if x not in segments:  # both passes have the same
             segments[x] = _segments(x, tables)
         return segments[x]
-    if kind is slice or x is None:
-        return x
     if kind is tuple:
         return tuple([_linked(item, tables, segments) for item in x])
     if not is_dataclass(kind):

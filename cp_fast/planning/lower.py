@@ -65,7 +65,7 @@ def lower(
     groups = TileGroups(work, rule, tables, sets)
     steps = _Pass(groups, operands, results, tuple(OWN)[:2]).lower(forward)
     sent, received = (
-        [p for step in forward for p in _parcels(getattr(step, name), sets) if p.kind == "out" and p.complete]
+        _parcels([m for step in forward for m in getattr(step, name) if m.kind == "out" and m.complete], sets)
         for name in ("sends", "recvs")
     )
     kept = [held for held in operands.held if held in own_inputs or held.kind in saved]
@@ -191,7 +191,8 @@ class _Pass:
         arriving: list[Held] = []
         recvs: list[Recv] = []
         for (kind, heads), group in together.items():
-            for some in [group] if _disjoint(self._spans_of(group).buffer) else [[one] for one in group]:
+            apart = len(group) == 1 or _disjoint(self._spans_of(group).buffer)
+            for some in [group] if apart else [[one] for one in group]:
                 name = f"{self.operands.direction} {number}: {kind} {heads[0]}:{heads[1]} received"
                 spans = self._spans_of(some)
                 made = self.operands.new(name, kind, heads, spans.buffer, spans.total)

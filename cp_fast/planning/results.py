@@ -98,23 +98,27 @@ class Results:
 
     def goes_to(self, kind: str, heads: Heads, parts: Parts, step: int) -> tuple[Contribution[RowKey], ...]:
         """Where the rows of a partial result of `step` go: into the next message that takes them along, or home."""
-        own = self.own[kind]
-        stays = kind in self._stay and own.covers(parts.spans)
-        later = [] if stays else [o for o in self._outgoing[kind] if o.step > step]
+        own, edges = self.own[kind], self._edges[kind]
+        later: list[_Outgoing] = []
+        if kind not in self._stay or not own.covers(parts.spans):
+            later = [o for o in self._outgoing[kind] if o.step > step]
+            edges = edges.union(*(o.heads for o in later))
         found: list[Contribution[RowKey]] = []
-        for part in split(heads, self._edges[kind].union(*(o.heads for o in later))):
-            home = f"{kind} {part[0]}:{part[1]} at home"
+        for part in split(heads, edges):
             places = [(o.sums, o.rows) for o in later if o.heads[0] <= part[0] and part[1] <= o.heads[1]]
-            shares, rest = shared_out(parts, [*places, (home, own)])
+            shares, rest = shared_out(parts, [*places, (f"{kind} {part[0]}:{part[1]} at home", own)])
             if len(rest):
                 raise ValueError(
                     f"the schedule leaves {kind} rows {rest.start[0]}:{rest.stop[0]} of step {step} on a rank "
                     "that does not own them; verify names where they should have gone"
                 )
             for name, rows in shares:
-                sums = self.sums.setdefault(name, Sums(kind, part, 0, True))
+                if name not in self.sums:
+                    self.sums[name] = Sums(kind, part, 0, True)
+                sums, tables = self.sums[name], self.tables
                 assert sums.heads == part or not sums.home
-                here, into = (self.tables.rows(of, rows.count) for of in (rows.here, rows.there))
-                heads_here, heads_into = ((part[0] - n, part[1] - n) for n in (heads[0], sums.heads[0]))
+                here, into = tables.rows(rows.here, rows.count), tables.rows(rows.there, rows.count)
+                heads_here = part[0] - heads[0], part[1] - heads[0]
+                heads_into = part[0] - sums.heads[0], part[1] - sums.heads[0]
                 found.append(Contribution(name, here, heads_here, into, heads_into))
         return tuple(found)

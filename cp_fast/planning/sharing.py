@@ -29,6 +29,7 @@ import numpy as np
 from cp_fast.planning.joins import Segments, SegmentSpans
 from cp_fast.planning.windows import BandTiles
 from cp_ref.spec import Column
+from cp_ref.spec.table import runs
 
 __all__ = ["alike", "apart", "areas_meet", "behind", "layers", "staircases"]
 
@@ -40,7 +41,8 @@ def areas_meet(tiles: BandTiles) -> bool:
     if len(tiles) < 2:
         return False
     order = np.argsort(tiles.area, kind="stable")
-    begin = np.flatnonzero(np.append(True, np.diff(tiles.area[order]) > 0))
+    area = tiles.area[order]
+    begin, _ = runs(area[1:] != area[:-1], len(area))
     for start, stop in ((tiles.q_start, tiles.q_stop), (tiles.k_start, tiles.k_stop)):
         first, last = np.minimum.reduceat(start[order], begin), np.maximum.reduceat(stop[order], begin)
         place = np.argsort(first, kind="stable")
@@ -161,7 +163,7 @@ def apart(segments: Segments) -> list[Segments]:
     """
     atoms = _Atoms(segments.q), _Atoms(segments.k)
     sides = [of_side.sets(segments) for of_side in atoms]
-    rows = [np.bincount(spans.segment, spans.stop - spans.start, len(segments)) for spans in (segments.q, segments.k)]
+    rows = [spans.lengths(len(segments)) for spans in (segments.q, segments.k)]
     launches: list[_Room] = []
     for n in np.argsort(-rows[0] * rows[1], kind="stable").tolist():
         q, k = sides[0][n], sides[1][n]
@@ -189,8 +191,9 @@ class _Room:
     segments: list[int] = field(default_factory=list)
 
 
-def layers(segments: Segments) -> Column:
-    """A number for each segment, from 0: those with the same number have no row of keys in common.
+def layers(segments: Segments) -> Column | None:
+    """A number for each segment, from 0: those with the same number have no row of keys in common. None where no two
+    have any.
 
     >>> q, k = [(0, 0, 4), (1, 4, 6), (2, 6, 8)], [(0, 0, 4), (1, 0, 4), (2, 4, 6)]
     >>> layers(Segments(*np.array([[0, 1, 2], [-1] * 3, [-1] * 3]), *map(SegmentSpans.of_rows, (q, k)))).tolist()
@@ -202,7 +205,7 @@ def layers(segments: Segments) -> Column:
         layer = next((n for n, its in enumerate(taken) if not its & keys), len(taken))
         taken[layer : layer + 1] = [(taken[layer] if layer < len(taken) else 0) | keys]
         found.append(layer)
-    return np.array(found)
+    return np.array(found) if len(taken) > 1 else None
 
 
 class _Atoms:

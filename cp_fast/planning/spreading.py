@@ -34,10 +34,7 @@ def spread(launch: Segments) -> Segments:
     >>> list(found.q.rows()), list(found.k.rows())[-1]
     ([(0, 0, 1024), (1, 1024, 2000), (1, 3000, 3048), (2, 3048, 4200), (3, 4200, 5300)], (3, 0, 64))
     """
-    rows, keys = (
-        np.bincount(spans.segment, spans.stop - spans.start, len(launch)).astype(np.int64)
-        for spans in (launch.q, launch.k)
-    )
+    rows, keys = (spans.lengths(len(launch)) for spans in (launch.q, launch.k))
     parts = _BLOCKS // int((-(-keys // _BLOCK)).sum())
     parts = min(parts, int(rows.min()) // _ROWS)
     if parts < 2 or bool(((launch.left >= 0) | (launch.right >= 0)).any()):

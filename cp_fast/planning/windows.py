@@ -51,6 +51,11 @@ class BandTiles(Table):
         """Whether nothing is hidden."""
         return (self.left < 0) & (self.right < 0)
 
+    @property
+    def diagonal(self) -> Column:
+        """Whether the last row's last key is the last one that it sees, as in causal squares."""
+        return self.hi == self.k_stop - self.q_stop
+
 
 class WindowRule(NamedTuple):
     """`own`: the problem's window (left, right), -1 for unbounded, in which a tile is never cut. `large`: the number of

@@ -132,7 +132,8 @@ def dual_chunk(starts: Column, cp_size: int) -> Fragments:
 
     def before(count: Column) -> Column:
         """How many of `count` tokens, given to ranks first, first + 1, ..., the ranks before each rank get."""
-        return np.clip(rank - first, 0, count) + np.clip(np.minimum(rank, first + count - cp_size), 0, None)
+        from_first = np.minimum(np.maximum(rank - first, 0), count)
+        return from_first + np.maximum(np.minimum(rank, first + count - cp_size), 0)
 
     begin = starts[:-1] + rank * chunk + before(early)  # [rank + 1, sequence]: of the early chunk
     end = starts[1:] - rank * chunk - before(late)  # of the late one

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Column", "Table", "constant", "in_blocks", "joined", "one_value", "ordered_by", "ranges"]
+__all__ = ["Column", "Table", "constant", "in_blocks", "joined", "one_value", "ordered_by", "ranges", "runs"]
 
 Column = NDArray[Any]  # [n], signed integers of 32 or 64 bits
 
@@ -115,6 +115,18 @@ def ranges(first: Column, count: Column) -> Column:
     ends = np.cumsum(count, dtype=first.dtype)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(first - ends + count, count) + np.arange(total, dtype=first.dtype)
+
+
+def runs(begins: Column, count: int) -> tuple[Column, Column]:
+    """Where runs of a table's `count` rows begin, and how many rows each has. begins[n]: whether row n + 1 begins one.
+
+    >>> [x.tolist() for x in runs(np.array([False, True, False]), 4)], [x.tolist() for x in runs(np.array([]), 0)]
+    ([[0, 2], [2, 2]], [[], []])
+    """
+    inner = np.flatnonzero(begins)
+    edges = np.empty(len(inner) + min(count, 1) + 1, dtype=np.int64)
+    edges[0], edges[-1], edges[1:-1] = 0, count, inner + 1
+    return edges[:-1], edges[1:] - edges[:-1]
 
 
 def ordered_by(group: Column, count: int) -> tuple[Column | slice, list[int]]:

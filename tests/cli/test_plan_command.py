@@ -138,6 +138,11 @@ def test_svg(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--compare", "--seqlen", "8", "--seqlen-kv", "9"], "--compare is for self-attention"),
+        (["--compare", "--seqlens", "8", "--areas", "causal(8)"], "--areas is 'causal(8)'; --compare is for masks"),
+        (["--seqlens", "8,8", "--seqlen", "4"], "--seqlen is 4, but --seqlens has the lengths; leave one of them out"),
+        (["--seqlens", "8", "--seqlen-kv", "4"], "--seqlen-kv is 4, but thd takes --seqlens-kv"),
+        (["--seqlens", "8,8", "--batch", "1"], "--batch is 1, but --seqlens says how many sequences there are"),
+        (["--seqlens", "8", "--mask", "causal", "--areas", "causal(8)"], "--mask is causal, but --areas says who"),
         (["--seqlens", "100,x"], "--seqlens is '100,x'; it must be lengths of at least 0"),
         (["--seqlens", "100,-2"], "--seqlens is '100,-2'"),
         (["--seqlens", "8", "--seqlens-kv", "8,8"], "cu_seqlens_kv has 3 entries and cu_seqlens_q has 2"),
