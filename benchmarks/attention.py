@@ -44,11 +44,11 @@ from cp_ref.spec import Problem, Sequence
 if __package__:
     from benchmarks import timeline
     from benchmarks.others import Other, others
-    from benchmarks.ranks import Commit, Schedules, connect
+    from benchmarks.ranks import Commit, Schedules, connect, largest, seconds
 else:
     import timeline
     from others import Other, others
-    from ranks import Commit, Schedules, connect
+    from ranks import Commit, Schedules, connect, largest, seconds
 
 
 @dataclass(frozen=True)
@@ -227,24 +227,7 @@ def host_seconds(fn: Callable[[], Any], calls: int) -> float:
         for _ in range(calls):
             fn()
         taken.append((time.perf_counter() - begin) / calls)
-    median = torch.tensor(statistics.median(taken), device="cuda")
-    dist.all_reduce(median, dist.ReduceOp.MAX)
-    return float(median)
-
-
-def seconds(fn: Callable[[], Any], calls: int) -> float:
-    """One of several calls in a row, by CUDA events; the slowest rank's time."""
-    dist.barrier()
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(calls):
-        fn()
-    end.record()
-    torch.cuda.synchronize()
-    time = torch.tensor(begin.elapsed_time(end) / 1e3 / calls, device="cuda")
-    dist.all_reduce(time, dist.ReduceOp.MAX)
-    return float(time)
+    return largest(statistics.median(taken))
 
 
 def peak_bytes(fn: Callable[[], Any]) -> int:
@@ -265,9 +248,7 @@ def worst_error(contender: Contender, whole: Any) -> float:
     for reference, mine in zip(whole, slices, strict=True):
         expected = contender.slices(reference).double()
         errors.append(((mine.double() - expected).norm() / expected.norm()).item())
-    worst = torch.tensor(max(errors), device="cuda")
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return float(worst)
+    return largest(max(errors))
 
 
 def checked(contenders: list[Contender], whole: Any) -> tuple[list[tuple[Contender, float]], dict[str, str]]:

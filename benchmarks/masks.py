@@ -37,11 +37,9 @@ from cp_fast.backends import BackwardOperands, LaunchOptions, Segments, by_name
 from cp_ref.spec import areas_of_rows
 
 if __package__:
-    from benchmarks.attention import seconds
-    from benchmarks.ranks import connect
+    from benchmarks.ranks import connect, largest, seconds, seconds_alone
 else:
-    from attention import seconds
-    from ranks import connect
+    from ranks import connect, largest, seconds, seconds_alone
 
 Maker = Callable[[int], torch.Tensor]
 MaskMod = Callable[..., torch.Tensor]
@@ -209,25 +207,6 @@ def worst_error(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor])
     return max(float((y.float() - x.float()).norm() / x.float().norm()) for x, y in pairs)
 
 
-def on_all(number: float) -> float:
-    """The largest of all ranks' numbers."""
-    found = torch.tensor(number, device="cuda", dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
-def alone(fn: Callable[[], Any], calls: int) -> float:
-    """Seconds of one of several calls in a row on this GPU, which waits for no other."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(calls):
-        fn()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
-
-
 def in_turns(
     turns: Sequence[Callable[[], Any]], job: Job, seconds_of: Callable[[Callable[[], Any], int], float]
 ) -> list[float]:
@@ -266,7 +245,7 @@ def measure(
     expected, right = written_out(job, name, x), dict[tuple[str, str], Callable[[], Any]]()
     for what, layout, (cp, plan), both in some(job, name, x):
         mine = [cp_fast.shard(whole, cp=cp, qkv_format="thd", plan=plan) for whole in expected]
-        error = on_all(worst_error(mine, both()))
+        error = largest(worst_error(mine, both()))
         if error < _MOST:
             right[what, layout] = both
         else:
@@ -290,7 +269,7 @@ def worker(rank: int, job: Job, folder: str, some: Contenders = contenders) -> N
     dense, rows = dense_causal(job, x), Rows(Path(folder) / f"rows{rank}")
     mine: dict[str, list[torch.Tensor]] = {}
     for n, name in enumerate(job.names):
-        if on_all(time.time()) > job.until:
+        if largest(time.time()) > job.until:
             break
         expected = measure(job, name, x, dense, some, rows if rank == 0 else Rows(Path(folder) / "others"))
         if n % job.gpus == rank:
@@ -301,7 +280,7 @@ def worker(rank: int, job: Job, folder: str, some: Contenders = contenders) -> N
             break
         both = flex(job, name, x)
         if (error := worst_error(expected, both())) < _MOST:
-            of_dense, time_of = in_turns([dense, both], job, alone)
+            of_dense, time_of = in_turns([dense, both], job, seconds_alone)
             rows.add(name, *_FLEX, time_of, _ideal(job, name, of_dense))
         else:
             rows.note(name, *_FLEX, f"WRONG: relative error {error:.1e}")

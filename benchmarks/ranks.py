@@ -1,16 +1,17 @@
-"""What the scripts have in common whose ranks are processes: their options, and how a rank begins."""
+"""What the scripts have in common whose ranks are processes: their options, how a rank begins, and times of GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
 
-__all__ = ["Commit", "Device", "JsonOut", "Schedules", "connect"]
+__all__ = ["Commit", "Device", "JsonOut", "Schedules", "connect", "largest", "seconds", "seconds_alone"]
 
 Commit = Annotated[str, typer.Option(help="The commit that is run.")]
 Device = Annotated[str, typer.Option(help="cuda; cpu to try it.")]
@@ -43,3 +44,28 @@ def connect(
         device_id=place if on_gpu else None,
     )
     return place
+
+
+def largest(number: float) -> float:
+    """The largest of all ranks' numbers; each has a GPU."""
+    found = torch.tensor(number, device="cuda", dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def seconds_alone(fn: Callable[[], Any], calls: int) -> float:
+    """One of several calls in a row on this GPU, which waits for no other, by CUDA events."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        fn()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
+
+
+def seconds(fn: Callable[[], Any], calls: int) -> float:
+    """The same on all GPUs at once; the slowest rank's time."""
+    dist.barrier()
+    return largest(seconds_alone(fn, calls))

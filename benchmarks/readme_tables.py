@@ -61,15 +61,15 @@ LINES = {
 }
 
 
-def feature_table(folder: Path = RESULTS) -> str:
+def feature_table() -> str:
     """Libraries and features, as Markdown."""
-    runs = json.loads((folder / "conformance_1x.json").read_text())["runs"]
+    runs = json.loads((RESULTS / "conformance_1x.json").read_text())["runs"]
     backends = [backend for run in runs for backend in run["backends"].values()]
     counts = {
         "problems": f"{sum(backend['problems'] for backend in backends):,}",
         "late": str(sum(len(backend["failures"]) for backend in backends)),
     }
-    with (folder / "features.csv").open(newline="", encoding="utf-8") as file:
+    with (RESULTS / "features.csv").open(newline="", encoding="utf-8") as file:
         (_, *libraries), *rows = csv.reader(file)
     return _markdown(["", *libraries], [[cell.format(**counts) for cell in row] for row in rows])
 

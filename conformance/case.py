@@ -77,6 +77,11 @@ class Case:
         return self.grads if self.problem.softmax_type == "learnable" else self.grads.replace("o", "")
 
     @property
+    def wishes(self) -> dict[str, bool]:
+        """The options beyond the problem: arguments of `attention`, `make_plan` and `supports`."""
+        return {name: True for name in ("deterministic", "return_lse", "return_max_logit") if getattr(self, name)}
+
+    @property
     def results(self) -> tuple[str, ...]:
         """The names of the results that a call gives."""
         asked = {"out": True, "lse": self.return_lse, "max_logit": self.return_max_logit}

@@ -51,14 +51,24 @@ import torch
 from conformance.record import Level, readable
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, check_choice
 
-__all__ = ["ENTRY_POINTS", "Context", "Implementation", "LoadError", "Missing", "as_implementation", "context", "load"]
+__all__ = [
+    "ENTRY_POINTS",
+    "LEVEL_MEMBER",
+    "Context",
+    "Implementation",
+    "LoadError",
+    "Missing",
+    "as_implementation",
+    "context",
+    "load",
+]
 
 ENTRY_POINTS = "cp_attention.implementations"
 
 # this project's packages offer the levels merge and kernel through their adapters
 _IN_FULL = {"cp_ref": "conformance.adapters.cp_ref", "cp_fast": "conformance.adapters.cp_fast:auto"}
 
-_LEVEL_MEMBER: dict[Level, str] = {"helpers": "thd", "merge": "merge", "kernel": "tile", "schedule": "attention"}
+LEVEL_MEMBER: dict[Level, str] = {"helpers": "thd", "merge": "merge", "kernel": "tile", "schedule": "attention"}
 _SCHEDULE_MEMBERS = ("ContextParallel", "supports", "Unsupported", "shard", "make_plan", "unshard", "position_ids")
 
 # attention, merge and tile are looked at where they are called
@@ -125,12 +135,12 @@ class Implementation:
     @property
     def levels(self) -> tuple[Level, ...]:
         """The levels that it offers."""
-        return tuple(level for level, member in _LEVEL_MEMBER.items() if self.offers(member))
+        return tuple(level for level, member in LEVEL_MEMBER.items() if self.offers(member))
 
     @property
     def missing(self) -> tuple[str, ...]:
         """The members of levels and of the schedule level that it does not offer."""
-        members = (*_LEVEL_MEMBER.values(), *_SCHEDULE_MEMBERS)
+        members = (*LEVEL_MEMBER.values(), *_SCHEDULE_MEMBERS)
         return tuple(member for member in members if not self.offers(member))
 
     @property
@@ -224,7 +234,7 @@ def load(name: str) -> Implementation:
         raise LoadError(f"cannot load the implementation {name!r}: {said}") from error
     impl = Implementation(offered, name)
     if not impl.levels:
-        members = ", ".join(f"{member} ({level})" for level, member in _LEVEL_MEMBER.items())
+        members = ", ".join(f"{member} ({level})" for level, member in LEVEL_MEMBER.items())
         raise LoadError(f"the implementation {name!r} offers nothing to test; it needs one of {members}")
     if impl.group_kind not in ("member", "process"):
         raise LoadError(f"the implementation {name!r} has group_kind {impl.group_kind!r}; it must be member or process")

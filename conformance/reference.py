@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "exact_results",
     "is_out_of_memory",
     "masks",
+    "results_of",
     "run_ranks",
     "running_ranks_by",
     "watching",
@@ -167,32 +169,38 @@ def _where_they_are(ranks: list[int], threads: list[int | None]) -> str:
 
 
 def exact_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
-    """The oracle's results, float64: out, lse, max_logit, dq, dk, dv, and d_offset where there is an offset.
-
-    Gradients are those of sum(out * dout) + sum(lse * dlse), or of the term that `case.loss` names. The oracle gets
-    zeros where the tensors have NaN or infinity.
-    """
-    inputs = {name: _clean(getattr(tensors, name)).double().requires_grad_() for name in ("q", "k", "v")}
-    offset = None if tensors.softmax_offset is None else tensors.softmax_offset.double().requires_grad_()
+    """The oracle's results, float64."""
     arguments = attention_arguments(case.problem, str(tensors.q.device))
+    return results_of(partial(dense_attention, **arguments), case, tensors, torch.float64)
+
+
+def results_of(
+    attention: Callable[..., tuple[torch.Tensor, ...]], case: Case, tensors: GlobalTensors, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """out, lse, max_logit, dq, dk, dv, and d_offset where there is an offset.
+
+    Gradients are those of sum(out * dout) + sum(lse * dlse), or of the term that `case.loss` names.
+
+    Args:
+        attention: (q, k, v, softmax_offset=...) -> out, lse and max_logit, all sequences at once. It gets zeros where
+            the tensors have NaN or infinity.
+        dtype: that it gets them in; None for their own.
+    """
+    given = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v, "d_offset": tensors.softmax_offset}
+    leaves = {name: _clean(x).to(dtype or x.dtype).requires_grad_() for name, x in given.items() if x is not None}
     with torch.enable_grad():
-        out, lse, max_logit = dense_attention(**inputs, softmax_offset=offset, **arguments)
-        terms = []
-        if "out" in case.loss:
-            terms.append((out * _clean(tensors.dout).double()).sum())
-        if "lse" in case.loss:  # a row that sees nothing has lse -inf and no gradient
-            terms.append((lse.masked_fill(lse == float("-inf"), 0.0) * _clean(tensors.dlse).double()).sum())
-        results = {"out": out.detach(), "lse": lse.detach(), "max_logit": max_logit.detach()}
-        leaves = {"dq": inputs["q"], "dk": inputs["k"], "dv": inputs["v"]}
-        if offset is not None:
-            leaves["d_offset"] = offset
-        loss = torch.stack(terms).sum()
-        grads = [None] * len(leaves)
-        if loss.requires_grad:
-            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-            results[name] = torch.zeros_like(leaf) if grad is None else grad
-    return {name: x.detach() for name, x in results.items()}
+        out, lse, max_logit = attention(leaves["dq"], leaves["dk"], leaves["dv"], softmax_offset=leaves.get("d_offset"))
+    upstream = {"out": (out, tensors.dout), "lse": (lse, tensors.dlse)}
+    losses = [upstream[name] for name in case.loss.split("+") if upstream[name][0].requires_grad]
+    grads = [None] * len(leaves)
+    if losses:
+        outs, gradients = [x for x, _ in losses], [_clean(grad).to(x.dtype) for x, grad in losses]
+        grads = torch.autograd.grad(outs, list(leaves.values()), gradients, allow_unused=True)
+    results = {"out": out.detach(), "lse": lse.detach(), "max_logit": max_logit.detach()}
+    return results | {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+    }
 
 
 def _clean(x: torch.Tensor) -> torch.Tensor:

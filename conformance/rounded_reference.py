@@ -17,7 +17,7 @@ from conformance.tensors import GlobalTensors
 from conformance.visibility import scopes
 from cp_ref.spec import Problem
 
-__all__ = ["rounded_results"]
+__all__ = ["RoundedScope", "rounded_results"]
 
 _BLOCK = 32  # keys
 
@@ -38,7 +38,7 @@ def rounded_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tenso
     sink = _sink(p, tensors)
     d_offset = torch.zeros(p.heads_q, dtype=wide, device=dout.device)
     for rows, keys, lse_rows, visible in scopes(p, dout.device):
-        one = _Scope(p, visible, clean["q"][rows], clean["k"][keys], clean["v"][keys], wide)
+        one = RoundedScope(p, visible, clean["q"][rows], clean["k"][keys], clean["v"][keys], wide)
         out, lse, largest = one.forward(sink)
         results["out"][rows], results["lse"][lse_rows] = out, lse
         results["max_logit"] = torch.maximum(results["max_logit"], largest)
@@ -56,9 +56,9 @@ def _sink(p: Problem, tensors: GlobalTensors) -> torch.Tensor | None:
     return tensors.dlse.new_zeros(p.heads_q) if tensors.softmax_offset is None else tensors.softmax_offset
 
 
-class _Scope:
-    """A scope: visible [n, m], q [n, h, d], k and v [m, h_kv, d] in the input dtype; everything inside is [h, n, m] in
-    float32.
+class RoundedScope:
+    """Queries and keys that see none besides: visible [n, m], q [n, h, d], k and v [m, h_kv, d] in the input dtype;
+    everything inside is [h, n, m] in float32.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: 
         cp = context(impl, p, member)
     except impl.Unsupported as refusal:
         raise _Refused(str(refusal)) from refusal
-    supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **_wishes(case))
+    supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **case.wishes)
     if needs_plan(p) and not impl.offers("make_plan"):
         raise _Refused("there is no make_plan, which this problem needs")
     try:
@@ -189,24 +189,18 @@ def local_slice(
     return impl.shard(whole, cp=cp, **cut[side]).detach()
 
 
-def _wishes(case: Case) -> dict[str, bool]:
-    """The options of the case beyond the problem; arguments of `attention`, `make_plan` and `supports`."""
-    names = ("deterministic", "return_lse", "return_max_logit")
-    return {name: True for name in names if getattr(case, name)}
-
-
 def _attend(
     impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, inputs: _Inputs
 ) -> dict[str, torch.Tensor | None]:
     p, device = case.problem, str(tensors.q.device)
     arguments = attention_arguments(p, device)
     if case.use_plan or needs_plan(p):
-        arguments = {"plan": impl.make_plan(cp=cp, **plan_arguments(p, device), **_wishes(case))}
+        arguments = {"plan": impl.make_plan(cp=cp, **plan_arguments(p, device), **case.wishes)}
     results = impl.attention(
         *inputs.leaves.values(),
         cp=cp,
         softmax_offset=inputs.offset,
-        **_wishes(case),
+        **case.wishes,
         **arguments,
     )
     return dict(named_results(case, results))

@@ -15,7 +15,7 @@ from conformance.capabilities import EVERYTHING, Capabilities, probe
 from conformance.case import Case
 from conformance.global_state import kept
 from conformance.gpu_context import context_error
-from conformance.implementation import Implementation, Missing, as_implementation
+from conformance.implementation import LEVEL_MEMBER, Implementation, Missing, as_implementation
 from conformance.judged import Judged
 from conformance.levels import LEVEL_TIERS, Raised
 from conformance.record import FAILING, Level, Played, Verdict
@@ -247,8 +247,7 @@ def _check_of(task: Task) -> Any:
 
 def _absent(impl: Implementation, task: Task) -> str:
     """The members that the task needs and the implementation does not offer; empty when nothing is."""
-    needed = ("attention",) if task.level == "schedule" else LEVEL_TIERS[task.tier].needs
-    absent = [member for member in _ANY_OF.get(task.tier, needed) if not impl.offers(member)]
+    absent = [m for m in _ANY_OF.get(task.tier, (LEVEL_MEMBER[task.level],)) if not impl.offers(m)]
     if task.tier in _ANY_OF and len(absent) < len(_ANY_OF[task.tier]):
         return ""
     if not absent and task.level == "helpers":

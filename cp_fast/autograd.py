@@ -36,9 +36,14 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        q, k, v = (
+            q.detach(),
+            k.detach(),
+            v.detach(),
+        )  # saved like this, the backward pass need not do it again
         with cp.alone("attention, forward"), no_autocast(q.device):
             out, lse, max_logit, kept = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
-        ctx.save_for_backward(out, lse, offset, *kept, *((q, k, v) if plan.needs_inputs else ()))
+        ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *((q, k, v) if plan.needs_inputs else ()))
         ctx.plan, ctx.handle, ctx.cp, ctx.deterministic, ctx.lse_given = (
             plan,
             plan.handle,

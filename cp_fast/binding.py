@@ -166,7 +166,8 @@ class _Binding:
         results = self._gives(launch.results, count(launch.q.rows), heads)
         results_kv = self._gives(launch.results_kv, count(launch.kv.rows), heads_kv)
         last = tuple(self._slots[name] for name in last_use)
-        return Ready(operands, launch.segments, launch.first_head, results, results_kv, last)
+        settled = tuple((give.sums, 1) for give in results)
+        return Ready(operands, launch.segments, launch.first_head, results, results_kv, settled, last)
 
     def _complete(self, recvs: Sequence[ResultRecv[Rows]]) -> Complete:
         """Complete results for the same rows, of each peer for as many heads."""
@@ -213,6 +214,9 @@ class _Binding:
             complete.append(self._complete(group))
             for recv in group:
                 recvs += _messages(recv.peer, recv.tag, self._room(recv.kind, recv.heads[1] - recv.heads[0], recv.size))
+        launches = tuple(map(self._ready, step.launches, _last_uses(step)))
+        gives = [give for launch in launches for give in launch.results_kv]
+        gives += [give for _, some in partial for give in some]
         return Step(
             tuple(map(self._move, step.packed)),
             tuple(given),
@@ -223,11 +227,11 @@ class _Binding:
             tuple(complete),
             prepare(self._group, where, sends, recvs) if sends or recvs else None,
             tuple(map(self._move, step.copies)),
-            tuple(map(self._ready, step.launches, _last_uses(step))),
+            launches,
             tuple(
-                (n, 2 if s.sums.home else 1)
-                for n, s in enumerate(self._sums)
-                if s.sums.kind == "dkv" and not (last and s.sums.home)
+                (n, 2 if self._sums[n].sums.home else 1)
+                for n in sorted({give.sums for give in gives if self._sums[give.sums].sums.kind == "dkv"})
+                if not (last and self._sums[n].sums.home)
             ),
             tuple(self._slots[name] for name in step.last_use),
             last and not any(recv.kind == "dq" for recv in step.result_recvs),

@@ -119,13 +119,16 @@ class Complete(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A launch. `last_use`: of a backward pass, buffers that nothing needs after it."""
+    """A launch. `settled`: the sums of its results, of which what waits is added up before it, and from how many parts
+    on; `last_use`: of a backward pass, buffers that nothing needs after it.
+    """
 
     operands: tuple[Take, ...]  # q, kv; in the backward pass do and res
     segments: Any
     first_head: int
     results: tuple[Give, ...]
     results_kv: tuple[Give, ...]
+    settled: tuple[tuple[int, int], ...]
     last_use: tuple[int, ...]
 
 

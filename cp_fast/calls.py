@@ -10,6 +10,7 @@ import torch
 from cp_fast.checking import agree_on_call, checking, describe
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan
+from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.spec import (
     Feature,
     Unsupported,
@@ -20,7 +21,7 @@ from cp_ref.spec import (
     check_room_tensors,
 )
 
-__all__ = ["PLAIN_TENSORS", "agree_on_forward", "check_planned_call", "requires_grad"]
+__all__ = ["PLAIN_TENSORS", "agree_on_forward", "check_planned_call", "is_known", "requires_grad"]
 
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
 _MOST_KINDS = 64  # of calls that one plan remembers
@@ -63,9 +64,8 @@ def check_planned_call(
         ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
     """
     check_plan_owner(plan.problem, plan.rank, cp)
-    flags = deterministic, max_logit
-    kind = (*flags, *map(type, flags), *map(_kind, (q, k, v))) if offset is None else None
-    if kind in plan.checked:  # that of another layer, or the step before
+    kind = _kind_of_call(deterministic, max_logit, q, k, v) if offset is None else None
+    if kind in plan.checked:
         return
     check_flag("deterministic", deterministic)
     check_flag("return_max_logit", max_logit)
@@ -79,6 +79,30 @@ def check_planned_call(
         raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
     if kind is not None and len(plan.checked) < _MOST_KINDS:
         plan.checked.add(kind)
+
+
+def is_known(plan: Any, cp: ContextParallel, flags: tuple[Any, Any, Any], q: Any, k: Any, v: Any) -> bool:
+    """Whether such a call, of another layer or the step before, was checked already, and goes to the kernels as it is:
+    of plain tensors, in plain eager mode. flags: as in `agree_on_forward`.
+
+    Raises:
+        ValueError: the plan is another context's. NotImplementedError: inside a transform of torch.func.
+    """
+    if torch.compiler.is_compiling() or not isinstance(plan, Plan) or not plan.checked or checking():
+        return False
+    deterministic, max_logit, return_lse = flags
+    if type(return_lse) is not bool or torch.is_autocast_enabled(plan.device.type):
+        return False
+    if _kind_of_call(deterministic, max_logit, q, k, v) not in plan.checked:
+        return False
+    refuse_transforms()
+    check_plan_owner(plan.problem, plan.rank, cp)
+    return True
+
+
+def _kind_of_call(deterministic: Any, max_logit: Any, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    flags = deterministic, type(deterministic), max_logit, type(max_logit)
+    return *flags, _kind(q), _kind(k), _kind(v)
 
 
 def _kind(x: Any) -> tuple[Any, ...]:

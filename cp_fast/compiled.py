@@ -67,6 +67,7 @@ def _forward(
         check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
 
     agree_on_forward(the_plan, context, look, (deterministic, return_max_logit, return_lse), q, k, v, offset)
+    q, k, v = q.detach(), k.detach(), v.detach()
     with context.alone("attention, forward"), no_autocast(q.device):
         done = forward_pass(the_plan, context, q, k, v, offset, return_max_logit=return_max_logit)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
@@ -109,6 +110,7 @@ def _backward(
     if checking():
         agree_on_call(context, the_plan, "backward", lambda: None, ("wants", wants_offset))
     packing = the_plan.packing
+    inputs, kept, (out, lse) = ([x.detach() for x in some] for some in (inputs, kept, (out, lse)))
     with context.alone("attention, backward"), no_autocast(out.device):
         dq, dk, dv, doffset = backward_pass(
             the_plan,

@@ -93,16 +93,20 @@ class _ByGroup:
                 cut.append((box, parts))
             back.append(Parcel(peer, tag, box))
         with during(self._where):
-            return _Named(self._where, group.exchange(out, back), cut)
+            return _Named(self._where, group.exchange(out, back), cut, sends)
 
 
 class _Named:
-    """Messages under way, where they are from, and those that are in pieces then."""
+    """Messages under way, where they are from, and those that are in pieces then. What is sent is held meanwhile."""
 
     def __init__(
-        self, where: str, pending: Pending, cut: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]]
+        self,
+        where: str,
+        pending: Pending,
+        cut: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
+        sends: Sequence[torch.Tensor],
     ) -> None:
-        self._where, self._pending, self._cut = where, pending, cut
+        self._where, self._pending, self._cut, self._sends = where, pending, cut, sends
 
     def wait(self) -> None:
         with during(self._where):
@@ -110,4 +114,4 @@ class _Named:
         for box, parts in self._cut:
             for part, x in zip(parts, box.split([len(part) for part in parts]), strict=True):
                 part.copy_(x)
-        self._cut = ()
+        self._cut = self._sends = ()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends import BackwardOperands, LaunchOptions
+from cp_fast.backends import BackwardOperands, Gradients, LaunchOptions
 from cp_fast.bound import Ready
 from cp_fast.program import OWN
 from cp_fast.running import Inputs, Run
@@ -39,8 +39,8 @@ def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     """
     program = given.program
     run = Run(given, q, (q.shape[0], k.shape[0]), backward=False, sink=sink)
-    run.hold_own("q", [q])
-    run.hold_own("kv", [k, v])
+    run.hold(OWN["q"], (q,))
+    run.hold(OWN["kv"], (k, v))
     max_logit: torch.Tensor | None = None
     has_max_logit, options = True, LaunchOptions(given.problem.scale, given.problem.softcap)
     for step in run.ready.steps:
@@ -65,13 +65,11 @@ def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 
 def _forward(given: Inputs, run: Run, launch: Ready, options: LaunchOptions) -> torch.Tensor | None:
     """One launch; its max_logit, where the library has one."""
-    results = run.results
-    for give in launch.results:
-        results.settle(give.sums)
+    run.results.settle(launch.settled)
     (q_rows,), _ = run.take(launch.operands[0])
     (k_rows, v_rows), _ = run.take(launch.operands[1])
     part = given.backend.forward(q_rows, k_rows, v_rows, launch.segments, options)
-    results.contribute(launch.results, (part.out,), part.lse)
+    run.results.contribute(launch.results, (part.out,), part.lse)
     return part.max_logit
 
 
@@ -99,10 +97,10 @@ def run_backward(
     program = given.program
     run = Run(given, out, sizes, backward=True, has_dlse=dlse is not None)
     if inputs is not None:
-        run.hold_own("q", inputs[:1])
-        run.hold_own("kv", inputs[1:])
-    run.hold_own("do", [dout], [] if dlse is None else [dlse])
-    run.hold_own("res", [out], [lse])
+        run.hold(OWN["q"], inputs[:1])
+        run.hold(OWN["kv"], inputs[1:])
+    run.hold(OWN["do"], (dout,), () if dlse is None else (dlse,))
+    run.hold(OWN["res"], (out,), (lse,))
     rest = iter(kept)
     for name in program.saved:
         if name not in OWN.values():
@@ -129,9 +127,12 @@ def _backward(given: Inputs, run: Run, launch: Ready, options: LaunchOptions) ->
     as the library lets it go, for it alone has it.
     """
     results = run.results
-    for give in launch.results:
-        results.settle(give.sums)
-    part = given.backend.backward(_operands(run, launch), launch.segments, options)
+    results.settle(launch.settled)
+    operands, letting_go = [_operands(run, launch)], getattr(given.backend, "backward_letting_go", None)
+    if letting_go is not None:
+        part: Gradients = letting_go(operands, launch.segments, options)
+    else:
+        part = given.backend.backward(operands.pop(), launch.segments, options)
     results.contribute(launch.results, (part.dq,))
     results.contribute(launch.results_kv, (part.dk, part.dv))
 

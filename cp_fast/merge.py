@@ -14,7 +14,7 @@ from cp_fast.rows import Rows, is_all, is_mask, put_columns
 
 __all__ = ["Merged", "Part", "Place", "Total", "TotalShape", "add_sink"]
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = Sequence[torch.Tensor]
 
 
 class Place(NamedTuple):

@@ -42,7 +42,9 @@ def forward_pass(
     *,
     return_max_logit: bool,
 ) -> Results:
-    """This rank's slices in the user's format -> its results. Collective."""
+    """This rank's slices in the user's format -> its results. Collective. What is given here, and to `backward_pass`
+    but for dout and dlse, is detached: kernel libraries that take addresses refuse what requires a gradient.
+    """
     packing = plan.packing
     sink = _sink(plan, offset, wide_dtype(q.dtype), q.device)
     packed = packing.pack(q), packing.pack(k), packing.pack(v)
@@ -79,10 +81,10 @@ def backward_pass(
     if dlse is not None and Feature.LSE_GRADIENT not in plan.backend.features:
         raise Unsupported("a gradient through lse", {f"backend {plan.backend.name!r}": {Feature.LSE_GRADIENT}})
     packed_out, packed_lse = packing.pack(out), packing.pack_lse(lse).contiguous()
-    dlse = None if dlse is None else packing.pack_lse(dlse).contiguous()
+    dlse = None if dlse is None else packing.pack_lse(dlse.detach()).contiguous()
     if dlse is None and lse_given and plan.program.sends_do:
         dlse = torch.zeros_like(packed_lse)
-    dout = torch.zeros_like(packed_out) if dout is None else packing.pack(dout)
+    dout = torch.zeros_like(packed_out) if dout is None else packing.pack(dout.detach())
     doffset = None
     if offset is not None and wants_offset:
         mine = _offset_gradient(plan, offset, dout, packed_out, packed_lse, dlse)

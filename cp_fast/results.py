@@ -10,10 +10,22 @@ from cp_fast.bound import Complete, Give, Held, Pass
 from cp_fast.kernels.base import Kernels
 from cp_fast.merge import Part, Total, add_sink
 from cp_fast.program import LoweredProgram
-from cp_fast.rows import Rows, columns_of, count, is_all, put_columns
+from cp_fast.rows import Rows, columns_of, count, put_columns, rows_of
 from cp_ref.spec import Problem
 
 __all__ = ["Results"]
+
+
+class _Totals(dict[int, Total]):
+    """Totals by sums, each made when it is first asked for."""
+
+    def __init__(self, ready: Pass, kernels: Kernels) -> None:
+        super().__init__()
+        self._ready, self._kernels = ready, kernels
+
+    def __missing__(self, sums: int) -> Total:
+        total = self[sums] = Total(self._ready.sums[sums].shape, self._kernels)
+        return total
 
 
 class Results:
@@ -31,7 +43,7 @@ class Results:
     ) -> None:
         self._problem, self._program, self._ready, self._kernels = problem, program, ready, kernels
         self.dtype, self.device, self._wide, self._sink = like.dtype, like.device, wide, sink
-        self._totals: dict[int, Total] = {}
+        self._totals = _Totals(ready, kernels)
         self.handed: dict[int, Held] = {}  # by sums: results as they were sent
         self.arrived: list[tuple[Complete, Held]] = []
 
@@ -40,15 +52,16 @@ class Results:
         for give in gives:
             mine, its_lse = rows, lse
             if not give.whole:
-                mine = self._rows_of(rows, give)
+                mine = rows_of(rows, give.rows, give.heads, self._kernels.take_rows)
                 its_lse = None if lse is None else columns_of([lse], give.rows, give.heads)[0]
-            self._total(give.sums).add(Part(tuple(mine), its_lse, give.place))
+            self._totals[give.sums].add(Part(mine, its_lse, give.place))
 
-    def settle(self, sums: int, least: int = 1) -> None:
-        """Add up what waits for these sums, if that is at least so many parts."""
-        total = self._totals.get(sums)
-        if total is not None and len(total.held) >= least:
-            total.settle()
+    def settle(self, sums: Sequence[tuple[int, int]]) -> None:
+        """Add up what waits for each of these sums, if that is at least so many parts."""
+        for number, least in sums:
+            total = self._totals[number]
+            if len(total.held) >= least:
+                total.settle()
 
     def handed_over(self, sums: int, rows: slice | None) -> list[torch.Tensor]:
         """Rows of sums that are sent (all, for None): complete ones final, in the input's dtype, all others in the wide
@@ -68,7 +81,7 @@ class Results:
 
     def _handed_over(self, number: int) -> Held:
         sums = self._ready.sums[number].sums
-        rows, lse = self._total(number).finish()
+        rows, lse = self._totals[number].finish()
         del self._totals[number]
         if sums.complete and sums.kind == "out" and self._sink is not None:
             assert lse is not None
@@ -83,7 +96,7 @@ class Results:
         arrived = [one for one in self.arrived if one[0].kind == kind]
         whole = problem.heads_kv if kind == "dkv" else problem.heads_q
         if len(mine) == 1 and not arrived and self._ready.sums[mine[0]].sums.heads == (0, whole):
-            rows, lse = self._total(mine[0]).finish()
+            rows, lse = self._totals[mine[0]].finish()
         else:
             rows, lse = self._joined(kind, mine, arrived, size, whole)
         if kind == "out" and self._sink is not None:
@@ -111,7 +124,7 @@ class Results:
             if not all_written:
                 lse.fill_(float("-inf"))
         for n in mine:
-            heads, part = slice(*sums[n].sums.heads), self._total(n).finish()
+            heads, part = slice(*sums[n].sums.heads), self._totals[n].finish()
             here = [x[:, heads] for x in rows]
             self._kernels.put_rows_(here, [x.to(dtype) for x in part.rows], slice(0, size))
             if lse is not None and part.lse is not None:
@@ -139,15 +152,3 @@ class Results:
         if not spare:
             return rows, lse
         return [x[:size] for x in rows], None if lse is None else lse[:, :size].contiguous()
-
-    def _total(self, sums: int) -> Total:
-        total = self._totals.get(sums)
-        if total is None:
-            total = self._totals[sums] = Total(self._ready.sums[sums].shape, self._kernels)
-        return total
-
-    def _rows_of(self, tensors: Sequence[torch.Tensor], give: Give) -> Sequence[torch.Tensor]:
-        size, heads, *_ = tensors[0].shape
-        if give.heads != (0, heads):
-            tensors = [x[:, give.heads[0] : give.heads[1]] for x in tensors]
-        return tensors if is_all(give.rows, size) else self._kernels.take_rows(tensors, give.rows)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 import torch
 
 from cp_ref.spec import Problem, Room
 
-__all__ = ["MOST_ROWS", "Rows", "check_row_numbers", "columns_of", "count", "is_all", "is_mask", "put_columns", "take"]
+__all__ = ["MOST_ROWS", "Rows", "check_row_numbers", "columns_of", "count", "is_all", "is_mask", "put_columns"]
+__all__ += ["rows_of", "take"]
 
 Rows = slice | torch.Tensor
 MOST_ROWS = 2**31 - 1  # of one buffer of a rank: row numbers and the lengths of launches are int32
@@ -36,6 +37,19 @@ def count(rows: Rows) -> int:
     (3, 2)
     """
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
+def rows_of(
+    tensors: Sequence[torch.Tensor],
+    rows: Rows,
+    heads: tuple[int, int],
+    take_rows: Callable[[Sequence[torch.Tensor], Rows], Sequence[torch.Tensor]],
+) -> Sequence[torch.Tensor]:
+    """Rows and heads of tensors by row [t, h, d]: views where there are any. take_rows: that of `Kernels`."""
+    size, count, _ = tensors[0].shape
+    if heads != (0, count):
+        tensors = [x[:, heads[0] : heads[1]] for x in tensors]
+    return tensors if is_all(rows, size) else take_rows(tensors, rows)
 
 
 def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: tuple[int, int]) -> list[torch.Tensor]:

@@ -10,12 +10,12 @@ import torch
 from cp_fast.backends import Backend
 from cp_fast.binding import Call, bound
 from cp_fast.bound import Arrival, Complete, Given, Held, Moved, Pass, Step, Take
-from cp_fast.exchanges import prepares
+from cp_fast.exchanges import Exchange, prepares
 from cp_fast.kernels.base import Kernels
 from cp_fast.overlap import head_start
-from cp_fast.program import OWN, LoweredProgram
+from cp_fast.program import LoweredProgram
 from cp_fast.results import Results
-from cp_fast.rows import Rows, columns_of, count, is_all, put_columns
+from cp_fast.rows import Rows, columns_of, count, put_columns, rows_of
 from cp_ref.spec import Group, Pending, Problem
 
 __all__ = ["Inputs", "Run", "wide_dtype"]
@@ -40,10 +40,10 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class _Pending(NamedTuple):
-    """The messages that were posted at the start of a step."""
+class _Posted(NamedTuple):
+    """The messages of a step, under way."""
 
-    work: Pending | None
+    work: Pending
     columns: list[tuple[torch.Tensor, torch.Tensor]]  # rows of an lse that arrive, and where they are wanted
     partial: list[Held]
     complete: list[tuple[Complete, Held]]
@@ -83,10 +83,6 @@ class Run:
         """What a buffer has."""
         self.held[self.ready.slots[name]] = Held(rows, columns)
 
-    def hold_own(self, kind: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor] = ()) -> None:
-        """The rank's own rows. Detached: kernel libraries that take addresses refuse what requires a gradient."""
-        self.hold(OWN[kind], *([x.detach() if x.requires_grad else x for x in xs] for xs in (rows, columns)))
-
     def kept(self, name: str) -> list[torch.Tensor]:
         """The tensors of a buffer."""
         held = self.held[self.ready.slots[name]]
@@ -95,49 +91,49 @@ class Run:
 
     # ---- a step
 
-    def post(self, step: Step) -> _Pending:
+    def post(self, step: Step) -> _Posted | None:
         """Send and receive; then put together what the launches need."""
         for copy in step.packed:
             self._copy(copy)
-        work, columns = None, list[tuple[torch.Tensor, torch.Tensor]]()
-        partial, complete = list[Held](), list[tuple[Complete, Held]]()
-        if step.exchange is not None:
-            sends, recvs = list[torch.Tensor](), list[torch.Tensor]()
-            for given in step.given:
-                sends += self._given(given)
-            for sums, rows in step.handed:
-                sends += self.results.handed_over(sums, rows)
-            for sums in step.gone:
-                self.results.handed.pop(sums, None)
-            for arrival in step.arrivals:
-                recvs += self._arriving(arrival, columns)
-            for room, _ in step.partial:
-                partial.append(box := room.new())
-                recvs += box.rows
-                recvs += box.columns
-            for what in step.complete:
-                complete.append((what, box := what.room.new()))
-                for n, of_peer in enumerate(zip(*(x.unbind() for x in box.rows), strict=True)):
-                    recvs += of_peer
-                    recvs += box.columns[n : n + 1]
-            work = step.exchange.post(self._group, sends, recvs)
-            if step.launches and not getattr(work, "by_copies", False):
-                head_start(self.results.device)
+        posted = None if step.exchange is None else self._post(step, step.exchange)
         for copy in step.copies:
             self._copy(copy)
-        return _Pending(work, columns, partial, complete)
+        return posted
 
-    def complete_step(self, step: Step, pending: _Pending) -> None:
+    def _post(self, step: Step, exchange: Exchange) -> _Posted:
+        sends, recvs, columns = list[torch.Tensor](), list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
+        for given in step.given:
+            sends += self._given(given)
+        for sums, rows in step.handed:
+            sends += self.results.handed_over(sums, rows)
+        for sums in step.gone:
+            self.results.handed.pop(sums, None)
+        for arrival in step.arrivals:
+            recvs += self._arriving(arrival, columns)
+        partial = [room.new() for room, _ in step.partial]
+        for rows, its_columns in partial:
+            recvs += rows
+            recvs += its_columns
+        complete = [(what, what.room.new()) for what in step.complete]
+        for _, box in complete:
+            for n, of_peer in enumerate(zip(*(x.unbind() for x in box.rows), strict=True)):
+                recvs += of_peer
+                recvs += box.columns[n : n + 1]
+        work = exchange.post(self._group, sends, recvs)
+        if step.launches and not getattr(work, "by_copies", False):
+            head_start(self.results.device)
+        return _Posted(work, columns, partial, complete)
+
+    def complete_step(self, step: Step, posted: _Posted | None) -> None:
         """Wait for the step's messages and take them in; let go of what is not needed any more."""
-        if pending.work is not None:
-            pending.work.wait()
-        for column, arrived in pending.columns:
-            column.copy_(arrived)
-        self.results.arrived += pending.complete
-        for (_, gives), box in zip(step.partial, pending.partial, strict=True):
-            self.results.contribute(gives, box.rows, box.columns[0] if box.columns else None)
-        for sums, least in step.settled:
-            self.results.settle(sums, least)
+        if posted is not None:
+            posted.work.wait()
+            for column, arrived in posted.columns:
+                column.copy_(arrived)
+            self.results.arrived += posted.complete
+            for (_, gives), (rows, columns) in zip(step.partial, posted.partial, strict=True):
+                self.results.contribute(gives, rows, columns[0] if columns else None)
+        self.results.settle(step.settled)
         for slot in step.last_use:
             self.held[slot] = None
 
@@ -152,43 +148,37 @@ class Run:
         last = self._taken.get(what.slot)
         if last is not None and last[0] is what:
             return last[1]
-        rows = [x.contiguous() for x in self._rows_of(held.rows, what)]
-        taken = Held(rows, columns_of(held.columns, what.rows, what.heads))
+        taken = self._part(held, what)
         if what.own:
             self._taken[what.slot] = what, taken
         return taken
+
+    def _part(self, held: Held, what: Take) -> Held:
+        rows = [x.contiguous() for x in rows_of(held.rows, what.rows, what.heads, self._kernels.take_rows)]
+        return Held(rows, columns_of(held.columns, what.rows, what.heads) if held.columns else ())
 
     def _copy(self, copy: Moved) -> None:
         target, source = self.held[copy.slot], self.held[copy.source.slot]
         assert source is not None, _NOT_THERE
         if target is None:
             target = self.held[copy.slot] = copy.room.new()
-        rows, columns = self._rows_of(source.rows, copy.source), source.columns
+        what, columns = copy.source, source.columns
+        rows = rows_of(source.rows, what.rows, what.heads, self._kernels.take_rows)
         into, into_columns = target
         if copy.heads is not None:
             into, into_columns = [x[:, copy.heads] for x in into], [x[copy.heads] for x in into_columns]
         self._kernels.put_rows_(into, rows, copy.rows)
         if columns:
-            for column, x in zip(into_columns, columns_of(columns, copy.source.rows, copy.source.heads), strict=True):
+            for column, x in zip(into_columns, columns_of(columns, what.rows, what.heads), strict=True):
                 put_columns(column, x, copy.rows)
-
-    def _rows_of(self, tensors: Sequence[torch.Tensor], what: Take) -> Sequence[torch.Tensor]:
-        """Rows and heads of tensors by row: they themselves where that is all of them, which costs the host nothing."""
-        if what.whole or not tensors:
-            return tensors
-        size, heads, *_ = tensors[0].shape
-        if what.heads != (0, heads):
-            tensors = [x[:, what.heads[0] : what.heads[1]] for x in tensors]
-        return tensors if is_all(what.rows, size) else self._kernels.take_rows(tensors, what.rows)
 
     def _given(self, given: Given) -> list[torch.Tensor]:
         """What is sent of a buffer, peer after peer."""
         held = self.held[given.slot]
         assert held is not None, _NOT_THERE
         if given.taken is not None:
-            what = given.taken
-            rows = [x.contiguous() for x in self._rows_of(held.rows, what)]
-            return rows + columns_of(held.columns, what.rows, what.heads) if held.columns else rows
+            part = held if given.taken.whole else self._part(held, given.taken)
+            return [*part.rows, *part.columns]
         front, found = self._kernels.heads_to_front, list[torch.Tensor]()
         packed = [front(x, given.rows, given.first_heads, given.heads).unbind() for x in held.rows]
         for first, of_peer in zip(given.first_heads, zip(*packed, strict=True), strict=True):

@@ -1,11 +1,18 @@
 """Hypothesis profiles: the same examples every time, here and in CI; `--hypothesis-profile random` to look further. And
-the mark `smoke`: what other versions of PyTorch are tried with, that is, what leans on PyTorch most.
+the mark `smoke`: what other versions of PyTorch are tried with, that is, what leans on PyTorch most. And processes.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.dist.workers import Processes
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile("random", deadline=None, print_blob=True)
@@ -39,3 +46,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if smokes(item.path):
             item.add_marker(pytest.mark.smoke)
+
+
+def _processes(size: int) -> Iterator[Processes]:
+    from tests.dist.workers import Processes
+
+    group = Processes(size)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    """Two processes, started once for the tests of a file."""
+    yield from _processes(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    """Four of them."""
+    yield from _processes(4)

@@ -23,6 +23,7 @@ from conformance.implementation import Implementation
 from conformance.levels import helpers, kernel, merge
 from conformance.levels.calls import Raised
 from conformance.levels.helpers import HELPER_NAMES
+from conformance.levels.text import LevelCase
 from conformance.record import Level
 
 __all__ = ["HELPER_NAMES", "LEVEL_TIERS", "LevelTier", "Raised"]
@@ -37,46 +38,31 @@ class LevelTier:
 
     name: str
     level: Level
-    word: str  # how its texts begin
-    needs: tuple[str, ...]
+    problem: type[LevelCase]
     parts: dict[str, SearchStrategy[Any]]
-    parse: Callable[[str], Any]
     check: Callable[[Implementation, Any, str], list[str]]
     most_on_gpu: int | None = None
 
+    @property
+    def word(self) -> str:
+        """How its texts begin."""
+        return self.problem.__name__
+
+    def parse(self, text: str) -> Any:
+        """The problem that a text says. Raises ValueError where it says none."""
+        return self.problem.parse(text)
+
+
+_HELPERS = {name: helpers.strategy(name) for name in HELPER_NAMES}
+_MALFORMED = {name: helpers.malformed(name) for name in helpers.MAY_BE_MALFORMED}
 
 LEVEL_TIERS = {
     tier.name: tier
     for tier in (
-        LevelTier(
-            "helpers",
-            "helpers",
-            "Helper",
-            ("thd",),
-            {name: helpers.strategy(name) for name in HELPER_NAMES},
-            helpers.Helper.parse,
-            helpers.check,
-        ),
-        LevelTier(
-            "helpers-malformed",
-            "helpers",
-            "Malformed",
-            ("thd",),
-            {name: helpers.malformed(name) for name in helpers.MAY_BE_MALFORMED},
-            helpers.Malformed.parse,
-            helpers.check_malformed,
-            most_on_gpu=4,
-        ),
-        LevelTier("merge", "merge", "Merge", ("merge",), {"merge": merge.strategy}, merge.Merge.parse, merge.check),
-        LevelTier("kernel", "kernel", "Tile", ("tile",), {"tile": kernel.strategy}, kernel.Tile.parse, kernel.check),
-        LevelTier(
-            "kernel-backward",
-            "kernel",
-            "TileGradients",
-            ("tile",),
-            {"tile": kernel.gradients_strategy},
-            kernel.TileGradients.parse,
-            kernel.check,
-        ),
+        LevelTier("helpers", "helpers", helpers.Helper, _HELPERS, helpers.check),
+        LevelTier("helpers-malformed", "helpers", helpers.Malformed, _MALFORMED, helpers.check_malformed, 4),
+        LevelTier("merge", "merge", merge.Merge, {"merge": merge.strategy}, merge.check),
+        LevelTier("kernel", "kernel", kernel.Tile, {"tile": kernel.strategy}, kernel.check),
+        LevelTier("kernel-backward", "kernel", kernel.TileGradients, {"tile": kernel.gradients_strategy}, kernel.check),
     )
 }

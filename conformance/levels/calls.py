@@ -1,4 +1,4 @@
-"""The common part of the lower levels: calls of an implementation's functions, tensors against exact ones."""
+"""The common part of the lower levels: calls of an implementation's functions, and the form of what they return."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conformance.implementation import Implementation, Missing
 from conformance.reference import describe_error, is_out_of_memory
 from conformance.run import UnsupportedCase
 
-__all__ = ["Raised", "call", "dtype_of", "parts_of", "same_bytes", "shape_findings", "worst"]
+__all__ = ["Raised", "call", "dtype_of", "parts_of", "shape_findings"]
 
 
 class Raised(Exception):
@@ -49,14 +49,6 @@ def dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal shapes, dtypes and bits; NaN equals itself."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    one, other = (x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
-    return torch.equal(one, other)
-
-
 def shape_findings(name: str, got: Any, shape: Sequence[int] | torch.Size, dtypes: Sequence[torch.dtype]) -> list[str]:
     """Findings about a result's type, shape and dtype."""
     if not isinstance(got, torch.Tensor):
@@ -67,19 +59,3 @@ def shape_findings(name: str, got: Any, shape: Sequence[int] | torch.Size, dtype
     if got.dtype not in dtypes:
         found.append(f"{name} has dtype {got.dtype}, but should have {' or '.join(map(str, dict.fromkeys(dtypes)))}")
     return found
-
-
-def worst(name: str, got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | float) -> list[str]:
-    """A finding about the value that exceeds its bound by most. NaN is no value; infinities have to be equal."""
-    got = got.detach().double()
-    error = torch.where(got == exact, 0.0, (got - exact).abs()).nan_to_num(nan=torch.inf)
-    over = error - bound
-    if not over.numel() or over.max() <= 0:
-        return []
-    at = tuple(int(n) for n in torch.unravel_index(over.argmax(), over.shape))
-    allowed = bound[at].item() if isinstance(bound, torch.Tensor) else bound
-    return [
-        f"{name}{list(at)} is {got[at].item():.9g}, but should be {exact[at].item():.9g} "
-        f"(error {error[at].item():.2g}, allowed {allowed:.2g}; {int((over > 0).sum())} of {over.numel()} values are "
-        "wrong)"
-    ]

@@ -10,15 +10,16 @@ store.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from conformance.comparing import same_bytes, worst
 from conformance.gpu_context import ASSERTED, context_error
 from conformance.implementation import Implementation, context
-from conformance.levels.calls import Raised, call, same_bytes, shape_findings, worst
+from conformance.levels.calls import Raised, call, shape_findings
 from conformance.levels.helper_arguments import HELPERS, MOVED_DTYPES, Built
 from conformance.levels.helper_definitions import DEFINITIONS, batch_of_rank
 from conformance.levels.helper_rules import broken_rule
@@ -52,7 +53,6 @@ class Helper(LevelCase):
     valid tokens; both are repeated `repeat` times.
     """
 
-    word: ClassVar[str] = "Helper"
     name: str = ""
     slots: tuple[int, ...] = ()
     real: tuple[int, ...] = ()
@@ -81,7 +81,6 @@ class Helper(LevelCase):
 class Malformed(Helper):
     """A call that was well-formed until `spoil`."""
 
-    word: ClassVar[str] = "Malformed"
     spoil: str = _SPOILS[0]
 
 

@@ -10,14 +10,14 @@ inputs are overwritten. Where a part saw nothing its out is 0 by contract.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from conformance.comparing import same_bytes, worst
 from conformance.implementation import Implementation
-from conformance.levels.calls import call, dtype_of, parts_of, same_bytes, shape_findings, worst
+from conformance.levels.calls import call, dtype_of, parts_of, shape_findings
 from conformance.levels.text import LevelCase
 
 __all__ = ["Merge", "check", "strategy"]
@@ -33,7 +33,6 @@ class Merge(LevelCase):
     every LSE, `spread` is the size of their differences.
     """
 
-    word: ClassVar[str] = "Merge"
     parts: int = 1
     rows: int = 1
     heads: int = 1

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import ast
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 __all__ = ["LevelCase"]
 
 
 class LevelCase:
-    """Base of the dataclasses that one level's problems are. `word` is how their text begins.
+    """Base of the dataclasses that one level's problems are. A text begins with the class's name.
 
     Every field has a default; the text has those that differ from it, and `parse` reads it back.
     """
-
-    word: ClassVar[str]
 
     def __str__(self) -> str:
         """One line that `parse` reads back."""
         listed: tuple[Any, ...] = fields(self)  # type: ignore[arg-type]
         words = [f"{f.name}={v!r}" for f in listed if (v := getattr(self, f.name)) != f.default]
-        return f"{self.word}({', '.join(words)})".replace("'", '"')  # so that a shell's '...' holds it
+        return f"{type(self).__name__}({', '.join(words)})".replace("'", '"')  # so that a shell's '...' holds it
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The problem that `str` printed. Raises ValueError on anything else."""
         try:
             call = ast.parse(text.strip(), mode="eval").body
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == cls.word):
-                raise ValueError(f"not a {cls.word}(...)")
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == cls.__name__):
+                raise ValueError(f"not a {cls.__name__}(...)")
             if call.args:
                 raise ValueError("every field has to be named")
             return cls(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
         except (SyntaxError, TypeError, ValueError) as error:
-            raise ValueError(f"cannot read a problem of {cls.word} from {text!r}: {error}") from error
+            raise ValueError(f"cannot read a problem of {cls.__name__} from {text!r}: {error}") from error

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from conformance.budgets import compare
 from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.judged import Judged
-from conformance.reference import exact_results
+from conformance.reference import exact_results, results_of
 from conformance.rounded_reference import rounded_results
 from conformance.run import play
 from conformance.tensors import GlobalTensors, build
@@ -38,26 +40,4 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> Judged:
 
 def eager_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
     """The yardstick's results, under the oracle's names, and with its upstream gradients."""
-    names = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v, "d_offset": tensors.softmax_offset}
-    leaves = {
-        name: x.detach().masked_fill(x.isnan(), 0.0).requires_grad_() for name, x in names.items() if x is not None
-    }
-    with torch.enable_grad():
-        out, lse, max_logit = eager_attention(
-            leaves["dq"], leaves["dk"], leaves["dv"], problem=case.problem, softmax_offset=leaves.get("d_offset")
-        )
-        upstream = []
-        if "out" in case.loss:
-            upstream.append((out, tensors.dout.nan_to_num(0.0)))
-        if "lse" in case.loss:
-            upstream.append((lse, tensors.dlse.nan_to_num(0.0, 0.0, 0.0)))
-        pairs = [(x, grad) for x, grad in upstream if x.requires_grad]
-        grads = [None] * len(leaves)
-        if pairs:
-            grads = torch.autograd.grad(
-                [x for x, _ in pairs], list(leaves.values()), [grad for _, grad in pairs], allow_unused=True
-            )
-    results = {"out": out.detach(), "lse": lse.detach(), "max_logit": max_logit.detach()}
-    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-        results[name] = torch.zeros_like(leaf) if grad is None else grad
-    return results
+    return results_of(partial(eager_attention, problem=case.problem), case, tensors, None)

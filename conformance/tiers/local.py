@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from conformance.case import Case
+from conformance.comparing import same_bytes
 from conformance.implementation import Implementation, as_implementation, context
 from conformance.placement import take_slice
 from conformance.reference import Hang, describe_error, run_ranks
 from conformance.run import UnsupportedCase, lengths_to_cut, local_slice, named_results, needs_plan
 from conformance.tensors import GlobalTensors, attention_arguments, plan_arguments
+from conformance.tiers.logic import tolerance
 
 __all__ = ["Call", "close", "on_every_rank", "same_bits"]
 
@@ -42,12 +44,7 @@ class Call:
         arguments = plan_arguments(self.case.problem, str(self.dout.device))
         if other is not None:
             arguments = {name: x for name, x in arguments.items() if name not in self.problem_arguments} | other
-        return self.impl.make_plan(cp=self.cp, **arguments, **self.wishes())
-
-    def wishes(self) -> dict[str, bool]:
-        """The options of the case beyond its problem."""
-        names = ("deterministic", "return_lse", "return_max_logit")
-        return {name: True for name in names if getattr(self.case, name)}
+        return self.impl.make_plan(cp=self.cp, **arguments, **self.case.wishes)
 
     def leaves(self, wanted: str | None = None) -> Tensors:
         """Fresh copies of the inputs; those whose letters are in `wanted` (the case's, by default) need gradients."""
@@ -60,7 +57,7 @@ class Call:
         arguments = self.problem_arguments if plan is None else {"plan": plan}
         offset = {"softmax_offset": leaves["offset"]} if "offset" in leaves else {}
         results = self.impl.attention(
-            leaves["q"], leaves["k"], leaves["v"], cp=self.cp, **arguments, **offset, **self.wishes()
+            leaves["q"], leaves["k"], leaves["v"], cp=self.cp, **arguments, **offset, **self.case.wishes
         )
         return named_results(self.case, results)
 
@@ -103,8 +100,7 @@ def on_every_rank(
             cp = context(impl, p, member)
         except impl.Unsupported as refusal:
             raise UnsupportedCase(str(refusal)) from refusal
-        wishes = {n: True for n in ("deterministic", "return_lse", "return_max_logit") if getattr(case, n)}
-        supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **wishes)
+        supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **case.wishes)
         if not supported:
             raise UnsupportedCase(reason)
         return body(_call(impl, case, tensors, cp, member.rank))
@@ -142,7 +138,7 @@ def same_bits(what: str, one: Tensors, other: Tensors) -> list[str]:
         y = other.get(name)
         if y is None or x.shape != y.shape or x.dtype != y.dtype:
             found.append(f"{name} {what} has another shape or dtype")
-        elif not torch.equal(_bits(x), _bits(y)):
+        elif not same_bytes(x, y):
             worst = (x.double() - y.double()).abs().nan_to_num(torch.inf).max().item()
             found.append(f"{name} {what} differs, by up to {worst:.3g}")
     return found
@@ -150,8 +146,6 @@ def same_bits(what: str, one: Tensors, other: Tensors) -> list[str]:
 
 def close(what: str, case: Case, one: Tensors, other: Tensors) -> list[str]:
     """Which results differ by more than sums in another order may."""
-    eps = torch.finfo(getattr(torch, case.problem.dtype)).eps
-    relative = {"float64": 1e-10, "float32": 2e-5}.get(case.problem.dtype, 8 * eps) * case.magnitude**2
     found = []
     for name, x in one.items():
         a, b = x.double(), other[name].double()
@@ -159,12 +153,7 @@ def close(what: str, case: Case, one: Tensors, other: Tensors) -> list[str]:
             found.append(f"{name} {what} has shape {list(b.shape)}, not {list(a.shape)}")
             continue
         error = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(torch.inf)
-        finite = a[a.isfinite()].abs()
-        limit = relative * max(1.0, finite.max().item() if finite.numel() else 0.0)
+        limit = tolerance(case, a)
         if error.numel() and error.max().item() > limit:
             found.append(f"{name} {what} differs by up to {error.max().item():.3g}, more than {limit:.2g}")
     return found
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().contiguous().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

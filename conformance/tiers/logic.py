@@ -6,9 +6,12 @@ Padding and tail are exact: 0 in out and gradients, -inf in lse.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from conformance.case import Case
+from conformance.comparing import worst
 from conformance.implementation import Implementation
 from conformance.placement import where
 from conformance.reference import exact_results
@@ -52,8 +55,7 @@ def tolerance(case: Case, exact: torch.Tensor) -> float:
 
 def compare(case: Case, tensors: GlobalTensors, name: str, got: torch.Tensor, exact: torch.Tensor) -> list[str]:
     """Findings about one result: padding first, then infinities and NaN, then the largest error."""
-    found = []
-    limit = tolerance(case, exact)
+    found, limit = [], tolerance(case, exact)
     got = got.double()
     if name == "max_logit":
         limit = max(
@@ -69,16 +71,7 @@ def compare(case: Case, tensors: GlobalTensors, name: str, got: torch.Tensor, ex
                 f"{name} is {got[tuple(place)].item()} at {_place(case, name, place)}; it must be {empty:g} there"
             )
         got, exact = got.masked_fill(padding, 0.0), exact.masked_fill(padding, 0.0)
-    error = torch.where(got == exact, 0.0, (got - exact).abs()).nan_to_num(nan=torch.inf)
-    if error.numel() and error.max().item() > limit:
-        place = [int(n) for n in torch.unravel_index(error.argmax(), error.shape)]
-        wrong_count = int((error > limit).sum())
-        found.append(
-            f"{name} is {got[tuple(place)].item():.12g} at {_place(case, name, place)}, "
-            f"but should be {exact[tuple(place)].item():.12g} "
-            f"(error {error.max().item():.2g}, allowed {limit:.2g}; {wrong_count} of {error.numel()} values are wrong)"
-        )
-    return found
+    return found + worst(name, got, exact, limit, lambda index: _place(case, name, index))
 
 
 def _padding(case: Case, tensors: GlobalTensors, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +85,7 @@ def _padding(case: Case, tensors: GlobalTensors, name: str, x: torch.Tensor) -> 
     return ~real.expand(x.shape)
 
 
-def _place(case: Case, name: str, index: list[int]) -> str:
+def _place(case: Case, name: str, index: Sequence[int]) -> str:
     """An index of a result in words."""
     if name in ("max_logit", "d_offset"):
         return f"head {index[0]}"

@@ -143,7 +143,11 @@ class Gradients(NamedTuple):
 
 
 class Backend(Protocol):
-    """One kernel library."""
+    """One kernel library.
+
+    It may have `rounded_gradients` (`planning.narrow`), and `backward_letting_go(given, segments, options)`: `backward`
+    of operands that it takes out of a list, so that those which nobody else holds go before it yields.
+    """
 
     name: str
     features: frozenset[Feature]  # of the kernel alone: heads, dims, softcap, results, devices, dtypes

@@ -78,17 +78,23 @@ class Fa4Backend:
         return Partial(trim(out, d), lse, None)
 
     def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
-        """See `Backend.backward`; the gradients have q's dtype. Operands that the caller does not hold go as soon as
-        the kernels have read them.
+        """See `Backend.backward`; the gradients have q's dtype."""
+        return self.backward_letting_go([operands], segments, options)
+
+    def backward_letting_go(
+        self, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
+    ) -> Gradients:
+        """The same of operands that are taken out of the list: those that nobody else holds go as soon as the kernels
+        have read them.
         """
-        dout, q, k, v, out, lse, dlse = operands
+        dout, q, k, v, out, lse, dlse = given.pop()
         dims = q.shape[2], v.shape[2]
         d_qk, d_v = _backward_dims(*dims, gqa=q.shape[1] != k.shape[1])
         tensors: list[torch.Tensor | None] = [_operand(q, d_qk), _operand(k, d_qk), _operand(v, d_v)]
         tensors += [_operand(out, d_v), _operand(dout, d_v)]
         tensors += [lse.contiguous(), None if dlse is None else dlse.contiguous()]
         tensors += [segments.device_cu_q, segments.device_cu_kv]
-        del operands, dout, q, k, v, out, lse, dlse
+        del dout, q, k, v, out, lse, dlse
         longest = (segments.max_q, segments.max_kv) if options.deterministic else (0, 0)
         numbers = _backward_numbers(segments.left, segments.right, options, *longest)
         dq, dk, dv = _launch("_flash_attn_bwd", tensors, numbers)

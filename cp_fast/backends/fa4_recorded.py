@@ -13,7 +13,6 @@ tensors than allocate, fill and launch is not kept, and goes through the library
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +42,7 @@ _ALLOWED = {
     torch.ops.aten.clone.default: torch.clone,
     torch.ops.aten.detach.default: torch.Tensor.detach,
 }
+_UNKNOWN = object()  # there is no record yet
 _DETACH = torch.ops.aten.detach.default
 
 
@@ -88,7 +88,7 @@ class Launches:
     def __init__(self, library: ModuleType, name: str, arguments: Sequence[str], results: int) -> None:
         self._library, self._function = library, getattr(library, name)
         self._arguments, self._results = arguments, results
-        self._records: OrderedDict[Any, _Record | None] = OrderedDict()
+        self._records: dict[Any, _Record | None] = {}  # None: it was seen that it cannot be kept
 
     def __call__(self, tensors: list[torch.Tensor | None], numbers: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """The function's first results.
@@ -102,12 +102,11 @@ class Launches:
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # the host launches nothing at a replay
             return self._call(tensors, numbers)
         key = (*numbers.values(), *[None if x is None else _form(x) for x in tensors])
-        record = self._records.get(key)
-        if record is not None:
-            self._records.move_to_end(key)
+        record = self._records.get(key, _UNKNOWN)
+        if isinstance(record, _Record):
             tensors.clear()
             return record.repeat(given)
-        if key in self._records:  # it was seen that it cannot be kept
+        if record is None:
             return self._call(tensors, numbers)
         # a tensor that is given twice would have one number: the next call may give two
         tensors = [None if x is None else x.detach() for x in tensors]
@@ -117,7 +116,7 @@ class Launches:
         if not watch.compiled:
             self._records[key] = watch.record(made)
             if len(self._records) > _MOST:
-                self._records.popitem(last=False)
+                del self._records[next(iter(self._records))]
         return made
 
     def _call(self, tensors: Sequence[torch.Tensor | None], numbers: dict[str, Any]) -> tuple[torch.Tensor, ...]:

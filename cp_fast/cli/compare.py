@@ -22,11 +22,13 @@ def comparison(request: Request) -> Table:
     """
     if request.seqlens_kv or request.seqlen_kv is not None:
         raise ValueError("--compare is for self-attention; --seqlens-kv and --seqlen-kv do not go with it")
-    lengths = request.lengths_q or [request.seqlen] * request.batch
+    if request.areas:
+        raise ValueError(f"--areas is {request.areas!r}; --compare is for masks and windows")
+    lengths = request.lengths_q or [request.length] * request.count
     costs = compare_layouts(
         lengths,
         cp_size=request.cp_size,
-        attn_mask_type=request.mask,
+        attn_mask_type=request.mask_type,
         window_size=window(request.window),
         heads_q=request.heads_q,
         heads_kv=request.heads_kv,

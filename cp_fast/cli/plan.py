@@ -14,7 +14,7 @@ from cp_fast.cli.compare import comparison
 from cp_fast.cli.predict import show_prediction
 from cp_fast.cli.problem import Request, plan_of
 from cp_fast.cost import built_in, read_machine
-from cp_ref.common.cli.options import check_head, with_options
+from cp_ref.common.cli.options import check_number, with_options
 from cp_ref.common.cli.terminal import table
 from cp_ref.spec import Message, Problem, Program, Report, Schedule, message_bytes, tile_pairs, verify
 from cp_ref.spec.picture import svg_picture
@@ -36,11 +36,12 @@ def plan(
     ] = False,
     machine: Annotated[
         str,
-        typer.Option(help=f"{', '.join(built_in())}, or a TOML file, as doctor --measure --out FILE writes it."),
-    ] = "h200-nvlink",
+        typer.Option(help=f"{', '.join(built_in())} (unless given), or a TOML file of doctor --measure --out FILE."),
+    ] = "",
     messages: Annotated[
-        str, typer.Option(help="What carries messages where all ranks share NVLink: peers, or group (NCCL).")
-    ] = "peers",
+        str,
+        typer.Option(help="What carries messages where all ranks share NVLink: peers (unless given), group (NCCL)."),
+    ] = "",
     text: Annotated[bool, typer.Option("--text", help="Print the schedule's canonical text and nothing else.")] = False,
 ) -> None:
     """Print the schedule of a problem, its balance and bytes, and verify it. No GPU and no other process is needed.
@@ -48,16 +49,20 @@ def plan(
     Exit code: 0, or 2 for a problem that is refused.
     """
     console = Console()
+    of_plans = {"--rank": rank, "--head": head or None, "--svg": svg, "--text": text or None}
+    of_times = {"--machine": machine or None, "--messages": messages or None}
     if prediction:
-        show_prediction(console, request, read_machine(machine), messages)
+        _refuse("--predict", **of_plans, **{"--compare": compare or None})
+        show_prediction(console, request, read_machine(machine or "h200-nvlink"), messages or "peers")
         return
+    _refuse("--compare" if compare else "a plan without --predict", **of_times, **(of_plans if compare else {}))
     if compare:
         console.print(comparison(request))
         return
-    if rank is not None and not 0 <= rank < request.cp_size:
-        raise ValueError(f"--rank is {rank}; it must be 0 to {request.cp_size - 1}")
+    if rank is not None:
+        check_number("--rank", rank, request.cp_size)
     problem, schedule = plan_of(request)
-    check_head(head, problem.heads_q)
+    check_number("--head", head, problem.heads_q)
     if svg is not None:
         svg.write_text(svg_picture(problem, schedule, head), encoding="utf-8")
     if text:
@@ -67,6 +72,13 @@ def plan(
     _show(console, problem, schedule, costs, rank, head)
     if svg is not None:
         console.print(f"picture written to {svg}", soft_wrap=True)
+
+
+def _refuse(by: str, **options: object) -> None:
+    """Raise ValueError for an option that is given, and would be ignored."""
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(f"{option} is {value}, which {by} does not look at; leave it out")
 
 
 def _show(console: Console, problem: Problem, schedule: Schedule, costs: Report, rank: int | None, head: int) -> None:

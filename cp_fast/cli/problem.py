@@ -19,7 +19,7 @@ __all__ = ["Request", "plan_of", "problem_of"]
 class Request(ProblemOptions):
     """The options, with defaults of a model's size."""
 
-    seqlen: Annotated[int, Option(help="Length of every sequence of a bshd or sbhd batch.")] = 8192
+    seqlen: Annotated[int | None, Option(help="Length of every sequence of a bshd or sbhd batch; 8192.")] = None
     layout: Annotated[
         str, Option(help="dual_chunk, contiguous or balanced; dual_chunk unless given, with --predict all.")
     ] = ""
@@ -27,6 +27,11 @@ class Request(ProblemOptions):
     heads_kv: Annotated[int, Option(help="Key and value heads.")] = 8
     d_qk: Annotated[int, Option(help="Head dim of queries and keys.")] = 128
     dtype: Annotated[str, Option(help="float16, bfloat16, float32 or float64.")] = "bfloat16"
+
+    @property
+    def length(self) -> int:
+        """Of a sequence where no others are given."""
+        return 8192 if self.seqlen is None else self.seqlen
 
 
 def plan_of(request: Request) -> tuple[Problem, Schedule]:

@@ -43,19 +43,8 @@ def flash_attn_func(
         The others: as `cp_fast.attention`.
     """
     refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    return attend_aligned(
-        q,
-        k,
-        v,
-        causal,
-        window_size,
-        q.shape[1] == k.shape[1],
-        return_attn_probs,
-        cp=cp,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        deterministic=deterministic,
-    )
+    how = {"cp": cp, "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
+    return attend_aligned(q, k, v, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs, **how)
 
 
 def flash_attn_varlen_func(
@@ -95,22 +84,9 @@ def flash_attn_varlen_func(
     check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
     same = cu_seqlens_q is cu_seqlens_k or once(torch.equal, cu_seqlens_q, cu_seqlens_k)
-    return attend_aligned(
-        q,
-        k,
-        v,
-        causal,
-        window_size,
-        same,
-        return_attn_probs,
-        cp=cp,
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=None if same else cu_seqlens_k,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        deterministic=deterministic,
-    )
+    how = {"cp": cp, "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": None if same else cu_seqlens_k}
+    return attend_aligned(q, k, v, causal, window_size, same, return_attn_probs, qkv_format="thd", **lengths, **how)
 
 
 def attend_aligned(

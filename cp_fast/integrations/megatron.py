@@ -127,7 +127,7 @@ class CoreAttention(torch.nn.Module):
             softmax_offset=self.softmax_offset,
             deterministic=self.config.deterministic_mode,
             return_max_logit=self.wants_max_logit,
-            **{name: x for name, x in lengths.items() if x is not None},
+            **lengths,
         )
         if not self.wants_max_logit:
             return results.flatten(-2)

@@ -116,13 +116,12 @@ def attn_forward_func_with_cp(
         fp8=fp8,
         fp8_output=fp8_output,
     )
-    padded = qkv_format == "thd"
-    lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-    paddings: dict[str, Any] = {
-        "cu_seqlens_q_padded": cu_seqlens_q_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-    }
-    given = {**(lengths if padded or attn_mask_type.startswith("padding") else {}), **(paddings if padded else {})}
+    packed = qkv_format == "thd"
+    lengths: dict[str, Any] = {}
+    if packed or attn_mask_type.startswith("padding"):
+        lengths |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    if packed:
+        lengths |= {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
     return attend(
         q,
         k,
@@ -136,5 +135,5 @@ def attn_forward_func_with_cp(
         softmax_offset=softmax_offset if softmax_type == "learnable" else None,
         deterministic=deterministic,
         return_max_logit=return_max_logit,
-        **{name: x for name, x in given.items() if x is not None},
+        **lengths,
     )

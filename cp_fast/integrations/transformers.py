@@ -68,7 +68,6 @@ def attention_forward(
         raise NotImplementedError(f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = _window(module, sliding_window, causal)
-    lengths: dict[str, Any] = {"cu_seqlens_q": cp_batch.cu_seqlens, "cu_seqlens_q_padded": cp_batch.cu_seqlens_padded}
     packed = cp_batch.qkv_format == "thd"
     q, k, v = (x.transpose(1, 2)[0] if packed else x.transpose(1, 2) for x in (query, key, value))
     out = attend(
@@ -83,7 +82,8 @@ def attention_forward(
         softcap=softcap or 0.0,
         softmax_type="vanilla" if s_aux is None else "learnable",
         softmax_offset=s_aux,
-        **{name: x for name, x in lengths.items() if x is not None},
+        cu_seqlens_q=cp_batch.cu_seqlens,
+        cu_seqlens_q_padded=cp_batch.cu_seqlens_padded,
     )
     return out[None] if packed else out, None
 

@@ -144,7 +144,7 @@ def _rows(rows: Rows, x: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:
     """(index, first, count) of rows of x: the index is None for a slice."""
     if not isinstance(rows, slice):
         return rows, 0, 0
-    first, stop, step = rows.indices(len(x))
+    first, stop, step = rows.indices(x.shape[0])
     if step != 1:
         raise ValueError(f"rows are {rows}; a slice must have step 1")
     return None, first, max(stop - first, 0)

@@ -8,7 +8,7 @@ from cp_fast.kernels.checks import end_of, sizes_of
 from cp_fast.kernels.layouts import lengths_on, plain, plain_out, touched
 from cp_fast.kernels.ops import check_halves, nothing, operator
 from cp_fast.kernels.select import thd_kernels
-from cp_ref.common.thd.checks import check_room
+from cp_ref.common.thd.checks import check_columns, check_room
 from cp_ref.common.thd.corrections import check_grad_correction, check_lse_correction, check_out_correction
 from cp_ref.common.thd.halves import check_read_second_half_lse
 from cp_ref.spec import check_apart
@@ -29,11 +29,8 @@ def _lse_room(lengths: Tensor, divisor: int, lse_packed: bool) -> int | None:
 
 def _check_lse_room(name: str, lse: Tensor, lengths: Tensor, divisor: int, lse_packed: bool) -> None:
     needed = _lse_room(lengths, divisor, lse_packed)
-    if needed is not None and lse.shape[-1] < needed:
-        axes = "[h, t], t" if lse_packed else "[b, h, s], s"
-        raise ValueError(
-            f"{name} has shape {list(lse.shape)}; with lse_packed={lse_packed} it must be {axes} at least {needed}"
-        )
+    if needed is not None:
+        check_columns(name, lse, needed, lse_packed)
 
 
 @operator(

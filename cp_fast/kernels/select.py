@@ -22,6 +22,7 @@ from typing import Any
 from cp_fast.kernels.base import Kernels
 from cp_fast.kernels.base_thd import ThdKernels
 from cp_fast.remarks import say_once
+from cp_ref.spec import check_choice
 
 __all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "thd_kernels", "use", "why_not"]
 
@@ -44,7 +45,8 @@ def why_not(name: str, device_type: str) -> str | None:
     >>> why_not("torch", "cpu") is None, why_not("numba", "cpu")
     (True, "numba is for 'cuda', not 'cpu'")
     """
-    return _reason(name, device_type) if _checked("name", name) in _REASONS else None
+    check_choice("name", name, NAMES)
+    return _reason(name, device_type) if name in _REASONS else None
 
 
 def chosen(device_type: str) -> tuple[str, str]:
@@ -102,7 +104,8 @@ def use(name: str) -> Iterator[None]:
     ...     kernels("cpu").name
     'torch'
     """
-    _used.append(_checked("name", name))
+    check_choice("name", name, NAMES)
+    _used.append(name)
     try:
         yield
     finally:
@@ -114,7 +117,8 @@ def asked() -> tuple[str | None, str]:
     if _used:
         return _used[-1], f"use({_used[-1]!r})"
     if name := os.environ.get(VARIABLE):
-        return _checked(VARIABLE, name), f"{VARIABLE}={name}"
+        check_choice(VARIABLE, name, NAMES)
+        return name, f"{VARIABLE}={name}"
     return None, ""
 
 
@@ -142,12 +146,6 @@ def _name(device_type: str, name: str | None) -> str:
 @lru_cache
 def _loaded(load: str, name: str, device_type: str) -> Any:
     return getattr(importlib.import_module(_MODULES[name]), load)(device_type)
-
-
-def _checked(what: str, name: str) -> str:
-    if name not in NAMES:
-        raise ValueError(f"{what} is {name!r}; it must be one of {', '.join(map(repr, NAMES))}")
-    return name
 
 
 @lru_cache

@@ -79,13 +79,14 @@ class PeerMessages:
 
 
 class _Block(NamedTuple):
-    """What goes between two ranks in one exchange: where each of its tensors lies in it, as (number, offset, bytes)."""
+    """What goes between two ranks in one exchange. The words: what this rank waits for, and what it writes then."""
 
     peer: int
     lane: Lane
-    address: int  # of the lane
     size: int
-    tensors: tuple[tuple[int, int, int], ...]
+    tensors: tuple[tuple[int, int, int], ...]  # number, address in a lane that begins at the block, bytes
+    awaited: Any
+    written: Any
 
 
 class _Pulls:
@@ -94,8 +95,9 @@ class _Pulls:
     def __init__(self, messages: PeerMessages, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
         self._messages, self._where = messages, where
         self._captured = prepare(messages.group, where, sends, recvs)
-        self._out, rest_sends = _blocks(messages.out, sends)
-        self._back, rest_recvs = _blocks(messages.back, recvs)
+        shared = messages.shared
+        self._out, rest_sends = _blocks(messages.out, sends, shared.done, shared.ready_of)
+        self._back, rest_recvs = _blocks(messages.back, recvs, shared.ready, shared.done_of)
         self._back.sort(key=lambda block: (block.peer - messages.rank) % messages.size)  # not all from one at first
         self._peers = sorted({block.peer for block in (*self._out, *self._back)})
         self._rest = None
@@ -108,34 +110,34 @@ class _Pulls:
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
         messages = self._messages
         assert group is messages
-        streams, shared, watch = messages.streams, messages.shared, messages.watch
+        streams, watch = messages.streams, messages.watch
         watch.check()
         if streams.capturing():
             return self._captured.post(messages.group, sends, recvs)
         if messages.last is not None:  # an exchange that nobody waited for, as something was raised: its tensors go now
             messages.last.wait()
         here, aside = streams.here(), streams.aside
-        for peer, lane, address, size, tensors in self._out:
+        for _, lane, size, tensors, done, ready in self._out:
             start, number, over = lane.place(size)
             if over:
-                streams.wait(here, shared.done[peer], over)
-            for n, offset, count in tensors:
-                streams.copy(here, address + start + offset, sends[n].data_ptr(), count)
-            streams.signal(here, (shared.ready_of[peer], number))
+                streams.wait(here, done, over)
+            for n, address, count in tensors:
+                streams.copy(here, address + start, sends[n].data_ptr(), count)
+            streams.signal(here, (ready, number))
         rest = None
         if self._rest is not None:
             some = [sends[n] for n in self._rest_sends], [recvs[n] for n in self._rest_recvs]
             rest = self._rest.post(messages.group, *some)
         if self._peers:
-            done: list[tuple[Any, int]] = []
+            ended: list[tuple[Any, int]] = []
             streams.fork(here)
-            for peer, lane, address, size, tensors in self._back:
+            for _, lane, size, tensors, ready, done in self._back:
                 start, number, _ = lane.place(size)
-                streams.wait(aside, shared.ready[peer], number)
-                for n, offset, count in tensors:
-                    streams.copy(aside, recvs[n].data_ptr(), address + start + offset, count)
-                done.append((shared.done_of[peer], number))
-            streams.signal(aside, *done, watch.posted(self._peers, self._where))
+                streams.wait(aside, ready, number)
+                for n, address, count in tensors:
+                    streams.copy(aside, recvs[n].data_ptr(), address + start, count)
+                ended.append((done, number))
+            streams.signal(aside, *ended, watch.posted(self._peers, self._where))
             streams.mark()
         messages.last = _Pulled(messages, bool(self._peers), recvs, rest)
         return messages.last
@@ -163,8 +165,12 @@ class _Pulled:
             rest.wait()
 
 
-def _blocks(lanes: dict[int, tuple[Lane, int]], messages: Sequence[Message]) -> tuple[list[_Block], list[Located]]:
-    """Messages by peer, in the order of their tags: a block for each lane that is large enough, and what is left."""
+def _blocks(
+    lanes: dict[int, tuple[Lane, int]], messages: Sequence[Message], awaited: Sequence[Any], written: Sequence[Any]
+) -> tuple[list[_Block], list[Located]]:
+    """Messages by peer, in the order of their tags: a block for each lane that is large enough, and what is left. The
+    words by peer.
+    """
     by_peer: dict[int, list[Located]] = {}
     for located in by_tag(messages):
         by_peer.setdefault(located.message.peer, []).append(located)
@@ -175,11 +181,13 @@ def _blocks(lanes: dict[int, tuple[Lane, int]], messages: Sequence[Message]) -> 
         for (_, _, pieces), first in some:
             starts = accumulate(pieces, initial=size)
             tensors += [
-                (first + n, at, count) for n, (at, count) in enumerate(zip(starts, pieces, strict=False)) if count
+                (first + n, address + at, count)
+                for n, (at, count) in enumerate(zip(starts, pieces, strict=False))
+                if count
             ]
             size += rounded(sum(pieces))
         if size > lane.size:
             rest += some
         else:
-            blocks.append(_Block(peer, lane, address, size, tuple(tensors)))
+            blocks.append(_Block(peer, lane, size, tuple(tensors), awaited[peer], written[peer]))
     return blocks, rest

@@ -25,7 +25,7 @@ from cp_ref.cli.words import (
     step_words,
     tile_words,
 )
-from cp_ref.common.cli.options import check_head, integers, with_options
+from cp_ref.common.cli.options import check_number, integers, with_options
 from cp_ref.common.cli.terminal import coloured, table
 from cp_ref.spec import Problem, Schedule, Step, verify
 from cp_ref.spec.picture import svg_picture, text_picture
@@ -53,9 +53,9 @@ def explain(
     console = Console(highlight=False)
     problem, schedule = request.problem, request.plan.schedule
     position = _place(query) if query else None
-    check_head(head, problem.heads_q)
-    if rank is not None and not 0 <= rank < problem.cp_size:
-        raise ValueError(f"--rank is {rank}; it must be 0 to {problem.cp_size - 1}")
+    check_number("--head", head, problem.heads_q)
+    if rank is not None:
+        check_number("--rank", rank, problem.cp_size)
     if position is not None and not values:
         raise ValueError("--query is for --values, which is not given")
     followed = checked_position(problem, position) if values else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from cp_ref.common.thd.checks import check_columns
 from cp_ref.thd.rows import Runs
 
 __all__ = ["check_lse_room", "lse_rows"]
@@ -41,9 +42,4 @@ def lse_rows(lse: torch.Tensor, sequences: Runs, part: Runs, lse_packed: bool) -
 
 def check_lse_room(name: str, lse: torch.Tensor, sequences: Runs, lse_packed: bool) -> None:
     """Raise unless `lse` has room for every token of these sequences."""
-    needed = sequences.end() if lse_packed else sequences.longest()
-    if lse.shape[-1] < needed:
-        axes = "[h, t], t" if lse_packed else "[b, h, s], s"
-        raise ValueError(
-            f"{name} has shape {list(lse.shape)}; with lse_packed={lse_packed} it must be {axes} at least {needed}"
-        )
+    check_columns(name, lse, sequences.end() if lse_packed else sequences.longest(), lse_packed)

@@ -40,9 +40,9 @@ class Allocates:
         out = q.new_empty(*q.shape[:2], v.shape[2])
         return Partial(out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None)
 
-    def backward(self, operands: BackwardOperands, *rest: Any) -> Gradients:
-        dtype, (q, k, v) = operands.q.dtype, [torch.empty_like(x, dtype=torch.float32) for x in operands[1:4]]
-        del operands  # the large kernel has read them; then each is rounded, and goes
+    def backward_letting_go(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
+        dtype, (q, k, v) = given[0].q.dtype, [torch.empty_like(x, dtype=torch.float32) for x in given[0][1:4]]
+        given.clear()  # the large kernel has read them; then each accumulator is rounded, and goes
         dk = torch.empty_like(k, dtype=dtype)
         del k
         dv = torch.empty_like(v, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -106,3 +107,21 @@ def test_fa4_pads_head_dims_exactly(
 def test_fa4_refuses_the_window_that_its_library_misreads() -> None:
     with pytest.raises(ValueError, match="unbounded"):
         fa4._band(-1, -1)
+
+
+def test_fa4_holds_no_operand_that_its_launch_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is given away in a list; `Launches` lets each go when its kernels have read it."""
+    segments, options = Segments.pack([11], [11], None, 0), LaunchOptions(scale=0.1)
+    x = [torch.randn(11, 2, 32) for _ in range(5)]
+    given = [BackwardOperands(*x, lse=torch.randn(2, 11), dlse=None)]
+    there = [weakref.ref(one.untyped_storage()) for one in x]
+    x.clear()
+
+    def launch(name: str, tensors: list[torch.Tensor | None], numbers: Any) -> tuple[torch.Tensor, ...]:
+        assert all(one() is not None for one in there)
+        tensors.clear()
+        assert all(one() is None for one in there)
+        return (torch.zeros(11, 2, 32),) * 3
+
+    monkeypatch.setattr(fa4, "_launch", launch)
+    assert fa4.Fa4Backend().backward_letting_go(given, segments, options).dq.shape == (11, 2, 32)

@@ -16,14 +16,9 @@ from cp_fast.program import OWN, Contribution, Launch, LoweredProgram, LoweredSt
 from cp_fast.rows import Rows
 from cp_ref.spec import Problem, Schedule, Sequence, make_program, make_schedule, saved_kinds
 from tests.spec.other_rings import backward_ring
+from tests.spec.problems import SCHEDULES
 
 CPU = torch.device("cpu")
-SCHEDULES: list[dict[str, Any]] = [
-    {"cp_comm_type": "p2p"},
-    {"cp_comm_type": "all_gather"},
-    {"cp_comm_type": "a2a", "a2a_size": 4},
-    {"cp_comm_type": "a2a+p2p", "a2a_size": 2},
-]
 
 
 def same(*lengths: int) -> tuple[Sequence, ...]:

@@ -14,6 +14,14 @@ CU = torch.tensor([0, 8, 12])  # divides at cp_size 2
 ODD = torch.tensor([0, 4, 7])  # sequence 1 has no half
 X = torch.zeros(12, 2, 4)
 LSE = torch.zeros(2, 12)
+NO_LENGTHS = [
+    (None, (ValueError, TypeError), "cu_seqlens_padded is"),
+    ([0, 8, 12], TypeError, "cu_seqlens_padded is a list"),
+    (CU.float(), TypeError, "cu_seqlens_padded has dtype torch.float32; it must be int32 or int64"),
+    (CU[None], ValueError, r"cu_seqlens_padded has shape \[1, 3\]"),
+    (CU[:0], ValueError, r"cu_seqlens_padded has shape \[0\]"),
+    (torch.tensor([0, 12, 8]), ValueError, r"cu_seqlens_padded\[2\] is 8, less than cu_seqlens_padded\[1\] = 12"),
+]
 
 
 def lengths_readers() -> dict[str, Callable[[Any], Any]]:
@@ -33,17 +41,7 @@ def lengths_readers() -> dict[str, Callable[[Any], Any]]:
 
 
 @pytest.mark.parametrize("name", list(lengths_readers()))
-@pytest.mark.parametrize(
-    ("cu", "error", "words"),
-    [
-        (None, (ValueError, TypeError), "cu_seqlens_padded is"),
-        ([0, 8, 12], TypeError, "cu_seqlens_padded is a list"),
-        (CU.float(), TypeError, "cu_seqlens_padded has dtype torch.float32; it must be int32 or int64"),
-        (CU[None], ValueError, r"cu_seqlens_padded has shape \[1, 3\]"),
-        (CU[:0], ValueError, r"cu_seqlens_padded has shape \[0\]"),
-        (torch.tensor([0, 12, 8]), ValueError, r"cu_seqlens_padded\[2\] is 8, less than cu_seqlens_padded\[1\] = 12"),
-    ],
-)
+@pytest.mark.parametrize(("cu", "error", "words"), NO_LENGTHS)
 def test_lengths_that_are_none(name: str, cu: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         lengths_readers()[name](cu)

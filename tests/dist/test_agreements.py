@@ -20,13 +20,6 @@ from tests.dist.workers import Processes
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    group = Processes(4)
-    yield group
-    group.close()
-
-
 def call(planned: bool, cp: Any, x: torch.Tensor) -> None:
     if planned:
         cp_fast.make_plan(cp=cp, batch_size=1, seqlen_q=4 * cp.size, **SIZES)

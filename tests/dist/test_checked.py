@@ -24,10 +24,8 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def gloo() -> Iterator[Run]:
-    group = Processes(2)
-    yield group.run
-    group.close()
+def gloo(two: Processes) -> Run:
+    return two.run
 
 
 def simulated(fn: Callable[..., Any], *arguments: Any) -> list[Any]:

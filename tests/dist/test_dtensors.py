@@ -17,13 +17,6 @@ from tests.dist.workers import Processes
 PACKAGES = pytest.mark.parametrize("package", ["cp_ref", "cp_fast"])
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    processes = Processes(4)
-    yield processes
-    processes.close()
-
-
 def local(rank: int) -> list[torch.Tensor]:
     """One rank's q, k and v, bshd."""
     generator = torch.Generator().manual_seed(rank)

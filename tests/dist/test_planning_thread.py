@@ -17,13 +17,6 @@ BATCHES = [[16, 8], [40], [8, 8, 24], [48, 16]]
 COMMS = ["p2p", "all_gather", "a2a"]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    group = Processes(2)
-    yield group
-    group.close()
-
-
 def plan_of(cp: cp_fast.ContextParallel, lengths: list[int]) -> cp_fast.Plan:
     cumulative = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     sizes: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float64, "device": "cpu"}

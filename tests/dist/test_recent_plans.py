@@ -15,13 +15,6 @@ from cp_fast import recent
 from tests.dist.workers import Processes
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    group = Processes(2)
-    yield group
-    group.close()
-
-
 def layers() -> tuple[list[int], list[bool], int]:
     """Agreements after each layer of two batches in a group of their own; whether results are those with a plan; and
     groups with plans after it is gone. Rank 1 writes its calls otherwise, with a new context each.

@@ -144,13 +144,6 @@ def every_n(phase: str, point: str) -> list[str]:
     return [*said, "without an end"]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    group = Processes(2)
-    yield group
-    group.close()
-
-
 @pytest.mark.parametrize("phase", ["make_plan", "in place"])
 @pytest.mark.parametrize("point", ["operations", "uploads", pytest.param("files", marks=needs_cxx)])
 def test_all_ranks_raise_and_the_next_call_works(two: Processes, phase: str, point: str) -> None:

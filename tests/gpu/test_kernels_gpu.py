@@ -28,13 +28,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 EXAMPLES = int(os.environ.get("CP_KERNEL_EXAMPLES", "40"))  # fewer under compute-sanitizer
 
 
-@pytest.fixture(params=["native", "numba", "torch"])
-def where(request: pytest.FixtureRequest) -> Where:
-    if (reason := why_not(request.param, "cuda")) is not None:
-        pytest.skip(f"needs the kernels {request.param!r}: {reason}")
-    return Where(request.param, "cuda")
-
-
 @pytest.mark.parametrize("check", list(CHECKS))
 def test_properties(where: Where, check: str) -> None:
     @settings(max_examples=EXAMPLES)

@@ -1,7 +1,4 @@
-"""cp_fast.thd and the kernels on a GPU, in three implementations: the suite of the CPU, and what only a GPU can show.
-
-Numba compiles a kernel in about a second, so it gets fewer cases.
-"""
+"""cp_fast.thd on a GPU, in three implementations: what only a GPU can show. The kernels' own suite is next door."""
 
 from __future__ import annotations
 
@@ -13,46 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 import cp_fast
 import cp_ref
 from conformance.adapters.cp_fast_operators import operator_calls, tensors
-from cp_fast.kernels import why_not
+from tests.cp_fast.kernels.case import Where
 from tests.cp_fast.kernels.memory import assert_same_bits
 from tests.cp_fast.kernels.operators import HELPERS, KERNELS, flat, other_values
-from tests.cp_fast.kernels.suite import CHECKS, ROW_SIZES, Case, Where, cases, many_sequences, row_sizes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-EXAMPLES = {"native": 40, "numba": 10, "torch": 10}
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(params=list(EXAMPLES))
-def where(request: pytest.FixtureRequest) -> Where:
-    if (reason := why_not(request.param, "cuda")) is not None:
-        pytest.skip(f"needs the kernels {request.param!r}: {reason}")
-    return Where(request.param, "cuda")
-
-
-@pytest.mark.parametrize("check", list(CHECKS))
-def test_properties(where: Where, check: str) -> None:
-    @settings(max_examples=EXAMPLES[where.name])
-    @given(cases())
-    def run(case: Case) -> None:
-        CHECKS[check](where, case)
-
-    run()
-
-
-@pytest.mark.parametrize("size", ROW_SIZES)
-def test_row_sizes(where: Where, size: int) -> None:
-    row_sizes(where, size)
-
-
-def test_many_sequences(where: Where) -> None:
-    many_sequences(where, 100_000)
 
 
 @pytest.mark.parametrize("call", list(operator_calls("cpu")))

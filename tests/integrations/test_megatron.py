@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -133,14 +132,6 @@ def over_ranks(comm: str, packed: bool, more: dict[str, Any]) -> str:
     kept = attention._context(params).recent.agreements
     run(ours, local, params)  # another layer of the batch: no other plan
     return ", ".join(wrong) + ("" if kept and attention._context(params).recent.agreements == kept else " plans")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Processes]:
-    """Started once: each imports megatron-core, which takes seconds."""
-    processes = Processes(4)
-    yield processes
-    processes.close()
 
 
 MORE: dict[str, dict[str, Any]] = {

@@ -6,12 +6,20 @@ Half of them have lengths that a layout cuts without a rest; layouts that are fo
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hypothesis import strategies as st
 
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, Problem, Sequence
 
-__all__ = ["problems"]
+__all__ = ["SCHEDULES", "problems"]
+
+SCHEDULES: list[dict[str, Any]] = [  # of four ranks
+    {"cp_comm_type": "p2p"},
+    {"cp_comm_type": "all_gather"},
+    {"cp_comm_type": "a2a", "a2a_size": 4},
+    {"cp_comm_type": "a2a+p2p", "a2a_size": 2},
+]
 
 
 @st.composite

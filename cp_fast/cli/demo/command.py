@@ -19,7 +19,7 @@ from cp_fast.cli.demo.progress import Bars
 from cp_fast.cli.demo.rank import Measured, run_rank
 from cp_fast.cli.demo.show import show_checks, show_documents, show_picture, show_ranks
 from cp_fast.cli.demo.where import Where, choose_where
-from cp_ref.common.cli.options import check_head, exchanging, window
+from cp_ref.common.cli.options import check_number, exchanging, window
 from cp_ref.common.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors
 from cp_ref.spec import LAYOUTS, MASKS, check_choice
 from cp_ref.spec.arguments import DTYPES
@@ -93,7 +93,7 @@ def demo(
             seed=seed,
             spoil=spoil,
         )
-        check_head(head, job.heads_q)
+        check_number("--head", head, job.heads_q)
     if not where.speaks:
         console.quiet = True
     show_documents(console, documents, job)

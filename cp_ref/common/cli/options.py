@@ -19,7 +19,7 @@ from cp_ref.spec import CP_COMM_TYPES, check_choice
 
 __all__ = [
     "ProblemOptions",
-    "check_head",
+    "check_number",
     "cumulative",
     "exchanging",
     "integers",
@@ -41,10 +41,10 @@ class ProblemOptions:
     seqlens_kv: Annotated[str, Option(help="Key lengths where they differ (cross attention), one a sequence.")] = ""
     seqlen: Annotated[int | None, Option(help="Length of every sequence of a bshd or sbhd batch; 4 a rank.")] = None
     seqlen_kv: Annotated[int | None, Option(help="The same for keys where they differ.")] = None
-    batch: Annotated[int, Option(help="Number of sequences of a bshd or sbhd batch.")] = 1
+    batch: Annotated[int | None, Option(help="Number of sequences of a bshd or sbhd batch; 1 unless given.")] = None
     qkv_format: Annotated[str, Option(help="bshd, sbhd or thd; thd where --seqlens is given, else bshd.")] = ""
     layout: Annotated[str, Option(help="Who owns which tokens: dual_chunk, contiguous or balanced.")] = "dual_chunk"
-    mask: Annotated[str, Option(help="attn_mask_type: causal, no_mask, padding_causal_bottom_right, ...")] = "causal"
+    mask: Annotated[str, Option(help="attn_mask_type, such as no_mask; causal unless given.")] = ""
     window: Annotated[str, Option(help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1"
     areas: Annotated[str, Option(help="Instead of mask and window, thd: a call of masks, as 'prefix_lm(4, 16)'.")] = ""
     heads_q: Annotated[int | None, Option(help="Query heads; 2 for each rank that exchanges heads.")] = None
@@ -52,6 +52,18 @@ class ProblemOptions:
     d_qk: Annotated[int, Option(help="Head dim of queries and keys.")] = 8
     d_v: Annotated[int | None, Option(help="Head dim of values; d_qk by default.")] = None
     dtype: Annotated[str, Option(help="float16, bfloat16, float32 or float64.")] = "float32"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where an option would be ignored."""
+        lengths, packed = bool(self.seqlens), self.in_format == "thd"
+        for option, value, ignored, instead in (
+            ("--seqlen", self.seqlen, lengths and packed, "--seqlens has the lengths"),
+            ("--seqlen-kv", self.seqlen_kv, packed, "thd takes --seqlens-kv"),
+            ("--batch", self.batch, lengths, "--seqlens says how many sequences there are"),
+            ("--mask", self.mask or None, bool(self.areas), "--areas says who sees whom"),
+        ):
+            if ignored and value is not None:
+                raise ValueError(f"{option} is {value}, but {instead}; leave one of them out")
 
     @property
     def exchanging(self) -> int:
@@ -68,7 +80,7 @@ class ProblemOptions:
         """One a sequence; None where none are given."""
         if self.seqlens:
             return lengths("--seqlens", self.seqlens)
-        return [self._seqlen] * self.batch if self.in_format == "thd" else None
+        return [self.length] * self.count if self.in_format == "thd" else None
 
     @property
     def lengths_kv(self) -> list[int] | None:
@@ -76,14 +88,25 @@ class ProblemOptions:
         return lengths("--seqlens-kv", self.seqlens_kv) if self.seqlens_kv else None
 
     @property
-    def _seqlen(self) -> int:
+    def length(self) -> int:
+        """Of a sequence where no others are given."""
         return 4 * self.cp_size if self.seqlen is None else self.seqlen
+
+    @property
+    def count(self) -> int:
+        """Of sequences, where no lengths are given."""
+        return 1 if self.batch is None else self.batch
+
+    @property
+    def mask_type(self) -> str:
+        """The mask, where there are no areas."""
+        return self.mask or "causal"
 
     def said(self) -> dict[str, Any]:
         """The arguments of `attention` that describe the problem."""
         q, kv = self.lengths_q, self.lengths_kv
         made: dict[str, Any] = {"qkv_format": self.in_format, "window_size": window(self.window)}
-        made |= {"attn_mask_type": self.mask} if not self.areas else {"areas": masks.from_call(self.areas)}
+        made |= {"attn_mask_type": self.mask_type} if not self.areas else {"areas": masks.from_call(self.areas)}
         made |= {} if q is None else {"cu_seqlens_q": cumulative(q)}
         return made | ({} if kv is None else {"cu_seqlens_kv": cumulative(kv)})
 
@@ -96,7 +119,7 @@ class ProblemOptions:
         if self.in_format == "thd":
             return made
         q = self.lengths_q
-        made |= {"batch_size": self.batch if q is None else len(q), "seqlen_q": self._seqlen}
+        made |= {"batch_size": self.count if q is None else len(q), "seqlen_q": self.length}
         return made | ({} if self.seqlen_kv is None else {"seqlen_kv": self.seqlen_kv})
 
 
@@ -194,7 +217,7 @@ def cumulative(sizes: list[int]) -> torch.Tensor:
     return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32)
 
 
-def check_head(head: int, heads_q: int) -> None:
-    """--head is one of the problem's query heads."""
-    if not 0 <= head < heads_q:
-        raise ValueError(f"--head is {head}; it must be 0 to {heads_q - 1}")
+def check_number(option: str, number: int, count: int) -> None:
+    """It is one of `count` heads, ranks and the like, numbered from 0."""
+    if not 0 <= number < count:
+        raise ValueError(f"{option} is {number}; it must be 0 to {count - 1}")

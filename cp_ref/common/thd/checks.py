@@ -15,6 +15,7 @@ __all__ = [
     "FLOATS",
     "MOST_ROWS",
     "check_both",
+    "check_columns",
     "check_count",
     "check_device",
     "check_divisible",
@@ -60,6 +61,15 @@ def check_count(name: str, value: Any, at_least: int, below: int | None = None, 
         raise ValueError(f"{name} is {value}; it must be {rule}")
     if value > at_most:
         raise ValueError(f"{name} is {value}; it must be at most {at_most}")
+
+
+def check_columns(name: str, lse: torch.Tensor, needed: int, lse_packed: bool) -> None:
+    """Raise where an LSE has fewer columns than the tokens need: all of them, or (padded) the longest sequence."""
+    if lse.shape[-1] < needed:
+        axes = "[h, t], t" if lse_packed else "[b, h, s], s"
+        raise ValueError(
+            f"{name} has shape {list(lse.shape)}; with lse_packed={lse_packed} it must be {axes} at least {needed}"
+        )
 
 
 def check_written(name: str, x: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ from cp_ref.spec import (
     verify_tables,
 )
 from tests.cp_fast.planning.played import play
-from tests.spec.problems import problems
+from tests.spec.problems import SCHEDULES, problems
 from tests.spec.random_schedules import random_schedules, random_workloads, small_problems
 
 CPU = torch.device("cpu")
@@ -91,12 +91,6 @@ def test_random_schedules(data: st.DataObject, large: int) -> None:
 
 
 SAME = tuple(Sequence(n, n, n, n) for n in (16, 8))
-SCHEDULES: list[dict[str, Any]] = [
-    {"cp_comm_type": "p2p"},
-    {"cp_comm_type": "all_gather"},
-    {"cp_comm_type": "a2a", "a2a_size": 4},
-    {"cp_comm_type": "a2a+p2p", "a2a_size": 2},
-]
 
 
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])

@@ -9,6 +9,12 @@ import torch
 
 from cp_fast import thd
 from tests.cp_ref import test_thd_errors as reference
+from tests.cp_ref.test_thd_errors import (  # noqa: F401  (played again, by the fast helpers)
+    test_lengths_begin_at_zero,
+    test_lengths_that_do_not_divide,
+    test_odd_lengths_have_no_half,
+    test_refusals,
+)
 
 CU = torch.tensor([0, 8, 12])
 X = torch.zeros(12, 2, 4)
@@ -21,42 +27,16 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "thd", thd)
 
 
-@pytest.mark.parametrize("name", list(reference.REFUSALS))
-def test_refusals(name: str) -> None:
-    reference.test_refusals(name)
-
-
 @pytest.mark.parametrize("name", list(reference.lengths_readers()))
-@pytest.mark.parametrize(
-    ("cu", "error", "words"),
-    [
-        (None, (ValueError, TypeError), "cu_seqlens_padded is"),
-        ([0, 8, 12], TypeError, "cu_seqlens_padded is a list"),
-        (CU.float(), TypeError, "cu_seqlens_padded has dtype torch.float32; it must be int32 or int64"),
-        (CU[None], ValueError, r"cu_seqlens_padded has shape \[1, 3\]"),
-        (CU[:0], ValueError, r"cu_seqlens_padded has shape \[0\]"),
-    ],
-)
+@pytest.mark.parametrize(("cu", "error", "words"), reference.NO_LENGTHS[:-1])  # not by value: one rule of a copy
 def test_lengths_that_are_none(name: str, cu: Any, error: Any, words: str) -> None:
-    with pytest.raises(error, match=words):
-        reference.lengths_readers()[name](cu)
+    reference.test_lengths_that_are_none(name, cu, error, words)
 
 
 @pytest.mark.parametrize("name", [name for name in reference.lengths_readers() if name != "copy"])
 def test_lengths_by_value(name: str) -> None:
     with pytest.raises(ValueError, match=r"cu_seqlens_padded\[2\] is 8, less than cu_seqlens_padded\[1\] = 12"):
         reference.lengths_readers()[name](torch.tensor([0, 12, 8]))
-    reference.test_lengths_begin_at_zero(name)
-
-
-@pytest.mark.parametrize("name", ["indices", "rank order", "sequence order", "real"])
-def test_lengths_that_do_not_divide(name: str) -> None:
-    reference.test_lengths_that_do_not_divide(name)
-
-
-@pytest.mark.parametrize("name", ["half", "half lse", "lse", "out", "grad"])
-def test_odd_lengths_have_no_half(name: str) -> None:
-    reference.test_odd_lengths_have_no_half(name)
 
 
 @pytest.mark.parametrize("name", [name for name in reference.lengths_readers() if name != "real"])

@@ -64,10 +64,9 @@ def _first_rows_for_all(announce: Any, self: Any, *arguments: Any) -> Any:
     return [tuple(replace(send, start=0) for send in sends) for sends in announce(self, *arguments)]
 
 
-def _received_in_another_order(receive: Any, self: Any, draft: Any, *arguments: Any) -> Any:
-    found = receive(self, draft, *arguments)
-    draft.recvs.reverse()
-    return found
+def _received_in_another_order(receive: Any, self: Any, *arguments: Any) -> Any:
+    arriving, recvs = receive(self, *arguments)
+    return arriving, recvs[::-1]
 
 
 def _first_heads_for_all(packed_together: Any, sends: Any) -> Any:
@@ -81,23 +80,23 @@ def _heads_one_early(operand: Any, self: Any, *arguments: Any) -> Any:
     return replace(found, heads=(first - 1, last - 1)) if first else found
 
 
-def _first_head_is_zero(one_launch: Any, self: Any, *arguments: Any) -> Any:
-    return replace(one_launch(self, *arguments), first_head=0)
+def _first_head_is_zero(launch: Any, self: Any, *arguments: Any) -> Any:
+    return replace(launch(self, *arguments), first_head=0)
 
 
 def _copies_reversed(gather: Any, self: Any, *arguments: Any) -> Any:
     """Rows that are put together from several buffers lie in each other's places, where they are as many."""
-    copies = gather(self, *arguments)
+    held, copies = gather(self, *arguments)
     rows = [len(self.tables.numbers(c.source.rows)) for c in copies]
     same = len(copies) > 1 and len(set(rows)) == 1 and len({c.target.heads for c in copies}) == 1
     turned = [*copies[1:], *copies[:1]] if same else copies
-    return [replace(c, target=other.target) for c, other in zip(copies, turned, strict=True)]
+    return held, [replace(c, target=other.target) for c, other in zip(copies, turned, strict=True)]
 
 
-def _one_row_early(find: Any, self: Any, kind: str, *arguments: Any) -> Any:
+def _one_row_early(of: Any, self: Any, *arguments: Any) -> Any:
     """Contiguous rows begin at the row before their first one."""
-    found = find(self, kind, *arguments)
-    if found is not None and isinstance(found.rows, slice) and found.rows.start > 0:
+    found = of(self, *arguments)
+    if isinstance(found.rows, slice) and found.rows.start > 0:
         return replace(found, rows=slice(found.rows.start - 1, found.rows.stop - 1))
     return found
 
@@ -109,9 +108,9 @@ def _folded_tiles_of_one_sequence(fold: Any, steps: Any, problem: Any) -> Any:
     return tuple(tuple(s._replace(tiles=tiles(s.tiles)) for s in program) for program in fold(steps, problem))
 
 
-def _complete_rows_sorted(receive: Any, self: Any, parcels: Any, number: int) -> Any:
+def _complete_rows_sorted(receive: Any, self: Any, number: int, parcels: Any) -> Any:
     """Complete results are written behind one another from row 0 on, in the order in which they were sent."""
-    found = receive(self, parcels, number)
+    found = receive(self, number, parcels)
     if not found.complete:
         return found
     (into,) = found.into
@@ -233,7 +232,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "received-in-another-order": Mutant(
         "blocks of several peers lie in a buffer in another order",
-        f"{_LOWER}._Pass._receive",
+        f"{_LOWER}._Pass._recvs",
         wrap(_received_in_another_order),
         "logic",
     ),
@@ -245,7 +244,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "first-head-is-zero": Mutant(
         "max_logit of any heads is that of the first ones",
-        f"{_LOWER}._Pass._one_launch",
+        f"{_LOWER}._Pass._launch",
         wrap(_first_head_is_zero),
         "logic",
     ),
@@ -253,7 +252,7 @@ MUTANTS: dict[str, Mutant] = {
         "rows that are put together lie in each other's places", f"{_OPERANDS}.gather", wrap(_copies_reversed), "logic"
     ),
     "rows-one-early": Mutant(
-        "operands that are contiguous begin a row too early", f"{_OPERANDS}.find", wrap(_one_row_early), "logic"
+        "operands that are contiguous begin a row too early", f"{_OPERANDS}.of", wrap(_one_row_early), "logic"
     ),
     "folded-tiles-of-one-sequence": Mutant(
         "of a folded batch only the first sequence is computed",
@@ -264,7 +263,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "complete-results-from-row-0": Mutant(
         "complete results come home to the first rows",
-        f"{_LOWER}._Pass._receive_result",
+        f"{_LOWER}._Pass._result_recv",
         wrap(_complete_rows_sorted),
         "special",
     ),

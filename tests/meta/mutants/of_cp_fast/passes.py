@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -150,9 +149,6 @@ MUTANTS: dict[str, Mutant] = {
     "plan-keeps-k": Mutant("a plan keeps its first call's K", _FORWARD, _plan_with_a_memory, "determinism"),
     "one-scale-for-all": Mutant(
         "V is quantised by one scale for all", _FORWARD, wrap(_one_scale_for_all), "metamorphic"
-    ),
-    "autocast-inside-the-passes": Mutant(
-        "products inside are cast", "cp_fast.autograd.no_autocast", lambda _: lambda device: nullcontext(), "torch"
     ),
     "offset-believed": Mutant(
         "softmax_offset is not checked",
