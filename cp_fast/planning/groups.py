@@ -112,11 +112,11 @@ class TileGroups:
         keys = self._tables.lengths(table.lengths_q), self._tables.lengths(table.lengths_k)
         q, kv = (self._sets.of(side.start, side.stop) for side in (table.q, table.k))
         if table.layer is None:
-            layers = (kv.packed,)
+            layers = (self._sets.packed(kv),)
         else:
             layer = table.layer[table.k.segment]
             each = [np.flatnonzero(layer == n) for n in range(int(layer.max()) + 1)]
-            layers = tuple(Parts(Spans(kv.start[some], kv.stop[some]), kv.packed.row[some]) for some in each)
+            layers = tuple(Parts(Spans(kv.start[some], kv.stop[some]), kv.begin[some]) for some in each)
         return LaunchRows(table, SegmentKeys(*keys, table.left, table.right), q, kv, layers)
 
     def in_buffer_order(self, launch: LaunchRows, rows: RowMap) -> LaunchRows:

@@ -212,7 +212,7 @@ class _Pass:
             heads = (0, parcels.heads[1] - parcels.heads[0])
             into = (Contribution(COMPLETE, whole, heads, rows, parcels.heads),)
         else:
-            into = self.results.goes_to(parcels.kind, parcels.heads, parcels.spans.packed, number)
+            into = self.results.goes_to(parcels.kind, parcels.heads, self.operands.sets.packed(parcels.spans), number)
         what = parcels.kind, parcels.heads, parcels.spans.total, parcels.complete
         return ResultRecv(parcels.peer, parcels.tag, *what, into)
 
@@ -238,10 +238,10 @@ class _Pass:
         launch = self.groups.in_buffer_order(launch, held[1].rows)
         q, kv = self.operands.of(held[0], launch.q, heads), self.operands.of(held[1], launch.kv, kv_heads)
         if len(held) == 2:
-            out = self.results.goes_to("out", heads, launch.q.packed, number)
+            out = self.results.goes_to("out", heads, self.operands.sets.packed(launch.q), number)
             return Launch(q, kv, None, None, launch.segments, heads[0], out)
         do, res = (self.operands.of(one, launch.q, heads) for one in held[2:])
-        dq = self.results.goes_to("dq", heads, launch.q.packed, number)
+        dq = self.results.goes_to("dq", heads, self.operands.sets.packed(launch.q), number)
         dkv = (self.results.goes_to("dkv", kv_heads, layer, number) for layer in launch.layers)
         return Launch(q, kv, do, res, launch.segments, heads[0], dq, tuple(chain.from_iterable(dkv)))
 

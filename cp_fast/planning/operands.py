@@ -69,7 +69,9 @@ class Operands:
         made = self.new(name, kind, heads, rows.buffer, rows.total)
         copies: list[Copy[RowKey]] = []
         for part in split(heads, (edge for held in self.held if held.kind == kind for edge in held.heads)):
-            shares, rest = shared_out(rows.packed, ((held, held.rows) for held in self.held if held.has(kind, part)))
+            shares, rest = shared_out(
+                self.sets.packed(rows), ((held, held.rows) for held in self.held if held.has(kind, part))
+            )
             for held, found in shares:
                 order = by_start(found.there)  # as they lie in the source: what arrived is then read in one piece
                 there, here, count = found.there[order], found.here[order], found.count[order]

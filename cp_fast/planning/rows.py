@@ -41,14 +41,19 @@ class Spans:
         return int(self.size.sum())
 
     @cached_property
+    def begin(self) -> Column:
+        """Where each begins when they lie one behind the other."""
+        return np.cumsum(self.size) - self.size
+
+    @property
     def packed(self) -> Parts:
-        """A tensor that holds them one behind the other."""
-        return Parts(self, np.cumsum(self.size) - self.size)
+        """A tensor that holds them one behind the other; a new object, as one that is kept here would keep these."""
+        return Parts(self, self.begin)
 
     @cached_property
     def buffer(self) -> RowMap:
         """A buffer that holds them one behind the other."""
-        return RowMap.at(self, self.packed.row)
+        return RowMap.at(self, self.begin)
 
 
 class SpanSets:
@@ -62,6 +67,7 @@ class SpanSets:
     def __init__(self) -> None:
         self._by_columns: dict[tuple[int, int], tuple[Column, Column, Spans]] = {}  # by the columns' ids
         self._by_edges: dict[tuple[int, ...], list[Spans]] = {}  # by what is quickly compared
+        self._packed: dict[Spans, Parts] = {}
 
     def of(self, start: Column, stop: Column) -> Spans:
         """The spans with these edges."""
@@ -78,6 +84,12 @@ class SpanSets:
                 return spans
         known.append(Spans(start, stop))
         return known[-1]
+
+    def packed(self, spans: Spans) -> Parts:
+        """A tensor that holds these spans one behind the other; the same object for the same spans."""
+        if spans not in self._packed:
+            self._packed[spans] = spans.packed
+        return self._packed[spans]
 
     def joined(self, parts: list[Spans]) -> Spans:
         """Several spans, one behind the other."""
