@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends import BackwardOperands, Gradients, LaunchOptions
+from cp_fast.backends import BackwardOperands, LaunchOptions
+from cp_fast.backends.base import backward_letting_go
 from cp_fast.bound import Ready
 from cp_fast.program import OWN
 from cp_fast.running import Inputs, Run
@@ -128,11 +129,7 @@ def _backward(given: Inputs, run: Run, launch: Ready, options: LaunchOptions) ->
     """
     results = run.results
     results.settle(launch.settled)
-    operands, letting_go = [_operands(run, launch)], getattr(given.backend, "backward_letting_go", None)
-    if letting_go is not None:
-        part: Gradients = letting_go(operands, launch.segments, options)
-    else:
-        part = given.backend.backward(operands.pop(), launch.segments, options)
+    part = backward_letting_go(given.backend, [_operands(run, launch)], launch.segments, options)
     results.contribute(launch.results, (part.dq,))
     results.contribute(launch.results_kv, (part.dk, part.dv))
 

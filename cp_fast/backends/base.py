@@ -19,7 +19,16 @@ import torch
 from cp_fast.backends.lengths import Cumulative, longest
 from cp_ref.spec import Feature
 
-__all__ = ["Backend", "BackwardOperands", "Gradients", "LaunchOptions", "NotInstalled", "Partial", "Segments"]
+__all__ = [
+    "Backend",
+    "BackwardOperands",
+    "Gradients",
+    "LaunchOptions",
+    "NotInstalled",
+    "Partial",
+    "Segments",
+    "backward_letting_go",
+]
 
 
 class NotInstalled(str):
@@ -145,8 +154,7 @@ class Gradients(NamedTuple):
 class Backend(Protocol):
     """One kernel library.
 
-    It may have `rounded_gradients` (`planning.narrow`), and `backward_letting_go(given, segments, options)`: `backward`
-    of operands that it takes out of a list, so that those which nobody else holds go before it yields.
+    It may have `rounded_gradients` (`planning.narrow`), and `backward_letting_go` (the function of this name).
     """
 
     name: str
@@ -170,3 +178,15 @@ class Backend(Protocol):
         Every library forms delta itself, so it is not passed.
         """
         ...
+
+
+def backward_letting_go(
+    backend: Backend, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
+) -> Gradients:
+    """`backend.backward` of the operands in a list, which is empty then: where the backend has a method of this name,
+    those that nobody else holds go as soon as its kernels have read them, before it yields.
+    """
+    letting_go = getattr(backend, "backward_letting_go", None)
+    if letting_go is not None:
+        return letting_go(given, segments, options)
+    return backend.backward(given.pop(), segments, options)

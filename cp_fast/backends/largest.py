@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.backends.base import Backend, BackwardOperands, Gradients, LaunchOptions, Partial, Segments
+from cp_fast.backends.base import (
+    Backend,
+    BackwardOperands,
+    Gradients,
+    LaunchOptions,
+    Partial,
+    Segments,
+    backward_letting_go,
+)
 from cp_fast.backends.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of
 from cp_ref.spec import Feature
 
@@ -25,6 +33,7 @@ class LargestLogit:
         """Everything but max_logit is the library's."""
         self.name: str = library.name
         self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
+        self.rounded_gradients: bool = getattr(library, "rounded_gradients", False)
         self._library = library
 
     def why_not(self) -> str | None:
@@ -42,6 +51,12 @@ class LargestLogit:
     def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`: the library's."""
         return self._library.backward(operands, segments, options)
+
+    def backward_letting_go(
+        self, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
+    ) -> Gradients:
+        """The library's, where it has one."""
+        return backward_letting_go(self._library, given, segments, options)
 
 
 def largest_logit(

@@ -17,7 +17,16 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast import backends
-from cp_fast.backends.base import Backend, BackwardOperands, Gradients, LaunchOptions, NotInstalled, Partial, Segments
+from cp_fast.backends.base import (
+    Backend,
+    BackwardOperands,
+    Gradients,
+    LaunchOptions,
+    NotInstalled,
+    Partial,
+    Segments,
+    backward_letting_go,
+)
 from cp_fast.backends.blockwise import BlockwiseBackend
 from cp_fast.backends.largest import LargestLogit, largest_logit
 from cp_fast.backends.lengths import Cumulative
@@ -183,6 +192,31 @@ def test_a_library_without_max_logit_is_given_it(seed: int, size: ScoreBlockSize
     torch.testing.assert_close(got, want)
     operands, options = BackwardOperands(dout, q, k, v, got.out, got.lse, None), LaunchOptions(scale, softcap, True)
     torch.testing.assert_close(*(b.backward(operands, segments, options) for b in (backend, library)))
+    handed_over = [operands]
+    part = backward_letting_go(backend, handed_over, segments, options)
+    torch.testing.assert_close(part, library.backward(operands, segments, options))
+    assert not handed_over
+
+
+def test_max_logit_of_a_library_keeps_how_it_rounds_and_lets_go() -> None:
+    class Library(Stub):
+        rounded_gradients = True
+        taken: BackwardOperands | None = None
+
+        def backward_letting_go(self, given: list[BackwardOperands], *rest: Any) -> Gradients:
+            self.taken = given.pop()
+            return self.backward(self.taken, *rest)
+
+    segments, heads = random_case(0)
+    q, k, v, dout, _ = tensors(0, segments, heads, torch.float32)
+    library, options = Library("library", set(CPU.features)), LaunchOptions(0.5)
+    part = CPU.forward(q, k, v, segments, options)
+    operands = BackwardOperands(dout, q, k, v, part.out, part.lse, None)
+    backend = LargestLogit(library)
+    assert backend.rounded_gradients
+    assert not LargestLogit(CPU).rounded_gradients
+    backward_letting_go(backend, [operands], segments, options)
+    assert library.taken is operands
 
 
 @pytest.mark.parametrize("size", [CPU.size, TINY.size], ids=["one block", "tiny blocks"])  # type: ignore[attr-defined]
