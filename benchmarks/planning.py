@@ -221,9 +221,7 @@ def _shape(text: str) -> tuple[int, int]:
     """Sequences and ranks of "100:8"."""
     count, colon, cp_size = text.partition(":")
     if not (colon and count.isdecimal() and cp_size.isdecimal()):
-        raise typer.BadParameter(
-            f"--shapes has {text!r}; it must be sequences and ranks, as in 100:8,1000:8"
-        )
+        raise typer.BadParameter(f"--shapes has {text!r}; it must be sequences and ranks, as in 100:8,1000:8")
     return int(count), int(cp_size)
 
 
