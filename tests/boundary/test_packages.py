@@ -33,7 +33,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     build("sdist", ROOT)
     [packed] = folder.glob("*.tar.gz")
     with tarfile.open(packed) as archive:
-        archive.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # since Python 3.11.4
+            archive.extractall(folder, filter="data")
+        else:
+            archive.extractall(folder)
     build("wheel", folder / packed.name.removesuffix(".tar.gz"))
     [made] = folder.glob("*.whl")
     return zipfile.ZipFile(made)
