@@ -36,11 +36,8 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         offset: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        q, k, v = (
-            q.detach(),
-            k.detach(),
-            v.detach(),
-        )  # saved like this, the backward pass need not do it again
+        # saved like this, the backward pass need not do it again
+        q, k, v = q.detach(), k.detach(), v.detach()
         with cp.alone("attention, forward"), no_autocast(q.device):
             out, lse, max_logit, kept = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
         ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *((q, k, v) if plan.needs_inputs else ()))
