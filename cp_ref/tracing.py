@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_ref.spec import Problem, Schedule
+from cp_ref.spec import Problem, Schedule, check_choice
 from cp_ref.spec.title import title
 
 __all__ = ["DIRECTIONS", "KINDS", "OF_KEYS", "WHOLE", "Item", "Piece", "Trace"]
@@ -161,8 +161,7 @@ class Trace:
         Args:
             name: "q", "k", "v", "dout", "out", "lse", "dq", "dk" or "dv". Rows of ranks that are not here are NaN.
         """
-        if name not in WHOLE:
-            raise ValueError(f"name is {name!r}; it must be one of {', '.join(map(repr, WHOLE))}")
+        check_choice("name", name, list(WHOLE))
         if self.problem is None:
             return []
         direction, kind = WHOLE[name]

@@ -18,7 +18,7 @@ from cp_fast.peers.sharing import share
 from cp_fast.peers.streams import why_not_driver
 from cp_fast.remarks import say_once
 from cp_ref.common.processes import ProcessMember
-from cp_ref.spec import Group, PairGroup, Problem
+from cp_ref.spec import Group, PairGroup, Problem, check_choice
 
 __all__ = ["VARIABLE", "Messages", "carried_by", "carries", "messages_for", "why_not"]
 
@@ -36,8 +36,7 @@ def carried_by() -> str:
         ValueError: it names none.
     """
     choice = os.environ.get(VARIABLE) or CHOICES[0]
-    if choice not in CHOICES:
-        raise ValueError(f"{VARIABLE} is {choice!r}; it must be one of {', '.join(map(repr, CHOICES))}")
+    check_choice(VARIABLE, choice, CHOICES)
     return choice
 
 
