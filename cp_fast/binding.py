@@ -183,10 +183,11 @@ class _Binding:
     def _step(self, where: str, step: LoweredStep[Rows], *, last: bool) -> Step:
         program, sends, recvs = self._program, list[Message](), list[Message]()
         given = [self._given(send) for send in step.sends]
+        alone = not step.launches  # nobody asks for memory while messages travel
         for send in step.sends:
             room = self._room(program.buffers[send.buffer].kind, send.heads, count(send.rows))
             for peer, tag in zip(send.peers, send.tags, strict=True):
-                sends += _messages(peer, tag, room)
+                sends += _messages(peer, tag, room, held=alone or send.buffer in OWN.values())
         handed: list[Handed] = []
         for send in step.result_sends:
             sums, number = program.sums[send.sums], self._numbers[send.sums]
@@ -194,7 +195,7 @@ class _Binding:
             handed.append(Handed(number, None if is_all(rows, sums.size) else rows))
             dtype = self._call.dtype if sums.complete or sums.narrow else self._call.wide
             heads = sums.heads[1] - sums.heads[0]
-            sends += _messages(send.peer, send.tag, self._room(sums.kind, heads, send.size, dtype))
+            sends += _messages(send.peer, send.tag, self._room(sums.kind, heads, send.size, dtype), held=alone)
         arrivals = self._arrivals(step.recvs)
         for arrival, some in arrivals:
             heads = arrival.room.rows[0][1]
@@ -246,16 +247,19 @@ def _last_uses(step: LoweredStep[Rows]) -> list[list[str]]:
     return [sorted(last & its - rest) for its, rest in zip(read, later, strict=True)]
 
 
-def _messages(peer: int, tag: int, room: Room, pieces: Sequence[int] | None = None) -> list[Message]:
+def _messages(
+    peer: int, tag: int, room: Room, pieces: Sequence[int] | None = None, *, held: bool = False
+) -> list[Message]:
     """A message for each tensor, with tags of their own: no copy into a common buffer. pieces: the numbers of rows that
     they are received in, but for those by column.
     """
     found: list[Message] = []
     for n, shape in enumerate(room.rows):
         row = math.prod(shape[1:]) * room.dtype.itemsize
-        found.append(Message(peer, tag + n, tuple(row * size for size in pieces or [shape[0]])))
+        found.append(Message(peer, tag + n, tuple(row * size for size in pieces or [shape[0]]), held))
     return found + [
-        Message(peer, tag + 2 + n, (math.prod(shape) * room.wide.itemsize,)) for n, shape in enumerate(room.columns)
+        Message(peer, tag + 2 + n, (math.prod(shape) * room.wide.itemsize,), held)
+        for n, shape in enumerate(room.columns)
     ]
 
 

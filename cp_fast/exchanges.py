@@ -16,12 +16,13 @@ __all__ = ["Exchange", "Located", "Message", "Prepares", "by_tag", "places", "pr
 
 class Message(NamedTuple):
     """One tensor to or from a peer. `pieces`: the bytes of each of the tensors that it is received into, one behind the
-    other; one where it is sent.
+    other; one where it is sent. `held`: a sent tensor may be held until the exchange was waited for.
     """
 
     peer: int
     tag: int
     pieces: tuple[int, ...]
+    held: bool = False
 
 
 class Exchange(Protocol):
@@ -85,7 +86,7 @@ class _ByGroup:
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
         out = [Parcel(message.peer, message.tag, sends[first]) for message, first in self._sends]
         back, cut = list[Parcel](), list[tuple[torch.Tensor, Sequence[torch.Tensor]]]()
-        for (peer, tag, pieces), first in self._recvs:
+        for (peer, tag, pieces, _), first in self._recvs:
             box = recvs[first]
             if len(pieces) > 1:
                 parts = recvs[first : first + len(pieces)]

@@ -3,11 +3,13 @@
 An NCCL message is a kernel. Beside an attention kernel, which fills every multiprocessor, it costs more than its bytes.
 Where all ranks of a group are GPUs of one host that reach each other's memory, a message needs no kernel at all:
 
-    sender      here    wait until the place in the lane is free; copy the tensor there; signal `ready`
-    receiver    aside   wait for `ready`; copy the bytes to where they are wanted; signal `done`
+    sender      filling   wait until the place in the lane is free; copy the tensor there; signal `ready`
+    receiver    pulling   wait for `ready`; copy the bytes to where they are wanted; signal `done`
 
-`here` is PyTorch's current stream, `aside` a stream of the exchange. The copies are done by copy engines, and waits and
-signals by the streams themselves (cuStreamWaitValue32, cuStreamWriteValue32): nothing spins on a multiprocessor.
+Both are streams of the exchange, beside PyTorch's current one (`here`), whose kernels go on meanwhile. Where a tensor
+could go after the copy, and a kernel that is launched beside it wants the memory, `here` fills the lane itself. The
+copies are done by copy engines, and waits and signals by the streams themselves (cuStreamWaitValue32,
+cuStreamBatchMemOp): nothing spins on a multiprocessor.
 
     lanes     where in the sender's memory the bytes of each message lie: both ends count, and nobody asks
     streams   the operations on streams, and words of memory that streams wait for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_fast.exchanges import Exchange, Located, Message, by_tag, places, prepare
-from cp_fast.peers.lanes import Lane, rounded
+from cp_fast.peers.lanes import PART, Lane, rounded
 from cp_fast.peers.streams import Streams
 from cp_fast.peers.watch import Watch
 from cp_ref.spec import Group, Parcel, Pending
@@ -66,7 +66,7 @@ class PeerMessages:
         """Post messages of contiguous tensors. Both ends of a pair post what they send each other in equal portions,
         with the same tags.
         """
-        out, back = ([Message(peer, tag, (x.nbytes,)) for peer, tag, x in parcels] for parcels in (sends, recvs))
+        out, back = ([Message(peer, tag, (x.nbytes,), True) for peer, tag, x in parcels] for parcels in (sends, recvs))
         return self.prepared("", out, back).post(self, [x.tensor for x in sends], [x.tensor for x in recvs])
 
     def prepared(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Exchange:
@@ -79,14 +79,26 @@ class PeerMessages:
 
 
 class _Block(NamedTuple):
-    """What goes between two ranks in one exchange. The words: what this rank waits for, and what it writes then."""
+    """What goes between two ranks in one exchange. `aside`: kernels go on while it is copied into the lane, and its
+    tensors are held. The words: what this rank waits for, and what it writes then.
+    """
 
     peer: int
     lane: Lane
     size: int
-    tensors: tuple[tuple[int, int, int], ...]  # number, address in a lane that begins at the block, bytes
+    parts: tuple[tuple[_Copied, ...], ...]
+    aside: bool
     awaited: Any
     written: Any
+
+
+class _Copied(NamedTuple):
+    """Bytes of a tensor: which one, from which byte on, the address in a lane that begins at the block, how many."""
+
+    tensor: int
+    offset: int
+    address: int
+    size: int
 
 
 class _Pulls:
@@ -99,6 +111,8 @@ class _Pulls:
         self._out, rest_sends = _blocks(messages.out, sends, shared.done, shared.ready_of)
         self._back, rest_recvs = _blocks(messages.back, recvs, shared.ready, shared.done_of)
         self._back.sort(key=lambda block: (block.peer - messages.rank) % messages.size)  # not all from one at first
+        self._holds, streams = any(block.aside for block in self._out), messages.streams
+        self._streams = (streams.filling, streams.pulling) if self._holds else (streams.pulling,)
         self._peers = sorted({block.peer for block in (*self._out, *self._back)})
         self._rest = None
         if rest_sends or rest_recvs:
@@ -116,35 +130,50 @@ class _Pulls:
             return self._captured.post(messages.group, sends, recvs)
         if messages.last is not None:  # an exchange that nobody waited for, as something was raised: its tensors go now
             messages.last.wait()
-        here, aside = streams.here(), streams.aside
-        for _, lane, size, tensors, done, ready in self._out:
-            start, number, over = lane.place(size)
-            if over:
-                streams.wait(here, done, over)
-            for n, address, count in tensors:
-                streams.copy(here, address + start, sends[n].data_ptr(), count)
-            streams.signal(here, (ready, number))
+        if self._peers:
+            here = streams.here()
+            streams.fork(here, *self._streams)
+            self._fill(streams, here, sends)
         rest = None
         if self._rest is not None:
             some = [sends[n] for n in self._rest_sends], [recvs[n] for n in self._rest_recvs]
             rest = self._rest.post(messages.group, *some)
         if self._peers:
-            ended: list[tuple[Any, int]] = []
-            streams.fork(here)
-            for _, lane, size, tensors, ready, done in self._back:
-                start, number, _ = lane.place(size)
-                streams.wait(aside, ready, number)
-                for n, address, count in tensors:
-                    streams.copy(aside, recvs[n].data_ptr(), address + start, count)
-                ended.append((done, number))
-            streams.signal(aside, *ended, watch.posted(self._peers, self._where))
+            ended = self._pull(streams, recvs)
+            if self._holds:
+                streams.meet()  # before the signal: where a lane is never free again, the exchange has not ended
+            streams.signal(streams.pulling, *ended, watch.posted(self._peers, self._where))
             streams.mark()
-        messages.last = _Pulled(messages, bool(self._peers), recvs, rest)
+        messages.last = _Pulled(messages, bool(self._peers), (*recvs, *sends) if self._holds else recvs, rest)
         return messages.last
+
+    def _fill(self, streams: Streams, here: Any, sends: Sequence[torch.Tensor]) -> None:
+        """Copy what is sent into lanes."""
+        for _, lane, size, parts, aside, done, ready in self._out:
+            stream = streams.filling if aside else here
+            start, number, over = lane.place(size, len(parts))
+            if over:
+                streams.wait(stream, done, over)
+            for number_of_part, part in enumerate(parts, number - len(parts) + 1):
+                for n, offset, address, count in part:
+                    streams.copy(stream, address + start, sends[n].data_ptr() + offset, count)
+                streams.signal(stream, (ready, number_of_part))
+
+    def _pull(self, streams: Streams, recvs: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
+        """Copy what is received out of the peers' lanes; the words that say so, and their numbers."""
+        pulling, ended = streams.pulling, list[tuple[Any, int]]()
+        for _, lane, size, parts, _, ready, done in self._back:
+            start, number, _ = lane.place(size, len(parts))
+            for number_of_part, part in enumerate(parts, number - len(parts) + 1):
+                streams.wait(pulling, ready, number_of_part)
+                for n, offset, address, count in part:
+                    streams.copy(pulling, recvs[n].data_ptr() + offset, address + start, count)
+            ended.append((done, number))
+        return ended
 
 
 class _Pulled:
-    """An exchange under way."""
+    """An exchange under way, and the tensors that are copied on other streams than the current one."""
 
     def __init__(
         self, messages: PeerMessages, marked: bool, tensors: Sequence[torch.Tensor], rest: Pending | None
@@ -177,17 +206,30 @@ def _blocks(
     blocks, rest = list[_Block](), list[Located]()
     for peer, some in by_peer.items():
         (lane, address), size = lanes[peer], 0
-        tensors = list[tuple[int, int, int]]()
-        for (_, _, pieces), first in some:
+        parts: dict[int, list[_Copied]] = {}
+        for (_, _, pieces, _), first in some:
             starts = accumulate(pieces, initial=size)
-            tensors += [
-                (first + n, address + at, count)
-                for n, (at, count) in enumerate(zip(starts, pieces, strict=False))
-                if count
-            ]
+            for n, (at, count) in enumerate(zip(starts, pieces, strict=False), first):
+                for part, begin, end in _cut(at, at + count):
+                    parts.setdefault(part, []).append(_Copied(n, begin - at, address + begin, end - begin))
             size += rounded(sum(pieces))
         if size > lane.size:
             rest += some
         else:
-            blocks.append(_Block(peer, lane, size, tuple(tensors), awaited[peer], written[peer]))
+            by_part = tuple(tuple(parts.get(part, ())) for part in range(-(-size // PART)))
+            aside = all(message.held for message, _ in some)
+            blocks.append(_Block(peer, lane, size, by_part, aside, awaited[peer], written[peer]))
     return blocks, rest
+
+
+def _cut(begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Bytes of a block by parts: (part, begin, end).
+
+    >>> list(_cut(PART - 4, 2 * PART)) == [(0, PART - 4, PART), (1, PART, 2 * PART)], list(_cut(8, 8))
+    (True, [])
+    """
+    while begin < end:
+        part = begin // PART
+        upto = min(end, (part + 1) * PART)
+        yield part, begin, upto
+        begin = upto

@@ -1,7 +1,8 @@
 """Where the bytes of each message lie, from one rank to another: a number that both ends know without asking.
 
 A lane is a ring of bytes in the sender's memory, for one receiver. All that goes to it in one exchange is one block.
-Both ends place the same blocks in the same order, so both know where each one lies.
+Both ends place the same blocks in the same order, so both know where each one lies. A large block has several parts:
+the first can be pulled while the next ones are still copied into the lane.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from typing import NamedTuple
 
 from cp_ref.spec import Problem
 
-__all__ = ["ALIGNMENT", "Lane", "Place", "lane_sizes", "rounded"]
+__all__ = ["ALIGNMENT", "PART", "Lane", "Place", "lane_sizes", "rounded"]
 
 ALIGNMENT = 256  # bytes, of tensors in a block
+PART = 2**25  # bytes of a part, but the last of a block
 
 
 class Place(NamedTuple):
-    """A block: where it begins, its number (from 1), and the last number of those that lay there, 0 for none."""
+    """A block: where it begins, the number of its last part (all parts of a lane are counted, from 1), and that of the
+    last block that lay there, 0 for none.
+    """
 
     start: int
     number: int
@@ -28,9 +32,9 @@ class Lane:
     """One way between two ranks.
 
     >>> lane = Lane(1000)
-    >>> [lane.place(400), lane.place(400), lane.place(300), lane.place(300)]
-    [Place(start=0, number=1, over=0), Place(start=400, number=2, over=0), Place(start=0, number=3, over=1), \
-Place(start=300, number=4, over=2)]
+    >>> [lane.place(400, 1), lane.place(400, 2), lane.place(300, 1), lane.place(300, 1)]
+    [Place(start=0, number=1, over=0), Place(start=400, number=3, over=0), Place(start=0, number=4, over=1), \
+Place(start=300, number=5, over=3)]
     """
 
     def __init__(self, size: int) -> None:
@@ -38,7 +42,7 @@ Place(start=300, number=4, over=2)]
         self._end = self._number = 0
         self._lying: deque[tuple[int, int, int]] = deque()  # start, stop, number; the oldest first
 
-    def place(self, size: int) -> Place:
+    def place(self, size: int, parts: int) -> Place:
         """The place of the next block, which is not larger than the lane."""
         over, start = 0, self._end
         if start + size > self.size:
@@ -47,7 +51,7 @@ Place(start=300, number=4, over=2)]
                 over = self._lying.popleft()[2]
         while self._lying and self._lying[0][0] < start + size and start < self._lying[0][1]:
             over = self._lying.popleft()[2]
-        self._end, self._number = start + size, self._number + 1
+        self._end, self._number = start + size, self._number + parts
         self._lying.append((start, start + size, self._number))
         return Place(start, self._number, over)
 

@@ -22,11 +22,12 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
 class Streams(Protocol):
-    """What an exchange does on a device, on two streams. A word is whatever `signal` and `wait` of the implementation
-    take; memory is an address.
+    """What an exchange does on a device, on two streams of its own. A word is whatever `signal` and `wait` of the
+    implementation take; memory is an address.
     """
 
-    aside: Any  # the stream on which messages are pulled
+    filling: Any  # the stream on which what is sent is copied into lanes
+    pulling: Any  # the stream on which what is received is copied out of the peers' lanes
 
     def here(self) -> Any:
         """PyTorch's current stream."""
@@ -48,12 +49,16 @@ class Streams(Protocol):
         """Let a stream wait until a word of this rank is this number, or one after it."""
         ...
 
-    def fork(self, here: Any) -> None:
-        """What is done aside from now on begins when the stream `here` has come so far."""
+    def fork(self, here: Any, *streams: Any) -> None:
+        """What these streams do from now on begins when the stream `here` has come so far."""
+        ...
+
+    def meet(self) -> None:
+        """What the pulling stream does from now on begins when the filling one has come so far."""
         ...
 
     def mark(self) -> None:
-        """Mark how far the stream aside has come."""
+        """Mark how far the pulling stream has come."""
         ...
 
     def join(self, here: Any) -> None:
@@ -109,13 +114,13 @@ def why_not_driver() -> str | None:
 class CudaStreams:
     """`Streams` of a GPU; words are addresses, streams their handles.
 
-    Two events serve all exchanges: who waits for an event waits for what was recorded last when it began to. The driver
-    reads the writes of a signal while it is called, so one table of them serves all signals of as many words.
+    Three events serve all exchanges: who waits for an event waits for what was recorded last when it began to. The
+    driver reads the writes of a signal while it is called, so one table of them serves all signals of as many words.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._index, driver = self._stream.device.index, _driver()
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
+        self._index, driver = self._streams[0].device.index, _driver()
         self._copy, self._write, self._wait = (
             driver.cuMemcpyAsync,
             driver.cuStreamBatchMemOp_v2,
@@ -123,8 +128,8 @@ class CudaStreams:
         )
         self._record, self._wait_event = driver.cuEventRecord, driver.cuStreamWaitEvent
         self._writes: dict[int, Any] = {}
-        self._forked, self._marked = self._event(), self._event()
-        self.aside = self._stream.cuda_stream
+        self._forked, self._filled, self._marked = (self._event() for _ in range(3))
+        self.filling, self.pulling = (stream.cuda_stream for stream in self._streams)
 
     def _event(self) -> ctypes.c_void_p:
         event = ctypes.c_void_p()
@@ -155,12 +160,19 @@ class CudaStreams:
         if code := self._wait(stream, word, number & 0xFFFFFFFF, _GEQ):
             _check(code)
 
-    def fork(self, here: int) -> None:
-        if code := self._record(self._forked, here) or self._wait_event(self.aside, self._forked, 0):
+    def fork(self, here: int, *streams: int) -> None:
+        code = self._record(self._forked, here)
+        for stream in streams:
+            code = code or self._wait_event(stream, self._forked, 0)
+        if code:
+            _check(code)
+
+    def meet(self) -> None:
+        if code := self._record(self._filled, self.filling) or self._wait_event(self.pulling, self._filled, 0):
             _check(code)
 
     def mark(self) -> None:
-        if code := self._record(self._marked, self.aside):
+        if code := self._record(self._marked, self.pulling):
             _check(code)
 
     def join(self, here: int) -> None:

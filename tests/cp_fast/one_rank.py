@@ -53,7 +53,7 @@ class Allocates:
 class _Streams:
     """Nothing is copied, signalled or waited for."""
 
-    aside = 1
+    filling, pulling = 1, 2
 
     def here(self) -> int:
         return 0
@@ -70,7 +70,10 @@ class _Streams:
     def wait(self, stream: int, word: Any, number: int) -> None:
         pass
 
-    def fork(self, here: int) -> None:
+    def fork(self, here: int, *streams: int) -> None:
+        pass
+
+    def meet(self) -> None:
         pass
 
     def mark(self) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 
 import cp_fast
 from cp_fast.packing import Packing
+from cp_fast.peers import exchange
 from cp_fast.peers.exchange import PeerMessages, Shared
 from cp_fast.peers.group import carried_by
 from cp_fast.peers.lanes import lane_sizes
@@ -47,42 +48,98 @@ class Host:
             return self.queues.setdefault(key, SimpleQueue())
 
 
+class Stream:
+    """Operations in a thread of their own, in order."""
+
+    def __init__(self) -> None:
+        self._todo = SimpleQueue[Callable[[], Any]]()
+        self._failed: BaseException | None = None
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            operation = self._todo.get()
+            try:
+                if self._failed is None:
+                    operation()
+            except BaseException as error:
+                self._failed = error
+
+    def does(self, operation: Callable[[], Any]) -> None:
+        self._todo.put(operation)
+
+    def end(self) -> None:
+        """Wait for what it has to do so far."""
+        ended = threading.Event()
+        self._todo.put(ended.set)
+        while not ended.wait(0.05):
+            if self._failed is not None:
+                raise self._failed
+
+
 class Streams:
-    """Every operation is done at once, in the rank's thread; before each, other ranks may run ahead."""
+    """The current stream's operations are done at once, in the rank's thread; those of the other two in threads of
+    theirs. Before each of them any other rank and stream may run ahead.
+    """
 
     def __init__(self, host: Host, rank: int) -> None:
         self._host, self._random = host, random.Random(rank)
-        self.captures, self.aside = False, "aside"
+        self.captures, self.filling, self.pulling, self._marked = False, Stream(), Stream(), threading.Event()
 
     def capturing(self) -> bool:
         return self.captures
 
-    def here(self) -> str:
-        return "here"
+    def here(self) -> Here:
+        return HERE
 
-    def copy(self, stream: str, to: int, source: int, size: int) -> None:
-        assert stream in ("here", self.aside)
-        ctypes.memmove(to, source, size)
+    def copy(self, stream: Stream | Here, to: int, source: int, size: int) -> None:
+        stream.does(lambda: ctypes.memmove(to, source, size))
 
-    def signal(self, stream: str, *words: tuple[torch.Tensor, int]) -> None:
-        time.sleep(self._random.choice([0.0, 0.0, 2e-3]))
-        with self._host.changed:
-            for word, number in words:
-                word.fill_(number)
-            self._host.changed.notify_all()
+    def signal(self, stream: Stream | Here, *words: tuple[torch.Tensor, int]) -> None:
+        pause = self._random.choice([0.0, 0.0, 2e-3])
 
-    def wait(self, stream: str, word: torch.Tensor, number: int) -> None:
-        with self._host.changed:
-            assert self._host.changed.wait_for(lambda: int(word) >= number, PATIENCE), "a word was waited for in vain"
+        def write() -> None:
+            time.sleep(pause)
+            with self._host.changed:
+                for word, number in words:
+                    word.fill_(number)
+                self._host.changed.notify_all()
 
-    def fork(self, here: str) -> None:
-        pass
+        stream.does(write)
+
+    def wait(self, stream: Stream | Here, word: torch.Tensor, number: int) -> None:
+        def wait() -> None:
+            with self._host.changed:
+                come = self._host.changed.wait_for(lambda: int(word) >= number, PATIENCE)
+            assert come, "a word was waited for in vain"
+
+        stream.does(wait)
+
+    def fork(self, here: Here, *streams: Stream) -> None:
+        """What is done here is done."""
+
+    def meet(self) -> None:
+        filled = threading.Event()
+        self.filling.does(filled.set)
+        self.pulling.does(lambda: filled.wait(PATIENCE))
 
     def mark(self) -> None:
-        pass
+        self._marked = threading.Event()
+        self.pulling.does(self._marked.set)
 
-    def join(self, here: str) -> None:
-        pass
+    def join(self, here: Here) -> None:
+        self.pulling.end()
+        assert self._marked.is_set()
+
+
+class Here:
+    """The current stream."""
+
+    def does(self, operation: Callable[[], Any]) -> None:
+        operation()
+
+
+HERE = Here()
 
 
 class Wires:
@@ -154,9 +211,14 @@ def content(sender: int, receiver: int, number: int, n: int, size: int) -> torch
     return (torch.arange(size) * 7 + 1000 * sender + 100 * receiver + 10 * number + n).to(torch.float32)
 
 
-@pytest.mark.parametrize("room", [1024, 5000, 100_000])
-def test_what_is_pulled_is_what_was_sent_whatever_fits_into_a_lane(room: int) -> None:
-    """Random messages of three ranks, one of which runs ahead; what does not fit goes by the group."""
+@pytest.mark.parametrize(("room", "part"), [(1024, 2**25), (5000, 500), (100_000, 2**25), (100_000, 300)])
+def test_what_is_pulled_is_what_was_sent_whatever_fits_into_a_lane(
+    room: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random messages of three ranks, one of which runs ahead, in blocks of one part or several; what does not fit goes
+    by the group.
+    """
+    monkeypatch.setattr(exchange, "PART", part)
     draw = random.Random(room)
     pairs = [(s, r) for s in range(3) for r in range(3) if s != r]
     rounds = [
@@ -198,7 +260,8 @@ def attend(group: Any, comm: str, window: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("window", [-1, 9])
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
-def test_attention_has_the_bits_of_the_simulated_group(comm: str, window: int) -> None:
+def test_attention_has_the_bits_of_the_simulated_group(comm: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "PART", 1000)
     ways = {"p2p": "ring", "all_gather": "gather", "a2a": "heads"}
     sizes: dict[str, Any] = {"heads_q": 6, "heads_kv": 3, "d_qk": 8, "d_v": 8, "dtype": "float32"}
     problem = Problem(
