@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cp_fast.planning.lower import Draft, reads
+from cp_fast.planning.lower import Draft, reads, released
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import OWN, Copy, LoweredProgram, LoweredStep
 
@@ -26,7 +26,7 @@ def landed(draft: Draft) -> Draft:
     """The same program with such messages received in place. Not for one that is updated in place."""
     program = draft.program
     forward, backward = (_landed(program, steps, draft.tables) for steps in (program.forward, program.backward))
-    return replace(draft, program=replace(program, forward=forward, backward=backward))
+    return replace(draft, program=released(replace(program, forward=forward, backward=backward)))
 
 
 def _landed(program: LoweredProgram[RowKey], steps: Steps, tables: Tables) -> Steps:
@@ -50,7 +50,6 @@ def _landed(program: LoweredProgram[RowKey], steps: Steps, tables: Tables) -> St
             ]
             made[number] = replace(made[number], recvs=tuple(new))
             made[at] = replace(made[at], copies=tuple(c for c in made[at].copies if c is not copy))
-            made = [replace(one, last_use=tuple(x for x in one.last_use if x != name)) for one in made]
     return tuple(made)
 
 

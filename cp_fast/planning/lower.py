@@ -29,7 +29,7 @@ from cp_fast.program import (
 from cp_ref.spec import OPERANDS, RESULTS, Message, Workload
 from cp_ref.spec import Program as Steps
 
-__all__ = ["COMPLETE", "Draft", "lower", "reads"]
+__all__ = ["COMPLETE", "Draft", "lower", "reads", "released"]
 
 COMPLETE = "complete"  # instead of sums: complete results that arrive are written to the rank's own rows
 
@@ -77,18 +77,16 @@ def lower(
     back_steps = _Pass(groups, operands, results, tuple(OWN), sent, received).lower(backward)
     read = {name for step in back_steps for name in reads(step)}
     needed = tuple(held.name for held in kept if held.name in read)
-    return Draft(
-        LoweredProgram(
-            _released(steps, {*OWN.values(), *needed}),
-            _released(back_steps, set(OWN.values())),
-            operands.buffers,
-            results.sums,
-            needed,
-            {sums: held.name for sums, held in complete.items() if held.name in read},
-            tables.rows(own["q"].row, own["q"].stop - own["q"].start),
-        ),
-        tables,
+    program = LoweredProgram(
+        tuple(steps),
+        tuple(back_steps),
+        operands.buffers,
+        results.sums,
+        needed,
+        {sums: held.name for sums, held in complete.items() if held.name in read},
+        tables.rows(own["q"].row, own["q"].stop - own["q"].start),
     )
+    return Draft(released(program), tables)
 
 
 def reads(step: LoweredStep[RowKey]) -> Iterator[str]:
@@ -99,8 +97,14 @@ def reads(step: LoweredStep[RowKey]) -> Iterator[str]:
         yield from (x.buffer for x in (launch.q, launch.kv, launch.do, launch.res) if x is not None)
 
 
+def released(program: LoweredProgram[RowKey]) -> LoweredProgram[RowKey]:
+    """The program with the buffers that each step is the last to use, but for those that are kept."""
+    own = set(OWN.values())
+    forward, backward = _released(program.forward, own | {*program.saved}), _released(program.backward, own)
+    return replace(program, forward=forward, backward=backward)
+
+
 def _released(steps: Sequence[LoweredStep[RowKey]], kept: set[str]) -> tuple[LoweredStep[RowKey], ...]:
-    """The steps with the buffers that each is the last to use, but for those that are kept."""
     found: list[LoweredStep[RowKey]] = []
     for step in reversed(steps):
         last = {*reads(step), *(recv.buffer for recv in step.recvs)} - kept

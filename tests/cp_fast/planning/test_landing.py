@@ -1,4 +1,4 @@
-"""What arrives in a few pieces is received where it is wanted: fewer copies, the same bits."""
+"""What arrives in a few pieces is received where it is wanted, and own rows are copied meanwhile: the same bits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_the_bits_are_the_same(
 ) -> None:
     lengths = DOCUMENTS[documents]
     found = SimGroup(size).run(lambda member: play(member, comm, lengths, layout))
-    monkeypatch.setattr(cp_fast.plan, "landed", lambda draft: draft)
+    for rewrite in ("landed", "meanwhile"):
+        monkeypatch.setattr(cp_fast.plan, rewrite, lambda draft: draft)
     expected = SimGroup(size).run(lambda member: play(member, comm, lengths, layout))
     for (mine, program), (its, plain) in zip(found, expected, strict=True):
         assert all(map(torch.equal, mine, its))
@@ -55,5 +56,13 @@ def test_the_bits_are_the_same(
         if comm == "a2a" and documents == "one":  # of q and of kv, and of do, from every peer
             assert in_place(program) == 3 * (size - 1)
             assert sum(len(step.copies) for step in plain.forward) == sum(len(s.copies) for s in program.forward) + 2
+        if comm == "a2a":  # one step exchanges, and the next one computes with what came
+            for direction in ("forward", "backward"):
+                exchanges, computes = getattr(program, direction)[:2]
+                came = {recv.buffer for recv in exchanges.recvs}
+                assert all(copy.source.buffer in came for copy in computes.copies)
+                assert not any(copy.source.buffer in came for copy in exchanges.copies)
+                assert exchanges.copies
+                assert not getattr(plain, direction)[0].copies
         if documents == "many":
             assert in_place(program) == 0 or layout == "contiguous"
