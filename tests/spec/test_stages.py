@@ -69,16 +69,19 @@ def test_kv_heads_that_go_to_several_ranks_are_not_cut() -> None:
         assert [len(program) for program in make_schedule(problem).forward] == [3] * 4
 
 
-H200 = {"heads_q": 32, "heads_kv": 8, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
+H200 = {"heads_q": 32, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
 
 
-def test_more_is_cut_the_more_there_is_to_hide() -> None:
+@pytest.mark.parametrize(
+    ("heads_kv", "cuts"), [(8, [(4,), (4,), (2, 2), (2, 2)]), (32, [(16,), (1, 14, 1), (1, 14, 1), (1, 14, 1)])]
+)
+def test_more_is_cut_the_more_there_is_to_hide(heads_kv: int, cuts: list[tuple[int, ...]]) -> None:
     """Of one sequence over two ranks, from what the host hardly launches to what messages are nothing to."""
     found = []
     for tokens in (2**10, 2**15, 2**17, 2**22):
-        problem = Problem(2, (Sequence(tokens, tokens, tokens, tokens),), "a2a", 2, **H200)
+        problem = Problem(2, (Sequence(tokens, tokens, tokens, tokens),), "a2a", 2, heads_kv=heads_kv, **H200)
         found.append(head_stages(problem, problem.pairs))
-    assert found == [(4,), (1, 2, 1), (1, 2, 1), (1, 2, 1)]
+    assert found == cuts
 
 
 def test_the_cuts_to_choose_from() -> None:
