@@ -61,6 +61,7 @@ class _Binding:
 
     def __init__(self, program: LoweredProgram[Rows], problem: Problem, group: Group, call: Call) -> None:
         self._program, self._group, self._call = program, group, call
+        self._kinds = ("dq", "dkv") if call.backward else ("out",)
         self._slots = {name: n for n, name in enumerate(program.buffers)}
         self._numbers = {name: n for n, name in enumerate(program.sums)}
         self._taken: dict[int, list[Take]] = {}
@@ -71,10 +72,11 @@ class _Binding:
 
     def bind(self) -> Pass:
         """All steps."""
-        call, direction = self._call, "backward" if self._call.backward else "forward"
+        direction = "backward" if self._call.backward else "forward"
         steps: tuple[LoweredStep[Rows], ...] = getattr(self._program, direction)
-        kinds = ("dq", "dkv") if call.backward else ("out",)
-        mine = {kind: [n for n, s in enumerate(self._sums) if s.sums.kind == kind and s.sums.home] for kind in kinds}
+        mine = {
+            kind: [n for n, s in enumerate(self._sums) if s.sums.kind == kind and s.sums.home] for kind in self._kinds
+        }
         made = [
             self._step(f"{direction}, step {n} of {len(steps)}", step, last=n == len(steps) - 1)
             for n, step in enumerate(steps)
@@ -218,6 +220,7 @@ class _Binding:
         launches = tuple(map(self._ready, step.launches, _last_uses(step)))
         gives = [give for launch in launches for give in launch.results_kv]
         gives += [give for _, some in partial for give in some]
+        added = {recv.kind for recv in step.result_recvs if not recv.complete}
         return Step(
             tuple(map(self._move, step.packed)),
             tuple(given),
@@ -235,7 +238,7 @@ class _Binding:
                 if not (last and self._sums[n].sums.home)
             ),
             tuple(self._slots[name] for name in step.last_use),
-            last and not any(recv.kind == "dq" for recv in step.result_recvs),
+            tuple(kind for kind in self._kinds if last and kind not in added),
         )
 
 

@@ -147,7 +147,7 @@ class Step(NamedTuple):
     launches: tuple[Ready, ...]
     settled: tuple[tuple[int, int], ...]
     last_use: tuple[int, ...]
-    dq_is_done: bool  # after its launches, and nothing of dq is under way
+    finished: tuple[str, ...]  # results of which this rank has computed all that it will, after its launches
 
 
 class Sum(NamedTuple):

@@ -109,16 +109,12 @@ def run_backward(
     for name in program.saved_sums.values():
         run.hold(name, [next(rest)], [next(rest)])
     options = LaunchOptions(given.problem.scale, given.problem.softcap, deterministic)
-    dq = None
     for step in run.ready.steps:
         pending = run.post(step)
         for launch in step.launches:
             _backward(given, run, launch, options)
-        if step.dq_is_done:
-            (dq,), _ = run.results.home("dq", sizes[0])  # while the last gradients of keys travel home
         run.complete_step(step, pending)
-    if dq is None:
-        (dq,), _ = run.results.home("dq", sizes[0])
+    (dq,), _ = run.results.home("dq", sizes[0])
     (dk, dv), _ = run.results.home("dkv", sizes[1])
     return dq, dk, dv
 

@@ -45,7 +45,8 @@ class Results:
         self.dtype, self.device, self._wide, self._sink = like.dtype, like.device, wide, sink
         self._totals = _Totals(ready, kernels)
         self.handed: dict[int, Held] = {}  # by sums: results as they were sent
-        self.arrived: list[tuple[Complete, Held]] = []
+        self.arriving: list[tuple[Complete, Held]] = []  # what other ranks have computed of the rank's own rows
+        self._own: dict[str, tuple[Sequence[torch.Tensor], torch.Tensor | None]] = {}
 
     def contribute(self, gives: Sequence[Give], rows: Sequence[torch.Tensor], lse: torch.Tensor | None = None) -> None:
         """Hand a partial result to the totals that it is a part of."""
@@ -90,23 +91,30 @@ class Results:
         dtype = self.dtype if sums.complete or sums.narrow else self._wide
         return Held([x.to(dtype) for x in rows], [] if lse is None else [lse])
 
-    def home(self, kind: str, size: int) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-        """The results of the rank's own rows, in the input's dtype: for all heads, sinks included."""
+    def finish_own(self, kind: str, size: int) -> None:
+        """Put together what this rank has computed of its own rows. What completes them may still be under way."""
         problem, program, mine = self._problem, self._program, self._ready.home[kind]
-        arrived = [one for one in self.arrived if one[0].kind == kind]
+        arriving = [one for one in self.arriving if one[0].kind == kind]
         whole = problem.heads_kv if kind == "dkv" else problem.heads_q
-        if len(mine) == 1 and not arrived and self._ready.sums[mine[0]].sums.heads == (0, whole):
+        if len(mine) == 1 and not arriving and self._ready.sums[mine[0]].sums.heads == (0, whole):
             rows, lse = self._totals[mine[0]].finish()
         else:
-            rows, lse = self._joined(kind, mine, arrived, size, whole)
+            rows, lse = self._joined(kind, mine, arriving, size, whole)
         if kind == "out" and self._sink is not None:
             assert lse is not None
             add_sink(rows[0], lse, self._sink, program.real_q_rows)
-        rows = [x.to(self.dtype) for x in rows]
+        self._own[kind] = [x.to(self.dtype) for x in rows], lse
+
+    def home(self, kind: str, size: int) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+        """The results of the rank's own rows, in the input's dtype: for all heads, sinks included."""
+        if kind not in self._own:
+            self.finish_own(kind, size)
+        rows, lse = self._own.pop(kind)
+        arrived = [one for one in self.arriving if one[0].kind == kind]
         return self._with(arrived, rows, lse, size) if arrived else (rows, lse)
 
     def _joined(
-        self, kind: str, mine: Sequence[int], arrived: Sequence[tuple[Complete, Held]], size: int, whole: int
+        self, kind: str, mine: Sequence[int], arriving: Sequence[tuple[Complete, Held]], size: int, whole: int
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
         """The totals of some heads each, side by side: zeros where there is neither a total nor a complete result that
         will be written there.
@@ -115,7 +123,7 @@ class Results:
         dtype = self._wide if kind == "out" and self._sink is not None else self.dtype
         all_written = not self._program.spare_rows and whole == sum(
             sums[n].sums.heads[1] - sums[n].sums.heads[0] for n in mine
-        ) + sum(what.heads for what, _ in arrived if count(what.into) == size)
+        ) + sum(what.heads for what, _ in arriving if count(what.into) == size)
         new = torch.empty if all_written else torch.zeros
         rows = [new(size, whole, d, dtype=dtype, device=device) for d in self._ready.dims[kind]]
         lse = None
@@ -134,7 +142,7 @@ class Results:
     def _with(
         self,
         arrived: Sequence[tuple[Complete, Held]],
-        rows: list[torch.Tensor],
+        rows: Sequence[torch.Tensor],
         lse: torch.Tensor | None,
         size: int,
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:

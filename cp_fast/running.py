@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.backends import Backend
 from cp_fast.binding import Call, bound
-from cp_fast.bound import Arrival, Complete, Given, Held, Moved, Pass, Step, Take
+from cp_fast.bound import Arrival, Given, Held, Moved, Pass, Step, Take
 from cp_fast.exchanges import Exchange, prepares
 from cp_fast.kernels.base import Kernels
 from cp_fast.overlap import head_start
@@ -46,7 +46,6 @@ class _Posted(NamedTuple):
     work: Pending
     columns: list[tuple[torch.Tensor, torch.Tensor]]  # rows of an lse that arrive, and where they are wanted
     partial: list[Held]
-    complete: list[tuple[Complete, Held]]
 
 
 class Run:
@@ -70,7 +69,7 @@ class Run:
         sink: torch.Tensor | None = None,
         has_dlse: bool = False,
     ) -> None:
-        self.wide, self._kernels = wide_dtype(like.dtype), given.kernels
+        self.wide, self._kernels, self._sizes = wide_dtype(like.dtype), given.kernels, sizes
         how = backward, sizes, like.dtype, self.wide, like.device, sink is not None, has_dlse
         self._group = group = given.comm
         call = Call(group if prepares(group) else None, *how)
@@ -115,6 +114,7 @@ class Run:
             recvs += rows
             recvs += its_columns
         complete = [(what, what.room.new()) for what in step.complete]
+        self.results.arriving += complete
         for _, box in complete:
             for n, of_peer in enumerate(zip(*(x.unbind() for x in box.rows), strict=True)):
                 recvs += of_peer
@@ -122,15 +122,16 @@ class Run:
         work = exchange.post(self._group, sends, recvs)
         if step.launches and not getattr(work, "by_copies", False):
             head_start(self.results.device)
-        return _Posted(work, columns, partial, complete)
+        return _Posted(work, columns, partial)
 
     def complete_step(self, step: Step, posted: _Posted | None) -> None:
-        """Wait for the step's messages and take them in; let go of what is not needed any more."""
+        """Finish what needs none of the step's messages; wait for them, and take them in; let go of what nobody needs."""
+        for kind in step.finished:
+            self.results.finish_own(kind, self._sizes[kind == "dkv"])
         if posted is not None:
             posted.work.wait()
             for column, arrived in posted.columns:
                 column.copy_(arrived)
-            self.results.arrived += posted.complete
             for (_, gives), (rows, columns) in zip(step.partial, posted.partial, strict=True):
                 self.results.contribute(gives, rows, columns[0] if columns else None)
         self.results.settle(step.settled)

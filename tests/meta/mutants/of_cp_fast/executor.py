@@ -11,10 +11,10 @@ __all__ = ["MUTANTS"]
 
 def _rotated(home: Any, self: Any, kind: str, size: int) -> Any:
     """Results of other ranks' heads are put into the places of the next ones."""
-    mine = [n for n, (what, _) in enumerate(self.arrived) if what.kind == kind]
+    mine = [n for n, (what, _) in enumerate(self.arriving) if what.kind == kind]
     for n in mine:
-        what, box = self.arrived[n]
-        self.arrived[n] = what, box._replace(rows=[x.roll(1, 0) for x in box.rows])
+        what, box = self.arriving[n]
+        self.arriving[n] = what, box._replace(rows=[x.roll(1, 0) for x in box.rows])
     return home(self, kind, size)
 
 
@@ -83,8 +83,8 @@ def _some_rows_are_all(is_whole: Any, rows: Any, size: int) -> bool:
 
 def _arrived_lse_left_out(home: Any, self: Any, kind: str, size: int) -> Any:
     """Complete results that arrive bring no lse."""
-    self.arrived = [
-        (what, box._replace(columns=[x.new_zeros(x.shape) for x in box.columns])) for what, box in self.arrived
+    self.arriving = [
+        (what, box._replace(columns=[x.new_zeros(x.shape) for x in box.columns])) for what, box in self.arriving
     ]
     return home(self, kind, size)
 
