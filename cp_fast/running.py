@@ -125,7 +125,7 @@ class Run:
         return _Posted(work, columns, partial)
 
     def complete_step(self, step: Step, posted: _Posted | None) -> None:
-        """Finish what needs no message; wait for the step's, and take them in; let go of what is not needed any more."""
+        """Finish what needs no message; wait for the step's, and take them in; let go of what nobody needs any more."""
         for kind in step.finished:
             self.results.finish_own(kind, self._sizes[kind == "dkv"])
         if posted is not None:
