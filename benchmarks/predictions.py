@@ -29,7 +29,6 @@ else:
 FILES = ("speed_2x_h200", "speed_4x_h200")  # of the executor as it is; older records are of slower ones
 WITHIN = 0.1
 FARTHER = {  # (commit, schedule, layout, documents, window, GPUs; None for any): why
-    ("eb9db46", "p2p", "balanced", 16, False, 2): "forward alone, 1.2 ms, which the host is as long as",
     ("eb9db46", None, None, None, None, 4): "four GPUs, measured once; the machine is fitted to records of two",
 }
 

@@ -28,6 +28,7 @@ class Costs:
         launch_us: a launch and its step, beside the flops.
         idle_rows: the query rows that could be attended to in the time that a launch loses at its end.
         host_us: the host, for a step.
+        least_gain: the share of the time that a cut has to save: an estimate is not better than that.
     """
 
     flops_per_us: float
@@ -36,12 +37,13 @@ class Costs:
     launch_us: float
     idle_rows: float
     host_us: float
+    least_gain: float = 0.005
 
     @staticmethod
     def on(machine: Machine) -> Costs:
         """On the GPUs of a domain. Kernels are those of its first head dims, as the mean of both passes; messages are
         the process group's, the slower ones; a launch ends with half a wave of tiles of 128 rows on 132
-        multiprocessors; and the host is one that has half as much again to do.
+        multiprocessors; and the host is one that has as much again to do: stages that gain little are not made.
 
         >>> Costs.on(read_machine("h200-nvlink")).bytes_per_us
         340000.0
@@ -49,7 +51,7 @@ class Costs:
         forward, backward = machine.kernels[0].forward, machine.kernels[0].backward
         tflops = 3.5 / (1 / forward.tflops + 2.5 / backward.tflops)
         launch_us = machine.step_us + forward.launch_us
-        link, host_us = machine.group, 1.5 * machine.host.step_us
+        link, host_us = machine.group, 2 * machine.host.step_us
         return Costs(1e6 * tflops, 1e3 * link.gbytes_s, link.latency_us, launch_us, 128 * 132 / 2, host_us)
 
 
@@ -69,13 +71,15 @@ def head_stages(problem: Problem, pairs: int) -> tuple[int, ...]:
     ...     problem = Problem(cp_size, (Sequence(tokens, tokens, tokens, tokens),), "a2a", cp_size, **sizes)
     ...     return head_stages(problem, problem.pairs)
     >>> stages(32_768, 2, 32), stages(32_768, 2, 8), stages(65_536, 2, 8), stages(32_768, 8, 4)
-    ((1, 14, 1), (4,), (2, 2), (1,))
+    ((1, 14, 1), (4,), (4,), (1,))
     """
     size, heads_kv = problem.a2a_size, problem.heads_kv
     if size == 1 or heads_kv % size:
         return (max(1, heads_kv // size),)
     passes, rings = _passes(problem, pairs), problem.cp_size // size
-    return min(ways_to_cut(heads_kv // size), key=lambda cut: sum(_time(one, cut, rings) for one in passes))
+    times = {cut: sum(_time(one, cut, rings) for one in passes) for cut in ways_to_cut(heads_kv // size)}
+    best, whole = min(times, key=times.__getitem__), (heads_kv // size,)
+    return best if times[best] <= (1 - COSTS.least_gain) * times[whole] else whole
 
 
 def ways_to_cut(heads: int) -> list[tuple[int, ...]]:

@@ -50,12 +50,11 @@ def test_the_records_are_predicted_within_ten_per_cent(tmp_path: Path) -> None:
             assert float(one[name]) == pytest.approx(float(other[name]), rel=0.05), (one["what"], name)
 
 
-def test_memory_is_predicted_within_a_tenth() -> None:
-    """But where a library pads d_qk or d_v with a copy, or heads come in stages, whose buffers are freed early."""
-    rows = [one for one in compared(H200, ["speed_2x_h200"]) if one.record.problem.d_qk == one.record.problem.d_v]
-    rows = [one for one in rows if len(one.record.problem.workload.stages) < 2]
-    assert len(rows) > 10
-    assert [one.record.name for one in rows if abs(one.peak_gib / one.record.peak_gib - 1) > 0.11] == []
+def test_memory_is_predicted_within_12_per_cent() -> None:
+    """But where heads come in stages, whose buffers are freed early."""
+    rows = [one for one in compared(H200, ["speed_2x_h200"]) if len(one.record.problem.workload.stages) < 2]
+    assert len(rows) > 25
+    assert [one.record.name for one in rows if abs(one.peak_gib / one.record.peak_gib - 1) > 0.12] == []
 
 
 lengths = st.lists(st.integers(0, 70), min_size=1, max_size=5)

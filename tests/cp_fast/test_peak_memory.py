@@ -39,12 +39,12 @@ def test_a_ring_holds_less_than_0_9_gib_above_inputs_and_outputs(size: int, most
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_the_cost_model_predicts_what_the_fullest_rank_holds(size: int) -> None:
-    """Or somewhat more: it does not know that a launch lets its keys go before it yields."""
+    """Or a little more."""
     whole = Sequence(*[size * 16_384] * 4)
     problem = Problem(size, (whole,), heads_q=HEADS[0], heads_kv=HEADS[1], d_qk=DIM, d_v=DIM, dtype="bfloat16")
     predicted = predict(problem, read_machine("h200-nvlink")).peak_bytes / 2**20
     held = max(peak("p2p", size, rank) for rank in range(size))
-    assert held <= predicted <= 1.15 * held
+    assert held <= predicted <= 1.07 * held
 
 
 def test_nothing_is_held_that_nobody_needs() -> None:

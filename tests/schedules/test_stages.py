@@ -66,6 +66,14 @@ def test_a_plan_that_is_updated_keeps_its_stages(comm: str) -> None:
             torch.testing.assert_close(cp_fast.unshard(out, cp=cp, plan=made)[:rows], want, atol=1e-10, rtol=1e-10)
 
     with costs(
-        Costs(flops_per_us=1.0, bytes_per_us=1.0, exchange_us=0.0, launch_us=0.0, idle_rows=0.0, host_us=13_000.0)
+        Costs(
+            flops_per_us=1.0,
+            bytes_per_us=1.0,
+            exchange_us=0.0,
+            launch_us=0.0,
+            idle_rows=0.0,
+            host_us=13_000.0,
+            least_gain=0.0,
+        )
     ):
         SimGroup(ranks).run(one_rank)

@@ -16,7 +16,16 @@ from tests.spec.problems import problems
 __all__ = ["ALWAYS", "NEVER", "costs", "staged"]
 
 # much to hide behind, and for nothing
-ALWAYS = replace(COSTS, flops_per_us=1e-3, bytes_per_us=1.0, exchange_us=1.0, launch_us=0.0, idle_rows=0.0, host_us=0.0)
+ALWAYS = replace(
+    COSTS,
+    flops_per_us=1e-3,
+    bytes_per_us=1.0,
+    exchange_us=1.0,
+    launch_us=0.0,
+    idle_rows=0.0,
+    host_us=0.0,
+    least_gain=0.0,
+)
 NEVER = replace(COSTS, launch_us=1e9)
 
 
