@@ -108,12 +108,13 @@ class _Pulls:
         self._messages, self._where = messages, where
         self._captured = prepare(messages.group, where, sends, recvs)
         shared = messages.shared
-        self._out, rest_sends = _blocks(messages.out, sends, shared.done, shared.ready_of)
+        out, rest_sends = _blocks(messages.out, sends, shared.done, shared.ready_of)
+        self._first, self._aside = ([block for block in out if block.aside == aside] for aside in (False, True))
         self._back, rest_recvs = _blocks(messages.back, recvs, shared.ready, shared.done_of)
         self._back.sort(key=lambda block: (block.peer - messages.rank) % messages.size)  # not all from one at first
-        self._holds, streams = any(block.aside for block in self._out), messages.streams
-        self._streams = (streams.filling, streams.pulling) if self._holds else (streams.pulling,)
-        self._peers = sorted({block.peer for block in (*self._out, *self._back)})
+        streams = messages.streams
+        self._streams = (streams.filling, streams.pulling) if self._aside else (streams.pulling,)
+        self._peers = sorted({block.peer for block in (*out, *self._back)})
         self._rest = None
         if rest_sends or rest_recvs:
             self._rest = prepare(
@@ -132,32 +133,21 @@ class _Pulls:
             messages.last.wait()
         if self._peers:
             here = streams.here()
+            _fill(streams, here, self._first, sends)
             streams.fork(here, *self._streams)
-            self._fill(streams, here, sends)
+            _fill(streams, streams.filling, self._aside, sends)
         rest = None
         if self._rest is not None:
             some = [sends[n] for n in self._rest_sends], [recvs[n] for n in self._rest_recvs]
             rest = self._rest.post(messages.group, *some)
         if self._peers:
             ended = self._pull(streams, recvs)
-            if self._holds:
+            if self._aside:
                 streams.meet()  # before the signal: where a lane is never free again, the exchange has not ended
             streams.signal(streams.pulling, *ended, watch.posted(self._peers, self._where))
             streams.mark()
-        messages.last = _Pulled(messages, bool(self._peers), (*recvs, *sends) if self._holds else recvs, rest)
+        messages.last = _Pulled(messages, bool(self._peers), (*recvs, *sends) if self._aside else recvs, rest)
         return messages.last
-
-    def _fill(self, streams: Streams, here: Any, sends: Sequence[torch.Tensor]) -> None:
-        """Copy what is sent into lanes."""
-        for _, lane, size, parts, aside, done, ready in self._out:
-            stream = streams.filling if aside else here
-            start, number, over = lane.place(size, len(parts))
-            if over:
-                streams.wait(stream, done, over)
-            for number_of_part, part in enumerate(parts, number - len(parts) + 1):
-                for n, offset, address, count in part:
-                    streams.copy(stream, address + start, sends[n].data_ptr() + offset, count)
-                streams.signal(stream, (ready, number_of_part))
 
     def _pull(self, streams: Streams, recvs: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
         """Copy what is received out of the peers' lanes; the words that say so, and their numbers."""
@@ -192,6 +182,18 @@ class _Pulled:
         rest, self._rest = self._rest, None
         if rest is not None:
             rest.wait()
+
+
+def _fill(streams: Streams, stream: Any, blocks: Sequence[_Block], sends: Sequence[torch.Tensor]) -> None:
+    """Copy what is sent into lanes."""
+    for _, lane, size, parts, _, done, ready in blocks:
+        start, number, over = lane.place(size, len(parts))
+        if over:
+            streams.wait(stream, done, over)
+        for number_of_part, part in enumerate(parts, number - len(parts) + 1):
+            for n, offset, address, count in part:
+                streams.copy(stream, address + start, sends[n].data_ptr() + offset, count)
+            streams.signal(stream, (ready, number_of_part))
 
 
 def _blocks(

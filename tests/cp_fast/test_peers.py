@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 
 import cp_fast
+from cp_fast.exchanges import Message
 from cp_fast.packing import Packing
 from cp_fast.peers import exchange
 from cp_fast.peers.exchange import PeerMessages, Shared
@@ -42,6 +43,7 @@ class Host:
         self.words = [torch.zeros(2 * size, dtype=torch.int32) for _ in range(size)]
         self.queues: dict[Any, SimpleQueue[Any]] = {}
         self.by_group: list[int] = []  # peers of the group's own messages
+        self.said: list[str] = []  # what is said of messages that do not come
 
     def queue(self, *key: Any) -> SimpleQueue[Any]:
         with self.changed:
@@ -165,8 +167,8 @@ class Wires:
         return [self._host.queue(peer, self.rank, "object").get(timeout=PATIENCE) for peer in range(self.size)]
 
 
-def member(host: Host, rank: int) -> PeerMessages:
-    """One rank's place."""
+def member(host: Host, rank: int, limit: float = 600.0) -> PeerMessages:
+    """One rank's place; limit: seconds of the time-out."""
 
     def word(where: int, number: int) -> torch.Tensor:
         return host.words[where][number : number + 1]
@@ -182,7 +184,7 @@ def member(host: Host, rank: int) -> PeerMessages:
         host.words[rank],
         keeps=host,
     )
-    watch = Watch([f"rank {n}" for n in ranks], rank, 600, lambda: int(ended), ended, lambda why: None)
+    watch = Watch([f"rank {n}" for n in ranks], rank, limit, lambda: int(ended), ended, host.said.append)
     return PeerMessages(Wires(host, rank), shared, Streams(host, rank), watch)
 
 
@@ -328,6 +330,43 @@ def test_a_peer_that_does_not_answer_is_named_and_ends_everything() -> None:
     assert said == [where]
     with pytest.raises(PeerError, match=where):
         watch.check()
+
+
+class AllAside(Streams):
+    """The current stream's operations are done in a thread of their own too."""
+
+    def __init__(self, host: Host, rank: int) -> None:
+        super().__init__(host, rank)
+        self._here = Stream()
+
+    def here(self) -> Any:
+        return self._here
+
+    def fork(self, here: Any, *streams: Stream) -> None:
+        come = threading.Event()
+        here.does(come.set)
+        for stream in streams:
+            stream.does(lambda: come.wait(PATIENCE))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_an_exchange_whose_lane_is_never_free_again_has_not_ended(held: bool) -> None:
+    """Though nothing was to be received: the last one of a pass would hang, and nobody would know."""
+    host = Host(2, (256,))
+    messages = member(host, 0, limit=0.2)
+    messages.streams, x = AllAside(host, 0), torch.zeros(64)
+    exchange_of = messages.prepared("the last step", [Message(1, 0, (x.nbytes,), held)], [])
+    pending = exchange_of.post(messages, [x], [])
+    messages.streams.pulling.end()  # type: ignore[attr-defined]
+    messages.watch.check()
+    del pending
+    messages.last = None
+    exchange_of.post(messages, [x], [])  # over the block that rank 1 never pulls
+    until = time.monotonic() + PATIENCE
+    while not host.said and time.monotonic() < until:  # the thread that looks is the package's
+        time.sleep(0.05)
+    with pytest.raises(PeerError, match="the last step: rank 0: messages with rank 1 did not come through"):
+        messages.watch.check()
 
 
 def test_the_choice_is_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
