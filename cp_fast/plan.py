@@ -20,7 +20,7 @@ from cp_fast.planning.fixed import Fitted, FixedTables
 from cp_fast.planning.fold import fold_batch
 from cp_fast.planning.landing import landed
 from cp_fast.planning.link import upload
-from cp_fast.planning.lower import Draft, lower
+from cp_fast.planning.lower import Draft, lower, released
 from cp_fast.planning.meanwhile import meanwhile
 from cp_fast.planning.narrow import agree_on_narrow, may_be_narrow
 from cp_fast.planning.shape import Shape
@@ -236,7 +236,7 @@ def prepared(
     steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
     draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
     if room is None:
-        program = upload(meanwhile(landed(draft)), device)
+        program = upload(released(meanwhile(landed(draft))), device)
         return Plan(problem, cp.rank, device, backend, packing, program, steps, custom)
     fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
     program = fixed.overwrite(fixed.fitted(draft, problem))

@@ -63,7 +63,7 @@ def _launch_bytes(problem: Problem, step: StepCounts, operands: int, item: int) 
         dkv = keys * (problem.d_qk + problem.d_v)
         grouped = dkv if launch.heads > launch.heads_kv else 0
         adds = _WORKSPACE * (dq + grouped)
-        rounds = max(_WORKSPACE * (dq + grouped) + keys * problem.d_qk * item, _WORKSPACE * dq + (dq + dkv) * item)
+        rounds = max(adds + keys * problem.d_qk * item, _WORKSPACE * dq + (dq + dkv) * item)
         most = max(most, yielded + max(adds + operands, rounds))
         yielded += (dq + dkv) * item
     return max(most, operands)

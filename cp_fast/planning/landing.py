@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cp_fast.planning.lower import Draft, reads, released
+from cp_fast.planning.lower import Draft, reads
 from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import OWN, Copy, LoweredProgram, LoweredStep
 
@@ -23,10 +23,12 @@ Span = tuple[int, int]  # first row, number of rows
 
 
 def landed(draft: Draft) -> Draft:
-    """The same program with such messages received in place. Not for one that is updated in place."""
+    """The same program with such messages received in place. Not for one that is updated in place. Which buffers
+    a step is the last to use has to be said anew (`released`).
+    """
     program = draft.program
     forward, backward = (_landed(program, steps, draft.tables) for steps in (program.forward, program.backward))
-    return replace(draft, program=released(replace(program, forward=forward, backward=backward)))
+    return replace(draft, program=replace(program, forward=forward, backward=backward))
 
 
 def _landed(program: LoweredProgram[RowKey], steps: Steps, tables: Tables) -> Steps:

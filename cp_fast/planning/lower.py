@@ -86,7 +86,7 @@ def lower(
         {sums: held.name for sums, held in complete.items() if held.name in read},
         tables.rows(own["q"].row, own["q"].stop - own["q"].start),
     )
-    return Draft(released(program), tables)
+    return released(Draft(program, tables))
 
 
 def reads(step: LoweredStep[RowKey]) -> Iterator[str]:
@@ -97,11 +97,11 @@ def reads(step: LoweredStep[RowKey]) -> Iterator[str]:
         yield from (x.buffer for x in (launch.q, launch.kv, launch.do, launch.res) if x is not None)
 
 
-def released(program: LoweredProgram[RowKey]) -> LoweredProgram[RowKey]:
-    """The program with the buffers that each step is the last to use, but for those that are kept."""
-    own = set(OWN.values())
+def released(draft: Draft) -> Draft:
+    """The same program with the buffers that each step is the last to use, but for those that are kept."""
+    program, own = draft.program, set(OWN.values())
     forward, backward = _released(program.forward, own | {*program.saved}), _released(program.backward, own)
-    return replace(program, forward=forward, backward=backward)
+    return replace(draft, program=replace(program, forward=forward, backward=backward))
 
 
 def _released(steps: Sequence[LoweredStep[RowKey]], kept: set[str]) -> tuple[LoweredStep[RowKey], ...]:

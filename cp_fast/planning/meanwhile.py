@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from cp_fast.planning.lower import Draft, released
+from cp_fast.planning.lower import Draft
 from cp_fast.planning.tables import RowKey
 from cp_fast.program import LoweredStep
 
@@ -21,10 +21,11 @@ Step = LoweredStep[RowKey]
 def meanwhile(draft: Draft) -> Draft:
     """The same program with such copies one step earlier, where that launches nothing: a kernel that waits for them
     would hide the messages less, and what they fill would be held beside it. Not for one that is updated in place.
+    Which buffers a step is the last to use has to be said anew (`released`).
     """
     program = draft.program
     forward, backward = (_earlier(steps) for steps in (program.forward, program.backward))
-    return replace(draft, program=released(replace(program, forward=forward, backward=backward)))
+    return replace(draft, program=replace(program, forward=forward, backward=backward))
 
 
 def _earlier(steps: tuple[Step, ...]) -> tuple[Step, ...]:
