@@ -23,6 +23,7 @@ from cp_fast.planning.link import upload
 from cp_fast.planning.lower import Draft, lower, released
 from cp_fast.planning.meanwhile import meanwhile
 from cp_fast.planning.narrow import agree_on_narrow, may_be_narrow
+from cp_fast.planning.ordered import in_order
 from cp_fast.planning.shape import Shape
 from cp_fast.planning.windows import WindowRule, own_window
 from cp_fast.program import LoweredProgram
@@ -70,7 +71,8 @@ class Plan(OfThisProcess, plans.Plan):
         backend: the kernel library that computes the tiles.
         packing: how the user's tensors are seen as packed rows.
         program: this rank's steps, lowered: with every row looked up.
-        steps: this rank's part of `schedule`, which `program` was lowered from.
+        steps: this rank's part of `schedule`, which `program` was lowered from; of a custom one with tags that say the
+            order of its messages.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: what `update` has room for; None for a plan that is not updated.
         messages: what carries them: the memory of the group's ranks (`cp_fast.peers`), or None: the group itself.
@@ -233,8 +235,11 @@ def prepared(
     kernels(device.type)
     problem, room, _ = agreement
     packing = Packing(problem, may_fold=custom is None)
-    steps = make_program(problem, cp.rank) if custom is None else (custom.forward[cp.rank], custom.backward[cp.rank])
-    draft = lowered(packing, cp.rank, steps, saved_kinds(problem) if custom is None else custom.saved)
+    if custom is None:
+        steps, saved = make_program(problem, cp.rank), saved_kinds(problem)
+    else:
+        steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
+    draft = lowered(packing, cp.rank, steps, saved)
     if room is None:
         program = upload(released(meanwhile(landed(draft))), device)
         return Plan(problem, cp.rank, device, backend, packing, program, steps, custom)

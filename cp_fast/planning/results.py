@@ -12,9 +12,10 @@ from cp_fast.planning.tables import RowKey, Tables
 from cp_fast.program import Contribution, Heads, ResultSend, Sums
 from cp_ref.spec import RESULTS, Message
 
-__all__ = ["Parcels", "Results", "parcels_of"]
+__all__ = ["RANGES", "Parcels", "Results", "parcels_of"]
 
-_TAGS = 1024  # tensors of one message
+RANGES = 128  # of heads, in one message
+_TAGS = 8 * RANGES  # tensors of one message
 
 
 class Parcels(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from cp_ref.spec.complete import Contributions
 from cp_ref.spec.coverage import TileUses
 from cp_ref.spec.grid import Cells, Grid, boxes_of, side_of
 from cp_ref.spec.schedule import OPERANDS, RESULTS, Message, Program, Schedule, Tiles
@@ -53,6 +54,7 @@ class Play:
         errors: a sentence for each finding.
         stuck: whether a rank did not come to its end.
         has, results: what each rank has at the end, by kind; of results the number of a tile in each cell's sum.
+        contributions: what happened to the results.
         uses: the tiles of all ranks.
     """
 
@@ -70,6 +72,7 @@ class Play:
         self.ranks = [_Rank(program) for program in programs]
         self.has = [{k: start.get(k, self._new(k, False)) for k in OPERANDS} for start in has]
         self.results = [{k: self._new(k, -1) for k in RESULTS} for _ in programs]
+        self.contributions = Contributions(grids, len(programs))
         self.errors: list[str] = []
         self.stuck = False
         self._tiles: list[tuple[Tiles, int, int]] = []
@@ -127,6 +130,7 @@ class Play:
         if message.kind in RESULTS:
             tiles = self.results[rank][message.kind][cells.cell]
             self.results[rank][message.kind][cells.cell] = -1
+            self.contributions.send(rank, message.kind, cells)
             lacking = tiles < 0
         else:
             tiles, lacking = cells.cell[:0], ~self.has[rank][message.kind][cells.cell]
@@ -150,6 +154,7 @@ class Play:
         for kind in _GIVES[self.name]:
             of_kind = cells[side_of(kind)]
             self.results[rank][kind][of_kind.cell] = self._count + of_kind.box
+            self.contributions.compute(rank, kind, of_kind)
         self._tiles.append((tiles, rank, self.ranks[rank].step))
         self._count += len(tiles)
 
@@ -182,6 +187,7 @@ class Play:
         if kind in RESULTS:
             there = sent.tiles >= 0
             self.results[rank][kind][sent.cells.cell[there]] = sent.tiles[there]
+            self.contributions.receive(rank, message, sent.cells, self._where(rank))
         else:
             self.has[rank][kind][sent.cells.cell] = True
 

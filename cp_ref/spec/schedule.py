@@ -99,7 +99,10 @@ class Message:
     """Pieces of one kind to, or from, one peer. A send and its receive are equal but for the peer.
 
     `complete`: results that are all there is of these rows and heads, on their way to the owner: they may be rounded to
-    the input's dtype before they travel, as nothing is added to them any more.
+    the input's dtype before they travel, as nothing is added to them any more. `verify` proves it.
+
+    `tag`: the same at both ends. The order of messages is that of the steps, whatever their tags are: between two ranks
+    the n-th that is sent is the n-th that is received.
     """
 
     kind: str
@@ -197,12 +200,20 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """The schedule that `str` printed. Raises ValueError naming the first line that is not understood."""
+        """The schedule that `str` printed.
+
+        Raises:
+            ValueError: naming the first line that is not understood, or that has a number of more than 18 digits.
+        """
         lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if (long := next((line for line in lines if _LONG.search(line)), None)) is not None:
+            raise ValueError(f"{long[:200]!r} has a number of more than 18 digits")
         head = re.fullmatch(r"schedule (\S+) cp_size (\d+) heads (\d+)/(\d+) saved (\S+)", lines[0] if lines else "")
         if head is None:
             raise ValueError("a schedule begins with 'schedule NAME cp_size N heads Q/KV saved KINDS'")
         cp_size, heads = int(head[2]), (int(head[3]), int(head[4]))
+        if cp_size > _MOST_RANKS:
+            raise ValueError(f"{lines[0]!r}: cp_size is {cp_size}; a schedule has at most {_MOST_RANKS} ranks")
         programs: dict[str, list[list[_StepText]]] = {d: [[] for _ in range(cp_size)] for d in ("forward", "backward")}
         program: list[_StepText] | None = None
         for line in lines[1:]:
@@ -222,6 +233,8 @@ class Schedule:
         return Schedule(head[1], heads, forward, backward, () if head[5] == "-" else tuple(head[5].split(",")))
 
 
+_MOST_RANKS = 2**16  # so that a wrong number does not fill the memory
+_LONG = re.compile(r"\d{19}")  # columns are integers of 64 bits
 _HEADS = r"(?:h(\d+):(\d+))?"
 _PIECE = re.compile(rf"\[(\d+):(\d+)\]{_HEADS}")
 _MESSAGE = re.compile(r"(send|recv)( complete)? (\S+) (.*?) ?(?:to|from) (\d+) tag (\d+)")

@@ -6,7 +6,8 @@ It finds
 
     a pair computed twice or never          a receive without a send, a send without a receive
     an operand that is not there            messages that do not agree
-    a result that does not reach its owner  a deadlock
+    a result that does not reach its owner  a result that is marked complete and is not
+    a deadlock
 
 and names rank and step of each. What is left is a report: work, balance and bytes. `verify_tables` knows nothing but
 the three tables: areas, ownership and the schedule.
@@ -95,6 +96,7 @@ def verify_tables(work: Workload, schedule: Schedule, place: Place = lambda side
         if not play.stuck:
             errors += _coverage(work, play, names)
             errors += _misplaced(play, owned, names)
+            errors += play.contributions.errors(schedule, owned, names.rows)
     if errors:
         raise InvalidSchedule(errors)
 

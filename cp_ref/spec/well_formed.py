@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral
+from typing import TypeGuard, cast
 
 import numpy as np
 
 from cp_ref.spec.areas import Areas
-from cp_ref.spec.schedule import KINDS, Message, Schedule, Tiles
-from cp_ref.spec.table import Column
+from cp_ref.spec.schedule import KINDS, RESULTS, Message, Schedule, Tiles
+from cp_ref.spec.table import Column, Table
 from cp_ref.spec.workload import Workload
 
 __all__ = ["malformed"]
+
+_TAGS = 2**21  # process groups take tags of 31 bits, and each tensor of a message has one of its own
 
 
 def malformed(work: Workload, schedule: Schedule) -> Iterator[str]:
@@ -29,17 +33,44 @@ def malformed(work: Workload, schedule: Schedule) -> Iterator[str]:
         for rank, program in enumerate(programs):
             for number, step in enumerate(program):
                 where = f"{direction} rank {rank} step {number}"
+                if not _is_table(step.tiles):
+                    yield f"{where}: the tiles are no columns of integers, equally long"
+                    continue
                 for verb, messages in (("send", step.sends), ("recv", step.recvs)):
                     for message in messages:
+                        if not _is_table(message.pieces):
+                            yield f"{where}: the pieces of a {verb} are no columns of integers, equally long"
+                            continue
                         said = f"{where}: {schedule.message_text(message, verb)!r}"
                         if message.kind not in KINDS:
                             yield f"{said}: there is no kind {message.kind!r}"
-                        elif not 0 <= message.peer < work.cp_size or message.peer == rank:
+                        elif not _is_one_of(message.peer, work.cp_size) or message.peer == rank:
                             yield f"{said}: rank {message.peer} is no peer"
+                        elif not _is_one_of(message.tag, _TAGS):
+                            yield f"{said}: tag {message.tag} is not among 0:{_TAGS}"
+                        elif message.complete and message.kind not in RESULTS:
+                            yield f"{said}: only {', '.join(RESULTS)} can be complete"
                         elif problem := _message_problem(message, schedule):
                             yield f"{said}: {problem}"
                 for tile, problem in _wrong_tiles(step.tiles, work.areas, work.heads_q):
                     yield f"{where}: {schedule.tile_text(tile)} {problem}"
+
+
+def _is_one_of(number: object, size: int) -> bool:
+    return isinstance(number, Integral) and 0 <= int(number) < size
+
+
+def _is_table(table: Table) -> bool:
+    """Whether all columns are vectors of integers of 32 or 64 bits, of one length."""
+    columns = [x for x in cast(tuple[object, ...], table.columns) if _is_column(x)]  # as a user may have made them
+    return len(columns) == len(table.columns) and len({len(x) for x in columns}) == 1
+
+
+def _is_column(x: object) -> TypeGuard[Column]:
+    if not isinstance(x, np.ndarray):
+        return False
+    column = cast(Column, x)
+    return column.ndim == 1 and column.dtype.kind == "i" and column.dtype.itemsize >= 4
 
 
 def _message_problem(message: Message, schedule: Schedule) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cp_ref.spec import (
@@ -170,6 +171,11 @@ def test_tiles_that_mean_nothing(tile: tuple[int, ...], said: str) -> None:
         (Message("kv", 0, 0, Pieces.of_rows([(0, 2, 0, 2)])), "there are heads 0:1"),
         (Message("kv", 0, 0, Pieces.of_rows([(4, 6, 0, 1), (5, 7, 0, 1)])), "it has the same rows twice"),
         (Message("v", 0, 0, rows(0, 2)), "there is no kind 'v'"),
+        (Message("kv", 0, 2**21, rows(0, 2)), "tag 2097152 is not among 0:2097152"),
+        (Message("kv", 0, 2**70, rows(0, 2)), "is not among 0:2097152"),
+        (Message("kv", 0, -1, rows(0, 2)), "tag -1 is not among"),
+        (Message("kv", 0, "a", rows(0, 2)), "tag a is not among"),  # type: ignore[arg-type]
+        (Message("kv", 0, 0, rows(0, 2), complete=True), "only out, dq, dkv can be complete"),
     ],
 )
 def test_messages_that_mean_nothing(message: Message, said: str) -> None:
@@ -177,6 +183,15 @@ def test_messages_that_mean_nothing(message: Message, said: str) -> None:
     assert len(found) == 1
     assert found[0].startswith("forward rank 1 step 0: 'send ")
     assert said in found[0]
+
+
+def test_columns_that_are_no_integers_of_one_length() -> None:
+    good, zeros = rows(0, 2), np.zeros(1)
+    for pieces in (replace(good, start=zeros), replace(good, stop=zeros[:0].astype(int)), replace(good, head_stop=1)):
+        (found,) = errors(change(1, 0, sends=(Message("kv", 0, 0, pieces),)))
+        assert found == "forward rank 1 step 0: the pieces of a send are no columns of integers, equally long"
+    (found,) = errors(change(1, 0, tiles=replace(step(1, 0).tiles, area=zeros)))
+    assert found == "forward rank 1 step 0: the tiles are no columns of integers, equally long"
 
 
 def test_a_result_is_sent_once() -> None:
@@ -215,3 +230,17 @@ def test_another_group_size() -> None:
 def test_texts_that_are_no_schedule(text: str) -> None:
     with pytest.raises(ValueError, match=r"schedule|stands before|cp_size"):
         Schedule.parse(text)
+
+
+@pytest.mark.parametrize("old", ["[0:2]", "tag 0", "to 1", "tile 0", "q[0:2]", "cp_size 3", "rank 2", "heads 1/1"])
+def test_numbers_beyond_64_bits_are_refused_with_their_line(old: str) -> None:
+    text, long = str(SCHEDULE), str(2**63)
+    line = next(line for line in text.splitlines() if old in line).replace(old, re.sub(r"\d+", long, old, count=1))
+    wrong = text.replace(next(line for line in text.splitlines() if old in line), line, 1)
+    with pytest.raises(ValueError, match=re.escape(f"{line.strip()!r} has a number of more than 18 digits")):
+        Schedule.parse(wrong)
+
+
+def test_a_text_for_more_ranks_than_there_can_be() -> None:
+    with pytest.raises(ValueError, match="cp_size is 100000000; a schedule has at most 65536 ranks"):
+        Schedule.parse("schedule p2p cp_size 100000000 heads 1/1 saved -")
