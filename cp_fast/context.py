@@ -7,7 +7,7 @@ from typing import Any
 
 from cp_fast.backends import BACKENDS
 from cp_fast.handles import OfThisProcess, handle_for
-from cp_fast.recent import recent_of
+from cp_fast.plan_cache import cache_of
 from cp_fast.turns import AloneIn, Turn, turns_of
 from cp_ref.common import context
 from cp_ref.common.processes import during
@@ -23,7 +23,7 @@ class ContextParallel(OfThisProcess, context.ContextParallel):
         super().__post_init__()
         self.handle = handle_for(self)  # what torch.compile knows this context by
         self._turns = turns_of(self.group)
-        self.recent = recent_of(self._turns)  # of all contexts of the group
+        self.plans = cache_of(self._turns)  # of all contexts of the group
 
     def alone(self, what: str) -> AbstractContextManager[None]:
         """While a call is made, also: RuntimeError where another thread is inside one on the same group."""

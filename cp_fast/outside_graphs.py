@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from cp_fast.api import attention
-
-__all__ = ["attention_outside_graphs"]
+__all__ = ["outside_graphs"]
 
 
 @torch.compiler.disable(
     reason="attention makes plans and looks at DTensors outside of graphs: call make_plan outside, give local tensors"
 )
-def attention_outside_graphs(*tensors: torch.Tensor, **arguments: Any) -> Any:
-    """`attention`, of the same arguments."""
-    return attention(*tensors, **arguments)
+def outside_graphs(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
+    """`attention`, or a function that calls it, of the same arguments."""
+    return function(*given, **arguments)

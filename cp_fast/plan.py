@@ -137,18 +137,14 @@ class Plan(OfThisProcess, plans.Plan):
         self,
         *,
         cp: ContextParallel,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor | None,
-        cu_seqlens_q_padded: torch.Tensor | None,
-        cu_seqlens_kv_padded: torch.Tensor | None,
+        **lengths: Any,
     ) -> None:
         def read() -> tuple[Agreement, Steps, Fitted]:
+            given = plans.lengths_of_update(self, cp, lengths)
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise ValueError("plan.update is called while a CUDA graph is captured; update before it is replayed")
             check_plan_owner(self.problem, self.rank, cp)
-            lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-            padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
-            problem = next_batch(self.problem, self.room, **lengths, **padded)
+            problem = next_batch(self.problem, self.room, **given)
             assert self.fixed is not None
             steps = make_program(problem, self.rank, self.fixed.stages)
             draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
@@ -177,10 +173,11 @@ class Plan(OfThisProcess, plans.Plan):
 
 @implements(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
-    given = plans.make_plan.bind(arguments)
-    cp, custom = given["cp"], given["schedule"]
+    cp: Any = arguments.get("cp")
+    custom = arguments.get("schedule")
 
     def make() -> Made:
+        given = plans.make_plan.bind(arguments)
         agreement, backend, device = _read_plan_arguments(given)
         return Made(agreement, prepared(cp, agreement, backend, device, custom))
 

@@ -17,7 +17,7 @@ from cp_fast.calls import PLAIN_TENSORS, requires_grad
 from cp_fast.checking import checking
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Made, Plan, agree_on_plan, backend_for, prepared
-from cp_fast.recent import Signature
+from cp_fast.plan_cache import Signature
 from cp_fast.rows import check_row_numbers
 from cp_ref.common.attention import refuse_plan
 from cp_ref.common.plans import read_call
@@ -39,12 +39,12 @@ def plan_of_call(call: Call) -> Plan:
     if checking() or (call.on_gpu and torch.cuda.is_current_stream_capturing()):  # what a graph captures it must keep
         return agree_on_plan(cp, lambda: call.made(())).plan
     signature = call.signature()
-    if (found := cp.recent.plan_of(signature)) is not None:
+    if (found := cp.plans.plan_of(signature)) is not None:
         return found
 
-    agreement, plan = agree_on_plan(cp, lambda: call.made(cp.recent.plans(signature.stream)), cp.recent.agreements)
-    cp.recent.agree(agreement.fingerprint)
-    cp.recent.keep(agreement.fingerprint, signature, plan)
+    agreement, plan = agree_on_plan(cp, lambda: call.made(cp.plans.plans(signature.stream)), cp.plans.agreements)
+    cp.plans.agree(agreement.fingerprint)
+    cp.plans.keep(agreement.fingerprint, signature, plan)
     return plan
 
 

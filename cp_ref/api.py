@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from cp_ref.common.casting import autocast, no_autocast
 from cp_ref.common.collectives import all_reduce_max, offset_grad
 from cp_ref.common.derivatives import differentiable_once, refuse_transforms
 from cp_ref.common.plans import read_call
+from cp_ref.common.refusals import told_to_all
 from cp_ref.context import ContextParallel
 from cp_ref.execute import run_backward, run_forward
 from cp_ref.formats import lse_from_packed, lse_to_packed, to_format, to_packed
@@ -56,9 +58,10 @@ def attention(
     refuse_transforms()
     check_context(cp, ContextParallel)
     given = {"q": q, "k": k, "v": v}
-    q, k, v = (autocast(local_part(x)) for x in (q, k, v))
-    softmax_offset = one_a_head(softmax_offset)
-    arguments = problem_arguments(arguments)
+    with nullcontext() if isinstance(plan, Plan) else told_to_all(cp):  # of a plan the ranks have agreed already
+        arguments = problem_arguments(arguments)
+        q, k, v = (autocast(local_part(x)) for x in (q, k, v))
+        softmax_offset = one_a_head(softmax_offset)
     flags = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
     if not isinstance(plan, Plan):
 

@@ -68,16 +68,12 @@ class Plan(plans.Plan):
         self,
         *,
         cp: ContextParallel,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor | None,
-        cu_seqlens_q_padded: torch.Tensor | None,
-        cu_seqlens_kv_padded: torch.Tensor | None,
+        **lengths: Any,
     ) -> None:
         def read() -> Agreement:
+            given = plans.lengths_of_update(self, cp, lengths)
             check_plan_owner(self.problem, self.rank, cp)
-            lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-            padded = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
-            return Agreement(next_batch(self.problem, self.room, **lengths, **padded), self.room)
+            return Agreement(next_batch(self.problem, self.room, **given), self.room)
 
         made = plan_together(cp, lambda: (read(), self.device))
         object.__setattr__(self, "problem", made.problem)
@@ -90,9 +86,8 @@ class Plan(plans.Plan):
 
 @implements(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
-    given = plans.make_plan.bind(arguments)
-    plan = plan_together(given["cp"], lambda: _read_plan_arguments(given))
-    return replace(plan, custom=given["schedule"])
+    plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(plans.make_plan.bind(arguments)))
+    return replace(plan, custom=arguments.get("schedule"))
 
 
 @plans.supports
@@ -110,7 +105,7 @@ def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, torch.device
     return agreement, device
 
 
-def plan_together(cp: ContextParallel, read: Callable[[], tuple[Agreement, torch.device]]) -> Plan:
+def plan_together(cp: Any, read: Callable[[], tuple[Agreement, torch.device]]) -> Plan:
     """Read this rank's arguments and compare notes with the other ranks: all get their plan, or all raise."""
     check_context(cp, ContextParallel)
     (problem, room, _), device = read_together(cp.comm, read, lambda found: found[0])

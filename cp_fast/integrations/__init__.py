@@ -12,7 +12,8 @@ is asked for, and needs the library that it is for only where it says so.
     loss                 token_mean: a loss over the tokens of all ranks
 
 What a function takes, it honours; what it cannot honour raises and is named. All of them plan once for a batch: a call
-with the same lengths (the same tensors, unchanged) finds the plan of the layer before.
+with equal lengths finds the plan of the layer before. Lengths are best on the CPU: every call reads them there, and
+waits for a GPU that has them.
 """
 
 from __future__ import annotations

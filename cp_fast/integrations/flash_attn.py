@@ -10,11 +10,14 @@ from typing import Any
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.integrations.planned import attend, check_longest, once, refuse
+from cp_fast.integrations.drop_in import Asked, drop_in
+from cp_fast.integrations.planned import check_longest, check_tensors, lengths_on_host, refuse
+from cp_ref.spec import check_flag, read_window
 
-__all__ = ["attend_aligned", "flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["asked_aligned", "flash_attn_func", "flash_attn_varlen_func"]
 
 
+@drop_in()
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -29,7 +32,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     cp: ContextParallel,
-) -> Any:
+) -> Asked:
     """`flash_attn.flash_attn_func` of this rank's slices. Collective.
 
     Args:
@@ -43,10 +46,12 @@ def flash_attn_func(
         The others: as `cp_fast.attention`.
     """
     refuse("flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    how = {"cp": cp, "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
-    return attend_aligned(q, k, v, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs, **how)
+    check_tensors("b s/cp h d", q=q, k=k, v=v)
+    how = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
+    return asked_aligned(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs, **how)
 
 
+@drop_in()
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -66,14 +71,14 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     *,
     cp: ContextParallel,
-) -> Any:
+) -> Asked:
     """`flash_attn.flash_attn_varlen_func` of this rank's slices. Collective.
 
     Args:
         q, k, v: this rank's slices of the packed tensors, [t/cp, h, d], as `cp_fast.shard` cuts them.
-        cu_seqlens_q, cu_seqlens_k: GLOBAL cumulative lengths, int32 [b + 1]. On the CPU, best; on a GPU they are waited
-            for, once for all layers that are given the same tensors.
-        max_seqlen_q, max_seqlen_k: not needed; must hold where the lengths are on the CPU.
+        cu_seqlens_q, cu_seqlens_k: GLOBAL cumulative lengths, int32 or int64 [b + 1]. Best on the CPU: every call reads
+            them there, which waits for a GPU that has them.
+        max_seqlen_q, max_seqlen_k: not needed; no sequence may be longer.
         The others: as in `flash_attn_func`; with return_attn_probs lse is [h, t/cp].
 
     Raises:
@@ -81,26 +86,36 @@ def flash_attn_varlen_func(
         the end. The others: as `cp_fast.attention`.
     """
     refuse("flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    cu_seqlens_q, cu_seqlens_k = lengths_on_host(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k).values()
     check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
-    same = cu_seqlens_q is cu_seqlens_k or once(torch.equal, cu_seqlens_q, cu_seqlens_k)
-    how = {"cp": cp, "softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
+    same = cu_seqlens_q is cu_seqlens_k or torch.equal(cu_seqlens_q.long(), cu_seqlens_k.long())
+    how = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic, "qkv_format": "thd"}
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": None if same else cu_seqlens_k}
-    return attend_aligned(q, k, v, causal, window_size, same, return_attn_probs, qkv_format="thd", **lengths, **how)
+    return asked_aligned(q, k, v, cp, causal, window_size, same, return_attn_probs, **lengths, **how)
 
 
-def attend_aligned(
+def asked_aligned(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    cp: ContextParallel,
     causal: bool,
     window_size: tuple[int, int],
     same_lengths: bool,
     return_attn_probs: bool,
     **problem: Any,
-) -> Any:
-    """`attend` with flash-attn's rule: whatever the mask, query and key are counted from their sequence's end."""
-    left, right = window_size
+) -> Asked:
+    """A call by flash-attn's rule: whatever the mask, query and key are counted from their sequence's end.
+
+    Args:
+        same_lengths: whether each sequence has as many queries as keys.
+        return_attn_probs: give (out, lse, None).
+        problem: other arguments of `attention`.
+    """
+    check_flag("causal", causal)
+    check_flag("return_attn_probs", return_attn_probs)
+    left, right = read_window(window_size)
     if causal or (right == 0 and not same_lengths):
         mask, window_size = "causal" if same_lengths else "causal_bottom_right", (left, 0)
     elif same_lengths or (left < 0 and right < 0):
@@ -110,5 +125,10 @@ def attend_aligned(
             f"window_size is {window_size} without causal, and the lengths of q and k differ: a window that is aligned "
             "to the end is there for causal masks alone"
         )
-    results = attend(q, k, v, attn_mask_type=mask, window_size=window_size, return_lse=return_attn_probs, **problem)
-    return (*results, None) if return_attn_probs else results
+    how = {"attn_mask_type": mask, "window_size": window_size, "return_lse": return_attn_probs}
+    return Asked(q, k, v, cp, how | problem, with_none if return_attn_probs else lambda out: out)
+
+
+def with_none(results: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """(out, lse, None), as where the probabilities are not computed."""
+    return (*results, None)

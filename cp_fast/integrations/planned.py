@@ -1,59 +1,33 @@
-"""What the integrations share: lengths and contexts that are kept for all layers of a model, and refusals by name."""
+"""What the integrations share: contexts that are kept for all layers of a model, arguments that are read, and refusals
+by name.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 import torch
 
-from cp_fast.api import attention
+from cp_fast.api import attention as attend
 from cp_fast.context import ContextParallel
+from cp_ref.spec import check_data, check_lengths, kind_of, read_count
 
-__all__ = ["attend", "check_longest", "context_for", "once", "refuse"]
-
-KEPT = 16  # results of `once`: of the batches of an accumulation step
+__all__ = ["attend", "check_longest", "check_tensors", "context_for", "lengths_on_host", "refuse"]
 
 _contexts: dict[Any, ContextParallel] = {}
-_done: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()  # with the tensors, so that their addresses stay theirs
 
 
 def context_for(group: Any, cp_comm_type: str, **options: Any) -> ContextParallel:
     """One context for a group (or a list of two), a schedule and its options, however often they come."""
     group = tuple(group) if isinstance(group, list) else group
     key = group, cp_comm_type, tuple(sorted(options.items()))
-    if key not in _contexts:
-        _contexts[key] = ContextParallel(group, cp_comm_type, **options)
-    return _contexts[key]
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cp: ContextParallel, **arguments: Any) -> Any:
-    """`cp_fast.attention` without a plan, which keeps the last batches'. A GPU is waited for once for all layers
-    that are given the same tensors of lengths.
-    """
-    lengths = {name: x for name, x in arguments.items() if name.startswith("cu_seqlens")}
-    on_gpu = {name: x for name, x in lengths.items() if isinstance(x, torch.Tensor) and x.is_cuda}
-    return attention(q, k, v, cp=cp, **arguments | {name: once(torch.Tensor.cpu, x) for name, x in on_gpu.items()})
-
-
-@torch.compiler.disable(reason="what is kept for other layers is no part of a graph")
-def once(work: Callable[..., Any], *given: Any) -> Any:
-    """`work(*given)`, or what it gave for the same tensors, not changed since: not every layer waits for a GPU."""
-    key = work, *map(_identity, given)
-    if key not in _done:
-        _done[key] = work(*given), given
-        if len(_done) > KEPT:
-            _done.popitem(last=False)
-    _done.move_to_end(key)
-    return _done[key][0]
-
-
-def _identity(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    version = None if value.is_inference() else value._version
-    return value.data_ptr(), version, tuple(value.shape), value.stride(), value.dtype, value.device
+    try:
+        if (found := _contexts.get(key)) is not None:
+            return found
+    except TypeError:  # what has no hash is no group, or no option: the context says so
+        return ContextParallel(group, cp_comm_type, **options)
+    return _contexts.setdefault(key, ContextParallel(group, cp_comm_type, **options))
 
 
 def refuse(where: str, **given: Any) -> None:
@@ -61,20 +35,59 @@ def refuse(where: str, **given: Any) -> None:
 
     Raises:
         NotImplementedError: naming it and its value.
+
+    >>> refuse("flash_attn_func", dropout_p=0.0, alibi_slopes=None)
+    >>> refuse("flash_attn_func", dropout_p=[])
+    Traceback (most recent call last):
+        ...
+    NotImplementedError: dropout_p is [], which flash_attn_func does not support under context parallelism
     """
     for name, value in given.items():
-        if isinstance(value, torch.Tensor) or value:
+        if value is not None and (not isinstance(value, Number | str) or value):
             shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise NotImplementedError(f"{name} is {shown}, which {where} does not support under context parallelism")
 
 
-def check_longest(name: str, longest: int | None, cu_seqlens: torch.Tensor) -> None:
-    """A stated longest length holds for the lengths. Those on a GPU are taken on trust: reading them waits for it.
+def check_tensors(axes: str, **tensors: Any) -> None:
+    """Tensors with these axes, whose values lie in memory.
+
+    >>> check_tensors("b h s/cp d", query=torch.zeros(2, 3))
+    Traceback (most recent call last):
+        ...
+    ValueError: query has shape [2, 3]; it must be [b, h, s/cp, d]
+    """
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor [{axes.replace(' ', ', ')}]")
+        check_data(name, x)
+        if x.ndim != len(axes.split()):
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [{axes.replace(' ', ', ')}]")
+
+
+def lengths_on_host(**lengths: Any) -> dict[str, torch.Tensor]:
+    """Tensors of cumulative lengths on the CPU, by name; a GPU that has them is waited for, once for a tensor that is
+    given twice. The values are checked by `attention`.
 
     Raises:
-        ValueError: a sequence is longer.
+        ValueError, TypeError: they are no such tensors.
     """
-    if longest is not None and cu_seqlens.device.type == "cpu" and len(cu_seqlens) > 1:
+    for name, x in lengths.items():
+        check_lengths(name, x)
+    copies = {id(x): x.cpu() for x in lengths.values()}
+    return {name: copies[id(x)] for name, x in lengths.items()}
+
+
+def check_longest(name: str, longest: Any, cu_seqlens: torch.Tensor) -> None:
+    """A stated longest length, or None, holds for the lengths. Those on a GPU are taken on trust: reading them waits
+    for it.
+
+    Raises:
+        ValueError: a sequence is longer. TypeError: it is no integer.
+    """
+    if longest is None:
+        return
+    longest = read_count(name, longest, at_least=0, at_most=2**62)
+    if cu_seqlens.device.type == "cpu" and len(cu_seqlens) > 1:
         found = int(cu_seqlens.diff().max())
         if found > longest:
             raise ValueError(f"{name} is {longest}, but a sequence has {found} tokens")

@@ -8,14 +8,15 @@ a ring or a gathering, the schedule is the context's.
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
 
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.integrations.flash_attn import attend_aligned
-from cp_fast.integrations.planned import check_longest, once, refuse
-from cp_ref.spec import check_context
+from cp_fast.integrations.drop_in import Asked, drop_in
+from cp_fast.integrations.flash_attn import asked_aligned
+from cp_fast.integrations.planned import check_longest, check_tensors, lengths_on_host, refuse
+from cp_ref.spec import check_flag, read_count, read_lengths
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",
@@ -24,7 +25,10 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_func",
 ]
 
+_FURTHEST = 2**62 - 1  # where cumulative lengths may end
 
+
+@drop_in()
 def zigzag_ring_flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -38,7 +42,7 @@ def zigzag_ring_flash_attn_func(
     return_attn_probs: bool = False,
     *,
     cp: ContextParallel,
-) -> Any:
+) -> Asked:
     """Attention of [b, s/cp, h, d], rank r holding chunks r and 2 * cp - 1 - r. Collective.
 
     Returns:
@@ -50,10 +54,12 @@ def zigzag_ring_flash_attn_func(
     """
     refuse("zigzag_ring_flash_attn_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     _check_layout(cp, "dual_chunk")
-    how = {"cp": cp, "softmax_scale": softmax_scale, "deterministic": deterministic}
-    return attend_aligned(q, k, v, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs, **how)
+    check_tensors("b s/cp h d", q=q, k=k, v=v)
+    how = {"softmax_scale": softmax_scale, "deterministic": deterministic}
+    return asked_aligned(q, k, v, cp, causal, window_size, q.shape[1] == k.shape[1], return_attn_probs, **how)
 
 
+@drop_in()
 def zigzag_ring_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -69,21 +75,23 @@ def zigzag_ring_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     *,
     cp: ContextParallel,
-) -> Any:
+) -> Asked:
     """Attention of packed [t/cp, h, d], rank r holding chunks r and 2 * cp - 1 - r of every sequence. Collective.
 
     Args:
-        cu_seqlens: cumulative lengths of this rank's slices, int32 [b + 1]: the global ones // cp, as there.
+        cu_seqlens: cumulative lengths of this rank's slices, int32 or int64 [b + 1]: the global ones // cp, as there.
         max_seqlen: the longest of them, or longer; not needed.
 
-    Returns, Raises: as `zigzag_ring_flash_attn_func`; lse is [h, t/cp].
+    Returns, Raises: as `zigzag_ring_flash_attn_func`; lse is [h, t/cp]. ValueError: a length is odd, so that the global
+    one does not divide by 2 * cp.
     """
     refuse("zigzag_ring_flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     _check_layout(cp, "dual_chunk")
+    (cu_seqlens,) = lengths_on_host(cu_seqlens=cu_seqlens).values()
     check_longest("max_seqlen", max_seqlen, cu_seqlens)
-    how = {"cp": cp, "softmax_scale": softmax_scale, "deterministic": deterministic}
-    lengths = {"qkv_format": "thd", "cu_seqlens_q": once(torch.mul, cu_seqlens, cp.size)}
-    return attend_aligned(q, k, v, causal, window_size, True, return_attn_probs, **lengths, **how)
+    how = {"softmax_scale": softmax_scale, "deterministic": deterministic}
+    lengths = {"qkv_format": "thd", "cu_seqlens_q": _of_all_ranks(cu_seqlens, cp.size)}
+    return asked_aligned(q, k, v, cp, causal, window_size, True, return_attn_probs, **lengths, **how)
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
@@ -92,13 +100,21 @@ def llama3_flash_attn_prepare_cu_seqlens(
     """What `llama3_flash_attn_varlen_func` is to be given. There, lengths of what a rank sees; here the global ones, of
     which each rank finds its part by itself.
 
+    Args:
+        cu_seqlens: GLOBAL cumulative lengths, int32 or int64 [b + 1].
+        causal, rank, world_size: as there; not needed.
+
     Returns:
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice.
     """
-    longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
-    return cu_seqlens, cu_seqlens, longest, longest, slice(0, int(cu_seqlens[-1]))
+    check_flag("causal", causal)
+    read_count("rank", rank, at_least=0, at_most=read_count("world_size", world_size, at_least=1) - 1)
+    values = read_lengths("cu_seqlens", lengths_on_host(cu_seqlens=cu_seqlens)["cu_seqlens"]) or [0]
+    longest = max((b - a for a, b in pairwise(values)), default=0)
+    return cu_seqlens, cu_seqlens, longest, longest, slice(0, values[-1])
 
 
+@drop_in()
 def llama3_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -118,7 +134,7 @@ def llama3_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     *,
     cp: ContextParallel,
-) -> Any:
+) -> Asked:
     """Attention of packed [t/cp, h, d], rank r holding the r-th of cp equal parts of the whole. Collective.
 
     Args:
@@ -129,21 +145,38 @@ def llama3_flash_attn_varlen_func(
     """
     refuse("llama3_flash_attn_varlen_func", dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     _check_layout(cp, "contiguous")
-    if heads_k_stride < 1 or k.shape[-2] % heads_k_stride:
-        raise ValueError(f"heads_k_stride is {heads_k_stride}; it must divide the {k.shape[-2]} heads of k")
-    if cu_seqlens_k is not cu_seqlens_q or local_k_slice.start != 0:
+    check_tensors("t/cp h d", q=q, k=k, v=v)
+    if k.shape[1] % read_count("heads_k_stride", heads_k_stride, at_least=1):
+        raise ValueError(f"heads_k_stride is {heads_k_stride}; it must divide the {k.shape[1]} heads of k")
+    cu_seqlens_q, cu_seqlens_k = lengths_on_host(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k).values()
+    everything = slice(0, int(cu_seqlens_q[-1]))
+    same = cu_seqlens_k is cu_seqlens_q or torch.equal(cu_seqlens_k.long(), cu_seqlens_q.long())
+    if not same or not isinstance(local_k_slice, slice) or local_k_slice != everything:
         raise ValueError(
-            "cu_seqlens_q, cu_seqlens_k and local_k_slice are not from this module's "
+            f"cu_seqlens_q, cu_seqlens_k and local_k_slice {local_k_slice!r} are not from this module's "
             "llama3_flash_attn_prepare_cu_seqlens, which keeps the global lengths"
         )
     check_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q)
     check_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k)
-    how = {"cp": cp, "softmax_scale": softmax_scale, "deterministic": deterministic}
+    how = {"softmax_scale": softmax_scale, "deterministic": deterministic}
     lengths = {"qkv_format": "thd", "cu_seqlens_q": cu_seqlens_q}
-    return attend_aligned(q, k, v, causal, window_size, True, return_attn_probs, **lengths, **how)
+    return asked_aligned(q, k, v, cp, causal, window_size, True, return_attn_probs, **lengths, **how)
+
+
+def _of_all_ranks(cu_seqlens: torch.Tensor, cp_size: int) -> torch.Tensor:
+    """The global cumulative lengths, int64, of those of one rank's slices, each of two equal chunks."""
+    values = read_lengths("cu_seqlens", cu_seqlens) or [0]
+    if values[-1] * cp_size > _FURTHEST:
+        raise ValueError(f"cu_seqlens[-1] is {values[-1]}; times cp_size {cp_size} it must be at most {_FURTHEST}")
+    for n, (start, stop) in enumerate(pairwise(values)):
+        if cp_size > 1 and (stop - start) % 2:
+            raise ValueError(
+                f"cu_seqlens gives sequence {n} {stop - start} tokens on this rank; zigzag slices are two equal "
+                f"chunks, so that the global length divides by 2 * cp_size = {2 * cp_size}"
+            )
+    return torch.tensor([value * cp_size for value in values], dtype=torch.int64, device="cpu")
 
 
 def _check_layout(cp: ContextParallel, layout: str) -> None:
-    check_context(cp, ContextParallel)
     if cp.layout != layout:
         raise ValueError(f"cp has layout {cp.layout!r}; this function's slices are those of {layout!r}")

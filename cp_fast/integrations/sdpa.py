@@ -8,11 +8,14 @@ from __future__ import annotations
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.integrations.planned import attend, refuse
+from cp_fast.integrations.drop_in import Asked, drop_in
+from cp_fast.integrations.planned import check_tensors, refuse
+from cp_ref.spec import check_flag
 
 __all__ = ["scaled_dot_product_attention"]
 
 
+@drop_in()
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -24,7 +27,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     cp: ContextParallel,
-) -> torch.Tensor:
+) -> Asked:
     """`torch.nn.functional.scaled_dot_product_attention` of this rank's slices. Collective.
 
     Args:
@@ -41,11 +44,11 @@ def scaled_dot_product_attention(
         enable_gqa, or a tensor has not four axes; the others: as `cp_fast.attention`.
     """
     refuse("scaled_dot_product_attention", attn_mask=attn_mask, dropout_p=dropout_p)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [b, h, s/cp, d]")
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
+    check_tensors("b h s/cp d", query=query, key=key, value=value)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}; that needs enable_gqa=True")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    mask = "causal" if is_causal else "no_mask"
-    return attend(q, k, v, cp=cp, attn_mask_type=mask, softmax_scale=scale).transpose(1, 2)
+    how = {"attn_mask_type": "causal" if is_causal else "no_mask", "softmax_scale": scale}
+    return Asked(q, k, v, cp, how, lambda out: out.transpose(1, 2))

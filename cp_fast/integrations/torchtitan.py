@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.integrations.planned import attend, check_longest, once, refuse
+from cp_fast.integrations.planned import attend, check_longest, refuse
 from cp_ref.common.slices import shard
 from cp_ref.spec import check_context
 
@@ -99,7 +99,7 @@ def attention_forward(
     cu_q, cu_k = attention_masks.cu_seq_q, attention_masks.cu_seq_k
     check_longest("max_q", attention_masks.max_q, cu_q)
     check_longest("max_k", attention_masks.max_k, cu_k)
-    if cu_q is not cu_k and not once(torch.equal, cu_q, cu_k):
+    if cu_q is not cu_k and not torch.equal(cu_q, cu_k):
         raise ValueError("attention_masks has other lengths for keys than for queries; documents attend to themselves")
     narrow = q_BLNH.is_cuda and q_BLNH.dtype == torch.float32
     q, k, v = (x[0].to(torch.bfloat16) if narrow else x[0] for x in (q_BLNH, k_BLNH, v_BLNH))

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
-from cp_fast.integrations.planned import attend, context_for, refuse
+from cp_fast.context import ContextParallel
+from cp_fast.integrations.drop_in import Asked, drop_in
+from cp_fast.integrations.planned import context_for, refuse
+from cp_ref.spec import MASKS, check_choice, check_flag
 
 __all__ = ["attn_forward_func_with_cp", "patch", "unpatch"]
 
@@ -51,6 +54,13 @@ def unpatch() -> None:
         setattr(importlib.import_module(name), _NAME, original)
 
 
+def _context(given: dict[str, Any]) -> ContextParallel:
+    """A context of the ranks that a call names, whatever else of it is wrong."""
+    group = given.get("cp_group")
+    return context_for(group, "a2a+p2p" if isinstance(group, list | tuple) else "p2p")
+
+
+@drop_in(_context)
 def attn_forward_func_with_cp(
     is_training: bool,
     q: torch.Tensor,
@@ -87,13 +97,13 @@ def attn_forward_func_with_cp(
     return_max_logit: bool = False,
     *,
     context: dict[str, Any] | None = None,
-) -> Any:
+) -> Asked:
     """TransformerEngine's function of this name. Collective.
 
     Args:
         q, k, v: this rank's slices, rank r holding chunks r and 2 * cp - 1 - r.
         cu_seqlens_q ... cu_seqlens_kv_padded: global; used in thd, and in bshd and sbhd with a padding mask. On a GPU
-            they are waited for, once for all layers that are given the same tensors.
+            they are waited for, by every call.
         cp_group: a ProcessGroup, or [a2a_group, p2p_group] for "a2a+p2p".
         softmax_offset: [1, h, 1, 1] or [h].
         max_seqlen_q, max_seqlen_kv, cp_global_ranks, cp_stream, use_fused_attention, use_flash_attn_3, quantizers,
@@ -108,6 +118,9 @@ def attn_forward_func_with_cp(
         NotImplementedError: dropout_p (in training), attn_bias, attn_bias_type, fp8 or fp8_output asks for something;
         the others: as `cp_fast.attention`.
     """
+    cp = context_for(cp_group, cp_comm_type, **(context or {}))
+    check_flag("is_training", is_training)
+    check_choice("attn_mask_type", attn_mask_type, MASKS)
     refuse(
         _NAME,
         dropout_p=dropout_p if is_training else 0.0,
@@ -122,18 +135,14 @@ def attn_forward_func_with_cp(
         lengths |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     if packed:
         lengths |= {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
-    return attend(
-        q,
-        k,
-        v,
-        cp=context_for(cp_group, cp_comm_type, **(context or {})),
-        qkv_format=qkv_format,
-        attn_mask_type=attn_mask_type,
-        window_size=(-1, -1) if window_size is None else tuple(window_size),
-        softmax_scale=softmax_scale,
-        softmax_type=softmax_type,
-        softmax_offset=softmax_offset if softmax_type == "learnable" else None,
-        deterministic=deterministic,
-        return_max_logit=return_max_logit,
-        **lengths,
-    )
+    how = {
+        "qkv_format": qkv_format,
+        "attn_mask_type": attn_mask_type,
+        "window_size": (-1, -1) if window_size is None else window_size,
+        "softmax_scale": softmax_scale,
+        "softmax_type": softmax_type,
+        "softmax_offset": softmax_offset if softmax_type == "learnable" else None,
+        "deterministic": deterministic,
+        "return_max_logit": return_max_logit,
+    }
+    return Asked(q, k, v, cp, how | lengths)

@@ -23,7 +23,16 @@ from cp_ref.spec import (
     read_room,
 )
 
-__all__ = ["OF_THE_PROBLEM", "Plan", "make_plan", "read_call", "read_plan_arguments", "supports", "update"]
+__all__ = [
+    "OF_THE_PROBLEM",
+    "Plan",
+    "lengths_of_update",
+    "make_plan",
+    "read_call",
+    "read_plan_arguments",
+    "supports",
+    "update",
+]
 
 OF_THE_PROBLEM = frozenset(inspect.signature(read_problem).parameters)  # arguments that make a problem, by name
 _SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqlen_kv")
@@ -142,6 +151,12 @@ def update(
         it was, on every rank.
     """
     raise NotImplementedError
+
+
+def lengths_of_update(plan: Plan, cp: ContextParallel, given: dict[str, Any]) -> dict[str, Any]:
+    """The lengths that `update` was given, by name, with defaults; raises TypeError for an unknown name."""
+    arguments = update.bind({"self": plan, "cp": cp, **given})
+    return {name: value for name, value in arguments.items() if name not in ("self", "cp")}
 
 
 def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, torch.device]:

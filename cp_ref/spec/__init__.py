@@ -10,7 +10,7 @@ from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import agreed_cut
 from cp_ref.spec.given import OFFSET_GRADS, check_placements, local_part, one_a_head
 from cp_ref.spec.given_areas import AreaRow, areas_of_rows
-from cp_ref.spec.group import Group, PaperGroup, Parcel, Pending, agree, read_together
+from cp_ref.spec.group import Group, PaperGroup, Parcel, Pending, agree, read_together, tell
 from cp_ref.spec.layout import divisor, slice_rows
 from cp_ref.spec.mask import Band
 from cp_ref.spec.overlap import check_apart
@@ -25,7 +25,16 @@ from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, Prog
 from cp_ref.spec.slices import Cut, planned_cut, planned_positions, read_cut, read_positions, sequences_of, slice_axis
 from cp_ref.spec.table import Column, Table, joined, ranges
 from cp_ref.spec.units import Units
-from cp_ref.spec.values import check_choice, check_data, check_flag, read_count
+from cp_ref.spec.values import (
+    check_choice,
+    check_data,
+    check_flag,
+    check_lengths,
+    kind_of,
+    read_count,
+    read_lengths,
+    read_window,
+)
 from cp_ref.spec.verify import InvalidSchedule, verify, verify_tables
 from cp_ref.spec.workload import Workload, areas_of, workload_of
 
@@ -83,6 +92,7 @@ __all__ = [
     "check_context",
     "check_data",
     "check_flag",
+    "check_lengths",
     "check_local_tensors",
     "check_offset",
     "check_placements",
@@ -97,6 +107,7 @@ __all__ = [
     "dual_chunk",
     "head_ranges",
     "joined",
+    "kind_of",
     "local_part",
     "make_program",
     "make_schedule",
@@ -108,11 +119,13 @@ __all__ = [
     "ranges",
     "read_count",
     "read_cut",
+    "read_lengths",
     "read_positions",
     "read_problem",
     "read_room",
     "read_sizes",
     "read_together",
+    "read_window",
     "report",
     "roll_of",
     "saved_kinds",
@@ -120,6 +133,7 @@ __all__ = [
     "slice_axis",
     "slice_rows",
     "tag",
+    "tell",
     "tile_pairs",
     "verify",
     "verify_tables",

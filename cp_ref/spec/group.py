@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-__all__ = ["Group", "PaperGroup", "Parcel", "Pending", "agree", "read_together"]
+__all__ = ["Group", "PaperGroup", "Parcel", "Pending", "agree", "read_together", "tell"]
 
 Found = TypeVar("Found")
 
@@ -139,16 +139,24 @@ def read_together(
     try:
         found = read()
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        try:
-            agree(group, None, error)
-        except Exception as other:
-            if other is not error:
-                error.add_note(f"The other ranks could not be told: {other}")
+        tell(group, error)
         raise
     wanted = agreed(found)
     if wanted.fingerprint not in known:
         agree(group, wanted, None)
     return found
+
+
+def tell(group: Group, error: Exception) -> None:
+    """Tell the other ranks, which are about to agree, that this rank refuses its arguments; then raise `error`.
+
+    Where they do not listen, the error gets a note that says so.
+    """
+    try:
+        agree(group, None, error)
+    except Exception as other:
+        if other is not error:
+            error.add_note(f"The other ranks could not be told: {other}")
 
 
 _LISTS = ("sequences", "areas")

@@ -17,6 +17,7 @@ __all__ = [
     "check_choice",
     "check_data",
     "check_flag",
+    "check_lengths",
     "differences",
     "kind_of",
     "read_count",
@@ -119,13 +120,7 @@ def read_lengths(name: str, cu_seqlens: Any) -> list[int] | None:
     """A cumulative length tensor as a list; None stays None."""
     if cu_seqlens is None:
         return None
-    if not str(getattr(cu_seqlens, "dtype", "")).startswith("torch."):
-        raise TypeError(f"{name} is a {type(cu_seqlens).__name__}; it must be an int32 or int64 tensor [b + 1]")
-    if str(cu_seqlens.dtype).removeprefix("torch.") not in ("int32", "int64"):
-        raise TypeError(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64")
-    check_data(name, cu_seqlens)
-    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"{name} has shape {list(cu_seqlens.shape)}; it must be [b + 1]")
+    check_lengths(name, cu_seqlens)
     values: list[int] = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"{name}[0] is {values[0]}; it must be 0")
@@ -138,6 +133,17 @@ def read_lengths(name: str, cu_seqlens: Any) -> list[int] | None:
     if values[-1] > FURTHEST:
         raise ValueError(f"{name}[-1] is {values[-1]}; it must be at most {FURTHEST}")
     return values
+
+
+def check_lengths(name: str, cu_seqlens: Any) -> None:
+    """Raise unless it is a tensor of cumulative lengths, of which no value is looked at."""
+    if not str(getattr(cu_seqlens, "dtype", "")).startswith("torch."):
+        raise TypeError(f"{name} is a {type(cu_seqlens).__name__}; it must be an int32 or int64 tensor [b + 1]")
+    if str(cu_seqlens.dtype).removeprefix("torch.") not in ("int32", "int64"):
+        raise TypeError(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64")
+    check_data(name, cu_seqlens)
+    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name} has shape {list(cu_seqlens.shape)}; it must be [b + 1]")
 
 
 def differences(cumulative: list[int]) -> list[int]:

@@ -181,21 +181,6 @@ def test_what_contradicts_itself_is_named() -> None:
     SimGroup(2).run(one)
 
 
-def test_what_is_worked_out_of_lengths_is_kept_until_they_change() -> None:
-    lengths, calls = CU.clone(), []
-
-    def double(x: torch.Tensor) -> torch.Tensor:
-        calls.append(len(calls))
-        return x * 2
-
-    first = planned.once(double, lengths)
-    assert planned.once(double, lengths) is first
-    assert planned.once(double, lengths.clone()) is not first
-    lengths[1] = 8
-    assert planned.once(double, lengths).tolist() == [0, 16, 48, 96]
-    assert len(calls) == 3
-
-
 def test_layers_of_a_batch_share_a_plan() -> None:
     """Even where the lengths are changed in place there is another plan, and a bad argument raises on every rank."""
 
@@ -206,7 +191,7 @@ def test_layers_of_a_batch_share_a_plan() -> None:
             if change:
                 lengths[1] = 8
             planned.attend(q, k, v, cp=cp, qkv_format="thd", cu_seqlens_q=lengths)
-            made.append(len(cp.recent.agreements))
+            made.append(len(cp.plans.agreements))
         with pytest.raises(ValueError, match="head dim"):
             planned.attend(
                 q, k[..., :4] if member.rank else k, v, cp=cp, qkv_format="thd", cu_seqlens_q=CU, softcap=1.0

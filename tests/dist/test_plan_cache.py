@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
-from cp_fast import recent
+from cp_fast import plan_cache
 from tests.dist.workers import Processes
 
 
@@ -48,11 +48,11 @@ def layers() -> tuple[list[int], list[bool], int]:
                 same.append(torch.equal(out, cp_fast.attention(x, x, x, cp=cp, plan=plan)))
     finally:
         member.all_gather_object = gather
-    kept = len(recent._recent)
+    kept = len(plan_cache._caches)
     dist.destroy_process_group(group)
     del cp, group, plan
     gc.collect()
-    return found, same, kept - len(recent._recent)
+    return found, same, kept - len(plan_cache._caches)
 
 
 def test_layers_of_a_batch_agree_once(two: Processes) -> None:

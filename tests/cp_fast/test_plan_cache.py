@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
-from cp_fast import recent, unplanned
-from cp_ref import SimGroup
+from cp_fast import plan_cache, unplanned
+from cp_fast.integrations import flash_attn
+from cp_ref import SimGroup, dense_attention
 from cp_ref.sim import SimMember
 
 CU = torch.tensor([0, 8, 24, 48], dtype=torch.int32)
@@ -130,7 +132,7 @@ def test_random_calls_are_those_with_a_plan() -> None:
         for comm in ("p2p", "a2a", "all_gather")
         for _ in range(2)
     ]
-    assert len(problems) > recent.KEPT
+    assert len(problems) > plan_cache.KEPT
     order = [choice.choice(problems) for _ in range(80)]
 
     def one(member: SimMember) -> int:
@@ -168,13 +170,13 @@ def test_the_oldest_agreement_is_forgotten_first() -> None:
             cp_fast.attention(x, x, x, cp=cp, **THD, window_size=(window, 0))
             found.append(counts.agreements - before)
 
-        for window in range(recent.KEPT):
+        for window in range(plan_cache.KEPT):
             call(window)
         call(0)  # is there, and stays the oldest
-        call(recent.KEPT)
+        call(plan_cache.KEPT)
         call(1)
         call(0)
-        return found[recent.KEPT :]
+        return found[plan_cache.KEPT :]
 
     assert SimGroup(2).run(one) == [[0, 1, 0, 1]] * 2
 
@@ -252,8 +254,55 @@ def test_a_group_is_not_kept_alive() -> None:
         cp = cp_fast.ContextParallel(member)
         x = draw(cp)
         cp_fast.attention(x, x, x, cp=cp, **THD)
-        gone.extend([weakref.ref(member), weakref.ref(cp.recent)])
+        gone.extend([weakref.ref(member), weakref.ref(cp.plans)])
 
     SimGroup(2).run(one)
     gc.collect()
     assert [ref() for ref in gone] == [None] * 4
+
+
+def test_threads_share_a_cache() -> None:
+    """Many more agreements than are kept, noted, kept and looked for by eight threads at once."""
+    cache: Any = plan_cache.PlanCache()
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        choice = random.Random(seed)
+        for _ in range(4000):
+            number = choice.randrange(3 * plan_cache.KEPT)
+            signature = plan_cache.Signature((number,), 0, ())
+            if (found := cache.plan_of(signature)) is None:
+                cache.agree(bytes([number]))
+                cache.keep(bytes([number]), signature, number)
+            elif found != number:
+                wrong.append((number, found))
+            if len(cache.agreements) > plan_cache.KEPT:
+                wrong.append(len(cache.agreements))
+
+    in_threads(work)
+    assert wrong == []
+
+
+def test_threads_call_functions_of_other_names() -> None:
+    """Each in a group of its own, with lengths that change in place behind PyTorch's back, as NumPy changes them."""
+    wrong: list[Any] = []
+    function: Any = flash_attn.flash_attn_varlen_func
+
+    def calls(member: SimMember, seed: int) -> None:
+        x = torch.randn(48, 2, 8, generator=torch.Generator().manual_seed(seed))
+        cp, cu, choice = cp_fast.ContextParallel(member), CU.clone(), random.Random(seed)
+        for _ in range(30):
+            cu.numpy()[1] = choice.randrange(25)
+            out = function(x, x, x, cu, cu, 48, 48, causal=True, cp=cp)
+            want = dense_attention(x, x, x, qkv_format="thd", cu_seqlens_q=cu)[0]
+            if not torch.allclose(out, want.to(out.dtype), atol=1e-5):
+                wrong.append(cu.tolist())
+
+    in_threads(lambda seed: SimGroup(1).run(lambda member: calls(member, seed)))
+    assert wrong == []
+
+
+def in_threads(work: Any) -> None:
+    """work(0) ... work(7), each in a thread; raises what one of them raises."""
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))

@@ -1,10 +1,13 @@
-"""The plans of a group's last few batches, for calls of `attention` without a plan.
+"""The one cache of plans: those of a group's last few batches, for calls of `attention` without a plan.
 
-Ranks must not differ in whether they send messages to agree. So that hangs on one thing alone: whether these ranks came
-to this very agreement (the problem and the flags, as a fingerprint) among their last `KEPT` ones. An agreement is noted
+Calls are compared by value, lengths too; an address or a version of a tensor counts for nothing. Threads may ask at the
+same time.
+
+Ranks must not differ in whether they send messages to agree. One thing alone decides that: whether these ranks came to
+this very agreement (the problem and the flags, as a fingerprint) among their last `KEPT` ones. An agreement is noted
 when all ranks have it, and the oldest is forgotten first, however often it was used since; so all ranks have the same
-ones at all times. Which plan then serves a call is each rank's own business: its device, its stream and its kernel
-library decide that, and a rank that finds no plan makes one, without a message.
+ones at all times. Each rank decides alone which plan then serves a call, by its device, its stream and its kernel
+library. A rank that finds no plan makes one, without a message.
 """
 
 from __future__ import annotations
@@ -19,21 +22,21 @@ from cp_fast.turns import Turn
 if TYPE_CHECKING:
     from cp_fast.plan import Plan
 
-__all__ = ["KEPT", "Recent", "Signature", "recent_of"]
+__all__ = ["KEPT", "PlanCache", "Signature", "cache_of"]
 
 KEPT = 16  # agreements: a model's kinds of layers, with and without gradients, for the batches of an accumulation step
 _CALLS = 8  # calls of an agreement: the same problem written in several ways, or on several streams
 
 
 class Signature(NamedTuple):
-    """A call's arguments as they were given, and what of this rank its plan depends on: equal ones have equal plans."""
+    """A call's arguments as they were given, and what of this rank its plan depends on. Equal signatures have equal plans."""
 
     words: tuple[Any, ...]
     stream: int  # on which the plan's tables are written, and whose memory they are given back to
     lengths: tuple[Any, ...]  # of every sequence, by value
 
 
-class Recent:
+class PlanCache:
     """Of one group: its last agreements, and the plans that were made for them on this rank."""
 
     def __init__(self) -> None:
@@ -75,16 +78,16 @@ class Recent:
             del calls[:-_CALLS]
 
 
-_recent: WeakKeyDictionary[Turn, WeakKeyDictionary[Turn, Recent]] = WeakKeyDictionary()  # gone when their groups are
+_caches: WeakKeyDictionary[Turn, WeakKeyDictionary[Turn, PlanCache]] = WeakKeyDictionary()  # gone when their groups are
 _making = threading.Lock()
 
 
-def recent_of(turns: tuple[Turn, ...]) -> Recent:
-    """What is kept for the group, or the pair of groups, that these turns belong to.
+def cache_of(turns: tuple[Turn, ...]) -> PlanCache:
+    """The cache of the group, or the pair of groups, that these turns belong to.
 
     >>> one, other = Turn(), Turn()
-    >>> recent_of((one,)) is recent_of((one,)), recent_of((one, other)) is recent_of((one,))
+    >>> cache_of((one,)) is cache_of((one,)), cache_of((one, other)) is cache_of((one,))
     (True, False)
     """
     with _making:
-        return _recent.setdefault(turns[0], WeakKeyDictionary()).setdefault(turns[-1], Recent())
+        return _caches.setdefault(turns[0], WeakKeyDictionary()).setdefault(turns[-1], PlanCache())
