@@ -21,7 +21,7 @@ from cp_fast.context import ContextParallel
 from cp_fast.handles import object_of
 from cp_fast.passes import backward_pass, forward_pass
 from cp_fast.plan import Plan
-from cp_fast.running import wide_dtype
+from cp_fast.runtime.tensors import wide_dtype
 from cp_ref.common.casting import no_autocast
 
 __all__ = ["attention_in_graph"]

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.execute import run_backward, run_forward
 from cp_fast.kernels.select import kernels
 from cp_fast.peers import carries
 from cp_fast.plan import Plan
 from cp_fast.rows import is_mask, take
-from cp_fast.running import Inputs, wide_dtype
+from cp_fast.runtime.run import Inputs, run_backward, run_forward
+from cp_fast.runtime.tensors import wide_dtype
 from cp_ref.common.collectives import all_reduce_max, offset_grad
 from cp_ref.spec import Feature, Unsupported
 

@@ -10,23 +10,21 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
+from cp_fast.compile.fold_batch import fold_batch
+from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
+from cp_fast.compile.in_place.shape import Shape
+from cp_fast.compile.instructions import ExecutablePlan
+from cp_fast.compile.lower import Draft, lower
+from cp_fast.compile.message_order import in_order
+from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision
+from cp_fast.compile.pipeline import optimized, upload
+from cp_fast.compile.tiles.windows import WindowRule, own_window
 from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import OfThisProcess, forget, handle_for
 from cp_fast.kernels.select import kernels
 from cp_fast.packing import Packing
 from cp_fast.peers import Messages, messages_for
-from cp_fast.planning.fixed import Fitted, FixedTables
-from cp_fast.planning.fold import fold_batch
-from cp_fast.planning.landing import landed
-from cp_fast.planning.link import upload
-from cp_fast.planning.lower import Draft, lower, released
-from cp_fast.planning.meanwhile import meanwhile
-from cp_fast.planning.narrow import agree_on_narrow, may_be_narrow
-from cp_fast.planning.ordered import in_order
-from cp_fast.planning.shape import Shape
-from cp_fast.planning.windows import WindowRule, own_window
-from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows, check_row_numbers
 from cp_ref.common import plans
 from cp_ref.common.cutting import numbers
@@ -86,7 +84,7 @@ class Plan(OfThisProcess, plans.Plan):
     device: torch.device
     backend: Backend
     packing: Packing
-    program: LoweredProgram[Rows]
+    program: ExecutablePlan[Rows]
     steps: Steps = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
@@ -100,7 +98,7 @@ class Plan(OfThisProcess, plans.Plan):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_for(self))
-        object.__setattr__(self, "kept", self.program.kept)
+        object.__setattr__(self, "kept", self.program.kept_tensors)
         object.__setattr__(self, "needs_inputs", self.program.needs_inputs)
         object.__setattr__(self, "checked", set())
         object.__setattr__(self, "bound", {})
@@ -238,9 +236,9 @@ def prepared(
         steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
     draft = lowered(packing, cp.rank, steps, saved)
     if room is None:
-        program = upload(released(meanwhile(landed(draft))), device)
+        program = upload(optimized(draft), device)
         return Plan(problem, cp.rank, device, backend, packing, program, steps, custom)
-    fixed = FixedTables(Shape(draft.program, draft.tables, problem, cp.rank, room), device)
+    fixed = FixedTables(Shape(optimized(draft, in_place=True).plan, draft.tables, problem, cp.rank, room), device)
     program = fixed.overwrite(fixed.fitted(draft, problem))
     return Plan(problem, cp.rank, device, backend, packing, program, steps, custom, room, fixed)
 
@@ -259,8 +257,8 @@ def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
     with cp.alone("an agreement on the messages of a plan"):
         carried = messages_for(cp.comm, problem, rows, plan.device)
-        if room is None and may_be_narrow(problem):
-            program = agree_on_narrow(cp.comm, program, rounded=getattr(plan.backend, "rounded_gradients", False))
+        if room is None and may_have_low_precision(problem):
+            program = low_precision_grads(program, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False))
     messages = None if carried is cp.comm else carried
     return plan if messages is None and program is plan.program else replace(plan, messages=messages, program=program)
 
@@ -271,7 +269,8 @@ def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -
     if packing.folded:
         steps = fold_batch(steps, problem)
     rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
-    return lower(packed.workload, rank, *steps, saved, rule)
+    sink = problem.softmax_type != "vanilla"
+    return lower(packed.workload, rank, *steps, saved, rule, sink=sink)
 
 
 def _together(

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_fast.planning.launches import LaunchTable, launch_tables
-from cp_fast.planning.rows import RowMap
-from cp_fast.planning.rows import Spans as RowSpans
-from cp_fast.planning.tables import one_range
-from cp_fast.planning.windows import WindowRule, band_tiles, own_window
+from cp_fast.compile.index_tables import one_range
+from cp_fast.compile.row_maps import RowMap
+from cp_fast.compile.row_maps import Spans as RowSpans
+from cp_fast.compile.tiles.launches import LaunchTable, launch_tables
+from cp_fast.compile.tiles.windows import WindowRule, band_tiles, own_window
 from cp_ref.spec import OPERANDS, UNBOUNDED, Column, Message, Problem, Step, Tiles, make_program
 from cp_ref.spec.areas import pairs
 from cp_ref.spec.units import merged

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,7 +19,6 @@ import cp_fast
 from cp_fast.backends import BackwardOperands, Gradients, Partial
 from cp_fast.peers.exchange import PeerMessages, Shared
 from cp_fast.peers.watch import Watch
-from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
 from cp_ref import SimGroup
 from cp_ref.spec import PaperGroup
 

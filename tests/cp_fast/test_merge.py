@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cp_fast.merge import Part, Total, TotalShape
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_fast.kernels.select import kernels
 from cp_fast.kernels.torch_merges import log_add_exp
-from cp_fast.merge import Part, Total, TotalShape
 
 CPU, WIDE, HALF = torch.device("cpu"), torch.float32, torch.bfloat16
 HEADS = slice(0, 2)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
 
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, Gradients
-from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
 

@@ -9,10 +9,10 @@ from itertools import product
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_fast.planning.joins import Segments
-from cp_fast.planning.launches import LaunchTable
-from cp_fast.planning.rows import Spans
-from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles
+from cp_fast.compile.row_maps import Spans
+from cp_fast.compile.tiles.joins import Segments
+from cp_fast.compile.tiles.launches import LaunchTable
+from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_ref.spec import UNBOUNDED, Areas, Tiles
 
 __all__ = [

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-
-from cp_fast.planning.lower import COMPLETE
 from cp_fast.program import OWN, Contribution, Copy, Launch, LoweredProgram, LoweredStep, Operand
+
+from cp_fast.compile.lower import COMPLETE
 from cp_fast.rows import Rows
 from cp_ref.spec import Workload
 

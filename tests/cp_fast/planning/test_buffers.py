@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from cp_fast.planning.operands import Operands
+from cp_fast.planning.results import Results, parcels_of
+from cp_fast.program import Heads, Operand
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from cp_fast.planning.operands import Operands
-from cp_fast.planning.results import Results, parcels_of
-from cp_fast.planning.rows import Spans, SpanSets
-from cp_fast.planning.tables import Tables
-from cp_fast.program import Heads, Operand
+from cp_fast.compile.index_tables import Tables
+from cp_fast.compile.row_maps import Spans, SpanSets
 from cp_ref.spec import Message, Pieces, Step
 from tests.cp_fast.planning.brute_force import spans
 

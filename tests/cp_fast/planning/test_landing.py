@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from cp_fast.program import LoweredProgram
 
 import cp_fast
 import cp_fast.plan
-from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember

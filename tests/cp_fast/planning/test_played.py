@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from cp_fast.program import LoweredProgram
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cp_fast.compile.fold_batch import fold_batch
+from cp_fast.compile.in_place.fit import fit
+from cp_fast.compile.in_place.shape import Shape
+from cp_fast.compile.link import linked, upload
+from cp_fast.compile.lower import lower
+from cp_fast.compile.tiles.windows import WindowRule
 from cp_fast.packing import Packing
 from cp_fast.plan import lowered
-from cp_fast.planning.fit import fit
-from cp_fast.planning.fold import fold_batch
-from cp_fast.planning.link import linked, upload
-from cp_fast.planning.lower import lower
-from cp_fast.planning.shape import Shape
-from cp_fast.planning.windows import WindowRule
-from cp_fast.program import LoweredProgram
 from cp_fast.rows import Rows
 from cp_ref.spec import (
     Problem,

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_fast.planning.rows import RowMap, Spans, SpanSets, subtract
-from cp_fast.planning.tables import Key, Tables
+from cp_fast.compile.index_tables import Key, Tables
+from cp_fast.compile.row_maps import RowMap, Spans, SpanSets, subtract
 from tests.cp_fast.planning.brute_force import spans
 
 

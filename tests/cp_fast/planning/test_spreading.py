@@ -12,10 +12,10 @@ import cp_fast
 from conformance.case import Case
 from conformance.tiers import logic
 from cp_fast import masks
+from cp_fast.compile.tiles import spreading
+from cp_fast.compile.tiles.launches import launch_tables
+from cp_fast.compile.tiles.windows import BandTiles, WindowRule
 from cp_fast.cost.counts import launches_of
-from cp_fast.planning import spreading
-from cp_fast.planning.launches import launch_tables
-from cp_fast.planning.windows import BandTiles, WindowRule
 from cp_ref.spec import Problem, Sequence
 from tests.cp_fast.planning.brute_force import band_pairs, kernel_pairs, rows_twice, segments_of
 from tests.cp_fast.planning.test_sharing import tiles_of_areas

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from cp_fast.planning.joins import one_each, squares, strips
-from cp_fast.planning.launches import launch_tables
-from cp_fast.planning.windows import BandTiles, WindowRule, band_tiles, cut_to_windows, windowed
+from cp_fast.compile.tiles.joins import one_each, squares, strips
+from cp_fast.compile.tiles.launches import launch_tables
+from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles, cut_to_windows, windowed
 from cp_ref.spec import UNBOUNDED, Areas, Tiles
 from tests.cp_fast.planning.brute_force import (
     Segment,

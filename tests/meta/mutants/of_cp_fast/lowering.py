@@ -136,7 +136,11 @@ def _one_layer(layers: Any, segments: Any) -> Any:
     return np.zeros_like(layers(segments))
 
 
-_LOWER, _LAUNCHES, _RESULTS = "cp_fast.planning.lower", "cp_fast.planning.launches", "cp_fast.planning.results.Results"
+_LOWER, _LAUNCHES, _RESULTS = (
+    "cp_fast.compile.lower",
+    "cp_fast.compile.tiles.launches",
+    "cp_fast.planning.results.Results",
+)
 _OPERANDS = "cp_fast.planning.operands.Operands"
 
 
@@ -165,14 +169,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "left-side-too-wide": Mutant(
         "a tile's window has one key too many on the left",
-        "cp_fast.planning.windows.windowed",
+        "cp_fast.compile.tiles.windows.windowed",
         _too_wide("left"),
         "special",
         where="window-in-a-batch",
     ),
     "right-side-too-wide": Mutant(
         "a tile's window has one key too many on the right",
-        "cp_fast.planning.windows.windowed",
+        "cp_fast.compile.tiles.windows.windowed",
         _too_wide("right"),
         "special",
         where="window-in-a-batch",
@@ -214,7 +218,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "last-launch-left-out": Mutant(
         "of several launches of a step the last is left out",
-        "cp_fast.planning.groups.launch_tables",
+        "cp_fast.compile.tiles.groups.launch_tables",
         wrap(_tiles_of_one_launch),
         "logic",
     ),

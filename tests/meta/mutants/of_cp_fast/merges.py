@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from cp_fast.merge import Merged
+
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]

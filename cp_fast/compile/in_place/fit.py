@@ -1,0 +1,297 @@
+"""A plan that is updated in place: the next batch's plan in the shape of the first one's, every table padded.
+
+What a later batch does not need is left empty; what the first batch did not have cannot be added (`shape`). Where
+messages are padded, rows of the buffers that they fill move; nothing else does, as what pads a table comes last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from cp_fast.compile.in_place.padded_tables import PaddedTables, pad
+from cp_fast.compile.in_place.shape import Shape
+from cp_fast.compile.index_tables import Key, RowKey, Tables
+from cp_fast.compile.instructions import (
+    OWN,
+    Accumulate,
+    BufferSpec,
+    Copy,
+    ExecutablePlan,
+    Instruction,
+    Launch,
+    PassPlan,
+    Recv,
+    Send,
+    View,
+)
+from cp_fast.compile.lower import Draft
+from cp_fast.compile.tiles.groups import SegmentKeys
+from cp_ref.spec import Column, Problem, planned_positions
+
+__all__ = ["fit"]
+
+MessageKey = tuple[int, int]  # peer, tag
+
+
+def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[ExecutablePlan[Any], PaddedTables]:
+    """A batch's plan in this shape, with its tables.
+
+    Raises:
+        ValueError: it has a message, copy or launch that the shape does not have, or larger ones.
+    """
+    tables, given, wanted = PaddedTables(), draft.plan, shape.plan
+    ids = tables.add(pad(planned_positions(problem, shape.rank), shape.room.rows_q, 0))
+    real = np.zeros(shape.room.rows_q, dtype=bool)
+    real[draft.tables.numbers(given.real_q_rows)] = True
+    mask = tables.add(real)
+    forward = _Fitting(wanted.forward, given.forward, draft.tables, shape, tables, mask, {})
+    plan_forward = forward.fitted()
+    kept = {there: forward.moved[here] for here, there in wanted.saved if here in forward.moved}
+    plan_backward = _Fitting(wanted.backward, given.backward, draft.tables, shape, tables, mask, kept).fitted()
+    plan = wanted.with_passes(plan_forward, plan_backward)
+    return replace(plan, real_q_rows=mask, position_ids=ids, spare_rows=1), tables
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Where each message of a buffer begins: in the batch's own (`here`), and in the padded one (`there`; `begin` by
+    message); and the size of the padded one.
+    """
+
+    here: Column
+    there: Column
+    begin: dict[MessageKey, int]
+    size: int
+
+    def rows(self, rows: Column) -> Column:
+        """Rows of the batch's own buffer in the padded one."""
+        if len(self.here) == 0:
+            return rows
+        number = np.searchsorted(self.here, rows, side="right") - 1
+        return rows - self.here[number] + self.there[number]
+
+
+class _Fitting:
+    """One pass. Buffers and instructions of the shape and of the batch correspond by the names of their buffers."""
+
+    def __init__(
+        self,
+        wanted: PassPlan[RowKey],
+        given: PassPlan[RowKey],
+        given_tables: Tables,
+        shape: Shape,
+        tables: PaddedTables,
+        real_q_rows: Key,
+        kept: dict[int, _Moved],
+    ) -> None:
+        self._wanted, self._tables, self._shape, self._real = wanted, given_tables, shape, real_q_rows
+        self._padded = tables
+        self._given = _by_key(given)
+        self._keys = {id(one): key for key, one in _by_key(wanted).items()}
+        for (step, kind, *names), _ in self._given.items():
+            if (step, kind, *names) not in self._keys.values():
+                raise ValueError(
+                    f"{wanted.direction} step {step} needs the {kind} {names}, which the plan does not have; make a "
+                    "plan with a batch that needs it"
+                )
+        self.moved = kept | self._find_moved(given)
+        self._specs = [self._sized(number, spec) for number, spec in enumerate(wanted.buffers)]
+
+    def fitted(self) -> PassPlan[Any]:
+        """The pass in the plan's shape."""
+        instructions = [self._fit(one) for one in self._wanted.instructions]
+        return replace(self._wanted, buffers=tuple(self._specs), instructions=tuple(instructions))
+
+    # ---- sizes
+
+    def _find_moved(self, given: PassPlan[RowKey]) -> dict[int, _Moved]:
+        """Where messages lie in the buffers that they fill, and in those that they are sent from."""
+        names = {spec.name: number for number, spec in enumerate(given.buffers)}
+        sizes = _messages(given)
+        moved: dict[int, _Moved] = {}
+        for number, messages in _messages(self._wanted).items():
+            spec = self._wanted.buffers[number]
+            padded = {(peer, tag): self._shape.message_rows(spec.kind, peer) for peer, tag in messages}
+            begin, first = _begins(padded), _begins(sizes.get(names.get(spec.name, -1), {}))
+            here, there = (np.array([of[x] for x in begin if x in first], dtype=np.int64) for of in (first, begin))
+            moved[number] = _Moved(here, there, begin, sum(padded.values()))
+        sums = [(one.source.buffer, one.target.buffer) for one in self._wanted.of(Copy)]
+        return moved | {total: moved[message] for total, message in sums if self._role(message) == "message"}
+
+    def _role(self, number: int) -> str:
+        return self._wanted.buffers[number].role
+
+    def _sized(self, number: int, spec: BufferSpec) -> BufferSpec:
+        if spec.rows is None or spec.parts or spec.role == "partial":
+            return spec
+        group = self._shape.side_rows(spec.kind) * self._shape.problem.a2a_size
+        return replace(spec, rows=self.moved[number].size if number in self.moved else group)
+
+    def _size(self, number: int) -> int:
+        """The rows of a buffer, without the spare one."""
+        spec = self._specs[number]
+        return self._shape.side_rows(spec.kind) if spec.rows is None else spec.rows
+
+    def _resize(self, number: int, rows: int) -> None:
+        self._specs[number] = replace(self._specs[number], rows=rows)
+
+    def _room(self, step: int, kind: str, peer: int, rows: int) -> int:
+        """The rows that a message has in the plan, which are enough for the batch's."""
+        size = self._shape.message_rows(kind, peer)
+        if rows > size:
+            raise ValueError(
+                f"{self._wanted.direction} step {step} has a message of {rows} rows, but the plan has room for {size} "
+                "(what its window lets through where queries and keys have equal lengths); make a plan with a batch "
+                "that needs more"
+            )
+        return size
+
+    # ---- tables
+
+    def _numbers(self, number: int | None, rows: RowKey | None) -> Column:
+        """A table's rows in the padded buffer; none of them for what the batch does not need."""
+        if rows is None:
+            return np.zeros(0, dtype=np.int64)
+        numbers = self._tables.numbers(rows)
+        return self.moved[number].rows(numbers) if number in self.moved else numbers
+
+    def _read(self, view: View[RowKey], given: View[RowKey] | None, size: int) -> View[Any]:
+        rows = self._padded.read_from(self._numbers(view.buffer, given and given.rows), size)
+        return replace(view, rows=rows)
+
+    def _written(self, view: View[RowKey], given: View[RowKey] | None, size: int) -> View[Any]:
+        numbers = self._numbers(view.buffer, given and given.rows)
+        return replace(view, rows=self._padded.added_to(numbers, size, self._size(view.buffer)))
+
+    # ---- instructions
+
+    def _fit(self, one: Instruction[RowKey]) -> Instruction[Any]:
+        given: Any = self._given.get(self._keys.get(id(one), ()))
+        if isinstance(one, Send):
+            return self._send(one, given)
+        if isinstance(one, Recv):
+            return self._recv(one, given)
+        if isinstance(one, Copy):
+            return self._copy(one, given)
+        if isinstance(one, Launch):
+            return self._launch(one, given)
+        return self._accumulate(one, given) if isinstance(one, Accumulate) else one
+
+    def _send(self, one: Send[RowKey], given: Send[RowKey] | None) -> Send[Any]:
+        number, view = one.source.buffer, one.source
+        if one.part is not None:
+            return one
+        rows = 0 if given is None or given.source.rows is None else self._tables.count(given.source.rows)
+        size = self._room(one.step, self._specs[number].kind, one.peer, rows)
+        if self._role(number) == "message":
+            begin = self.moved[number].begin[one.peer, one.tag]
+            return replace(one, source=replace(view, rows=slice(begin, begin + size)))
+        return replace(one, source=self._read(view, given and given.source, size))
+
+    def _recv(self, one: Recv, given: Recv | None) -> Recv:
+        size = self._room(one.step, self._specs[one.buffer].kind, one.peer, given.size if given else 0)
+        if self._role(one.buffer) == "partial":
+            self._resize(one.buffer, size)
+            return replace(one, size=size)
+        begin = self.moved[one.buffer].begin[one.peer, one.tag]
+        return replace(one, size=size, rows=(slice(begin, begin + size),) if one.rows else None)
+
+    def _copy(self, one: Copy[RowKey], given: Copy[RowKey] | None) -> Copy[Any]:
+        source, target = one.source, one.target
+        if self._specs[target.buffer].parts:
+            send = next(send for send in self._wanted.of(Send) if send.source.buffer == target.buffer)
+            rows = 0 if given is None or given.source.rows is None else self._tables.count(given.source.rows)
+            size = self._room(one.step, self._specs[target.buffer].kind, send.peer, rows)
+            self._resize(target.buffer, size)
+            return replace(one, source=self._read(source, given and given.source, size))
+        if self._specs[source.buffer].parts:
+            size = self._size(source.buffer)
+            return replace(one, target=self._written(target, given and given.target, size))
+        if source.rows is None:
+            return one
+        size, (read, written) = self._size(source.buffer), (given.source, given.target) if given else (None, None)
+        return replace(one, source=self._read(source, read, size), target=self._written(target, written, size))
+
+    def _launch(self, one: Launch[RowKey], given: Launch[RowKey] | None) -> Launch[Any]:
+        size_q, size_kv = (self._size(view.buffer) for view in one.operands[:2])
+        keys: Any = given.batch if given else None
+        none = np.zeros(1, dtype=np.int32)
+        cu_q, cu_kv = (self._tables.cumulative(k) for k in (keys.cu_q, keys.cu_kv)) if keys else (none, none)
+        most = self._shape.segments(one.batch)
+        if len(cu_q) > most + 1:
+            raise ValueError(
+                f"a launch has {len(cu_q) - 1} segments, but the plan has room for {most} (as many a sequence as its "
+                "first batch had); make a plan with a batch that needs them"
+            )
+        lengths = self._padded.lengths(cu_q, most), self._padded.lengths(cu_kv, most)
+        batch = SegmentKeys(*lengths, one.batch.left, one.batch.right, (size_q, size_kv))
+        views = given.operands if given else [None] * len(one.operands)
+        operands = [
+            self._read(view, its, size_kv if n == 1 else size_q)
+            for n, (view, its) in enumerate(zip(one.operands, views, strict=True))
+        ]
+        for number, size in zip(one.results, (size_q, size_kv), strict=False):
+            self._resize(number, size)
+        return replace(one, operands=tuple(operands), batch=batch)
+
+    def _accumulate(self, one: Accumulate[RowKey], given: Accumulate[RowKey] | None) -> Accumulate[Any]:
+        if one.source.buffer == OWN["sink"]:
+            return one if one.target.rows is None else replace(one, target=replace(one.target, rows=self._real))
+        size = self._size(one.source.buffer)
+        source, target = (given.source, given.target) if given else (None, None)
+        return replace(one, source=self._read(one.source, source, size), target=self._written(one.target, target, size))
+
+
+def _messages(plan: PassPlan[RowKey]) -> dict[int, dict[MessageKey, int]]:
+    """The messages that fill each buffer of operands, or are sent from each buffer of results, one behind the other:
+    their numbers of rows.
+    """
+    found: dict[int, dict[MessageKey, int]] = {}
+    for one in plan.instructions:
+        if isinstance(one, Recv) and plan.buffers[one.buffer].role == "operand":
+            found.setdefault(one.buffer, {})[one.peer, one.tag] = one.size
+        if isinstance(one, Send) and plan.buffers[one.source.buffer].role == "message":
+            assert isinstance(one.source.rows, slice)
+            size = one.source.rows.stop - one.source.rows.start
+            found.setdefault(one.source.buffer, {})[one.peer, one.tag] = size
+    return found
+
+
+def _begins(sizes: dict[MessageKey, int]) -> dict[MessageKey, int]:
+    """Where each begins when they lie one behind the other."""
+    return dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+
+
+def _by_key(plan: PassPlan[RowKey]) -> dict[tuple[Any, ...], Instruction[RowKey]]:
+    """The instructions by what they do, with the names of their buffers; several of one kind are numbered."""
+    times: Counter[Any] = Counter()
+    found: dict[tuple[Any, ...], Instruction[RowKey]] = {}
+    for one in plan.instructions:
+        key = _key(plan, one)
+        if key is not None:
+            found[*key, times[key]] = one
+            times[key] += 1
+    return found
+
+
+def _key(plan: PassPlan[RowKey], one: Instruction[RowKey]) -> tuple[Any, ...] | None:
+    def names(numbers: Iterable[int]) -> tuple[str, ...]:
+        return tuple(plan.buffers[number].name for number in numbers)
+
+    if isinstance(one, Send):
+        return one.step, "send", *names((one.source.buffer,)), one.part, one.peer, one.tag
+    if isinstance(one, Recv):
+        return one.step, "receive", *names((one.buffer,)), one.part, one.peer, one.tag
+    if isinstance(one, Copy | Accumulate):
+        kind = "copy" if isinstance(one, Copy) else "accumulation"
+        return one.step, kind, *names((one.source.buffer, one.target.buffer)), one.source.heads, one.target.heads
+    if isinstance(one, Launch):
+        of = names(view.buffer for view in one.operands[:2])
+        return one.step, "launch", *of, f"window {one.batch.left}, {one.batch.right}"
+    return None

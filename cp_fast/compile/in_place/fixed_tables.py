@@ -1,0 +1,52 @@
+"""The device's side of a plan that is updated in place: one buffer of tables, written over by one copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cp_fast.compile.in_place.fit import fit
+from cp_fast.compile.in_place.padded_tables import PaddedTables
+from cp_fast.compile.in_place.shape import Shape
+from cp_fast.compile.instructions import ExecutablePlan
+from cp_fast.compile.link import linked
+from cp_fast.compile.lower import Draft
+from cp_fast.rows import Rows
+from cp_ref.spec import Problem
+
+__all__ = ["Fitted", "FixedTables"]
+
+Fitted = tuple[ExecutablePlan[Any], PaddedTables, torch.Tensor]
+
+
+class FixedTables:
+    """The tables of a plan on the device, and the shape that they were made for."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The heads that are exchanged at a time: those of the first batch, whatever a later one would choose."""
+        return self._shape.problem.workload.stages
+
+    def fitted(self, draft: Draft, problem: Problem) -> Fitted:
+        """A batch's plan in the plan's shape, and its tables as they are to lie on the device. For a GPU they are in
+        pinned memory, a new one each time, which PyTorch keeps until the copy from it is done.
+
+        Raises:
+            ValueError: the batch does not fit.
+        """
+        plan, tables = fit(draft, problem, self._shape)
+        return plan, tables, tables.on_host(pinned=self._device.type == "cuda")
+
+    def overwrite(self, fitted: Fitted) -> ExecutablePlan[Rows]:
+        """Write what `fitted` made to the device; the plan that reads it there."""
+        plan, tables, host = fitted
+        if self._buffer is None:
+            self._buffer = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        assert self._buffer.shape == host.shape
+        self._buffer.copy_(host, non_blocking=True)
+        return linked(plan, tables.on_device(self._buffer))

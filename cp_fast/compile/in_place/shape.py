@@ -1,0 +1,56 @@
+"""What no batch changes of a plan that is updated in place: its messages, copies and launches, and their sizes.
+
+What a captured CUDA graph has baked in stays as it is: which messages, copies and launches there are, and how large
+they may be. The first batch decides which there are; sizes follow from the plan's room, so that ranks agree on them: a
+launch may have all queries and keys in a buffer, a message all rows of a unit. Through a window of a self-attention a
+unit sees less of another: of each sequence, `left + right` keys beside each piece of its queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cp_fast.compile.index_tables import RowKey, Tables
+from cp_fast.compile.instructions import ExecutablePlan
+from cp_ref.spec import Problem, Room
+
+__all__ = ["Shape"]
+
+_PIECES = {"dual_chunk": 2, "contiguous": 1}  # of one sequence on one rank, at most
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a plan: the first batch's plan and lengths, the rank, and the room."""
+
+    plan: ExecutablePlan[RowKey]
+    tables: Tables
+    problem: Problem
+    rank: int
+    room: Room
+
+    def side_rows(self, kind: str) -> int:
+        """Rows of a rank's own buffer of a kind of operands or results."""
+        return self.room.rows_kv if kind in ("kv", "dkv") else self.room.rows_q
+
+    def message_rows(self, kind: str, peer: int) -> int:
+        """The most rows of a message: inside an a2a group those of one rank, else what a unit may see of another."""
+        own, size = self.side_rows(kind), self.problem.a2a_size
+        if peer // size == self.rank // size:
+            return own
+        problem, unit = self.problem, own * size
+        left, right = problem.window_size[0], 0 if problem.causal else problem.window_size[1]
+        lengths = problem.lengths
+        if left < 0 or right < 0 or lengths.len_q != lengths.len_kv or lengths.slots_q != lengths.slots_kv:
+            return unit
+        if problem.layout_name not in _PIECES:
+            return unit
+        pieces = _PIECES[problem.layout_name]
+        return max(1, min(unit, self.room.max_sequences * pieces * (left + right)))
+
+    def segments(self, keys: Any) -> int:
+        """The most segments of a launch: as many a sequence as the first batch has on the average, rounded up."""
+        found = len(self.tables.cumulative(keys.cu_q)) - 1
+        sequences = sum(n > 0 for n in self.problem.lengths.len_q)
+        return self.room.max_sequences * -(-found // sequences)

@@ -1,0 +1,94 @@
+"""Accumulate partial results late, beside messages, and those of one sum together.
+
+Lowering accumulates a partial result behind its launch, where nothing hides the work and the next messages wait for it.
+This pass moves each accumulation down:
+
+    out, dq   to the next launch that yields more of the same sum: its step's messages are then on their way
+    dkv       to the end of the step, when the partial results of other ranks are there too; for a local sum, until two
+              partial results are waiting
+
+Nothing is moved past an instruction that reads the sum. Of several partial results the first becomes the sum without an
+addition, so the pass puts one first that has most rows, and whose dtype is that of the sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from cp_fast.compile.index_tables import RowKey, Tables
+from cp_fast.compile.instructions import OWN, Accumulate, Copy, Instruction, Launch, PassPlan
+
+__all__ = ["accumulate_late"]
+
+
+def accumulate_late(plan: PassPlan[RowKey], tables: Tables) -> PassPlan[RowKey]:
+    """The same accumulations, later."""
+    return replace(plan, instructions=_Moving(plan, tables).instructions())
+
+
+@dataclass
+class _Moving:
+    plan: PassPlan[RowKey]
+    tables: Tables
+    waiting: list[Accumulate[RowKey]] = field(default_factory=list)
+    found: list[Instruction[RowKey]] = field(default_factory=list)
+    begun: set[int] = field(default_factory=set)  # sums that have something
+
+    def instructions(self) -> tuple[Instruction[RowKey], ...]:
+        plan = self.plan
+        parts = [one for one in plan.of(Accumulate) if one.source.buffer != OWN["sink"]]
+        self.parts = Counter(one.target.buffer for one in parts)
+        sums_of: dict[int, set[int]] = {}
+        for one in parts:
+            sums_of.setdefault(one.source.buffer, set()).add(one.target.buffer)
+        step = 0
+        for one in plan.instructions:
+            if one.step != step:
+                self._end_step()
+                step = one.step
+            if isinstance(one, Accumulate) and one.source.buffer != OWN["sink"]:
+                self.waiting.append(one)
+                continue
+            if isinstance(one, Launch):
+                more = set[int]().union(*(sums_of.get(result, set()) for result in one.results))
+                self._flush(lambda total, more=more: total in more and plan.buffers[total].kind != "dkv")
+            elif isinstance(one, Accumulate):
+                self._flush(lambda total, one=one: total == one.target.buffer)
+            elif isinstance(one, Copy):
+                self._flush(lambda total, one=one: total == one.source.buffer)
+            self.found.append(one)
+        self._flush(lambda total: True)
+        return tuple(self.found)
+
+    def _end_step(self) -> None:
+        waiting = Counter(one.target.buffer for one in self.waiting)
+
+        def ready(total: int) -> bool:
+            spec = self.plan.buffers[total]
+            return spec.kind == "dkv" and waiting[total] >= (2 if spec.rows is None else 1)
+
+        self._flush(ready)
+
+    def _flush(self, wanted: Callable[[int], bool]) -> None:
+        """Accumulate what waits for these sums."""
+        by_sum: dict[int, list[Accumulate[RowKey]]] = {}
+        for one in self.waiting:
+            if wanted(one.target.buffer):
+                by_sum.setdefault(one.target.buffer, []).append(one)
+        self.waiting = [one for one in self.waiting if one.target.buffer not in by_sum]
+        for total, some in by_sum.items():
+            if total not in self.begun and len(some) > 1:
+                some.sort(key=lambda one: self._rank(one, alone=self.parts[one.target.buffer] == 2))
+            self.begun.add(total)
+            self.found += [replace(one, made_by="accumulate_late") for one in some]
+
+    def _rank(self, one: Accumulate[RowKey], *, alone: bool) -> tuple[int, bool]:
+        """The first to be accumulated has the least. `alone`: there are two partial results in all, so the sum of them
+        is rounded at once and begins in the result's dtype; else in the wide one.
+        """
+        heads = one.target.heads[1] - one.target.heads[0]
+        rows = 0 if one.target.rows is None else self.tables.count(one.target.rows)
+        wanted = self.plan.buffers[one.target.buffer].dtype if alone else "wide"
+        return -rows * heads, self.plan.buffers[one.source.buffer].dtype != wanted

@@ -1,0 +1,59 @@
+"""Free every buffer after its last use. Without this pass all buffers live until the end of the pass.
+
+What a backward launch reads last is freed before its gradients are allocated (`cp_fast.runtime`). Messages hold what
+they carry, so a buffer that is sent is freed when its messages are posted; one that is only received, when they have
+arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from cp_fast.compile.instructions import Accumulate, Copy, Free, Instruction, Launch, PassPlan, Recv, Send, Wait
+
+__all__ = ["free_early"]
+
+R = TypeVar("R")
+
+
+def free_early(plan: PassPlan[R], kept: Collection[int]) -> PassPlan[R]:
+    """The same instructions, and frees. `kept`: buffers that are needed after the pass."""
+    keep = {*kept, *(number for number, spec in enumerate(plan.buffers) if spec.role in ("own", "result"))}
+    after: dict[int, list[int]] = {}
+    for place, one in reversed(list(enumerate(plan.instructions))):
+        for number in _uses(one):
+            if number not in keep:
+                keep.add(number)
+                after.setdefault(_end(plan.instructions, place), []).append(number)
+    found: list[Instruction[R]] = []
+    for place, one in enumerate(plan.instructions):
+        found.append(one)
+        if place in after:
+            found.append(Free(one.step, tuple(sorted(after[place]))))
+    return replace(plan, instructions=tuple(found))
+
+
+def _uses(one: Instruction[R]) -> Iterator[int]:
+    """The buffers that an instruction reads or writes."""
+    if isinstance(one, Send | Copy | Accumulate):
+        yield one.source.buffer
+    if isinstance(one, Copy | Accumulate):
+        yield one.target.buffer
+    if isinstance(one, Launch):
+        yield from (view.buffer for view in one.operands)
+        yield from one.results
+    if isinstance(one, Recv):
+        yield one.buffer
+
+
+def _end(instructions: tuple[Instruction[R], ...], place: int) -> int:
+    """Where the use at this place has ended: messages are posted together, and received when they were waited for."""
+    kind: type | tuple[type, ...] = Send | Recv  # pyright: ignore[reportAssignmentType]
+    if isinstance(instructions[place], Recv):
+        while not isinstance(instructions[place], Wait):
+            place += 1
+    while isinstance(instructions[place], kind) and isinstance(instructions[place + 1], kind):
+        place += 1
+    return place

@@ -1,0 +1,69 @@
+"""Send gradients from a single launch in the launch's dtype: half the bytes, and the same bits.
+
+A partial result travels in float32, since it may be a sum. Where it is just what one launch yielded in the inputs'
+dtype, widening it adds nothing: its receiver adds it in float32 all the same. Only the sender knows from how many
+launches its rows come, so the ranks tell each other once, when a plan is made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TypeVar
+
+from cp_fast.compile.instructions import Accumulate, Copy, ExecutablePlan, Launch, PassPlan, Recv, Send
+from cp_ref.spec import Group, Problem
+
+__all__ = ["low_precision_grads", "may_have_low_precision", "of_one_launch"]
+
+R = TypeVar("R")
+
+
+def may_have_low_precision(problem: Problem) -> bool:
+    """Whether partial gradients of a planner's schedule travel, and in a wider dtype than the inputs'. It is the same
+    on all ranks. In a2a gradients arrive complete.
+    """
+    half = problem.dtype in ("float16", "bfloat16")
+    return half and problem.cp_size > 1 and problem.a2a_size < problem.cp_size
+
+
+def of_one_launch(plan: PassPlan[R]) -> frozenset[int]:
+    """The buffers of gradients that are sent, not complete, and hold the result of one launch and nothing else."""
+    parts = Counter(one.target.buffer for one in plan.of(Accumulate))
+    launched = {result for one in plan.of(Launch) for result in one.results}
+    single = {
+        one.target.buffer
+        for one in plan.of(Accumulate)
+        if one.source.buffer in launched and parts[one.target.buffer] == 1
+    }
+    return frozenset(
+        one.target.buffer
+        for one in plan.of(Copy)
+        if one.source.buffer in single and _travels_wide(plan, one.target.buffer)
+    )
+
+
+def _travels_wide(plan: PassPlan[R], number: int) -> bool:
+    spec = plan.buffers[number]
+    return spec.role == "message" and spec.dtype == "wide" and spec.kind != "out"
+
+
+def low_precision_grads(plan: ExecutablePlan[R], group: Group, *, rounded: bool) -> ExecutablePlan[R]:
+    """The plan with such gradients, and those that arrive from the other ranks, in the inputs' dtype. Collective.
+
+    Args:
+        rounded: whether this rank's kernel library always yields gradients in the inputs' dtype.
+    """
+    single = of_one_launch(plan.backward) if rounded else frozenset[int]()
+    mine = [(one.peer, one.tag) for one in plan.backward.of(Send) if one.source.buffer in single]
+    arriving = {
+        (rank, tag) for rank, its in enumerate(group.all_gather_object(mine)) for peer, tag in its if peer == group.rank
+    }
+    received = {one.buffer for one in plan.backward.of(Recv) if (one.peer, one.tag) in arriving}
+    return replace(plan, backward=_in_input_dtype(plan.backward, single | received))
+
+
+def _in_input_dtype(plan: PassPlan[R], numbers: Collection[int]) -> PassPlan[R]:
+    buffers = [replace(spec, dtype="input") if n in numbers else spec for n, spec in enumerate(plan.buffers)]
+    return replace(plan, buffers=tuple(buffers))

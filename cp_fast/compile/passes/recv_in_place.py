@@ -1,0 +1,106 @@
+"""Receive rows where a launch reads them, instead of copying them there later.
+
+Where heads are exchanged, the rows that arrive are put together with the rank's own in a buffer of all rows, in their
+order. If the rows of a message lie there in a few pieces, the message is received into them, and the copy goes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cp_fast.compile.index_tables import RowKey, Tables
+from cp_fast.compile.instructions import Accumulate, Copy, Instruction, Launch, PassPlan, Recv, Send
+
+__all__ = ["recv_in_place"]
+
+_MOST = 4  # pieces of a message: each is a copy of its own, which takes the host longer than one kernel for all of them
+
+Span = tuple[int, int]  # first row, number of rows
+
+
+def recv_in_place(plan: PassPlan[RowKey], tables: Tables, kept: Sequence[int]) -> PassPlan[RowKey]:
+    """The same with such messages received in place. `kept`: buffers that are needed after the pass."""
+    found = list(plan.instructions)
+    times = Counter(number for one in found for number in _reads(one))
+    received = dict.fromkeys(one.buffer for one in found if isinstance(one, Recv) and one.part is None)
+    for number in received:
+        copies = [one for one in found if isinstance(one, Copy) and one.source.buffer == number]
+        if times[number] != 1 or len(copies) != 1 or number in kept:
+            continue
+        copy = copies[0]
+        recvs = [one for one in found if isinstance(one, Recv) and one.buffer == number]
+        pieces = _pieces(plan, copy, [recv.size for recv in recvs], tables)
+        at, posted = (next(n for n, one in enumerate(found) if one is wanted) for wanted in (copy, recvs[0]))
+        if pieces is None or _is_written(plan, found[:at], copy, recvs[0].step) or at < posted:
+            continue
+        where = dict(zip(map(id, recvs), pieces, strict=True))
+        target = copy.target.buffer
+        found = [
+            replace(one, buffer=target, rows=where[id(one)], made_by="recv_in_place")
+            if isinstance(one, Recv) and id(one) in where
+            else one
+            for one in found
+            if one is not copy
+        ]
+    return replace(plan, instructions=tuple(found))
+
+
+def _reads(one: Instruction[RowKey]) -> list[int]:
+    if isinstance(one, Send | Copy | Accumulate):
+        return [one.source.buffer]
+    return [view.buffer for view in one.operands] if isinstance(one, Launch) else []
+
+
+def _is_written(plan: PassPlan[RowKey], before: Sequence[Instruction[RowKey]], copy: Copy[RowKey], step: int) -> bool:
+    """Whether a copy of another step, or a message of another one, has written to the target of a copy."""
+    target = copy.target.buffer
+    if plan.buffers[target].role == "own":
+        return True
+    return any(
+        (isinstance(one, Copy) and one.target.buffer == target and one.step != copy.step)
+        or (isinstance(one, Recv) and one.buffer == target and one.step != step)
+        for one in before
+    )
+
+
+def _pieces(
+    plan: PassPlan[RowKey], copy: Copy[RowKey], sizes: Sequence[int], tables: Tables
+) -> list[tuple[slice, ...]] | None:
+    """For messages of these sizes, one behind the other: the rows that a copy of all of them puts each into. None where
+    they are too many, or the copy is of some rows or heads only.
+    """
+    for view in (copy.source, copy.target):
+        spec = plan.buffers[view.buffer]
+        if view.heads != (0, spec.heads[1] - spec.heads[0]) or spec.parts:
+            return None
+    if copy.source.rows != slice(0, sum(sizes)) or copy.target.rows is None:
+        return None
+    spans = tables.spans(copy.target.rows)
+    if len(spans) > _MOST * len(sizes):
+        return None
+    found = _cut(spans, sizes)
+    return found if all(0 < len(pieces) <= _MOST for pieces in found) else None
+
+
+def _cut(spans: Sequence[Span], sizes: Sequence[int]) -> list[tuple[slice, ...]]:
+    """Spans (first row, number of rows), one behind the other, cut into parts of these sizes.
+
+    >>> _cut([(10, 6), (20, 2)], [4, 4])
+    [(slice(10, 14, None),), (slice(14, 16, None), slice(20, 22, None))]
+    """
+    found: list[tuple[slice, ...]] = []
+    rest = list(reversed(spans))
+    for size in sizes:
+        pieces: list[slice] = []
+        while size:
+            first, count = rest.pop()
+            taken = min(count, size)
+            begin = pieces.pop().start if pieces and pieces[-1].stop == first else first
+            pieces.append(slice(begin, first + taken))
+            if taken < count:
+                rest.append((first + taken, count - taken))
+            size -= taken
+        found.append(tuple(pieces))
+    return found

@@ -1,0 +1,80 @@
+"""The compiler: a rank's schedule is lowered, and passes make the plan fast.
+
+`PASSES` lists every pass that can be switched off alone; with all of them off the plan is slow and right. Passes on
+tiles run before the plan has instructions, while a step's tiles become launches (`cp_fast.compile.tiles.launches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from cp_fast.compile.instructions import ExecutablePlan
+from cp_fast.compile.link import linked
+from cp_fast.compile.lower import Draft
+from cp_fast.compile.passes.accumulate_late import accumulate_late
+from cp_fast.compile.passes.free_early import free_early
+from cp_fast.compile.passes.hoist_copies import hoist_copies
+from cp_fast.compile.passes.recv_in_place import recv_in_place
+from cp_fast.rows import Rows
+
+__all__ = ["PASSES", "Pass", "optimized", "upload"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One line of the table of passes.
+
+    Attributes:
+        on: what it changes: tiles before they are launches, the instructions of a plan, or the runtime's launches.
+        does: what it does, in one sentence.
+        reorders_keys: whether a launch may read keys in another order than their positions. Scores that depend on
+            positions then need the positions of every row.
+    """
+
+    name: str
+    on: Literal["tiles", "instructions", "launches"]
+    does: str
+    reorders_keys: bool = False
+
+
+PASSES = (
+    Pass(
+        "accumulate_late", "instructions", "Partial results are accumulated beside messages, those of one sum together."
+    ),
+    Pass("recv_in_place", "instructions", "Messages are received where a launch reads them, without a copy."),
+    Pass("hoist_copies", "instructions", "Copies that need no message run while messages travel."),
+    Pass("free_early", "instructions", "Every buffer is freed after its last use."),
+    Pass("low_precision_grads", "instructions", "Gradients from a single launch are sent in the launch's dtype."),
+)
+
+
+def optimized(draft: Draft, *, in_place: bool = False, off: Collection[str] = ()) -> Draft:
+    """The draft after the passes on instructions.
+
+    Args:
+        in_place: whether the plan is updated in place: then its buffers and messages keep their places.
+        off: names of passes that do not run.
+    """
+    plan, tables = draft.plan, draft.tables
+    kept = [number for number, _ in plan.saved]
+    passes = [plan.forward, plan.backward]
+    if "accumulate_late" not in off:
+        passes = [accumulate_late(one, tables) for one in passes]
+    if "recv_in_place" not in off and not in_place:
+        passes = [recv_in_place(one, tables, saved) for one, saved in zip(passes, (kept, ()), strict=True)]
+    if "hoist_copies" not in off and not in_place:
+        passes = [hoist_copies(one) for one in passes]
+    if "free_early" not in off:
+        passes = [free_early(one, saved) for one, saved in zip(passes, (kept, ()), strict=True)]
+    forward, backward = passes
+    return replace(draft, plan=plan.with_passes(forward, backward))
+
+
+def upload(draft: Draft, device: torch.device) -> ExecutablePlan[Rows]:
+    """The plan with its tables on the device, by one copy."""
+    host = draft.tables.on_host(pinned=device.type == "cuda")
+    return linked(draft.plan, draft.tables.on_device(host.to(device, non_blocking=True)))

@@ -1,0 +1,149 @@
+"""A step's tiles by heads, as launches.
+
+What was worked out for some tiles is found again: both passes of the usual schedule compute the same, and so do the
+stages of an a2a schedule, for other heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_fast.compile.index_tables import Key, Tables
+from cp_fast.compile.instructions import Heads
+from cp_fast.compile.row_maps import Parts, RowMap, Spans, SpanSets
+from cp_fast.compile.tiles.launches import LaunchTable, keys_in_buffer_order, launch_tables, overlap
+from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
+from cp_ref.spec import Tiles, Workload
+from cp_ref.spec.table import one_value
+
+__all__ = ["LaunchRows", "SegmentKeys", "TileGroup", "TileGroups"]
+
+
+class SegmentKeys(NamedTuple):
+    """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`, of q and kv: what no
+    length ever exceeds, in a plan that is updated in place.
+    """
+
+    cu_q: Key
+    cu_kv: Key
+    left: int | None
+    right: int | None
+    bounds: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchRows:
+    """A launch's segments, and the global rows of its queries and keys, segment after segment. `layers`: the rows of
+    keys once more, in parts that have each row once.
+    """
+
+    table: LaunchTable
+    segments: SegmentKeys
+    q: Spans
+    kv: Spans
+    layers: tuple[Parts, ...]
+
+    def rows(self, kind: str) -> Spans:
+        """Those of a kind of operands."""
+        return self.kv if kind == "kv" else self.q
+
+
+class TileGroup(NamedTuple):
+    """Tiles of the same query heads, which share a kernel's launches; the kv heads that these use by its rule."""
+
+    heads: Heads
+    kv_heads: Heads
+    tiles: BandTiles
+    launches: list[LaunchRows]
+
+    def heads_of(self, kind: str) -> Heads:
+        """The heads of a kind of operands."""
+        return self.kv_heads if kind == "kv" else self.heads
+
+    def rows(self, kind: str) -> Spans:
+        """The rows of a kind of operands, tile after tile: some of them more than once."""
+        t = self.tiles
+        return Spans(t.k_start, t.k_stop) if kind == "kv" else Spans(t.q_start, t.q_stop)
+
+
+class TileGroups:
+    """The tiles of a rank's steps."""
+
+    def __init__(self, work: Workload, rule: WindowRule, tables: Tables, sets: SpanSets) -> None:
+        a = work.areas
+        self._rule = rule._replace(apart=not (overlap(a.q_start, a.q_stop) or overlap(a.k_start, a.k_stop)))
+        self._work, self._tables, self._sets = work, tables, sets
+        self._groups: dict[int, tuple[Tiles, list[TileGroup]]] = {}  # by the tiles' id
+        self._launches: dict[tuple[int, ...], tuple[Tiles, BandTiles, list[LaunchRows]]] = {}  # by their columns' ids
+        self._in_order: dict[tuple[LaunchRows, RowMap], LaunchRows] = {}
+
+    def of(self, tiles: Tiles) -> list[TileGroup]:
+        """A step's tiles."""
+        if id(tiles) not in self._groups:
+            self._groups[id(tiles)] = tiles, list(self._made(tiles))
+        return self._groups[id(tiles)][1]
+
+    def _made(self, tiles: Tiles) -> Iterator[TileGroup]:
+        ranges, size = _head_ranges(tiles), self._work.group_size
+        for heads in ranges:
+            some = tiles
+            if len(ranges) > 1:
+                some = tiles.take((tiles.head_start == heads[0]) & (tiles.head_stop == heads[1]))
+            banded, launches = self._launched(some)
+            for part in aligned(heads, size):
+                if len(banded):
+                    yield TileGroup(part, (part[0] // size, -(-part[1] // size)), banded, launches)
+
+    def _launched(self, tiles: Tiles) -> tuple[BandTiles, list[LaunchRows]]:
+        """Tiles with their bands, whatever their heads, and their launches."""
+        rectangles = tuple(map(id, tiles.columns[:5]))  # columns that the tiles kept here keep alive
+        if rectangles not in self._launches:
+            banded = band_tiles(self._work.areas, tiles)
+            launches = list(map(self._launch, launch_tables(banded, self._rule)))
+            self._launches[rectangles] = tiles, banded, launches
+        return self._launches[rectangles][1:]
+
+    def _launch(self, table: LaunchTable) -> LaunchRows:
+        keys = self._tables.lengths(table.lengths_q), self._tables.lengths(table.lengths_k)
+        q, kv = (self._sets.of(side.start, side.stop) for side in (table.q, table.k))
+        if table.layer is None:
+            layers = (self._sets.packed(kv),)
+        else:
+            layer = table.layer[table.k.segment]
+            each = [np.flatnonzero(layer == n) for n in range(int(layer.max()) + 1)]
+            layers = tuple(Parts(Spans(kv.start[some], kv.stop[some]), kv.begin[some]) for some in each)
+        return LaunchRows(table, SegmentKeys(*keys, table.left, table.right), q, kv, layers)
+
+    def in_buffer_order(self, launch: LaunchRows, rows: RowMap) -> LaunchRows:
+        """The launch with its keys as they are best read from this buffer."""
+        if (launch, rows) not in self._in_order:
+            table = keys_in_buffer_order(launch.table, rows, launch.kv)
+            same = table is launch.table
+            self._in_order[launch, rows] = launch if same else self._launch(table)
+        return self._in_order[launch, rows]
+
+
+def _head_ranges(tiles: Tiles) -> list[Heads]:
+    """The ranges of heads that tiles have."""
+    first, last = tiles.head_start, tiles.head_stop
+    if len(tiles) and one_value(first) and one_value(last):
+        return [(int(first[0]), int(last[0]))]
+    return sorted({*zip(first.tolist(), last.tolist(), strict=True)})
+
+
+def aligned(heads: Heads, group_size: int) -> list[Heads]:
+    """Query heads as ranges that a kernel takes: all heads of some kv heads, or some heads of one.
+
+    >>> aligned((1, 7), 2), aligned((0, 8), 4), aligned((1, 3), 4)
+    ([(1, 2), (2, 6), (6, 7)], [(0, 8)], [(1, 3)])
+    """
+    first, last = heads
+    begin, end = -(-first // group_size) * group_size, last // group_size * group_size
+    if begin > end:  # inside one group
+        return [heads]
+    return list(pairwise(sorted({first, begin, end, last})))

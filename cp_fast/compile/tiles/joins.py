@@ -1,0 +1,224 @@
+"""Tiles that are one tile. A segment of a kernel launch has rows from anywhere: they are gathered, or lie together.
+
+boxes     tiles of an area that touch, where the rectangle around them has no other rows and pairs: that rectangle
+squares   the own chunks of a causal sequence:  q early x k early, q late x k early, q late x k late  ->  one square
+strips    tiles with nothing hidden and the same queries: one, with all their keys in any order; and where other
+          queries see just the same keys, one with all these queries
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_fast.compile.tiles.windows import BandTiles, WindowRule, windowed
+from cp_ref.spec import UNBOUNDED, Column, Table, ranges
+from cp_ref.spec.areas import pairs
+from cp_ref.spec.table import constant, runs
+
+__all__ = ["SegmentSpans", "Segments", "boxes", "one_each", "squares", "strips"]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentSpans(Table):
+    """The rows of segments: spans of global rows, sorted by segment."""
+
+    segment: Column
+    start: Column
+    stop: Column
+
+    def lengths(self, number: int) -> Column:
+        """How many rows each of so many segments has."""
+        size = self.stop - self.start
+        return size if len(size) == number else np.bincount(self.segment, size, number).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Segments of launches: segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries of the
+    spans of `q` that are its own, one behind the other, and the keys of its spans of `k`.
+    """
+
+    area: Column
+    left: Column
+    right: Column
+    q: SegmentSpans
+    k: SegmentSpans
+
+    def __len__(self) -> int:
+        return len(self.area)
+
+    def take(self, which: Column) -> Segments:
+        """The segments with these numbers, in this order."""
+        q, k = (_taken(spans, which, len(self)) for spans in (self.q, self.k))
+        return Segments(self.area[which], self.left[which], self.right[which], q, k)
+
+    @staticmethod
+    def concat(parts: Sequence[Segments]) -> Segments:
+        """The segments of several, in the order of their areas and queries."""
+        parts = [part for part in parts if len(part)] or list(parts[:1])
+        if len(parts) == 1:
+            return parts[0]
+        first = np.cumsum([0, *(len(part) for part in parts)])
+        area, left, right = (np.concatenate(x) for x in zip(*((p.area, p.left, p.right) for p in parts), strict=True))
+        q, k = (
+            SegmentSpans.concat(
+                [SegmentSpans(s.segment + n, s.start, s.stop) for s, n in zip(sides, first, strict=False)]
+            )
+            for sides in ([p.q for p in parts], [p.k for p in parts])
+        )
+        joined = Segments(area, left, right, q, k)
+        return joined.take(np.lexsort((q.start[np.searchsorted(q.segment, np.arange(len(area)))], area)))
+
+
+def _taken(spans: SegmentSpans, which: Column, number: int) -> SegmentSpans:
+    begin, end = (np.searchsorted(spans.segment, np.arange(number), side=side) for side in ("left", "right"))
+    size = (end - begin)[which]
+    rows = ranges(begin[which], size)
+    return SegmentSpans(np.repeat(np.arange(len(which)), size), spans.start[rows], spans.stop[rows])
+
+
+def one_each(tiles: BandTiles) -> Segments:
+    """Every tile as a segment."""
+    number = np.arange(len(tiles))
+    q = SegmentSpans(number, tiles.q_start, tiles.q_stop)
+    return Segments(tiles.area, tiles.left, tiles.right, q, SegmentSpans(number, tiles.k_start, tiles.k_stop))
+
+
+def strips(tiles: BandTiles) -> Segments:
+    """Tiles with nothing hidden as few segments.
+
+    >>> from cp_fast.compile.tiles.windows import windowed
+    >>> four = [(0, 0, 2, 4, 6), (0, 0, 2, 8, 9), (0, 10, 12, 4, 6), (0, 10, 12, 8, 9)]  # area, queries, keys
+    >>> edge = np.full(4, UNBOUNDED)
+    >>> found = strips(windowed(*map(np.array, zip(*four)), -edge, edge))
+    >>> list(found.q.rows()), list(found.k.rows())
+    ([(0, 0, 2), (0, 10, 12)], [(0, 4, 6), (0, 8, 9)])
+    """
+    q0, q1, k0 = tiles.q_start, tiles.q_stop, tiles.k_start
+    if len(tiles) and not bool(
+        ((q0[1:] > q0[:-1]) | ((q0[1:] == q0[:-1]) & (k0[1:] >= k0[:-1]) & (q1[1:] == q1[:-1]))).all()
+    ):
+        tiles = tiles.take(np.lexsort((k0, q1, q0)))
+        q0, q1 = tiles.q_start, tiles.q_stop
+    begin, size = runs((q0[1:] != q0[:-1]) | (q1[1:] != q1[:-1]), len(tiles))  # tiles with the same queries
+    first, queries = runs(~_same_keys(tiles, begin, size), len(begin))  # those of them with the same keys: segments
+    number = np.arange(len(first))
+    keys = ranges(begin[first], size[first])
+    area = tiles.area[begin[first]]
+    none = constant(-1, area)
+    return Segments(
+        area,
+        none,
+        none,
+        SegmentSpans(np.repeat(number, queries), q0[begin], q1[begin]),
+        SegmentSpans(np.repeat(number, size[first]), tiles.k_start[keys], tiles.k_stop[keys]),
+    )
+
+
+def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
+    """Whether each group of tiles has the keys of the group before it; without the first."""
+    same = (size[1:] == size[:-1]) & (tiles.k_start[begin[1:]] == tiles.k_start[begin[:-1]])  # quickly seen of most
+    some = np.flatnonzero(same)
+    if len(some):
+        here = ranges(begin[1:][some], size[1:][some])
+        before = here - np.repeat(size[1:][some], size[1:][some])
+        equal = (tiles.k_start[here] == tiles.k_start[before]) & (tiles.k_stop[here] == tiles.k_stop[before])
+        ends = np.cumsum(size[1:][some])
+        same[some] = np.logical_and.reduceat(equal, ends - size[1:][some])
+    return same
+
+
+def boxes(tiles: BandTiles) -> BandTiles:
+    """Tiles with those of an area that touch as one, where the rectangle around them has their rows and pairs and no
+    others: the neighbouring chunks of the last rank.
+
+    >>> from cp_fast.compile.tiles.windows import windowed
+    >>> three = [(0, 0, 2, 0, 2, -3, 0), (0, 2, 4, 0, 2, -3, 0), (0, 2, 4, 2, 4, -3, 0)]  # a window of three
+    >>> [row[1:5] for row in boxes(windowed(*map(np.array, zip(*three)))).rows()]
+    [(0, 4, 0, 4)]
+    """
+    same = tiles.area[1:] == tiles.area[:-1]
+    touch = (tiles.q_start[1:] == tiles.q_stop[:-1]) | (tiles.k_start[1:] == tiles.k_stop[:-1])
+    if not bool((same & touch).any()):
+        return tiles
+    if not bool((tiles.area[1:] >= tiles.area[:-1]).all()):
+        tiles = tiles.take(np.argsort(tiles.area, kind="stable"))
+    begin, size = runs(tiles.area[1:] != tiles.area[:-1], len(tiles))
+    q0, k0 = (np.minimum.reduceat(x, begin) for x in (tiles.q_start, tiles.k_start))
+    q1, k1 = (np.maximum.reduceat(x, begin) for x in (tiles.q_stop, tiles.k_stop))
+    area, lo, hi = tiles.area[begin], tiles.lo[begin], tiles.hi[begin]
+    visible = pairs(q0, q1, k0, k1, lo, hi)
+    cells = np.add.reduceat((tiles.q_stop - tiles.q_start) * (tiles.k_stop - tiles.k_start), begin)
+    if not bool(((size > 1) & (cells >= visible)).any()):  # visible or not: quickly counted
+        return tiles
+    whole = (size > 1) & (visible == np.add.reduceat(pairs(*tiles.columns[1:7]), begin))
+    if not whole.any():
+        return tiles
+    whole &= _rows_together(tiles.area, tiles.q_start, tiles.q_stop)[area] == q1 - q0
+    whole &= _rows_together(tiles.area, tiles.k_start, tiles.k_stop)[area] == k1 - k0
+    if not whole.any():
+        return tiles
+    joined = windowed(*(x[whole] for x in (area, q0, q1, k0, k1, lo, hi)))
+    found = BandTiles.concat([tiles.take(~np.repeat(whole, size)), joined])
+    return found.take(np.argsort(found.area, kind="stable"))
+
+
+def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
+    """Tiles that make causal squares, by area, as segments; and whether each tile is part of one.
+
+    Queries and keys of such an area are the same positions, seen along the diagonal, whatever lies between them. So in
+    the rows that are there one sees just those before it and itself.
+    """
+    diagonal = np.zeros(int(tiles.area.max(initial=0)) + 1, dtype=bool)
+    diagonal[tiles.area[tiles.diagonal]] = True
+    causal = (tiles.hi < UNBOUNDED) & diagonal[tiles.area]
+    some = tiles.take(causal & (np.bincount(tiles.area)[tiles.area] > 1))
+    if not len(some):
+        return one_each(some), np.zeros(len(tiles), dtype=bool)
+    q = _distinct(some.area, some.q_start, some.q_stop)
+    k = _distinct(some.area, some.k_start - some.hi, some.k_stop - some.hi)
+    number = int(some.area.max()) + 1
+    count_q, count_k = (np.bincount(x.segment, minlength=number) for x in (q, k))
+    good = (count_q == count_k) & (count_q > 0)
+    q, k = q.take(good[q.segment]), k.take(good[k.segment])
+    equal = (q.start == k.start) & (q.stop == k.stop)
+    equal[1:] &= (q.segment[1:] != q.segment[:-1]) | (q.start[1:] >= q.stop[:-1])
+    good[q.segment[~equal]] = False
+    rows = np.bincount(q.segment, q.stop - q.start, number)
+    visible = np.bincount(some.area, pairs(*some.columns[1:7]), number)
+    good &= visible == rows * (rows + 1) / 2
+    lo, hi = np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.int64)
+    lo[some.area], hi[some.area] = some.lo, some.hi
+    begin, end = np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.int64)
+    begin[q.segment[::-1]], end[q.segment] = q.start[::-1], q.stop  # the first span's and the last one's
+    good &= hi - lo >= end - 1 - begin  # a window that hides nothing on the left
+    part = causal & (np.append(good, False)[np.minimum(tiles.area, number)])
+    q = q.take(good[q.segment])
+    area = np.flatnonzero(good)
+    segment = (np.cumsum(good) - 1)[q.segment]
+    own = SegmentSpans(segment, q.start, q.stop)
+    keys = SegmentSpans(segment, q.start + hi[q.segment], q.stop + hi[q.segment])
+    own_left, own_right = rule.own
+    left = np.where((own_right == 0) & (hi - lo == own_left), own_left, -1)[area]
+    return Segments(area, left, np.zeros_like(area), own, keys), part
+
+
+def _rows_together(segment: Column, start: Column, stop: Column) -> Column:
+    """How many rows the spans of each segment have together, by the segment's number."""
+    order = np.lexsort((start, segment))
+    shift = segment[order] * (int(stop.max()) + 1)  # segments side by side on one axis, with a gap between them
+    start, stop = start[order] + shift, stop[order] + shift
+    reach = np.maximum.accumulate(stop)
+    new = stop - np.maximum(start, np.append(start[0], reach[:-1]))
+    return np.bincount(segment[order], np.maximum(new, 0))
+
+
+def _distinct(segment: Column, start: Column, stop: Column) -> SegmentSpans:
+    """Spans sorted by segment and start, equal ones once."""
+    order = np.lexsort((stop, start, segment))
+    segment, start, stop = segment[order], start[order], stop[order]
+    new = (segment[1:] != segment[:-1]) | (start[1:] != start[:-1]) | (stop[1:] != stop[:-1])
+    return SegmentSpans(segment, start, stop).take(np.append(True, new))

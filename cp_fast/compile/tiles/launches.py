@@ -1,0 +1,145 @@
+"""Tiles with equal windows in one kernel launch, as far as no two of them share a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_fast.compile.row_maps import RowMap, Spans
+from cp_fast.compile.tiles.joins import Segments, SegmentSpans, boxes, one_each, squares, strips
+from cp_fast.compile.tiles.sharing import alike, apart, areas_meet, behind, layers, staircases
+from cp_fast.compile.tiles.spreading import spread
+from cp_fast.compile.tiles.windows import BandTiles, WindowRule, cut_to_windows
+from cp_ref.spec import Column
+from cp_ref.spec.table import one_value
+
+__all__ = ["LaunchTable", "keys_in_buffer_order", "launch_tables", "overlap"]
+
+_FEW = 8  # segments
+_SAMPLE = 1024  # spans
+
+
+class LaunchTable(NamedTuple):
+    """One launch: its window, its rows as spans of global rows, segment after segment, and the segments' lengths.
+
+    A row of queries is there once. So is a row of keys where `layer` is None; else `layer` is a number for each
+    segment, and those with the same number have no row of keys in common.
+    """
+
+    left: int | None
+    right: int | None
+    q: SegmentSpans
+    k: SegmentSpans
+    lengths_q: Column
+    lengths_k: Column
+    layer: Column | None = None
+
+
+def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
+    """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles."""
+    if not len(tiles):
+        return []
+    meet = not rule.apart and areas_meet(tiles)
+    tiles = boxes(tiles)
+    square = edges = None
+    if bool(tiles.diagonal.any()):
+        square, part = squares(tiles, rule)
+        tiles = tiles.take(~part) if part.any() else tiles
+    tiles = cut_to_windows(tiles, rule)
+    full = tiles.full
+    if not full.all():
+        tiles, edges = tiles.take(full), one_each(tiles.take(~full))
+    strip = strips(tiles)
+
+    def with_others(strip: Segments) -> Segments:
+        return Segments.concat([x for x in (square, strip, edges) if x is not None])
+
+    if not meet:
+        return [_launch(found) for group in _by_window(with_others(strip), rule) for found in _places(group)]
+    ways = [staircases(strip), alike(strip)] if len(strip) > 1 else [strip]
+    choices = [
+        [one for group in _by_window(some, rule) for one in apart(group)]
+        for way in map(with_others, ways)
+        for some in (behind(way), way)
+    ]
+    return [_launch(some, layers(some)) for some in (spread(_by_queries(x)) for x in min(choices, key=_cost))]
+
+
+def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
+    """How many launches, and how many rows of queries they have: each is read, and its result merged."""
+    return len(launches), sum(int((launch.q.stop - launch.q.start).sum()) for launch in launches)
+
+
+def keys_in_buffer_order(table: LaunchTable, rows: RowMap, keys: Spans) -> LaunchTable:
+    """A launch in which nothing is hidden, with each segment's keys in the order of their buffer: where there are few
+    segments they may then lie side by side there, and need not be gathered. `keys` are those of its `k`.
+    """
+    if table.left is not None or table.right is not None or len(table.lengths_k) > _FEW:
+        return table
+    located = rows.locate(keys)
+    segment = table.k.segment[located.number]
+    order = np.lexsort((located.row, segment))
+    start, count = located.start[order], located.count[order]
+    return table._replace(k=SegmentSpans(segment[order], start, start + count))
+
+
+def _by_queries(segments: Segments) -> Segments:
+    """The segments in the order of their queries: where a launch has most rows of a buffer they then lie side by side
+    there, and need not be gathered.
+    """
+    first = segments.q.start[np.searchsorted(segments.q.segment, np.arange(len(segments)))]
+    return segments.take(np.argsort(first, kind="stable"))
+
+
+def _launch(segments: Segments, layer: Column | None = None) -> LaunchTable:
+    left, right = int(segments.left[0]), int(segments.right[0])
+    lengths = segments.q.lengths(len(segments)), segments.k.lengths(len(segments))
+    window = (None if left < 0 else left), (None if right < 0 else right)
+    return LaunchTable(*window, segments.q, segments.k, *lengths, layer)
+
+
+def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
+    """The segments of each window: first the problem's own, whose launch has most rows and which the rest is merged
+    into; then those with a right edge in the corner, no edge, a left one, both.
+    """
+    left, right = segments.left, segments.right
+    if one_value(left) and one_value(right):
+        yield segments
+        return
+    pairs = np.unique(left + 1j * right)  # as one number each
+    windows = list(zip(pairs.real.astype(int).tolist(), pairs.imag.astype(int).tolist(), strict=True))
+    kinds = [rule.own, *((-1, 0), (-1, -1), (0, -1))]
+
+    def place(window: tuple[int, int]) -> tuple[int, int, int]:
+        kind = (-1, 0) if window[1] == 0 and window != rule.own else window
+        return kinds.index(kind) if kind in kinds else len(kinds), *window
+
+    for window in sorted(windows, key=place):
+        yield segments.take(np.flatnonzero((left == window[0]) & (right == window[1])))
+
+
+def _places(segments: Segments) -> Iterator[Segments]:
+    """The segments in launches that have each row of queries, and of keys, once: results are added by rows. The first
+    segments of all areas are one launch, then the second ones: areas have no rows in common.
+    """
+    if not (overlap(segments.q.start, segments.q.stop) or overlap(segments.k.start, segments.k.stop)):
+        yield segments
+        return
+    if not bool((segments.area[1:] >= segments.area[:-1]).all()):
+        segments = segments.take(np.argsort(segments.area, kind="stable"))
+    place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # in their area
+    for n in range(int(place.max()) + 1):
+        yield segments.take(np.flatnonzero(place == n))
+
+
+def overlap(start: Column, stop: Column) -> bool:
+    """Whether any two spans have a row in common."""
+    if bool((start[1:] >= start[:-1]).all()):
+        return bool((start[1:] < stop[:-1]).any())
+    for size in (_SAMPLE, len(start)) if len(start) > _SAMPLE else (len(start),):  # where many overlap, few show it
+        order = np.argsort(start[:size])
+        if bool((start[order[1:]] < stop[order[:-1]]).any()):
+            return True
+    return False

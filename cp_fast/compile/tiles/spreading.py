@@ -1,0 +1,60 @@
+"""Few keys that many queries see: their segment cut along the queries, so that a backward pass has work for all.
+
+Kernels divide a backward pass by blocks of keys, and each block goes through all queries that see it, one after the
+other. Of 64 keys that 16,384 queries see (first tokens before a window) there is one block for each head, where a GPU
+could work at four. So the queries are cut, and every part has the keys again; their gradients are added up, as those of
+several launches are. A forward pass is divided by queries, and takes no notice.
+
+      keys                    keys  again
+    q a            becomes    q a   .
+    q a                       q a   .
+    q a                       q .   b
+    q a                       q .   b
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cp_fast.compile.tiles.joins import Segments, SegmentSpans
+from cp_ref.spec import Column
+
+__all__ = ["spread"]
+
+_BLOCK = 128  # keys of a kernel's block; queries are cut at its multiples too
+_BLOCKS = 4  # so many blocks of keys a head are enough: 32 heads then have 128, and an H200 132 multiprocessors
+_ROWS = 1024  # queries that a part has at least, and more than a block of them
+
+
+def spread(launch: Segments) -> Segments:
+    """A launch without a mask that has few keys, with each segment cut in as many parts; any other launch as it is.
+
+    >>> q, k = SegmentSpans.of_rows([(0, 0, 2000), (0, 3000, 5300)]), SegmentSpans.of_rows([(0, 0, 64)])
+    >>> found = spread(Segments(*np.array([[0], [-1], [-1]]), q, k))
+    >>> list(found.q.rows()), list(found.k.rows())[-1]
+    ([(0, 0, 1024), (1, 1024, 2000), (1, 3000, 3048), (2, 3048, 4200), (3, 4200, 5300)], (3, 0, 64))
+    """
+    rows, keys = (spans.lengths(len(launch)) for spans in (launch.q, launch.k))
+    parts = _BLOCKS // int((-(-keys // _BLOCK)).sum())
+    parts = min(parts, int(rows.min()) // _ROWS)
+    if parts < 2 or bool(((launch.left >= 0) | (launch.right >= 0)).any()):
+        return launch
+    first = np.cumsum(rows) - rows  # of each segment, among all rows of queries one behind the other
+    edges = rows[:, None] * np.arange(parts) // parts // _BLOCK * _BLOCK + first[:, None]
+    each = launch.take(np.repeat(np.arange(len(launch)), parts))
+    return Segments(each.area, each.left, each.right, _cut(launch.q, edges.ravel()), each.k)
+
+
+def _cut(spans: SegmentSpans, edges: Column) -> SegmentSpans:
+    """Spans whose rows, one behind the other, make a segment from each of these rows to the next one.
+
+    >>> list(_cut(SegmentSpans.of_rows([(0, 10, 14), (0, 20, 22)]), np.array([0, 3])).rows())
+    [(0, 10, 13), (1, 13, 14), (1, 20, 22)]
+    """
+    size = spans.stop - spans.start
+    begin = np.cumsum(size) - size
+    cuts = np.unique(np.concatenate([begin, edges]))
+    span = np.searchsorted(begin, cuts, side="right") - 1
+    start = spans.start[span] + cuts - begin[span]
+    stop = start + np.diff(np.append(cuts, size.sum()))
+    return SegmentSpans(np.searchsorted(edges, cuts, side="right") - 1, start, stop)

@@ -1,0 +1,230 @@
+"""Running an executable plan: one loop over the operations of a pass.
+
+A plan's operations are resolved on its first call of a shape, and kept with the plan for all calls of that shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cp_fast.backends import Backend, LaunchOptions
+from cp_fast.compile.instructions import (
+    OWN,
+    Accumulate,
+    Copy,
+    ExecutablePlan,
+    Free,
+    Instruction,
+    Launch,
+    PassPlan,
+    Recv,
+    Send,
+    Wait,
+)
+from cp_fast.exchanges import Prepares, prepares
+from cp_fast.kernels.base import Kernels
+from cp_fast.rows import Rows, count
+from cp_fast.runtime.operations import Operations
+from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors, wide_dtype
+from cp_ref.spec import Group, Problem
+
+__all__ = ["Forward", "Inputs", "run_backward", "run_forward"]
+
+_MOST = 8  # shapes that a plan's operations are kept for
+
+
+class Inputs(NamedTuple):
+    """A plan, and the libraries and the group that run it."""
+
+    problem: Problem
+    plan: ExecutablePlan[Rows]
+    backend: Backend
+    group: Group
+    kernels: Kernels
+    resolved: dict[Any, Any]  # the operations of earlier calls, by shape
+
+
+class Forward(NamedTuple):
+    """A rank's results, sinks included; packed rows."""
+
+    out: torch.Tensor  # [t, h_q, d_v], in q's dtype, 0 where nothing was seen
+    lse: torch.Tensor  # [h_q, t], -inf where nothing was seen
+    max_logit: torch.Tensor | None  # [h_q], over this rank's launches; None if the kernel library has none
+    kept: list[torch.Tensor]  # what the backward pass needs of buffers that are not the rank's own
+
+
+def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> Forward:
+    """Run the forward pass. q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v] are this rank's packed
+    slices, contiguous, a tail allowed; sink [h_q] has each head's sink logit.
+    """
+    plan = given.plan.forward
+    options = LaunchOptions(given.problem.scale, given.problem.softcap)
+    state = State(len(plan.buffers), given.group, options)
+    state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors((q,), ()), Tensors((k, v), ())
+    state.buffers[OWN["sink"]] = sink
+    sizes = q.shape[0], k.shape[0]
+    for operation in _operations(given, plan, sizes, q, has_dlse=False):
+        operation(state)
+    (out,), lse = _result(given, state, plan, "out", q.shape[0], q)
+    kept = [x for number, _ in given.plan.kept for some in state.buffers[number] for x in some]
+    return Forward(out, lse[0], _largest(state, q), kept)
+
+
+def run_backward(
+    given: Inputs,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    sizes: tuple[int, int],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kept: Sequence[torch.Tensor],
+    *,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv in the input's dtype, 0 in padding and tail.
+
+    Args:
+        inputs: q, k, v as in `run_forward`; None where the plan does not need them.
+        sizes: the rows of q and of k.
+        dout, out: [t_q, h_q, d_v], all own rows; out is final.
+        dlse, lse: [h_q, t_q]; dlse is None for zero on every rank.
+        kept: see `Forward`.
+    """
+    plan = given.plan.backward
+    options = LaunchOptions(given.problem.scale, given.problem.softcap, deterministic)
+    state = State(len(plan.buffers), given.group, options)
+    if inputs is not None:
+        state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors(inputs[:1], ()), Tensors(inputs[1:], ())
+    state.buffers[OWN["do"]] = Tensors((dout,), () if dlse is None else (dlse,))
+    state.buffers[OWN["res"]] = Tensors((out,), (lse,))
+    rest = iter(kept)
+    for _, number in given.plan.kept:
+        kind = plan.buffers[number].kind
+        rows = [next(rest) for _ in range(2 if kind == "kv" else 1)]
+        state.buffers[number] = Tensors(rows, [next(rest)] if kind == "res" else ())
+    for operation in _operations(given, plan, sizes, out, has_dlse=dlse is not None):
+        operation(state)
+    (dq,), _ = _result(given, state, plan, "dq", sizes[0], out)
+    (dk, dv), _ = _result(given, state, plan, "dkv", sizes[1], out)
+    return dq, dk, dv
+
+
+def _result(given: Inputs, state: State, plan: PassPlan[Rows], kind: str, size: int, like: torch.Tensor) -> Tensors:
+    """The rank's own results of a kind: zeros where nothing was computed."""
+    number = plan.results[kind]
+    rows, columns = (
+        state.buffers[number] or _shapes(given, (size, size), like, False).allocation(plan.buffers[number]).nothing()
+    )
+    if given.plan.spare_rows:
+        return Tensors([x[:size] for x in rows], [x[:, :size].contiguous() for x in columns])
+    return Tensors(rows, columns)
+
+
+def _largest(state: State, q: torch.Tensor) -> torch.Tensor | None:
+    """The largest logit of each head over all launches; None if the kernel library has none."""
+    largest = None
+    for first, part in state.max_logit:
+        if part is None:
+            return None
+        if largest is None:
+            largest = _no_logit(q)
+        here = largest[first : first + len(part)]
+        torch.maximum(here, part, out=here)
+    return _no_logit(q) if largest is None else largest
+
+
+def _no_logit(q: torch.Tensor) -> torch.Tensor:
+    return torch.full((q.shape[1],), float("-inf"), dtype=wide_dtype(q.dtype), device=q.device)
+
+
+def _shapes(given: Inputs, sizes: tuple[int, int], like: torch.Tensor, has_dlse: bool) -> Shapes:
+    d_qk, d_v = given.problem.d_qk, given.problem.d_v
+    dims = {"q": (d_qk,), "kv": (d_qk, d_v), "do": (d_v,), "res": (d_v,), "out": (d_v,), "sink": ()}
+    dims |= {"dq": (d_qk,), "dkv": (d_qk, d_v)}
+    return Shapes(sizes, dims, given.plan.spare_rows, like.dtype, like.device, has_dlse)
+
+
+def _operations(
+    given: Inputs, plan: PassPlan[Rows], sizes: tuple[int, int], like: torch.Tensor, *, has_dlse: bool
+) -> list[Operation]:
+    """A pass as operations: those of an earlier call of the same shape, or new ones."""
+    group: Prepares | None = given.group if prepares(given.group) else None  # others are not kept alive by a plan
+    key = plan.direction, group, sizes, like.dtype, like.device, has_dlse
+    found = given.resolved.get(key)
+    if found is None:
+        while len(given.resolved) >= _MOST:
+            given.resolved.pop(next(iter(given.resolved)))
+        found = given.resolved[key] = _resolve(given, plan, _shapes(given, sizes, like, has_dlse))
+    return found
+
+
+def _resolve(given: Inputs, plan: PassPlan[Rows], shapes: Shapes) -> list[Operation]:
+    """Each instruction as an operation; messages that are posted together are one."""
+    writes = [number for one in plan.instructions for number in _written(one)]
+    once = frozenset(number for number in set(writes) if writes.count(number) == 1)
+    make = Operations(plan.buffers, shapes, given.backend, given.kernels, once, _zeroed(plan, shapes))
+    last = {one.target.buffer: one for one in plan.of(Accumulate) if one.source.buffer != OWN["sink"]}
+    found: list[Operation] = []
+    sends, recvs = list[Send[Rows]](), list[Recv]()
+    instructions = plan.instructions
+    for n, one in enumerate(instructions):
+        following = instructions[n + 1] if n + 1 < len(instructions) else None
+        if isinstance(one, Send):
+            sends.append(one)
+        elif isinstance(one, Recv):
+            recvs.append(one)
+        elif isinstance(one, Wait):
+            found.append(make.wait())
+        elif isinstance(one, Copy):
+            found.append(make.copy(one))
+        elif isinstance(one, Launch) and plan.direction == "forward":
+            found.append(make.forward_launch(one))
+        elif isinstance(one, Launch):
+            found.append(make.backward_launch(one, following.buffers if isinstance(following, Free) else ()))
+        elif isinstance(one, Accumulate):
+            found.append(make.accumulate(one, last=last.get(one.target.buffer) is one))
+        else:
+            found.append(make.free(one))
+        if (sends or recvs) and not isinstance(following, Send | Recv):
+            where = f"{plan.direction}, step {one.step} of {plan.steps}"
+            found.append(make.exchange(where, sends, recvs, given.group, hidden=_is_hidden(instructions[n + 1 :])))
+            sends, recvs = [], []
+    return found
+
+
+def _is_hidden(rest: Sequence[Instruction[Rows]]) -> bool:
+    """Whether a kernel is launched before the next wait."""
+    for one in rest:
+        if isinstance(one, Launch | Wait):
+            return isinstance(one, Launch)
+    return False
+
+
+def _written(one: Instruction[Rows]) -> tuple[int, ...]:
+    """The buffers that an instruction writes."""
+    if isinstance(one, Copy | Accumulate):
+        return (one.target.buffer,)
+    if isinstance(one, Recv):
+        return (one.buffer,)
+    return one.results if isinstance(one, Launch) else ()
+
+
+def _zeroed(plan: PassPlan[Rows], shapes: Shapes) -> frozenset[int]:
+    """Results and joined sums of which copies do not write every cell: they begin with zeros."""
+    heads: dict[int, int] = {}
+    for copy in plan.of(Copy):
+        number, spec = copy.target.buffer, plan.buffers[copy.target.buffer]
+        if spec.role in ("result", "sum") and not shapes.spare_rows:
+            of_each = plan.buffers[copy.source.buffer].heads
+            all_rows = copy.target.rows is None or count(copy.target.rows) == shapes.rows(spec)
+            size = (of_each[1] - of_each[0]) * max(len(copy.first_heads), 1)
+            heads[number] = heads.get(number, 0) + size * all_rows
+    return frozenset(
+        number
+        for number, spec in enumerate(plan.buffers)
+        if spec.role in ("result", "sum") and heads.get(number, 0) < spec.heads[1] - spec.heads[0]
+    )

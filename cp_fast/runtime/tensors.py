@@ -1,0 +1,112 @@
+"""The tensors of buffers: how they are shaped and allocated, and views of their rows and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from cp_fast.backends import LaunchOptions
+from cp_fast.compile.instructions import BufferSpec
+from cp_ref.spec import Group, Pending
+
+__all__ = ["Allocation", "Operation", "Shapes", "State", "Tensors", "wide_dtype"]
+
+
+class Tensors(NamedTuple):
+    """The tensors of a buffer: by row [n, h, d] (stacked: [parts, n, h, d]), by column [h, n] (stacked: one a part)."""
+
+    rows: Sequence[torch.Tensor]
+    columns: Sequence[torch.Tensor]
+
+
+class State:
+    """One call of a pass: what its buffers hold, and the messages under way."""
+
+    __slots__ = ("arrived", "buffers", "gathered", "group", "max_logit", "options", "pending")
+
+    def __init__(self, buffers: int, group: Group, options: LaunchOptions) -> None:
+        self.buffers: list[Any] = [None] * buffers  # Tensors, or None where there is nothing (any more)
+        self.gathered: dict[int, tuple[Any, Tensors]] = {}  # the last rows gathered from each own buffer
+        self.pending: Pending | None = None
+        self.arrived: list[tuple[torch.Tensor, torch.Tensor]] = []  # columns to be filled when the messages are there
+        self.max_logit: list[tuple[int, torch.Tensor | None]] = []  # first head, and that of a launch
+        self.group, self.options = group, options
+
+
+Operation = Callable[[State], None]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that results are accumulated in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Allocation(NamedTuple):
+    """The shapes and dtypes of a buffer's tensors."""
+
+    rows: tuple[tuple[int, ...], ...]
+    columns: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    wide: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensors:
+        """Tensors with any values."""
+        _, _, dtype, wide, device = self
+        return Tensors(
+            [torch.empty(shape, dtype=dtype, device=device) for shape in self.rows],
+            [torch.empty(shape, dtype=wide, device=device) for shape in self.columns],
+        )
+
+    def nothing(self, dtypes: Sequence[torch.dtype] = ()) -> Tensors:
+        """The result of no pairs: zeros, and an lse of -inf. `dtypes`: one for each tensor by row."""
+        dtypes = dtypes or [self.dtype] * len(self.rows)
+        return Tensors(
+            [
+                torch.zeros(shape, dtype=dtype, device=self.device)
+                for shape, dtype in zip(self.rows, dtypes, strict=True)
+            ],
+            [torch.full(shape, float("-inf"), dtype=self.wide, device=self.device) for shape in self.columns],
+        )
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the calls of one shape have in common.
+
+    Attributes:
+        sizes: rows of the rank's q, and of its k and v.
+        dims: by kind, the head dimensions of the tensors by row.
+        spare_rows: see `ExecutablePlan`.
+        has_dlse: whether the gradient of out comes with one of lse.
+    """
+
+    sizes: tuple[int, int]
+    dims: dict[str, tuple[int, ...]]
+    spare_rows: int
+    dtype: torch.dtype
+    device: torch.device
+    has_dlse: bool
+
+    def rows(self, spec: BufferSpec) -> int:
+        """The rows of a buffer, spare ones included."""
+        written = spec.role in ("operand", "sum", "result") and not spec.parts
+        rows = self.own_rows(spec) if spec.rows is None else spec.rows
+        return rows + written * self.spare_rows
+
+    def own_rows(self, spec: BufferSpec) -> int:
+        """The rows of the rank's own tensors of this kind."""
+        return self.sizes[spec.kind in ("kv", "dkv")]
+
+    def allocation(self, spec: BufferSpec, rows: int | None = None, *, stacked: bool = True) -> Allocation:
+        """How a buffer is allocated; or how a message carries this many rows of it, of one part if it is stacked."""
+        n, heads = self.rows(spec) if rows is None else rows, spec.heads[1] - spec.heads[0]
+        parts = (spec.parts,) if spec.parts and stacked else ()
+        by_row = tuple((*parts, n, heads, d) for d in self.dims[spec.kind])
+        has_column = spec.kind in ("res", "out") or (spec.kind == "do" and self.has_dlse)
+        wide = wide_dtype(self.dtype)
+        dtype = wide if spec.dtype == "wide" else self.dtype
+        return Allocation(by_row, ((heads, n),) * (has_column * (parts or (1,))[0]), dtype, wide, self.device)
