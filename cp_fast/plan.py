@@ -165,6 +165,11 @@ class Plan(OfThisProcess, plans.Plan):
         for name in ("schedule", "position_ids"):
             self.__dict__.pop(name, None)
 
+    @property
+    def instructions(self) -> ExecutablePlan[Rows]:
+        """What this rank's runtime does, in order. Printed, it has a line for each instruction of both passes."""
+        return self.program
+
     def __str__(self) -> str:
         return f"{self.problem}\n{self.schedule}"
 

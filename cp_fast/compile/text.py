@@ -23,7 +23,7 @@ __all__ = ["lines_of"]
 
 
 def lines_of(plan: PassPlan[Any]) -> Iterator[str]:
-    """The instructions of one pass, line by line, under a heading for each step; the pass that made a line behind it."""
+    """The instructions of one pass, a line each, by step. A line that a compiler pass made ends with its name."""
     yield plan.direction
     step = -1
     for number, one in enumerate(plan.instructions):

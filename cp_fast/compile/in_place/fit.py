@@ -288,9 +288,10 @@ def _key(plan: PassPlan[RowKey], one: Instruction[RowKey]) -> tuple[Any, ...] | 
         return one.step, "send", *names((one.source.buffer,)), one.part, one.peer, one.tag
     if isinstance(one, Recv):
         return one.step, "receive", *names((one.buffer,)), one.part, one.peer, one.tag
-    if isinstance(one, Copy | Accumulate):
-        kind = "copy" if isinstance(one, Copy) else "accumulation"
-        return one.step, kind, *names((one.source.buffer, one.target.buffer)), one.source.heads, one.target.heads
+    if isinstance(one, Copy):
+        return one.step, "copy", *names((one.source.buffer, one.target.buffer)), one.source.heads, one.target.heads
+    if isinstance(one, Accumulate):  # a pass may move it to another step
+        return plan.steps, "addition", *names((one.source.buffer, one.target.buffer)), one.source.heads
     if isinstance(one, Launch):
         of = names(view.buffer for view in one.operands[:2])
         return one.step, "launch", *of, f"window {one.batch.left}, {one.batch.right}"

@@ -34,6 +34,7 @@ class _Moving:
     tables: Tables
     waiting: list[Accumulate[RowKey]] = field(default_factory=list)
     found: list[Instruction[RowKey]] = field(default_factory=list)
+    step: int = 0
     begun: set[int] = field(default_factory=set)  # sums that have something
 
     def instructions(self) -> tuple[Instruction[RowKey], ...]:
@@ -43,11 +44,10 @@ class _Moving:
         sums_of: dict[int, set[int]] = {}
         for one in parts:
             sums_of.setdefault(one.source.buffer, set()).add(one.target.buffer)
-        step = 0
         for one in plan.instructions:
-            if one.step != step:
+            if one.step != self.step:
                 self._end_step()
-                step = one.step
+                self.step = one.step
             if isinstance(one, Accumulate) and one.source.buffer != OWN["sink"]:
                 self.waiting.append(one)
                 continue
@@ -82,7 +82,7 @@ class _Moving:
             if total not in self.begun and len(some) > 1:
                 some.sort(key=lambda one: self._rank(one, alone=self.parts[one.target.buffer] == 2))
             self.begun.add(total)
-            self.found += [replace(one, made_by="accumulate_late") for one in some]
+            self.found += [replace(one, step=self.step, made_by="accumulate_late") for one in some]
 
     def _rank(self, one: Accumulate[RowKey], *, alone: bool) -> tuple[int, bool]:
         """The first to be accumulated has the least. `alone`: there are two partial results in all, so the sum of them

@@ -1,4 +1,4 @@
-"""Tiles of a schedule as segments of few launches: whichever tiles a planner makes, a kernel library gets large batches.
+"""Tiles of a schedule as segments of few launches: a kernel library gets large batches, whatever the planner made.
 
 windows    a tile's band as a kernel's window; tiles cut so that few windows serve all of them
 joins      tiles that are one tile: touching ones, own causal squares, keys in any order where nothing is hidden
