@@ -82,7 +82,7 @@ def backward_pass(
         raise Unsupported("a gradient through lse", {f"backend {plan.backend.name!r}": {Feature.LSE_GRADIENT}})
     packed_out, packed_lse = packing.pack(out), packing.pack_lse(lse).contiguous()
     dlse = None if dlse is None else packing.pack_lse(dlse.detach()).contiguous()
-    if dlse is None and lse_given and plan.program.sends_do:
+    if dlse is None and lse_given and plan.instructions.sends_do:
         dlse = torch.zeros_like(packed_lse)
     dout = torch.zeros_like(packed_out) if dout is None else packing.pack(dout.detach())
     doffset = None
@@ -111,7 +111,7 @@ def backward_pass(
 def _inputs(plan: Plan, cp: ContextParallel, device: torch.device) -> Inputs:
     messages = plan.messages
     comm = messages if messages is not None and carries(messages, cp.comm) else cp.comm
-    return Inputs(plan.packing.packed_problem, plan.program, plan.backend, comm, kernels(device.type), plan.bound)
+    return Inputs(plan.packing.packed_problem, plan.instructions, plan.backend, comm, kernels(device.type), plan.bound)
 
 
 def _sink(plan: Plan, offset: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
@@ -133,7 +133,7 @@ def _offset_gradient(
     """This rank's share of d softmax_offset [h_q]: minus the sink's weight times delta = sum(dout * out) - dlse, over
     the real rows; dout and out [t, h, d_v], lse and dlse [h, t].
     """
-    real = plan.program.real_q_rows
+    real = plan.instructions.real_q_rows
     rows = slice(None) if is_mask(real) else real
     delta = (take(dout, rows).to(lse.dtype) * take(out, rows).to(lse.dtype)).sum(dim=-1)  # [n, h]
     if dlse is not None:

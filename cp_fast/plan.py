@@ -47,7 +47,6 @@ from cp_ref.spec import (
     read_together,
     saved_kinds,
 )
-from cp_ref.spec import Program as Passes
 
 __all__ = ["Made", "Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "prepared", "supports"]
 
@@ -91,15 +90,15 @@ class Plan(OfThisProcess, plans.Plan):
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
     messages: Messages | None = field(default=None, repr=False)
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
-    kept: str = field(init=False, repr=False)  # see `Program.kept`
-    needs_inputs: bool = field(init=False, repr=False)  # see `Program.needs_inputs`
+    kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
+    needs_inputs: bool = field(init=False, repr=False)  # see `RankSchedule.needs_inputs`
     checked: set[Any] = field(init=False, repr=False, compare=False)  # calls whose tensors fit; see `cp_fast.calls`
     bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # passes, ready to run; see `cp_fast.bound`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_for(self))
-        object.__setattr__(self, "kept", self.program.kept_tensors)
-        object.__setattr__(self, "needs_inputs", self.program.needs_inputs)
+        object.__setattr__(self, "kept", self.instructions.kept_tensors)
+        object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
         object.__setattr__(self, "checked", set())
         object.__setattr__(self, "bound", {})
 
@@ -126,8 +125,8 @@ class Plan(OfThisProcess, plans.Plan):
         """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
         sbhd. With `room`, [max_tokens_q / cp], 0 in the tail; `update` writes the new ones to the same memory.
         """
-        if self.program.position_ids is not None:
-            return self.program.position_ids
+        if self.instructions.position_ids is not None:
+            return self.instructions.position_ids
         return numbers(planned_positions(self.problem, self.rank), self.device)
 
     @plans.update
@@ -168,7 +167,7 @@ class Plan(OfThisProcess, plans.Plan):
     @property
     def instructions(self) -> ExecutablePlan[Rows]:
         """What this rank's runtime does, in order. Printed, it has a line for each instruction of both passes."""
-        return self.program
+        return self.instructions
 
     def __str__(self) -> str:
         return f"{self.problem}\n{self.schedule}"
@@ -257,7 +256,7 @@ def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[byte
 
 def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     """A plan whose messages are carried and sized as the ranks find out together is best. Collective."""
-    problem, room, program = plan.problem, plan.room, plan.program
+    problem, room, program = plan.problem, plan.room, plan.instructions
     tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
     rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
     with cp.alone("an agreement on the messages of a plan"):
@@ -265,7 +264,9 @@ def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
         if room is None and may_have_low_precision(problem):
             program = low_precision_grads(program, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False))
     messages = None if carried is cp.comm else carried
-    return plan if messages is None and program is plan.program else replace(plan, messages=messages, program=program)
+    return (
+        plan if messages is None and program is plan.instructions else replace(plan, messages=messages, program=program)
+    )
 
 
 def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:

@@ -22,7 +22,7 @@ import torch
 
 from cp_ref.common.processes import during
 from cp_ref.recorder import SILENT, Recorder
-from cp_ref.spec import Group, Problem, Program, Schedule
+from cp_ref.spec import Group, Problem, RankSchedule, Schedule
 from cp_ref.tile import tile_backward, tile_forward, visible_pairs
 from cp_ref.world import World, accumulator_dtype
 
@@ -40,7 +40,7 @@ class Results(NamedTuple):
 
 def run_program(
     direction: str,
-    program: Program,
+    program: RankSchedule,
     world: World,
     group: Group,
     compute: Callable[[Sequence[int]], None],

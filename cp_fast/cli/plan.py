@@ -16,7 +16,7 @@ from cp_fast.cli.problem import Request, plan_of
 from cp_fast.cost import built_in, read_machine
 from cp_ref.common.cli.options import check_number, with_options
 from cp_ref.common.cli.terminal import table
-from cp_ref.spec import Message, Problem, Program, Report, Schedule, message_bytes, tile_pairs, verify
+from cp_ref.spec import Message, Problem, RankSchedule, Report, Schedule, message_bytes, tile_pairs, verify
 from cp_ref.spec.picture import svg_picture
 
 __all__ = ["plan"]
@@ -109,7 +109,7 @@ def _show(console: Console, problem: Problem, schedule: Schedule, costs: Report,
     )
 
 
-def _add_steps(steps_table: Table, problem: Problem, rank: int, program: Program) -> None:
+def _add_steps(steps_table: Table, problem: Problem, rank: int, program: RankSchedule) -> None:
     for n, step in enumerate(program):
         pairs = int(tile_pairs(problem.workload.areas, step.tiles).sum())
         steps_table.add_row(

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from cp_ref.spec import Message, Pieces, Problem, Program, Step, Tiles
+from cp_ref.spec import Message, Pieces, Problem, RankSchedule, Step, Tiles
 
 __all__ = ["fold_batch"]
 
 
-def fold_batch(steps: tuple[Program, Program], problem: Problem) -> tuple[Program, Program]:
+def fold_batch(steps: tuple[RankSchedule, RankSchedule], problem: Problem) -> tuple[RankSchedule, RankSchedule]:
     """A rank's steps, which treat all sequences of the batch alike, as those of the first one for the heads of all.
 
     The schedule is then one of `Packing.packed_problem`. Only for messages and tiles of all heads.
@@ -19,7 +19,7 @@ def fold_batch(steps: tuple[Program, Program], problem: Problem) -> tuple[Progra
     return _folded(steps[0], problem), _folded(steps[1], problem)
 
 
-def _folded(program: Program, problem: Problem) -> Program:
+def _folded(program: RankSchedule, problem: Problem) -> RankSchedule:
     batch = len(problem.sequences)
     slots = {"q": problem.sequences[0].slots_q, "kv": problem.sequences[0].slots_kv}
 

@@ -31,8 +31,7 @@ from cp_fast.compile.row_maps import Parts, RowMap, Spans, SpanSets
 from cp_fast.compile.sums import Parcels, Sums, parcels_of
 from cp_fast.compile.tiles.groups import LaunchRows, TileGroup, TileGroups
 from cp_fast.compile.tiles.windows import WindowRule
-from cp_ref.spec import OPERANDS, RESULTS, Message, Workload
-from cp_ref.spec import Program as RankSchedule
+from cp_ref.spec import OPERANDS, RESULTS, Message, RankSchedule, Workload
 
 __all__ = ["Draft", "lower"]
 

@@ -10,12 +10,12 @@ from collections import Counter
 from dataclasses import replace
 
 from cp_fast.compile.sums import RANGES
-from cp_ref.spec import Message, Program
+from cp_ref.spec import Message, RankSchedule
 
 __all__ = ["in_order"]
 
 
-def in_order(program: Program) -> Program:
+def in_order(program: RankSchedule) -> RankSchedule:
     """One rank's steps of one pass with tags that rise from message to message between two ranks. A message with more
     ranges of heads than a tag has room for takes the tags behind its own, too.
 

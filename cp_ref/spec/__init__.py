@@ -21,7 +21,7 @@ from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFT
 from cp_ref.spec.report import RankCost, Report, message_bytes, report, tile_pairs
 from cp_ref.spec.rolling import Roll, roll_of
 from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
-from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, Program, Schedule, Step, Tiles, tag
+from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, RankSchedule, Schedule, Step, Tiles, tag
 from cp_ref.spec.slices import Cut, planned_cut, planned_positions, read_cut, read_positions, sequences_of, slice_axis
 from cp_ref.spec.table import Column, Table, joined, ranges
 from cp_ref.spec.units import Units
@@ -68,8 +68,8 @@ __all__ = [
     "Pending",
     "Pieces",
     "Problem",
-    "Program",
     "RankCost",
+    "RankSchedule",
     "Report",
     "Roll",
     "Room",

@@ -28,7 +28,7 @@ import numpy as np
 
 from cp_ref.spec.ownership import Fragments
 from cp_ref.spec.p2p import RingMember, ring_programs
-from cp_ref.spec.schedule import Heads, Message, Pieces, Program, Step, tag
+from cp_ref.spec.schedule import Heads, Message, Pieces, RankSchedule, Step, tag
 from cp_ref.spec.stages import in_stages
 from cp_ref.spec.units import Spans, Units, merged
 from cp_ref.spec.workload import Workload
@@ -49,7 +49,7 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
     return (first, last), (first // work.group_size, -(-last // work.group_size))
 
 
-def plan_a2a_rank(units: Units, rank: int) -> tuple[Program, Program]:
+def plan_a2a_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward program: exchange, a ring across the groups (one step in `a2a`), exchange back;
     for one stage of heads after the other.
     """

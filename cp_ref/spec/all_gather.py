@@ -15,13 +15,13 @@ from __future__ import annotations
 import numpy as np
 
 from cp_ref.spec.p2p import tiles_of
-from cp_ref.spec.schedule import Message, Pieces, Program, Step, tag
+from cp_ref.spec.schedule import Message, Pieces, RankSchedule, Step, tag
 from cp_ref.spec.units import Spans, Units, merged, spans_by
 
 __all__ = ["plan_all_gather_rank"]
 
 
-def plan_all_gather_rank(units: Units, rank: int) -> tuple[Program, Program]:
+def plan_all_gather_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward program."""
     work, count = units.workload, units.count
     theirs, mine = units.sees(rank, (np.arange(count) == rank).astype(int))

@@ -10,7 +10,7 @@ from cp_ref.spec.layout import check_layout, slice_rows
 from cp_ref.spec.planners import make_schedule
 from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, Problem
 from cp_ref.spec.report import report
-from cp_ref.spec.schedule import Program
+from cp_ref.spec.schedule import RankSchedule
 from cp_ref.spec.sequences import Sequence
 from cp_ref.spec.values import check_choice, read_count, read_window
 
@@ -122,7 +122,7 @@ def _cost(problem: Problem, comm: str, sizes: Sizes) -> BatchCost:
     )
 
 
-def _received(program: Program) -> int:
+def _received(program: RankSchedule) -> int:
     """Rows times heads of K and V that a rank receives in a pass."""
     pieces = [message.pieces for step in program for message in step.recvs if message.kind == "kv"]
     return sum(int(((p.stop - p.start) * (p.head_stop - p.head_start)).sum()) for p in pieces)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.spec.schedule import Heads, Message, Pieces, Program, Step, Tiles, tag
+from cp_ref.spec.schedule import Heads, Message, Pieces, RankSchedule, Step, Tiles, tag
 from cp_ref.spec.table import constant
 from cp_ref.spec.units import Sights, Spans, Units, merged
 
@@ -66,13 +66,13 @@ class Route(NamedTuple):
     dkv_in: Hop
 
 
-def plan_p2p_rank(units: Units, rank: int) -> tuple[Program, Program]:
+def plan_p2p_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward program."""
     work = units.workload
     return ring_programs(units, RingMember(rank, int, (0, work.heads_q), (0, work.heads_kv)))  # a unit is a rank
 
 
-def ring_programs(units: Units, member: RingMember) -> tuple[Program, Program]:
+def ring_programs(units: Units, member: RingMember) -> tuple[RankSchedule, RankSchedule]:
     """The forward and backward steps of one rank: at step s it computes on the block of unit - s."""
     count = units.count
     sees = units.sees(member.unit, (member.unit - np.arange(count)) % count)  # by distance

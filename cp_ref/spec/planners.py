@@ -9,14 +9,14 @@ from cp_ref.spec.a2a import plan_a2a_rank
 from cp_ref.spec.all_gather import plan_all_gather_rank
 from cp_ref.spec.p2p import plan_p2p_rank
 from cp_ref.spec.problem import Problem
-from cp_ref.spec.schedule import Program, Schedule
+from cp_ref.spec.schedule import RankSchedule, Schedule
 from cp_ref.spec.units import Units
 from cp_ref.spec.waiting import own_keys_wait
 from cp_ref.spec.workload import Workload
 
 __all__ = ["make_program", "make_schedule", "saved_kinds"]
 
-_RANK_PLANNERS: dict[str, Callable[[Units, int], tuple[Program, Program]]] = {
+_RANK_PLANNERS: dict[str, Callable[[Units, int], tuple[RankSchedule, RankSchedule]]] = {
     "p2p": plan_p2p_rank,
     "all_gather": plan_all_gather_rank,
     "a2a": plan_a2a_rank,
@@ -27,7 +27,7 @@ _SAVED = {"p2p": (), "all_gather": (), "a2a": ("q", "kv"), "a2a+p2p": ("q", "kv"
 
 def make_schedule(
     problem: Problem,
-    known: Mapping[int, tuple[Program, Program]] | None = None,
+    known: Mapping[int, tuple[RankSchedule, RankSchedule]] | None = None,
     stages: tuple[int, ...] | None = None,
 ) -> Schedule:
     """The schedule of all ranks. `known`: what `make_program` gave for some of them, with the same `stages`.
@@ -58,14 +58,16 @@ def saved_kinds(problem: Problem) -> tuple[str, ...]:
     return _SAVED[problem.cp_comm_type]
 
 
-def make_program(problem: Problem, rank: int, stages: tuple[int, ...] | None = None) -> tuple[Program, Program]:
+def make_program(
+    problem: Problem, rank: int, stages: tuple[int, ...] | None = None
+) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward program, as in `make_schedule`, without planning the other ranks. `stages`: kv
     heads at a time in an a2a schedule; None for those of the least time (`stage_costs.py`).
     """
     return _of_rank(problem, Units(_staged(problem, stages)), rank)
 
 
-def _of_rank(problem: Problem, units: Units, rank: int) -> tuple[Program, Program]:
+def _of_rank(problem: Problem, units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
     programs = _RANK_PLANNERS[problem.cp_comm_type](units, rank)
     return programs if problem.areas is None else own_keys_wait(problem, programs)
 

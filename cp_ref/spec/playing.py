@@ -16,7 +16,7 @@ import numpy as np
 from cp_ref.spec.complete import Contributions
 from cp_ref.spec.coverage import TileUses
 from cp_ref.spec.grid import Cells, Grid, boxes_of, side_of
-from cp_ref.spec.schedule import OPERANDS, RESULTS, Message, Program, Schedule, Tiles
+from cp_ref.spec.schedule import OPERANDS, RESULTS, Message, RankSchedule, Schedule, Tiles
 from cp_ref.spec.table import Column
 
 __all__ = ["Play", "Store"]
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
 class _Rank:
     """Where one rank is in its program."""
 
-    program: Program
+    program: RankSchedule
     step: int = 0
     waiting: list[tuple[str, Message, int]] = field(
         default_factory=list[tuple[str, Message, int]]

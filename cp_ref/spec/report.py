@@ -8,7 +8,7 @@ import numpy as np
 
 from cp_ref.spec.areas import Areas, pairs
 from cp_ref.spec.problem import Problem
-from cp_ref.spec.schedule import Message, Program, Schedule, Step, Tiles
+from cp_ref.spec.schedule import Message, RankSchedule, Schedule, Step, Tiles
 from cp_ref.spec.table import Column
 
 __all__ = ["RankCost", "Report", "message_bytes", "report", "tile_pairs"]
@@ -81,11 +81,11 @@ def message_bytes(problem: Problem, message: Message) -> int:
     return int(((pieces.stop - pieces.start) * (pieces.head_stop - pieces.head_start)).sum()) * row_bytes
 
 
-def _sent(problem: Problem, program: Program) -> int:
+def _sent(problem: Problem, program: RankSchedule) -> int:
     return sum(message_bytes(problem, m) for step in program for m in step.sends)
 
 
-def _held_rows(program: Program) -> int:
+def _held_rows(program: RankSchedule) -> int:
     """The high-water mark of received kv rows, each held from the step it travels in to the last step that uses it."""
     held = np.zeros(len(program) + 1, dtype=np.int64)
     used = [_used_keys(step) for step in program]

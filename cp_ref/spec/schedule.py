@@ -39,7 +39,7 @@ import numpy as np
 
 from cp_ref.spec.table import Column, Table, constant, one_value
 
-__all__ = ["KINDS", "OPERANDS", "RESULTS", "Message", "Pieces", "Program", "Schedule", "Step", "Tiles", "tag"]
+__all__ = ["KINDS", "OPERANDS", "RESULTS", "Message", "Pieces", "RankSchedule", "Schedule", "Step", "Tiles", "tag"]
 
 OPERANDS = ("kv", "q", "do")
 RESULTS = ("out", "dq", "dkv")
@@ -138,7 +138,7 @@ class Step(NamedTuple):
     tiles: Tiles = Tiles.of_rows([])
 
 
-Program = tuple[Step, ...]
+RankSchedule = tuple[Step, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,8 +152,8 @@ class Schedule:
 
     name: str
     heads: Heads
-    forward: tuple[Program, ...]
-    backward: tuple[Program, ...]
+    forward: tuple[RankSchedule, ...]
+    backward: tuple[RankSchedule, ...]
     saved: tuple[str, ...] = ()
 
     @property

@@ -25,14 +25,14 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from cp_ref.spec.schedule import KINDS, Heads, Message, Pieces, Program, Step, Tiles
+from cp_ref.spec.schedule import KINDS, Heads, Message, Pieces, RankSchedule, Step, Tiles
 from cp_ref.spec.table import constant
 from cp_ref.spec.workload import Workload
 
 __all__ = ["in_stages"]
 
 
-def in_stages(program: Program, every: int, work: Workload) -> Program:
+def in_stages(program: RankSchedule, every: int, work: Workload) -> RankSchedule:
     """A rank's program for `work.stages` kv heads of each rank at a time, a stage beginning `every` steps after the one
     before; all messages and tiles are for all heads that their rank has.
     """

@@ -32,14 +32,14 @@ from cp_ref.spec import stage_costs
 from cp_ref.spec.areas import Areas
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.report import message_bytes, tile_pairs
-from cp_ref.spec.schedule import Program, Step, Tiles
+from cp_ref.spec.schedule import RankSchedule, Step, Tiles
 from cp_ref.spec.table import Column
 from cp_ref.spec.units import merged
 
 __all__ = ["own_keys_wait"]
 
 
-def own_keys_wait(problem: Problem, programs: tuple[Program, Program]) -> tuple[Program, Program]:
+def own_keys_wait(problem: Problem, programs: tuple[RankSchedule, RankSchedule]) -> tuple[RankSchedule, RankSchedule]:
     """A rank's forward and backward program, with the same tiles in each step of both, in which own keys wait; the
     programs as they are where they do not.
     """
@@ -60,12 +60,12 @@ def own_keys_wait(problem: Problem, programs: tuple[Program, Program]) -> tuple[
     return _with_tiles(forward, tiles), _with_tiles(backward, tiles)
 
 
-def _with_tiles(program: Program, tiles: list[Tiles]) -> Program:
+def _with_tiles(program: RankSchedule, tiles: list[Tiles]) -> RankSchedule:
     some = (step._replace(tiles=its) for step, its in zip(program, tiles, strict=False))
     return *some, *program[len(tiles) :]
 
 
-def _first_steps(areas: Areas, program: Program) -> Column:
+def _first_steps(areas: Areas, program: RankSchedule) -> Column:
     """The first step behind step 0 at which each area has tiles; 0 for none."""
     found = np.zeros(len(areas), dtype=np.int64)
     for n in range(len(program) - 1, 0, -1):

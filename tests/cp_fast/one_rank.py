@@ -111,9 +111,9 @@ def call_of(
     how |= {"heads_q": heads[0], "heads_kv": heads[1], "d_qk": dim, "d_v": dim}
     plans = SimGroup(size).run(lambda member: cp_fast.make_plan(cp=cp_fast.ContextParallel(member, comm), **how))
     messages = _messages(rank, size)
-    program, backend = plans[rank].program, Allocates(plans[rank].backend.features)
+    program, backend = plans[rank].instructions, Allocates(plans[rank].backend.features)
     if comm == "p2p":
-        sent = [(p.program, of_one_launch(p.program)) for p in plans]
+        sent = [(p.instructions, of_one_launch(p.instructions)) for p in plans]
         everyone = [[(s.peer, s.tag) for x in p.backward for s in x.result_sends if s.sums in one] for p, one in sent]
         program = agree_on_narrow(_Said(size, rank, tuple(everyone)), program, rounded=True)
     plan = replace(plans[rank], backend=backend, messages=messages, program=program)

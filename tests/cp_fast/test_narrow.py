@@ -35,7 +35,7 @@ def play(member: SimMember, comm: str, window: int, rounded: tuple[bool, ...]) -
     cu = torch.tensor([0, 16 * cp.size, 24 * cp.size], dtype=torch.int32)
     how: dict[str, Any] = {"qkv_format": "thd", "window_size": (window, 0), "cu_seqlens_q": cu}
     plan = cp_fast.make_plan(cp=cp, device="cpu", **how, **sizes)
-    program = agree_on_narrow(cp.comm, plan.program, rounded=rounded[cp.rank])
+    program = agree_on_narrow(cp.comm, plan.instructions, rounded=rounded[cp.rank])
     plan = replace(plan, backend=Rounded(plan.backend), program=program)
     draw = torch.Generator().manual_seed(cp.rank)
     q, k, v, dout = (torch.randn(24, h, 8, generator=draw).bfloat16() for h in (4, 2, 2, 4))

@@ -163,7 +163,7 @@ def assert_padding_is_harmless(plan: cp_fast.Plan) -> None:
     """What pads the rows of a launch that are read is one of them; of rows that are added to, the spare one; lengths
     end in empty segments.
     """
-    for launch in (launch for step in plan.program.backward for launch in step.launches):
+    for launch in (launch for step in plan.instructions.backward for launch in step.launches):
         sides = (
             (launch.segments.device_cu_q, launch.q.rows, launch.results),
             (launch.segments.device_cu_kv, launch.kv.rows, launch.results_kv),
@@ -174,7 +174,7 @@ def assert_padding_is_harmless(plan: cp_fast.Plan) -> None:
             assert isinstance(read, torch.Tensor)
             assert set(read[count:].tolist()) <= (set(read[:count].tolist()) if count else {0})
             for result in results:
-                size = plan.program.sums[result.sums].size
+                size = plan.instructions.sums[result.sums].size
                 into = result.into
                 assert isinstance(into, torch.Tensor)
                 added = into[into != size]
@@ -188,14 +188,14 @@ def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
     def one(member: SimMember) -> str:
         cp = case.context(member)
         plan = case.plan(cp, case.first, **case.room)
-        before, memory, ids = results(case, cp, plan), list(walked(plan.program)), plan.position_ids.data_ptr()
+        before, memory, ids = results(case, cp, plan), list(walked(plan.instructions)), plan.position_ids.data_ptr()
         assert len(memory) >= 2
         try:
             plan.update(cp=cp, **case.second.arguments())
         except ValueError as error:
             assert_same_bits(results(case, cp, plan), before)
             return f"refused: {str(error).split(' (')[0]}"
-        assert list(walked(plan.program)) == memory
+        assert list(walked(plan.instructions)) == memory
         assert plan.position_ids.data_ptr() == ids
         assert_padding_is_harmless(plan)
         got, fresh = results(case, cp, plan), case.plan(cp, case.second, **case.room)
@@ -249,7 +249,7 @@ def test_messages_have_the_size_of_a_window(comm: str) -> None:
         case = Case(4, comm, "dual_chunk", problem, room, Lengths([256], [256], [256], [256]), two)
         cp = case.context(member)
         plan = case.plan(cp, case.first, **room)
-        sizes = {recv.size for step in plan.program.backward for recv in (*step.recvs, *step.result_recvs)}
+        sizes = {recv.size for step in plan.instructions.backward for recv in (*step.recvs, *step.result_recvs)}
         assert sizes - ({256 // 4} if comm == "a2a+p2p" else set()) == {2 * 2 * 3}  # inside a group: all rows of a rank
         plan.update(cp=cp, **two.arguments())
         got = results(case, cp, plan)
@@ -312,11 +312,11 @@ def test_what_does_not_fit_is_named_and_changes_nothing(name: str, alone: bool) 
         case = typical(first=MANY, window_size=(3, 0) if name == "window" else (-1, -1))
         cp = case.context(member)
         plan = case.plan(cp, MANY, **ROOM)
-        before, memory, problem = results(case, cp, plan), list(walked(plan.program)), plan.problem
+        before, memory, problem = results(case, cp, plan), list(walked(plan.instructions)), plan.problem
         with pytest.raises((ValueError, TypeError)) as caught:
             plan.update(cp=cp, **(arguments if member.rank == 2 or not alone else MANY.arguments()))
         assert plan.problem is problem
-        assert list(walked(plan.program)) == memory
+        assert list(walked(plan.instructions)) == memory
         assert_same_bits(results(case, cp, plan), before)
         return told(caught.value)
 

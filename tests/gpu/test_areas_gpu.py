@@ -19,7 +19,7 @@ from conformance.tiers import budget, logic, probes
 from cp_fast import masks
 from cp_fast.backends import by_name
 from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence
-from tests.cp_fast.planning.test_spreading import always as always_spread
+from tests.cp_fast.compile.test_spreading import always as always_spread
 from tests.masks.problems import problems
 from tests.spec.staged import costs
 from tests.spec.test_waiting import SOON

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cp_ref.spec import InvalidSchedule, Message, Problem, Program, Schedule, Sequence, Step, make_schedule, verify
+from cp_ref.spec import InvalidSchedule, Message, Problem, RankSchedule, Schedule, Sequence, Step, make_schedule, verify
 from tests.schedules.test_schedules import PACKAGES, check
 
 RING = Problem(
@@ -25,12 +25,14 @@ GROUPS = replace(RING, cp_comm_type="a2a+p2p", a2a_size=2)
 PASSES = ("forward", "backward")
 
 
-def changed(schedule: Schedule, change: Callable[[Program], Program], passes: tuple[str, ...] = PASSES) -> Schedule:
+def changed(
+    schedule: Schedule, change: Callable[[RankSchedule], RankSchedule], passes: tuple[str, ...] = PASSES
+) -> Schedule:
     """Every rank's program changed."""
     return replace(schedule, **{name: tuple(map(change, getattr(schedule, name))) for name in passes})
 
 
-def by_message(change: Callable[[Message], Message]) -> Callable[[Program], Program]:
+def by_message(change: Callable[[Message], Message]) -> Callable[[RankSchedule], RankSchedule]:
     """A change of every message."""
     return lambda program: tuple(
         step._replace(sends=tuple(map(change, step.sends)), recvs=tuple(map(change, step.recvs))) for step in program
@@ -45,7 +47,7 @@ def cut_in_two(message: Message) -> tuple[Message, ...]:
     return replace(message, pieces=first, tag=message.tag + 500), replace(message, pieces=rest)
 
 
-def in_two_parts(program: Program) -> Program:
+def in_two_parts(program: RankSchedule) -> RankSchedule:
     """Every message in two parts, which travel in the same step."""
     return tuple(
         step._replace(
@@ -56,7 +58,7 @@ def in_two_parts(program: Program) -> Program:
     )
 
 
-def received_one_by_one(program: Program) -> Program:
+def received_one_by_one(program: RankSchedule) -> RankSchedule:
     """Of the messages that a step receives all but the first one in a step of their own."""
     steps: list[Step] = []
     for step in program:

@@ -39,7 +39,7 @@ from cp_ref.spec import (
     Ownership,
     Pieces,
     Problem,
-    Program,
+    RankSchedule,
     Schedule,
     Step,
     Tiles,
@@ -167,7 +167,7 @@ class _Pass:
         self.events: list[list[_Event]] = [[] for _ in range(work.cp_size)]
         self.messages = 0
 
-    def draw(self, draw: Draw) -> tuple[Program, ...]:
+    def draw(self, draw: Draw) -> tuple[RankSchedule, ...]:
         """The programs of all ranks."""
         ranks = list(range(self.work.cp_size))
         tiles = _tiles(draw, self.work)
@@ -306,7 +306,7 @@ def _boxes(cells: Cells) -> Iterator[tuple[int, int, int, int]]:
             yield start, stop, first, last
 
 
-def _steps(draw: Draw, events: list[_Event]) -> Program:
+def _steps(draw: Draw, events: list[_Event]) -> RankSchedule:
     """One rank's events as steps: cut where something is used that arrives in the same step, and anywhere else."""
     steps: list[list[_Event]] = [[]]
     fresh: dict[str, Cells] = {}

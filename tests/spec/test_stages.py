@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from cp_ref.spec import Message, Problem, Program, Schedule, Sequence, make_program, make_schedule, report, verify
+from cp_ref.spec import Message, Problem, RankSchedule, Schedule, Sequence, make_program, make_schedule, report, verify
 from cp_ref.spec.stage_costs import head_stages, ways_to_cut
 from tests.spec.staged import ALWAYS, NEVER, costs, staged
 
@@ -43,7 +43,7 @@ def test_what_is_chosen_is_a_cut_of_the_heads(drawn: tuple[Problem, tuple[int, .
         assert replace(problem).workload.stages == (sum(stages),)
 
 
-def exposed(program: Program) -> int:
+def exposed(program: RankSchedule) -> int:
     """Rows times heads that a rank sends in steps without a tile."""
 
     def size(m: Message) -> int:

@@ -31,7 +31,7 @@ from cp_ref.spec import (
     slice_rows,
     verify_tables,
 )
-from tests.cp_fast.planning.played import play
+from tests.cp_fast.compile.played import play
 from tests.spec.problems import SCHEDULES, problems
 from tests.spec.random_schedules import random_schedules, random_workloads, small_problems
 

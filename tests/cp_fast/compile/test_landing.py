@@ -30,7 +30,7 @@ def play(member: SimMember, comm: str, lengths: list[int], layout: str) -> tuple
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = cp_fast.attention(*leaves, cp=cp, plan=plan, return_lse=True)
     dlse = torch.randn(lse.shape, generator=draw, dtype=torch.float64)
-    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))], plan.program
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))], plan.instructions
 
 
 def in_place(program: LoweredProgram[Rows]) -> int:

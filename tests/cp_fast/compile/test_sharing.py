@@ -19,7 +19,7 @@ from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_fast.packing import Packing
 from cp_fast.plan import lowered
 from cp_ref.spec import Problem, Sequence, Tiles, areas_of_rows, make_program, saved_kinds
-from tests.cp_fast.planning.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of
+from tests.cp_fast.compile.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of
 
 WINDOWS = [(-1, -1), (-1, 0), (2, 0), (0, -1), (1, 2)]
 

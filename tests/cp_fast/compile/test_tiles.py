@@ -12,7 +12,7 @@ from cp_fast.compile.tiles.joins import one_each, squares, strips
 from cp_fast.compile.tiles.launches import launch_tables
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles, cut_to_windows, windowed
 from cp_ref.spec import UNBOUNDED, Areas, Tiles
-from tests.cp_fast.planning.brute_force import (
+from tests.cp_fast.compile.brute_force import (
     Segment,
     band_pairs,
     disjoint,

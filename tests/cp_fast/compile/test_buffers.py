@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cp_fast.compile.index_tables import Tables
 from cp_fast.compile.row_maps import Spans, SpanSets
 from cp_ref.spec import Message, Pieces, Step
-from tests.cp_fast.planning.brute_force import spans
+from tests.cp_fast.compile.brute_force import spans
 
 Cell = tuple[int, int]  # a global row and a head
 HEADS = 4

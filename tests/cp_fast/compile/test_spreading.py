@@ -17,8 +17,8 @@ from cp_fast.compile.tiles.launches import launch_tables
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule
 from cp_fast.cost.counts import launches_of
 from cp_ref.spec import Problem, Sequence
-from tests.cp_fast.planning.brute_force import band_pairs, kernel_pairs, rows_twice, segments_of
-from tests.cp_fast.planning.test_sharing import tiles_of_areas
+from tests.cp_fast.compile.brute_force import band_pairs, kernel_pairs, rows_twice, segments_of
+from tests.cp_fast.compile.test_sharing import tiles_of_areas
 from tests.masks.problems import problems
 
 

@@ -82,18 +82,20 @@ class _Rank:
     def run(self, mail: Mail, *, backward: bool) -> Iterator[None]:
         """Play one pass; hand over where a message is not there yet."""
         kinds = ("q", "kv", "do", "res") if backward else ("q", "kv")
-        saved = {name: self.held[name] for name in self.program.saved if name not in OWN.values()} if backward else {}
+        saved = (
+            {name: self.held[name] for name in self.instructions.saved if name not in OWN.values()} if backward else {}
+        )
         self.held = saved | {OWN[kind]: self._own(kind) for kind in kinds}
         if backward:
             for name in (OWN["q"], OWN["kv"]):
-                if name not in self.program.saved:
+                if name not in self.instructions.saved:
                     del self.held[name]
-            self.held |= {name: self.kept[sums] for sums, name in self.program.saved_sums.items()}
+            self.held |= {name: self.kept[sums] for sums, name in self.instructions.saved_sums.items()}
         self.sums, self.arrived = {}, []
-        for step in self.program.backward if backward else self.program.forward:
+        for step in self.instructions.backward if backward else self.instructions.forward:
             yield from self._step(step, mail)
         names = set(self.held) - set(OWN.values())
-        assert names == (set() if backward else {x for x in self.program.saved if x not in OWN.values()})
+        assert names == (set() if backward else {x for x in self.instructions.saved if x not in OWN.values()})
 
     def _step(self, step: LoweredStep[Rows], mail: Mail) -> Iterator[None]:
         for copy in step.packed:
@@ -108,7 +110,7 @@ class _Rank:
             while not mail.get((recv.peer, self.rank, recv.tag)):
                 yield
             kind, names, _ = mail[recv.peer, self.rank, recv.tag].pop(0)
-            buffer = self.program.buffers[recv.buffer]
+            buffer = self.instructions.buffers[recv.buffer]
             begin = filled.get(recv.buffer, 0)
             if not begin:
                 assert recv.buffer not in self.held
@@ -135,7 +137,7 @@ class _Rank:
 
     def _send(self, step: LoweredStep[Rows], mail: Mail) -> None:
         for send in step.sends:
-            kind = self.program.buffers[send.buffer].kind
+            kind = self.instructions.buffers[send.buffer].kind
             rows = self.held[send.buffer][_index(send.rows)]
             for peer, tag, first in zip(send.peers, send.tags, send.first_heads, strict=True):
                 assert first + send.heads <= rows.shape[1]
@@ -145,14 +147,14 @@ class _Rank:
         together = {send.sums for send in step.result_sends}
         handed = {name: self.sums.pop(name, None) or self._nothing(name) for name in together}
         for send in step.result_sends:
-            sums, rows = self.program.sums[send.sums], slice(send.start, send.start + send.size)
+            sums, rows = self.instructions.sums[send.sums], slice(send.start, send.start + send.size)
             kind = f"complete {sums.kind}" if sums.complete else sums.kind
             names, counts = handed[send.sums].names[rows], handed[send.sums].counts[rows]
             assert len(names) == send.size
             mail.setdefault((self.rank, send.peer, send.tag), []).append((kind, names, counts))
         for name, partial in handed.items():
-            if self.program.sums[name].complete:  # the owner may round it, and others may need it again
-                self._check_whole(self.program.sums[name].kind, partial.names, partial.counts)
+            if self.instructions.sums[name].complete:  # the owner may round it, and others may need it again
+                self._check_whole(self.instructions.sums[name].kind, partial.names, partial.counts)
                 self.kept[name] = partial.names
 
     # ---- operands
@@ -170,8 +172,8 @@ class _Rank:
         return names
 
     def _new(self, name: str) -> None:
-        buffer = self.program.buffers[name]
-        self.held[name] = np.full((buffer.size + self.program.spare_rows, buffer.heads[1] - buffer.heads[0]), -1)
+        buffer = self.instructions.buffers[name]
+        self.held[name] = np.full((buffer.size + self.instructions.spare_rows, buffer.heads[1] - buffer.heads[0]), -1)
 
     def _take(self, what: Operand[Rows]) -> Names:
         assert 0 <= what.heads[0] < what.heads[1] <= self.held[what.buffer].shape[1]
@@ -181,7 +183,7 @@ class _Rank:
         names, target = self._take(copy.source), copy.target
         if target.buffer not in self.held:
             self._new(target.buffer)
-        assert self.program.buffers[copy.source.buffer].kind == self.program.buffers[target.buffer].kind
+        assert self.instructions.buffers[copy.source.buffer].kind == self.instructions.buffers[target.buffer].kind
         rows = _index(target.rows)
         assert len(rows) == len(names)
         self.held[target.buffer][rows, target.heads[0] : target.heads[1]] = names
@@ -192,12 +194,12 @@ class _Rank:
         q, kv, s = self._take(launch.q), self._take(launch.kv), launch.segments
         heads, heads_kv = self.work.heads_q, self.work.heads_kv
         for operand, kind in ((launch.do, "do"), (launch.res, "res")):
-            assert operand is None or self.program.buffers[operand.buffer].kind == kind
+            assert operand is None or self.instructions.buffers[operand.buffer].kind == kind
             if operand is not None:
                 assert (self._take(operand)[: s.cu_q[-1]] == q[: s.cu_q[-1]]).all()
         assert (s.device_cu_q.tolist(), s.device_cu_kv.tolist()) == (list(s.cu_q), list(s.cu_kv))
         live_q, live_kv = q[: s.cu_q[-1]], kv[: s.cu_kv[-1]]
-        assert self.program.spare_rows or (len(q), len(kv)) == (len(live_q), len(live_kv))
+        assert self.instructions.spare_rows or (len(q), len(kv)) == (len(live_q), len(live_kv))
         for names in (live_q, live_kv):
             assert (names >= 0).all(), "a launch reads what is not there"
         assert len(np.unique(live_q)) == live_q.size, "a row of queries twice in one launch"
@@ -222,12 +224,12 @@ class _Rank:
 
     def _nothing(self, name: str) -> _Partial:
         """Sums that nothing was added to; of the rank's own rows the names are known."""
-        sums = self.program.sums[name]
+        sums = self.instructions.sums[name]
         if sums.home:
             names = self._own(sums.kind)[:, sums.heads[0] : sums.heads[1]]
-            names = np.concatenate([names, np.full((self.program.spare_rows, names.shape[1]), -1)])
+            names = np.concatenate([names, np.full((self.instructions.spare_rows, names.shape[1]), -1)])
         else:
-            names = np.full((sums.size + self.program.spare_rows, sums.heads[1] - sums.heads[0]), -1)
+            names = np.full((sums.size + self.instructions.spare_rows, sums.heads[1] - sums.heads[0]), -1)
         return _Partial(names, np.zeros((*names.shape, self.pairs[sums.kind]), dtype=np.int64))
 
     def _contribute(self, into: tuple[Contribution[Rows], ...], partial: _Partial) -> None:
@@ -238,7 +240,7 @@ class _Rank:
             total = self.sums[c.sums]
             rows, target = _index(c.rows), _index(c.into)
             assert len(rows) == len(target)
-            spare = len(total.names) - 1 if self.program.spare_rows else len(total.names)
+            spare = len(total.names) - 1 if self.instructions.spare_rows else len(total.names)
             rows, target = rows[target < spare], target[target < spare]
             assert len(np.unique(target)) == len(target), "results are added to one row twice"
             heads, target_heads = slice(*c.heads), slice(*c.into_heads)
@@ -247,7 +249,9 @@ class _Rank:
             known = names >= 0  # of a row that saw nothing a message has no name
             assert not partial.counts[rows, heads][~known].any()
             assert ((there == names) | (there < 0))[known].all(), "results of one row are added to another"
-            assert not self.program.sums[c.sums].home or (there == names)[known].all(), "results end at another rank"
+            assert not self.instructions.sums[c.sums].home or (there == names)[known].all(), (
+                "results end at another rank"
+            )
             total.names[target, target_heads] = np.where(known, names, there)
             total.counts[target, target_heads] += partial.counts[rows, heads]
             given[rows, heads] += 1
@@ -273,12 +277,12 @@ class _Rank:
     def check_results(self, *, backward: bool) -> None:
         """Everything is at home, complete."""
         for name, partial in self.sums.items():
-            assert self.program.sums[name].home or not partial.counts.any(), f"{name} never leaves"
+            assert self.instructions.sums[name].home or not partial.counts.any(), f"{name} never leaves"
         for kind in ("dq", "dkv") if backward else ("out",):
             names = self._own(kind)
             counts = np.zeros((*names.shape, self.pairs[kind]), dtype=np.int64)
             for name, partial in self.sums.items():
-                sums = self.program.sums[name]
+                sums = self.instructions.sums[name]
                 if sums.kind == kind and sums.home:
                     counts[:, sums.heads[0] : sums.heads[1]] += partial.counts[: len(counts)]
             for of_kind, into, partial in self.arrived:
