@@ -1,6 +1,6 @@
 """Attention of one layer, both passes: what lies around the schedule's steps.
 
-user's format -> packed rows -> the program's steps -> user's format
+user's format -> packed rows -> the plan's instructions -> user's format
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from cp_ref.common.plans import read_plan_arguments
 from cp_ref.spec import (
     Agreement,
     Problem,
+    RankSchedule,
     Room,
     Schedule,
     Unsupported,
@@ -51,7 +52,7 @@ from cp_ref.spec import (
 __all__ = ["Made", "Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "prepared", "supports"]
 
 Found = TypeVar("Found")
-Steps = tuple[Passes, Passes]  # of the forward and the backward pass
+Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward pass
 
 
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
@@ -67,8 +68,8 @@ class Plan(OfThisProcess, plans.Plan):
         device: where the tables lie.
         backend: the kernel library that computes the tiles.
         packing: how the user's tensors are seen as packed rows.
-        program: this rank's steps, lowered: with every row looked up.
-        steps: this rank's part of `schedule`, which `program` was lowered from; of a custom one with tags that say the
+        instructions: what this rank's runtime does in both passes, in order. Printed, it has a line an instruction.
+        steps: this rank's part of `schedule`, which `instructions` was compiled from; of a custom one with tags that say the
             order of its messages.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: what `update` has room for; None for a plan that is not updated.
@@ -83,11 +84,11 @@ class Plan(OfThisProcess, plans.Plan):
     device: torch.device
     backend: Backend
     packing: Packing
-    program: ExecutablePlan[Rows]
-    steps: Steps = field(repr=False)
+    instructions: ExecutablePlan[Rows]
+    steps: Schedules = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
-    fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # `program`'s tables, if there is room
+    fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # its tables, if there is room
     messages: Messages | None = field(default=None, repr=False)
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
     kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
@@ -115,8 +116,8 @@ class Plan(OfThisProcess, plans.Plan):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What every rank sends, receives and computes, step by step; this rank's part is what `program` was lowered
-        from.
+        """What every rank sends, receives and computes, step by step; this rank's part is what `instructions` was
+        compiled from.
         """
         return self.custom or make_schedule(self.problem, {self.rank: self.steps}, self.fixed and self.fixed.stages)
 
@@ -136,7 +137,7 @@ class Plan(OfThisProcess, plans.Plan):
         cp: ContextParallel,
         **lengths: Any,
     ) -> None:
-        def read() -> tuple[Agreement, Steps, Fitted]:
+        def read() -> tuple[Agreement, Schedules, Fitted]:
             given = plans.lengths_of_update(self, cp, lengths)
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise ValueError("plan.update is called while a CUDA graph is captured; update before it is replayed")
@@ -154,7 +155,7 @@ class Plan(OfThisProcess, plans.Plan):
             "problem": agreement.problem,
             "packing": Packing(agreement.problem),
             "steps": steps,
-            "program": self.fixed.overwrite(fitted),
+            "instructions": self.fixed.overwrite(fitted),
             "handle": handle_for(self),
             "checked": set(),
             "bound": {},
@@ -163,11 +164,6 @@ class Plan(OfThisProcess, plans.Plan):
             object.__setattr__(self, name, value)
         for name in ("schedule", "position_ids"):
             self.__dict__.pop(name, None)
-
-    @property
-    def instructions(self) -> ExecutablePlan[Rows]:
-        """What this rank's runtime does, in order. Printed, it has a line for each instruction of both passes."""
-        return self.instructions
 
     def __str__(self) -> str:
         return f"{self.problem}\n{self.schedule}"
@@ -240,11 +236,11 @@ def prepared(
         steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
     draft = lowered(packing, cp.rank, steps, saved)
     if room is None:
-        program = upload(optimized(draft), device)
-        return Plan(problem, cp.rank, device, backend, packing, program, steps, custom)
+        instructions = upload(optimized(draft), device)
+        return Plan(problem, cp.rank, device, backend, packing, instructions, steps, custom)
     fixed = FixedTables(Shape(optimized(draft, in_place=True).plan, draft.tables, problem, cp.rank, room), device)
-    program = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(problem, cp.rank, device, backend, packing, program, steps, custom, room, fixed)
+    instructions = fixed.overwrite(fixed.fitted(draft, problem))
+    return Plan(problem, cp.rank, device, backend, packing, instructions, steps, custom, room, fixed)
 
 
 def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[bytes] = frozenset()) -> Made:
@@ -256,20 +252,24 @@ def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[byte
 
 def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     """A plan whose messages are carried and sized as the ranks find out together is best. Collective."""
-    problem, room, program = plan.problem, plan.room, plan.instructions
+    problem, room, instructions = plan.problem, plan.room, plan.instructions
     tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
     rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
     with cp.alone("an agreement on the messages of a plan"):
         carried = messages_for(cp.comm, problem, rows, plan.device)
         if room is None and may_have_low_precision(problem):
-            program = low_precision_grads(program, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False))
+            instructions = low_precision_grads(
+                instructions, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False)
+            )
     messages = None if carried is cp.comm else carried
     return (
-        plan if messages is None and program is plan.instructions else replace(plan, messages=messages, program=program)
+        plan
+        if messages is None and instructions is plan.instructions
+        else replace(plan, messages=messages, instructions=instructions)
     )
 
 
-def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:
+def lowered(packing: Packing, rank: int, steps: Schedules, saved: tuple[str, ...]) -> Draft:
     """One rank's part of a schedule, lowered."""
     problem, packed = packing.problem, packing.packed_problem
     if packing.folded:
