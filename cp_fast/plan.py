@@ -69,8 +69,8 @@ class Plan(OfThisProcess, plans.Plan):
         backend: the kernel library that computes the tiles.
         packing: how the user's tensors are seen as packed rows.
         instructions: what this rank's runtime does in both passes, in order. Printed, it has a line an instruction.
-        steps: this rank's part of `schedule`, which `instructions` was compiled from; of a custom one with tags that say the
-            order of its messages.
+        steps: this rank's part of `schedule`, which `instructions` was compiled from. Of a custom one the tags say the
+            order of the messages.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: what `update` has room for; None for a plan that is not updated.
         messages: what carries them: the memory of the group's ranks (`cp_fast.peers`), or None: the group itself.
