@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cp_fast
 from cp_fast.backends import BackwardOperands, Gradients, Partial
+from cp_fast.compile.instructions import Send
+from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
 from cp_fast.peers.exchange import PeerMessages, Shared
 from cp_fast.peers.watch import Watch
 from cp_ref import SimGroup
@@ -111,12 +112,12 @@ def call_of(
     how |= {"heads_q": heads[0], "heads_kv": heads[1], "d_qk": dim, "d_v": dim}
     plans = SimGroup(size).run(lambda member: cp_fast.make_plan(cp=cp_fast.ContextParallel(member, comm), **how))
     messages = _messages(rank, size)
-    program, backend = plans[rank].instructions, Allocates(plans[rank].backend.features)
+    instructions, backend = plans[rank].instructions, Allocates(plans[rank].backend.features)
     if comm == "p2p":
-        sent = [(p.instructions, of_one_launch(p.instructions)) for p in plans]
-        everyone = [[(s.peer, s.tag) for x in p.backward for s in x.result_sends if s.sums in one] for p, one in sent]
-        program = agree_on_narrow(_Said(size, rank, tuple(everyone)), program, rounded=True)
-    plan = replace(plans[rank], backend=backend, messages=messages, program=program)
+        backward = [(plan.instructions.backward, of_one_launch(plan.instructions.backward)) for plan in plans]
+        said = [[(x.peer, x.tag) for x in its.of(Send) if x.source.buffer in single] for its, single in backward]
+        instructions = low_precision_grads(instructions, _Said(size, rank, tuple(said)), rounded=True)
+    plan = replace(plans[rank], backend=backend, messages=messages, instructions=instructions)
     cp = cp_fast.ContextParallel(messages, comm)
     q, k, v, dout = (torch.zeros(tokens, n, dim, dtype=torch.bfloat16) for n in (*heads, heads[1], heads[0]))
     leaves = [x.requires_grad_() for x in (q, k, v)]

@@ -27,7 +27,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("comm", "size", "calls", "operators"), [("p2p", 2, 265, 42), ("p2p", 4, 450, 84), ("a2a", 2, 350, 88)]
+    ("comm", "size", "calls", "operators"), [("p2p", 2, 200, 41), ("p2p", 4, 360, 83), ("a2a", 2, 305, 86)]
 )
 def test_a_call_is_few_calls_of_the_host(comm: str, size: int, calls: int, operators: int) -> None:
     """Forward and backward, calls of functions of `cp_fast` that are no comprehensions: a limit, and not far above."""
@@ -45,7 +45,7 @@ def test_a_call_is_few_calls_of_the_host(comm: str, size: int, calls: int, opera
         call()
     finally:
         sys.setprofile(None)
-    assert 0.8 * calls <= found.total() <= calls, found.most_common(12)
+    assert 0.9 * calls <= found.total() <= calls, found.most_common(12)
     with Operators() as counted:
         call()
-    assert 0.8 * operators <= counted.count <= operators
+    assert 0.9 * operators <= counted.count <= operators
