@@ -386,7 +386,8 @@ class Operations:
             held = state.buffers[total]
             if held is None:
                 held = state.buffers[total] = allocation.nothing()
-            add_sink(held.rows[0], held.columns[0], sink[first:last], rows)
+            size = len(rows) if is_mask(rows) else held.rows[0].shape[0]  # a mask has no spare row
+            add_sink(held.rows[0][:size], held.columns[0][:, :size], sink[first:last], rows)
 
         return accumulate
 
