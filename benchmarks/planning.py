@@ -39,9 +39,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_fast.compile.link import linked
+from cp_fast.compile.pipeline import lowered
 from cp_fast.features import required
 from cp_fast.packing import Packing
-from cp_fast.plan import lowered
 from cp_ref.spec import (
     Agreement,
     PaperGroup,

@@ -10,15 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
-from cp_fast.compile.fold_batch import fold_batch
 from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
 from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.instructions import ExecutablePlan
-from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.message_order import in_order
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision
-from cp_fast.compile.pipeline import optimized, upload
-from cp_fast.compile.tiles.windows import WindowRule, own_window
+from cp_fast.compile.pipeline import Schedules, lowered, optimized, upload
 from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import OfThisProcess, forget, handle_for
@@ -33,7 +30,6 @@ from cp_ref.common.plans import read_plan_arguments
 from cp_ref.spec import (
     Agreement,
     Problem,
-    RankSchedule,
     Room,
     Schedule,
     Unsupported,
@@ -49,13 +45,9 @@ from cp_ref.spec import (
     saved_kinds,
 )
 
-__all__ = ["Made", "Plan", "agree_on_plan", "backend_for", "lowered", "make_plan", "prepared", "supports"]
+__all__ = ["Made", "Plan", "agree_on_plan", "backend_for", "make_plan", "prepared", "supports"]
 
 Found = TypeVar("Found")
-Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward pass
-
-
-_LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
 
 
 @dataclass(frozen=True, eq=False)  # one plan is itself alone: its tables are tensors
@@ -262,21 +254,9 @@ def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
                 instructions, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False)
             )
     messages = None if carried is cp.comm else carried
-    return (
-        plan
-        if messages is None and instructions is plan.instructions
-        else replace(plan, messages=messages, instructions=instructions)
-    )
-
-
-def lowered(packing: Packing, rank: int, steps: Schedules, saved: tuple[str, ...]) -> Draft:
-    """One rank's part of a schedule, lowered."""
-    problem, packed = packing.problem, packing.packed_problem
-    if packing.folded:
-        steps = fold_batch(steps, problem)
-    rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
-    sink = problem.softmax_type != "vanilla"
-    return lower(packed.workload, rank, *steps, saved, rule, sink=sink)
+    if messages is None and instructions is plan.instructions:
+        return plan
+    return replace(plan, messages=messages, instructions=instructions)
 
 
 def _together(

@@ -18,8 +18,9 @@ from rich.markup import escape
 
 from cp_fast.backends import Segments, by_name, fa4_cache
 from cp_fast.cli.problem import Request, problem_of
+from cp_fast.compile.instructions import Launch
+from cp_fast.compile.pipeline import compiled
 from cp_fast.cost import candidates
-from cp_fast.cost.counts import launches_of
 from cp_fast.cost.measure import launch_calls
 from cp_ref.common.cli.options import lengths
 from cp_ref.spec import Problem
@@ -87,9 +88,10 @@ def _classes(problem: Problem) -> Iterator[LaunchClass]:
     kv, own = problem.heads_kv, problem.window_size
     for one in candidates(problem, domain=8):
         for rank in range(problem.cp_size) if not one.refused else ():
-            for made in launches_of(one.problem, rank):
-                heads = made.counts.heads * kv // made.counts.heads_kv, kv
-                sides = made.table.left, made.table.right
+            for launch in compiled(one.problem, rank).plan.forward.of(Launch):
+                of_q, of_kv = (view.heads[1] - view.heads[0] for view in launch.operands[:2])
+                heads = of_q * kv // of_kv, kv
+                sides = launch.batch.left, launch.batch.right
                 yield LaunchClass(*heads, *(x if not x else max(y, 1) for x, y in zip(sides, own, strict=True)))
 
 

@@ -12,16 +12,23 @@ from typing import Literal
 
 import torch
 
+from cp_fast.compile.fold_batch import fold_batch
 from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.link import linked
-from cp_fast.compile.lower import Draft
+from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.passes.accumulate_late import accumulate_late
 from cp_fast.compile.passes.free_early import free_early
 from cp_fast.compile.passes.hoist_copies import hoist_copies
 from cp_fast.compile.passes.recv_in_place import recv_in_place
+from cp_fast.compile.tiles.windows import WindowRule, own_window
+from cp_fast.packing import Packing
 from cp_fast.rows import Rows
+from cp_ref.spec import Problem, RankSchedule, make_program, saved_kinds
 
-__all__ = ["PASSES", "Pass", "optimized", "upload"]
+__all__ = ["PASSES", "Pass", "Schedules", "compiled", "lowered", "optimized", "upload"]
+
+Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward pass
+_LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,21 @@ PASSES = (
     Pass("free_early", "instructions", "Every buffer is freed after its last use."),
     Pass("low_precision_grads", "instructions", "Gradients from a single launch are sent in the launch's dtype."),
 )
+
+
+def lowered(packing: Packing, rank: int, schedules: Schedules, saved: tuple[str, ...]) -> Draft:
+    """One rank's part of a schedule, lowered. `saved`: the kinds of operands that are kept between the passes."""
+    problem, packed = packing.problem, packing.packed_problem
+    if packing.folded:
+        schedules = fold_batch(schedules, problem)
+    rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
+    return lower(packed.workload, rank, *schedules, saved, rule, sink=problem.softmax_type != "vanilla")
+
+
+def compiled(problem: Problem, rank: int, stages: tuple[int, ...] | None = None) -> Draft:
+    """The plan of one rank that a planner's schedule of the problem becomes. `stages`: see `make_program`."""
+    draft = lowered(Packing(problem), rank, make_program(problem, rank, stages), saved_kinds(problem))
+    return optimized(draft)
 
 
 def optimized(draft: Draft, *, in_place: bool = False, off: Collection[str] = ()) -> Draft:

@@ -76,11 +76,11 @@ def _view(buffers: Sequence[BufferSpec], view: View[Any]) -> str:
 
 
 def _rows(rows: Any) -> str:
-    """Rows of a buffer: a slice, or how many an index table has.
+    """Rows of a buffer: a slice, or how many an index table has; of a draft, the number of the table.
 
     >>> _rows(slice(2, 6)), _rows(range(5))
     ('[2:6]', '[5 rows by index]')
     """
     if isinstance(rows, slice):
         return f"[{rows.start}:{rows.stop}]"
-    return f"[{len(rows)} rows by index]"
+    return f"[table {rows}]" if isinstance(rows, int) else f"[{len(rows)} rows by index]"

@@ -1,47 +1,34 @@
-"""What one rank does, step by step, in numbers that no machine has priced yet. Standard library and numpy.
+"""What a rank does in each step, in numbers: the instructions of its executable plan, counted.
 
-Launches are those that a schedule's tiles are lowered to (`planning.launches`). The rest follows from its messages:
+Nothing is derived anew here. The plan is compiled as for a call, without a device, and each instruction has a price:
 
-    travels    operands in the input's dtype; results too where they are complete or one launch's own, else in float32
-    is moved   what is sent is packed; complete results are unpacked; exchanged operands are put beside the own ones
-    is added   every partial result for rows that have one: read, and added to a sum that is read and written
+    a launch       its heads, rows, keys and visible pairs
+    a message      bytes to or from its peer, and once more through the sender's memory
+    a copy         bytes that are read and written; so do rows that a launch reads by index
+    an accumulation reads the partial result, reads and writes the sum; the first one becomes the sum for nothing
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cp_fast.compile.index_tables import one_range
-from cp_fast.compile.row_maps import RowMap
-from cp_fast.compile.row_maps import Spans as RowSpans
-from cp_fast.compile.tiles.launches import LaunchTable, launch_tables
-from cp_fast.compile.tiles.windows import WindowRule, band_tiles, own_window
-from cp_ref.spec import OPERANDS, UNBOUNDED, Column, Message, Problem, Step, Tiles, make_program
+from cp_fast.compile.index_tables import Tables
+from cp_fast.compile.instructions import Accumulate, BufferSpec, Copy, Launch, PassPlan, Recv, Send, View
+from cp_fast.compile.lower import Draft
+from cp_fast.compile.passes.low_precision_grads import in_input_dtype, may_have_low_precision, of_one_launch
+from cp_fast.compile.pipeline import compiled
+from cp_ref.spec import UNBOUNDED, Column, Problem, slice_rows
 from cp_ref.spec.areas import pairs
 from cp_ref.spec.units import merged
 
-__all__ = [
-    "Launch",
-    "LaunchCounts",
-    "RankCounts",
-    "StepCounts",
-    "count_alone",
-    "count_rank",
-    "item_bytes",
-    "launches_of",
-]
+__all__ = ["LaunchCounts", "RankCounts", "Sizes", "StepCounts", "count_alone", "count_plan", "count_rank"]
 
-_LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window, see `cp_fast.plan`
 _ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-_TENSORS = {"q": 1, "kv": 2, "do": 1, "out": 2, "dq": 1, "dkv": 2}
-
-Heads = tuple[int, int]
-Spans = tuple[Column, Column]
-_NOTHING: Spans = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+_TENSORS = {"q": 1, "kv": 2, "do": 1, "res": 2, "out": 2, "dq": 1, "dkv": 2}
 
 
 class LaunchCounts(NamedTuple):
@@ -55,33 +42,45 @@ class LaunchCounts(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """One step: launches; bytes by peer, both ways; of those received the bytes of operands; bytes that stay until the
-    end of the backward pass, as heads are exchanged; bytes of own rows that are gathered for launches; tensors that are
-    posted; bytes that the GPU reads and writes to pack, gather and add up.
+    """One step: launches; bytes by peer, both ways; tensors that are posted; bytes that the GPU reads and writes to
+    pack, gather and add up.
     """
 
     launches: tuple[LaunchCounts, ...]
     sent: dict[int, int]
     received: dict[int, int]
-    operands: int
-    kept: int
-    gathered: int
     tensors: int
     moved: int
 
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Both passes of one rank."""
+    """Both passes of one rank, and the plan that was counted."""
 
     forward: tuple[StepCounts, ...]
     backward: tuple[StepCounts, ...]
+    draft: Draft = field(repr=False, compare=False)
 
 
-def item_bytes(problem: Problem) -> tuple[int, int]:
-    """Bytes of a number in the problem's dtype, and in the dtype that results are added up in."""
-    item = _ITEM[problem.dtype]
-    return item, max(item, 4)
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of rows, of one problem."""
+
+    problem: Problem
+    item: int
+    wide: int
+
+    @staticmethod
+    def of(problem: Problem) -> Sizes:
+        """Those of a problem's dtype, and of the dtype that results are added up in."""
+        item = _ITEM[problem.dtype]
+        return Sizes(problem, item, max(item, 4))
+
+    def row(self, kind: str, *, wide: bool = False) -> int:
+        """Bytes of one row and head of all tensors of a kind, with its lse."""
+        d_qk, d_v, item = self.problem.d_qk, self.problem.d_v, self.wide if wide else self.item
+        dims = {"q": d_qk, "kv": d_qk + d_v, "do": d_v, "res": d_v, "out": d_v, "dq": d_qk, "dkv": d_qk + d_v}[kind]
+        return dims * item + (self.wide if kind in ("res", "out") else 0)
 
 
 def count_alone(problem: Problem) -> LaunchCounts:
@@ -92,12 +91,17 @@ def count_alone(problem: Problem) -> LaunchCounts:
     LaunchCounts(heads=8, heads_kv=1, rows=6, keys=6, pairs=13)
     """
     areas = problem.workload.areas
-    rows, keys = _union((areas.q_start, areas.q_stop)), _union((areas.k_start, areas.k_stop))
-    return LaunchCounts(problem.heads_q, problem.heads_kv, _size(rows), _size(keys), problem.pairs)
+    rows, keys = _distinct(areas.q_start, areas.q_stop), _distinct(areas.k_start, areas.k_stop)
+    return LaunchCounts(problem.heads_q, problem.heads_kv, rows, keys, problem.pairs)
+
+
+def _distinct(start: Column, stop: Column) -> int:
+    begin, end = merged(start, stop)
+    return int((end - begin).sum())
 
 
 def count_rank(problem: Problem, rank: int, stages: tuple[int, ...] | None = None) -> RankCounts:
-    """Both passes of one rank, in the schedule that the planner makes of a problem; `stages`: see `make_program`.
+    """Both passes of one rank, as the compiler plans them. `stages`: see `make_program`.
 
     >>> from cp_ref.spec import Sequence
     >>> ring = Problem(2, (Sequence(8, 8, 8, 8),), heads_q=2, d_qk=4, d_v=4, dtype="bfloat16")
@@ -106,179 +110,135 @@ def count_rank(problem: Problem, rank: int, stages: tuple[int, ...] | None = Non
     (LaunchCounts(heads=2, heads_kv=1, rows=4, keys=4, pairs=10),) {1: 64}
     (LaunchCounts(heads=2, heads_kv=1, rows=2, keys=4, pairs=8),) {}
     """
-    forward, backward = make_program(problem, rank, stages)
-    launches, found = _Launches.of_rank(problem, rank), []
-    for program, results in ((forward, ("out",)), (backward, ("dq", "dkv"))):
-        one = _Pass(problem, rank, launches, results)
-        found.append(tuple(one.step(step) for step in program))
-    return RankCounts(*found)
+    draft, sizes = compiled(problem, rank, stages), Sizes.of(problem)
+    if may_have_low_precision(problem):
+        draft = replace(draft, plan=replace(draft.plan, backward=_low_precision(draft.plan.backward)))
+    passes = draft.plan.forward, draft.plan.backward
+    forward, backward = (count_plan(one, draft.tables, sizes) for one in passes)
+    return RankCounts(forward, backward, draft)
 
 
-class Launch(NamedTuple):
-    """A launch: its counts, its heads, and its rows."""
+def _low_precision(plan: PassPlan[Any]) -> PassPlan[Any]:
+    """The backward pass with gradients from single launches in the inputs' dtype. Those that arrive in the step in
+    which a rank sends some are taken to be so too, as ranks do alike.
+    """
+    sent = of_one_launch(plan)
+    steps = {one.step for one in plan.of(Send) if one.source.buffer in sent}
+    received = {one.buffer for one in plan.of(Recv) if one.step in steps and plan.buffers[one.buffer].role == "partial"}
+    return in_input_dtype(plan, sent | received)
 
-    counts: LaunchCounts
-    heads: Heads
-    kv_heads: Heads
-    table: LaunchTable
 
-
-def launches_of(problem: Problem, rank: int) -> list[Launch]:
-    """All launches of one rank's forward pass, whose backward pass has the same ones."""
-    launches, (forward, _) = _Launches.of_rank(problem, rank), make_program(problem, rank)
-    return [launch for step in forward if len(step.tiles) for launch in launches.of(step.tiles)]
+def count_plan(plan: PassPlan[Any], tables: Tables, sizes: Sizes) -> tuple[StepCounts, ...]:
+    """The steps of one pass."""
+    counting = _Counting(plan, tables, sizes, [_Step() for _ in range(plan.steps)])
+    for one in plan.instructions:
+        counting.count(one)
+    return tuple(step.counts() for step in counting.steps)
 
 
 @dataclass
-class _Launches:
-    """The launches of tiles; both passes of the usual schedule compute the same ones. `own`: where the rank's queries
-    lie in its buffer; None where heads are exchanged, which puts all rows in order.
-    """
+class _Step:
+    launches: list[LaunchCounts] = field(default_factory=list)
+    sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    received: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    tensors: int = 0
+    moved: int = 0
 
-    problem: Problem
-    own: RowMap | None
-    _known: dict[int, tuple[Tiles, list[Launch]]] = field(default_factory=dict)
-
-    @staticmethod
-    def of_rank(problem: Problem, rank: int) -> _Launches:
-        """Those of one rank's tiles."""
-        own = problem.workload.ownership.q.of(rank)
-        return _Launches(problem, RowMap.of(own) if problem.a2a_size == 1 else None)
-
-    def of(self, tiles: Tiles) -> list[Launch]:
-        """The launches of a step's tiles."""
-        if id(tiles) not in self._known:
-            self._known[id(tiles)] = tiles, self._made(tiles)
-        return self._known[id(tiles)][1]
-
-    def _made(self, tiles: Tiles) -> list[Launch]:
-        problem, found = self.problem, list[Launch]()
-        rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
-        for heads in sorted({*zip(tiles.head_start.tolist(), tiles.head_stop.tolist(), strict=True)}):
-            some = tiles.take((tiles.head_start == heads[0]) & (tiles.head_stop == heads[1]))
-            banded = band_tiles(problem.workload.areas, some)
-            kv_heads = heads[0] // problem.group_size, -(-heads[1] // problem.group_size)
-            for table in launch_tables(banded, rule):
-                sizes = int(table.lengths_q.sum()), int(table.lengths_k.sum()), _visible(table)
-                counts = LaunchCounts(heads[1] - heads[0], kv_heads[1] - kv_heads[0], *sizes)
-                found.append(Launch(counts, heads, kv_heads, table))
-        return found
+    def counts(self) -> StepCounts:
+        return StepCounts(tuple(self.launches), dict(self.sent), dict(self.received), self.tensors, self.moved)
 
 
-def _visible(table: LaunchTable) -> int:
-    """The visible pairs of a launch's segments, whose windows are aligned to the last row and the last key."""
-    q, k = table.lengths_q, table.lengths_k
-    lo = np.full_like(q, -UNBOUNDED) if table.left is None else k - q - table.left
-    hi = np.full_like(q, UNBOUNDED) if table.right is None else k - q + table.right
+@dataclass
+class _Counting:
+    plan: PassPlan[Any]
+    tables: Tables
+    sizes: Sizes
+    steps: list[_Step]
+    begun: set[int] = field(default_factory=set)  # sums that have something
+
+    def count(self, one: Any) -> None:
+        """One instruction."""
+        if isinstance(one, Send | Recv):
+            self._message(one)
+        elif isinstance(one, Copy):
+            self.steps[one.step].moved += self._copied(one)
+        elif isinstance(one, Launch):
+            self._launch(one)
+        elif isinstance(one, Accumulate):
+            self.steps[one.step].moved += self._accumulated(one)
+
+    def _spec(self, number: int) -> BufferSpec:
+        return self.plan.buffers[number]
+
+    def _rows(self, view: View[Any]) -> int:
+        spec = self._spec(view.buffer)
+        return rows_of(self.sizes.problem, spec) if view.rows is None else self.tables.count(view.rows)
+
+    def _bytes(self, view: View[Any], *, wide: bool = False) -> int:
+        spec = self._spec(view.buffer)
+        parts = max(spec.parts, 1)
+        return parts * self._rows(view) * (view.heads[1] - view.heads[0]) * self.sizes.row(spec.kind, wide=wide)
+
+    def _message(self, one: Send[Any] | Recv) -> None:
+        step = self.steps[one.step]
+        if isinstance(one, Send):
+            number, rows = one.source.buffer, self._rows(one.source)
+        else:
+            number, rows = one.buffer, one.size
+        spec = self._spec(number)
+        size = rows * (spec.heads[1] - spec.heads[0]) * self.sizes.row(spec.kind, wide=spec.dtype == "wide")
+        way = step.sent if isinstance(one, Send) else step.received
+        way[one.peer] += size
+        step.tensors += _TENSORS[spec.kind]
+        if isinstance(one, Send):
+            step.moved += 2 * size
+
+    def _copied(self, one: Copy[Any]) -> int:
+        source, target = self._spec(one.source.buffer), self._spec(one.target.buffer)
+        if target.role in ("message", "result") and one.source.rows is None and not source.parts:
+            wide = source.role == "sum" and one.source.buffer in self.begun and source.dtype != target.dtype
+            return self._bytes(one.target) + self._bytes(one.source, wide=True) if wide else 0
+        if source.parts:
+            return 2 * self._bytes(one.source)
+        if target.parts:
+            return 2 * self._bytes(one.target)
+        return 2 * self._bytes(one.source)
+
+    def _launch(self, one: Launch[Any]) -> None:
+        step, (q, kv) = self.steps[one.step], one.operands[:2]
+        of_q, of_kv = (np.diff(self.tables.cumulative(key)) for key in (one.batch.cu_q, one.batch.cu_kv))
+        visible = _visible(of_q, of_kv, one.batch.left, one.batch.right)
+        heads, heads_kv = (view.heads[1] - view.heads[0] for view in (q, kv))
+        step.launches.append(LaunchCounts(heads, heads_kv, self._rows(q), self._rows(kv), visible))
+        step.moved += sum(2 * self._bytes(view) for view in one.operands if is_gathered(view))
+
+    def _accumulated(self, one: Accumulate[Any]) -> int:
+        if self._spec(one.source.buffer).kind == "sink":
+            return 0
+        total = one.target.buffer
+        if total not in self.begun:
+            self.begun.add(total)
+            whole = one.target.rows is None or self._rows(one.target) == rows_of(self.sizes.problem, self._spec(total))
+            return 0 if whole else 2 * self._bytes(one.target)
+        return self._bytes(one.source) + 2 * self._bytes(one.target, wide=True)
+
+
+def is_gathered(view: View[Any]) -> bool:
+    """Whether rows are read by an index table."""
+    return not (view.rows is None or isinstance(view.rows, slice))
+
+
+def rows_of(problem: Problem, spec: BufferSpec) -> int:
+    """The rows of a buffer."""
+    if spec.rows is not None:
+        return spec.rows
+    batch = 1 if problem.qkv_format == "thd" else len(problem.sequences)
+    return batch * slice_rows(problem, "kv" if spec.kind in ("kv", "dkv") else "q")
+
+
+def _visible(q: Column, k: Column, left: int | None, right: int | None) -> int:
+    """The visible pairs of segments of these lengths. A window is aligned to the last row and the last key."""
+    q, k = q.astype(np.int64), k.astype(np.int64)
+    lo = np.full_like(q, -UNBOUNDED) if left is None else k - q - left
+    hi = np.full_like(q, UNBOUNDED) if right is None else k - q + right
     return int(pairs(np.zeros_like(q), q, np.zeros_like(k), k, lo, hi).sum())
-
-
-@dataclass
-class _Pass:
-    """Counts one pass. `results`: the kinds that its launches yield; `have`: rows that have a result, by kind and
-    heads; `arrived`: key rows whose gradients have come from others.
-    """
-
-    problem: Problem
-    rank: int
-    launches: _Launches
-    results: tuple[str, ...]
-    have: dict[tuple[str, Heads], Spans] = field(default_factory=dict)
-    arrived: Spans = _NOTHING
-
-    def step(self, step: Step) -> StepCounts:
-        """The next step."""
-        sums = any(m.kind == "dkv" and _overlap(_spans(m), self.arrived) for m in step.sends)  # passed on, added to
-        sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
-        size_of_group = self.problem.a2a_size
-        moved = operands = kept = 0
-        for message in step.sends:
-            size = self._bytes(message, sums)
-            sent[message.peer] += size
-            moved += 2 * size
-            kept += size * (message.kind == "out" and message.complete)
-        launches = self.launches.of(step.tiles) if len(step.tiles) else []
-        gathered = sum(map(self._gathered, launches))
-        moved += 2 * gathered
-        for launch in launches:
-            for kind in self.results:
-                keys = kind == "dkv"
-                heads = launch.kv_heads if keys else launch.heads
-                rows = launch.table.k if keys else launch.table.q
-                moved += self._added(kind, heads, (rows.start, rows.stop))
-        for message in step.recvs:
-            size = self._bytes(message, sums)
-            received[message.peer] += size
-            if message.kind in OPERANDS and message.peer // size_of_group == self.rank // size_of_group:
-                joined = size * size_of_group // (size_of_group - 1)  # put beside the own rows of these heads
-                moved += 2 * joined
-                kept += joined if message.kind != "do" else 2 * joined + size  # and with dout the out of these rows
-            elif message.kind in OPERANDS:
-                operands += size
-            elif message.complete:
-                moved += 2 * size
-            else:
-                heads = int(message.pieces.head_start[0]), int(message.pieces.head_stop[0])
-                moved += self._added(message.kind, heads, _spans(message))
-                if message.kind == "dkv":
-                    self.arrived = _union(self.arrived, _spans(message))
-        tensors = sum(_TENSORS[message.kind] for message in (*step.sends, *step.recvs))
-        counts = tuple(x.counts for x in launches)
-        return StepCounts(counts, dict(sent), dict(received), operands, kept, gathered, tensors, moved)
-
-    def _gathered(self, launch: Launch) -> int:
-        """Bytes of the launch's queries, in the backward pass of dout and out too, if they lie apart in the buffer."""
-        own = self.launches.own
-        if own is None:
-            return 0
-        located = own.locate(RowSpans(launch.table.q.start, launch.table.q.stop))
-        if one_range(located.row, located.count):
-            return 0
-        problem = self.problem
-        dims = problem.d_qk + (2 * problem.d_v if "dq" in self.results else 0)
-        return launch.counts.rows * launch.counts.heads * dims * item_bytes(problem)[0]
-
-    def _bytes(self, message: Message, sums: bool) -> int:
-        """What travels: the gradients of one launch as it rounded them, sums wide."""
-        problem, (item, wide) = self.problem, item_bytes(self.problem)
-        result = item if message.complete or (message.kind == "dkv" and not sums) else wide
-        row = {
-            "q": problem.d_qk * item,
-            "kv": (problem.d_qk + problem.d_v) * item,
-            "do": problem.d_v * item,
-            "out": problem.d_v * result + wide,
-            "dq": problem.d_qk * result,
-            "dkv": (problem.d_qk + problem.d_v) * result,
-        }[message.kind]
-        pieces = message.pieces
-        return row * int(((pieces.stop - pieces.start) * (pieces.head_stop - pieces.head_start)).sum())
-
-    def _added(self, kind: str, heads: Heads, spans: Spans) -> int:
-        """Bytes that are read and written to add a partial result where rows have one already."""
-        before = self.have.get((kind, heads), _NOTHING)
-        self.have[kind, heads] = after = _union(before, spans)
-        rows = _size(before) + _size(spans) - _size(after)
-        item, wide = item_bytes(self.problem)
-        dims = {"out": self.problem.d_v, "dq": self.problem.d_qk, "dkv": self.problem.d_qk + self.problem.d_v}[kind]
-        return rows * (heads[1] - heads[0]) * dims * (item + 2 * wide)
-
-
-def _spans(message: Message) -> Spans:
-    return message.pieces.start, message.pieces.stop
-
-
-def _size(spans: Spans) -> int:
-    return int((spans[1] - spans[0]).sum())
-
-
-def _union(one: Spans, other: Spans = _NOTHING) -> Spans:
-    """The rows of both, as few spans.
-
-    >>> _size(_union((np.array([0, 4]), np.array([3, 8])), (np.array([2]), np.array([5]))))
-    8
-    """
-    return merged(np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]]))
-
-
-def _overlap(one: Spans, other: Spans) -> bool:
-    return _size(_union(one, other)) < _size(one) + _size(other)

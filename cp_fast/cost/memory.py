@@ -1,15 +1,19 @@
-"""The most bytes that a rank holds above its inputs, from what it does in each step. Standard library alone.
+"""The most bytes that a rank holds above its inputs: its plan's buffers, from the instruction that fills each of them
+to the one that frees it.
 
-Counted: received operands until the step after theirs (what is exchanged in a2a until the end of the backward pass),
-results that travel, the partial results of a step's launches, sums, the outputs, and what a backward kernel adds up in:
-dq in float32, and with grouped heads dk and dv. Not counted: lanes of peers' memory, tables, what the allocator rounds,
-and that the buffers of heads that come in stages go early.
+A launch's own memory is counted too: what a backward kernel adds up in, dq in float32, and with grouped heads dk and
+dv. Not counted: the lanes of peers' memory, tables, and what the allocator rounds.
 """
 
 from __future__ import annotations
 
-from cp_fast.cost.counts import RankCounts, StepCounts, item_bytes
-from cp_ref.spec import Problem, slice_rows
+from dataclasses import dataclass, field
+from typing import Any
+
+from cp_fast.compile.index_tables import Tables
+from cp_fast.compile.instructions import OWN, Accumulate, Copy, Free, Launch, PassPlan, Recv, View
+from cp_fast.cost.counts import RankCounts, Sizes, is_gathered, rows_of
+from cp_ref.spec import Problem
 
 __all__ = ["most_bytes"]
 
@@ -25,45 +29,160 @@ def most_bytes(problem: Problem, counts: RankCounts) -> int:
     >>> most_bytes(alone, count_rank(alone, 0))  # out and lse, dq, dk, dv, and dq in float32
     832
     """
-    item, wide = item_bytes(problem)
-    batch = 1 if problem.qkv_format == "thd" else len(problem.sequences)
-    own, own_kv = (batch * slice_rows(problem, side) for side in ("q", "kv"))
-    own, own_kv = own * problem.heads_q, own_kv * problem.heads_kv * (problem.d_qk + problem.d_v)
-    out, kept = own * (problem.d_v * item + wide), 0
-    held: list[int] = []
-    before = 0
-    for step in counts.forward:
-        results = sum(launch.rows * launch.heads * (problem.d_v * item + wide) for launch in step.launches)
-        kept += step.kept
-        held.append(out + kept + before + step.operands + _travelling(step) + step.gathered + results)
-        before = step.operands
-    sums = before = 0
-    for step in counts.backward:
-        kept += step.kept
-        launch = _launch_bytes(problem, step, before + step.gathered, item)
-        held.append(out + kept + sums + step.operands + _travelling(step) + launch)
-        if step.launches:
-            sums = max(sums, own * problem.d_qk * (wide if sums else item) + own_kv * item)
-        before = step.operands
-    return max(held)
+    sizes, plan, tables = Sizes.of(problem), counts.draft.plan, counts.draft.tables
+    forward = _Memory(plan.forward, tables, sizes)
+    forward.run()
+    out = forward.size_of(plan.forward.results["out"])
+    backward = _Memory(plan.backward, tables, sizes)
+    for number, other in plan.kept:
+        backward.hold(other, forward.size_of(number), shared=True)  # autograd has it until the end of the pass
+    backward.run()
+    return max(forward.peak, out + backward.peak)
 
 
-def _travelling(step: StepCounts) -> int:
-    """What is sent, and results that are received."""
-    return sum(step.sent.values()) - step.operands + sum(step.received.values()) - step.operands
+@dataclass
+class _Memory:
+    """Plays the instructions of a pass with sizes for tensors. Buffers that share memory share a number in `memory`."""
 
+    plan: PassPlan[Any]
+    tables: Tables
+    sizes: Sizes
+    memory: dict[int, int] = field(default_factory=dict)  # by buffer: which memory it has
+    bytes: dict[int, int] = field(default_factory=dict)  # by memory
+    users: dict[int, int] = field(default_factory=dict)  # by memory: how many buffers have it
+    wide: set[int] = field(default_factory=set)  # sums in the wide dtype
+    now: int = 0
+    peak: int = 0
 
-def _launch_bytes(problem: Problem, step: StepCounts, operands: int, item: int) -> int:
-    """The most that the launches of a step hold, these operands included. A kernel reads its operands and adds up; then
-    dk and dv are rounded, the operands gone, and at last dq.
-    """
-    most = yielded = 0
-    for launch in step.launches:
-        dq, keys = launch.rows * launch.heads * problem.d_qk, launch.keys * launch.heads_kv
-        dkv = keys * (problem.d_qk + problem.d_v)
-        grouped = dkv if launch.heads > launch.heads_kv else 0
-        adds = _WORKSPACE * (dq + grouped)
-        rounds = max(adds + keys * problem.d_qk * item, _WORKSPACE * dq + (dq + dkv) * item)
-        most = max(most, yielded + max(adds + operands, rounds))
-        yielded += (dq + dkv) * item
-    return max(most, operands)
+    def size_of(self, number: int) -> int:
+        """The bytes that a buffer has now."""
+        return self.bytes[self.memory[number]] if number in self.memory else 0
+
+    def hold(self, number: int, size: int, *, shared: bool = False) -> None:
+        """Give a buffer new memory; what it had goes. `shared`: something else has it too."""
+        self._release(number)
+        new = len(self.bytes)
+        self.memory[number], self.bytes[new], self.users[new] = new, size, 1 + shared
+        self._add(size)
+
+    def _share(self, number: int, other: int) -> None:
+        """Give a buffer the memory of another one."""
+        self.memory[number] = self.memory[other]
+        self.users[self.memory[other]] += 1
+
+    def _release(self, number: int) -> None:
+        if (memory := self.memory.pop(number, None)) is not None:
+            self.users[memory] -= 1
+            if not self.users[memory]:
+                self.now -= self.bytes[memory]
+
+    def _add(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _full(self, number: int, *, wide: bool = False) -> int:
+        """All bytes of a buffer."""
+        spec = self.plan.buffers[number]
+        rows = rows_of(self.sizes.problem, spec) * max(spec.parts, 1)
+        row = self.sizes.row(spec.kind, wide=wide or (spec.role != "sum" and spec.dtype == "wide"))
+        return rows * (spec.heads[1] - spec.heads[0]) * row
+
+    def run(self) -> None:
+        """All instructions."""
+        instructions = self.plan.instructions
+        for n, one in enumerate(instructions):
+            following = instructions[n + 1] if n + 1 < len(instructions) else None
+            if isinstance(one, Recv) and one.buffer not in self.memory:
+                self.hold(one.buffer, self._full(one.buffer))
+            elif isinstance(one, Copy):
+                self._copy(one)
+            elif isinstance(one, Launch):
+                self._launch(one, following.buffers if isinstance(following, Free) else ())
+            elif isinstance(one, Accumulate) and one.source.buffer != OWN["sink"]:
+                self._accumulate(one)
+            elif isinstance(one, Free):
+                for number in one.buffers:
+                    self._release(number)
+
+    def _copy(self, one: Copy[Any]) -> None:
+        source, target = one.source.buffer, one.target.buffer
+        spec = self.plan.buffers[target]
+        if target in self.memory:
+            return
+        same = source in self.memory and (source in self.wide) == (spec.dtype == "wide")
+        if spec.role in ("message", "result") and one.source.rows is None and same and one.target.rows is None:
+            self._share(target, source)
+        else:
+            self.hold(target, self._full(target))
+
+    def _accumulate(self, one: Accumulate[Any]) -> None:
+        source, target = one.source.buffer, one.target.buffer
+        spec = self.plan.buffers[target]
+        part_is_wide = self.plan.buffers[source].dtype == "wide"
+        if target not in self.memory:
+            if self._covers(one.target) and source in self.memory:
+                self._share(target, source)
+            else:
+                self.hold(target, self._full(target, wide=part_is_wide))
+            self.wide |= {target} if part_is_wide else set()
+        elif target not in self.wide and not (self._is_last(one) and spec.dtype == "input"):
+            self.wide.add(target)
+            old = self.memory.pop(target)
+            new = len(self.bytes)
+            self.memory[target], self.bytes[new], self.users[new] = new, self._full(target, wide=True), 1
+            self._add(self.bytes[new])  # beside the old one
+            self.users[old] -= 1
+            if not self.users[old]:
+                self.now -= self.bytes[old]
+
+    def _is_last(self, one: Accumulate[Any]) -> bool:
+        some = [other for other in self.plan.of(Accumulate) if other.source.buffer != OWN["sink"]]
+        return [other for other in some if other.target.buffer == one.target.buffer][-1] is one
+
+    def _covers(self, view: View[Any]) -> bool:
+        spec = self.plan.buffers[view.buffer]
+        rows = rows_of(self.sizes.problem, spec) if view.rows is None else self.tables.count(view.rows)
+        whole_heads = view.heads == (0, spec.heads[1] - spec.heads[0])
+        return not is_gathered(view) and whole_heads and rows == rows_of(self.sizes.problem, spec)
+
+    def _gathered(self, view: View[Any]) -> int:
+        """The bytes that a launch copies of an operand: rows by index; of a slice the lse alone, to lie side by side."""
+        if view.rows is None or self._covers(view):
+            return 0
+        kind, count = (
+            self.plan.buffers[view.buffer].kind,
+            self.tables.count(view.rows) * (view.heads[1] - view.heads[0]),
+        )
+        if is_gathered(view):
+            return count * self.sizes.row(kind)
+        return count * self.sizes.wide * (kind == "res")
+
+    def _launch(self, one: Launch[Any], free: tuple[int, ...]) -> None:
+        gathered = sum(map(self._gathered, one.operands))
+        self._add(gathered)
+        if self.plan.direction == "backward":
+            self._backward_launch(one, free, gathered)
+        else:
+            self.hold(one.results[0], self._full(one.results[0]))
+            self.now -= gathered
+
+    def _backward_launch(self, one: Launch[Any], free: tuple[int, ...], gathered: int) -> None:
+        """Its kernels read the operands and add up; then they go, and each accumulator is rounded and goes."""
+        problem = self.sizes.problem
+        (dq, dkv), (q, kv) = one.results, one.operands[:2]
+        grouped = q.heads[1] - q.heads[0] > kv.heads[1] - kv.heads[0]
+        per_number = _WORKSPACE // self.sizes.item or 1
+        adds = {dq: self._full(dq) * per_number, dkv: self._full(dkv) * per_number * grouped}
+        self._add(sum(adds.values()) + self._full(dkv) * (not grouped))
+        for number in free:
+            self._release(number)
+        self.now -= gathered
+        if grouped:
+            share = problem.d_qk / (problem.d_qk + problem.d_v)
+            for part in (share, 1 - share):
+                self._add(int(self._full(dkv) * part))
+                self.now -= int(adds[dkv] * part)
+        self._add(self._full(dq))
+        self.now -= adds[dq] + self._full(dq) + self._full(dkv)
+        self.hold(dkv, self._full(dkv))
+        self.hold(dq, self._full(dq))

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 
 import cp_fast
+from cp_fast.compile.pipeline import lowered
 from cp_fast.exchanges import Message
 from cp_fast.packing import Packing
 from cp_fast.peers import exchange
@@ -22,7 +23,6 @@ from cp_fast.peers.exchange import PeerMessages, Shared
 from cp_fast.peers.group import carried_by
 from cp_fast.peers.lanes import lane_sizes
 from cp_fast.peers.watch import Watch
-from cp_fast.plan import lowered
 from cp_ref import SimGroup
 from cp_ref.common.processes import PeerError, during
 from cp_ref.spec import Parcel, Problem, make_program, saved_kinds

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cp_fast
 import cp_ref
 from cp_fast.backends import Backend, by_name
-from cp_fast.plan import lowered
+from cp_fast.compile.pipeline import lowered
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
 from cp_ref.spec import Feature, Problem

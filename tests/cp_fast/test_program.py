@@ -11,8 +11,8 @@ import torch
 from cp_fast.program import OWN, Contribution, Launch, LoweredProgram, LoweredStep, Operand
 
 from cp_fast.compile.link import upload
+from cp_fast.compile.pipeline import lowered
 from cp_fast.packing import Packing
-from cp_fast.plan import lowered
 from cp_fast.rows import Rows
 from cp_ref.spec import Problem, Schedule, Sequence, make_program, make_schedule, saved_kinds
 from tests.spec.other_rings import backward_ring

@@ -15,7 +15,7 @@ from typing import TypeVar
 from cp_fast.compile.instructions import Accumulate, Copy, ExecutablePlan, Launch, PassPlan, Recv, Send
 from cp_ref.spec import Group, Problem
 
-__all__ = ["low_precision_grads", "may_have_low_precision", "of_one_launch"]
+__all__ = ["in_input_dtype", "low_precision_grads", "may_have_low_precision", "of_one_launch"]
 
 R = TypeVar("R")
 
@@ -61,9 +61,10 @@ def low_precision_grads(plan: ExecutablePlan[R], group: Group, *, rounded: bool)
         (rank, tag) for rank, its in enumerate(group.all_gather_object(mine)) for peer, tag in its if peer == group.rank
     }
     received = {one.buffer for one in plan.backward.of(Recv) if (one.peer, one.tag) in arriving}
-    return replace(plan, backward=_in_input_dtype(plan.backward, single | received))
+    return replace(plan, backward=in_input_dtype(plan.backward, single | received))
 
 
-def _in_input_dtype(plan: PassPlan[R], numbers: Collection[int]) -> PassPlan[R]:
+def in_input_dtype(plan: PassPlan[R], numbers: Collection[int]) -> PassPlan[R]:
+    """The plan with these buffers in the inputs' dtype."""
     buffers = [replace(spec, dtype="input") if n in numbers else spec for n, spec in enumerate(plan.buffers)]
     return replace(plan, buffers=tuple(buffers))

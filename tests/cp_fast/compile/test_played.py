@@ -16,9 +16,9 @@ from cp_fast.compile.in_place.fit import fit
 from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.link import linked, upload
 from cp_fast.compile.lower import lower
+from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.tiles.windows import WindowRule
 from cp_fast.packing import Packing
-from cp_fast.plan import lowered
 from cp_fast.rows import Rows
 from cp_ref.spec import (
     Problem,

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from conformance.draw_areas import areas as drawn_areas
 from cp_fast import masks
+from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.tiles.joins import one_each, strips
 from cp_fast.compile.tiles.launches import launch_tables
 from cp_fast.compile.tiles.sharing import apart, behind, staircases
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_fast.packing import Packing
-from cp_fast.plan import lowered
 from cp_ref.spec import Problem, Sequence, Tiles, areas_of_rows, make_program, saved_kinds
 from tests.cp_fast.compile.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of
 
