@@ -146,7 +146,7 @@ class _Memory:
         return not is_gathered(view) and whole_heads and rows == rows_of(self.sizes.problem, spec)
 
     def _gathered(self, view: View[Any]) -> int:
-        """The bytes that a launch copies of an operand: rows by index; of a slice the lse alone, to lie side by side."""
+        """The bytes that a launch copies of an operand: rows that it reads by index; of a slice the lse alone."""
         if view.rows is None or self._covers(view):
             return 0
         kind, count = (

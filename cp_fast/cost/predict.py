@@ -36,7 +36,7 @@ __all__ = [
     "recommended",
 ]
 
-_ALL_RANKS = 4  # up to so many ranks all are counted, else the first and a busiest one
+_ALL_RANKS = 4  # up to so many ranks all are counted, else the first, a busiest one and the last
 MESSAGES = ("peers", "group")
 
 
@@ -101,10 +101,13 @@ class Counts:
 
 
 def counted(problem: Problem, stages: tuple[int, ...] | None = None) -> Counts:
-    """Count what ranks do: all of few; of many the first one, which a hop between domains leads to, and a busiest.
+    """Count what ranks do: all of few. Of many: the first one, which a hop between domains leads to, a busiest one, and
+    the last one, which holds most.
     `stages`: kv heads that are exchanged at a time, None for what the planner chooses.
     """
-    ranks = range(problem.cp_size) if problem.cp_size <= _ALL_RANKS else sorted({0, _busiest(problem)})
+    ranks = (
+        range(problem.cp_size) if problem.cp_size <= _ALL_RANKS else sorted({0, _busiest(problem), problem.cp_size - 1})
+    )
     done = {rank: count_rank(problem, rank, stages) for rank in ranks}
     return Counts(problem, done, count_alone(problem), max(most_bytes(problem, one) for one in done.values()))
 
