@@ -17,7 +17,7 @@ from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.message_order import in_order
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision
-from cp_fast.compile.pipeline import optimized, upload
+from cp_fast.compile.pipeline import is_on, optimized, upload
 from cp_fast.compile.tiles.windows import WindowRule, own_window
 from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
@@ -257,7 +257,7 @@ def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
     with cp.alone("an agreement on the messages of a plan"):
         carried = messages_for(cp.comm, problem, rows, plan.device)
-        if room is None and may_have_low_precision(problem):
+        if room is None and is_on("low_precision_grads") and may_have_low_precision(problem):
             instructions = low_precision_grads(
                 instructions, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False)
             )
