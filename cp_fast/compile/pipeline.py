@@ -1,7 +1,8 @@
 """The compiler: a rank's schedule is lowered, and passes make the plan fast.
 
 `PASSES` lists every pass that can be switched off alone (`switched_off`); with all of them off the plan is slow and
-right. Passes on tiles run before the plan has instructions, while a step's tiles become launches (`cp_fast.compile.tiles.launches`).
+right. Passes on tiles run before the plan has instructions, while a step's tiles become
+launches (`cp_fast.compile.tiles.launches`).
 """
 
 from __future__ import annotations

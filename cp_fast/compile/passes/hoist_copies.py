@@ -38,7 +38,7 @@ def _hoisted(
     sent = {one.source.buffer for one in instructions if one.step == step and isinstance(one, Send)}
     moved = [one for one in some if one.source.buffer not in late and one.target.buffer not in sent]
     rest = [one for one in instructions[wait:] if not any(one is other for other in moved)]
-    return [*instructions[:wait], *(replace(one, made_by="hoist_copies") for one in moved), *rest]
+    return [*instructions[:wait], *(replace(one, step=step - 1, made_by="hoist_copies") for one in moved), *rest]
 
 
 def _fills_operand(plan: PassPlan[RowKey], copy: Copy[RowKey]) -> bool:
