@@ -15,7 +15,7 @@ from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.message_order import in_order
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision
-from cp_fast.compile.pipeline import Schedules, lowered, optimized, upload
+from cp_fast.compile.pipeline import Schedules, is_on, lowered, optimized, upload
 from cp_fast.context import ContextParallel
 from cp_fast.features import EXECUTOR, required
 from cp_fast.handles import OfThisProcess, forget, handle_for
@@ -249,7 +249,7 @@ def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
     with cp.alone("an agreement on the messages of a plan"):
         carried = messages_for(cp.comm, problem, rows, plan.device)
-        if room is None and may_have_low_precision(problem):
+        if room is None and is_on("low_precision_grads") and may_have_low_precision(problem):
             instructions = low_precision_grads(
                 instructions, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False)
             )

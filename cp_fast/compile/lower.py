@@ -196,7 +196,8 @@ class _Lowering:
         for n, (of_step, computed) in enumerate(zip(messages, groups, strict=True)):
             to_messages, sends = announced[n]
             for copy in to_messages:
-                found += self._sink(copy.source.buffer, None, n)
+                if self.buffers.specs[copy.target.buffer].dtype == "input":  # complete; a partial one gets it at home
+                    found += self._sink(copy.source.buffer, None, n)
                 found.append(copy)
             packed, posted, arriving, accumulates = self._messages(n, of_step, computed)
             found += [*packed, *sends, *posted]

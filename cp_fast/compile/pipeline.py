@@ -1,12 +1,14 @@
 """The compiler: a rank's schedule is lowered, and passes make the plan fast.
 
-`PASSES` lists every pass that can be switched off alone; with all of them off the plan is slow and right. Passes on
-tiles run before the plan has instructions, while a step's tiles become launches (`cp_fast.compile.tiles.launches`).
+`PASSES` lists every pass that can be switched off alone (`switched_off`); with all of them off the plan is slow and
+right. Passes on tiles run before the plan has instructions, while a step's tiles become
+launches (`cp_fast.compile.tiles.launches`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,7 +27,7 @@ from cp_fast.packing import Packing
 from cp_fast.rows import Rows
 from cp_ref.spec import Problem, RankSchedule, make_program, saved_kinds
 
-__all__ = ["PASSES", "Pass", "Schedules", "compiled", "lowered", "optimized", "upload"]
+__all__ = ["PASSES", "Pass", "Schedules", "compiled", "is_on", "lowered", "optimized", "switched_off", "upload"]
 
 Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward pass
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
@@ -74,23 +76,48 @@ def compiled(problem: Problem, rank: int, stages: tuple[int, ...] | None = None)
     return optimized(draft)
 
 
-def optimized(draft: Draft, *, in_place: bool = False, off: Collection[str] = ()) -> Draft:
+_off: frozenset[str] = frozenset()
+
+
+@contextmanager
+def switched_off(*names: str) -> Iterator[None]:
+    """Inside, these passes do not run, in any thread: plans are made without them.
+
+    Raises:
+        ValueError: a name that is not in `PASSES`.
+    """
+    global _off
+    known = [one.name for one in PASSES]
+    if unknown := set(names) - set(known):
+        raise ValueError(f"names has {sorted(unknown)}, which are no compiler passes; the passes are {known}")
+    before, _off = _off, _off | set(names)
+    try:
+        yield
+    finally:
+        _off = before
+
+
+def is_on(name: str) -> bool:
+    """Whether a pass runs."""
+    return name not in _off
+
+
+def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
     """The draft after the passes on instructions.
 
     Args:
         in_place: whether the plan is updated in place: then its buffers and messages keep their places.
-        off: names of passes that do not run.
     """
     plan, tables = draft.plan, draft.tables
     kept = [number for number, _ in plan.saved]
     passes = [plan.forward, plan.backward]
-    if "accumulate_late" not in off:
+    if is_on("accumulate_late"):
         passes = [accumulate_late(one, tables) for one in passes]
-    if "recv_in_place" not in off and not in_place:
+    if is_on("recv_in_place") and not in_place:
         passes = [recv_in_place(one, tables, saved) for one, saved in zip(passes, (kept, ()), strict=True)]
-    if "hoist_copies" not in off and not in_place:
+    if is_on("hoist_copies") and not in_place:
         passes = [hoist_copies(one) for one in passes]
-    if "free_early" not in off:
+    if is_on("free_early"):
         passes = [free_early(one, saved) for one, saved in zip(passes, (kept, ()), strict=True)]
     forward, backward = passes
     return replace(draft, plan=plan.with_passes(forward, backward))

@@ -72,7 +72,7 @@ def _view(buffers: Sequence[BufferSpec], view: View[Any]) -> str:
     if view.rows is not None:
         text += _rows(view.rows)
     whole = 0, spec.heads[1] - spec.heads[0]
-    return text if view.heads == whole else f"{text}h{view.heads[0]}:{view.heads[1]}"
+    return text if view.heads == whole else f"{text} heads {view.heads[0]}:{view.heads[1]}"
 
 
 def _rows(rows: Any) -> str:

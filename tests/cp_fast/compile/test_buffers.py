@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from cp_fast.planning.operands import Operands
-from cp_fast.planning.results import Results, parcels_of
-from cp_fast.program import Heads, Operand
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from cp_fast.compile.index_tables import Tables
+from cp_fast.compile.buffers import Buffers, Operands
+from cp_fast.compile.index_tables import RowKey, Tables
+from cp_fast.compile.instructions import Heads, View
 from cp_fast.compile.row_maps import Spans, SpanSets
+from cp_fast.compile.sums import Sums, parcels_of
 from cp_ref.spec import Message, Pieces, Step
 from tests.cp_fast.compile.brute_force import spans
 
@@ -47,25 +47,28 @@ class Filled:
     """Operands, and what lies in their buffers."""
 
     operands: Operands
-    contents: dict[str, list[list[Cell]]]
+    contents: dict[int, list[list[Cell]]]
 
-    def read(self, what: Operand[slice]) -> list[list[Cell]]:
-        rows = self.operands.tables.numbers(what.rows).tolist()
-        assert 0 <= what.heads[0] < what.heads[1]
-        return [self.contents[what.buffer][row][slice(*what.heads)] for row in rows]
+    def rows(self, view: View[RowKey]) -> list[int]:
+        assert view.rows is not None
+        return self.operands.tables.numbers(view.rows).tolist()
+
+    def read(self, view: View[RowKey]) -> list[list[Cell]]:
+        assert 0 <= view.heads[0] < view.heads[1]
+        return [self.contents[view.buffer][row][slice(*view.heads)] for row in self.rows(view)]
 
 
 @st.composite
 def filled(draw: st.DrawFn) -> Filled:
     """A few buffers of two kinds, each with rows and heads of its own."""
-    made = Filled(Operands(Tables(), SpanSets()), {})
+    made = Filled(Operands(Buffers(), Tables(), SpanSets()), {})
     for number in range(draw(st.integers(0, 4))):
         held, heads = draw(shuffled()), draw(st.one_of(st.just((0, HEADS)), head_ranges()))
         if len(held):
             kind = draw(st.sampled_from(["q", "q", "q", "kv"]))
             buffer = made.operands.new(f"{number}", kind, heads, held.buffer, held.total)
             made.operands.held.append(buffer)
-            made.contents[buffer.name] = cells(held, heads)
+            made.contents[buffer.number] = cells(held, heads)
     return made
 
 
@@ -74,18 +77,18 @@ def test_holder(made: Filled, wanted: Spans, heads: Heads) -> None:
     """The newest buffer of the kind that has all rows and heads, or none."""
     want = cells(wanted, heads)
 
-    def has_all(name: str) -> bool:
-        buffer = made.operands.buffers[name]
-        there = {cell for row in made.contents[name] for cell in row}
-        inside = buffer.heads[0] <= heads[0] and heads[1] <= buffer.heads[1]
-        return buffer.kind == "q" and inside and {cell for row in want for cell in row} <= there
+    def has_all(number: int) -> bool:
+        spec = made.operands.buffers.specs[number]
+        there = {cell for row in made.contents[number] for cell in row}
+        inside = spec.heads[0] <= heads[0] and heads[1] <= spec.heads[1]
+        return spec.kind == "q" and inside and {cell for row in want for cell in row} <= there
 
-    having = [held.name for held in made.operands.held if has_all(held.name)]
+    having = [held.number for held in made.operands.held if has_all(held.number)]
     held = made.operands.holder("q", heads, wanted)
     event("found" if held else "not found")
-    assert (held.name if held else None) == (having[-1] if having else None)
+    assert (held.number if held else None) == (having[-1] if having else None)
     if held:
-        assert made.read(made.operands.of(held, wanted, heads)) == want  # type: ignore[arg-type]
+        assert made.read(made.operands.view(held, wanted, heads)) == want
 
 
 @given(filled(), st.lists(shuffled(), min_size=1, max_size=3), head_ranges())
@@ -93,13 +96,11 @@ def test_gather(made: Filled, parts: list[Spans], heads: Heads) -> None:
     """All rows of all parts in one new buffer, each once, in the order of the global rows; or an error that names the
     rows that are nowhere.
     """
-    before = dict(made.contents)
+    specs, before = made.operands.buffers.specs, dict(made.contents)
     want = sorted({tuple(row) for part in parts for row in cells(part, heads)})
     if not want:
         return
-    there = {
-        cell for name, rows in before.items() for row in rows for cell in row if made.operands.buffers[name].kind == "q"
-    }
+    there = {cell for number, rows in before.items() for row in rows for cell in row if specs[number].kind == "q"}
     if not {cell for row in want for cell in row} <= there:
         event("rows that are nowhere")
         with pytest.raises(ValueError, match=r"needs q rows \d+:\d+ at step 3, which are not there"):
@@ -107,13 +108,12 @@ def test_gather(made: Filled, parts: list[Spans], heads: Heads) -> None:
         return
     held, copies = made.operands.gather("q", heads, parts, step=3)
     assert held is made.operands.held[-1] is made.operands.holder("q", heads, parts[0])
-    made_buffer = made.operands.buffers[held.name]
-    assert (made_buffer.kind, made_buffer.heads, made_buffer.size) == ("q", heads, len(want))
+    spec = specs[held.number]
+    assert (spec.kind, spec.heads, spec.rows, spec.role) == ("q", heads, len(want), "operand")
     filled: list[list[Cell | None]] = [[None] * (heads[1] - heads[0]) for _ in want]
     for copy in copies:
-        assert copy.target.buffer == held.name
-        rows = made.operands.tables.numbers(copy.target.rows).tolist()
-        for row, values in zip(rows, made.read(copy.source), strict=True):  # type: ignore[arg-type]
+        assert copy.target.buffer == held.number
+        for row, values in zip(made.rows(copy.target), made.read(copy.source), strict=True):
             assert filled[row][slice(*copy.target.heads)] == [None] * len(values), "a cell is copied twice"
             filled[row][slice(*copy.target.heads)] = values
     assert [tuple(row) for row in filled] == want
@@ -144,15 +144,16 @@ def outgoing(draw: st.DrawFn) -> list[Step]:
 @given(
     outgoing(), shuffled(), shuffled(), st.lists(st.tuples(head_ranges(), shuffled()), max_size=3), st.integers(-1, 3)
 )
-def test_goes_to(steps: list[Step], own: Spans, more: Spans, parts: list[tuple[Heads, Spans]], step: int) -> None:
-    """Every cell of a partial result goes into the next message that takes it along, or home; once."""
-    tables, sets = Tables(), SpanSets()
-    results = Results(tables, sets, {"out": own.buffer, "dq": own.buffer})
+def test_accumulates(steps: list[Step], own: Spans, more: Spans, parts: list[tuple[Heads, Spans]], step: int) -> None:
+    """Every cell of a partial result goes into the next message that takes it along, or into a local sum; once."""
+    buffers, tables, sets = Buffers(), Tables(), SpanSets()
+    sums = Sums(buffers, tables, sets, {"out": own.buffer, "dq": own.buffer}, sink=False)
     messages = [[p for m in s.sends for p in parcels_of(m, sets)] for s in steps]
     pieces = [p.heads for parcels in messages for p in parcels]
     edges = {edge for heads in [*pieces, *(heads for heads, _ in parts)] for edge in heads}
-    sends = results.announce(messages, {kind: set(edges) for kind in ("out", "dq", "dkv")})
-    leaves: dict[Cell, tuple[int, int, int]] = {}  # step, peer and row of the message
+    announced = sums.announce(messages, {kind: set(edges) for kind in ("out", "dq", "dkv")})
+    sum_of = {copy.target.buffer: copy.source.buffer for copies, _ in announced for copy in copies}
+    leaves: dict[Cell, tuple[int, int, int]] = {}  # step, tag and row of the message
     for number, of_step in reversed(list(enumerate(messages))):
         for parcels in (p for p in of_step if p.kind == "out" and number > step):
             for row, of_row in enumerate(cells(parcels.spans, parcels.heads)):
@@ -161,26 +162,33 @@ def test_goes_to(steps: list[Step], own: Spans, more: Spans, parts: list[tuple[H
     for heads, wanted in parts:
         want = cells(wanted, heads)
         nowhere = {cell for row in want for cell in row} - set(leaves) - set(home)
+        partial = buffers.new("partial", "out", heads, wanted.total, "partial")
         if nowhere:
             with pytest.raises(ValueError, match=f"leaves out rows .* of step {step} on a rank that does not own them"):
-                results.goes_to("out", heads, wanted.packed, step)
+                sums.accumulates(partial, "out", heads, wanted.packed, step)
             continue
-        arrived: dict[Cell, list[tuple[str, int]]] = {}
-        for c in results.goes_to("out", heads, wanted.packed, step):
-            into_heads = results.sums[c.sums].heads
-            for row, into in zip(tables.numbers(c.rows).tolist(), tables.numbers(c.into).tolist(), strict=True):
-                for (of_row, head), target in zip(want[row][slice(*c.heads)], range(*c.into_heads), strict=True):
-                    assert into_heads[0] + target == head
-                    arrived.setdefault((of_row, head), []).append((c.sums, into))
+        arrived: dict[Cell, list[tuple[int, int]]] = {}
+        for one in sums.accumulates(partial, "out", heads, wanted.packed, step):
+            assert one.source.buffer == partial
+            first = buffers.specs[one.target.buffer].heads[0]
+            assert one.source.rows is not None
+            assert one.target.rows is not None
+            rows, into = (tables.numbers(view).tolist() for view in (one.source.rows, one.target.rows))
+            for row, target_row in zip(rows, into, strict=True):
+                of_row = want[row][slice(*one.source.heads)]
+                for (cell_row, head), target in zip(of_row, range(*one.target.heads), strict=True):
+                    assert first + target == head
+                    arrived.setdefault((cell_row, head), []).append((one.target.buffer, target_row))
         for cell in (cell for row in want for cell in row):
-            ((sums, row),) = arrived.pop(cell)
+            ((total, row),) = arrived.pop(cell)
             if cell not in leaves:
-                assert results.sums[sums].home
+                assert buffers.specs[total].rows is None
                 assert row == home[cell]
                 continue
-            number, tag, first = leaves[cell]
-            (sent,) = (s for s in sends[number] if s.tag == tag)
-            assert (sums, row) == (sent.sums, sent.start + first)
+            number, tag, first_row = leaves[cell]
+            (sent,) = (send for send in announced[number][1] if send.tag == tag)
+            assert isinstance(sent.source.rows, slice)
+            assert (total, row) == (sum_of[sent.source.buffer], sent.source.rows.start + first_row)
         assert not arrived
-    homes = sorted(sums.heads for sums in results.sums.values() if sums.home)
-    assert all(a[1] <= b[0] for a, b in pairwise(homes)), "sums at home share heads"
+    local = sorted(spec.heads for spec in buffers.specs if spec.role == "sum" and spec.rows is None)
+    assert all(a[1] <= b[0] for a, b in pairwise(local)), "local sums share heads"

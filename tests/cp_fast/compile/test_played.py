@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from cp_fast.program import LoweredProgram
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cp_fast.compile.fold_batch import fold_batch
 from cp_fast.compile.in_place.fit import fit
 from cp_fast.compile.in_place.shape import Shape
-from cp_fast.compile.link import linked, upload
-from cp_fast.compile.lower import lower
-from cp_fast.compile.pipeline import lowered
+from cp_fast.compile.instructions import ExecutablePlan
+from cp_fast.compile.link import linked
+from cp_fast.compile.lower import Draft, lower
+from cp_fast.compile.pipeline import PASSES, optimized, switched_off, upload
 from cp_fast.compile.tiles.windows import WindowRule
 from cp_fast.packing import Packing
+from cp_fast.compile.pipeline import lowered
 from cp_fast.rows import Rows
 from cp_ref.spec import (
     Problem,
@@ -39,23 +40,31 @@ CPU = torch.device("cpu")
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
+OFF = st.sets(st.sampled_from([one.name for one in PASSES if one.on == "instructions"]))
+
+
+def uploaded(draft: Draft) -> ExecutablePlan[Rows]:
+    return upload(optimized(draft), CPU)
+
+
 def check(problem: Problem, *, fits: bool = True) -> None:
     """A problem's own schedule; and, updated in place, the same in its own shape."""
     packing = Packing(problem)
-    work = packing.packed_problem.workload
+    work, sink = packing.packed_problem.workload, problem.softmax_type != "vanilla"
     drafts = [
         lowered(packing, rank, make_program(problem, rank), saved_kinds(problem)) for rank in range(problem.cp_size)
     ]
-    play(work, [upload(draft, CPU) for draft in drafts], sizes_of(packing.packed_problem))
+    play(work, [uploaded(draft) for draft in drafts], sizes_of(packing.packed_problem), sink=sink)
     if problem.qkv_format == "thd" and fits:
         unit = 2 * problem.cp_size
         most_q, most_kv = (-(-total // unit) * unit + unit for total in (problem.starts_q[-1], problem.starts_kv[-1]))
         room = Room(len(problem.sequences) + 1, most_q, most_kv, problem.cp_size)
-        fitted: list[LoweredProgram[Rows]] = []
+        fitted: list[ExecutablePlan[Rows]] = []
         for rank, draft in enumerate(drafts):
-            program, tables = fit(draft, problem, Shape(draft.program, draft.tables, problem, rank, room))
-            fitted.append(linked(program, tables.on_device(tables.on_host(pinned=False))))
-        play(work, fitted, (room.rows_q, room.rows_kv))
+            shape = Shape(optimized(draft, in_place=True).plan, draft.tables, problem, rank, room)
+            plan, tables = fit(draft, problem, shape)
+            fitted.append(linked(plan, tables.on_device(tables.on_host(pinned=False))))
+        play(work, fitted, (room.rows_q, room.rows_kv), sink=sink)
 
 
 def sizes_of(problem: Problem) -> tuple[int, int]:
@@ -63,22 +72,26 @@ def sizes_of(problem: Problem) -> tuple[int, int]:
     return slice_rows(problem, "q") * batch, slice_rows(problem, "kv") * batch
 
 
+SINKS = st.sampled_from(["vanilla", "vanilla", "learnable"])
+
+
 @settings(max_examples=100, suppress_health_check=SLOW)
-@given(problems((1, 2, 3, 4)), st.sampled_from([(-1, -1), (0, 0), (2, 0), (3, 1), (-1, 1)]))
-def test_problems(problem: Problem, window: tuple[int, int]) -> None:
-    check(replace(problem, window_size=window))
+@given(problems((1, 2, 3, 4)), st.sampled_from([(-1, -1), (0, 0), (2, 0), (3, 1), (-1, 1)]), SINKS, OFF)
+def test_problems(problem: Problem, window: tuple[int, int], softmax_type: str, off: set[str]) -> None:
+    with switched_off(*off):
+        check(replace(problem, window_size=window, softmax_type=softmax_type))
 
 
-def random_programs(work: Workload, schedule: Schedule, rule: WindowRule) -> list[LoweredProgram[Rows]]:
-    return [
-        upload(lower(work, rank, schedule.forward[rank], schedule.backward[rank], schedule.saved, rule), CPU)
-        for rank in range(work.cp_size)
-    ]
+def random_plans(
+    work: Workload, schedule: Schedule, rule: WindowRule, *, sink: bool = False
+) -> list[ExecutablePlan[Rows]]:
+    steps = zip(schedule.forward, schedule.backward, strict=True)
+    return [uploaded(lower(work, rank, *both, schedule.saved, rule, sink=sink)) for rank, both in enumerate(steps)]
 
 
 @settings(max_examples=150, suppress_health_check=SLOW)
-@given(st.data(), st.sampled_from([0, 3, 2048]))
-def test_random_schedules(data: st.DataObject, large: int) -> None:
+@given(st.data(), st.sampled_from([0, 3, 2048]), st.booleans(), OFF)
+def test_random_schedules(data: st.DataObject, large: int, sink: bool, off: set[str]) -> None:
     """Of problems, and of tables that no problem has."""
     own = (-1, -1)
     if data.draw(st.booleans()):
@@ -87,7 +100,9 @@ def test_random_schedules(data: st.DataObject, large: int) -> None:
         own = problem.window_size[0], 0 if problem.causal else problem.window_size[1]
     else:
         work = data.draw(random_workloads())
-    play(work, random_programs(work, data.draw(random_schedules(work)), WindowRule(own, large)))
+    schedule = data.draw(random_schedules(work))
+    with switched_off(*off):
+        play(work, random_plans(work, schedule, WindowRule(own, large), sink=sink), sink=sink)
 
 
 SAME = tuple(Sequence(n, n, n, n) for n in (16, 8))

@@ -1,0 +1,123 @@
+"""Names of rows and heads, and how often each pair was computed into the cell of a result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cp_fast.compile.instructions import Launch
+from cp_fast.compile.row_maps import Spans
+from cp_fast.rows import Rows
+from cp_ref.spec import Workload
+
+__all__ = ["Cells", "Pairs"]
+
+Names = np.ndarray  # [rows, heads]: row * number of heads + head
+
+
+@dataclass
+class Cells:
+    """Cells of a buffer; in front of a stacked one's rows are its parts."""
+
+    names: Names
+    counts: np.ndarray | None = None  # [rows, heads, pairs], of results
+
+    def of(self, rows: Any, first: int = 0, last: int | None = None, *, copied: bool = True) -> Cells:
+        """Rows (or a part) and heads of these."""
+        part = isinstance(rows, int)
+        found = [x if x is None else x[rows] if part else x[rows][:, first:last] for x in (self.names, self.counts)]
+        names, counts = (x.copy() if x is not None and copied else x for x in found)
+        assert names is not None
+        return Cells(names, counts)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a problem: what is visible, whether a sink is, and how many counts a cell has by kind of result."""
+
+    work: Workload
+    visible: np.ndarray
+    sink: bool
+    sizes: dict[str, int]
+
+    @staticmethod
+    def of(work: Workload, *, sink: bool) -> Pairs:
+        """Those of a workload."""
+        areas = work.areas
+        keys, queries = (int(x.max(initial=0)) for x in (areas.k_stop, areas.q_stop))
+        visible = np.zeros((queries, keys), dtype=np.int64)
+        for q0, q1, k0, k1, lo, hi in areas.rows():
+            diagonal = np.arange(k0, k1)[None] - np.arange(q0, q1)[:, None]
+            visible[q0:q1, k0:k1] += (lo <= diagonal) & (diagonal <= hi)
+        return Pairs(work, visible, sink, {"out": keys + 1, "dq": keys, "dkv": queries * work.heads_q})
+
+    def nothing(self, kind: str, names: Names) -> Cells:
+        """Cells into which nothing was computed."""
+        if kind not in self.sizes:
+            return Cells(names)
+        return Cells(names, np.zeros((*names.shape, self.sizes[kind]), dtype=np.int64))
+
+    def add_sink(self, into: Cells, rows: np.ndarray) -> None:
+        """Count the sink in rows of out."""
+        assert into.counts is not None
+        into.counts[rows, :, -1] += into.names[rows] >= 0
+
+    def check_whole(self, kind: str, cells: Cells) -> None:
+        """All that is visible of these cells is there, once."""
+        assert cells.counts is not None
+        on_kv = kind == "dkv"
+        heads = self.work.heads_kv if on_kv else self.work.heads_q
+        for row, head in np.argwhere(cells.names >= 0).tolist():
+            name = int(cells.names[row, head])
+            if on_kv:
+                want = np.zeros((len(self.visible), self.work.heads_q), dtype=np.int64)
+                if name // heads < self.visible.shape[1]:
+                    group = slice(name % heads * self.work.group_size, (name % heads + 1) * self.work.group_size)
+                    want[:, group] = self.visible[:, name // heads, None]
+            else:
+                want = np.zeros(self.sizes[kind], dtype=np.int64)
+                if name // heads < len(self.visible):
+                    want[: self.visible.shape[1]] = self.visible[name // heads]
+                if kind == "out":
+                    want[-1] = self.sink
+            assert cells.counts[row, head].tolist() == want.ravel().tolist(), f"{kind} of row {name // heads}"
+
+    def of_launch(self, launch: Launch[Rows], operands: list[Names], *, padded: bool) -> tuple[Cells, Cells]:
+        """What a launch computes: out or dq, and dkv. `padded`: operands may have rows behind the last segment."""
+        (q, kv, *others), s = operands, launch.batch
+        heads, heads_kv = self.work.heads_q, self.work.heads_kv
+        live_q, live_kv = q[: s.cu_q[-1]], kv[: s.cu_kv[-1]]
+        assert (s.device_cu_q.tolist(), s.device_cu_kv.tolist()) == (list(s.cu_q), list(s.cu_kv))
+        assert padded or (len(q), len(kv)) == (len(live_q), len(live_kv))
+        for names in (live_q, live_kv):
+            assert (names >= 0).all(), "a launch reads what is not there"
+        for names in others:
+            assert (names[: len(live_q)] == live_q).all(), "rows of other queries"
+        if not padded:
+            assert (live_q[:, 0] // heads).tolist() == _rows(launch.q_rows)
+            assert (live_kv[:, 0] // heads_kv).tolist() == _rows(launch.kv_rows)
+        assert len(np.unique(live_q)) == live_q.size, "a row of queries twice in one launch"
+        assert (live_q % heads == launch.first_head + np.arange(q.shape[1])).all()
+        shared = q.shape[1] // kv.shape[1]  # the kernel's rule: so many query heads use one kv head
+        by_q = np.zeros((*q.shape, self.sizes["out" if len(operands) == 2 else "dq"]), dtype=np.int64)
+        by_kv = np.zeros((*kv.shape, self.sizes["dkv"]), dtype=np.int64)
+        for (a, b), (c, d) in zip(pairwise(s.cu_q), pairwise(s.cu_kv), strict=True):
+            diagonal = np.arange(d - c)[None] - np.arange(b - a)[:, None] - (d - c - b + a)
+            seen = np.ones_like(diagonal, dtype=bool)
+            seen &= diagonal >= -s.left if s.left is not None else True
+            seen &= diagonal <= s.right if s.right is not None else True
+            assert seen.any(axis=1).all(), "a row that sees nothing"
+            for i, j in np.argwhere(seen).tolist():
+                for h in range(q.shape[1]):
+                    query, key = int(q[a + i, h]), int(kv[c + j, h // shared])
+                    assert query % heads // self.work.group_size == key % heads_kv, "another head's keys"
+                    by_q[a + i, h, key // heads_kv] += 1
+                    by_kv[c + j, h // shared, query] += 1
+        return Cells(q, by_q), Cells(kv, by_kv)
+
+
+def _rows(spans: Spans) -> list[int]:
+    return [row for a, b in zip(spans.start.tolist(), spans.stop.tolist(), strict=True) for row in range(a, b)]

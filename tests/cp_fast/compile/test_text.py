@@ -1,0 +1,37 @@
+"""An executable plan as text, letter by letter: a change of it is a change of what a rank does.
+
+Write the files anew with CP_GOLDEN=write, and read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cp_fast
+from cp_fast.plan import Plan
+from cp_ref import SimGroup
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+def plans(comm: str, *lengths: int) -> list[Plan]:
+    """The plans of two ranks, of causal documents of these lengths."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    how: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": ends, "device": "cpu", "dtype": torch.bfloat16}
+    how |= {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 8}
+    return SimGroup(2).run(lambda member: cp_fast.make_plan(cp=cp_fast.ContextParallel(member, comm), **how))
+
+
+@pytest.mark.parametrize(("comm", "lengths"), [("p2p", (16,)), ("a2a", (16, 8))])
+def test_golden(comm: str, lengths: tuple[int, ...]) -> None:
+    text = "".join(f"rank {plan.rank}\n{plan.instructions}\n" for plan in plans(comm, *lengths))
+    path = FOLDER / f"{comm}_cp2.txt"
+    if os.environ.get("CP_GOLDEN") == "write":
+        FOLDER.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
