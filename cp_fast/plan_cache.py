@@ -29,7 +29,7 @@ _CALLS = 8  # calls of an agreement: the same problem written in several ways, o
 
 
 class Signature(NamedTuple):
-    """A call's arguments as they were given, and what of this rank its plan depends on. Equal signatures have equal plans."""
+    """A call's arguments as given, and what of this rank its plan depends on. Equal signatures have equal plans."""
 
     words: tuple[Any, ...]
     stream: int  # on which the plan's tables are written, and whose memory they are given back to
