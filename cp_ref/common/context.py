@@ -34,6 +34,7 @@ class ContextParallel:
         rank: this rank, from 0.
         size: the number of ranks.
         a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
+        uneven: the lengths of sequences that `shard` cut though they do not divide, by the rows of their slices.
         comm: the group as a `cp_ref.spec.Group`.
 
     A copy, deep or not, is the context itself.
@@ -63,6 +64,7 @@ class ContextParallel:
         self.comm = as_group(self.group, self.cp_comm_type)
         self.rank = self.comm.rank
         self.size = self.comm.size
+        self.uneven: dict[int, int] = {}
         row = getattr(self.comm, "a2a", self.comm)
         self.a2a_size: int = {"a2a": self.size, "a2a+p2p": row.size}.get(self.cp_comm_type, 1)
 

@@ -98,6 +98,8 @@ def read_cut(
         return _by_plan(_problem_of(plan, cp, qkv_format, seqlen, cu_seqlens_padded), x, whole)
     axis = slice_axis(x, qkv_format)
     count = x.shape[axis] * (1 if whole else cp.size)
+    if not whole and seqlen is None and qkv_format != "thd":
+        _check_length_is_told(cp, x.shape[axis])
     size: Any = count if seqlen is None and qkv_format != "thd" else seqlen
     starts, fragments = _cut_by_lengths(cp, qkv_format, size, cu_seqlens_padded)
     total = int(starts[-1])
@@ -110,6 +112,15 @@ def read_cut(
             f"of {size} into slices of {rows}"
         )
     return Cut(fragments, cp.size, qkv_format, size, rows)
+
+
+def _check_length_is_told(cp: Any, rows: int) -> None:
+    """Raise ValueError if this context has cut a shorter sequence, too, into slices of so many rows."""
+    if (length := cp.uneven.get(rows)) is not None:
+        raise ValueError(
+            f"seqlen is None, and cp has cut a sequence of {length} into slices of {rows} rows; say whether x is "
+            f"of {length} or of {rows * cp.size} tokens"
+        )
 
 
 def _by_plan(problem: Problem, x: Any, whole: bool) -> Cut:
