@@ -43,8 +43,8 @@ def times_averaged(averaged_over: Any) -> float:
 
 
 def _of_fully_shard(model: torch.nn.Module) -> float:
-    """What a module that `fully_shard` was called on divides its gradients by."""
-    from torch.distributed.fsdp import FSDPModule  # which is imported already where there is one
+    """The divisor of gradients, for a module that was given to `fully_shard`."""
+    from torch.distributed.fsdp import FSDPModule
 
     groups = [
         group
@@ -69,7 +69,7 @@ def _of_fully_shard(model: torch.nn.Module) -> float:
 
 def _parameter_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # PyTorch has one name or the other
+    several = getattr(state, "_fsdp_param_groups", None)  # of PyTorch 2.13; before, there is one group
     return list(several) if several is not None else [getattr(state, "_fsdp_param_group", None)]
 
 

@@ -1,4 +1,4 @@
-"""The rows of a batch of token ids, checked: which tokens there are, in which documents, and what is to be learnt."""
+"""The rows of a batch of token ids, checked: tokens, documents and labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that all ranks make: what one rank refuses, an unknown keyword too, raises on all of them."""
+"""Calls that all ranks make: all raise if one rank refuses its arguments, an unknown keyword too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.processes import ProcessMember
-from cp_ref.spec import Group, read_together
+from cp_ref.common.refusals import told_to_all
+from cp_ref.spec import Group
 
 __all__ = ["RefusedElsewhere", "collective", "name_of_rank", "tell_context", "together"]
 
@@ -25,7 +26,7 @@ class RefusedElsewhere(ValueError):
 
 
 def together(groups: Sequence[Group], read: Callable[[], T], merge: Callable[[list[T]], T]) -> T:
-    """What `read` finds on all ranks, merged; if it raises on one of them, all raise. Collective.
+    """Read on all ranks, and merge their values; if one of them raises, all raise. Collective.
 
     Args:
         groups: this rank's groups, such as those of a mesh, one for each dimension: all ranks of all of them take part.
@@ -70,18 +71,15 @@ def name_of_rank(groups: Sequence[Group]) -> str:
 
 def tell_context(given: dict[str, Any], error: Exception) -> NoReturn:
     """Raise an error on the ranks of the context that a call was given as `cp`, which are about to agree on it."""
-
-    def refuse() -> NoReturn:
-        raise error
-
     if isinstance(cp := given.get("cp"), ContextParallel):
-        read_together(cp.comm, refuse, refuse)
+        with told_to_all(cp):
+            raise error
     raise error
 
 
 def collective(tell: Callable[[dict[str, Any], Exception], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For a function that all ranks call, and that begins with an agreement: a keyword that it does not have, and an
-    argument that is missing, raise TypeError, and are told to the other ranks.
+    """A decorator of a function that begins with an agreement. An unknown keyword, or a missing argument, raises TypeError
+    and is told to the other ranks.
 
     Args:
         tell: is given the call's keywords, which nobody has looked at, and the error; meets the other ranks where the
