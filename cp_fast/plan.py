@@ -77,8 +77,8 @@ class Plan(OfThisProcess, plans.Plan):
         room: what `update` has room for; None for a plan that is not updated.
         messages: what carries them: the memory of the group's ranks (`cp_fast.peers`), or None: the group itself.
 
-    A copy, deep or not, is a plan of its own, with the same tables, which nobody writes to. A plan that is updated in
-    place is not copied, and no plan is pickled: TypeError.
+    A copy, deep or not, and what `dataclasses.replace` makes is a plan of its own, with the same tables, which nobody
+    writes to. A plan that is updated in place is neither copied nor replaced, and no plan is pickled: TypeError.
     """
 
     problem: Problem
@@ -99,6 +99,8 @@ class Plan(OfThisProcess, plans.Plan):
     bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # passes, ready to run; see `cp_fast.bound`
 
     def __post_init__(self) -> None:
+        if self.fixed is not None:
+            self.fixed.take()
         object.__setattr__(self, "handle", handle_for(self))
         object.__setattr__(self, "kept", self.program.kept)
         object.__setattr__(self, "needs_inputs", self.program.needs_inputs)
@@ -106,11 +108,6 @@ class Plan(OfThisProcess, plans.Plan):
         object.__setattr__(self, "bound", {})
 
     def __copy__(self) -> Plan:
-        if self.room is not None:
-            raise TypeError(
-                "a cp_fast.Plan that is updated in place cannot be copied, as both would have the same tables; make "
-                "another one by make_plan"
-            )
         return replace(self)
 
     def __deepcopy__(self, memo: Any) -> Plan:
@@ -262,7 +259,8 @@ def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
         if room is None and may_be_narrow(problem):
             program = agree_on_narrow(cp.comm, program, rounded=getattr(plan.backend, "rounded_gradients", False))
     messages = None if carried is cp.comm else carried
-    return plan if messages is None and program is plan.program else replace(plan, messages=messages, program=program)
+    object.__setattr__(plan, "messages", messages)  # nobody else has the plan yet
+    return plan if program is plan.program else replace(plan, program=program)
 
 
 def lowered(packing: Packing, rank: int, steps: Steps, saved: tuple[str, ...]) -> Draft:
