@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cp_fast.build import BuildError, Unavailable, cache
+from cp_fast.build import BuildError, Unavailable, cache, trust
 from tests.dist.workers import CONTEXT
 
 FILE = "library.so"
@@ -104,10 +104,10 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_cache_that_can_only_be_read_serves_what_it_has(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache.cached("key", FILE, Builder())
 
-    def refuse(self: Path, *arguments: object, **named: object) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(path: Path) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(trust, "open_lock", refuse)
     assert cache.cached("key", FILE, never) == path
     with pytest.raises(Unavailable, match="Permission denied"):
         cache.cached("other", FILE, never)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import pwd
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -79,13 +80,26 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(own_cache: Path, 
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
-def test_what_is_made_here_is_used_here_whatever_the_umask(own_cache: Path, mask: int) -> None:
+def test_what_is_made_here_is_used_here_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: int
+) -> None:
+    folder = tmp_path / "home" / ".cache" / "cp-attention"
+    monkeypatch.setenv(cache.VARIABLE, str(folder))
     before = os.umask(mask)
     try:
+        other = cache.own_folder("other")
         path = cache.cached("key", FILE, Builder())
     finally:
         os.umask(before)
     assert cache.find("key", FILE) == path
+    assert {stat.S_IMODE(x.stat().st_mode) for x in (other, folder, folder.parent, folder.parent.parent)} == {0o700}
+
+
+@pytest.mark.parametrize("harm", [*WAYS, lambda path: path.rename(path.with_name("x")) and path.symlink_to("x")])
+def test_a_folder_inside_that_is_not_ours_alone_is_refused(own_cache: Path, harm: Callable[[Path], None]) -> None:
+    harm(cache.own_folder("other"))
+    with pytest.raises(PermissionError, match=r"other (belongs to|may be written to by others|is no folder)"):
+        cache.own_folder("other")
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, 524, None])
