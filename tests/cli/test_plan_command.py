@@ -165,6 +165,7 @@ def test_svg(tmp_path: Path) -> None:
         (["--cp-comm-type", "a2a+p2p", "--a2a-size", "0"], "--a2a-size is 0; it must divide the number of ranks, 4"),
         (["--cp-comm-type", "a2a", "--a2a-size", "4"], "--a2a-size is 4, but --cp-comm-type is a2a"),
         (["--a2a-size", "1"], "--a2a-size is 1, but --cp-comm-type is p2p; only a2a+p2p takes it"),
+        (["--cp-size", "100000000"], "--cp-size is 100000000; it must be at most 4096"),
         (["--head", "32"], "--head is 32; it must be 0 to 31"),
         (["--rank", "4"], "--rank is 4; it must be 0 to 3"),
         (["--svg", "no/such/folder/plan.svg"], "no/such/folder/plan.svg"),

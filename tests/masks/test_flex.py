@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention as modules
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_ref import Unsupported, masks
 from tests.masks.test_makers import shown
@@ -46,13 +46,14 @@ def counted(block_mask: BlockMask) -> torch.Tensor:
     rows, keys = block_mask.seq_lengths
     size_q, size_k = block_mask.BLOCK_SIZE
     times = torch.zeros(rows, keys, dtype=torch.int64)
-    i, j = torch.arange(rows)[:, None], torch.arange(keys)[None, :]
-    allowed = block_mask.mask_mod(0, torch.tensor(0), i, j).expand(rows, keys)
+    i, j, zero = torch.arange(rows)[:, None], torch.arange(keys)[None, :], torch.tensor(0)
+    allowed = block_mask.mask_mod(zero, zero, i, j).expand(rows, keys)
     for count, index, every in (
         (block_mask.kv_num_blocks, block_mask.kv_indices, False),
         (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, True),
     ):
-        for n, number in enumerate([] if count is None else count[0, 0].tolist()):
+        for n, number in enumerate([] if count is None or index is None else count[0, 0].tolist()):
+            assert index is not None
             for m in index[0, 0, n, :number].tolist():
                 here = slice(n * size_q, (n + 1) * size_q), slice(m * size_k, (m + 1) * size_k)
                 times[here] += 1 if every else allowed[here].long()
@@ -67,7 +68,7 @@ def eager(block_mask: BlockMask) -> torch.Tensor:
     zero = torch.zeros(1, 1, max(rows, 1), 16), torch.zeros(1, 1, max(keys, 1), 16)
     value = torch.zeros(1, 1, keys, max(keys, 16))
     value[0, 0, range(keys), range(keys)] = 1
-    out = flex_attention(zero[0], zero[1], value, block_mask=block_mask)
+    out = flex.flex_attention(zero[0], zero[1], value, block_mask=block_mask)
     assert isinstance(out, torch.Tensor)
     return out[0, 0, :, :keys] > 0
 
@@ -78,6 +79,8 @@ def by_hand(draw: st.DrawFn) -> BlockMask:
     lengths = draw(st.integers(1, 14)), draw(st.integers(1, 14))
     name = draw(st.sampled_from(sorted(MASKS)))
     right = create_block_mask(MASKS[name], None, None, *lengths, device="cpu", BLOCK_SIZE=SIZE)
+    assert right.full_kv_num_blocks is not None
+    assert right.full_kv_indices is not None
     partial, full = (
         [row[:number] for row, number in zip(index[0, 0].tolist(), count[0, 0].tolist(), strict=True)]
         for count, index in (
@@ -108,7 +111,7 @@ def by_hand(draw: st.DrawFn) -> BlockMask:
 def without_dynamo() -> Iterator[None]:
     """Eager `flex_attention` is traced in every call unless it is told not to, by releases that can be told."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modules.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+        patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
         yield
 
 

@@ -15,7 +15,8 @@ from typer import Option
 
 from cp_ref.common import masks
 from cp_ref.common.cli.terminal import readable_errors
-from cp_ref.spec import CP_COMM_TYPES, check_choice
+from cp_ref.spec import CP_COMM_TYPES, check_choice, read_count
+from cp_ref.spec.values import MOST_RANKS
 
 __all__ = [
     "ProblemOptions",
@@ -54,7 +55,8 @@ class ProblemOptions:
     dtype: Annotated[str, Option(help="float16, bfloat16, float32 or float64.")] = "float32"
 
     def __post_init__(self) -> None:
-        """Raises ValueError where an option would be ignored."""
+        """Raises ValueError where an option would be ignored, or more ranks are asked for than commands plan."""
+        read_count("--cp-size", self.cp_size, at_least=1, at_most=MOST_RANKS)
         lengths, packed = bool(self.seqlens), self.in_format == "thd"
         for option, value, ignored, instead in (
             ("--seqlen", self.seqlen, lengths and packed, "--seqlens has the lengths"),

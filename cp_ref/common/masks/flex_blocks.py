@@ -1,9 +1,9 @@
 """The blocks of FlexAttention's `BlockMask`, compared with its `mask_mod`: only where they agree is the mask one mask.
 
-FlexAttention's compiled kernels go through the blocks that a mask lists: all pairs of a full block count, of any other
-block those that `mask_mod` allows, and a block that is listed twice counts twice. Its eager code asks `mask_mod` about
-every pair, and looks at no block. `create_block_mask` makes masks of which both compute the same. A mask that is made
-by hand, or whose `mask_mod` was replaced, may be of another kind: that one is refused.
+FlexAttention's compiled kernels go through lists of blocks. All pairs of a full block count. Of any other block the
+pairs count that `mask_mod` allows. A block that is listed twice counts twice. The eager code of FlexAttention asks
+`mask_mod` about every pair, and looks at no block. Masks by `create_block_mask` mean the same to both. A mask made by
+hand may not, nor a mask with another `mask_mod` than it was made with: such a mask is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cp_ref.common.masks.rows import listed
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = ["seen_rows"]
@@ -29,7 +30,7 @@ class _Head(torch.Tensor):
 
 
 def seen_rows(block_mask: Any) -> Iterator[tuple[int, Mask]]:
-    """What the queries of each row of blocks see, with the number of the first one: bool [queries, keys].
+    """For each row of blocks the number of its first query, and the keys that its queries see: bool [queries, keys].
 
     Raises:
         ValueError: the lists of blocks have no meaning. TypeError: `mask_mod` returns no bool. Unsupported: blocks and
@@ -75,13 +76,13 @@ def _tables(block_mask: Any) -> tuple[Mask, Mask]:
     """Which blocks are listed as partial, and which as full: bool [blocks of queries, blocks of keys]."""
     shape = [-(-length // size) for length, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)]
     partial, full = (_table(block_mask, f"{kind}kv", shape) for kind in ("", "full_"))
-    for n, m in (partial + full > 1).nonzero().tolist():
+    for n, m in listed((partial + full > 1).nonzero()):
         raise _disagree(block_mask, n, m, "it is listed more than once, and counts as often")
     for kind, table in (("", partial), ("full_", full)):
         if getattr(block_mask, f"{kind}q_num_blocks", None) is None:
             continue
         unlike = table != _table(block_mask, f"{kind}q", shape[::-1]).T
-        for n, m in unlike.nonzero().tolist():
+        for n, m in listed(unlike.nonzero()):
             raise _disagree(block_mask, n, m, f"{kind}q_indices, of the backward pass, has other blocks")
     return partial > 0, full > 0
 
@@ -97,9 +98,9 @@ def _table(block_mask: Any, name: str, shape: list[int]) -> torch.Tensor:
             f"block_mask.{name}_num_blocks is {count.tolist()} for {name}_indices of shape {list(index.shape)}; it "
             f"must have a number from 0 to {index.shape[1]} for each of {shape[0]} rows of blocks"
         )
-    listed = torch.arange(index.shape[1]) < count[:, None]
-    listed[shape[0] :] = False
-    row, place = listed.nonzero(as_tuple=True)
+    there = torch.arange(index.shape[1]) < count[:, None]
+    there[shape[0] :] = False
+    row, place = there.nonzero(as_tuple=True)
     block = index[row, place]
     if bool(((block < 0) | (block >= shape[1])).any()):
         raise ValueError(f"block_mask.{name}_indices has blocks outside of the {shape[1]} of a row")
