@@ -21,7 +21,15 @@ from cp_fast.plan_cache import Signature
 from cp_fast.rows import check_row_numbers
 from cp_ref.common.attention import refuse_plan
 from cp_ref.common.plans import read_call
-from cp_ref.spec import Agreement, check_flag, check_local_tensors, check_offset, check_placements, read_sizes
+from cp_ref.spec import (
+    Agreement,
+    check_flag,
+    check_global_lengths,
+    check_local_tensors,
+    check_offset,
+    check_placements,
+    read_sizes,
+)
 
 __all__ = ["Call", "on_host", "plan_of_call"]
 
@@ -85,6 +93,7 @@ class Call(NamedTuple):
         how = {"deterministic": self.deterministic, "return_max_logit": self.return_max_logit}
         backend = backend_for(cp, problem, q.device.type, **how)
         check_local_tensors(problem, cp.rank, *self.tensors)
+        check_global_lengths(problem, None, *self.tensors[:2])
         check_offset(problem, self.offset, q)
         return Agreement(problem, extras=self._extras()), backend, q.device
 

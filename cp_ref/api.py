@@ -25,6 +25,7 @@ from cp_ref.spec import (
     Problem,
     check_context,
     check_flag,
+    check_global_lengths,
     check_local_tensors,
     check_offset,
     check_placements,
@@ -72,6 +73,7 @@ def attention(
             check_placements(cp, arguments["qkv_format"], softmax_offset, **given)
             problem = read_call(cp, read_sizes(q, k, v, arguments["qkv_format"], cp.size), **arguments)
             check_local_tensors(problem, cp.rank, q, k, v)
+            check_global_lengths(problem, None, q, k)
             check_offset(problem, softmax_offset, q)
             return Agreement(problem, extras=(("softmax_offset_grad", cp.softmax_offset_grad),)), q.device
 
@@ -85,6 +87,7 @@ def attention(
         check_placements(cp, plan.problem.qkv_format, softmax_offset, **given)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_room_tensors(plan.room, q, k)
+        check_global_lengths(plan.problem, plan.room, q, k)
         check_offset(plan.problem, softmax_offset, q)
     with no_autocast(q.device):
         results = cast(Any, _Attention).apply(made, cp, q, k, v, softmax_offset)  # torch leaves it untyped

@@ -61,7 +61,8 @@ def attention(
             whatever areas say. `cu_seqlens_*` then only say where documents lie, for layouts and positions. `masks`
             has makers of areas.
         cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
-            On the CPU, best: every call reads them on the host, which waits for a GPU that has them.
+            On the CPU, best: every call reads them on the host, which waits for a GPU that has them. Lengths that end
+            at the number of rows of this rank's slice, where it needs fewer, are refused: they are not global.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
         softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.

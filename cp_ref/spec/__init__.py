@@ -3,7 +3,14 @@
 from cp_ref.spec.a2a import head_ranges
 from cp_ref.spec.areas import UNBOUNDED, Areas
 from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
-from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_owner, check_settled
+from cp_ref.spec.calls import (
+    check_context,
+    check_global_lengths,
+    check_local_tensors,
+    check_plan_owner,
+    check_settled,
+    local_lengths,
+)
 from cp_ref.spec.comparing import BatchCost, compare_layouts
 from cp_ref.spec.custom import check_schedule
 from cp_ref.spec.features import Feature, Unsupported, describe
@@ -92,6 +99,7 @@ __all__ = [
     "check_context",
     "check_data",
     "check_flag",
+    "check_global_lengths",
     "check_lengths",
     "check_local_tensors",
     "check_offset",
@@ -108,6 +116,7 @@ __all__ = [
     "head_ranges",
     "joined",
     "kind_of",
+    "local_lengths",
     "local_part",
     "make_program",
     "make_schedule",

@@ -21,7 +21,7 @@ from cp_fast.backends import Backend, by_name
 from cp_fast.plan import lowered
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
-from cp_ref.spec import Feature, Problem
+from cp_ref.spec import Feature, Problem, local_lengths
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 DIMS: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
@@ -202,8 +202,10 @@ def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
         assert_same_bits(got, results(case, cp, fresh))
         assert str(plan) == str(fresh)
         plain = case.plan(cp, case.second)
-        for x, y in zip(got, results(case, cp, plain), strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        rows = {"q": fresh.room.rows_q, "kv": fresh.room.rows_kv} if fresh.room is not None else {}
+        if not any(local_lengths(plain.problem, side, count) for side, count in rows.items()):  # refused without room
+            for x, y in zip(got, results(case, cp, plain), strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
         assert torch.equal(plan.position_ids, fresh.position_ids)
         assert torch.equal(plan.position_ids[: len(plain.position_ids)], plain.position_ids)
         plan.update(cp=cp, **case.first.arguments())
