@@ -59,6 +59,7 @@ def _arguments(request: Request) -> dict[str, Any]:
     size, inner = request.cp_size, request.exchanging
     pair = PaperGroup(inner), PaperGroup(size // inner)
     group = pair if request.cp_comm_type == "a2a+p2p" else PaperGroup(size)
-    cp = cp_fast.ContextParallel(group, request.cp_comm_type, layout=request.layout or "dual_chunk")
+    words: Any = request.cp_comm_type, request.layout or "dual_chunk"  # any text; the context refuses others
+    cp = cp_fast.ContextParallel(group, words[0], layout=words[1])
     cp.comm = PaperGroup(size)  # a pair asks every rank where in the grid it is, and here all are rank 0
     return {"cp": cp, "device": "cpu", **request.said(), **request.sizes()}

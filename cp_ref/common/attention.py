@@ -2,27 +2,105 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import declare
 from cp_ref.common.plans import OF_THE_PROBLEM, Plan
+from cp_ref.spec import AttnMaskType, QKVFormat, SoftmaxType
 from cp_ref.spec.values import kind_of
 
 __all__ = ["asked_for", "attention", "problem_arguments", "refuse_plan"]
 
 
-@declare
-def attention(
+class Options(TypedDict, total=False):
+    """What `attention` takes beside q, k, v, the context and what it returns, for type checkers."""
+
+    qkv_format: QKVFormat
+    attn_mask_type: AttnMaskType | None
+    window_size: tuple[int, int]
+    areas: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_kv: torch.Tensor | None
+    cu_seqlens_q_padded: torch.Tensor | None
+    cu_seqlens_kv_padded: torch.Tensor | None
+    softmax_scale: float | None
+    softcap: float
+    softmax_type: SoftmaxType
+    softmax_offset: torch.Tensor | None
+    deterministic: bool
+    plan: Plan | None
+
+
+Two = tuple[torch.Tensor, torch.Tensor]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@overload
+def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     cp: ContextParallel,
-    qkv_format: str = "bshd",
-    attn_mask_type: str | None = None,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Options],
+) -> torch.Tensor: ...
+@overload
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Two: ...
+@overload
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> Two: ...
+@overload
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> Three: ...
+@overload
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    **options: Unpack[Options],
+) -> torch.Tensor | Two | Three: ...
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    qkv_format: QKVFormat = "bshd",
+    attn_mask_type: AttnMaskType | None = None,
     window_size: tuple[int, int] = (-1, -1),
     areas: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
@@ -31,7 +109,7 @@ def attention(
     cu_seqlens_kv_padded: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
-    softmax_type: str = "vanilla",
+    softmax_type: SoftmaxType = "vanilla",
     softmax_offset: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -86,6 +164,9 @@ def attention(
         anything is sent. Unsupported: naming what is missing.
     """
     raise NotImplementedError
+
+
+attention = declare(_attention)
 
 
 _DEFAULTS = {n: p.default for n, p in attention.signature.parameters.items() if n in OF_THE_PROBLEM}

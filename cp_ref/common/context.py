@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
 from cp_ref.common.processes import as_group, during
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, check_choice
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, CPCommType, Layout, OffsetGrad, check_choice
 
 __all__ = ["ContextParallel"]
 
@@ -50,11 +50,11 @@ class ContextParallel:
     backends: ClassVar[tuple[str, ...]] = ("auto",)  # the names that the package takes
 
     group: Any
-    cp_comm_type: str = "p2p"
+    cp_comm_type: CPCommType = "p2p"
     _: KW_ONLY
-    layout: str = "dual_chunk"
+    layout: Layout = "dual_chunk"
     backend: str = "auto"
-    softmax_offset_grad: str = "share"
+    softmax_offset_grad: OffsetGrad = "share"
 
     def __post_init__(self) -> None:
         check_choice("cp_comm_type", self.cp_comm_type, CP_COMM_TYPES)

@@ -13,9 +13,12 @@ from cp_ref.common.declared import declare, parameters_of
 from cp_ref.common.devices import read_device
 from cp_ref.spec import (
     Agreement,
+    AttnMaskType,
     Problem,
+    QKVFormat,
     Schedule,
     Sizes,
+    SoftmaxType,
     check_context,
     check_flag,
     check_schedule,
@@ -50,8 +53,8 @@ class Plan:
 def make_plan(
     *,
     cp: ContextParallel,
-    qkv_format: str = "bshd",
-    attn_mask_type: str | None = None,
+    qkv_format: QKVFormat = "bshd",
+    attn_mask_type: AttnMaskType | None = None,
     window_size: tuple[int, int] = (-1, -1),
     areas: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
@@ -60,7 +63,7 @@ def make_plan(
     cu_seqlens_kv_padded: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
-    softmax_type: str = "vanilla",
+    softmax_type: SoftmaxType = "vanilla",
     deterministic: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,

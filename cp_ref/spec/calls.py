@@ -8,8 +8,9 @@ from typing import Any
 
 from cp_ref.spec.arguments import Sizes, read_sizes
 from cp_ref.spec.layout import slice_rows
-from cp_ref.spec.problem import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem
+from cp_ref.spec.problem import Problem
 from cp_ref.spec.values import check_choice, kind_of, read_number, read_window
+from cp_ref.spec.words import MASKS, QKV_FORMATS, SOFTMAX_TYPES
 
 __all__ = [
     "check_context",

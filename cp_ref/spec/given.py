@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cp_ref.spec.pair import PairGroup
-from cp_ref.spec.problem import QKV_FORMATS
 from cp_ref.spec.values import check_choice
+from cp_ref.spec.words import QKV_FORMATS
 
-__all__ = ["OFFSET_GRADS", "check_placements", "local_part", "one_a_head"]
+__all__ = ["check_placements", "local_part", "one_a_head"]
 
-OFFSET_GRADS = ("share", "total")
 _AXES = {"bshd": ("batch", "sequence", "heads"), "sbhd": ("sequence", "batch", "heads"), "thd": ("sequence", "heads")}
 
 

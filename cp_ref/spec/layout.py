@@ -9,9 +9,10 @@ import numpy as np
 
 from cp_ref.spec.balanced import balanced
 from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
-from cp_ref.spec.problem import LAYOUTS, Problem
+from cp_ref.spec.problem import Problem
 from cp_ref.spec.table import Column
 from cp_ref.spec.values import check_choice
+from cp_ref.spec.words import LAYOUTS
 from cp_ref.spec.workload import areas_of
 
 __all__ = [

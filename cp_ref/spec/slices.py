@@ -17,9 +17,10 @@ import numpy as np
 from cp_ref.spec.calls import check_plan_owner, check_settled
 from cp_ref.spec.layout import padded_to_cut, slice_rows, slots_of_lengths, starts_of
 from cp_ref.spec.ownership import Fragments
-from cp_ref.spec.problem import QKV_FORMATS, Problem
+from cp_ref.spec.problem import Problem
 from cp_ref.spec.table import Column, ranges
 from cp_ref.spec.values import check_choice, check_data, read_count, read_lengths
+from cp_ref.spec.words import QKV_FORMATS
 
 __all__ = ["Cut", "planned_cut", "planned_positions", "read_cut", "read_positions", "sequences_of", "slice_axis"]
 

@@ -79,7 +79,7 @@ def test_contexts_differ_in_the_names_of_backends_alone() -> None:
     one, other = cp_ref.ContextParallel, cp_fast.ContextParallel
     assert inspect.signature(one) == inspect.signature(other) == inspect.signature(ContextParallel)
     assert inspect.getdoc(one) == inspect.getdoc(other) == inspect.getdoc(ContextParallel)
-    expected = "(group: 'Any', cp_comm_type: 'str' = 'p2p', *, layout: 'str' = 'dual_chunk', backend: 'str' = 'auto',"
+    expected = "(group: 'Any', cp_comm_type: 'CPCommType' = 'p2p', *, layout: 'Layout' = 'dual_chunk', backend: "
     assert str(inspect.signature(other)).startswith(expected)
     assert one.backends == ("auto",)
     assert other.backends == ("auto", *(backend.name for backend in BACKENDS))

@@ -15,6 +15,7 @@ import cp_fast
 from cp_fast.cli import app
 from cp_ref.spec import CP_COMM_TYPES, Schedule, Unsupported, verify
 from cp_ref.spec.problem import Problem, Sequence
+from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
 
@@ -182,6 +183,6 @@ def test_refusals_are_one_line_and_exit_2(options: list[str], words: str) -> Non
 
 def test_as_a_module() -> None:
     command = [sys.executable, "-m", "cp_fast", "plan", "--cp-size", "2", "--seqlens", "12", "--text"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("schedule p2p cp_size 2")

@@ -21,7 +21,8 @@ from cp_fast.backends import Backend, by_name
 from cp_fast.plan import lowered
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
-from cp_ref.spec import Feature, Problem, local_lengths
+from cp_ref.spec import CPCommType, Feature, Layout, Problem, local_lengths
+from tests.marks import examples
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 DIMS: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
@@ -48,8 +49,8 @@ class Case:
     """Two batches of one problem, and how it is computed."""
 
     cp_size: int
-    comm: str
-    layout: str
+    comm: CPCommType
+    layout: Layout
     problem: dict[str, Any]
     room: dict[str, Any]
     first: Lengths
@@ -182,7 +183,7 @@ def assert_padding_is_harmless(plan: cp_fast.Plan) -> None:
                 assert not added.numel() or (int(added.max()) < size and bool((into[len(added) :] == size).all()))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(case=cases())
 def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
     def one(member: SimMember) -> str:

@@ -12,6 +12,7 @@ import torch
 import cp_fast
 from cp_fast.integrations import transformers as ours
 from cp_ref import SimGroup
+from cp_ref.spec import CPCommType, Layout
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
@@ -81,7 +82,7 @@ def on_one_rank(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     return loss.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
 
 
-def compare(name: str, kind: str, comm: str, layout: str, size: int = 2) -> None:
+def compare(name: str, kind: str, comm: CPCommType, layout: Layout, size: int = 2) -> None:
     """The ranks' losses add up to the one rank's, and so do their gradients."""
     ours.register()
     batch = batches()[kind]

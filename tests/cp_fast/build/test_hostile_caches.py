@@ -17,6 +17,7 @@ import pytest
 
 from cp_fast.build import Unavailable, cache, locks
 from tests.cp_fast.build.test_cache import FILE, Builder, never, start, wait_for
+from tests.marks import HANGS_S
 
 OTHER = 12345  # a user that nobody is
 
@@ -117,9 +118,9 @@ def test_two_builders_without_locks_leave_each_other_alone(
 
     def build(name: str) -> None:
         def build_in(folder: Path) -> None:
-            both.wait(timeout=30)
+            both.wait(timeout=HANGS_S)
             (folder / FILE).write_text(name[:2])
-            both.wait(timeout=30)
+            both.wait(timeout=HANGS_S)
             time.sleep(0.1 * (name == "second"))
             (folder / FILE).write_text(name)
 
@@ -176,8 +177,8 @@ def test_a_stopped_builder_holds_nobody_for_ever(
         assert "has not built the native kernels in 1 s; this process builds them" in said
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
-    assert took.get(timeout=60) == "own"
-    stopped.join(timeout=60)
+    assert took.get(timeout=HANGS_S) == "own"
+    stopped.join(timeout=HANGS_S)
     assert sorted(x.name for x in own_cache.iterdir()) == ["key", "key.lock"]
 
 

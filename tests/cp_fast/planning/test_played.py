@@ -32,6 +32,7 @@ from cp_ref.spec import (
     verify_tables,
 )
 from tests.cp_fast.planning.played import play
+from tests.marks import examples
 from tests.spec.problems import SCHEDULES, problems
 from tests.spec.random_schedules import random_schedules, random_workloads, small_problems
 
@@ -63,7 +64,7 @@ def sizes_of(problem: Problem) -> tuple[int, int]:
     return slice_rows(problem, "q") * batch, slice_rows(problem, "kv") * batch
 
 
-@settings(max_examples=100, suppress_health_check=SLOW)
+@settings(max_examples=examples(100), suppress_health_check=SLOW)
 @given(problems((1, 2, 3, 4)), st.sampled_from([(-1, -1), (0, 0), (2, 0), (3, 1), (-1, 1)]))
 def test_problems(problem: Problem, window: tuple[int, int]) -> None:
     check(replace(problem, window_size=window))
@@ -76,7 +77,7 @@ def random_programs(work: Workload, schedule: Schedule, rule: WindowRule) -> lis
     ]
 
 
-@settings(max_examples=150, suppress_health_check=SLOW)
+@settings(max_examples=examples(150), suppress_health_check=SLOW)
 @given(st.data(), st.sampled_from([0, 3, 2048]))
 def test_random_schedules(data: st.DataObject, large: int) -> None:
     """Of problems, and of tables that no problem has."""
@@ -100,7 +101,7 @@ def test_documents(schedule: dict[str, Any], layout: str, mask: str) -> None:
     check(Problem(4, SAME, **schedule, qkv_format="thd", layout=layout, attn_mask_type=mask, heads_q=8, heads_kv=2))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(problems((1, 2, 3, 4)), st.sampled_from([(-1, -1), (2, 0), (3, 1)]))
 def test_folded_batches(problem: Problem, window: tuple[int, int]) -> None:
     """The folded steps of all ranks are a schedule of the packed problem: one sequence of many heads."""
