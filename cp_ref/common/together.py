@@ -78,8 +78,8 @@ def tell_context(given: dict[str, Any], error: Exception) -> NoReturn:
 
 
 def collective(tell: Callable[[dict[str, Any], Exception], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator of a function that begins with an agreement. An unknown keyword, or a missing argument, raises TypeError
-    and is told to the other ranks.
+    """A decorator of a function that begins with an agreement. An unknown keyword, or a missing argument, raises
+    TypeError and is told to the other ranks.
 
     Args:
         tell: is given the call's keywords, which nobody has looked at, and the error; meets the other ranks where the
