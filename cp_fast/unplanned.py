@@ -87,7 +87,7 @@ class Call(NamedTuple):
         cp, q = self.cp, self.tensors[0]
         refuse_plan(self.plan, Plan)
         check_flag("return_lse", self.return_lse)
-        check_placements(cp, self.problem["qkv_format"], self.offset, **self.given)
+        check_placements(cp, cp.layout, self.problem["qkv_format"], self.offset, **self.given)
         problem = read_call(cp, read_sizes(*self.tensors, self.problem["qkv_format"], cp.size), **self.problem)
         check_row_numbers(problem)
         how = {"deterministic": self.deterministic, "return_max_logit": self.return_max_logit}

@@ -124,7 +124,8 @@ def _attention(
             uses kv head h // (h_q // h_kv). Under torch.autocast q, k and v are cast to its dtype, as for PyTorch's
             attention.
         k, v: the same with s_kv, h_kv, and d_v for v. A DTensor is taken as its local part where the context's group
-            shards its sequence; results are plain tensors.
+            shards its sequence and the layout is "contiguous", as a DTensor's shards are; of a DTensor q all results
+            are DTensors.
         cp: the group, the schedule and the layout.
         qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
         attn_mask_type: "no_mask", "causal" (the default), "causal_bottom_right" (aligned to the last query and key), or

@@ -15,7 +15,7 @@ from cp_ref.spec.comparing import BatchCost, compare_layouts
 from cp_ref.spec.custom import check_schedule
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import agreed_cut
-from cp_ref.spec.given import check_placements, local_part, one_a_head
+from cp_ref.spec.given import AXES, check_placements, local_part, one_a_head
 from cp_ref.spec.given_areas import AreaRow, areas_of_rows
 from cp_ref.spec.group import Group, PaperGroup, Parcel, Pending, agree, read_together, tell
 from cp_ref.spec.layout import divisor, slice_rows
@@ -60,6 +60,7 @@ from cp_ref.spec.words import (
 from cp_ref.spec.workload import Workload, areas_of, workload_of
 
 __all__ = [
+    "AXES",
     "CP_COMM_TYPES",
     "KINDS",
     "LAYOUTS",
