@@ -23,13 +23,12 @@ def placed_like(q: Any, qkv_format: str, results: tuple[Any, Any, Any]) -> tuple
     """
     if not hasattr(q, "placements"):
         return results
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     axes = AXES[qkv_format]
     sizes = dict(zip(axes, q.shape, strict=False))
     placements: list[Any] = list(q.placements)
-    sharded = [axes[p.dim] if p.is_shard() else "" for p in placements]  # the axis, by mesh dimension
-    wrap: Any = type(q).from_local
+    sharded: list[str] = [axes[p.dim] if p.is_shard() else "" for p in placements]  # the axis, by mesh dimension
 
     def placed(x: torch.Tensor | None, names: Sequence[str], *more: int) -> Any:
         if x is None:
@@ -38,7 +37,7 @@ def placed_like(q: Any, qkv_format: str, results: tuple[Any, Any, Any]) -> tuple
         its = [Shard(names.index(a)) if a in names else elsewhere[a] for a in sharded]
         shape = torch.Size([*(sizes[name] for name in names), *more])
         stride = torch.empty(shape, device="meta").stride()
-        return wrap(x, q.device_mesh, its, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(x, q.device_mesh, its, run_check=False, shape=shape, stride=stride)
 
     out, lse, max_logit = results
     return placed(out, axes, out.shape[-1]), placed(lse, _LSE[qkv_format]), placed(max_logit, ("heads",))
