@@ -5,7 +5,7 @@
     model = cp_transformers.prepare(AutoModelForCausalLM.from_pretrained(...), context)
     out = model(**cp_transformers.shard_batch(batch, cp=context))  # out.loss: see `shard_batch`
 
-What a batch's sequences are goes to every layer as the keyword `cp_batch`, which models hand on. Needs transformers 5;
+The sequences of a batch go to every layer as the keyword `cp_batch`, which models hand on. Needs transformers 5;
 only `prepare` and `register` import it.
 """
 
@@ -42,10 +42,10 @@ _UNSAID = object()
 def prepare(model: Model, cp: ContextParallel) -> Model:
     """Make a model of transformers ready for sequences that are spread over ranks; the same model is returned.
 
-    Its attention becomes `cp_fast`'s. All else in it has to work on one token at a time: `prepare` looks for what is
-    known to mix tokens (layer_types, state-space and linear layers, convolutions, pooling, batch norms, routers with
-    auxiliary losses), then runs the model on a dozen tokens, with attention that hands each on alone, and compares what
-    a slice yields with what the whole does. The same runs show how its task head uses labels.
+    Its attention becomes `cp_fast`'s. All else in it has to work on one token at a time. `prepare` first looks for
+    known mixers of tokens: layer_types, state-space and linear layers, convolutions, pooling, batch norms, routers with
+    auxiliary losses. Then it runs the model on a dozen tokens, with attention that hands each token on alone. It
+    compares the outputs of a slice with those of the whole. The same runs show how the task head uses labels.
 
     Args:
         model: with its weights loaded, before DDP, FSDP or torch.compile wrap it.

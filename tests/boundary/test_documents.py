@@ -60,7 +60,7 @@ def test_the_tutorial_is_a_program() -> None:
 
 
 def test_the_five_lines_of_the_readme_run(tmp_path: Path) -> None:
-    [five] = blocks("README.md")
+    five, _ = blocks("README.md")
     assert len(list(filter(None, five.splitlines()))) == 5
     program = tmp_path / "five_lines.py"
     program.write_text(five + "assert out.shape == q.shape\ndist.destroy_process_group()\n")

@@ -62,7 +62,6 @@ class TestTransformers:
         pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
         from tests.integrations.test_transformers import batches, model_of, on_one_rank
 
-        ours.register()
         batch = {key: x.to(DEVICE) for key, x in batches()[kind].items()}
         start = model_of(name, hidden_size=128, head_dim=64, **EVERY_EXPERT.get(name, {}))
         for weight in start.parameters():
@@ -72,10 +71,9 @@ class TestTransformers:
         plain = on_one_rank(copy.deepcopy(start), batch)
 
         def one(member: Any) -> Grads:
-            model = copy.deepcopy(start)
-            model.set_attn_implementation(ours.NAME)
             cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
-            loss = model(**ours.shard_batch(batch, cp=cp), use_cache=False).loss
+            model = ours.prepare(copy.deepcopy(start), cp)
+            loss = model(**ours.shard_batch(batch, cp=cp)).loss
             loss.backward()
             grads = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
             return {"loss": loss.detach(), **grads}

@@ -147,7 +147,7 @@ def test_calls_of_a_prepared_model() -> None:
             r"learns each token's next: call shard_batch\(batch, cp",
         ),
         ({**part, "output_router_logits": True}, "output_router_logits is True"),
-        (ours.shard_batch(batch, cp=cp_fast.ContextParallel(dist_of_one())), "another context"),
+        (ours.shard_batch(batch, cp=cp_fast.ContextParallel(dist_of_one())), "another group of ranks"),
     ):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=said):
             model(**given)

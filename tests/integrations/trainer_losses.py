@@ -65,7 +65,7 @@ def losses(alone: bool, options: dict[str, Any], **how: Any) -> list[float]:
     )
     collator = options.pop("collator", padded)
     torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
     common: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
     quiet: dict[str, Any] = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}

@@ -1,1 +1,1 @@
-"""How models of Hugging Face are looked over before their sequences are spread, and what stands around their calls."""
+"""Models of Hugging Face: the look at one before its sequences are spread, and the checks around its calls."""

@@ -1,4 +1,4 @@
-"""What stands around a prepared model's calls: each is a rank's slice with all that belongs to it, or raises."""
+"""The checks around a prepared model's calls. A call has a rank's slice with all that belongs to it, or raises."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Labelled:
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """What `prepare` found out about a model.
+    """The findings of `prepare` about a model.
 
     Args:
         cp: the context that its batches have.
@@ -63,8 +63,8 @@ class Edge:
             return None
         if not isinstance(sequences, CpBatch):
             raise TypeError(f"{name} is given cp_batch={sequences!r}: call it with what shard_batch returns; {ALONE}")
-        if sequences.cp is not self.cp:
-            raise ValueError(f"cp_batch has another context than the one that {name} was prepared with")
+        if sequences.cp.group != self.cp.group:
+            raise ValueError(f"cp_batch is of another group of ranks than the one that {name} was prepared for")
         if by_place:
             raise TypeError(f"{name} is given {len(by_place)} arguments by place; give all by name: **shard_batch(...)")
         if given.get("output_router_logits"):
@@ -78,7 +78,7 @@ class Edge:
         return self._with_labels(name, sequences, given)
 
     def leave(self, given: dict[str, Any], out: Any) -> Any:
-        """What the model returned, with the loss where its edge has the labels."""
+        """The model's outputs, with the loss where its edge has the labels."""
         sequences = given.get("cp_batch")
         if not isinstance(sequences, Labelled):
             return out
@@ -105,7 +105,8 @@ class Edge:
             raise ValueError(f"{name} is given labels without num_items_in_batch; shard_batch returns both")
         if self.head.native:
             return given
-        targets, count = shifted if self.head.shifts else labels, torch.as_tensor(given["num_items_in_batch"])
+        targets: Any = shifted if self.head.shifts else labels
+        count = torch.as_tensor(given["num_items_in_batch"])
         rest = {n: x for n, x in given.items() if n not in ("labels", "shift_labels", "num_items_in_batch")}
         return rest | {"cp_batch": Labelled(sequences, targets, count)}
 
@@ -119,7 +120,7 @@ def put_around(model: nn.Module, edge: Edge) -> None:
 
 
 def take_off(model: nn.Module) -> None:
-    """Let the model's calls pass as they are."""
+    """Check the model's calls no longer."""
     if "_cp_fast_edge" in model.__dict__:
         model.__dict__["_cp_fast_edge"] = None
 

@@ -18,7 +18,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Head:
-    """What a model makes of labels.
+    """How a model uses labels.
 
     Args:
         shifts: a label is that of the token before it, as in a language model.

@@ -1,4 +1,4 @@
-"""What is known by name to mix tokens: entries of a configuration, kinds of modules, task heads."""
+"""Entries of configurations and kinds of modules that are known by name to mix tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A model is run a few times on a handful of tokens, with attention that hands each token on alone. If what comes out
-for a token follows from this token and its position alone, attention is all that mixes tokens.
+"""A model is run a few times on a handful of tokens, with attention that hands each token on alone. If the outputs of a
+token follow from this token and its position, then only attention mixes tokens.
 
 Three runs: the whole sequence as a user calls the model; a rank's slice of it with the positions that `shard_batch`
 gives; and the whole with NaN in place of one token, which must reach no other.
@@ -44,7 +44,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the probe found: the attention modules, the number of position 0, and the outputs for the head's look."""
+    """The probe's findings: the attention modules, the number of position 0, and the arguments of its calls."""
 
     callers: dict[nn.Module, bool]
     first_position: int
@@ -78,7 +78,7 @@ def look_over(model: nn.Module) -> Seen:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and without gradients, and as it was behind."""
+    """The model in evaluation mode and without gradients. Behind it the model has its own modes again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -91,7 +91,8 @@ def at_rest(model: nn.Module) -> Iterator[None]:
 
 def _ids(model: nn.Module, device: torch.device) -> torch.Tensor:
     """Token ids [1, t]; t is no size of a weight, so that an axis of tokens is known by its size."""
-    config: Any = model.config.get_text_config()
+    config: Any = model.config
+    config = config.get_text_config()
     sizes = {size for weight in model.parameters() for size in weight.shape}
     sizes |= {value for value in config.to_dict().values() if isinstance(value, int)}
     tokens = next(n for n in (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) if n not in sizes)
@@ -165,7 +166,7 @@ def _first_position(model: nn.Module, ids: torch.Tensor, given: dict[str, Any], 
     padding = getattr(model.config, "pad_token_id", None)
     for first in dict.fromkeys((0, 1 + (padding or 0))):
         out = _outputs(model(input_ids=ids[:, kept], position_ids=first + kept[None], **given))
-        pairs = [(x.index_select(token_axis(x, tokens), kept), out[name]) for name, x in whole.items()]
+        pairs = [(x.index_select(token_axis(x, tokens) or 0, kept), out[name]) for name, x in whole.items()]
         if all(_near(x, y) for x, y in pairs):
             return first
     raise NotImplementedError(
@@ -175,7 +176,7 @@ def _first_position(model: nn.Module, ids: torch.Tensor, given: dict[str, Any], 
 
 
 def _near(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Most tokens are the same but for rounding; an expert chosen by a hair may be another one."""
+    """Most tokens are the same but for rounding. A rounded router may choose another expert for a few."""
     if x.shape != y.shape:
         return False
     tolerance = 1e-3 if torch.finfo(x.dtype).bits >= 32 else 5e-2
