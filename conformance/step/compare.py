@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from conformance.step.diagnosis import diagnose
-from conformance.step.jobs import Job, StepError, run_jobs
+from conformance.step.jobs import Job, StepError
 from conformance.step.judge import Row, judge, norm_of
-from conformance.step.places import Places, describe
+from conformance.step.places import describe
 from conformance.step.report import StepReport
+from conformance.step.runs import Measured, Runs
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
 
 __all__ = ["compare_step"]
 
-_NOISES = (1, 2)  # seeds
+_CLEAR = 10.0  # times its bound is a gradient that is more than rounding errors
 
 
 def compare_step(
@@ -41,11 +42,11 @@ def compare_step(
     Every rank is a process (gloo on the CPU, NCCL on GPUs), and so is the one process. Each calls build once.
 
     Args:
-        build: build(cp) -> (model, step) or (model, step, optimizer); or its name, "module:function". cp is None in the
-            one process, else this rank's `cp_fast.ContextParallel`. torch.distributed is initialized, in the one process
-            with a world of one. step(batch) is the user's code: it cuts the batch, computes the loss, runs the backward
-            pass and reduces gradients. It returns the loss, or (loss, losses of this rank's tokens). With an optimizer
-            the parameters after two steps are compared too; step may call it, or leave it to compare_step.
+        build: build(cp) -> (model, step) or (model, step, optimizer); or its name, "module:function". cp is None in
+            the one process, else this rank's `cp_fast.ContextParallel`. torch.distributed is initialized; the one
+            process has a world of its own. step(batch) is the user's code: it cuts the batch, computes the loss, runs
+            the backward pass and reduces gradients. It returns the loss, or (loss, losses of this rank's tokens). With
+            an optimizer the parameters after two steps are compared too; step may call it, or leave it to compare_step.
         batch: what step takes, the same on every rank; or a function without arguments that makes it; or the name of
             either.
         cp_size: ranks that share each sequence. dp_size: groups of these; rank = dp_rank * cp_size + cp_rank.
@@ -60,7 +61,8 @@ def compare_step(
         The report: `right`, and `str` as a table with the diagnosis.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense. StepError: build or step raised, a process died or did not end.
+        ValueError, TypeError: an argument makes no sense. StepError: build or step raised, or a process died or did
+        not end.
     """
     _check(build, cp_size, dp_size, cp_comm_type, layout, loss, device)
     world = cp_size * dp_size
@@ -86,87 +88,52 @@ def compare_step(
         return replace(report, findings=tuple(found.findings), first=found.first or wrong_tokens)
 
 
-class Measured:
-    """What the processes found: the one, those with moved weights, and the ranks."""
-
-    def __init__(self, one: Any, noisy: list[Any], ranks: list[Any]) -> None:
-        self.one, self.noisy, self.ranks = one, noisy, ranks
-        self.cp_size, self.dp_size = 1, 1
-
-    def of_rank(self, what: str, rank: int) -> dict[str, Any]:
-        """Gradients ("grads") or parameters ("params") of a rank, all of them."""
-        return self.ranks[0][what] | self.ranks[rank][what]
-
-    def places(self, forward: int = 0) -> Places | None:
-        """Where the tokens of a forward pass are; None where no call of attention says it."""
-        problems = []
-        for first in range(0, len(self.ranks), self.cp_size):
-            found = self.ranks[first]
-            calls = found.get("look", {}).get("calls", [])
-            of_forward = [call["problem"] for call in calls if call["forward"] == forward] or found["plans"]
-            problems.append(of_forward[min(forward, len(of_forward) - 1)] if of_forward else None)
-        if any(problem is None or problem.cp_size != self.cp_size for problem in problems):
-            return None
-        return Places(problems)
-
-
-class Runs:
-    """Runs the processes of a comparison, as often as it takes."""
-
-    def __init__(self, job: Job, world: int) -> None:
-        self._job, self._world, self._count = job, world, 0
-
-    def measured(self, *, look: bool = False, without: str = "") -> Measured:
-        """The step in all processes: on a CPU all at the same time, on GPUs each alone on its GPUs."""
-        self._count += 1
-        job = replace(self._job, look=look, without=without)
-        alone = [self._alone(job, 0), *(self._alone(job, seed) for seed in _NOISES)]
-        store = str(job.folder / f"{self._count}.ranks")
-        ranks = [
-            replace(job, name=f"rank {rank}", rank=rank, world=self._world, store=store, folder=self._folder())
-            for rank in range(self._world)
-        ]
-        waves = [[*alone, *ranks]] if job.device == "cpu" else [*([job] for job in alone), ranks]
-        one, *found = [each for wave in waves for each in run_jobs(wave)]
-        made = Measured(one, found[: len(_NOISES)], found[len(_NOISES) :])
-        made.cp_size, made.dp_size = job.cp_size, self._world // job.cp_size
-        return made
-
-    def _alone(self, job: Job, noise: int) -> Job:
-        name = "the one process" + f" (weights rounded, {noise})" * bool(noise)
-        store = str(job.folder / f"{self._count}.{noise}")
-        return replace(job, name=name, noise=noise, store=store, folder=self._folder())
-
-    def _folder(self) -> Path:
-        folder = self._job.folder / str(self._count)
-        folder.mkdir(exist_ok=True)
-        return folder
-
-
 def _judged(found: Measured, loss: str, dtype: torch.dtype | None) -> tuple[list[Row], str]:
     """All rows, and in words where the first wrong token is."""
-    one, noisy, dtype = found.one, found.noisy, dtype or found.one["dtype"]
+    one, noisy = found.one, found.noisy
+    kind: torch.dtype = dtype or one["dtype"]
     rows = []
     for number, value in enumerate(one["losses"]):
         mine = [rank["losses"][number] for rank in found.ranks]
         mine = [sum(mine)] if loss == "sum" else mine
         name = "loss" if number == 0 else f"loss of step {number + 1}"
-        rows.append(judge(name, mine, [value] * len(mine), [[x["losses"][number]] * len(mine) for x in noisy], dtype))
+        rows.append(judge(name, mine, [value] * len(mine), [[x["losses"][number]] * len(mine) for x in noisy], kind))
     norms = [norm_of(found.of_rank("grads", 0)), norm_of(one["grads"]), *(norm_of(x["grads"]) for x in noisy)]
-    rows.append(judge("gradient norm", norms[0], norms[1], norms[2:], dtype))
+    rows.append(judge("gradient norm", norms[0], norms[1], norms[2:], kind))
+    bounds: dict[str, float] = {}  # of gradients
     for what, words in (("grads", "gradient of"), ("params", "after two steps:")):
-        if set(one[what]) != set(found.of_rank(what, 0)):
-            odd = sorted(set(one[what]) ^ set(found.of_rank(what, 0)))
+        everything = [found.of_rank(what, rank) for rank in range(len(found.ranks))]
+        if set(one[what]) != set(everything[0]):
+            odd = sorted(set(one[what]) ^ set(everything[0]))
             raise StepError(f"the one process and the ranks have other parameters: {', '.join(odd[:5])}")
         for name, value in one[what].items():
-            yards = [x[what][name] for x in noisy]
-            rows.append(judge(f"{words} {name}", found.of_rank(what, 0)[name], value, yards, dtype))
-            for rank in range(1, len(found.ranks)):
-                if name in found.ranks[rank][f"unlike_{what}"]:
-                    row = judge(f"{words} {name}, rank {rank}", found.ranks[rank][what][name], value, yards, dtype)
-                    rows += [] if row.ok else [row]
-    tokens, where = _tokens(found, dtype)
+            ranks = [r for r, rank in enumerate(found.ranks) if r == 0 or name in rank[f"unlike_{what}"]]
+            values = [value, *(x[what][name] for x in noisy), *(everything[r][name] for r in ranks)]
+            if what == "params":
+                grads = [one["grads"][name], found.of_rank("grads", 0)[name], *(x["grads"][name] for x in noisy)]
+                values = _determined(values, grads, bounds.get(name, 0.0))
+            for rank, mine in zip(ranks, values[1 + len(noisy) :], strict=True):
+                title = f"{words} {name}" + f", rank {rank}" * bool(rank)
+                row = judge(title, mine, values[0], values[1 : 1 + len(noisy)], kind)
+                bounds.setdefault(name, row.max_bound)
+                rows += [] if rank and row.ok else [row]
+    tokens, where = _tokens(found, kind)
     return rows + tokens, where
+
+
+def _determined(values: list[Any], grads: list[Any], bound: float) -> list[Any]:
+    """Parameters, weighed by the size of their gradients: optimizers such as Adam make steps of one size of all of
+    them, and so steps of rounding errors where a gradient is little more. Values without any gradient count in full.
+
+    Args:
+        grads: of the one process, then of all others.
+    """
+    if any(grad is None for grad in grads) or any(x.shape != grads[0].shape for x in (*grads, *values)):
+        return values
+    size = grads[0].double().abs()
+    weight = torch.where(size > _CLEAR * bound, size / size.max().clamp(min=1e-300), 0.0)
+    weight[torch.stack([grad == 0 for grad in grads]).all(0)] = 1.0
+    return [x.double() * weight for x in values]
 
 
 def _tokens(found: Measured, dtype: torch.dtype) -> tuple[list[Row], str]:

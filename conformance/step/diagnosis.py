@@ -205,7 +205,7 @@ def _clipped_apart(found: Any) -> Finding | None:
     norms = [norm_of(found.of_rank("grads", rank)) for rank in range(len(found.ranks))]
     first = found.of_rank("grads", 0)
     for rank in range(1, len(found.ranks)):
-        weights, left = weighed(
+        _, left = weighed(
             {n: x for n, x in found.of_rank("grads", rank).items() if x is not None},
             [{n: x for n, x in first.items() if x is not None}],
         )
@@ -222,11 +222,13 @@ def _of_loss(found: Any, loss: str, dtype: torch.dtype) -> list[Finding]:
         return []
     mine, one = [rank["losses"][0] for rank in found.ranks], found.one["losses"][0]
     total, tiny = sum(mine), 0.001 * abs(one)
-    if loss == "mean" and abs(total - one) <= tiny:
-        return [Finding("factor", "gradients are right, but step returns each rank's share of the loss: sum it, or say loss='sum'")]
-    if loss == "mean" and abs(total / len(mine) - one) <= tiny:
-        return [Finding("mean-per-rank", "gradients are right, but step returns each rank's own mean; average it over the ranks")]
     factor = (total if loss == "sum" else mine[0]) / one if one else float("nan")
-    if _meaning(factor, found):
-        return [Finding("factor", f"gradients are right, but the loss is off by the factor {factor:.4g}{_meaning(factor, found)}")]
+    if all(abs(x - one) <= tiny for x in mine):
+        return []
+    if loss == "mean" and abs(total - one) <= tiny:
+        return [Finding("factor", "gradients are right, but step returns each rank's share of the loss")]
+    if loss == "mean" and abs(total / len(mine) - one) <= tiny:
+        return [Finding("mean-per-rank", "gradients are right, but step returns each rank's own mean of the loss")]
+    if meaning := _meaning(factor, found):
+        return [Finding("factor", f"gradients are right, but the loss is off by the factor {factor:.4g}{meaning}")]
     return []

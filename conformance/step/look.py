@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -97,7 +98,7 @@ class Look(TorchFunctionMode):
             each = func(given["input"].detach().float(), target, ignore_index=ignored, reduction="none")
         box: dict[str, Any] = {"counted": (target != ignored).cpu(), "how": given.get("reduction", "mean")}
         if out.requires_grad:
-            out.register_hook(lambda grad: box.setdefault("grad", grad.detach().double().cpu()))
+            out.register_hook(partial(_keep, box))
         shown = {"forward": max(self._forward, 0), "targets": target.cpu(), "each": each.double().cpu(), "box": box}
         self._losses.append(shown)
 
@@ -165,6 +166,10 @@ def _weights_of(box: dict[str, Any]) -> torch.Tensor | None:
     if box["how"] == "none":
         return torch.where(counted, grad, 0.0)
     return counted.double() * grad / (counted.sum().clamp(min=1) if box["how"] == "mean" else 1)
+
+
+def _keep(box: dict[str, Any], grad: torch.Tensor) -> None:
+    box.setdefault("grad", grad.detach().double().cpu())
 
 
 def _closed(loss: dict[str, Any]) -> dict[str, Any]:

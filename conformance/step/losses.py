@@ -39,7 +39,7 @@ def of_losses(found: Any, dtype: torch.dtype) -> LossEvidence:
             continue
         which = f"call {number + 1} of cross_entropy: " * (len(ones) > 1)
         evidence = _of_labels(mine, one, places, which)
-        if evidence.findings:
+        if evidence.findings or evidence.first:
             return evidence
         factors.append(_weights(mine, one, places))
     return _of_weights(factors) or evidence
@@ -61,16 +61,13 @@ def _of_labels(mine: list[Any], one: Any, places: Any, which: str) -> LossEviden
         at = int(np.flatnonzero(differ)[np.argmin(key[differ])])
         first = f"{which}the label of {describe(int(key[at]))}, on rank {rank[at]}, is {int(got[at])}, in one process "
         first += str(int(expected[at]))
-        more = (counts & ~should).numpy()
-        if (differ <= more).all():  # labels are only wrong where nothing should count
-            return LossEvidence([Finding("padding", f"{which}{int(more.sum())} tokens count that have no label")], first)
-        share = differ.sum() / max(len(differ), 1)
-        at_ends = _at_ends(key[differ], rank[differ], key, rank)
-        if at_ends or share < 0.5:
-            text = f"{which}{int(differ.sum())} labels are wrong, all where a slice has no next token"
-            text = text if at_ends else f"{which}{int(differ.sum())} labels are wrong"
-            return LossEvidence([Finding("labels", text)], first)
-        return LossEvidence([], first)
+        more, both = (counts & ~should).numpy(), (counts & should).numpy()
+        ends = _at_ends(key[differ], rank[differ], key, rank)
+        if not (differ & both).any() and (more.any() or not ends):  # labels are right where both count
+            text = f"{which}{int(more.sum())} tokens count that have no label, {lost} do not count that have one"
+            return LossEvidence([Finding("padding", text)], first)
+        text = f"{which}{int(differ.sum())} labels are wrong, all where a slice or document ends"
+        return LossEvidence([Finding("labels", text)] if ends else [], first)
     missing = _missing(key, places, one)
     if missing or lost:
         text = f"{which}{missing or lost} tokens that have a label have no loss: the last of their slices"
@@ -107,20 +104,22 @@ def _missing(key: np.ndarray, places: Any, one: Any) -> int:
 
 
 def _at_ends(wrong: np.ndarray, ranks: np.ndarray, key: np.ndarray, rank: np.ndarray) -> bool:
-    """Whether the wrong tokens' next (or next but one ...) tokens lie elsewhere, on another rank or in another piece."""
-    here = {(int(k), int(r)) for k, r in zip(key, rank, strict=True)}
-    return all((int(k) + 1, int(r)) not in here or (int(k) + 2, int(r)) not in here for k, r in zip(wrong, ranks, strict=True))
+    """Whether the wrong tokens' next tokens, one or two behind them, lie elsewhere."""
+    here = set(zip(key.tolist(), rank.tolist(), strict=True))
+    each = zip(wrong.tolist(), ranks.tolist(), strict=True)
+    return all((k + 1, r) not in here or (k + 2, r) not in here for k, r in each)
 
 
 def _weights(mine: list[Any], one: Any, places: Any) -> list[float]:
     """By rank, how much its tokens weigh, relative to the same tokens in one process; NaN where it has none."""
     if one["weights"] is None or any(m["weights"] is None for m in mine):
         return []
-    beside = places.together([m["weights"].expand(m["targets"].shape) for m in mine], one["weights"].expand(one["targets"].shape))
+    expected = one["weights"].expand(one["targets"].shape)
+    beside = places.together([m["weights"].expand(m["targets"].shape) for m in mine], expected)
     if beside is None:
         return []
     got, index, rank, _ = beside
-    expected = one["weights"].expand(one["targets"].shape).reshape(-1)[index]
+    expected = expected.reshape(-1)[index]
     found = []
     for number in range(len(mine)):
         there = torch.from_numpy(rank == number) & (expected != 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -157,17 +156,14 @@ def _resolved(given: Any) -> Any:
 
 
 def _parts(built: Any) -> tuple[torch.nn.Module, Callable[[Any], Any], Any]:
-    parts = built if isinstance(built, tuple) else (built,)
-    if len(parts) not in (2, 3) or not isinstance(parts[0], torch.nn.Module) or not callable(parts[1]):
-        raise StepError(
-            f"build returned {tuple(type(part).__name__ for part in parts)}; it must return (model, step) or (model, "
-            "step, optimizer)"
-        )
-    if len(parts) == 3 and not hasattr(parts[2], "register_step_pre_hook"):
-        raise StepError(f"build returned a {type(parts[2]).__name__} as optimizer; it must be a torch.optim.Optimizer")
-    if len(inspect.signature(parts[1]).parameters) < 1:
-        raise StepError("step takes no argument; it must take the batch")
-    return (*parts, None)[:3]  # type: ignore[return-value]
+    given = built if isinstance(built, tuple) else (built,)
+    model, step, optimizer = (*given, None, None)[:3]
+    if len(given) > 3 or not isinstance(model, torch.nn.Module) or not callable(step):
+        kinds = ", ".join(type(part).__name__ for part in given)
+        raise StepError(f"build returned {kinds}; it must return (model, step) or (model, step, optimizer)")
+    if optimizer is not None and not hasattr(optimizer, "register_step_pre_hook"):
+        raise StepError(f"build returned a {type(optimizer).__name__} as optimizer; it must be a torch.optim.Optimizer")
+    return model, step, optimizer
 
 
 def plain_name(name: str) -> str:

@@ -71,7 +71,8 @@ class StepReport:
         return tuple(finding.cause for finding in self.findings)
 
     def __str__(self) -> str:
-        out = Console(file=io.StringIO(), width=110, color_system=None)
+        text = io.StringIO()
+        out = Console(file=text, width=110, color_system=None)
         said = "right" if self.right else "WRONG"
         table = Table(title=f"step over {self.title}: {said}", box=box.SIMPLE_HEAD, title_justify="left")
         table.add_column("", no_wrap=True)
@@ -87,7 +88,8 @@ class StepReport:
             lines += [f"first difference: {self.first}"] if self.first else []
             if not self.findings:
                 lines.append(f"no known signature; {_PAGE}#what-has-no-signature says how to go on")
-        return "\n".join(line.rstrip() for line in out.file.getvalue().splitlines() if line.strip()) + "\n" + "\n".join(lines)  # type: ignore[attr-defined]
+        shown = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+        return "\n".join([*shown, *lines])
 
     def _shown(self) -> list[Row]:
         """Losses and norm; of gradients and parameters those that are wrong, or the worst."""

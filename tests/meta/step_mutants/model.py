@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import cp_fast
 from cp_ref import dense_attention
 
-__all__ = ["LENGTHS", "GPT", "Shape", "batch_of", "build_of"]
+__all__ = ["GPT", "LENGTHS", "Shape", "batch_of", "build_of"]
 
 LENGTHS = (24, 9, 40, 15, 24, 8)  # of packed documents
 WORDS, HEADS, DIM = 31, 4, 8
@@ -95,7 +95,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(shape)
         self.conv = Conv() if shape.conv else None
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor, positions: Tensor, attend: Any, previous: Any) -> Tensor:
@@ -117,7 +119,9 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         self.noise = shape.noise
 
-    def forward(self, ids: Tensor, positions: Tensor, attends: list[Any], previous: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, ids: Tensor, positions: Tensor, attends: list[Any], previous: Any
+    ) -> tuple[Tensor, Tensor | None]:
         x = self.embed(ids)
         if self.wpe is not None:
             x = x + self.wpe(positions)
@@ -168,7 +172,8 @@ def alone(batch: dict[str, Tensor], shape: Shape) -> tuple[Any, ...]:
         sink: dict[str, Any] = {} if sinks is None else {"softmax_type": "learnable", "softmax_offset": sinks}
         return dense_attention(q, k, v, **how, **sink)[0].to(q.dtype)
 
-    positions = torch.cat([torch.arange(n) for n in lengths]) if packed else torch.arange(32).expand(len(lengths), -1)
+    inside = [torch.arange(n) for n in lengths.tolist()]
+    positions = torch.cat(inside) if packed else torch.arange(32).expand(len(lengths), -1)
     labels = [shifted(batch["ids"].masked_fill(~batch["learnt"], -100), lengths, packed, by) for by in (1, 2)]
     return batch["ids"], positions, attend, previous_of(lengths, packed), *labels
 
@@ -179,16 +184,22 @@ def spread(batch: dict[str, Tensor], shape: Shape, cp: Any, bug: str) -> tuple[A
     cu = F.pad(lengths.cumsum(0), (1, 0)).int()
     mask = ("causal" if causal else "no_mask") if packed else ("padding_causal" if causal else "padding")
     form: dict[str, Any] = {"cp": cp, "qkv_format": "thd" if packed else "bshd"}
-    sizes: dict[str, Any] = {"heads_q": HEADS, "heads_kv": HEADS, "d_qk": DIM, "d_v": DIM, "dtype": shape.dtype, "device": "cpu"}
+    sizes: dict[str, Any] = {
+        "heads_q": HEADS,
+        "heads_kv": HEADS,
+        "d_qk": DIM,
+        "d_v": DIM,
+        "dtype": shape.dtype,
+        "device": "cpu",
+    }
     if not packed:
         sizes |= {"seqlen_q": 32, "batch_size": len(lengths)}
     sinks_too: dict[str, Any] = {"softmax_type": "learnable"} if shape.sinks else {}
-    if bug == "documents see each other":
-        cu_plan = torch.tensor([0, int(lengths.sum())], dtype=torch.int32)
-    else:
-        cu_plan = cu
+    cu_plan = torch.tensor([0, int(lengths.sum())], dtype=torch.int32) if bug == "documents see each other" else cu
     window = (5, 0) if bug == "window over ranks alone" else (-1, -1)
-    plan = cp_fast.make_plan(**form, **sizes, **sinks_too, attn_mask_type=mask, cu_seqlens_q=cu_plan, window_size=window)
+    plan = cp_fast.make_plan(
+        **form, **sizes, **sinks_too, attn_mask_type=mask, cu_seqlens_q=cu_plan, window_size=window
+    )
     cut: dict[str, Any] = {"cp": cp, "plan": plan}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -257,7 +268,7 @@ def build_of(cp: Any, shape: Shape, bug: str = "") -> Any:
     torch.manual_seed(0)
     model = GPT(shape).to(shape.dtype)
     if bug == "a frozen parameter" and cp is not None:
-        model.blocks[0].norm.weight.requires_grad_(False)
+        next(model.blocks[0].parameters()).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if shape.optimizer else None
     size, world = (1 if cp is None else cp.size), dist.get_world_size()
     dp_rank, dp_size = dist.get_rank() // size, world // size
@@ -282,7 +293,9 @@ def build_of(cp: Any, shape: Shape, bug: str = "") -> Any:
             if bug == "mean of each micro-batch" and cp is not None:
                 loss = losses.sum() / (first != -100).sum() / shape.accumulate
             if second is not None:
-                loss = loss + F.cross_entropy(second.flatten(0, -2), labels[1].flatten(), reduction="sum") / second_count
+                loss = (
+                    loss + F.cross_entropy(second.flatten(0, -2), labels[1].flatten(), reduction="sum") / second_count
+                )
             loss = _mistaken(loss, bug, world if cp is not None else 1, shape)
             loss.backward()
             total += loss.detach()
@@ -318,7 +331,9 @@ def _reduce(model: nn.Module, bug: str, cp: Any) -> None:
         dist.all_reduce(weight.grad, group=group)
         if bug == "gradients averaged":
             weight.grad /= dist.get_world_size()
-        if (bug == "tied weights reduced twice" and name == "embed.weight") or (bug == "sinks reduced twice" and "sinks" in name):
+        if (bug == "tied weights reduced twice" and name == "embed.weight") or (
+            bug == "sinks reduced twice" and "sinks" in name
+        ):
             dist.all_reduce(weight.grad)
 
 
@@ -329,7 +344,9 @@ def _clip_early(model: nn.Module, shape: Shape, bug: str) -> None:
 
 def _clip(model: nn.Module, shape: Shape, bug: str, cp: Any) -> None:
     if bug == "clipped by the rank's norm" and cp is not None:
-        local = torch.stack([w.grad.chunk(cp.size)[-1 if cp.rank else 0].norm() for w in model.parameters() if w.grad is not None]).norm()
+        local = torch.stack(
+            [w.grad.chunk(cp.size)[-1 if cp.rank else 0].norm() for w in model.parameters() if w.grad is not None]
+        ).norm()
         local = local * (1 + cp.rank)  # another part of the weights on each rank, as in a sharded optimizer
         for weight in model.parameters():
             if weight.grad is not None:
