@@ -16,7 +16,7 @@ __all__ = ["Seen", "context", "watched_attention"]
 Seen = Callable[[Problem, Any], None]
 
 
-def context(group: Any, cp_comm_type: str, layout: str) -> cp_fast.ContextParallel:
+def context(group: Any, cp_comm_type: Any, layout: Any) -> cp_fast.ContextParallel:
     """`cp_fast.ContextParallel` of a ProcessGroup, or of a pair of them for "a2a+p2p"."""
     return cp_fast.ContextParallel(group, cp_comm_type, layout=layout)
 
