@@ -1,32 +1,20 @@
-"""The names of `cp_ref` that debug, as `cp_fast` has them: looked up when they are asked for.
-
-Nothing of the fast path is computed by them. They are the oracle, the simulated group and the recorder of `cp_ref`, so
-that a debugging session needs one import.
-"""
+"""`trace`, as `cp_fast` has it: that of `cp_ref`, which must not end empty."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
-__all__ = ["OF_THE_REFERENCE", "of_the_reference", "trace"]
+if TYPE_CHECKING:
+    from cp_ref.tracing import Trace
 
-OF_THE_REFERENCE = ("SimGroup", "Trace", "compare", "dense_attention")
-
-
-def of_the_reference(name: str) -> Any:
-    """One of these objects of `cp_ref`, which is imported now.
-
-    >>> of_the_reference("SimGroup")(2).run(lambda member: member.rank)
-    [0, 1]
-    """
-    return getattr(importlib.import_module("cp_ref"), name)
+__all__ = ["trace"]
 
 
 @contextmanager
-def trace(call: int = 0) -> Generator[Any]:
+def trace(call: int = 0) -> Generator[Trace]:
     """Record every intermediate of one `cp_ref.attention` call in this block, as `cp_ref.trace` does.
 
     `cp_fast.attention` keeps no intermediates, so the block must call `cp_ref.attention`: write
@@ -48,7 +36,7 @@ def trace(call: int = 0) -> Generator[Any]:
     RuntimeError: trace(call=0) recorded nothing: the block made no such call of cp_ref.attention; a trace records \
 cp_ref, so write 'import cp_ref as cp' where the model has 'import cp_fast as cp'
     """
-    with of_the_reference("trace")(call) as recorded:
+    with importlib.import_module("cp_ref").trace(call) as recorded:
         yield recorded
     if not len(recorded):
         raise RuntimeError(

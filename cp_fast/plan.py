@@ -164,9 +164,6 @@ class Plan(OfThisProcess, plans.Plan):
         for name in ("schedule", "position_ids"):
             self.__dict__.pop(name, None)
 
-    def __str__(self) -> str:
-        return f"{self.problem}\n{self.schedule}"
-
 
 @implements(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:

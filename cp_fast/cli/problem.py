@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from typer import Option
 
 import cp_fast
-from cp_ref.common import plans
 from cp_ref.common.cli.options import ProblemOptions
 from cp_ref.spec import PaperGroup, Problem, Schedule
 
@@ -50,6 +49,8 @@ def problem_of(request: Request) -> Problem:
     Raises:
         ValueError, TypeError: naming what is wrong.
     """
+    from cp_ref.common import plans  # which imports PyTorch: --help does without
+
     agreement, _ = plans.read_plan_arguments(plans.make_plan.bind(_arguments(request)), cp_fast.ContextParallel)
     return agreement.problem
 

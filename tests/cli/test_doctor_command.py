@@ -14,7 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from cp_fast.backends import BACKENDS
-from cp_fast.cli import app, doctor
+from cp_fast.cli import app
+from cp_fast.cli.doctor import doctor
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"})

@@ -201,6 +201,7 @@ def test_an_updated_plan_is_a_fresh_plan(case: Case) -> None:
         assert_padding_is_harmless(plan)
         got, fresh = results(case, cp, plan), case.plan(cp, case.second, **case.room)
         assert_same_bits(got, results(case, cp, fresh))
+        assert (plan.problem, str(plan.schedule)) == (fresh.problem, str(fresh.schedule))
         assert str(plan) == str(fresh)
         plain = case.plan(cp, case.second)
         rows = {"q": fresh.room.rows_q, "kv": fresh.room.rows_kv} if fresh.room is not None else {}
