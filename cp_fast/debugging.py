@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from cp_ref.tracing import Trace
 
 __all__ = ["trace"]
 
 
 @contextmanager
-def trace(call: int = 0) -> Generator[Trace]:
+def trace(call: int = 0) -> Generator[Any]:
     """Record every intermediate of one `cp_ref.attention` call in this block, as `cp_ref.trace` does.
 
     `cp_fast.attention` keeps no intermediates, so the block must call `cp_ref.attention`: write
