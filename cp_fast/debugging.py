@@ -7,7 +7,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-
 __all__ = ["trace"]
 
 
