@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from cp_fast.context import ContextParallel
+from cp_fast.integrations.laid_out import laid_out
 from cp_fast.integrations.ranks import check_holds, groups_of
 from cp_fast.integrations.token_rows import Digests, TokenRows, digests, read_rows
 from cp_fast.thd import pad_thd_sequences_for_cp
@@ -26,7 +27,7 @@ __all__ = ["CpBatch", "shard_batch"]
 class CpBatch:
     """The sequences of a batch, for every layer's attention: `shard_batch` makes it."""
 
-    cp: ContextParallel
+    cp: ContextParallel  # for this batch: its layout is a table where that of the given one is "balanced"
     qkv_format: str
     cu_seqlens: torch.Tensor | None = None  # global; None: all sequences are full
     cu_seqlens_padded: torch.Tensor | None = None  # packed batches
@@ -60,7 +61,8 @@ def shard_batch(
             attention_mask [b, s]: 1 for tokens, 0 for padding behind them.
             labels [b, s]: one for each token, -100 where nothing is to be learnt.
             All are of integer dtypes.
-        cp: the group, the schedule and the layout.
+        cp: the group, the schedule and the layout. "balanced" shares documents, and rows with padding, out by the work
+            that they make under a causal mask.
         pad_token_id: what lengths are filled up with until they divide.
         shift_labels: whether a token learns the label of the token behind it, as causal language models do: these take
             labels that are equal to input_ids, and shift them. False: a token learns its own label, as in masked
@@ -98,7 +100,8 @@ def shard_batch(
 
     rows, count = _agreed(cp, over, read)
     targets = torch.full_like(rows.ids, -100) if rows.targets is None else rows.targets
-    ids, targets, positions, sequences = (_packed if rows.packed else _padded)(rows, targets, cp, pad_token_id)
+    cut = _balanced if cp.layout == "balanced" else _packed if rows.packed else _padded
+    ids, targets, positions, sequences = cut(rows, targets, cp, pad_token_id)
     made: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "cp_batch": sequences}
     if rows.targets is not None:
         made |= {"labels": targets, "num_items_in_batch": torch.tensor(count, device=targets.device)}
@@ -162,3 +165,21 @@ def _padded(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_tok
     positions = positions_of(cp=cp, seqlen=ids.shape[1], device=ids.device).expand(len(ids), -1)
     sequences = CpBatch(cp, "bshd", None if full else rows.cu_seqlens)
     return shard(ids, cp=cp), shard(targets, cp=cp), positions, sequences
+
+
+def _balanced(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_token_id: int) -> Parts:
+    """Rows of any lengths; only all of them together have to divide."""
+    missing = -rows.ids.shape[1] % cp.size
+    ids, targets = F.pad(rows.ids, (0, missing), value=pad_token_id), F.pad(targets, (0, missing), value=-100)
+    if rows.packed:
+        cu_padded = rows.cu_seqlens.clone()
+        cu_padded[-1] += missing
+        laid = laid_out(cp, "thd", rows.cu_seqlens, cu_padded)
+        sequences = CpBatch(laid.cp, "thd", rows.cu_seqlens, cu_padded)
+        parts = (shard(x[0], cp=cp, plan=laid)[None] for x in (ids, targets))
+    else:
+        laid = laid_out(cp, "bshd", rows.cu_seqlens, seqlen=ids.shape[1])
+        sequences = CpBatch(laid.cp, "bshd", rows.cu_seqlens)
+        parts = (shard(x, cp=cp, plan=laid) for x in (ids, targets))
+    positions = positions_of(cp=cp, plan=laid, device=ids.device)
+    return *parts, positions[None] if rows.packed else positions, sequences

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar, Self, cast
 
 from cp_ref.common.processes import as_group, during
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, CPCommType, Layout, OffsetGrad, check_choice
+from cp_ref.spec.layout import read_layout
 
 __all__ = ["ContextParallel"]
 
@@ -68,6 +69,16 @@ class ContextParallel:
         row = getattr(self.comm, "a2a", self.comm)
         self.a2a_size: int = {"a2a": self.size, "a2a+p2p": row.size}.get(self.cp_comm_type, 1)
 
+    def holding(self, table: Any) -> Self:
+        """This context for the calls of one batch, whose rows the ranks hold by a table: see `make_plan(layout=)`.
+
+        `attention` without a plan takes it; `shard` and the like take a plan. The group and what is kept for it are the
+        same.
+        """
+        made = replace(self)
+        cast(Any, made).layout = read_layout(table)
+        return made
+
     def alone(self, what: str) -> AbstractContextManager[None]:
         """While a call is made on the group: a PeerError says what was called."""
         return during(what)
@@ -79,7 +90,8 @@ class ContextParallel:
         return self
 
     def __repr__(self) -> str:
+        layout = repr(self.layout) if isinstance(self.layout, str) else "a table"
         return (
             f"ContextParallel(rank {self.rank} of {self.size}, cp_comm_type={self.cp_comm_type!r}, "
-            f"layout={self.layout!r}, backend={self.backend!r})"
+            f"layout={layout}, backend={self.backend!r})"
         )

@@ -18,7 +18,7 @@ from cp_ref.spec.gathering import agreed_cut
 from cp_ref.spec.given import AXES, check_placements, local_part, one_a_head
 from cp_ref.spec.given_areas import AreaRow, areas_of_rows
 from cp_ref.spec.group import Group, PaperGroup, Parcel, Pending, agree, read_together, tell
-from cp_ref.spec.layout import divisor, slice_rows
+from cp_ref.spec.layout import divisor, slice_rows, table_of
 from cp_ref.spec.mask import Band
 from cp_ref.spec.overlap import check_apart
 from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
@@ -162,6 +162,7 @@ __all__ = [
     "sequences_of",
     "slice_axis",
     "slice_rows",
+    "table_of",
     "tag",
     "tell",
     "tile_pairs",

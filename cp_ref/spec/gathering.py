@@ -19,7 +19,7 @@ class Gathering:
 
     x: tuple[tuple[int, ...], str]
     qkv_format: str
-    layout: str
+    layout: object  # a name, or a table
     seqlen: int | None
     cu_seqlens_padded: tuple[int, ...] | None
     problem: str | None  # the plan's

@@ -168,10 +168,11 @@ def _packed(fragments: Fragments, rows: int, total: int, cp_size: int, count: in
     return Cut(fragments, cp_size, "thd", size, max(rows, -(-count // cp_size)))
 
 
-def check_known(layout: str) -> None:
+def check_known(layout: Any) -> None:
     """Raise ValueError for a layout that the lengths alone do not decide."""
-    if layout == "balanced":
-        raise ValueError("plan is None, but layout 'balanced' is known to a plan alone; give plan=make_plan(...)")
+    if layout not in ("dual_chunk", "contiguous"):
+        named = "'balanced'" if isinstance(layout, str) else "of a table"
+        raise ValueError(f"plan is None, but layout {named} is known to a plan alone; give plan=make_plan(...)")
 
 
 def sequences_of(cut: Cut, plan: Any, cu_seqlens_padded: Any) -> Column:
