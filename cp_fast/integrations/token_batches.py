@@ -176,10 +176,10 @@ def _balanced(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_t
         cu_padded[-1] += missing
         laid = laid_out(cp, "thd", rows.cu_seqlens, cu_padded)
         sequences = CpBatch(laid.cp, "thd", rows.cu_seqlens, cu_padded)
-        parts = (shard(x[0], cp=cp, plan=laid)[None] for x in (ids, targets))
+        ids, targets = (shard(x[0], cp=cp, plan=laid)[None] for x in (ids, targets))
     else:
         laid = laid_out(cp, "bshd", rows.cu_seqlens, seqlen=ids.shape[1])
         sequences = CpBatch(laid.cp, "bshd", rows.cu_seqlens)
-        parts = (shard(x, cp=cp, plan=laid) for x in (ids, targets))
+        ids, targets = (shard(x, cp=cp, plan=laid) for x in (ids, targets))
     positions = positions_of(cp=cp, plan=laid, device=ids.device)
-    return *parts, positions[None] if rows.packed else positions, sequences
+    return ids, targets, positions[None] if rows.packed else positions, sequences

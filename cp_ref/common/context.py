@@ -90,8 +90,9 @@ class ContextParallel:
         return self
 
     def __repr__(self) -> str:
-        layout = repr(self.layout) if isinstance(self.layout, str) else "a table"
+        layout: Any = self.layout
+        named = repr(layout) if isinstance(layout, str) else "a table"
         return (
             f"ContextParallel(rank {self.rank} of {self.size}, cp_comm_type={self.cp_comm_type!r}, "
-            f"layout={layout}, backend={self.backend!r})"
+            f"layout={named}, backend={self.backend!r})"
         )

@@ -106,6 +106,7 @@ def starts_of(slots: Seq[int]) -> Column:
 def table_of(problem: Problem) -> Problem:
     """The same problem, its layout as a table.
 
+    >>> from cp_ref.spec.sequences import Sequences
     >>> even = Problem(2, Sequences([4, 2], [4, 2], [4, 2], [4, 2]), layout="contiguous", qkv_format="thd")
     >>> table_of(even).layout
     ((0, 0, 0, 3), (1, 0, 3, 4), (1, 1, 0, 2))
