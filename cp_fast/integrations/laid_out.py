@@ -27,9 +27,6 @@ class LaidOut(plans.Plan):
     """One batch's rows on all ranks.
 
     `shard`, `unshard`, `roll` and `position_ids` take it as their plan, with the context that it was made for.
-
-    Attributes:
-        cp: the context for `attention` without a plan, whose layout is the table.
     """
 
     def __init__(self, cp: ContextParallel, **lengths: Any) -> None:
@@ -39,7 +36,19 @@ class LaidOut(plans.Plan):
         given |= {"window_size": (-1, -1), "softmax_scale": None, "softcap": 0.0, "softmax_type": "vanilla"}
         self.problem = table_of(read_call(cp, sizes, attn_mask_type="padding_causal", **given))
         self.rank, self.device = cp.rank, torch.device("cpu")
-        self.cp = cp.holding(self.problem.layout)
+        self._contexts: WeakKeyDictionary[ContextParallel, ContextParallel] = WeakKeyDictionary()
+
+    def over(self, cp: ContextParallel) -> ContextParallel:
+        """The context for `attention` without a plan, of layers that have this one: its layout is the table.
+
+        Raises:
+            ValueError: it has another number of ranks.
+        """
+        if cp.size != self.problem.cp_size:
+            raise ValueError(f"the batch was cut for {self.problem.cp_size} ranks, but cp has {cp.size}")
+        if cp not in self._contexts:
+            self._contexts[cp] = cp.holding(self.problem.layout)
+        return self._contexts[cp]
 
 
 _kept: WeakKeyDictionary[ContextParallel, OrderedDict[Any, LaidOut]] = WeakKeyDictionary()

@@ -175,11 +175,11 @@ def _balanced(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_t
         cu_padded = rows.cu_seqlens.clone()
         cu_padded[-1] += missing
         laid = laid_out(cp, "thd", rows.cu_seqlens, cu_padded)
-        sequences = CpBatch(laid.cp, "thd", rows.cu_seqlens, cu_padded)
+        sequences = CpBatch(laid.over(cp), "thd", rows.cu_seqlens, cu_padded)
         ids, targets = (shard(x[0], cp=cp, plan=laid)[None] for x in (ids, targets))
     else:
         laid = laid_out(cp, "bshd", rows.cu_seqlens, seqlen=ids.shape[1])
-        sequences = CpBatch(laid.cp, "bshd", rows.cu_seqlens)
+        sequences = CpBatch(laid.over(cp), "bshd", rows.cu_seqlens)
         ids, targets = (shard(x, cp=cp, plan=laid) for x in (ids, targets))
     positions = positions_of(cp=cp, plan=laid, device=ids.device)
     return ids, targets, positions[None] if rows.packed else positions, sequences

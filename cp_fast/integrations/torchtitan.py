@@ -5,8 +5,8 @@
     cp_titan.apply_cp_to_forward([block.attention.inner_attention for block in model.layers.values()], context)
     inputs, labels, extra_kwargs = cp_titan.prepare_context_parallel_input(inputs, labels, extra_kwargs, context)
 
-Both stand in the place of torchtitan's functions of these names, with a `ContextParallel` for `cp_mesh`. torchtitan
-itself is not imported.
+Both replace torchtitan's functions of these names, with a `ContextParallel` for `cp_mesh`. torchtitan itself is not
+imported.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def attention_forward(
         out, lse = results
         return out_transform(out[None].to(q_BLNH.dtype), lse.transpose(0, 1)[None])
 
-    of_batch = laid_out(cp, "thd", cu_q).cp if cp.layout == "balanced" else cp
+    of_batch = laid_out(cp, "thd", cu_q).over(cp) if cp.layout == "balanced" else cp
     return Asked(q, k, v, of_batch, arguments, give)
 
 
@@ -166,7 +166,7 @@ def _the_same(lengths: list[list[int]]) -> list[int]:
     for rank, theirs in enumerate(lengths):
         if theirs != lengths[0]:
             raise ValueError(
-                f"attention_masks has other documents on rank {rank} than on rank 0; all ranks of a context get the same "
-                "batch whole"
+                f"attention_masks has other documents on rank {rank} than on rank 0; all ranks of a context get the "
+                "same batch whole"
             )
     return lengths[0]

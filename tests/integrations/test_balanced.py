@@ -140,10 +140,12 @@ def test_a_batch_is_laid_out_once() -> None:
         assert laid_out(cp, "thd", lengths.clone()) is found
         assert laid_out(cp, "thd", lengths + torch.tensor([0, 0, 1, 0])) is not found
         assert slice_rows(found.problem, "q") == 24
-        assert str(found.cp).endswith("layout=a table, backend='auto')")
+        laid = found.over(cp)
+        assert found.over(cp) is laid
+        assert str(laid).endswith("layout=a table, backend='auto')")
         with pytest.raises(ValueError, match="layout of a table is known to a plan alone"):
-            cp_fast.shard(torch.zeros(48), cp=found.cp, qkv_format="thd", cu_seqlens_padded=lengths)
-        whole = cp_fast.unshard(cp_fast.shard(torch.arange(48), cp=cp, plan=found), cp=found.cp, plan=found)
+            cp_fast.shard(torch.zeros(48), cp=laid, qkv_format="thd", cu_seqlens_padded=lengths)
+        whole = cp_fast.unshard(cp_fast.shard(torch.arange(48), cp=cp, plan=found), cp=laid, plan=found)
         assert torch.equal(whole, torch.arange(48))
 
     SimGroup(2).run(one)

@@ -146,7 +146,7 @@ def test_a_wrong_batch_on_one_rank_raises_on_all(which: str) -> None:
 
     def one(member: Any) -> str:
         cp = cp_fast.ContextParallel(member)
-        given = spoiled(x, extra) if member.rank else (x, x, extra)
+        given: Any = spoiled(x, extra) if member.rank else (x, x, extra)
         with pytest.raises(ValueError, match=says) as caught:
             ours.prepare_context_parallel_input(*given, cp)
         return str(caught.value)
