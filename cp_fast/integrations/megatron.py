@@ -5,9 +5,9 @@
     spec = use_cp_fast(get_gpt_layer_local_spec())  # or CoreAttention in a specification of your own
 
 A layer's settings are read where Megatron keeps them: sizes, softmax_type, windows and cp_comm_type in the
-TransformerConfig, groups in the ProcessGroupCollection, the lengths of packed batches in PackedSeqParams. Megatron's own
-get_batch_on_this_cp_rank cuts batches; the function of this name here cuts packed ones in layout "balanced". Needs
-megatron-core.
+TransformerConfig, groups in the ProcessGroupCollection, the lengths of packed batches in PackedSeqParams.
+Megatron's own get_batch_on_this_cp_rank cuts batches; the function of this name here cuts packed ones in layout
+"balanced". Needs megatron-core.
 """
 
 # pyright: reportMissingImports=false
