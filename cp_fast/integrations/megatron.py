@@ -22,6 +22,7 @@ import torch
 
 from cp_fast.context import ContextParallel
 from cp_fast.integrations.drop_in import Asked, drop_in
+from cp_fast.integrations.megatron_balanced import balanced_batch, self_attention
 from cp_fast.integrations.planned import context_for, refuse
 from cp_ref.spec import PaperGroup
 
@@ -38,13 +39,11 @@ def use_cp_fast(spec: Any) -> Any:
     """
     from megatron.core.transformer.attention import SelfAttention
 
-    from cp_fast.integrations.megatron_balanced import BalancedSelfAttention
-
     changed = copy.deepcopy(spec)
     attention = changed.submodules.self_attention
     attention.submodules.core_attention = CoreAttention
     if attention.module is SelfAttention:
-        attention.module = BalancedSelfAttention
+        attention.module = self_attention()
     return changed
 
 
@@ -68,8 +67,6 @@ def get_batch_on_this_cp_rank(
         ValueError, TypeError: another format or shape, t does not divide, or keys have other lengths than queries; here
         or on another rank. ValueError: the ranks have other lengths.
     """
-    from cp_fast.integrations.megatron_balanced import balanced_batch
-
     return balanced_batch(batch, packed_seq_params, cp_group)
 
 

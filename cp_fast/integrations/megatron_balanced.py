@@ -1,8 +1,7 @@
 """Megatron-LM with layout "balanced": packed batches whose documents lie where they balance the work.
 
-Megatron cuts every document in 2 * cp_size chunks, and its rotary embedding counts on it. `BalancedSelfAttention` hands
-on the embedding of the rows that this rank really has. Imports megatron-core: `cp_fast.integrations.megatron` imports
-this module when it is needed.
+Megatron cuts every document in 2 * cp_size chunks, and its rotary embedding expects that. The self attention here is
+given the embedding of the rows that this rank really has.
 """
 
 # pyright: reportMissingImports=false
@@ -11,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention import SelfAttention
 
 from cp_fast.integrations.laid_out import LaidOut, laid_out
 from cp_fast.integrations.planned import context_for, lengths_on_host, refuse
@@ -24,62 +21,65 @@ from cp_ref.common.slices import position_ids, shard
 from cp_ref.common.together import together
 from cp_ref.spec.values import kind_of
 
-__all__ = ["BalancedSelfAttention", "LaidOutSeqParams", "balanced_batch"]
+__all__ = ["balanced_batch", "self_attention", "seq_params"]
 
 
-@dataclass
-class LaidOutSeqParams(PackedSeqParams):
-    """A packed batch that is laid out by a table.
+@cache
+def seq_params() -> type[Any]:
+    """Megatron's PackedSeqParams, of a batch that is laid out by a table."""
+    from megatron.core.packed_seq_params import PackedSeqParams
 
-    Attributes:
-        laid_out: who holds which rows.
-        position_ids, rows: of this rank's rows, int64 [t/cp]: inside each document, and in the whole batch.
+    @dataclass
+    class LaidOutSeqParams(PackedSeqParams):
+        """Adds who holds which rows; and of this rank's rows, int64 [t/cp], the places in documents and in the batch."""
+
+        laid_out: LaidOut | None = None
+        position_ids: torch.Tensor | None = None
+        rows: torch.Tensor | None = None
+
+    return LaidOutSeqParams
+
+
+@cache
+def self_attention() -> type[torch.nn.Module]:
+    """Megatron's SelfAttention, for batches of any layout.
+
+    It raises NotImplementedError for multi-token prediction, inference and positions of several axes, of a batch that
+    is laid out by a table: Megatron cuts these as for "dual_chunk".
     """
+    from megatron.core.transformer.attention import SelfAttention
 
-    laid_out: LaidOut | None = None
-    position_ids: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
+    class BalancedSelfAttention(SelfAttention):
+        def forward(
+            self,
+            hidden_states: torch.Tensor,
+            attention_mask: Any,
+            key_value_states: torch.Tensor | None = None,
+            inference_context: Any = None,
+            rotary_pos_emb: Any = None,
+            *more: Any,
+            packed_seq_params: Any = None,
+            **others: Any,
+        ) -> Any:
+            if isinstance(packed_seq_params, seq_params()):
+                config = self.config
+                refused = {"mtp_num_layers": config.mtp_num_layers, "mrope_section": config.mrope_section}
+                refuse("layout 'balanced'", inference_context=inference_context, **refused)
+                both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+                if rotary_pos_emb is not None:
+                    rotary_pos_emb = tuple(_of_rows(x, packed_seq_params) for x in both)
+                # to Megatron it is one sequence [t/cp, 1, h, d]
+                packed_seq_params = replace(packed_seq_params, qkv_format="sbhd")
+            given = hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, *more
+            return super().forward(*given, packed_seq_params=packed_seq_params, **others)
 
-
-class BalancedSelfAttention(SelfAttention):
-    """Megatron's self attention, for batches of any layout.
-
-    Raises:
-        NotImplementedError: multi-token prediction, inference or positions of several axes, of a batch that is laid out
-        by a table: Megatron cuts these as for "dual_chunk".
-    """
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: Any,
-        key_value_states: torch.Tensor | None = None,
-        inference_context: Any = None,
-        rotary_pos_emb: Any = None,
-        *more: Any,
-        packed_seq_params: Any = None,
-        **others: Any,
-    ) -> Any:
-        if isinstance(packed_seq_params, LaidOutSeqParams):
-            config = self.config
-            refused = {"mtp_num_layers": config.mtp_num_layers, "mrope_section": config.mrope_section}
-            refuse("layout 'balanced'", inference_context=inference_context, **refused)
-            both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-            if rotary_pos_emb is not None:
-                rotary_pos_emb = tuple(_of_rows(x, packed_seq_params) for x in both)
-            packed_seq_params = replace(
-                packed_seq_params, qkv_format="sbhd"
-            )  # to Megatron one sequence [t/cp, 1, h, d]
-        given = hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, *more
-        return super().forward(*given, packed_seq_params=packed_seq_params, **others)
+    return BalancedSelfAttention
 
 
-def _of_rows(embedding: torch.Tensor | None, packed: LaidOutSeqParams) -> torch.Tensor | None:
+def _of_rows(embedding: torch.Tensor | None, packed: Any) -> torch.Tensor | None:
     """An embedding [s, 1, 1, d] of positions, or of all rows of the batch, as that of this rank's rows."""
     if embedding is None:
         return None
-    assert packed.position_ids is not None
-    assert packed.rows is not None
     lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     total, longest = int(lengths[-1]), int(lengths.diff().max())
     if len(embedding) == total:
@@ -92,10 +92,11 @@ def _of_rows(embedding: torch.Tensor | None, packed: LaidOutSeqParams) -> torch.
     return embedding.index_select(0, packed.position_ids.to(embedding.device))
 
 
-def balanced_batch(
-    batch: Mapping[str, Any], packed_seq_params: Any, cp_group: Any
-) -> tuple[dict[str, Any], LaidOutSeqParams]:
+def balanced_batch(batch: Mapping[str, Any], packed_seq_params: Any, cp_group: Any) -> tuple[dict[str, Any], Any]:
     """See `cp_fast.integrations.megatron.get_batch_on_this_cp_rank`."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     group = cp_group or getattr(packed_seq_params, "cp_group", None) or parallel_state.get_context_parallel_group()
     cp = context_for(group, "p2p", layout="balanced")
     with cp.alone("get_batch_on_this_cp_rank"):
@@ -108,11 +109,13 @@ def balanced_batch(
     own |= {"cu_seqlens_q": real, "cu_seqlens_kv": real, "cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
     positions = position_ids(cp=cp, plan=laid, device=device)
     rows = shard(torch.arange(int(padded[-1]), device=device), cp=cp, plan=laid)
-    return local, LaidOutSeqParams(**own, laid_out=laid, position_ids=positions, rows=rows)
+    return local, seq_params()(**own, laid_out=laid, position_ids=positions, rows=rows)
 
 
 def _lengths(batch: Any, packed: Any, cp_size: int) -> list[list[int]]:
-    """Cumulative lengths of the documents, without and with padding, once the batch is seen to have so many tokens."""
+    """Cumulative lengths of the documents, without and with padding; of a batch that has so many tokens."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     if not isinstance(packed, PackedSeqParams) or packed.qkv_format != "thd":
         what = (
             f"has qkv_format {packed.qkv_format!r}" if isinstance(packed, PackedSeqParams) else f"is {kind_of(packed)}"

@@ -148,7 +148,7 @@ def test_a_wrong_batch_on_one_rank_raises_on_all(which: str) -> None:
         cp = cp_fast.ContextParallel(member)
         given: Any = spoiled(x, extra) if member.rank else (x, x, extra)
         with pytest.raises(ValueError, match=says) as caught:
-            ours.prepare_context_parallel_input(*given, cp)
+            ours.prepare_context_parallel_input(given[0], given[1], given[2], cp)
         return str(caught.value)
 
     assert SimGroup(2).run(one)[0].startswith("rank 1 refused its arguments")
