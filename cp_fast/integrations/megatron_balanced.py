@@ -31,7 +31,7 @@ def seq_params() -> type[Any]:
 
     @dataclass
     class LaidOutSeqParams(PackedSeqParams):
-        """Adds who holds which rows; and of this rank's rows, int64 [t/cp], the places in documents and in the batch."""
+        """Adds who holds which rows, and where this rank's rows, int64 [t/cp], lie in documents and in the batch."""
 
         laid_out: LaidOut | None = None
         position_ids: torch.Tensor | None = None

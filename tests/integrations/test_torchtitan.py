@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -206,3 +207,33 @@ def test_what_cannot_be_honoured_is_named() -> None:
             ours.apply_cp_to_forward([torch.nn.Linear(1, 1)], cp)
 
     SimGroup(1).run(one)
+
+
+def switched_on() -> tuple[int, bool]:
+    """The lines of docs/frameworks.md, and what torchtitan then calls with a degree of 2 (without its Trainer)."""
+    import re
+    from pathlib import Path
+    from textwrap import dedent
+    from types import SimpleNamespace
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.models.llama3 import _debugmodel, parallelize
+
+    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    [lines] = re.findall(r"^    import copy, dataclasses.*?(?=^\S)", page, re.DOTALL | re.MULTILINE)
+    trainer = importlib.import_module("torchtitan.trainer")
+    exec(dedent(lines), {"cp_fast": cp_fast, "cp_torchtitan": ours})
+    config = _debugmodel("varlen")
+    config.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig(context_parallel_degree=2)))
+    model, mesh, batch = model_of(), init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), documents(5, 19, 11, 13)
+    parallelize.apply_cp_to_forward(attentions(model), mesh)
+    masks = attention.create_varlen_metadata_for_document(batch["positions"])
+    extra = {"positions": batch["positions"], "attention_masks": masks}
+    given = batch["inputs"], batch["labels"], extra, mesh, torch.device("cpu"), "headtail", None
+    losses = losses_of(model, *trainer.prepare_context_parallel_input(*given))
+    return len(losses), bool(losses.isfinite().all())
+
+
+def test_the_degree_of_its_configuration_can_switch_it_on(four: Processes) -> None:
+    assert four.run(switched_on) == [(12, True)] * 4
