@@ -115,9 +115,9 @@ def _first_shared(areas: Areas, twos: Column) -> tuple[int, int, int, int] | Non
 
 
 def _inseparable(areas: Areas) -> Column:
-    """The numbers of areas that straight cuts through all do not set apart from all others: of those that do, none has a
-    pair in common with another. Cuts go between queries, between keys, and along the diagonals; then again inside the
-    parts. What most masks have is set apart by few cuts, all areas at once.
+    """The numbers of areas that straight cuts do not set apart from all others. An area that is set apart has no pair in
+    common with another. Cuts go between queries, between keys, and along the diagonals; then again inside the parts.
+    The areas of most masks are set apart by few rounds of cuts.
 
         a a | b b       between keys                   a b b b       along a diagonal: a causal area and
         a a | b b                                      a a b b       what lies above it
