@@ -115,7 +115,7 @@ def _first_shared(areas: Areas, twos: Column) -> tuple[int, int, int, int] | Non
 
 
 def _inseparable(areas: Areas) -> Column:
-    """The numbers of areas that straight cuts do not set apart from all others. An area that is set apart has no pair in
+    """The numbers of areas that straight cuts do not set apart from all others. One that is set apart has no pair in
     common with another. Cuts go between queries, between keys, and along the diagonals; then again inside the parts.
     The areas of most masks are set apart by few rounds of cuts.
 
