@@ -1,8 +1,13 @@
-"""`python -m conformance`."""
+"""`python -m conformance`; `python -m conformance step` has a command line of its own."""
 
 import sys
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["step"]:
+        from conformance.step.cli import app as step_app
+
+        sys.argv = [sys.argv[0], *sys.argv[2:]]
+        step_app(prog_name="python -m conformance step")
     try:
         from conformance.cli import app
     except ModuleNotFoundError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, fields
 
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, check_choice
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, check_choice, local_lengths
+from cp_ref.spec.layout import slice_rows
 
 __all__ = ["GRADS", "LOSSES", "Case"]
 
@@ -29,6 +30,9 @@ class Case:
 
     `seed` and `magnitude` make the tensors (see `conformance.tensors`): standard normal values, q and k times
     `magnitude`.
+
+    A tail that makes each slice as long as all sequences together becomes one row a slice longer, since `attention`
+    refuses it: such lengths are nearly always those of one rank's slices, given by mistake.
 
     >>> from cp_ref.spec import Sequence
     >>> case = Case(Problem(2, (Sequence(8, 8, 8, 8),), qkv_format="thd"), tail_q=4, seed=3)
@@ -64,6 +68,8 @@ class Case:
         for name, tail in (("tail_q", self.tail_q), ("tail_kv", self.tail_kv)):
             if tail < 0 or tail % cp_size or (tail and self.problem.qkv_format != "thd"):
                 raise ValueError(f"{name} is {tail}; it must be a multiple of cp_size = {cp_size}, and 0 outside thd")
+            if tail and _looks_local(self.problem, name.removeprefix("tail_"), tail):
+                object.__setattr__(self, name, tail + cp_size)
         if self.loss not in LOSSES:
             raise ValueError(f"loss is {self.loss!r}; it must be one of {LOSSES}")
         if "lse" in self.loss and not self.return_lse:
@@ -105,6 +111,12 @@ class Case:
             return Case(Problem.parse(ast.unparse(problem)), **words)
         except (SyntaxError, TypeError, ValueError) as error:
             raise ValueError(f"cannot read a case from {text!r}: {error}") from error
+
+
+def _looks_local(p: Problem, side: str, tail: int) -> bool:
+    """Whether lengths with a tail look like those of one rank's slices."""
+    total = p.starts_q[-1] if side == "q" else p.starts_kv[-1]
+    return local_lengths(p, side, max(slice_rows(p, side), -(-(total + tail) // p.cp_size)))
 
 
 def _check_meaning(p: Problem) -> None:

@@ -42,7 +42,10 @@ __all__ = ["app", "cp_sizes_of"]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command(epilog="Exit codes: 0 right or known, 1 wrong, 2 usage, 3 cannot be loaded, 4 nothing was computed.")
+@app.command(
+    epilog="Exit codes: 0 right or known, 1 wrong, 2 usage, 3 cannot be loaded, 4 nothing was computed. "
+    "Training steps: python -m conformance step --help."
+)
 def main(
     impl: Annotated[
         str, typer.Option(help="The implementation: pkg.module, pkg.module:object, or an entry point's name.")

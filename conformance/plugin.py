@@ -1,6 +1,6 @@
 """The pytest plugin: options, and one test for every part of the suite.
 
-    pytest --pyargs conformance --impl my.package          in anyone's CI, without a file of one's own
+    pytest --pyargs conformance --cp-impl my.package          in anyone's CI, without a file of one's own
     from conformance.suite import *                         in a test file, whose fixture `impl` says what is tested
 
 An installed package loads it by itself (entry point pytest11); otherwise `-p conformance.plugin`. The plugin imports
@@ -27,16 +27,16 @@ _PROFILES = ("quick", "ci", "nightly")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options. Values are checked when a conformance test runs."""
     group = parser.getgroup("conformance", "context-parallel attention against the oracle")
-    group.addoption("--impl", default=None, help="pkg.module, pkg.module:object, or an entry point's name")
-    group.addoption("--conformance-profile", default="quick", choices=_PROFILES, help="how many problems are drawn")
-    group.addoption("--conformance-examples", default=None, type=int, help="problems per tier, not the profile's")
-    group.addoption("--conformance-device", default="cpu", help="cpu, or cuda")
-    group.addoption("--conformance-cp-size", default=None, help="only these group sizes, such as 2,3")
-    group.addoption("--conformance-tier", action="append", default=None, help="only this tier; may be repeated")
-    group.addoption("--conformance-in-process", action="store_true", help="no worker processes: a crash ends pytest")
-    group.addoption("--conformance-time-limit", default=60.0, type=float, help="seconds until a problem hangs")
-    group.addoption("--conformance-ledger", default=None, type=Path, help="known failures, a TOML file")
-    group.addoption("--conformance-report", default=None, type=Path, help="a folder for report.html and report.json")
+    group.addoption("--cp-impl", default=None, help="pkg.module, pkg.module:object, or an entry point's name")
+    group.addoption("--cp-profile", default="quick", choices=_PROFILES, help="how many problems are drawn")
+    group.addoption("--cp-examples", default=None, type=int, help="problems per tier, not the profile's")
+    group.addoption("--cp-device", default="cpu", help="cpu, or cuda")
+    group.addoption("--cp-size", default=None, help="only these group sizes, such as 2,3")
+    group.addoption("--cp-tier", action="append", default=None, help="only this tier; may be repeated")
+    group.addoption("--cp-in-process", action="store_true", help="no worker processes: a crash ends pytest")
+    group.addoption("--cp-time-limit", default=60.0, type=float, help="seconds until a problem hangs")
+    group.addoption("--cp-ledger", default=None, type=Path, help="known failures, a TOML file")
+    group.addoption("--cp-report", default=None, type=Path, help="a folder for report.html and report.json")
 
 
 class Settings:
@@ -44,16 +44,16 @@ class Settings:
 
     def __init__(self, config: pytest.Config) -> None:
         option = cast("Callable[[str], Any]", config.getoption)
-        self.impl: str | None = option("--impl")
-        self.profile: str = option("--conformance-profile")
-        self.examples: int | None = option("--conformance-examples")
-        self.device: str = option("--conformance-device")
-        self.cp_size: str | None = option("--conformance-cp-size")
-        self.tiers: list[str] | None = option("--conformance-tier")
-        self.isolate: bool = not option("--conformance-in-process")
-        self.time_limit: float = option("--conformance-time-limit")
-        self.ledger: Path | None = option("--conformance-ledger")
-        self.report: Path | None = option("--conformance-report")
+        self.impl: str | None = option("--cp-impl")
+        self.profile: str = option("--cp-profile")
+        self.examples: int | None = option("--cp-examples")
+        self.device: str = option("--cp-device")
+        self.cp_size: str | None = option("--cp-size")
+        self.tiers: list[str] | None = option("--cp-tier")
+        self.isolate: bool = not option("--cp-in-process")
+        self.time_limit: float = option("--cp-time-limit")
+        self.ledger: Path | None = option("--cp-ledger")
+        self.report: Path | None = option("--cp-report")
         self.played: list[Played] = []
         self.meta: dict[str, Any] = {}
 
@@ -72,9 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """A report that cannot be written is a mistake of the command line."""
     from conformance.folders import unwritable
 
-    folder = config.getoption("--conformance-report", None)
+    folder = config.getoption("--cp-report", None)
     if folder is not None and (problem := unwritable(folder)):
-        raise pytest.UsageError(f"--conformance-report: {problem}")
+        raise pytest.UsageError(f"--cp-report: {problem}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -7,7 +7,7 @@
         return "my.package:attention"
 
 `impl` is a name (see `conformance.implementation.load`), which is played in worker processes, or an object, which is
-played in pytest's own. Without the fixture it is what `--impl` says. Everything else is an option of pytest, see
+played in pytest's own. Without the fixture it is what `--cp-impl` says. Everything else is an option of pytest, see
 `pytest --help`.
 
 A problem that is not supported and a function that is missing skip their test, with the reason; a known failure of the
@@ -39,10 +39,10 @@ __all__ = ["conformance_settings", "conformance_suite_run", "impl", "test_confor
 
 @pytest.fixture(scope="session")
 def impl(request: pytest.FixtureRequest) -> Any:
-    """The implementation under test: the option --impl."""
+    """The implementation under test: the option --cp-impl."""
     name = settings_of(request.config).impl
     if name is None:
-        pytest.skip("no implementation: give --impl pkg.module, or define a fixture `impl`")
+        pytest.skip("no implementation: give --cp-impl pkg.module, or define a fixture `impl`")
     return name
 
 

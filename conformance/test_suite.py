@@ -1,3 +1,3 @@
-"""The tests that `pytest --pyargs conformance --impl pkg.module` collects."""
+"""The tests that `pytest --pyargs conformance --cp-impl pkg.module` collects."""
 
 from conformance.suite import *  # noqa: F403

@@ -1,22 +1,37 @@
 """Context-parallel attention at the speed of the hardware. Import it in production; `cp_ref` has the same names, to
 debug.
+
+Python imports a name's module when the name is asked for, so that command lines answer `--help` without PyTorch.
+`SimGroup`, `Trace`, `compare` and `dense_attention` are those of `cp_ref`.
 """
 
-from cp_fast import masks, thd
-from cp_fast.api import attention
-from cp_fast.checking import checked
-from cp_fast.context import ContextParallel
-from cp_fast.plan import Plan, make_plan, supports
-from cp_ref.common.slices import position_ids, roll, shard, unshard
-from cp_ref.spec import Unsupported, compare_layouts
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cp_fast import masks, thd
+    from cp_fast.api import attention
+    from cp_fast.checking import checked
+    from cp_fast.context import ContextParallel
+    from cp_fast.debugging import trace
+    from cp_fast.plan import Plan, make_plan, supports
+    from cp_ref import SimGroup, Trace, compare, dense_attention
+    from cp_ref.common.slices import position_ids, roll, shard, unshard
+    from cp_ref.spec import Unsupported, compare_layouts
 
 __all__ = [
     "ContextParallel",
     "Plan",
+    "SimGroup",
+    "Trace",
     "Unsupported",
     "attention",
     "checked",
+    "compare",
     "compare_layouts",
+    "dense_attention",
     "make_plan",
     "masks",
     "position_ids",
@@ -24,5 +39,44 @@ __all__ = [
     "shard",
     "supports",
     "thd",
+    "trace",
     "unshard",
 ]
+
+_WHERE = {
+    "ContextParallel": "cp_fast.context",
+    "Plan": "cp_fast.plan",
+    "SimGroup": "cp_ref",
+    "Trace": "cp_ref",
+    "Unsupported": "cp_ref.spec",
+    "attention": "cp_fast.api",
+    "checked": "cp_fast.checking",
+    "compare": "cp_ref",
+    "compare_layouts": "cp_ref.spec",
+    "dense_attention": "cp_ref",
+    "make_plan": "cp_fast.plan",
+    "position_ids": "cp_ref.common.slices",
+    "roll": "cp_ref.common.slices",
+    "shard": "cp_ref.common.slices",
+    "supports": "cp_fast.plan",
+    "trace": "cp_fast.debugging",
+    "unshard": "cp_ref.common.slices",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module of the package."""
+    if name in _WHERE:
+        found = getattr(importlib.import_module(_WHERE[name]), name)
+        globals()[name] = found
+        return found
+    try:
+        return importlib.import_module(f"cp_fast.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"cp_fast.{name}":
+            raise
+    raise AttributeError(f"module 'cp_fast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -18,6 +18,7 @@ from cp_ref.common import attention as declared
 from cp_ref.common.attention import asked_for, problem_arguments
 from cp_ref.common.casting import autocast
 from cp_ref.common.derivatives import refuse_transforms
+from cp_ref.common.placed import placed_like
 from cp_ref.common.refusals import told_to_all
 from cp_ref.spec import check_context, check_flag, check_placements, check_settled, local_part, one_a_head
 
@@ -58,11 +59,12 @@ def attention(
     def look() -> None:
         check_flag("return_lse", return_lse)
         check_settled(made.problem, **(arguments if planned else {}))
-        check_placements(cp, made.problem.qkv_format, softmax_offset, **given)
+        check_placements(cp, made.problem.layout, made.problem.qkv_format, softmax_offset, **given)
         check_planned_call(made, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
 
     call = agree_on_forward(made, cp, look, flags, q, k, v, softmax_offset)
     results = Attention.apply(made, cp, *flags, call, q, k, v, softmax_offset)
+    results = placed_like(given["q"], made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
 
 

@@ -15,6 +15,7 @@ from cp_ref.spec import (
     Feature,
     Unsupported,
     check_flag,
+    check_global_lengths,
     check_local_tensors,
     check_offset,
     check_plan_owner,
@@ -71,6 +72,7 @@ def check_planned_call(
     check_flag("return_max_logit", max_logit)
     check_local_tensors(plan.problem, cp.rank, q, k, v)
     check_room_tensors(plan.room, q, k)
+    check_global_lengths(plan.problem, plan.room, q, k)
     check_offset(plan.problem, offset, q)
     if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
         raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")

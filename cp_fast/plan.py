@@ -67,8 +67,8 @@ class Plan(OfThisProcess, plans.Plan):
         room: what `update` has room for; None for a plan that is not updated.
         messages: what carries them: the memory of the group's ranks (`cp_fast.peers`), or None: the group itself.
 
-    A copy, deep or not, is a plan of its own, with the same tables, which nobody writes to. A plan that is updated in
-    place is not copied, and no plan is pickled: TypeError.
+    A copy, deep or not, and what `dataclasses.replace` makes is a plan of its own, with the same tables, which nobody
+    writes to. A plan that is updated in place is neither copied nor replaced, and no plan is pickled: TypeError.
     """
 
     problem: Problem
@@ -89,6 +89,8 @@ class Plan(OfThisProcess, plans.Plan):
     bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # passes, ready to run; see `cp_fast.bound`
 
     def __post_init__(self) -> None:
+        if self.fixed is not None:
+            self.fixed.take()
         object.__setattr__(self, "handle", handle_for(self))
         object.__setattr__(self, "kept", self.instructions.kept_tensors)
         object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
@@ -96,11 +98,6 @@ class Plan(OfThisProcess, plans.Plan):
         object.__setattr__(self, "bound", {})
 
     def __copy__(self) -> Plan:
-        if self.room is not None:
-            raise TypeError(
-                "a cp_fast.Plan that is updated in place cannot be copied, as both would have the same tables; make "
-                "another one by make_plan"
-            )
         return replace(self)
 
     def __deepcopy__(self, memo: Any) -> Plan:
@@ -156,9 +153,6 @@ class Plan(OfThisProcess, plans.Plan):
             object.__setattr__(self, name, value)
         for name in ("schedule", "position_ids"):
             self.__dict__.pop(name, None)
-
-    def __str__(self) -> str:
-        return f"{self.problem}\n{self.schedule}"
 
 
 @implements(plans.make_plan)
@@ -254,9 +248,8 @@ def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
                 instructions, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False)
             )
     messages = None if carried is cp.comm else carried
-    if messages is None and instructions is plan.instructions:
-        return plan
-    return replace(plan, messages=messages, instructions=instructions)
+    object.__setattr__(plan, "messages", messages)  # nobody else has the plan yet
+    return plan if instructions is plan.instructions else replace(plan, instructions=instructions)
 
 
 def _together(

@@ -6,6 +6,8 @@ import os
 import sys
 from functools import cache
 
+from torch import distributed as dist
+
 __all__ = ["say", "say_once"]
 
 
@@ -16,6 +18,8 @@ def say(line: str) -> None:
 
 @cache
 def say_once(line: str) -> None:
-    """`say`, in this process once, and by one process of a node (torchrun's LOCAL_RANK 0)."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    """`say`, in this process once, and by rank 0 alone of those that torchrun or `init_process_group` started."""
+    started = dist.is_available() and dist.is_initialized()
+    rank = str(dist.get_rank()) if started else os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    if rank == "0":
         say(line)

@@ -21,7 +21,15 @@ from cp_fast.plan_cache import Signature
 from cp_fast.rows import check_row_numbers
 from cp_ref.common.attention import refuse_plan
 from cp_ref.common.plans import read_call
-from cp_ref.spec import Agreement, check_flag, check_local_tensors, check_offset, check_placements, read_sizes
+from cp_ref.spec import (
+    Agreement,
+    check_flag,
+    check_global_lengths,
+    check_local_tensors,
+    check_offset,
+    check_placements,
+    read_sizes,
+)
 
 __all__ = ["Call", "on_host", "plan_of_call"]
 
@@ -79,12 +87,13 @@ class Call(NamedTuple):
         cp, q = self.cp, self.tensors[0]
         refuse_plan(self.plan, Plan)
         check_flag("return_lse", self.return_lse)
-        check_placements(cp, self.problem["qkv_format"], self.offset, **self.given)
+        check_placements(cp, cp.layout, self.problem["qkv_format"], self.offset, **self.given)
         problem = read_call(cp, read_sizes(*self.tensors, self.problem["qkv_format"], cp.size), **self.problem)
         check_row_numbers(problem)
         how = {"deterministic": self.deterministic, "return_max_logit": self.return_max_logit}
         backend = backend_for(cp, problem, q.device.type, **how)
         check_local_tensors(problem, cp.rank, *self.tensors)
+        check_global_lengths(problem, None, *self.tensors[:2])
         check_offset(problem, self.offset, q)
         return Agreement(problem, extras=self._extras()), backend, q.device
 

@@ -12,6 +12,7 @@ from cp_ref.common.attention import asked_for, problem_arguments, refuse_plan
 from cp_ref.common.casting import autocast, no_autocast
 from cp_ref.common.collectives import all_reduce_max, offset_grad
 from cp_ref.common.derivatives import differentiable_once, refuse_transforms
+from cp_ref.common.placed import placed_like
 from cp_ref.common.plans import read_call
 from cp_ref.common.refusals import told_to_all
 from cp_ref.context import ContextParallel
@@ -25,6 +26,7 @@ from cp_ref.spec import (
     Problem,
     check_context,
     check_flag,
+    check_global_lengths,
     check_local_tensors,
     check_offset,
     check_placements,
@@ -69,9 +71,10 @@ def attention(
             refuse_plan(plan, Plan)
             for name, flag in flags.items():
                 check_flag(name, flag)
-            check_placements(cp, arguments["qkv_format"], softmax_offset, **given)
+            check_placements(cp, cp.layout, arguments["qkv_format"], softmax_offset, **given)
             problem = read_call(cp, read_sizes(q, k, v, arguments["qkv_format"], cp.size), **arguments)
             check_local_tensors(problem, cp.rank, q, k, v)
+            check_global_lengths(problem, None, q, k)
             check_offset(problem, softmax_offset, q)
             return Agreement(problem, extras=(("softmax_offset_grad", cp.softmax_offset_grad),)), q.device
 
@@ -82,12 +85,14 @@ def attention(
         for name, flag in flags.items():
             check_flag(name, flag)
         check_settled(plan.problem, **arguments)
-        check_placements(cp, plan.problem.qkv_format, softmax_offset, **given)
+        check_placements(cp, plan.problem.layout, plan.problem.qkv_format, softmax_offset, **given)
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_room_tensors(plan.room, q, k)
+        check_global_lengths(plan.problem, plan.room, q, k)
         check_offset(plan.problem, softmax_offset, q)
     with no_autocast(q.device):
         results = cast(Any, _Attention).apply(made, cp, q, k, v, softmax_offset)  # torch leaves it untyped
+    results = placed_like(given["q"], made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
 
 

@@ -80,9 +80,6 @@ class Plan(plans.Plan):
         for name in ("schedule", "position_ids"):
             self.__dict__.pop(name, None)
 
-    def __str__(self) -> str:
-        return f"{self.problem}\n{self.schedule}"
-
 
 @implements(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:

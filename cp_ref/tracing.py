@@ -29,12 +29,9 @@ import torch
 
 from cp_ref.spec import Problem, Schedule, check_choice
 from cp_ref.spec.title import title
+from cp_ref.trace_files import DIRECTIONS, KINDS, OF_KEYS, read_content
 
 __all__ = ["DIRECTIONS", "KINDS", "OF_KEYS", "WHOLE", "Item", "Piece", "Trace"]
-
-DIRECTIONS = ("forward", "backward")
-KINDS = ("given", "received", "tile", "merged", "final")
-OF_KEYS = ("k", "v", "dk", "dv")  # the names of items whose rows are rows of keys
 
 # where to find what goes in and comes out of a call
 WHOLE = {
@@ -263,20 +260,9 @@ def _pack(item: Item) -> dict[str, Any]:
 
 
 def _read(path: str) -> Trace:
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        problem, schedule = Problem.parse(content["problem"]), Schedule.parse(content["schedule"])
-        trace = Trace(content["call"], problem, schedule, content["calls"])
-        for values in content["items"]:
-            trace.add(_unpack(values))
-    except OSError:
-        raise
-    except Exception as error:  # torch and pickle have many ways to say it
-        raise ValueError(f"{path} holds no trace: {error}") from error
-    return trace
-
-
-def _unpack(values: dict[str, Any]) -> Item:
-    piece = values["piece"]
-    fields: dict[str, Any] = {**values, "piece": None if piece is None else Piece(*piece)}
-    return Item(**fields)
+    content = read_content(path)
+    items: list[Item] = []
+    for values in content.items:
+        fields: dict[str, Any] = {**values, "piece": None if values["piece"] is None else Piece(*values["piece"])}
+        items.append(Item(**fields))
+    return Trace(content.call, content.problem, content.schedule, content.calls, items)

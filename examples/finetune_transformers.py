@@ -23,7 +23,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator
 
 import cp_fast as cp
-from cp_fast.integrations import transformers as cp_transformers
 from cp_fast.integrations.trainer import ContextParallelMixin
 
 
@@ -38,14 +37,14 @@ def rows_of(tokens: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids[: len(ids) // tokens * tokens].view(-1, tokens)]
 
 
-def model_of(name: str | None, attention: str) -> Any:
+def model_of(name: str | None) -> Any:
     if name is not None:
-        return AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention)
+        return AutoModelForCausalLM.from_pretrained(name)
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=256, **sizes, **heads, use_cache=False)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def main() -> None:
@@ -68,15 +67,14 @@ def main() -> None:
             report_to=[],
             disable_tqdm=True,
         )  # also makes the process group
-        cp_transformers.register()  # 2
-        model = model_of(given.model, cp_transformers.NAME if several else "sdpa")  # 3
+        model = model_of(given.model)
         rows = rows_of(given.tokens, model.config.vocab_size)
         how: dict[str, Any] = {"train_dataset": rows[8:], "eval_dataset": rows[:8]}
         how["data_collator"] = default_data_collator
         if several:
-            trainer: Any = CpTrainer(model, args, **how, cp=cp.ContextParallel(dist.group.WORLD))  # 4
+            trainer: Any = CpTrainer(model, args, **how, cp=cp.ContextParallel(dist.group.WORLD))  # 2
         else:
-            trainer = OneProcess(model, args, **how)
+            trainer = Trainer(model, args, **how)
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -84,16 +82,6 @@ def main() -> None:
         print("losses", *(f"{loss:.4f}" for loss in [*losses, evaluated]))
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class OneProcess(Trainer):
-    """The same order of rows as over several processes, to compare."""
-
-    def get_train_dataloader(self) -> Any:
-        dataset: Any = self.train_dataset
-        sampler = torch.utils.data.DistributedSampler(dataset, 1, 0, seed=self.args.seed)
-        size = self.args.per_device_train_batch_size
-        return torch.utils.data.DataLoader(dataset, size, sampler=sampler, collate_fn=self.data_collator)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Hypothesis profiles: the same examples every time, here and in CI; `--hypothesis-profile random` to look further. And
-the mark `smoke`: what other versions of PyTorch are tried with, that is, what leans on PyTorch most. And processes.
+"""Hypothesis profiles: the same examples every time, here and in CI; `--hypothesis-profile random` to look further. The
+fast tests draw a quarter of the examples; CI draws all of them, by the mark `drawn`. And the mark `smoke`: what other
+versions of PyTorch are tried with, that is, what leans on PyTorch most. And processes.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 if TYPE_CHECKING:
     from tests.dist.workers import Processes
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.register_profile("fast", settings.get_profile("deterministic"), max_examples=25)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("deterministic")
 
@@ -41,9 +43,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr == "smoke" and of_tests and not smokes(collection_path) else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis loads the profile that --hypothesis-profile names
+def pytest_configure(config: pytest.Config) -> None:
+    """The fast tests, those of `python -m pytest`, draw fewer examples."""
+    if "not thorough" in config.option.markexpr:
+        settings.load_profile("fast")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of these files."""
+    """Mark what is drawn, and the tests of these files."""
     for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker(pytest.mark.drawn)
+        if item.path.is_relative_to(HERE / "integrations"):
+            item.add_marker(pytest.mark.extras)
         if smokes(item.path):
             item.add_marker(pytest.mark.smoke)
 

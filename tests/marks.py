@@ -1,9 +1,23 @@
-"""Skip marks that several folders share."""
+"""Marks and numbers that several folders share."""
 
 import pytest
+from _pytest.mark import ParameterSet
+from hypothesis import settings
 
 from cp_fast import build
 
-__all__ = ["needs_cxx"]
+__all__ = ["HANGS_S", "examples", "needs_cxx", "seeds"]
+
+HANGS_S = 1800.0  # seconds after which something hangs: no test may fail because a machine is busy
 
 needs_cxx = pytest.mark.skipif(build.why_not("cpu") is not None, reason="needs a C++ compiler")
+
+
+def examples(count: int) -> int:
+    """How many examples a test of Hypothesis draws: all, or in the fast tests one in four (see `tests/conftest.py`)."""
+    return max(1, count * settings.default.max_examples // 100)
+
+
+def seeds(count: int) -> list[ParameterSet]:
+    """Seeds from 0, one in four without the mark `thorough`."""
+    return [pytest.param(n, marks=pytest.mark.thorough if n % 4 else ()) for n in range(count)]

@@ -85,8 +85,8 @@ LENGTHS: dict[str, TableEntry] = {
     "padding-of-keys-alone": entry("keys are padded, queries are not", 2, Sequence(8, 5, 8, 8), dense(8)),
     "padding-of-queries-alone": entry("queries are padded, keys are not", 2, Sequence(5, 8, 8, 8), dense(8)),
     "tail": entry("a buffer longer than its sequences", 2, dense(8), tails=(6, 6)),
-    "tail-of-queries": entry("a tail of queries, none of keys", 2, dense(8), tails=(8, 0)),
-    "tail-of-keys": entry("a tail of keys, none of queries", 2, dense(8), tails=(0, 8)),
+    "tail-of-queries": entry("a tail of queries, none of keys", 2, dense(8), tails=(10, 0)),
+    "tail-of-keys": entry("a tail of keys, none of queries", 2, dense(8), tails=(0, 10)),
     "tail-longer-than-all": entry("more tail than tokens", 2, Sequence(1, 1, 4, 4), tails=(64, 64)),
     "tail-after-padding": entry("padding, then a tail", 4, Sequence(9, 9, 16, 16), tails=(4, 8)),
     "padding-mask-in-a-batch": entry(

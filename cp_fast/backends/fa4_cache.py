@@ -27,13 +27,10 @@ def keep_on_disk() -> None:
     if ENABLED in os.environ or FOLDER in os.environ or "flash_attn.cute.cache_utils" in sys.modules:
         return
     from cp_fast.build import Unavailable  # what builds is not imported with the package
-    from cp_fast.build.cache import VARIABLE, root
-    from cp_fast.build.trust import check_root
+    from cp_fast.build.cache import own_folder
 
     with suppress(OSError, Unavailable):  # no home, or a folder that others could write to: it compiles as before
-        folder = root() / _NAME
-        folder.mkdir(parents=True, exist_ok=True)
-        check_root(root(), VARIABLE)
+        folder = own_folder(_NAME)
         os.environ[ENABLED], os.environ[FOLDER] = "1", str(folder)
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from cp_fast.build import locks, trust
 from cp_fast.build.errors import BuildError, Unavailable
 
-__all__ = ["FULL", "VARIABLE", "cached", "find", "find_first", "root"]
+__all__ = ["FULL", "VARIABLE", "cached", "find", "find_first", "own_folder", "root"]
 
 VARIABLE = "CP_ATTENTION_CACHE"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -50,6 +50,24 @@ def root() -> Path:
             f"the cache of native kernels would be {asked or f'{cache}/cp-attention'}, but this user has no home "
             f"folder ({error}): set {VARIABLE} to a folder that can be written to"
         ) from error
+
+
+def own_folder(name: str = "") -> Path:
+    """The folder of all builds, or one of this name in it, made where it is not there: whatever keeps files here asks
+    for its folder by this function.
+
+    Raises:
+        Unavailable: the folder of all builds is not this user's alone, or there is no home folder. OSError: a folder
+        cannot be made, or the one inside is not this user's alone.
+    """
+    folder = root()
+    trust.make_folder(folder)
+    trust.check_root(folder, VARIABLE)
+    if name:
+        folder /= name
+        trust.make_folder(folder)
+        trust.check_entry(folder)
+    return folder
 
 
 def find(key: str, file_name: str) -> Path | None:
@@ -185,8 +203,7 @@ def _failure_since(key: str, began: float) -> str | None:
 def _writing() -> Iterator[None]:
     """An error of the file system names the folder, and the variable that moves it."""
     try:
-        root().mkdir(mode=0o700, parents=True, exist_ok=True)
-        trust.check_root(root(), VARIABLE)
+        own_folder()
         yield
     except OSError as error:
         if error.errno in FULL:

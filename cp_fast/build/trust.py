@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cp_fast.build.errors import Unavailable
 
-__all__ = ["check_entry", "check_root", "open_lock", "read_file", "why_not_ours"]
+__all__ = ["check_entry", "check_root", "make_folder", "open_lock", "read_file", "why_not_ours"]
 
 
 def why_not_ours(found: os.stat_result) -> str | None:
@@ -22,6 +22,20 @@ def why_not_ours(found: os.stat_result) -> str | None:
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"may be written to by others (its mode is {stat.S_IMODE(found.st_mode):o})"
     return None
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, where they are not there: open to this user alone, whatever the umask."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():  # another process has not made it just now: it is no folder
+            raise
+    else:
+        folder.chmod(0o700)  # a umask takes rights away from this user too
 
 
 def check_root(folder: Path, variable: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from rich.table import Table
 
 from cp_fast.cli.common import size_text
@@ -28,7 +30,7 @@ def comparison(request: Request) -> Table:
     costs = compare_layouts(
         lengths,
         cp_size=request.cp_size,
-        attn_mask_type=request.mask_type,
+        attn_mask_type=cast(Any, request.mask_type),
         window_size=window(request.window),
         heads_q=request.heads_q,
         heads_kv=request.heads_kv,

@@ -11,12 +11,11 @@ from rich.table import Table
 
 from cp_fast.cli.common import heads_line, picture, size_text
 from cp_fast.cli.compare import comparison
-from cp_fast.cli.predict import show_prediction
 from cp_fast.cli.problem import Request, plan_of
-from cp_fast.cost import built_in, read_machine
 from cp_ref.common.cli.options import check_number, with_options
-from cp_ref.common.cli.terminal import table
+from cp_ref.common.cli.terminal import check_svg, table
 from cp_ref.spec import Message, Problem, RankSchedule, Report, Schedule, message_bytes, tile_pairs, verify
+from cp_ref.spec.machine import built_in, read_machine
 from cp_ref.spec.picture import svg_picture
 
 __all__ = ["plan"]
@@ -52,6 +51,8 @@ def plan(
     of_plans = {"--rank": rank, "--head": head or None, "--svg": svg, "--text": text or None}
     of_times = {"--machine": machine or None, "--messages": messages or None}
     if prediction:
+        from cp_fast.cli.predict import show_prediction  # which imports PyTorch: --help does without
+
         _refuse("--predict", **of_plans, **{"--compare": compare or None})
         show_prediction(console, request, read_machine(machine or "h200-nvlink"), messages or "peers")
         return
@@ -59,6 +60,7 @@ def plan(
     if compare:
         console.print(comparison(request))
         return
+    check_svg(svg)
     if rank is not None:
         check_number("--rank", rank, request.cp_size)
     problem, schedule = plan_of(request)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cp_fast.cli.problem import Request, problem_of
-from cp_fast.cost import Machine, candidates, predict, recommended
+from cp_fast.cost import Machine, Prediction, candidates, predict, recommended
 from cp_ref.common.cli.terminal import table
 from cp_ref.spec import LAYOUTS, Problem
 
@@ -17,9 +17,15 @@ __all__ = ["show_prediction"]
 
 _BALANCED_UP_TO = 256  # ranks: for more, deciding who has what takes longer than everything else
 
+_COLUMNS = (
+    "ms of the forward pass and of both passes; time of the attention kernel alone on one GPU, over both; ms of the "
+    "host; peak memory above the inputs. a2a+p2p: ranks that exchange heads x ranks of the ring"
+)
+
 
 def show_prediction(console: Console, request: Request, machine: Machine, messages: str) -> None:
-    """Print a line for each layout and schedule. Layout of the request: "" for all; its schedule is not looked at.
+    """Print which layout and schedule to take, and then a line for each. Layout of the request: "" for all; its
+    schedule is not looked at.
 
     Raises:
         ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
@@ -33,17 +39,16 @@ def show_prediction(console: Console, request: Request, machine: Machine, messag
     shown = table(
         f"{len(problem.sequences):,} sequences, {sum(problem.lengths.len_q):,} tokens on {problem.cp_size} ranks of "
         f"{escape(machine.name)}, predicted",
-        *("layout", "schedule", ">forward ms", ">forward + backward ms", ">of the kernel alone", ">host ms"),
-        ">peak GiB above inputs",
+        *("layout", "schedule", ">forward", ">both", ">efficiency", ">host", ">peak GiB"),
     )
-    found = []
+    found: list[Prediction] = []
+    refused: dict[str, None] = {}
     with console.status("counting what ranks do"):
         for one in candidates(problem, machine.domain, layouts):
             name = one.problem.cp_comm_type
-            if name == "a2a+p2p" and not one.refused:
-                name += f", {one.problem.a2a_size} exchange heads"
             if one.refused:
-                shown.add_row(one.problem.layout_name, name, escape(one.refused))
+                shown.add_row(one.problem.layout_name, name, "refused")
+                refused[f"refused: {escape(one.refused)}"] = None
                 continue
             said = predict(one.problem, machine, messages)
             found.append(said)
@@ -54,15 +59,18 @@ def show_prediction(console: Console, request: Request, machine: Machine, messag
                 1e3 * said.host_s,
                 said.peak_bytes / 2**30,
             )
-            shown.add_row(one.problem.layout_name, name, *_cells(numbers))
+            inner = f" {one.problem.a2a_size} x {problem.cp_size // one.problem.a2a_size}" if name == "a2a+p2p" else ""
+            shown.add_row(one.problem.layout_name, name + inner, *_cells(numbers))
+    if found:
+        best = recommended(found)
+        console.print(
+            f"[green]take[/] {best.problem.cp_comm_type}, {best.problem.layout_name}: "
+            f"{1e3 * best.seconds:.2f} ms, {best.peak_bytes / 2**30:.2f} GiB"
+        )
+    shown.caption = "\n".join((_COLUMNS, *refused))
     console.print(shown)
     if not found:
         raise ValueError("no layout and schedule takes this problem; the table says why")
-    best = recommended(found)
-    console.print(
-        f"[green]take[/] {best.problem.cp_comm_type}, {best.problem.layout_name}: "
-        f"{1e3 * best.seconds:.2f} ms, {best.peak_bytes / 2**30:.2f} GiB"
-    )
     rates = machine.rates(problem)
     if (rates.d_qk, rates.d_v) != (problem.d_qk, problem.d_v):
         console.print(f"kernels of {rates.d_qk}/{rates.d_v} stand in for {problem.d_qk}/{problem.d_v}, not measured")

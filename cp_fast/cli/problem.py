@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from typer import Option
 
 import cp_fast
-from cp_ref.common import plans
 from cp_ref.common.cli.options import ProblemOptions
 from cp_ref.spec import PaperGroup, Problem, Schedule
 
@@ -50,6 +49,8 @@ def problem_of(request: Request) -> Problem:
     Raises:
         ValueError, TypeError: naming what is wrong.
     """
+    from cp_ref.common import plans  # which imports PyTorch: --help does without
+
     agreement, _ = plans.read_plan_arguments(plans.make_plan.bind(_arguments(request)), cp_fast.ContextParallel)
     return agreement.problem
 
@@ -59,6 +60,7 @@ def _arguments(request: Request) -> dict[str, Any]:
     size, inner = request.cp_size, request.exchanging
     pair = PaperGroup(inner), PaperGroup(size // inner)
     group = pair if request.cp_comm_type == "a2a+p2p" else PaperGroup(size)
-    cp = cp_fast.ContextParallel(group, request.cp_comm_type, layout=request.layout or "dual_chunk")
+    words: Any = request.cp_comm_type, request.layout or "dual_chunk"  # any text; the context refuses others
+    cp = cp_fast.ContextParallel(group, words[0], layout=words[1])
     cp.comm = PaperGroup(size)  # a pair asks every rank where in the grid it is, and here all are rank 0
     return {"cp": cp, "device": "cpu", **request.said(), **request.sizes()}

@@ -4,7 +4,7 @@ is asked for, and needs the library that it is for only where it says so.
     flash_attn           flash_attn_func, flash_attn_varlen_func
     ring_flash_attn      zigzag_ring_flash_attn_func and its varlen form, llama3_flash_attn_varlen_func
     sdpa                 scaled_dot_product_attention
-    transformers         register(): attn_implementation="cp_fast"; shard_batch
+    transformers         prepare(model, cp): checks a model, and switches its attention; shard_batch
     trainer              ContextParallelMixin, for transformers' Trainer
     transformer_engine   patch(): the function that its attention calls under context parallelism
     megatron             CoreAttention, for the specs of transformer layers

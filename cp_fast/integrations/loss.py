@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from cp_fast.context import ContextParallel
-from cp_ref.common.collectives import all_reduce_sum
+from cp_fast.integrations.averaging import times_averaged
+from cp_fast.integrations.ranks import groups_of
+from cp_ref.common.together import collective, together
+from cp_ref.spec.values import kind_of
 
-__all__ = ["count_tokens", "token_mean"]
+__all__ = ["count_tokens", "loss_for_backward", "token_mean"]
 
 
-def token_mean(losses: torch.Tensor, counted: torch.Tensor, *, over: Any, averaged_over: int = 1) -> torch.Tensor:
+def _tell(given: dict[str, Any], error: Exception) -> NoReturn:
+    """Raise an error on all ranks of `over`, which are about to count."""
+
+    def refuse() -> NoReturn:
+        raise error
+
+    if "over" in given:
+        _sum(given["over"], refuse)
+    raise error
+
+
+@collective(_tell)
+def token_mean(losses: torch.Tensor, counted: torch.Tensor, *, over: Any, averaged_over: Any = None) -> torch.Tensor:
     """This rank's part of the mean loss of all counted tokens of the ranks. Collective, forward only.
 
     Args:
-        losses: one a token, any shape.
+        losses: one a token, any shape, of a floating dtype.
         counted: the same shape, bool: which tokens count (labels != -100).
-        over: whose tokens: a `ContextParallel`, or a ProcessGroup that holds all ranks with tokens of this step (data
-            parallel ranks too, where they share the step's mean).
-        averaged_over: 1 where gradients are summed over these ranks; where a wrapper (DDP, FSDP) averages them, the
-            number of ranks that it averages over.
+        over: whose tokens: a `ContextParallel`, or a ProcessGroup or a DeviceMesh of all ranks with tokens of this step
+            (data parallel ranks too, where they share the step's mean; no tensor parallel ranks, which have the same
+            tokens).
+        averaged_over: as in `loss_for_backward`; None where gradients are summed over these ranks.
 
     Returns:
-        sum(losses[counted]) / count * averaged_over, float32 or wider; 0 where no rank has a counted token. The ranks'
-        values add up to the mean (times averaged_over).
+        sum(losses[counted]) / count * n, float32 or wider, where n is how many ranks gradients are averaged over; 0
+        where no rank has a counted token. The ranks' values add up to n times the mean.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, here or on another rank of `over`.
+
+    A GPU is waited for: the ranks tell each other their counts on the host.
 
     >>> from cp_ref import SimGroup
     >>> def one(member):
@@ -35,20 +54,73 @@ def token_mean(losses: torch.Tensor, counted: torch.Tensor, *, over: Any, averag
     >>> SimGroup(2).run(one)  # the mean of 1, 5 and 1
     [2.0, 0.3333333432674408]
     """
-    if counted.dtype != torch.bool or counted.shape != losses.shape:
-        raise ValueError(
-            f"counted is {counted.dtype} {list(counted.shape)}; it must be bool {list(losses.shape)}, like losses"
-        )
+    times: list[float] = []
+
+    def read() -> int:
+        if not isinstance(losses, torch.Tensor) or not losses.dtype.is_floating_point:
+            what = f"of dtype {losses.dtype}" if isinstance(losses, torch.Tensor) else kind_of(losses)
+            raise TypeError(f"losses is {what}; it must be a tensor of a floating dtype")
+        _check_counted(counted, list(losses.shape))
+        times.append(times_averaged(averaged_over))
+        return int(counted.sum())
+
+    count = _sum(over, read)
     total = torch.where(counted, losses, 0.0).to(torch.promote_types(losses.dtype, torch.float32)).sum()
-    return total * averaged_over / count_tokens(counted, over=over).clamp(min=1)
+    return total * times[0] / max(count, 1)
 
 
+@collective(_tell)
 def count_tokens(counted: torch.Tensor, *, over: Any) -> torch.Tensor:
     """How many tokens count on all ranks of `over` (see `token_mean`): int64, no axis. Collective."""
-    count = counted.detach().sum()
+
+    def read() -> int:
+        _check_counted(counted)
+        return int(counted.sum())
+
+    return torch.tensor(_sum(over, read), device=counted.device)
+
+
+def loss_for_backward(part: torch.Tensor, *, averaged_over: Any) -> torch.Tensor:
+    """The loss to call `backward` on, from this rank's part of a mean: gradients are then those of the mean.
+
+    A part is this rank's sum of losses over the number of labels of all ranks: the loss of a model that was given what
+    `shard_batch` returns. The gradients of all ranks' parts have to be added up. Wrappers average them instead, over
+    the ranks of their group, so the part is multiplied by the number of these ranks. Sends nothing.
+
+    Args:
+        part: this rank's part of the loss, no axis.
+        averaged_over: who averages gradients: a DistributedDataParallel module, a module that `fully_shard` was called
+            on, or the ProcessGroup or DeviceMesh that such a wrapper was given, or the number of its ranks. None:
+            nobody, gradients are added up. Where a wrapper has the data parallel ranks alone, gradients are to be added
+            up over the context parallel ranks besides.
+
+    Returns:
+        part times the number of ranks that are averaged over.
+
+    Raises:
+        TypeError: `averaged_over` is none of these, or a module without a wrapper. ValueError: a wrapper whose parts
+        are averaged over different numbers of ranks, or by a communication hook.
+
+    >>> loss_for_backward(torch.tensor(0.5), averaged_over=4)
+    tensor(2.)
+    """
+    if not isinstance(part, torch.Tensor) or part.ndim:
+        what = f"of shape {list(part.shape)}" if isinstance(part, torch.Tensor) else kind_of(part)
+        raise TypeError(f"part is {what}; it must be a tensor without axes, a rank's part of the loss")
+    return part * times_averaged(averaged_over)
+
+
+def _check_counted(counted: Any, shape: list[int] | None = None) -> None:
+    if not isinstance(counted, torch.Tensor):
+        raise TypeError(f"counted is {kind_of(counted)}; it must be a tensor of bools")
+    if counted.dtype != torch.bool or (shape is not None and list(counted.shape) != shape):
+        like = "" if shape is None else f" {shape}, like losses"
+        raise ValueError(f"counted is {counted.dtype} {list(counted.shape)}; it must be bool{like}")
+
+
+def _sum(over: Any, read: Any) -> int:
+    groups = groups_of(over)
     if isinstance(over, ContextParallel):
-        return all_reduce_sum(over.comm, count)
-    if not isinstance(over, dist.ProcessGroup):
-        raise TypeError(f"over is a {type(over).__name__}; it must be a ContextParallel or a ProcessGroup")
-    dist.all_reduce(count, group=over)
-    return count
+        with over.alone("a count of tokens"):
+            return together(groups, read, sum)
+    return together(groups, read, sum)

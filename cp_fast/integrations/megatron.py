@@ -4,9 +4,10 @@
 
     spec = use_cp_fast(get_gpt_layer_local_spec())  # or CoreAttention in a specification of your own
 
-What Megatron says of a layer is read where Megatron keeps it: sizes, softmax_type, windows and cp_comm_type in the
-TransformerConfig, groups in the ProcessGroupCollection, the lengths of packed batches in PackedSeqParams. Batches are
-cut by Megatron's own get_batch_on_this_cp_rank. Needs megatron-core.
+A layer's settings are read where Megatron keeps them: sizes, softmax_type, windows and cp_comm_type in the
+TransformerConfig, groups in the ProcessGroupCollection, the lengths of packed batches in PackedSeqParams.
+Megatron's own get_batch_on_this_cp_rank cuts batches; the function of this name here cuts packed ones in layout
+"balanced". Needs megatron-core.
 """
 
 # pyright: reportMissingImports=false
@@ -14,25 +15,59 @@ cut by Megatron's own get_batch_on_this_cp_rank. Needs megatron-core.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.integrations.planned import attend, context_for, refuse
+from cp_fast.integrations.drop_in import Asked, drop_in
+from cp_fast.integrations.megatron_balanced import balanced_batch, self_attention
+from cp_fast.integrations.planned import context_for, refuse
 from cp_ref.spec import PaperGroup
 
-__all__ = ["CoreAttention", "use_cp_fast"]
+__all__ = ["CoreAttention", "get_batch_on_this_cp_rank", "use_cp_fast"]
 
 _MASKS = ("no_mask", "causal", "causal_bottom_right")
 _PACKED = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
 def use_cp_fast(spec: Any) -> Any:
-    """A transformer layer's ModuleSpec with `CoreAttention` in its self attention; the given one stays as it is."""
+    """A transformer layer's ModuleSpec with `CoreAttention` in its self attention; the given one stays as it is.
+
+    Where its self attention is Megatron's SelfAttention, the layer takes batches of layout "balanced" too.
+    """
+    from megatron.core.transformer.attention import SelfAttention
+
     changed = copy.deepcopy(spec)
-    changed.submodules.self_attention.submodules.core_attention = CoreAttention
+    attention = changed.submodules.self_attention
+    attention.submodules.core_attention = CoreAttention
+    if attention.module is SelfAttention:
+        attention.module = self_attention()
     return changed
+
+
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, Any], packed_seq_params: Any, *, cp_group: Any = None
+) -> tuple[dict[str, Any], Any]:
+    """This rank's part of a packed batch that every rank has whole, in layout "balanced": every document by the work
+    that it makes. Collective. Megatron's function of this name cuts all documents in 2 * cp_size chunks.
+
+    Args:
+        batch: by name tensors [1, t, ...], such as tokens, labels, loss_mask and position_ids, which are cut, or None.
+        packed_seq_params: of the whole batch, with qkv_format "thd". t is the end of its lengths, padding included, and
+            divides by cp_size. Documents may have any lengths.
+        cp_group: by default that of packed_seq_params, or Megatron's context parallel group.
+
+    Returns:
+        The batch with tensors [1, t / cp, ...], and packed_seq_params for the layers that `use_cp_fast` has changed. It
+        says who holds which rows; its lengths lie on the CPU.
+
+    Raises:
+        ValueError, TypeError: another format or shape, t does not divide, or keys have other lengths than queries; here
+        or on another rank. ValueError: the ranks have other lengths.
+    """
+    return balanced_batch(batch, packed_seq_params, cp_group)
 
 
 class CoreAttention(torch.nn.Module):
@@ -78,6 +113,7 @@ class CoreAttention(torch.nn.Module):
                 config.init_method(offset) if config.perform_initialization else offset
             )
 
+    @drop_in(lambda given: given["self"]._context(given.get("packed_seq_params")))
     def forward(
         self,
         query: torch.Tensor,
@@ -87,7 +123,7 @@ class CoreAttention(torch.nn.Module):
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
-    ) -> torch.Tensor:
+    ) -> Asked:
         """Attention of this rank's slices. Collective over the context parallel group.
 
         Args:
@@ -95,7 +131,7 @@ class CoreAttention(torch.nn.Module):
             attention_mask: Megatron hands one on for every mask; masks here go by their type.
             attn_mask_type: no_mask, causal, causal_bottom_right; padding and padding_causal for packed batches.
             packed_seq_params: lengths are global, as Megatron has them. Its `cp_group` and `local_cp_size` choose
-                another group for this batch.
+                another group for this batch. That of `get_batch_on_this_cp_rank` says how the batch was cut.
 
         Returns:
             [s/cp, b, h * d_v], or [t/cp, h * d_v].
@@ -104,7 +140,8 @@ class CoreAttention(torch.nn.Module):
             NotImplementedError: attention_bias, a mask that has only a tensor (arbitrary, padding without packing).
         """
         refuse("CoreAttention", attention_bias=attention_bias)
-        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        laid = getattr(packed_seq_params, "laid_out", None)
+        packed = laid is not None or (packed_seq_params is not None and packed_seq_params.qkv_format == "thd")
         mask = (attn_mask_type or self.attn_mask_type).name
         mask = mask.removeprefix("padding_") if packed and mask != "padding" else mask
         mask = "no_mask" if packed and mask == "padding" else mask
@@ -113,28 +150,35 @@ class CoreAttention(torch.nn.Module):
                 f"attn_mask_type is {mask!r}, whose mask is a tensor; it must be one of {', '.join(_MASKS)}, or the "
                 "lengths of a packed batch in packed_seq_params"
             )
-        lengths = {name: getattr(packed_seq_params, name) for name in _PACKED} if packed else {}
-        results = attend(
-            query,
-            key,
-            value,
-            cp=self._context(packed_seq_params),
-            qkv_format="thd" if packed else "sbhd",
-            attn_mask_type=mask,
-            window_size=self.window_size,
-            softmax_scale=self.softmax_scale,
-            softmax_type=self.config.softmax_type,
-            softmax_offset=self.softmax_offset,
-            deterministic=self.config.deterministic_mode,
-            return_max_logit=self.wants_max_logit,
-            **lengths,
-        )
-        if not self.wants_max_logit:
-            return results.flatten(-2)
-        out, largest = results
-        before = self.current_max_attn_logits
-        self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
-        return out.flatten(-2)
+        if laid is not None and getattr(packed_seq_params, "qkv_format", None) == "thd":
+            raise ValueError(
+                "packed_seq_params has layout 'balanced', and this layer's self attention has positions for "
+                "'dual_chunk'; make its specification by use_cp_fast, of one with SelfAttention"
+            )
+        cp = self._context(packed_seq_params)
+        arguments: dict[str, Any] = {
+            "qkv_format": "thd" if packed else "sbhd",
+            "attn_mask_type": mask,
+            "window_size": self.window_size,
+            "softmax_scale": self.softmax_scale,
+            "softmax_type": self.config.softmax_type,
+            "softmax_offset": self.softmax_offset,
+            "deterministic": self.config.deterministic_mode,
+            "return_max_logit": self.wants_max_logit,
+        }
+        if packed:
+            arguments |= {name: getattr(packed_seq_params, name) for name in _PACKED}
+
+        def give(results: Any) -> torch.Tensor:
+            out = results[0] if self.wants_max_logit else results
+            if self.wants_max_logit:
+                before, largest = self.current_max_attn_logits, results[1]
+                self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
+            return out.flatten(-2) if laid is None else out.flatten(-2)[:, None]
+
+        if laid is None:
+            return Asked(query, key, value, cp, arguments, give)
+        return Asked(query.squeeze(1), key.squeeze(1), value.squeeze(1), laid.over(cp), arguments, give)
 
     def _context(self, packed: Any) -> ContextParallel:
         """The layer's context, or that of a batch which brings its own group."""

@@ -18,7 +18,7 @@ __all__ = ["attend", "check_longest", "check_tensors", "context_for", "lengths_o
 _contexts: dict[Any, ContextParallel] = {}
 
 
-def context_for(group: Any, cp_comm_type: str, **options: Any) -> ContextParallel:
+def context_for(group: Any, cp_comm_type: Any, **options: Any) -> ContextParallel:
     """One context for a group (or a list of two), a schedule and its options, however often they come."""
     group = tuple(group) if isinstance(group, list) else group
     key = group, cp_comm_type, tuple(sorted(options.items()))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-from zlib import crc32
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 
 from cp_fast.context import ContextParallel
+from cp_fast.integrations.laid_out import laid_out
+from cp_fast.integrations.ranks import check_holds, groups_of
+from cp_fast.integrations.token_rows import Digests, TokenRows, digests, read_rows
 from cp_fast.thd import pad_thd_sequences_for_cp
 from cp_ref.common.slices import position_ids as positions_of
 from cp_ref.common.slices import shard
+from cp_ref.common.together import collective, together
 from cp_ref.spec import check_context, divisor
+from cp_ref.spec.values import read_count
 
 __all__ = ["CpBatch", "shard_batch"]
 
@@ -23,102 +27,159 @@ __all__ = ["CpBatch", "shard_batch"]
 class CpBatch:
     """The sequences of a batch, for every layer's attention: `shard_batch` makes it."""
 
-    cp: ContextParallel
+    cp: ContextParallel  # for this batch: its layout is a table where that of the given one is "balanced"
     qkv_format: str
     cu_seqlens: torch.Tensor | None = None  # global; None: all sequences are full
     cu_seqlens_padded: torch.Tensor | None = None  # packed batches
 
 
-def shard_batch(batch: Mapping[str, torch.Tensor], *, cp: ContextParallel, pad_token_id: int = 0) -> dict[str, Any]:
-    """This rank's part of a batch that every rank has whole, as arguments of a model. Collective.
+def _tell(given: dict[str, Any], error: Exception) -> NoReturn:
+    """Raise an error on all ranks that a call of `shard_batch` would meet."""
+
+    def refuse() -> NoReturn:
+        raise error
+
+    if isinstance(cp := given.get("cp"), ContextParallel):
+        _agreed(cp, given.get("over"), refuse)
+    raise error
+
+
+@collective(_tell)
+def shard_batch(
+    batch: Mapping[str, torch.Tensor],
+    *,
+    cp: ContextParallel,
+    pad_token_id: int = 0,
+    shift_labels: bool = True,
+    over: Any = None,
+) -> dict[str, Any]:
+    """This rank's part of a batch that every rank of a context has whole, as arguments of a model. Collective.
 
     Args:
         batch: input_ids [b, s], and any of
-            position_ids [1, t]: the batch is packed; each document starts at position 0.
+            position_ids [1, t]: the batch is packed; the positions of each document are 0, 1, 2 and so on.
             attention_mask [b, s]: 1 for tokens, 0 for padding behind them.
-            labels [b, s]: not shifted yet, -100 where nothing is to be learnt.
-        cp: the group, the schedule and the layout.
+            labels [b, s]: one for each token, -100 where nothing is to be learnt.
+            All are of integer dtypes.
+        cp: the group, the schedule and the layout. "balanced" shares documents, and rows with padding, out by the work
+            that they make under a causal mask.
         pad_token_id: what lengths are filled up with until they divide.
+        shift_labels: whether a token learns the label of the token behind it, as causal language models do: these take
+            labels that are equal to input_ids, and shift them. False: a token learns its own label, as in masked
+            language models and in token classification.
+        over: the ranks that share a step, and so the mean of its loss: a ProcessGroup or a DeviceMesh of all data and
+            context parallel ranks (not of tensor parallel ranks, which have the same tokens), or a ContextParallel.
+            None: the ranks of cp alone. Collective over all of them.
 
     Returns:
-        input_ids, position_ids (inside each document) and cp_batch; with labels also shift_labels, labels (the same:
-        models ask for them) and num_items_in_batch, the counted tokens of all ranks. A rank's loss is then its part of
-        the mean: the parts add up to it, and so do the gradients. Where a wrapper averages gradients over n ranks,
-        multiply the loss by n.
+        input_ids, position_ids (inside each document) and cp_batch. With labels also labels, shifted where that was
+        asked for; then as shift_labels too, for models that would shift them again; and num_items_in_batch, int64, how
+        many labels count on all ranks of `over`. A model's loss is then this rank's part of the mean: the parts of all
+        ranks of `over` add up to it, and so do the gradients. `cp_fast.integrations.loss.loss_for_backward` makes of
+        the part what a wrapper that averages gradients needs.
 
     Raises:
-        ValueError: an argument that is not there, a mask with padding before or between tokens, a packed batch with a
-        mask; or a batch that is not the same on all ranks, which their loaders then gave other rows.
+        ValueError, TypeError: an entry that is not known, a row whose entries do not fit its tokens, a mask with
+        padding before or between tokens, a packed batch with a mask; a batch that is not the same on all ranks of cp,
+        which their loaders then gave other rows. What one rank refuses raises on all ranks of cp and of `over`.
+
+    >>> from cp_ref import SimGroup
+    >>> ids = torch.tensor([[5, 6, 7, 8]])
+    >>> def one(member):
+    ...     return shard_batch({"input_ids": ids, "labels": ids}, cp=ContextParallel(member))
+    >>> [(part["input_ids"].tolist(), part["labels"].tolist()) for part in SimGroup(2).run(one)]
+    [([[5, 8]], [[6, -100]]), ([[6, 7]], [[7, 8]])]
     """
     check_context(cp, ContextParallel)
-    unknown = set(batch) - {"input_ids", "position_ids", "attention_mask", "labels"}
-    if unknown or "input_ids" not in batch:
-        raise ValueError(
-            f"batch has {', '.join(sorted(batch))}; it must have input_ids, and may have position_ids, attention_mask "
-            "and labels"
-        )
-    _check_the_same(batch, cp)
-    ids, labels = batch["input_ids"], batch.get("labels")
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    labels = torch.full_like(ids, -100) if labels is None else labels
-    if positions is not None:
-        if mask is not None or ids.shape[0] != 1:
-            raise ValueError(
-                f"position_ids is given with input_ids {list(ids.shape)}{' and attention_mask' * (mask is not None)}; "
-                "it says where the documents of one packed row [1, t] start, and needs no mask"
-            )
-        parts, sequences = _packed(ids[0], labels[0], positions[0], cp, pad_token_id)
-    else:
-        parts, sequences = _padded(ids, labels, mask, cp, pad_token_id)
-    local = dict(zip(("input_ids", "shift_labels", "position_ids"), parts, strict=True))
-    shifted, count = local.pop("shift_labels")
-    given = {"labels": shifted, "shift_labels": shifted, "num_items_in_batch": count} if "labels" in batch else {}
-    return {**local, **given, "cp_batch": sequences}
+
+    def read() -> tuple[TokenRows, Digests]:
+        rows = read_rows(batch, shift_labels)
+        bounds = torch.iinfo(rows.ids.dtype)
+        read_count("pad_token_id", pad_token_id, at_least=bounds.min, at_most=bounds.max)
+        return rows, digests(batch)
+
+    rows, count = _agreed(cp, over, read)
+    targets = torch.full_like(rows.ids, -100) if rows.targets is None else rows.targets
+    cut = _balanced if cp.layout == "balanced" else _packed if rows.packed else _padded
+    ids, targets, positions, sequences = cut(rows, targets, cp, pad_token_id)
+    made: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "cp_batch": sequences}
+    if rows.targets is not None:
+        made |= {"labels": targets, "num_items_in_batch": torch.tensor(count, device=targets.device)}
+        made |= {"shift_labels": targets} if shift_labels else {}
+    return made
 
 
-def _check_the_same(batch: Mapping[str, torch.Tensor], cp: ContextParallel) -> None:
-    mine = {name: (list(x.shape), crc32(x.cpu().numpy().tobytes())) for name, x in sorted(batch.items())}
-    for rank, theirs in enumerate(cp.comm.all_gather_object(mine)):
+def _agreed(cp: ContextParallel, over: Any, read: Callable[[], tuple[TokenRows, Digests]]) -> tuple[TokenRows, int]:
+    """The rows of a batch that all ranks of a context have, and how many targets count on all ranks of `over`."""
+    groups = [] if over is None else groups_of(over)
+    found: list[TokenRows] = []
+
+    def same() -> int:
+        def mine() -> list[Digests]:
+            check_holds(over, groups, cp)
+            rows, digest = read()
+            found.append(rows)
+            return [digest]
+
+        with cp.alone("shard_batch"):
+            everyone = together([cp.comm], mine, lambda all_of_them: [one for each in all_of_them for one in each])
+        _check_the_same(everyone, cp.rank)
+        targets = found[0].targets
+        return 0 if targets is None else int((targets != -100).sum())
+
+    if not groups:
+        count = same()
+        return found[0], count
+    count = together(groups, lambda: same() * (cp.rank == 0), sum)  # all ranks of a context have the same targets
+    return found[0], count
+
+
+def _check_the_same(everyone: list[Digests], rank: int) -> None:
+    mine = everyone[rank]
+    for other, theirs in enumerate(everyone):
         if theirs != mine:
             odd = ", ".join(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
             raise ValueError(
-                f"batch differs between rank {cp.rank} and rank {rank} in {odd}; all ranks of a context get the same "
+                f"batch differs between rank {rank} and rank {other} in {odd}; all ranks of a context get the same "
                 "batch whole (Trainer's and accelerate's own loaders give every process another)"
             )
 
 
-Parts = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, CpBatch]  # ids, targets, positions
 
 
-def _packed(
-    ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, cp: ContextParallel, pad_token_id: int
-) -> tuple[Parts, CpBatch]:
-    starts = (positions == 0).nonzero()[:, 0].cpu()
-    if len(starts) == 0 or starts[0] != 0:
-        raise ValueError("position_ids does not begin with 0; each document of a packed batch starts at position 0")
-    cu_seqlens = torch.cat((starts, torch.tensor([len(ids)]))).to(torch.int32)
-    shifted = labels.roll(-1)
-    shifted[(cu_seqlens[1:] - 1).long().to(labels.device)] = -100
-    padded = pad_thd_sequences_for_cp(ids, shifted, cu_seqlens, divisor(cp.layout, cp.size), pad_token_id, -100)
-    ids, shifted, cu_padded = padded
+def _packed(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_token_id: int) -> Parts:
+    factor = divisor(cp.layout, cp.size)
+    padded = pad_thd_sequences_for_cp(rows.ids[0], targets[0], rows.cu_seqlens, factor, pad_token_id, -100)
+    ids, targets, cu_padded = padded
     how: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": cu_padded}
-    local = positions_of(**how, device=ids.device)[None]
-    targets = shard(shifted, **how)[None], (shifted != -100).sum()
-    return (shard(ids, **how)[None], targets, local), CpBatch(cp, "thd", cu_seqlens, cu_padded.cpu())
+    positions = positions_of(**how, device=ids.device)[None]
+    sequences = CpBatch(cp, "thd", rows.cu_seqlens, cu_padded.cpu())
+    return shard(ids, **how)[None], shard(targets, **how)[None], positions, sequences
 
 
-def _padded(
-    ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None, cp: ContextParallel, pad_token_id: int
-) -> tuple[Parts, CpBatch]:
-    lengths = torch.full((len(ids),), ids.shape[1]) if mask is None else mask.cpu().sum(dim=1)
-    if mask is not None and not torch.equal(mask.cpu().bool(), torch.arange(ids.shape[1]) < lengths[:, None]):
-        raise ValueError("attention_mask has padding before or between tokens; pad behind them (padding_side='right')")
-    labels = labels.masked_fill(mask == 0, -100) if mask is not None else labels
-    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-    missing = -ids.shape[1] % divisor(cp.layout, cp.size)
-    ids, shifted = F.pad(ids, (0, missing), value=pad_token_id), F.pad(shifted, (0, missing), value=-100)
-    full = missing == 0 and bool((lengths == ids.shape[1]).all())
-    cu_seqlens = None if full else F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    local = positions_of(cp=cp, seqlen=ids.shape[1], device=ids.device).expand(len(ids), -1)
-    targets = shard(shifted, cp=cp), (shifted != -100).sum()
-    return (shard(ids, cp=cp), targets, local), CpBatch(cp, "bshd", cu_seqlens)
+def _padded(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_token_id: int) -> Parts:
+    missing = -rows.ids.shape[1] % divisor(cp.layout, cp.size)
+    ids, targets = F.pad(rows.ids, (0, missing), value=pad_token_id), F.pad(targets, (0, missing), value=-100)
+    full = bool((rows.cu_seqlens.diff() == ids.shape[1]).all())
+    positions = positions_of(cp=cp, seqlen=ids.shape[1], device=ids.device).expand(len(ids), -1)
+    sequences = CpBatch(cp, "bshd", None if full else rows.cu_seqlens)
+    return shard(ids, cp=cp), shard(targets, cp=cp), positions, sequences
+
+
+def _balanced(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_token_id: int) -> Parts:
+    """Rows of any lengths; only all of them together have to divide."""
+    missing = -rows.ids.shape[1] % cp.size
+    ids, targets = F.pad(rows.ids, (0, missing), value=pad_token_id), F.pad(targets, (0, missing), value=-100)
+    if rows.packed:
+        cu_padded = rows.cu_seqlens.clone()
+        cu_padded[-1] += missing
+        laid = laid_out(cp, "thd", rows.cu_seqlens, cu_padded)
+        sequences = CpBatch(laid.over(cp), "thd", rows.cu_seqlens, cu_padded)
+        ids, targets = (shard(x[0], cp=cp, plan=laid)[None] for x in (ids, targets))
+    else:
+        laid = laid_out(cp, "bshd", rows.cu_seqlens, seqlen=ids.shape[1])
+        sequences = CpBatch(laid.over(cp), "bshd", rows.cu_seqlens)
+        ids, targets = (shard(x, cp=cp, plan=laid) for x in (ids, targets))
+    positions = positions_of(cp=cp, plan=laid, device=ids.device)
+    return ids, targets, positions[None] if rows.packed else positions, sequences

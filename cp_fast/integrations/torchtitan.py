@@ -5,21 +5,24 @@
     cp_titan.apply_cp_to_forward([block.attention.inner_attention for block in model.layers.values()], context)
     inputs, labels, extra_kwargs = cp_titan.prepare_context_parallel_input(inputs, labels, extra_kwargs, context)
 
-Both stand in the place of torchtitan's functions of these names, with a `ContextParallel` for `cp_mesh`. torchtitan
-itself is not imported.
+Both replace torchtitan's functions of these names, with a `ContextParallel` for `cp_mesh`. torchtitan itself is not
+imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from cp_fast.context import ContextParallel
-from cp_fast.integrations.planned import attend, check_longest, refuse
+from cp_fast.integrations.drop_in import Asked, drop_in
+from cp_fast.integrations.laid_out import laid_out
+from cp_fast.integrations.planned import check_longest, check_tensors, lengths_on_host, refuse
 from cp_ref.common.slices import shard
+from cp_ref.common.together import together
 from cp_ref.spec import check_context
 
 __all__ = ["apply_cp_to_forward", "attention_forward", "prepare_context_parallel_input"]
@@ -43,28 +46,49 @@ def apply_cp_to_forward(attention_modules: Iterable[torch.nn.Module], cp: Contex
 def prepare_context_parallel_input(
     inputs: torch.Tensor, labels: torch.Tensor, extra_kwargs: dict[str, Any], cp: ContextParallel
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """This rank's part of a batch that every rank has whole.
+    """This rank's part of a batch that every rank has whole. Collective.
 
     Args:
-        inputs, labels: [b, s]; seen as one packed row [1, b * s].
+        inputs, labels: [b, s]; seen as one packed row [1, b * s]. b * s divides by cp_size.
         extra_kwargs: "positions" [b, s] and "attention_masks", the VarlenMetadata of the whole batch. Its lengths are
-            best on the CPU; on a GPU they are waited for, once for all layers.
-        cp: with layout "contiguous" b * s divides by cp_size, and documents may have any lengths; with "dual_chunk"
-            every document's length divides by 2 * cp_size.
+            best on the CPU; on a GPU they are waited for.
+        cp: documents may have any lengths. Layout "balanced" shares them out by the work that they make.
 
     Returns:
-        inputs, labels and positions as [1, b * s / cp]; attention_masks stay those of the whole batch.
+        inputs, labels and positions as [1, b * s / cp]; attention_masks stay those of the whole batch, with lengths on
+        the CPU.
 
     Raises:
-        ValueError: a length does not divide; it is named.
+        ValueError, TypeError: b * s does not divide, or the rows have other shapes, here or on another rank; or the
+        ranks have other documents.
     """
     check_context(cp, ContextParallel)
-    lengths = extra_kwargs["attention_masks"].cu_seq_q
-    how: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": lengths}
-    parts = [shard(x.flatten(), **how)[None] for x in (inputs, labels, extra_kwargs["positions"])]
-    return parts[0], parts[1], {**extra_kwargs, "positions": parts[2]}
+
+    def read() -> list[int]:
+        masks, positions = (_entry(extra_kwargs, name) for name in ("attention_masks", "positions"))
+        rows = {"inputs": inputs, "labels": labels, "positions": positions}
+        check_tensors("b s", **rows)
+        for name, x in rows.items():
+            if x.shape != inputs.shape:
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)} and inputs {list(inputs.shape)}; they must be equal"
+                )
+        lengths = lengths_on_host(cu_seq_q=masks.cu_seq_q)["cu_seq_q"]
+        _check_divides(lengths, inputs.numel(), cp)
+        return lengths.tolist()
+
+    with cp.alone("prepare_context_parallel_input"):
+        lengths = torch.tensor(together([cp.comm], read, _the_same), dtype=torch.int32)
+    cut: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_padded": lengths}
+    if cp.layout == "balanced":
+        cut = {"plan": laid_out(cp, "thd", lengths)}
+    rows = inputs, labels, extra_kwargs["positions"]
+    parts = [shard(x.flatten(), cp=cp, **cut)[None] for x in rows]
+    masks = extra_kwargs["attention_masks"]._replace(cu_seq_q=lengths, cu_seq_k=lengths)
+    return parts[0], parts[1], {**extra_kwargs, "positions": parts[2], "attention_masks": masks}
 
 
+@drop_in()
 def attention_forward(
     q_BLNH: torch.Tensor,
     k_BLNH: torch.Tensor,
@@ -77,7 +101,7 @@ def attention_forward(
     cp: ContextParallel,
     window_size: tuple[int, int],
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Asked:
     """One layer's attention, [1, t/cp, n, h] -> [1, t/cp, n, h_v]. Collective.
 
     Args:
@@ -90,32 +114,59 @@ def attention_forward(
         keywords; the others: as `cp_fast.attention`.
     """
     refuse("VarlenAttention", **kwargs)
+    check_tensors("1 t/cp n h", q=q_BLNH, k=k_BLNH, v=v_BLNH)
     if q_BLNH.shape[0] != 1:
         raise ValueError(
             f"q has {q_BLNH.shape[0]} rows; prepare_context_parallel_input makes one packed row of a batch"
         )
     if not enable_gqa and q_BLNH.shape[2] != k_BLNH.shape[2]:
         raise ValueError(f"q has {q_BLNH.shape[2]} heads and k {k_BLNH.shape[2]}; that needs enable_gqa=True")
-    cu_q, cu_k = attention_masks.cu_seq_q, attention_masks.cu_seq_k
+    lengths = lengths_on_host(cu_seq_q=attention_masks.cu_seq_q, cu_seq_k=attention_masks.cu_seq_k)
+    cu_q, cu_k = lengths["cu_seq_q"], lengths["cu_seq_k"]
     check_longest("max_q", attention_masks.max_q, cu_q)
     check_longest("max_k", attention_masks.max_k, cu_k)
-    if cu_q is not cu_k and not torch.equal(cu_q, cu_k):
+    if not torch.equal(cu_q, cu_k):
         raise ValueError("attention_masks has other lengths for keys than for queries; documents attend to themselves")
     narrow = q_BLNH.is_cuda and q_BLNH.dtype == torch.float32
     q, k, v = (x[0].to(torch.bfloat16) if narrow else x[0] for x in (q_BLNH, k_BLNH, v_BLNH))
-    results = attend(
-        q,
-        k,
-        v,
-        cp=cp,
-        qkv_format="thd",
-        attn_mask_type="causal" if window_size[1] == 0 else "no_mask",
-        window_size=window_size,
-        cu_seqlens_q=cu_q,
-        softmax_scale=scale,
-        return_lse=out_transform is not None,
-    )
-    if out_transform is None:
-        return results[None].to(q_BLNH.dtype)
-    out, lse = results
-    return out_transform(out[None].to(q_BLNH.dtype), lse.transpose(0, 1)[None])
+    arguments: dict[str, Any] = {
+        "qkv_format": "thd",
+        "attn_mask_type": "causal" if window_size[1] == 0 else "no_mask",
+        "window_size": window_size,
+        "cu_seqlens_q": cu_q,
+        "softmax_scale": scale,
+        "return_lse": out_transform is not None,
+    }
+
+    def give(results: Any) -> torch.Tensor:
+        if out_transform is None:
+            return results[None].to(q_BLNH.dtype)
+        out, lse = results
+        return out_transform(out[None].to(q_BLNH.dtype), lse.transpose(0, 1)[None])
+
+    of_batch = laid_out(cp, "thd", cu_q).over(cp) if cp.layout == "balanced" else cp
+    return Asked(q, k, v, of_batch, arguments, give)
+
+
+def _entry(extra_kwargs: Any, name: str) -> Any:
+    if not isinstance(extra_kwargs, Mapping) or name not in extra_kwargs:
+        raise ValueError(f"extra_kwargs has no {name!r}; it must be a dict with positions and attention_masks")
+    return cast("Mapping[str, Any]", extra_kwargs)[name]
+
+
+def _check_divides(lengths: torch.Tensor, tokens: int, cp: ContextParallel) -> None:
+    """Every rank gets equally many tokens of the batch, and none that is not the batch's."""
+    if int(lengths[-1]) != tokens:
+        raise ValueError(f"attention_masks has documents of {int(lengths[-1])} tokens, and inputs has {tokens}")
+    if tokens % cp.size:
+        raise ValueError(f"inputs has {tokens} tokens; they must divide by cp_size = {cp.size}")
+
+
+def _the_same(lengths: list[list[int]]) -> list[int]:
+    for rank, theirs in enumerate(lengths):
+        if theirs != lengths[0]:
+            raise ValueError(
+                f"attention_masks has other documents on rank {rank} than on rank 0; all ranks of a context get the "
+                "same batch whole"
+            )
+    return lengths[0]

@@ -2,28 +2,36 @@
 
     from cp_fast.integrations import transformers as cp_transformers
 
-    cp_transformers.register()
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="cp_fast")
-    out = model(**cp_transformers.shard_batch(batch, cp=context), use_cache=False)  # out.loss: see `shard_batch`
+    model = cp_transformers.prepare(AutoModelForCausalLM.from_pretrained(...), context)
+    out = model(**cp_transformers.shard_batch(batch, cp=context))  # out.loss: see `shard_batch`
 
-What a batch's sequences are goes to every layer as the keyword `cp_batch`, which models hand on; one that does not is
-told so. Needs transformers 5; only `register` imports it.
+The sequences of a batch go to every layer as the keyword `cp_batch`, which models hand on. Needs transformers 5;
+only `prepare` and `register` import it.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from cp_fast.context import ContextParallel
+from cp_fast.integrations.hugging_face.batches import shard_batch
+from cp_fast.integrations.hugging_face.edge import ALONE, Edge, Labelled, put_around, take_off
+from cp_fast.integrations.hugging_face.head import head_of
+from cp_fast.integrations.hugging_face.known import LAYERS, NAME, refuse_by_name
+from cp_fast.integrations.hugging_face.probe import Probe, at_rest, look_over
 from cp_fast.integrations.planned import attend, refuse
-from cp_fast.integrations.token_batches import CpBatch, shard_batch
+from cp_fast.integrations.token_batches import CpBatch
+from cp_ref.spec import check_context
 
-__all__ = ["NAME", "CpBatch", "attention_forward", "refuse_masks", "register", "shard_batch"]
+__all__ = ["NAME", "CpBatch", "attention_forward", "prepare", "refuse_masks", "register", "shard_batch"]
 
-NAME = "cp_fast"
+Model = TypeVar("Model", bound=torch.nn.Module)
+
 _SILENT = {  # keywords on their way through a model that change nothing about attention
     *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels", "labels", "logits_to_keep"),
     *("output_hidden_states", "output_router_logits", "return_dict", "position_embeddings", "past_key_values"),
@@ -31,8 +39,52 @@ _SILENT = {  # keywords on their way through a model that change nothing about a
 _UNSAID = object()
 
 
+def prepare(model: Model, cp: ContextParallel) -> Model:
+    """Make a model of transformers ready for sequences that are spread over ranks; the same model is returned.
+
+    Its attention becomes `cp_fast`'s. All else in it has to work on one token at a time. `prepare` first looks for
+    known mixers of tokens: layer_types, state-space and linear layers, convolutions, pooling, batch norms, routers with
+    auxiliary losses. Then it runs the model on a dozen tokens, with attention that hands each token on alone. It
+    compares the outputs of a slice with those of the whole. The same runs show how the task head uses labels.
+
+    Args:
+        model: with its weights loaded, before DDP, FSDP or torch.compile wrap it.
+        cp: the context of all batches that it will be called with.
+
+    Raises:
+        NotImplementedError: what mixes tokens and cannot be spread, by its name in the model. ValueError: weights that
+        are not loaded yet. TypeError: not a model of transformers.
+    """
+    check_context(cp, ContextParallel)
+    switch: Any = getattr(model, "set_attn_implementation", None)
+    if switch is None:
+        raise TypeError(f"model is a {type(model).__name__}; prepare takes a model of transformers")
+    refuse_by_name(model)
+    register()
+    before: Any = model.config
+    before = before._attn_implementation
+    take_off(model)
+    switch(NAME)
+    try:
+        with at_rest(model):
+            seen = look_over(model)
+            head = head_of(model, seen)
+    except BaseException as error:
+        switch(before)
+        if isinstance(error, Exception) and not isinstance(error, NotImplementedError):
+            raise NotImplementedError(
+                f"{type(model).__name__} does not run with cp_fast's attention: {error}"
+            ) from error
+        raise
+    for module, causal in seen.callers.items():
+        module.__dict__["_cp_fast_causal"] = causal
+    caches = "use_cache" in inspect.signature(model.forward).parameters
+    put_around(model, Edge(cp, head, seen.first_position, caches))
+    return model
+
+
 def register() -> None:
-    """Make `attn_implementation="cp_fast"` known to transformers. Once a process; again does nothing more."""
+    """Make `attn_implementation="cp_fast"` known to transformers; `prepare` does. Again does nothing more."""
     theirs = importlib.import_module("transformers")
     theirs.AttentionInterface.register(NAME, attention_forward)
     theirs.AttentionMaskInterface.register(NAME, refuse_masks)
@@ -50,40 +102,52 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
-    cp_batch: CpBatch | None = None,
+    cp_batch: CpBatch | Labelled | Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, as transformers calls it: [b, h, s/cp, d] -> ([b, s/cp, h, d], None).
 
     `sliding_window` counts the query itself, so it is one more than the left side of a window here; `s_aux` are sinks.
+
+    Raises:
+        RuntimeError: the model was not prepared. NotImplementedError, TypeError: an argument that cannot be honoured.
     """
-    if not isinstance(cp_batch, CpBatch):
+    name = type(module).__name__
+    sequences = cp_batch.sequences if isinstance(cp_batch, Labelled) else cp_batch
+    if not isinstance(sequences, CpBatch | Probe):
         raise TypeError(
-            f"{type(module).__name__} was given cp_batch={cp_batch!r}: call the model with what shard_batch returns; "
-            "a model that does not hand its keywords on to its attention cannot be run under context parallelism"
+            f"{name} is given cp_batch={cp_batch!r}: call the model with what shard_batch returns; a model that does "
+            f"not hand its keywords on to its attention cannot be run under context parallelism; {ALONE}"
         )
-    unheard = {name: value for name, value in kwargs.items() if name not in _SILENT}
-    refuse(type(module).__name__, attention_mask=attention_mask, dropout=dropout, **unheard)
+    unheard = {keyword: value for keyword, value in kwargs.items() if keyword not in _SILENT}
+    refuse(name, attention_mask=attention_mask, dropout=dropout, **unheard)
     if key.shape[2] != query.shape[2]:
         raise NotImplementedError(f"key has {key.shape[2]} tokens and query {query.shape[2]}: a cache is not supported")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = _window(module, sliding_window, causal)
-    packed = cp_batch.qkv_format == "thd"
+    if isinstance(sequences, Probe):
+        return sequences.attend(module, causal, query, key, value), None
+    prepared = module.__dict__.get("_cp_fast_causal")
+    if prepared is None:
+        raise RuntimeError(f"{name} was not prepared: call cp_fast.integrations.transformers.prepare(model, cp) first")
+    if prepared != causal:
+        raise ValueError(f"{name} is called with is_causal={causal}; when it was prepared it was {prepared}")
+    packed = sequences.qkv_format == "thd"
     q, k, v = (x.transpose(1, 2)[0] if packed else x.transpose(1, 2) for x in (query, key, value))
     out = attend(
         q,
         k,
         v,
-        cp=cp_batch.cp,
-        qkv_format=cp_batch.qkv_format,
-        attn_mask_type=_mask(causal, cp_batch),
+        cp=sequences.cp,
+        qkv_format=sequences.qkv_format,
+        attn_mask_type=_mask(causal, sequences),
         window_size=window,
         softmax_scale=scaling,
         softcap=softcap or 0.0,
         softmax_type="vanilla" if s_aux is None else "learnable",
         softmax_offset=s_aux,
-        cu_seqlens_q=cp_batch.cu_seqlens,
-        cu_seqlens_q_padded=cp_batch.cu_seqlens_padded,
+        cu_seqlens_q=sequences.cu_seqlens,
+        cu_seqlens_q_padded=sequences.cu_seqlens_padded,
     )
     return out[None] if packed else out, None
 
@@ -102,8 +166,8 @@ def _window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> tuple
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None
-    if kind not in (None, "full_attention", "sliding_attention"):
-        raise NotImplementedError(f"layer_types[{layer}] is {kind!r}; cp_fast has full_attention and sliding_attention")
+    if kind not in (None, *LAYERS):
+        raise NotImplementedError(f"layer_types[{layer}] is {kind!r}; cp_fast has {' and '.join(LAYERS)}")
     size = None if sliding_window is _UNSAID else sliding_window
     hidden = kind is None and sliding_window is _UNSAID and getattr(config, "sliding_window", None) is not None
     if (kind == "sliding_attention" and size is None) or hidden:

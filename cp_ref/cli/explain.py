@@ -26,7 +26,7 @@ from cp_ref.cli.words import (
     tile_words,
 )
 from cp_ref.common.cli.options import check_number, integers, with_options
-from cp_ref.common.cli.terminal import coloured, table
+from cp_ref.common.cli.terminal import check_svg, coloured, table
 from cp_ref.spec import Problem, Schedule, Step, verify
 from cp_ref.spec.picture import svg_picture, text_picture
 
@@ -50,6 +50,7 @@ def explain(
 
     Exit code: 0, or 2 for a problem that is refused.
     """
+    check_svg(svg)
     console = Console(highlight=False)
     problem, schedule = request.problem, request.plan.schedule
     position = _place(query) if query else None

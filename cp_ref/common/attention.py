@@ -2,27 +2,105 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import declare
 from cp_ref.common.plans import OF_THE_PROBLEM, Plan
+from cp_ref.spec import AttnMaskType, QKVFormat, SoftmaxType
 from cp_ref.spec.values import kind_of
 
 __all__ = ["asked_for", "attention", "problem_arguments", "refuse_plan"]
 
 
-@declare
-def attention(
+class Options(TypedDict, total=False):
+    """What `attention` takes beside q, k, v, the context and what it returns, for type checkers."""
+
+    qkv_format: QKVFormat
+    attn_mask_type: AttnMaskType | None
+    window_size: tuple[int, int]
+    areas: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_kv: torch.Tensor | None
+    cu_seqlens_q_padded: torch.Tensor | None
+    cu_seqlens_kv_padded: torch.Tensor | None
+    softmax_scale: float | None
+    softcap: float
+    softmax_type: SoftmaxType
+    softmax_offset: torch.Tensor | None
+    deterministic: bool
+    plan: Plan | None
+
+
+Two = tuple[torch.Tensor, torch.Tensor]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@overload
+def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
     cp: ContextParallel,
-    qkv_format: str = "bshd",
-    attn_mask_type: str | None = None,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Options],
+) -> torch.Tensor: ...
+@overload
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Two: ...
+@overload
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> Two: ...
+@overload
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> Three: ...
+@overload
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    **options: Unpack[Options],
+) -> torch.Tensor | Two | Three: ...
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    qkv_format: QKVFormat = "bshd",
+    attn_mask_type: AttnMaskType | None = None,
     window_size: tuple[int, int] = (-1, -1),
     areas: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
@@ -31,7 +109,7 @@ def attention(
     cu_seqlens_kv_padded: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
-    softmax_type: str = "vanilla",
+    softmax_type: SoftmaxType = "vanilla",
     softmax_offset: torch.Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -46,7 +124,8 @@ def attention(
             uses kv head h // (h_q // h_kv). Under torch.autocast q, k and v are cast to its dtype, as for PyTorch's
             attention.
         k, v: the same with s_kv, h_kv, and d_v for v. A DTensor is taken as its local part where the context's group
-            shards its sequence; results are plain tensors.
+            shards its sequence and the layout is "contiguous", as a DTensor's shards are; of a DTensor q all results
+            are DTensors.
         cp: the group, the schedule and the layout.
         qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
         attn_mask_type: "no_mask", "causal" (the default), "causal_bottom_right" (aligned to the last query and key), or
@@ -61,7 +140,8 @@ def attention(
             whatever areas say. `cu_seqlens_*` then only say where documents lie, for layouts and positions. `masks`
             has makers of areas.
         cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
-            On the CPU, best: every call reads them on the host, which waits for a GPU that has them.
+            On the CPU, best: every call reads them on the host, which waits for a GPU that has them. Lengths that end
+            at the number of rows of this rank's slice, where it needs fewer, are refused: they are not global.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
         softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
@@ -85,6 +165,9 @@ def attention(
         anything is sent. Unsupported: naming what is missing.
     """
     raise NotImplementedError
+
+
+attention = declare(_attention)
 
 
 _DEFAULTS = {n: p.default for n, p in attention.signature.parameters.items() if n in OF_THE_PROBLEM}

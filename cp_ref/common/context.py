@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar, Self, cast
 
 from cp_ref.common.processes import as_group, during
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, check_choice
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, CPCommType, Layout, OffsetGrad, check_choice
+from cp_ref.spec.layout import read_layout
 
 __all__ = ["ContextParallel"]
 
@@ -34,6 +35,7 @@ class ContextParallel:
         rank: this rank, from 0.
         size: the number of ranks.
         a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
+        uneven: the lengths of sequences that `shard` cut though they do not divide, by the rows of their slices.
         comm: the group as a `cp_ref.spec.Group`.
 
     A copy, deep or not, is the context itself.
@@ -49,11 +51,11 @@ class ContextParallel:
     backends: ClassVar[tuple[str, ...]] = ("auto",)  # the names that the package takes
 
     group: Any
-    cp_comm_type: str = "p2p"
+    cp_comm_type: CPCommType = "p2p"
     _: KW_ONLY
-    layout: str = "dual_chunk"
+    layout: Layout = "dual_chunk"
     backend: str = "auto"
-    softmax_offset_grad: str = "share"
+    softmax_offset_grad: OffsetGrad = "share"
 
     def __post_init__(self) -> None:
         check_choice("cp_comm_type", self.cp_comm_type, CP_COMM_TYPES)
@@ -63,8 +65,19 @@ class ContextParallel:
         self.comm = as_group(self.group, self.cp_comm_type)
         self.rank = self.comm.rank
         self.size = self.comm.size
+        self.uneven: dict[int, int] = {}
         row = getattr(self.comm, "a2a", self.comm)
         self.a2a_size: int = {"a2a": self.size, "a2a+p2p": row.size}.get(self.cp_comm_type, 1)
+
+    def holding(self, table: Any) -> Self:
+        """This context for the calls of one batch, whose rows the ranks hold by a table: see `make_plan(layout=)`.
+
+        `attention` without a plan takes it; `shard` and the like take a plan. The group and what is kept for it are the
+        same.
+        """
+        made = replace(self)
+        cast(Any, made).layout = read_layout(table)
+        return made
 
     def alone(self, what: str) -> AbstractContextManager[None]:
         """While a call is made on the group: a PeerError says what was called."""
@@ -77,7 +90,9 @@ class ContextParallel:
         return self
 
     def __repr__(self) -> str:
+        layout: Any = self.layout
+        named = repr(layout) if isinstance(layout, str) else "a table"
         return (
             f"ContextParallel(rank {self.rank} of {self.size}, cp_comm_type={self.cp_comm_type!r}, "
-            f"layout={self.layout!r}, backend={self.backend!r})"
+            f"layout={named}, backend={self.backend!r})"
         )

@@ -13,14 +13,18 @@ from cp_ref.common.declared import declare, parameters_of
 from cp_ref.common.devices import read_device
 from cp_ref.spec import (
     Agreement,
+    AttnMaskType,
     Problem,
+    QKVFormat,
     Schedule,
     Sizes,
+    SoftmaxType,
     check_context,
     check_flag,
     check_schedule,
     read_problem,
     read_room,
+    report,
 )
 
 __all__ = [
@@ -35,23 +39,49 @@ __all__ = [
 ]
 
 OF_THE_PROBLEM = frozenset(inspect.signature(read_problem).parameters)  # arguments that make a problem, by name
+_FEW = 8  # sequences whose lengths a summary names
 _SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqlen_kv")
 
 
 class Plan:
-    """A plan of either package: the problem, the rank that the plan is for, the device of `position_ids`."""
+    """A plan of either package: the problem, the rank that the plan is for, the device of `position_ids`.
+
+    `print(plan)` is a summary; `print(plan.schedule)` has every message and every tile.
+    """
 
     problem: Problem
     rank: int
     device: torch.device
+
+    @property
+    def schedule(self) -> Schedule:
+        """The messages and tiles of every rank, step by step."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        p = self.problem
+        found = report(p, self.schedule)
+        lengths = [str(n) if n == m else f"{n}x{m}" for n, m in zip(p.lengths.len_q, p.lengths.len_kv, strict=True)]
+        more = f" and {len(lengths) - _FEW} more" if len(lengths) > _FEW else ""
+        steps = len(self.schedule.forward[self.rank])
+        return "\n".join(
+            (
+                f"plan of rank {self.rank}, on {self.device}: {p.cp_comm_type}, cp_size {p.cp_size}, {p.layout_name}",
+                f"  {p.qkv_format}, {'areas' if p.areas else p.attn_mask_type}, window {p.window_size}, {p.dtype}, "
+                f"{p.heads_q} query heads over {p.heads_kv}, head dims {p.d_qk} and {p.d_v}",
+                f"  {sum(p.lengths.len_q):,} tokens in sequences of {', '.join(lengths[:_FEW]) or 'none'}{more}",
+                f"  {steps} steps forward; balance {found.balance:.3f}; {found.sent_bytes:,} bytes sent by all ranks",
+                "  plan.schedule has every message and every tile",
+            )
+        )
 
 
 @declare
 def make_plan(
     *,
     cp: ContextParallel,
-    qkv_format: str = "bshd",
-    attn_mask_type: str | None = None,
+    qkv_format: QKVFormat = "bshd",
+    attn_mask_type: AttnMaskType | None = None,
     window_size: tuple[int, int] = (-1, -1),
     areas: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
@@ -60,7 +90,7 @@ def make_plan(
     cu_seqlens_kv_padded: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
-    softmax_type: str = "vanilla",
+    softmax_type: SoftmaxType = "vanilla",
     deterministic: bool = False,
     return_lse: bool = False,
     return_max_logit: bool = False,

@@ -8,6 +8,7 @@ from cp_ref.common.context import ContextParallel
 from cp_ref.common.cutting import gathered, positions_on, slice_of
 from cp_ref.common.plans import Plan
 from cp_ref.common.rolling import rolled
+from cp_ref.common.together import collective, tell_context
 from cp_ref.spec import agreed_cut, check_context, read_cut, sequences_of
 
 __all__ = ["position_ids", "roll", "shard", "unshard"]
@@ -47,9 +48,13 @@ def shard(
     [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     """
     check_context(cp, ContextParallel)
-    return slice_of(x, read_cut(cp, plan, x, qkv_format, cu_seqlens_padded, whole=True), cp.rank)
+    cut = read_cut(cp, plan, x, qkv_format, cu_seqlens_padded, whole=True)
+    if plan is None and cut.qkv_format != "thd" and cut.size < cut.rows * cp.size:
+        cp.uneven[cut.rows] = cut.size
+    return slice_of(x, cut, cp.rank)
 
 
+@collective(tell_context)
 def unshard(
     x: torch.Tensor,
     *,
@@ -69,14 +74,16 @@ def unshard(
         x: this rank's slice, as `shard` gives it; alike on all ranks.
         cp, qkv_format, cu_seqlens_padded, plan: as in `shard`.
         seqlen: bshd and sbhd only: the global sequence length, where it does not divide. By default the result has
-            cp_size times the rows of x.
+            cp_size times the rows of x. Where `shard` has cut another length into such slices by this context, nobody
+            can tell which one x is of, and seqlen is needed.
 
     Returns:
         The global tensor, in thd exactly the tokens of the sequences; with a tail, where slices are longer than these
         need, cp_size times the rows of x.
 
     Raises:
-        ValueError: the ranks' slices differ in shape or dtype (on every rank), or as `shard`.
+        ValueError: the ranks' slices differ in shape or dtype, or some require gradients and others do not (on every
+            rank); a length that is needed is not given; or as `shard`.
 
     >>> from cp_ref import SimGroup
     >>> ids = torch.arange(8)
@@ -90,10 +97,11 @@ def unshard(
     """
     check_context(cp, ContextParallel)
     with cp.alone("unshard"):
-        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen)
+        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, with_grad=torch.is_grad_enabled())
     return gathered(x, cut, cp)
 
 
+@collective(tell_context)
 def roll(
     x: torch.Tensor,
     shifts: int,
@@ -132,7 +140,8 @@ def roll(
     """
     check_context(cp, ContextParallel)
     with cp.alone("roll"):
-        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, (shifts, fill_value))
+        how = shifts, fill_value
+        cut = agreed_cut(cp, plan, x, qkv_format, cu_seqlens_padded, seqlen, how, with_grad=torch.is_grad_enabled())
     return rolled(x, cut, sequences_of(cut, plan, cu_seqlens_padded), shifts, fill_value, cp)
 
 

@@ -3,21 +3,28 @@
 from cp_ref.spec.a2a import head_ranges
 from cp_ref.spec.areas import UNBOUNDED, Areas
 from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
-from cp_ref.spec.calls import check_context, check_local_tensors, check_plan_owner, check_settled
+from cp_ref.spec.calls import (
+    check_context,
+    check_global_lengths,
+    check_local_tensors,
+    check_plan_owner,
+    check_settled,
+    local_lengths,
+)
 from cp_ref.spec.comparing import BatchCost, compare_layouts
 from cp_ref.spec.custom import check_schedule
 from cp_ref.spec.features import Feature, Unsupported, describe
 from cp_ref.spec.gathering import agreed_cut
-from cp_ref.spec.given import OFFSET_GRADS, check_placements, local_part, one_a_head
+from cp_ref.spec.given import AXES, check_placements, local_part, one_a_head
 from cp_ref.spec.given_areas import AreaRow, areas_of_rows
 from cp_ref.spec.group import Group, PaperGroup, Parcel, Pending, agree, read_together, tell
-from cp_ref.spec.layout import divisor, slice_rows
+from cp_ref.spec.layout import divisor, slice_rows, table_of
 from cp_ref.spec.mask import Band
 from cp_ref.spec.overlap import check_apart
 from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.pair import PairGroup
 from cp_ref.spec.planners import make_program, make_schedule, saved_kinds
-from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
+from cp_ref.spec.problem import Problem, Sequence, Sequences
 from cp_ref.spec.report import RankCost, Report, message_bytes, report, tile_pairs
 from cp_ref.spec.rolling import Roll, roll_of
 from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
@@ -36,9 +43,24 @@ from cp_ref.spec.values import (
     read_window,
 )
 from cp_ref.spec.verify import InvalidSchedule, verify, verify_tables
+from cp_ref.spec.words import (
+    CP_COMM_TYPES,
+    LAYOUTS,
+    MASKS,
+    OFFSET_GRADS,
+    QKV_FORMATS,
+    SOFTMAX_TYPES,
+    AttnMaskType,
+    CPCommType,
+    Layout,
+    OffsetGrad,
+    QKVFormat,
+    SoftmaxType,
+)
 from cp_ref.spec.workload import Workload, areas_of, workload_of
 
 __all__ = [
+    "AXES",
     "CP_COMM_TYPES",
     "KINDS",
     "LAYOUTS",
@@ -52,15 +74,19 @@ __all__ = [
     "Agreement",
     "AreaRow",
     "Areas",
+    "AttnMaskType",
     "Band",
     "BatchCost",
+    "CPCommType",
     "Column",
     "Cut",
     "Feature",
     "Fragments",
     "Group",
     "InvalidSchedule",
+    "Layout",
     "Message",
+    "OffsetGrad",
     "Ownership",
     "PairGroup",
     "PaperGroup",
@@ -68,6 +94,7 @@ __all__ = [
     "Pending",
     "Pieces",
     "Problem",
+    "QKVFormat",
     "RankCost",
     "RankSchedule",
     "Report",
@@ -77,6 +104,7 @@ __all__ = [
     "Sequence",
     "Sequences",
     "Sizes",
+    "SoftmaxType",
     "Step",
     "Table",
     "Tiles",
@@ -92,6 +120,7 @@ __all__ = [
     "check_context",
     "check_data",
     "check_flag",
+    "check_global_lengths",
     "check_lengths",
     "check_local_tensors",
     "check_offset",
@@ -108,6 +137,7 @@ __all__ = [
     "head_ranges",
     "joined",
     "kind_of",
+    "local_lengths",
     "local_part",
     "make_program",
     "make_schedule",
@@ -132,6 +162,7 @@ __all__ = [
     "sequences_of",
     "slice_axis",
     "slice_rows",
+    "table_of",
     "tag",
     "tell",
     "tile_pairs",

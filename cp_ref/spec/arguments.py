@@ -14,8 +14,9 @@ from typing import Any
 
 from cp_ref.spec.given_areas import read_areas
 from cp_ref.spec.layout import check_layout, read_layout
-from cp_ref.spec.problem import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, Sequences
+from cp_ref.spec.problem import Problem, Sequence, Sequences
 from cp_ref.spec.values import check_choice, check_data, differences, read_count, read_lengths, read_number, read_window
+from cp_ref.spec.words import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES
 
 __all__ = ["DTYPES", "Sizes", "check_heads", "check_offset", "counted", "read_problem", "read_sizes"]
 

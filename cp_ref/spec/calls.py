@@ -8,10 +8,18 @@ from typing import Any
 
 from cp_ref.spec.arguments import Sizes, read_sizes
 from cp_ref.spec.layout import slice_rows
-from cp_ref.spec.problem import MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem
+from cp_ref.spec.problem import Problem
 from cp_ref.spec.values import check_choice, kind_of, read_number, read_window
+from cp_ref.spec.words import MASKS, QKV_FORMATS, SOFTMAX_TYPES
 
-__all__ = ["check_context", "check_local_tensors", "check_plan_owner", "check_settled"]
+__all__ = [
+    "check_context",
+    "check_global_lengths",
+    "check_local_tensors",
+    "check_plan_owner",
+    "check_settled",
+    "local_lengths",
+]
 
 # what `attention` takes its arguments to be when the caller says nothing
 _DEFAULTS: dict[str, Any] = {
@@ -69,6 +77,39 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
                 )
         elif value is not None:
             raise ValueError(f"{name} is given beside a plan, which has its own; leave it out, or make a new plan")
+
+
+def check_global_lengths(problem: Problem, room: Any, q: Any, k: Any) -> None:
+    """Packed lengths are those of the whole batch, and not of this rank's slices alone.
+
+    Lengths that end at this rank's number of rows mean a buffer that is cp_size times too large: a tail that happens to
+    be so long is rarer by far than this mistake. A plan with room says how long its buffers are, so there it is none.
+
+    Raises:
+        ValueError: naming the lengths, and the cure.
+    """
+    if room is not None or problem.qkv_format != "thd":
+        return
+    lengths = problem.lengths
+    for side, name, tensor, slots, real in (
+        ("q", "q", q, lengths.slots_q, lengths.len_q),
+        ("kv", "k", k, lengths.slots_kv, lengths.len_kv),
+    ):
+        rows = tensor.shape[0]
+        if local_lengths(problem, side, rows):
+            which = f"cu_seqlens_{side}{'' if slots == real else '_padded'}"
+            raise ValueError(
+                f"{which} ends at {rows}, and {name} has {rows} rows on this rank alone; cu_seqlens are global, so "
+                f"that of slices without a tail they end at {rows * problem.cp_size} on {problem.cp_size} ranks. Give "
+                f"the lengths of the whole batch. If {rows - slice_rows(problem, side)} rows of {name} are a tail, "
+                f"give it another row, or make a plan with max_sequences and max_tokens_{side}"
+            )
+
+
+def local_lengths(problem: Problem, side: str, rows: int) -> bool:
+    """Whether packed lengths end at the number of rows of one rank's buffer, of which it needs fewer."""
+    slots = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
+    return rows == sum(slots) and rows > slice_rows(problem, side)
 
 
 def _read(name: str, value: Any) -> Any:

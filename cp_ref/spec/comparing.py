@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from cp_ref.spec.arguments import DTYPES, Sizes, check_heads, counted
 from cp_ref.spec.layout import check_layout, slice_rows
 from cp_ref.spec.planners import make_schedule
-from cp_ref.spec.problem import CP_COMM_TYPES, LAYOUTS, MASKS, Problem
+from cp_ref.spec.problem import Problem
 from cp_ref.spec.report import report
 from cp_ref.spec.schedule import RankSchedule
 from cp_ref.spec.sequences import Sequence
 from cp_ref.spec.values import check_choice, read_count, read_window
+from cp_ref.spec.words import CP_COMM_TYPES, LAYOUTS, MASKS, AttnMaskType, CPCommType, Layout
 
 __all__ = ["BatchCost", "compare_layouts"]
 
@@ -42,15 +43,15 @@ def compare_layouts(
     lengths: Iterable[int],
     *,
     cp_size: int,
-    attn_mask_type: str = "causal",
+    attn_mask_type: AttnMaskType = "causal",
     window_size: tuple[int, int] = (-1, -1),
     heads_q: int = 32,
     heads_kv: int = 8,
     d_qk: int = 128,
     d_v: int = 128,
     dtype: str = "bfloat16",
-    layouts: Iterable[str] = LAYOUTS,
-    cp_comm_types: Iterable[str] = ("p2p", "all_gather", "a2a"),
+    layouts: Iterable[Layout] = LAYOUTS,
+    cp_comm_types: Iterable[CPCommType] = ("p2p", "all_gather", "a2a"),
 ) -> tuple[BatchCost, ...]:
     """What a packed batch costs each way it can be shared out. Sends nothing, and needs no group.
 

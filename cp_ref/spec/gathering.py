@@ -19,11 +19,12 @@ class Gathering:
 
     x: tuple[tuple[int, ...], str]
     qkv_format: str
-    layout: str
+    layout: object  # a name, or a table
     seqlen: int | None
     cu_seqlens_padded: tuple[int, ...] | None
     problem: str | None  # the plan's
     roll: tuple[int, float] | None  # shifts and fill_value
+    requires_grad: bool  # whether there is a backward pass, which is collective too
 
     @property
     def fingerprint(self) -> bytes:
@@ -39,11 +40,14 @@ def agreed_cut(
     cu_seqlens_padded: Any,
     seqlen: Any,
     roll: tuple[Any, Any] | None = None,
+    *,
+    with_grad: bool = False,
 ) -> Cut:
     """How the tensor was cut of which every rank has a slice. Collective: all ranks get it, or all raise.
 
     Args:
-        cp: a ContextParallel. roll: shifts and fill_value of `roll`. The others: as in `unshard`.
+        cp: a ContextParallel. roll: shifts and fill_value of `roll`. with_grad: whether PyTorch records what needs
+            gradients. The others: as in `unshard`.
 
     Raises:
         ValueError, TypeError: an argument is wrong, here or on another rank, or not the same on all of them.
@@ -55,7 +59,8 @@ def agreed_cut(
         shifted = None if roll is None else _read_roll(x, *roll)
         of_plan = None if plan is None else plan.problem.fingerprint.hex()
         shape = tuple(x.shape), str(x.dtype)
-        return cut, Gathering(shape, cut.qkv_format, cp.layout, seqlen, lengths, of_plan, shifted)
+        needs_grad = with_grad and x.requires_grad
+        return cut, Gathering(shape, cut.qkv_format, cp.layout, seqlen, lengths, of_plan, shifted, needs_grad)
 
     return read_together(cp.comm, read, lambda found: found[1])[0]
 

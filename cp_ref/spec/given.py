@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cp_ref.spec.pair import PairGroup
-from cp_ref.spec.problem import QKV_FORMATS
 from cp_ref.spec.values import check_choice
+from cp_ref.spec.words import QKV_FORMATS
 
-__all__ = ["OFFSET_GRADS", "check_placements", "local_part", "one_a_head"]
+__all__ = ["AXES", "check_placements", "local_part", "one_a_head"]
 
-OFFSET_GRADS = ("share", "total")
-_AXES = {"bshd": ("batch", "sequence", "heads"), "sbhd": ("sequence", "batch", "heads"), "thd": ("sequence", "heads")}
+AXES = {"bshd": ("batch", "sequence", "heads"), "sbhd": ("sequence", "batch", "heads"), "thd": ("sequence", "heads")}
 
 
 def local_part(x: Any) -> Any:
@@ -25,13 +24,15 @@ def one_a_head(softmax_offset: Any) -> Any:
     return softmax_offset[0, :, 0, 0] if len(shape) == 4 and shape[0] == shape[2] == shape[3] == 1 else softmax_offset
 
 
-def check_placements(cp: Any, qkv_format: str, softmax_offset: Any, **tensors: Any) -> None:
+def check_placements(cp: Any, layout: Any, qkv_format: str, softmax_offset: Any, **tensors: Any) -> None:
     """A DTensor's local part is this rank's slice: sharded along the sequence over the context's ranks, in their order.
+    A DTensor's shards are equal stretches, so that this is so in layout "contiguous" alone.
 
     Over other dimensions of its mesh it may be replicated, or sharded along the batch or the heads.
 
     Raises:
-        ValueError: another placement. TypeError: `softmax_offset` is a DTensor.
+        ValueError: another placement, or another layout (of the plan, or of the context). TypeError: `softmax_offset`
+        is a DTensor.
     """
     if _is_distributed(softmax_offset):
         raise TypeError("softmax_offset is a DTensor; give a plain tensor, one value for each of this rank's heads")
@@ -39,12 +40,19 @@ def check_placements(cp: Any, qkv_format: str, softmax_offset: Any, **tensors: A
         if not _is_distributed(x):
             continue
         check_choice("qkv_format", qkv_format, QKV_FORMATS)
-        axes = _AXES[qkv_format]
+        axes = AXES[qkv_format]
         if wrong := _misplaced(cp, axes, x):
             raise ValueError(
                 f"{name} is a DTensor placed {x.placements} on {x.device_mesh}: {wrong}; its local part is this rank's "
                 f"slice only where the context's group shards axis {axes.index('sequence')}, the "
                 "sequence. Redistribute it, or give its local tensor"
+            )
+        if cp.size > 1 and layout != "contiguous":
+            shown = repr(layout) if isinstance(layout, str) else "a table"
+            raise ValueError(
+                f"{name} is a DTensor placed {x.placements}: its shards are equal stretches of the sequence, but "
+                f"layout is {shown}, where a rank's slice is another. Make the context with layout='contiguous', or "
+                "give plain tensors, as shard cuts them"
             )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ __all__ = ["AreaRow", "areas_of_rows", "common_pair", "read_areas"]
 
 AreaRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
 
+_AT_ONCE = 2**16  # pairs of areas that are compared at a time
+_ROUNDS = 4  # of cuts
 _FORM = "an int32 or int64 tensor [n, 6]: q_start, q_stop, k_start, k_stop, left, right"
 
 
@@ -43,8 +46,7 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
     check_data("areas", areas)
     if len(areas.shape) != 2 or areas.shape[1] != 6:
         raise ValueError(f"areas has shape {list(areas.shape)}; it must be {_FORM}")
-    rows: tuple[AreaRow, ...] = tuple(map(tuple, areas.tolist()))
-    table = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    table = areas.cpu().numpy().astype(np.int64)
     for first, last, side, size in ((0, 1, "q", rows_q), (2, 3, "k", rows_kv)):
         start, stop = table[:, first], table[:, last]
         name = f"{side}_start, {side}_stop"
@@ -54,16 +56,16 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
     sides = table[:, 4:]
     wrong = ((sides < -1) | (sides > FURTHEST)).any(axis=1)
     _refuse(table, wrong, f"left and right must be -1 (unbounded) or from 0 to {FURTHEST}")
-    if (shared := common_pair(areas_of_rows(rows))) is not None:
+    if (shared := common_pair(areas_of_rows(table))) is not None:
         one, other, q, k = shared
         raise ValueError(
-            f"areas[{one}] = {list(rows[one])} and areas[{other}] = {list(rows[other])} both have query row {q} and "
-            f"key row {k}; areas must be disjoint"
+            f"areas[{one}] = {table[one].tolist()} and areas[{other}] = {table[other].tolist()} both have query row "
+            f"{q} and key row {k}; areas must be disjoint"
         )
-    return rows
+    return tuple(zip(*table.T.tolist(), strict=True))
 
 
-def areas_of_rows(rows: tuple[AreaRow, ...]) -> Areas:
+def areas_of_rows(rows: tuple[AreaRow, ...] | Column) -> Areas:
     """The rows as `Areas`, cut down to the queries and keys that see anything.
 
     >>> print(areas_of_rows(((0, 4, 0, 6, 1, 0), (4, 6, 0, 6, -1, -1))), end="")
@@ -87,8 +89,17 @@ def common_pair(areas: Areas) -> tuple[int, int, int, int] | None:
     >>> common_pair(areas_of_rows(((0, 4, 0, 4, -1, 0), (0, 3, 1, 4, 0, -1)))) is None  # the other side of the diagonal
     True
     """
-    neighbours = np.sort(np.array(list(_neighbours(areas)), dtype=np.int64).reshape(-1, 2), axis=1).T
-    one, other = areas.take(neighbours[0]), areas.take(neighbours[1])
+    some = _inseparable(areas)
+    pairs_beside = _neighbours(areas.take(some))
+    while len(found := np.array(list(islice(pairs_beside, _AT_ONCE)), dtype=np.int64).reshape(-1, 2)):
+        if (shared := _first_shared(areas, np.sort(some[found], axis=1).T)) is not None:
+            return shared
+    return None
+
+
+def _first_shared(areas: Areas, twos: Column) -> tuple[int, int, int, int] | None:
+    """The first two of these areas [2, n] that have a visible pair in common, and the pair; None where none have."""
+    one, other = areas.take(twos[0]), areas.take(twos[1])
     shared = Areas(
         *(
             (np.minimum if name in ("q_stop", "k_stop", "hi") else np.maximum)(vars(one)[name], vars(other)[name])
@@ -97,10 +108,54 @@ def common_pair(areas: Areas) -> tuple[int, int, int, int] | None:
     )
     if not len(found := np.flatnonzero(shared.pairs)):
         return None
-    n = found[np.lexsort(neighbours[::-1, found])[0]]
+    n = found[np.lexsort(twos[::-1, found])[0]]
     pair = shared.take(np.array([n]))
     q, _, k, _ = (int(edge[0]) for edge in crop(*pair.columns))
-    return int(neighbours[0, n]), int(neighbours[1, n]), q, max(k, q + int(pair.lo[0]))
+    return int(twos[0, n]), int(twos[1, n]), q, max(k, q + int(pair.lo[0]))
+
+
+def _inseparable(areas: Areas) -> Column:
+    """The numbers of areas that straight cuts do not set apart from all others. One that is set apart has no pair in
+    common with another. Cuts go between queries, between keys, and along the diagonals; then again inside the parts.
+    The areas of most masks are set apart by few rounds of cuts.
+
+        a a | b b       between keys                   a b b b       along a diagonal: a causal area and
+        a a | b b                                      a a b b       what lies above it
+    """
+    sides = [
+        (areas.q_start, areas.q_stop),
+        (areas.k_start, areas.k_stop),
+        (
+            np.maximum(areas.lo, areas.k_start - areas.q_stop + 1),
+            np.minimum(areas.hi, areas.k_stop - 1 - areas.q_start) + 1,
+        ),
+    ]
+    part, left = np.zeros(len(areas), dtype=np.int64), np.arange(len(areas))
+    for start, stop in sides * _ROUNDS:
+        part = _cut(part, start[left], stop[left])
+        together = np.bincount(part)[part] > 1
+        part, left = part[together], left[together]
+    return left
+
+
+def _cut(part: Column, start: Column, stop: Column) -> Column:
+    """The number of the part that each span is in when parts are cut wherever no span of theirs is."""
+    if not len(part):
+        return part
+    least, most = int(start.min()), int(stop.max())
+    if (most - least) * (int(part.max()) + 1) > FURTHEST:  # then places among all edges are small numbers
+        edges = np.unique(np.concatenate([start, stop]))
+        least, most, start, stop = 0, len(edges), np.searchsorted(edges, start), np.searchsorted(edges, stop)
+    shift = part * (most - least)  # parts lie behind one another
+    start, stop = start + shift, stop + shift
+    if not bool((start[1:] >= start[:-1]).all()):
+        order = np.argsort(start)
+        start, stop = start[order], stop[order]
+    else:
+        order = slice(None)
+    found = np.empty_like(part)
+    found[order] = np.cumsum(np.append(False, start[1:] >= np.maximum.accumulate(stop)[:-1]))
+    return found
 
 
 def _neighbours(areas: Areas) -> Iterator[tuple[int, int]]:
@@ -117,9 +172,10 @@ def _neighbours(areas: Areas) -> Iterator[tuple[int, int]]:
     k_start, lo = areas.k_start.tolist(), areas.lo.tolist()
     row = np.append(areas.q_stop, areas.q_start)  # what ends before a row goes before what begins with it comes
     order: list[int] = []
-    for event in np.argsort(row, kind="stable").tolist():
-        begins, area = divmod(event, len(areas))
-        here = int(row[event]) - 1 + begins
+    count, events = len(areas), np.argsort(row, kind="stable")
+    for event, at in zip(events.tolist(), row[events].tolist(), strict=True):
+        begins, area = divmod(event, count)
+        here = at - 1 + begins
 
         def first(n: int, here: int = here) -> int:
             """The first key that an area sees in this row."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
 from cp_ref.spec.balanced import balanced
 from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
-from cp_ref.spec.problem import LAYOUTS, Problem
+from cp_ref.spec.problem import Problem
 from cp_ref.spec.table import Column
 from cp_ref.spec.values import check_choice
+from cp_ref.spec.words import LAYOUTS
 from cp_ref.spec.workload import areas_of
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "slots_of",
     "slots_of_lengths",
     "starts_of",
+    "table_of",
 ]
 
 Table = tuple[tuple[int, int, int, int], ...]
@@ -98,6 +101,21 @@ def slots_of_lengths(layout: str, starts: Column, packed: bool, cp_size: int) ->
 def starts_of(slots: Seq[int]) -> Column:
     """Where each sequence begins in the global buffer, and where the last ends."""
     return np.append(0, np.cumsum(np.array(slots, dtype=np.int64)))
+
+
+def table_of(problem: Problem) -> Problem:
+    """The same problem, its layout as a table.
+
+    >>> from cp_ref.spec.sequences import Sequences
+    >>> even = Problem(2, Sequences([4, 2], [4, 2], [4, 2], [4, 2]), layout="contiguous", qkv_format="thd")
+    >>> table_of(even).layout
+    ((0, 0, 0, 3), (1, 0, 3, 4), (1, 1, 0, 2))
+    """
+    starts = starts_of(problem.lengths.slots_q)
+    held = problem.slots.q.within(starts[:-1], starts[1:])
+    sequence = np.searchsorted(starts, held.start, side="right") - 1
+    columns = held.rank, sequence, held.start - starts[sequence], held.stop - starts[sequence]
+    return replace(problem, layout=tuple(zip(*(column.tolist() for column in columns), strict=True)))
 
 
 def read_layout(layout: Any) -> str | Table:

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
     from cp_ref.spec.ownership import Ownership
     from cp_ref.spec.workload import Workload
 
-__all__ = ["CP_COMM_TYPES", "LAYOUTS", "MASKS", "QKV_FORMATS", "SOFTMAX_TYPES", "Problem", "Sequence", "Sequences"]
-
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-LAYOUTS = ("dual_chunk", "contiguous", "balanced")
-QKV_FORMATS = ("bshd", "sbhd", "thd")
-MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right")
-SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+__all__ = ["Problem", "Sequence", "Sequences"]
 
 
 @dataclass(frozen=True)

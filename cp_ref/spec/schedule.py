@@ -38,6 +38,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_ref.spec.table import Column, Table, constant, one_value
+from cp_ref.spec.values import MOST_RANKS
 
 __all__ = ["KINDS", "OPERANDS", "RESULTS", "Message", "Pieces", "RankSchedule", "Schedule", "Step", "Tiles", "tag"]
 
@@ -212,8 +213,8 @@ class Schedule:
         if head is None:
             raise ValueError("a schedule begins with 'schedule NAME cp_size N heads Q/KV saved KINDS'")
         cp_size, heads = int(head[2]), (int(head[3]), int(head[4]))
-        if cp_size > _MOST_RANKS:
-            raise ValueError(f"{lines[0]!r}: cp_size is {cp_size}; a schedule has at most {_MOST_RANKS} ranks")
+        if cp_size > MOST_RANKS:
+            raise ValueError(f"{lines[0]!r}: cp_size is {cp_size}; a schedule has at most {MOST_RANKS} ranks")
         programs: dict[str, list[list[_StepText]]] = {d: [[] for _ in range(cp_size)] for d in ("forward", "backward")}
         program: list[_StepText] | None = None
         for line in lines[1:]:
@@ -233,7 +234,6 @@ class Schedule:
         return Schedule(head[1], heads, forward, backward, () if head[5] == "-" else tuple(head[5].split(",")))
 
 
-_MOST_RANKS = 2**16  # so that a wrong number does not fill the memory
 _LONG = re.compile(r"\d{19}")  # columns are integers of 64 bits
 _HEADS = r"(?:h(\d+):(\d+))?"
 _PIECE = re.compile(rf"\[(\d+):(\d+)\]{_HEADS}")

@@ -17,9 +17,10 @@ import numpy as np
 from cp_ref.spec.calls import check_plan_owner, check_settled
 from cp_ref.spec.layout import padded_to_cut, slice_rows, slots_of_lengths, starts_of
 from cp_ref.spec.ownership import Fragments
-from cp_ref.spec.problem import QKV_FORMATS, Problem
+from cp_ref.spec.problem import Problem
 from cp_ref.spec.table import Column, ranges
 from cp_ref.spec.values import check_choice, check_data, read_count, read_lengths
+from cp_ref.spec.words import QKV_FORMATS
 
 __all__ = ["Cut", "planned_cut", "planned_positions", "read_cut", "read_positions", "sequences_of", "slice_axis"]
 
@@ -98,6 +99,8 @@ def read_cut(
         return _by_plan(_problem_of(plan, cp, qkv_format, seqlen, cu_seqlens_padded), x, whole)
     axis = slice_axis(x, qkv_format)
     count = x.shape[axis] * (1 if whole else cp.size)
+    if not whole and seqlen is None and qkv_format != "thd":
+        _check_length_is_told(cp, x.shape[axis])
     size: Any = count if seqlen is None and qkv_format != "thd" else seqlen
     starts, fragments = _cut_by_lengths(cp, qkv_format, size, cu_seqlens_padded)
     total = int(starts[-1])
@@ -110,6 +113,15 @@ def read_cut(
             f"of {size} into slices of {rows}"
         )
     return Cut(fragments, cp.size, qkv_format, size, rows)
+
+
+def _check_length_is_told(cp: Any, rows: int) -> None:
+    """Raise ValueError if this context has cut a shorter sequence, too, into slices of so many rows."""
+    if (length := cp.uneven.get(rows)) is not None:
+        raise ValueError(
+            f"seqlen is None, and cp has cut a sequence of {length} into slices of {rows} rows; say whether x is "
+            f"of {length} or of {rows * cp.size} tokens"
+        )
 
 
 def _by_plan(problem: Problem, x: Any, whole: bool) -> Cut:
@@ -156,10 +168,11 @@ def _packed(fragments: Fragments, rows: int, total: int, cp_size: int, count: in
     return Cut(fragments, cp_size, "thd", size, max(rows, -(-count // cp_size)))
 
 
-def check_known(layout: str) -> None:
+def check_known(layout: Any) -> None:
     """Raise ValueError for a layout that the lengths alone do not decide."""
-    if layout == "balanced":
-        raise ValueError("plan is None, but layout 'balanced' is known to a plan alone; give plan=make_plan(...)")
+    if layout not in ("dual_chunk", "contiguous"):
+        named = "'balanced'" if isinstance(layout, str) else "of a table"
+        raise ValueError(f"plan is None, but layout {named} is known to a plan alone; give plan=make_plan(...)")
 
 
 def sequences_of(cut: Cut, plan: Any, cu_seqlens_padded: Any) -> Column:

@@ -28,6 +28,7 @@ __all__ = [
 
 MOST = 2**31 - 1  # heads, dims, sequences, positions: 32 bits
 FURTHEST = 2**62 - 1  # cumulative lengths and window sides: two of them add up in 64 bits
+MOST_RANKS = 2**12  # of commands and files, which have the steps of all ranks: as many as the square of the ranks
 FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the least and the largest normal number
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def alone(fn: Callable[[Any], None]) -> None:
     SimGroup(1).run(fn)
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replace])
 def test_a_copy_is_a_plan_of_its_own(way: Callable[[Any], Any]) -> None:
     def one(member: Any) -> None:
         cp = cp_fast.ContextParallel(member)
@@ -69,7 +70,7 @@ def test_a_model_that_holds_a_plan_and_a_context_can_be_copied() -> None:
     alone(one)
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replace, lambda plan: replace(plan, room=None)])
 def test_a_plan_that_is_updated_is_not_copied(way: Callable[[Any], Any]) -> None:
     def one(member: Any) -> None:
         plan = plan_of(cp_fast, cp_fast.ContextParallel(member), max_sequences=2)
@@ -92,7 +93,7 @@ def test_nothing_of_a_process_is_pickled() -> None:
     alone(one)
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replace, lambda plan: pickle.loads(pickle.dumps(plan))])
 def test_the_references_copies_are_plans_of_their_own(way: Callable[[Any], Any]) -> None:
     def one(member: Any) -> None:
         cp = cp_ref.ContextParallel(member)

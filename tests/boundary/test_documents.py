@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 import conformance.cli
+import conformance.step.cli
 import cp_fast
 import cp_fast.cli
 import cp_ref
@@ -28,6 +29,7 @@ DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("csrc/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 )
 APPS = {"cp_fast": cp_fast.cli.app, "cp_ref": cp_ref.cli.app, "conformance": conformance.cli.app}
+STEP = conformance.step.cli.app
 TREE = re.compile(r"(?:cp_ref|cp_fast|conformance|csrc|tests|benchmarks|docs)/[\w./*-]*\w")
 
 
@@ -60,7 +62,7 @@ def test_the_tutorial_is_a_program() -> None:
 
 
 def test_the_five_lines_of_the_readme_run(tmp_path: Path) -> None:
-    [five] = blocks("README.md")
+    five, _ = blocks("README.md")
     assert len(list(filter(None, five.splitlines()))) == 5
     program = tmp_path / "five_lines.py"
     program.write_text(five + "assert out.shape == q.shape\ndist.destroy_process_group()\n")
@@ -82,8 +84,8 @@ def test_commands_have_the_options_that_are_named() -> None:
         for line in commands(path):
             words = line.split("#")[0].split()
             words = words[words.index("-m") + 1 :] if words[0] == "python" else words[words.index("-m", 3) + 1 :]
-            command: Any = typer.main.get_command(APPS[words[0]])
-            command = command.commands[words[1]] if hasattr(command, "commands") else command
+            command: Any = typer.main.get_command(STEP if words[:2] == ["conformance", "step"] else APPS[words[0]])
+            command = command.get_command(None, words[1]) if hasattr(command, "get_command") else command
             known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
             named = {word for word in words if word.startswith("--")}
             assert named <= known | {"--help"}, line

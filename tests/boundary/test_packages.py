@@ -21,8 +21,12 @@ PACKAGES = ("cp_ref", "cp_fast", "conformance")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+pytestmark = pytest.mark.extras
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    pytest.importorskip("hatchling", reason="needs hatchling, which the extra dev has")
     folder = tmp_path_factory.mktemp("dist")
 
     def build(target: str, source: Path) -> None:

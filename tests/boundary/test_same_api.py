@@ -18,11 +18,24 @@ from cp_ref.common.declared import Declaration
 from cp_ref.common.thd import batches, corrections, halves, indices, valid
 
 ONLY_FAST = {"checked"}
-ONLY_REFERENCE = {"SimGroup", "Trace", "compare", "dense_attention", "trace"}
+TO_DEBUG = {"SimGroup", "Trace", "compare", "dense_attention"}  # of cp_ref, in both
 
 
 def test_names() -> None:
-    assert set(cp_ref.__all__) - ONLY_REFERENCE == set(cp_fast.__all__) - ONLY_FAST
+    assert set(cp_ref.__all__) == set(cp_fast.__all__) - ONLY_FAST
+    assert all(getattr(cp_fast, name) is getattr(cp_ref, name) for name in TO_DEBUG)
+    assert set(cp_fast.__all__) <= set(dir(cp_fast))
+
+
+def test_a_trace_of_the_fast_path_is_refused_and_not_empty() -> None:
+    """A trace records the reference: nobody may take an empty one for a run."""
+
+    def one(member: Any) -> None:
+        x = torch.ones(1, 4, 1, 8)
+        cp_fast.attention(x, x, x, cp=cp_fast.ContextParallel(member))
+
+    with pytest.raises(RuntimeError, match=r"recorded nothing.*import cp_ref as cp"), cp_fast.trace():
+        cp_fast.SimGroup(2).run(one)
 
 
 DECLARATIONS: dict[str, Declaration[Any]] = {
@@ -37,7 +50,13 @@ def test_everything_that_is_declared_is_public_and_the_rest_is_one_object() -> N
     assert cp_ref.thd.__all__ == cp_fast.thd.__all__
     shared = {"compare_layouts", "position_ids", "roll", "shard", "unshard"}
     assert all(getattr(cp_ref, name) is getattr(cp_fast, name) for name in shared)
-    functions = {name for name in cp_fast.__all__ if inspect.isfunction(getattr(cp_fast, name))} - shared - ONLY_FAST
+    functions = (
+        {name for name in cp_fast.__all__ if inspect.isfunction(getattr(cp_fast, name))}
+        - shared
+        - ONLY_FAST
+        - TO_DEBUG
+        - {"trace"}
+    )
     same = {name for name in cp_fast.thd.__all__ if getattr(cp_fast.thd, name) is getattr(cp_ref.thd, name)}
     assert same == {"pad_v", "trim_out"}
     assert set(DECLARATIONS) == functions | set(cp_fast.thd.__all__) - same | {"update"}
@@ -79,7 +98,7 @@ def test_contexts_differ_in_the_names_of_backends_alone() -> None:
     one, other = cp_ref.ContextParallel, cp_fast.ContextParallel
     assert inspect.signature(one) == inspect.signature(other) == inspect.signature(ContextParallel)
     assert inspect.getdoc(one) == inspect.getdoc(other) == inspect.getdoc(ContextParallel)
-    expected = "(group: 'Any', cp_comm_type: 'str' = 'p2p', *, layout: 'str' = 'dual_chunk', backend: 'str' = 'auto',"
+    expected = "(group: 'Any', cp_comm_type: 'CPCommType' = 'p2p', *, layout: 'Layout' = 'dual_chunk', backend: "
     assert str(inspect.signature(other)).startswith(expected)
     assert one.backends == ("auto",)
     assert other.backends == ("auto", *(backend.name for backend in BACKENDS))

@@ -16,6 +16,7 @@ from cp_fast.cli import app
 from cp_fast.cli.demo import command, launch
 from cp_fast.cli.demo.job import Job
 from cp_fast.cli.demo.rank import Measured
+from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
 SMALL = ["--tokens", "700", "--longest", "200", "--ranks", "2", "--device", "cpu"]
@@ -31,7 +32,7 @@ def demo(*options: str) -> str:
 def demo_process(*options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, "-m", "cp_fast", "demo", *options]
     env = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False, env=env)
 
 
 def test_end_to_end(tmp_path: Path) -> None:
@@ -112,6 +113,7 @@ def test_a_failing_rank_is_named_and_ends_all() -> None:
     assert "All results are right." not in result.output
 
 
+@pytest.mark.thorough
 def test_two_dimensions_of_ranks() -> None:
     said = demo(*SMALL[:4], "--device", "cpu", "--ranks", "4", "--cp-comm-type", "a2a+p2p")
     assert said.count("All results are right.") == 1
@@ -126,6 +128,7 @@ def test_what_the_ranks_refuse_is_one_line() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_torchrun() -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = demo_process(*SMALL[:4], "--device", "cpu", launcher=torchrun)

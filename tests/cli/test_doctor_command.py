@@ -14,7 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from cp_fast.backends import BACKENDS
-from cp_fast.cli import app, doctor
+from cp_fast.cli import app
+from cp_fast.cli.doctor import doctor
+from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"})
 
@@ -115,7 +117,7 @@ def test_numba_that_is_there_and_raises_when_kernels_are_loaded(tmp_path: Path) 
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), *sys.path])
     environment = {"PYTHONPATH": path, "NUMBA_ENABLE_CUDASIM": "1", "PATH": "", "HOME": str(tmp_path)}  # no compiler
     command = [sys.executable, "-c", LOOK]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
     asked, (taken, why), remark = map(json.loads, done.stdout.splitlines())
     assert "asks for the kernels 'numba', which cannot be had" in asked

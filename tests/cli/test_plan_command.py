@@ -6,15 +6,18 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import cp_fast
+import cp_ref
 from cp_fast.cli import app
 from cp_ref.spec import CP_COMM_TYPES, Schedule, Unsupported, verify
 from cp_ref.spec.problem import Problem, Sequence
+from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
 
@@ -165,8 +168,10 @@ def test_svg(tmp_path: Path) -> None:
         (["--cp-comm-type", "a2a+p2p", "--a2a-size", "0"], "--a2a-size is 0; it must divide the number of ranks, 4"),
         (["--cp-comm-type", "a2a", "--a2a-size", "4"], "--a2a-size is 4, but --cp-comm-type is a2a"),
         (["--a2a-size", "1"], "--a2a-size is 1, but --cp-comm-type is p2p; only a2a+p2p takes it"),
+        (["--cp-size", "100000000"], "--cp-size is 100000000; it must be at most 4096"),
         (["--head", "32"], "--head is 32; it must be 0 to 31"),
         (["--rank", "4"], "--rank is 4; it must be 0 to 3"),
+        (["--svg", "p.png"], "--svg is 'p.png'; pictures are SVG, so the name must end in .svg"),
         (["--svg", "no/such/folder/plan.svg"], "no/such/folder/plan.svg"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -181,6 +186,47 @@ def test_refusals_are_one_line_and_exit_2(options: list[str], words: str) -> Non
 
 def test_as_a_module() -> None:
     command = [sys.executable, "-m", "cp_fast", "plan", "--cp-size", "2", "--seqlens", "12", "--text"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("schedule p2p cp_size 2")
+
+
+def test_a_prediction_begins_with_the_recommendation_and_fits_80_columns() -> None:
+    words = ["plan", "--predict", "--cp-size", "8", "--seqlens", "20000,10000,2000,768", "--heads-q", "30"]
+    result = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(app, [*words, "--heads-kv", "6"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0].startswith("take ")
+    assert max(map(len, lines)) <= 80
+    rows = [line.split("│") for line in lines if line.startswith("│")]
+    assert len(rows) == 1 + 3 * len(CP_COMM_TYPES)  # the titles, and no cell of more than one line
+    assert "refused: 30 query heads over 6 are not shared by 8 ranks" in " ".join(result.output.split())
+
+
+def test_the_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert (result.exit_code, result.output.split()[0].rstrip(",")) == (0, "cp-attention")
+
+
+def test_help_needs_no_pytorch() -> None:
+    """Which alone takes longer to import than a reader waits."""
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['cp_fast', *sys.argv[1:]]\n"
+        "from cp_fast.cli import app\napp()"
+    )
+    for words in (["--version"], ["plan", "--help"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", [cp_fast, cp_ref], ids=["cp_fast", "cp_ref"])
+def test_a_plan_prints_a_summary(package: Any) -> None:
+    def one(member: object) -> str:
+        sizes = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
+        cu = torch.tensor([0, 5, 13])
+        return str(package.make_plan(cp=package.ContextParallel(member), qkv_format="thd", cu_seqlens_q=cu, **sizes))
+
+    said = cp_fast.SimGroup(2).run(one)[1]
+    assert said.startswith("plan of rank 1, on cpu: p2p, cp_size 2, dual_chunk\n")
+    assert "13 tokens in sequences of 5, 8\n" in said
+    assert len(said.splitlines()) == 5

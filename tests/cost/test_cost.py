@@ -17,6 +17,7 @@ from cp_fast.cli import app
 from cp_fast.cost import Kernel, Machine, candidates, predict, read_machine, recommended
 from cp_fast.cost.counts import count_rank
 from cp_ref.spec import LAYOUTS, Problem, Sequence, make_schedule, message_bytes
+from tests.marks import examples
 
 H200 = read_machine("h200-nvlink")
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"})
@@ -60,7 +61,7 @@ def test_memory_is_predicted_within_12_per_cent() -> None:
 lengths = st.lists(st.integers(0, 70), min_size=1, max_size=5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(lengths, st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([-1, 9]), st.data())
 def test_what_ranks_do_adds_up_to_the_problem(n: list[int], cp_size: int, window: int, data: st.DataObject) -> None:
     """All pairs of all heads are launched, and what is sent is what the schedule's report counts or less."""

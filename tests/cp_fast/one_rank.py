@@ -21,7 +21,7 @@ from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_o
 from cp_fast.peers.exchange import PeerMessages, Shared
 from cp_fast.peers.watch import Watch
 from cp_ref import SimGroup
-from cp_ref.spec import PaperGroup
+from cp_ref.spec import CPCommType, PaperGroup
 
 __all__ = ["Allocated", "call_of"]
 
@@ -102,7 +102,13 @@ def _messages(rank: int, size: int) -> PeerMessages:
 
 
 def call_of(
-    comm: str, size: int, rank: int, tokens: int, heads: tuple[int, int], dim: int, lengths: Sequence[int] | None = None
+    comm: CPCommType,
+    size: int,
+    rank: int,
+    tokens: int,
+    heads: tuple[int, int],
+    dim: int,
+    lengths: Sequence[int] | None = None,
 ) -> Callable[[], Any]:
     """A call of this rank, forward and backward: `tokens` rows a rank of one causal sequence, or of sequences of these
     lengths, in bfloat16; heads: of q and of k and v.

@@ -34,6 +34,7 @@ from cp_fast.backends.probe import probe
 from cp_fast.backends.score_blocks import ScoreBlockSize, score_blocks_on_device
 from cp_fast.remarks import say_once
 from cp_ref.spec import Feature, Unsupported
+from tests.marks import examples, seeds
 
 CPU = backends.by_name("cpu")
 TINY = BlockwiseBackend("tiny blocks", Feature.CPU, ScoreBlockSize(scores=256, columns=7, rows=10))
@@ -117,7 +118,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("backend", [CPU, TINY], ids=lambda b: b.name)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_blocks_equal_dense_in_float64(seed: int, backend: Backend) -> None:
     segments, heads = random_case(seed)
     softcap, scale = (0.0, 0.7) if seed % 3 else (1.5, 0.3)
@@ -177,7 +178,7 @@ def test_a_launch_over_part_of_the_columns_adds_up() -> None:
 
 
 @pytest.mark.parametrize("size", [ScoreBlockSize(2**18, 256, 512), TINY.size], ids=["one block", "tiny blocks"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_a_library_without_max_logit_is_given_it(seed: int, size: ScoreBlockSize) -> None:
     segments, heads = random_case(seed)
     scale, softcap = (0.7, -0.7)[seed % 2], (0.0, 1.5)[seed // 2 % 2]
@@ -220,7 +221,7 @@ def test_max_logit_of_a_library_keeps_how_it_rounds_and_lets_go() -> None:
 
 
 @pytest.mark.parametrize("size", [CPU.size, TINY.size], ids=["one block", "tiny blocks"])  # type: ignore[attr-defined]
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_blocks_that_follow_the_lengths_on_the_device(
     seed: int, size: ScoreBlockSize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +282,7 @@ def test_cpu_ignores_the_default_device() -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_segment_has_the_same_bits_whatever_stands_before_and_behind_it(data: st.DataObject) -> None:
     rows, columns = (data.draw(st.integers(1, 140)) for _ in range(2))
     h_kv, g = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
@@ -327,6 +328,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.thorough
 def test_cpu_memory_is_linear_in_the_tile() -> None:
     rows, h_q, d = 16384, 2, 4
     segments = Segments.pack([rows], [rows], 3000, 0)

@@ -366,7 +366,7 @@ def test_a_refused_softcap_says_why_the_package_does_not_work(install: Any, tmp_
 def test_doctor_says_whose_kernels(monkeypatch: Any, install: Any) -> None:
     calls: list[Call] = []
     install(package("2.8.3.post2"), fake_package(calls))
-    from cp_fast.cli import doctor
+    from cp_fast.cli.doctor import doctor
 
     monkeypatch.setattr(sys.modules[doctor.__module__], "probe", lambda backend, device: None)
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"})

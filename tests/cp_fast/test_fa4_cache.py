@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 
 from cp_fast.backends import fa4_cache
 from cp_fast.backends.fa4_cache import ENABLED, FOLDER, keep_on_disk, kept_where, says_when_it_compiles
+from cp_fast.build.cache import own_folder
 from cp_fast.remarks import say_once
 
 
@@ -44,11 +47,35 @@ def test_a_library_that_is_imported_already_has_read_its_variables(
     assert ENABLED not in os.environ
 
 
-def test_a_folder_that_others_could_write_to_is_not_used(folder: Path) -> None:
-    folder.parent.mkdir()
-    folder.parent.chmod(0o777)
+def open_to_all(path: Path) -> None:
+    path.mkdir(exist_ok=True)
+    path.chmod(0o777)
+
+
+def a_link(path: Path) -> None:
+    path.rmdir()
+    path.symlink_to(path.parent.parent)
+
+
+@pytest.mark.parametrize("harm", [lambda x: open_to_all(x.parent), open_to_all, a_link])
+def test_a_folder_that_others_could_write_to_is_not_used(folder: Path, harm: Callable[[Path], None]) -> None:
+    own_folder(folder.name)
+    harm(folder)
     keep_on_disk()
     assert ENABLED not in os.environ
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o777])
+def test_its_folder_is_this_users_alone_whatever_the_umask(folder: Path, mask: int) -> None:
+    """The one that `doctor` makes first too: builds find the folder of all as they need it."""
+    before = os.umask(mask)
+    try:
+        keep_on_disk()
+    finally:
+        os.umask(before)
+    assert os.environ[FOLDER] == str(folder)
+    assert [stat.S_IMODE(x.stat().st_mode) for x in (folder, folder.parent)] == [0o700, 0o700]
+    assert own_folder() == folder.parent
 
 
 def test_a_compilation_is_said_once(

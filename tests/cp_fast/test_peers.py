@@ -25,8 +25,9 @@ from cp_fast.peers.lanes import lane_sizes
 from cp_fast.peers.watch import Watch
 from cp_ref import SimGroup
 from cp_ref.common.processes import PeerError, during
-from cp_ref.spec import Parcel, Problem, make_program, saved_kinds
+from cp_ref.spec import CPCommType, Parcel, Problem, make_program, saved_kinds
 from cp_ref.spec import Sequence as Lengths
+from tests.marks import examples
 from tests.spec.problems import problems
 from tests.spec.staged import ALWAYS, costs
 
@@ -251,7 +252,7 @@ def test_what_is_pulled_is_what_was_sent_whatever_fits_into_a_lane(
     assert bool(host.by_group) == (room < 9000)
 
 
-def attend(group: Any, comm: str, window: int) -> list[torch.Tensor]:
+def attend(group: Any, comm: CPCommType, window: int) -> list[torch.Tensor]:
     cp = cp_fast.ContextParallel(group, comm)
     draw = torch.Generator().manual_seed(cp.rank)
     q, k, v, dout = (torch.randn(1, 16, h, 8, generator=draw) for h in (6, 3, 3, 6))
@@ -290,7 +291,7 @@ def test_a_captured_exchange_goes_by_the_group() -> None:
     assert sorted(host.by_group) == [0, 1]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(problems())
 def test_both_ends_cut_their_messages_into_the_same_steps(problem: Problem) -> None:
     """Which is what a lane's two ends rest on: a block is all that goes to a rank in one step."""

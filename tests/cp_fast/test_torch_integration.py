@@ -15,6 +15,7 @@ from cp_fast.handles import handle_for, object_of
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
 from cp_ref.sim_switch import Switch
+from cp_ref.spec import CPCommType, QKVFormat
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 FORMATS = {"bshd": (2, 8, 4, 8), "sbhd": (8, 2, 4, 8), "thd": (20, 4, 8)}
@@ -41,7 +42,7 @@ class Layer(torch.nn.Module):
         return self.out(results)
 
 
-def plan_for(cp: cp_fast.ContextParallel, fmt: str, **how: Any) -> cp_fast.Plan:
+def plan_for(cp: cp_fast.ContextParallel, fmt: QKVFormat, **how: Any) -> cp_fast.Plan:
     sizes: dict[str, Any] = {"batch_size": 2, "seqlen_q": 8 * cp.size}
     if fmt == "thd":
         sizes = {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
@@ -49,7 +50,9 @@ def plan_for(cp: cp_fast.ContextParallel, fmt: str, **how: Any) -> cp_fast.Plan:
     return cp_fast.make_plan(cp=cp, qkv_format=fmt, device="cpu", **(sizes | dims | how))
 
 
-def play(member: SimMember, comm: str, fmt: str, run: Callable[..., torch.Tensor], **how: Any) -> list[torch.Tensor]:
+def play(
+    member: SimMember, comm: CPCommType, fmt: str, run: Callable[..., torch.Tensor], **how: Any
+) -> list[torch.Tensor]:
     """Output and gradients of one rank."""
     cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
     plan_how = {k: v for k, v in how.items() if k != "return_lse"}

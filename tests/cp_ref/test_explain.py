@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from cp_ref.cli import app
 from cp_ref.cli.problem import Request
+from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"})
 
@@ -292,6 +293,6 @@ def test_refusals_are_one_line_and_exit_2(options: list[str], words: str) -> Non
 
 def test_as_a_module() -> None:
     command = [sys.executable, "-m", "cp_ref", "explain", "--cp-size", "2", "--seqlens", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The problem ")

@@ -40,7 +40,7 @@ SIZES = [*((cp_ref, n) for n in range(1, 17)), *((cp_fast, n) for n in (5, 6, 12
 
 @pytest.mark.parametrize(
     ("impl", "cp_size"),
-    [pytest.param(*size, marks=pytest.mark.thorough if size[1] > 8 else ()) for size in SIZES],
+    [pytest.param(*size, marks=pytest.mark.thorough if size[1] > 4 else ()) for size in SIZES],
 )
 def test_every_group_size_and_factorisation(impl: Any, cp_size: int) -> None:
     for comm, a2a_size in schedules(cp_size):

@@ -217,7 +217,7 @@ def test_thousands_of_sequences() -> None:
     cp_size, lengths = 4, [8 * (n % 3) for n in range(20_000)]
     cu, total = cumulative(lengths), sum(lengths)
     x = torch.arange(total)
-    begun = time.perf_counter()
+    begun = time.process_time()
     indices = thd_get_partitioned_indices(cu, total, cp_size, 3)
     there = thd_sequence_order_to_cp_rank_order(x, cu, cp_size)
     assert torch.equal(thd_cp_rank_order_to_sequence_order(there, cu, cp_size), x)
@@ -226,7 +226,7 @@ def test_thousands_of_sequences() -> None:
     real = get_cu_seqlens_on_cp_rank(cu, cu, cp_size, 3, True, True)
     out = torch.zeros_like(indices)
     thd_copy_valid_tokens_from_per_split_to_rank_local(out, indices, local, real)
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5
     assert torch.equal(there[3 * total // 4 :], indices.long())
     assert torch.equal(out, indices)
     assert late.tolist() == [

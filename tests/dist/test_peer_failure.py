@@ -16,6 +16,7 @@ import cp_fast
 import cp_ref
 from cp_ref.common.processes import ProcessMember
 from tests.dist.workers import CONTEXT
+from tests.marks import HANGS_S
 
 SIZE = 3
 
@@ -37,7 +38,7 @@ class DiesAt:
 
 def _main(rank: int, store: str, package: str, comm: str, exchange: int, results: Any) -> None:
     torch.set_num_threads(1)
-    limit = timedelta(seconds=10)
+    limit = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=limit)
     group: Any = ProcessMember(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
     impl: Any = {"cp_ref": cp_ref, "cp_fast": cp_fast}[package]
@@ -72,9 +73,9 @@ def test_the_others_are_told_the_step_and_the_peer(package: str, comm: str, exch
         processes = [CONTEXT.Process(target=_main, args=(rank, *arguments)) for rank in range(SIZE)]
         for process in processes:
             process.start()
-        said = dict(results.get(timeout=90) for _ in range(SIZE - 1))
+        said = dict(results.get(timeout=HANGS_S) for _ in range(SIZE - 1))
         for process in processes:
-            process.join(timeout=60)
+            process.join(timeout=HANGS_S)
     assert sorted(said) == [0, 2]
     assert all(text.startswith("PeerError") for text in said.values()), said
     assert any(where in text and "rank 1" in text for text in said.values()), said

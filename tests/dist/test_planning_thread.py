@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
+from cp_ref.spec import CPCommType
 from tests.dist.workers import Processes
 
 BATCHES = [[16, 8], [40], [8, 8, 24], [48, 16]]
@@ -35,7 +36,7 @@ def results(cp: cp_fast.ContextParallel, plan: cp_fast.Plan) -> list[torch.Tenso
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def train(comm: str) -> int:
+def train(comm: CPCommType) -> int:
     """Every batch is computed several times while the thread makes the plan of the next one; how often in all."""
     cp = cp_fast.ContextParallel(dist.group.WORLD, comm)
     meanwhile = cp_fast.ContextParallel(dist.new_group(backend="gloo"), comm)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from tests.marks import HANGS_S
 
 __all__ = ["CONTEXT", "Processes", "run_module", "run_program"]
 
@@ -27,7 +28,7 @@ CONTEXT.set_forkserver_preload(
 def _main(rank: int, size: int, store: str, tasks: Any, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=HANGS_S)
     )
     while (task := tasks.get()) is not None:
         fn, arguments = task
@@ -64,7 +65,7 @@ class Processes:
         for tasks in self._tasks:
             tasks.put(None)
         for process in self._processes:
-            process.join(timeout=60)
+            process.join(timeout=HANGS_S)
         self._folder.cleanup()
 
 
@@ -76,7 +77,7 @@ def run_program(program: Path, processes: int, *arguments: str) -> str:
         What the processes printed.
 
     Raises:
-        AssertionError: a process failed, or did not end in five minutes.
+        AssertionError: a process failed, or did not end in half an hour.
     """
     # as torchrun has it, so that nobody can take the port in between
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -88,7 +89,7 @@ def run_program(program: Path, processes: int, *arguments: str) -> str:
         for process in started:
             process.start()
         for process in started:
-            process.join(timeout=300)
+            process.join(timeout=HANGS_S)
             process.kill()
         printed = said.read()
     assert [process.exitcode for process in started] == [0] * processes, printed
@@ -99,12 +100,12 @@ def run_module(folder: Path, name: str, *arguments: str, path: tuple[Path, ...] 
     """`python -m name arguments...` in a folder, with these folders first on the path.
 
     Returns:
-        Its exit code (negative if it did not end in five minutes), and what it printed.
+        Its exit code (negative if it did not end in half an hour), and what it printed.
     """
     with tempfile.NamedTemporaryFile("r") as said:
         process = CONTEXT.Process(target=_module, args=(folder, name, arguments, path, said.name))
         process.start()
-        process.join(timeout=300)
+        process.join(timeout=HANGS_S)
         process.kill()
         process.join()
         return process.exitcode or 0, said.read()

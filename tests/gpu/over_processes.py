@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from cp_fast import masks
 from cp_fast.peers.crossed import Crossed
 from cp_fast.peers.exchange import PeerMessages
 from cp_ref import SimGroup, dense_attention
+from cp_ref.spec import CPCommType, Layout
 
 GRACE_S = 40.0  # for what is under way when the time is up
 TIMEOUT_S = 300.0  # of the groups: the one who started the ranks watches them
@@ -55,7 +56,7 @@ class Play:
     """One call, forward and backward. `way`: with a "plan", one that is "updated", or in a captured "graph"."""
 
     size: int
-    comm: str
+    comm: CPCommType
     inner: int  # a2a_size
     layout: str
     mask: str
@@ -160,7 +161,7 @@ def one_rank(group: Any, play: Play, place: Place) -> dict[str, torch.Tensor]:
     """One rank's share of a play; global results. Nothing but the reason where the plan has no room for an update."""
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)  # the simulated group's threads begin with the first GPU
-    cp = cp_fast.ContextParallel(group, play.comm, layout=play.layout if play.layout != "table" else "dual_chunk")
+    cp = cp_fast.ContextParallel(group, play.comm, layout=cast(Layout, play.layout.replace("table", "dual_chunk")))
     try:
         plan = planned(cp, play, place)
     except ValueError as error:

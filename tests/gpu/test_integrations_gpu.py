@@ -21,6 +21,7 @@ import torch.distributed as dist
 import cp_fast
 from cp_fast.integrations import transformers as ours
 from cp_ref import SimGroup, dense_attention
+from cp_ref.spec import CPCommType
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -57,11 +58,10 @@ class TestTransformers:
         self.compare("gpt-oss", "packed", comm, size)
 
     @staticmethod
-    def compare(name: str, kind: str, comm: str, size: int) -> None:
+    def compare(name: str, kind: str, comm: CPCommType, size: int) -> None:
         pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
         from tests.integrations.test_transformers import batches, model_of, on_one_rank
 
-        ours.register()
         batch = {key: x.to(DEVICE) for key, x in batches()[kind].items()}
         start = model_of(name, hidden_size=128, head_dim=64, **EVERY_EXPERT.get(name, {}))
         for weight in start.parameters():
@@ -71,10 +71,9 @@ class TestTransformers:
         plain = on_one_rank(copy.deepcopy(start), batch)
 
         def one(member: Any) -> Grads:
-            model = copy.deepcopy(start)
-            model.set_attn_implementation(ours.NAME)
             cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
-            loss = model(**ours.shard_batch(batch, cp=cp), use_cache=False).loss
+            model = ours.prepare(copy.deepcopy(start), cp)
+            loss = model(**ours.shard_batch(batch, cp=cp)).loss
             loss.backward()
             grads = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
             return {"loss": loss.detach(), **grads}
@@ -153,7 +152,7 @@ class TestMegatron:
     @pytest.mark.parametrize(("comm", "size"), [("p2p", 2), ("all_gather", 4), ("a2a", 2), ("a2a+p2p", 4)])
     @pytest.mark.parametrize("more", MORE.values(), ids=MORE.keys())
     def test_a_layer_is_the_same_over_ranks(
-        self, megatron: Any, comm: str, size: int, packed: bool, more: dict[str, Any]
+        self, megatron: Any, comm: CPCommType, size: int, packed: bool, more: dict[str, Any]
     ) -> None:
         from megatron.core.packed_seq_params import PackedSeqParams
 

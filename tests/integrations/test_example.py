@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.dist.workers import run_program
+from tests.marks import HANGS_S
 
 pytestmark = pytest.mark.thorough
 
@@ -23,7 +24,9 @@ def test_a_gpt_is_trained_alike_by_two_processes_and_one() -> None:
     given = ["--processes", "2", "--steps", "4", "--tokens", "256", "--check"]
     command = [sys.executable, "examples/train_gpt.py", *given]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=HANGS_S, env=environment, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 processes and one: losses at most" in done.stdout
     assert "after 4 steps" in done.stdout

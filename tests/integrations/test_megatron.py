@@ -35,13 +35,16 @@ class Oracle(torch.nn.Module):
 
     def forward(self, q: Any, k: Any, v: Any, _: Any, attn_mask_type: Any = None, **more: Any) -> torch.Tensor:
         packed = more.get("packed_seq_params")
+        one_row = packed is not None and q.ndim == 4  # [t, 1, h, d]
+        q, k, v = (x.squeeze(1) if one_row else x for x in (q, k, v))
         lengths: dict[str, Any] = {} if packed is None else {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
         how: dict[str, Any] = {
             "qkv_format": "sbhd" if packed is None else "thd",
             "softmax_type": self.config.softmax_type,
         }
         sink: dict[str, Any] = {"softmax_offset": self.softmax_offset} if self.softmax_offset is not None else {}
-        return dense_attention(q, k, v, window_size=self.window_size, **how, **sink, **lengths)[0].flatten(-2)
+        out = dense_attention(q, k, v, window_size=self.window_size, **how, **sink, **lengths)[0].flatten(-2)
+        return out[:, None] if one_row else out
 
 
 def layer_of(comm: str, size: int, core: Any, **more: Any) -> Any:
@@ -71,7 +74,10 @@ def layer_of(comm: str, size: int, core: Any, **more: Any) -> Any:
         **more,
     )
     spec: Any = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = core
+    if isinstance(core, type):
+        spec.submodules.self_attention.submodules.core_attention = core
+    else:
+        spec = core(spec)
     layer = TransformerLayer(config, spec.submodules, layer_number=1).double()
     torch.manual_seed(0)
     for weight in layer.parameters():
@@ -147,6 +153,98 @@ MORE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("more", MORE.values(), ids=MORE.keys())
 def test_a_layer_is_the_same_over_ranks(four: Processes, comm: str, packed: bool, more: dict[str, Any]) -> None:
     assert four.run(over_ranks, comm, packed, more) == [""] * 4
+
+
+def balanced_over_ranks(comm: str, exact: bool, more: dict[str, Any]) -> str:
+    """The same in layout "balanced", with a rotary embedding of positions, or of all rows of the batch."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    import cp_fast
+    from cp_fast.integrations.megatron import get_batch_on_this_cp_rank, use_cp_fast
+
+    size = dist.get_world_size()
+    ours, alone = layer_of(comm, size, use_cp_fast, **more), layer_of(comm, size, Oracle, **more)
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(1, 48, 32, generator=generator, dtype=torch.float64) for _ in range(2))
+    real = torch.cat([(torch.arange(n) < r) for n, r in ((16, 13), (8, 7), (24, 20))])
+    dy[0] *= real[:, None]
+    positions = torch.cat([*map(torch.arange, PADDED.diff().tolist())])
+    embedding = torch.randn(24, 1, 1, 8, generator=generator, dtype=torch.float64)
+    of_rows = embedding[positions]
+    params = PackedSeqParams("thd", CU, CU, PADDED, PADDED, 24, 24)
+    batch = {"x": x, "dy": dy, "loss_mask": None, "position_ids": positions[None]}
+    local, laid = get_batch_on_this_cp_rank(batch, params)
+    assert local["loss_mask"] is None
+    assert torch.equal(local["position_ids"][0], laid.position_ids)
+    mine = local["x"].transpose(0, 1).contiguous().requires_grad_()
+    found = ours(mine, attention_mask=None, packed_seq_params=laid, rotary_pos_emb=of_rows if exact else embedding)[0]
+    found.backward(local["dy"].transpose(0, 1))
+    whole = x.transpose(0, 1).contiguous().requires_grad_()
+    rows = PackedSeqParams("sbhd", CU, CU, PADDED, PADDED)
+    expected = alone(whole, attention_mask=None, packed_seq_params=rows, rotary_pos_emb=of_rows)[0]
+    expected.backward(dy.transpose(0, 1))
+    cp: Any = cp_fast.ContextParallel(parallel_state.get_context_parallel_group(), layout="balanced")
+    wrong = []
+    for name, part, want in (("out", found, expected), ("dx", mine.grad, whole.grad)):
+        assert part is not None
+        assert want is not None
+        if not torch.allclose(cp_fast.unshard(part.detach(), cp=cp, plan=laid.laid_out)[real], want[real], atol=1e-9):
+            wrong.append(name)
+    for (name, weight), want in zip(ours.named_parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(weight.grad)
+        if not torch.allclose(weight.grad, want.grad, rtol=1e-9, atol=1e-9):
+            wrong.append(name)
+    return ", ".join(wrong)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["positions", "rows"])
+@pytest.mark.parametrize(
+    ("comm", "more"), [("p2p", "plain"), ("all_gather", "window"), ("a2a", "sinks"), ("a2a+p2p", "max_logit")]
+)
+def test_balanced_documents_are_the_same_over_ranks(four: Processes, comm: str, more: str, exact: bool) -> None:
+    assert four.run(balanced_over_ranks, comm, exact, MORE[more]) == [""] * 4
+
+
+def balanced_refused() -> list[str]:
+    """What one rank alone gives, or has in its model."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from cp_fast.integrations.megatron import CoreAttention, get_batch_on_this_cp_rank, use_cp_fast
+
+    params, tokens, said = PackedSeqParams("thd", CU, CU, PADDED, PADDED, 24, 24), torch.zeros(1, 48), []
+    wrong: list[tuple[dict[str, Any], Any]] = [
+        ({"tokens": tokens[:, 1:]}, params),
+        ({"tokens": tokens}, PackedSeqParams("sbhd")),
+        ({"tokens": tokens}, PackedSeqParams("thd", CU, CU, PADDED, CU)),
+        ({"tokens": tokens[:, :46]}, PackedSeqParams("thd", torch.tensor([0, 46], dtype=torch.int32))),
+    ]
+    for given in wrong:
+        with pytest.raises(ValueError, match=r".") as caught:
+            get_batch_on_this_cp_rank(*(given if dist.get_rank() == 1 else ({"tokens": tokens}, params)))
+        said.append(str(caught.value))
+    laid, x = get_batch_on_this_cp_rank({"tokens": tokens}, params)[1], torch.zeros(12, 1, 32, dtype=torch.float64)
+    for core, emb, error in ((CoreAttention, 24, ValueError), (use_cp_fast, 9, ValueError)):
+        layer, emb = layer_of("p2p", 4, core), torch.zeros(emb, 1, 1, 8, dtype=torch.float64)
+        with pytest.raises(error, match=r".") as caught:
+            layer(x, attention_mask=None, packed_seq_params=laid, rotary_pos_emb=None if core is CoreAttention else emb)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_balanced_documents_need_is_named(four: Processes) -> None:
+    said = four.run(balanced_refused)
+    starts = [
+        "batch['tokens'] has shape [1, 47]; it must be [1, 48, ...]",
+        "packed_seq_params has qkv_format 'sbhd'",
+        "packed_seq_params has other lengths for keys",
+        "packed_seq_params ends at 46 tokens; they must divide by cp_size = 4",
+        "packed_seq_params has layout 'balanced', and this layer's self attention",
+        "rotary_pos_emb has 9 positions, but a document has 24 tokens",
+    ]
+    for mine, others, start in zip(said[1], said[0], starts, strict=True):
+        assert mine.startswith(start)
+        assert start in others
 
 
 def refused() -> list[str]:

@@ -142,3 +142,46 @@ def test_zigzag_lengths_divide_and_do_not_overflow() -> None:
         function(*x, CU.to(torch.int64) // 2, None, cp=cp)
 
     SimGroup(2).run(one)
+
+
+@pytest.mark.parametrize("package", [cp_fast, cp_ref])
+@pytest.mark.parametrize(
+    "given", [{"cu_seqlens_q": CU // 2}, {"cu_seqlens_q": CU // 2 - 1, "cu_seqlens_q_padded": CU // 2}]
+)
+def test_lengths_of_one_rank_are_no_lengths_of_the_whole(package: Any, given: dict[str, torch.Tensor]) -> None:
+    """Half of the rows would come out zero. With a row more they are a tail, and in a plan with room its tail."""
+
+    def one(member: Any) -> None:
+        cp, which = package.ContextParallel(member), list(given)[-1]
+        lengths: dict[str, Any] = {"qkv_format": "thd", **given, "cu_seqlens_q": given["cu_seqlens_q"].clamp(min=0)}
+        cure = rf"{which} ends at 24, and q has 24 rows on this rank alone; cu_seqlens are global, .* end at 48"
+        with pytest.raises(ValueError, match=cure):
+            package.attention(*(PACKED,) * 3, cp=cp, **lengths)
+        plan = package.make_plan(cp=cp, **lengths, **SIZES)
+        with pytest.raises(ValueError, match=cure):
+            package.attention(*(PACKED,) * 3, cp=cp, plan=plan)
+        package.attention(*(torch.zeros(25, 2, 8),) * 3, cp=cp, **lengths)
+        plan = package.make_plan(cp=cp, **lengths, **SIZES, max_sequences=3, max_tokens_q=48)
+        package.attention(*(PACKED,) * 3, cp=cp, plan=plan)
+
+    SimGroup(2).run(one)
+
+
+def test_lengths_of_one_rank_in_a_function_of_another_name() -> None:
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member)
+        with pytest.raises(ValueError, match="cu_seqlens_q ends at 24, and q has 24 rows on this rank alone"):
+            FLASH.flash_attn_varlen_func(*(PACKED,) * 3, CU // 2, CU // 2, 12, 12, cp=cp)
+        with pytest.raises(ValueError, match="cu_seqlens_kv ends at 24, and k has 24 rows"):
+            FLASH.flash_attn_varlen_func(PACKED[:12], PACKED, PACKED, CU // 2, (CU // 2) - CU % 3, 12, 12, cp=cp)
+        FLASH.flash_attn_varlen_func(*(PACKED,) * 3, CU, CU, 24, 24, cp=cp)
+
+    SimGroup(2).run(one)
+
+
+def test_one_token_is_one_row_of_every_slice() -> None:
+    """Slices of one token's batch are as long as the batch: lengths and slices that are right."""
+    x, cu = torch.zeros(1, 2, 8), torch.tensor([0, 1])
+    SimGroup(4).run(
+        lambda m: cp_fast.attention(x, x, x, cp=cp_fast.ContextParallel(m), qkv_format="thd", cu_seqlens_q=cu)
+    )

@@ -5,17 +5,21 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import cp_fast
 from cp_fast.integrations import torchtitan as ours
 from cp_fast.integrations.loss import token_mean
 from cp_ref import SimGroup, dense_attention
+from cp_ref.spec import CPCommType, Layout
+from tests.dist.workers import Processes
 
 attention = pytest.importorskip(
     "torchtitan.models.common.attention", reason="needs torchtitan: pip install '.[test-integrations]'"
@@ -65,10 +69,13 @@ def losses_of(model: Any, ids: Any, labels: Any, extra: dict[str, Any]) -> torch
         ("all_gather", "contiguous", (5, 19, 11, 13), (-1, 0)),
         ("p2p", "contiguous", (5, 19, 11, 13), (4, 0)),
         ("a2a", "dual_chunk", (8, 16, 24), (-1, 0)),
+        ("p2p", "dual_chunk", (5, 19, 11, 13), (4, 0)),
+        ("p2p", "balanced", (5, 19, 11, 13), (-1, 0)),
+        ("all_gather", "balanced", (5, 19, 21, 3), (4, 0)),
     ],
 )
 def test_a_model_is_the_same_over_ranks(
-    comm: str, layout: str, lengths: tuple[int, ...], window_size: tuple[int, int]
+    comm: CPCommType, layout: Layout, lengths: tuple[int, ...], window_size: tuple[int, int]
 ) -> None:
     whole, batch = model_of(), documents(*lengths)
     for module in attentions(whole):
@@ -94,6 +101,72 @@ def test_a_model_is_the_same_over_ranks(
     torch.testing.assert_close(sum(loss for loss, _ in parts), expected.detach(), rtol=1e-6, atol=1e-6)
     for n, weight in enumerate(alone.parameters()):
         torch.testing.assert_close(sum(grads[n] for _, grads in parts), weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def over_gloo(comm: str) -> list[int]:
+    """Which gradients of a model over ranks are not those of one process; its layers have different windows."""
+    whole, batch = model_of(), documents(5, 19, 11, 13)
+    attentions(whole)[1].window_size = (4, 0)
+    masks = attention.create_varlen_metadata_for_document(batch["positions"])
+    extra, model = {"positions": batch["positions"], "attention_masks": masks}, copy.deepcopy(whole)
+    for module in attentions(whole):
+        module.forward = oracle(module.window_size)
+    losses_of(whole, batch["inputs"], batch["labels"], extra).mean().backward()
+    cp: Any = cp_fast.ContextParallel(dist.group.WORLD, comm, layout="balanced")  # type: ignore[arg-type]
+    ours.apply_cp_to_forward(attentions(model), cp)
+    losses = losses_of(model, *ours.prepare_context_parallel_input(batch["inputs"], batch["labels"], extra, cp))
+    token_mean(losses, torch.ones_like(losses, dtype=torch.bool), over=cp).backward()
+    wrong = []
+    for n, (mine, want) in enumerate(zip(model.parameters(), whole.parameters(), strict=True)):
+        dist.all_reduce(mine.grad)
+        if not torch.allclose(mine.grad, want.grad, rtol=1e-4, atol=1e-6):
+            wrong.append(n)
+    return wrong
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather"])
+def test_balanced_documents_over_processes(four: Processes, comm: str) -> None:
+    assert four.run(over_gloo, comm) == [[]] * 4
+
+
+WRONG: dict[str, tuple[Callable[[Any, dict[str, Any]], tuple[Any, ...]], str]] = {
+    "labels one short": (lambda x, extra: (x, x[:, 1:], extra), "labels has shape"),
+    "no positions": (lambda x, extra: (x, x, {"attention_masks": extra["attention_masks"]}), "has no 'positions'"),
+    "rows that do not divide": (
+        lambda x, extra: (x[:, :7], x[:, :7], extra | {"positions": extra["positions"][:, :7]}),
+        "attention_masks has documents of 16 tokens, and inputs has 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_a_wrong_batch_on_one_rank_raises_on_all(which: str) -> None:
+    spoiled, says = WRONG[which]
+    cu, x = torch.tensor([0, 5, 16], dtype=torch.int32), torch.zeros(1, 16, dtype=torch.int64)
+    extra = {"positions": x, "attention_masks": attention.VarlenMetadata(cu, cu, 11, 11)}
+
+    def one(member: Any) -> str:
+        cp = cp_fast.ContextParallel(member)
+        given: Any = spoiled(x, extra) if member.rank else (x, x, extra)
+        with pytest.raises(ValueError, match=says) as caught:
+            ours.prepare_context_parallel_input(given[0], given[1], given[2], cp)
+        return str(caught.value)
+
+    assert SimGroup(2).run(one)[0].startswith("rank 1 refused its arguments")
+
+
+def test_what_one_rank_of_a_layer_refuses_raises_on_all() -> None:
+    q, cu = torch.zeros(1, 8, 2, 8), torch.tensor([0, 16], dtype=torch.int32)
+    masks = attention.VarlenMetadata(cu, cu, 16, 16)
+
+    def one(member: Any) -> str:
+        odd = {"score_mod": len} if member.rank else {}
+        call: Any = ours.attention_forward
+        with pytest.raises((ValueError, NotImplementedError), match="score_mod is") as caught:
+            call(q, q, q, attention_masks=masks, cp=cp_fast.ContextParallel(member), window_size=(-1, 0), **odd)
+        return str(caught.value)
+
+    assert SimGroup(2).run(one)[0].startswith("rank 1 refused its arguments")
 
 
 def test_lse_goes_to_the_transform() -> None:
@@ -134,3 +207,33 @@ def test_what_cannot_be_honoured_is_named() -> None:
             ours.apply_cp_to_forward([torch.nn.Linear(1, 1)], cp)
 
     SimGroup(1).run(one)
+
+
+def switched_on() -> tuple[int, bool]:
+    """The lines of docs/frameworks.md, and what torchtitan then calls with a degree of 2 (without its Trainer)."""
+    import re
+    from pathlib import Path
+    from textwrap import dedent
+    from types import SimpleNamespace
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.models.llama3 import _debugmodel, parallelize
+
+    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    [lines] = re.findall(r"^    import copy, dataclasses.*?(?=^\S)", page, re.DOTALL | re.MULTILINE)
+    trainer = importlib.import_module("torchtitan.trainer")
+    exec(dedent(lines), {"cp_fast": cp_fast, "cp_torchtitan": ours})
+    config = _debugmodel("varlen")
+    config.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig(context_parallel_degree=2)))
+    model, mesh, batch = model_of(), init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), documents(5, 19, 11, 13)
+    parallelize.apply_cp_to_forward(attentions(model), mesh)
+    masks = attention.create_varlen_metadata_for_document(batch["positions"])
+    extra = {"positions": batch["positions"], "attention_masks": masks}
+    given = batch["inputs"], batch["labels"], extra, mesh, torch.device("cpu"), "headtail", None
+    losses = losses_of(model, *trainer.prepare_context_parallel_input(*given))
+    return len(losses), bool(losses.isfinite().all())
+
+
+def test_the_degree_of_its_configuration_can_switch_it_on(four: Processes) -> None:
+    assert four.run(switched_on) == [(12, True)] * 4

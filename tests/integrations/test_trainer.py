@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from cp_fast.integrations.token_batches import shard_batch
 from cp_fast.integrations.trainer import ContextParallelMixin
 from cp_ref import SimGroup
 from tests.dist.workers import run_program
+from tests.integrations.families import tiny
 
 pytestmark = pytest.mark.thorough
 
@@ -64,17 +66,34 @@ def test_what_trainer_refuses_and_what_is_refused_of_it() -> None:
     class CpTrainer(ContextParallelMixin, transformers.Trainer):
         pass
 
-    def said(member: Any, model: Any = None, **odd: Any) -> str:
-        how = {name: odd.pop(name) for name in ("compute_metrics",) if name in odd}
+    def said(member: Any, **odd: Any) -> str:
+        how = {name: odd.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in odd}
         args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, report_to=[], **odd)
         with pytest.raises((NotImplementedError, ValueError)) as caught:
-            CpTrainer(model, args, cp=cp_fast.ContextParallel(member), **how)
+            CpTrainer(tiny("LlamaForSequenceClassification"), args, cp=cp_fast.ContextParallel(member), **how)
         return str(caught.value)
 
     def one(member: Any) -> None:
         assert "label_smoothing_factor is 0.1" in said(member, label_smoothing_factor=0.1)
-        assert "dataloader_num_workers is 2" in said(member, dataloader_num_workers=2)
         assert "compute_metrics is" in said(member, compute_metrics=print)
+        assert "compute_loss_func is" in said(member, compute_loss_func=print)
+        assert "train_sampling_strategy is 'batch_rebalance'" in said(member, train_sampling_strategy="batch_rebalance")
         assert "average_tokens_across_devices is False" in said(member, average_tokens_across_devices=False)
+        assert "LlamaForSequenceClassification pools over tokens" in said(member)
 
     SimGroup(1).run(one)
+
+
+def losses(processes: int, *given: str) -> dict[str, list[float]]:
+    """Those of `trainer_losses`, by the case's name."""
+    said = run_program(ROOT / "tests" / "integrations" / "trainer_losses.py", processes, *given)
+    return json.loads(re.findall(r"^losses (.*)$", said, re.MULTILINE)[0])
+
+
+@pytest.mark.parametrize(("alone", "processes"), [(1, 2), (2, 4)], ids=["one context", "two contexts"])
+def test_losses_are_those_of_trainer_alone(alone: int, processes: int) -> None:
+    """Every epoch in its own order, lengths grouped, workers, streams, packed rows, the last batch dropped or not."""
+    expected, found = losses(alone, "--alone"), losses(processes, "--cp-size", "2")
+    assert expected.keys() == found.keys()
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, abs=1e-4), name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,13 @@ import torch
 import cp_fast
 from cp_fast.integrations import transformers as ours
 from cp_ref import SimGroup
+from cp_ref.spec import CPCommType, Layout
+from tests.dist.workers import run_program
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
 
-SIZES = {
+ROOT = Path(__file__).parents[2]
+SIZES: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -81,22 +86,20 @@ def on_one_rank(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     return loss.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
 
 
-def compare(name: str, kind: str, comm: str, layout: str, size: int = 2) -> None:
+def compare(name: str, kind: str, comm: CPCommType, layout: Layout, size: int = 2) -> None:
     """The ranks' losses add up to the one rank's, and so do their gradients."""
-    ours.register()
     batch = batches()[kind]
     expected, grads = on_one_rank(model_of(name), batch)
 
     def one(member: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        model = copy.deepcopy(whole)
         group = member.split(2) if comm == "a2a+p2p" else member
         cp = cp_fast.ContextParallel(group, comm, layout=layout)
-        out = model(**ours.shard_batch(batch, cp=cp), use_cache=False)
+        model = ours.prepare(copy.deepcopy(whole), cp)
+        out = model(**ours.shard_batch(batch, cp=cp))
         out.loss.backward()
         return out.loss.detach(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
 
     whole = model_of(name)
-    whole.set_attn_implementation(ours.NAME)
     parts = SimGroup(size).run(one)
     torch.testing.assert_close(sum(loss for loss, _ in parts), expected, rtol=1e-6, atol=1e-6)
     assert parts[0][1].keys() == grads.keys()
@@ -121,18 +124,15 @@ def test_every_schedule(comm: str, layout: str, size: int) -> None:
     compare("Gemma 2", "padded", comm, layout, size)
 
 
-def said(cp_batch: bool = True, name: str = "Llama", change: Any = None, **odd: Any) -> str:
-    """What a model with cp_fast's attention says of a call."""
-    ours.register()
+def said(change: Any = None, **odd: Any) -> str:
+    """What a prepared model says of a call, after its configuration was changed."""
 
     def one(member: Any) -> str:
-        model = model_of(name)
-        model.set_attn_implementation(ours.NAME)
+        cp = cp_fast.ContextParallel(member)
+        model = ours.prepare(model_of("Llama"), cp)
         if change is not None:
             change(model.config)
-        given = ours.shard_batch(batches()["full"], cp=cp_fast.ContextParallel(member))
-        if not cp_batch:
-            del given["cp_batch"]
+        given = ours.shard_batch(batches()["full"], cp=cp)
         with pytest.raises((NotImplementedError, TypeError)) as caught:
             model(**given, **{"use_cache": False, **odd})
         return str(caught.value)
@@ -141,7 +141,6 @@ def said(cp_batch: bool = True, name: str = "Llama", change: Any = None, **odd: 
 
 
 def test_what_cannot_be_honoured_is_named() -> None:
-    assert "call the model with what shard_batch returns" in said(cp_batch=False)
     assert "attention_mask is a tensor [2, 16]" in said(attention_mask=torch.ones(2, 16))
     assert "attention_mask is a tensor [2, 1, 16, 16]" in said(attention_mask=torch.ones(2, 1, 16, 16))
     assert "cu_seq_lens_q is a tensor [2]" in said(cu_seq_lens_q=torch.tensor([0, 16]))
@@ -151,16 +150,14 @@ def test_what_cannot_be_honoured_is_named() -> None:
 
     assert "layer_types[0] is 'chunked_attention'" in said(change=chunked)
 
-    ours.register()
-    model = model_of("Llama")
-    model.set_attn_implementation(ours.NAME)
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-
     def one(member: Any) -> None:
-        given = ours.shard_batch(batches()["full"], cp=cp_fast.ContextParallel(member))
+        cp = cp_fast.ContextParallel(member)
+        model = model_of("Llama")
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        given = ours.shard_batch(batches()["full"], cp=cp)
         with pytest.raises(NotImplementedError, match=r"dropout is 0\.1"):
-            model(**given, use_cache=False)
+            ours.prepare(model, cp)(**given)
 
     SimGroup(1).run(one)
 
@@ -181,3 +178,26 @@ def test_batches_that_say_nothing_clear_are_refused() -> None:
             ours.shard_batch({"input_ids": ids, "token_type_ids": ids}, cp=cp)
 
     SimGroup(2).run(one)
+
+
+@pytest.mark.thorough
+def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
+    folder, program = tmp_path / "model", tmp_path / "program.py"
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    [lines] = [block for block in blocks if "cp_transformers" in block]
+    assert len(list(filter(None, lines.splitlines()))) == 5
+    before = """
+import torch, torch.distributed as dist, cp_fast as cp
+dist.init_process_group("gloo")
+context = cp.ContextParallel(dist.group.WORLD)
+ids = torch.arange(60).view(2, 30) % 49
+"""
+    after = """
+dist.all_reduce(loss := loss.detach())
+alone = AutoModelForCausalLM.from_pretrained(name)
+torch.testing.assert_close(loss, alone(input_ids=ids, labels=ids).loss, rtol=1e-4, atol=1e-5)
+dist.destroy_process_group()
+"""
+    program.write_text(f"name = {str(folder)!r}\n{before}{lines}{after}")
+    run_program(program, 2)

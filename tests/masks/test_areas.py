@@ -14,12 +14,13 @@ from conformance.case import Case
 from conformance.tiers import logic
 from conformance.visibility import seen
 from cp_ref.spec import Problem, make_schedule, verify
+from tests.marks import examples
 from tests.masks.problems import problems
 
 NUMBER = int(os.environ.get("CP_AREAS", "100"))
 
 
-@settings(max_examples=2 * NUMBER)
+@settings(max_examples=examples(2 * NUMBER))
 @given(problems((1, 2, 3, 4, 6, 8)))
 def test_schedules_compute_every_pair_once(problem: Problem) -> None:
     assert Problem.parse(str(problem)) == problem
@@ -37,7 +38,7 @@ def test_schedules_compute_every_pair_once(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("package", [cp_ref, cp_fast])
-@settings(max_examples=NUMBER)
+@settings(max_examples=examples(NUMBER))
 @given(problems(), st.booleans(), st.integers(0, 1))
 def test_both_packages_meet_the_oracle(package: object, problem: Problem, use_plan: bool, tail: int) -> None:
     tail *= problem.cp_size

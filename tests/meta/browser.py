@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.marks import HANGS_S
+
 __all__ = ["Seen", "look", "needs_chromium"]
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -82,5 +84,5 @@ def _run(page: Path, width: int, height: int, dark: bool, *options: str) -> tupl
         f"--window-size={max(width, _NARROWEST)},{height}",
         *(*options, page.as_uri()),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]

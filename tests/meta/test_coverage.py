@@ -107,6 +107,7 @@ def test_pairs_are_counted_by_hand() -> None:
     assert ("bshd", "tail") not in found.never()["format", "lengths"]
 
 
+@pytest.mark.thorough
 def test_all_that_is_drawn_is_counted_and_nothing_impossible_is_drawn() -> None:
     cases = drawn_cases(1000)
     found = coverage([_played(case) for case in cases])

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from conformance import plugin
 from tests.dist.workers import run_module
+from tests.marks import HANGS_S
 
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
-LITTLE = ("--conformance-examples", "4", "--conformance-cp-size", "2")
+LITTLE = ("--cp-examples", "4", "--cp-size", "2")
 OBJECT = """
 import pytest
 from conformance.suite import *
@@ -32,7 +34,7 @@ def impl():
 def run(folder: Path, *command: str) -> tuple[int, str]:
     environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS_S
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -47,7 +49,7 @@ def run_pytest(folder: Path, *arguments: str, run: Callable[..., tuple[int, str]
 
 
 def tiers(*names: str) -> list[str]:
-    return [word for name in names for word in ("--conformance-tier", name)]
+    return [word for name in names for word in ("--cp-tier", name)]
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 def test_pyargs(tmp_path: Path) -> None:
     """Nothing but the package's name."""
     code, output = run_pytest(
-        tmp_path, "--pyargs", "conformance", "--impl", "cp_ref", "--conformance-report", "out",
+        tmp_path, "--pyargs", "conformance", "--cp-impl", "cp_ref", "--cp-report", "out",
         *tiers("helpers", "merge", "logic"), run=run,
     )  # fmt: skip
     assert code == 0, output
@@ -73,7 +75,7 @@ def test_pyargs(tmp_path: Path) -> None:
 def test_without_an_implementation_nothing_is_tested(tmp_path: Path) -> None:
     code, output = run_pytest(tmp_path, "--pyargs", "conformance", *tiers("logic"))
     assert code == 0, output
-    assert "give --impl" in output
+    assert "give --cp-impl" in output
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_without_an_implementation_nothing_is_tested(tmp_path: Path) -> None:
     [
         ('"cp_ref"', tiers("errors"), 0, "passed"),
         ("tests.meta.samples.Lower()", tiers("merge", "kernel"), 0, "2 passed"),
-        ('"tests.meta.samples:Wrong"', [*tiers("logic"), "--conformance-examples", "30"], 1, "--repro 'Case("),
+        ('"tests.meta.samples:Wrong"', [*tiers("logic"), "--cp-examples", "30"], 1, "--repro 'Case("),
         ('"no_such_module"', tiers("logic"), 1, "No module named"),
     ],
 )
@@ -106,3 +108,13 @@ def test_the_plugin_imports_nothing_heavy(tmp_path: Path) -> None:
     code = "import sys, conformance.plugin; sys.exit('torch' in sys.modules or 'hypothesis' in sys.modules)"
     (tmp_path / "light.py").write_text(code)
     assert run(tmp_path, "light")[0] == 0
+
+
+def test_the_plugins_options_have_a_prefix() -> None:
+    """Every environment that has the package has the plugin: it must not claim names such as --impl."""
+    parser = pytest.Parser(_ispytest=True)
+    plugin.pytest_addoption(parser)
+    [group] = [group for group in parser._groups if group.name == "conformance"]
+    names = [name for option in group.options for name in option.names()]
+    assert len(names) == 10
+    assert all(name.startswith("--cp-") for name in names), names

@@ -14,12 +14,16 @@ from conformance.adapters.cp_fast import cpu
 from conformance.record import Played
 from conformance.runner import InProcess, Task
 from tests.gpu import lost_ranks, over_processes
+from tests.marks import HANGS_S
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 0) for kind in conformance_gpu.KINDS), ("areas", 2)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [*((kind, 0) for kind in conformance_gpu.KINDS), pytest.param("areas", 2, marks=pytest.mark.thorough)],
+)
 def test_problems_of_each_kind_are_right(kind: str, ranks: int) -> None:
     """Simulated, and by two processes over gloo."""
-    work = Work([], "cpu", ranks, 3, time.time() + 60)
+    work = Work([], "cpu", ranks, 3, time.time() + HANGS_S)
     with closing(work.runner("cpu")) as runner:
         counts = play(runner, kind, work.cp_sizes, 5, work.wanted, work.until)
     assert counts.failures == []
@@ -40,7 +44,7 @@ class Wrong(InProcess):
 
 
 def test_what_is_wrong_refused_or_not_reached_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    counts = play(Wrong(cpu), "layouts", (2,), 5, 4, time.time() + 60)
+    counts = play(Wrong(cpu), "layouts", (2,), 5, 4, time.time() + HANGS_S)
     assert (counts.problems, counts.unsupported, len(counts.failures)) == (4, 1, 3)
     assert summary({("cpu", "layouts"): counts}, 6, []) == 1
     said = capsys.readouterr().out
@@ -51,6 +55,7 @@ def test_what_is_wrong_refused_or_not_reached_is_told(capsys: pytest.CaptureFixt
     assert summary({("cpu", "layouts"): Counts(problems=6)}, 6, ["worker 1 died"]) == 1
 
 
+@pytest.mark.thorough
 def test_processes_give_what_the_simulated_group_gives() -> None:
     """Over gloo; some plays, of which the last one comes with an update."""
     everything = over_processes.plays(2, "cpu")

@@ -32,7 +32,9 @@ def run(impl: Any, tier: str, shrink: bool = False, profile: Profile = FEW) -> T
     return run_level_tier(impl, tier, profile, shrink=shrink)
 
 
-@pytest.mark.parametrize("tier", LEVEL_TIERS)
+@pytest.mark.parametrize(
+    "tier", [pytest.param(t, marks=pytest.mark.thorough if "helpers" in t else ()) for t in LEVEL_TIERS]
+)
 def test_the_reference_is_right(tier: str) -> None:
     result = run(Lower(), tier)
     assert not result.smallest

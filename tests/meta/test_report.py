@@ -265,6 +265,7 @@ def test_the_first_sentence(verdict: str, says: str, tmp_path: Path) -> None:
     assert says in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_ten_thousand_problems_fit_in_two_megabytes(tmp_path: Path) -> None:
     record = made_up(10_000)
     assert sum(p.verdict in FAILING for p in record.played) > 200
@@ -272,6 +273,7 @@ def test_ten_thousand_problems_fit_in_two_megabytes(tmp_path: Path) -> None:
     assert page.stat().st_size < 2_000_000
 
 
+@pytest.mark.thorough
 def test_thousands_of_long_failures_fit_too(tmp_path: Path) -> None:
     long = "an error that goes on and on " * 50
     played = [_played("wrong", 1 + n % 300, cp_size=n, findings=(long,) * 7) for n in range(1, 5_000)]

@@ -41,6 +41,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.thorough
 def test_the_reference_is_batch_invariant_to_the_last_bit() -> None:
     invariant = _like_the_reference(batch_invariant=True)
     drawn = drawn_problems("metamorphic", cases(EVERYTHING, dtypes=CASE_TIERS["metamorphic"].dtypes), 25)

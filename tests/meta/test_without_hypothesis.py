@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.marks import HANGS_S
+
 WITHOUT = """
 import runpy, sys
 sys.modules["hypothesis"] = None
@@ -12,7 +14,7 @@ runpy.run_module("conformance", run_name="__main__")
 
 
 def test_the_missing_extra_is_named() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 1
     assert "pip install 'cp-attention[test]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -21,13 +21,14 @@ from conformance.tiers import logic, plan
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
 from cp_ref.spec import Problem, Sequence
+from tests.marks import examples
 from tests.spec.random_schedules import small_problems
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(small_problems(), st.integers(0, 3), st.booleans())
 def test_layouts_by_name(package: str, problem: Problem, tail: int, use_plan: bool) -> None:
     problem = replace(problem, d_qk=3, d_v=2, dtype="float64")
@@ -39,7 +40,7 @@ def test_layouts_by_name(package: str, problem: Problem, tail: int, use_plan: bo
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_tables(package: str, data: st.DataObject) -> None:
     cp_size = data.draw(st.integers(1, 4))

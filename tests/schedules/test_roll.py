@@ -15,6 +15,7 @@ import cp_ref
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
 from cp_ref.spec import LAYOUTS
+from tests.marks import examples
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 SIZES = {"heads_q": 4, "heads_kv": 4, "d_qk": 4, "d_v": 4, "dtype": torch.float64, "device": "cpu"}
@@ -30,7 +31,7 @@ def moved(x: torch.Tensor, shifts: int, fill: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_roll(package: str, data: st.DataObject) -> None:
     played = PACKAGES[package]

@@ -19,7 +19,8 @@ from conformance.tensors import plan_arguments
 from conformance.tiers import logic
 from cp_ref import ContextParallel, SimGroup, make_plan, supports
 from cp_ref.sim import SimMember
-from cp_ref.spec import SOFTMAX_TYPES, InvalidSchedule, Problem, Schedule, Sequence, Workload, make_schedule
+from cp_ref.spec import SOFTMAX_TYPES, CPCommType, InvalidSchedule, Problem, Schedule, Sequence, Workload, make_schedule
+from tests.marks import examples
 from tests.spec.other_rings import backward_ring, ring_of_rings
 from tests.spec.random_schedules import scheduled_problems
 
@@ -86,7 +87,7 @@ def play_drawn(package: str, drawn: tuple[Problem, Schedule], softmax_type: str,
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @DRAWN
 def test_a_few_random_schedules(package: str, **drawn: Any) -> None:
     play_drawn(package, **drawn)
@@ -94,17 +95,20 @@ def test_a_few_random_schedules(package: str, **drawn: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=int(os.environ.get("CP_SCHEDULES", "1000")))
+@settings(max_examples=examples(int(os.environ.get("CP_SCHEDULES", "1000"))))
 @DRAWN
 def test_random_schedules(package: str, **drawn: Any) -> None:
     play_drawn(package, **drawn)
 
 
-def errors(problem: Problem, of_rank: Callable[[SimMember], Any], comm: str = "p2p", **more: Any) -> list[Exception]:
+def errors(
+    problem: Problem, of_rank: Callable[[SimMember], Any], comm: CPCommType = "p2p", **more: Any
+) -> list[Exception]:
     """What make_plan raises on every rank when it is given a schedule."""
 
     def one_rank(member: SimMember) -> Exception:
-        cp = ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm, layout=problem.layout_name)
+        name: Any = problem.layout_name
+        cp = ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm, layout=name)
         with pytest.raises((ValueError, TypeError)) as caught:
             make_plan(cp=cp, **plan_arguments(problem), schedule=of_rank(member), **more)
         return caught.value

@@ -19,13 +19,14 @@ from conformance.tiers import logic
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
 from cp_ref.spec import SOFTMAX_TYPES, Problem
+from tests.marks import examples
 from tests.spec.staged import ALWAYS, costs, staged
 
 PACKAGES = {"cp_ref": cp_ref, "cp_fast": cp_fast}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(staged(), st.sampled_from(SOFTMAX_TYPES), st.booleans(), st.booleans())
 def test_any_problem(
     package: str, drawn: tuple[Problem, tuple[int, ...]], softmax_type: str, tail: bool, use_plan: bool

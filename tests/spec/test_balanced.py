@@ -12,6 +12,7 @@ from cp_ref.spec import AreaRow, Areas, Fragments, areas_of_rows, contiguous
 from cp_ref.spec import Sequence as Lengths
 from cp_ref.spec.balanced import balanced, pairs_before
 from cp_ref.spec.table import Column
+from tests.marks import examples
 
 
 def solve(lengths: list[int], cp_size: int, padding: int = 0, window: int = 2**40) -> tuple[Fragments, Column, Column]:
@@ -49,7 +50,7 @@ def check(lengths: list[int], cp_size: int, **more: int) -> float:
     return float(seen.max() * cp_size / max(seen.sum(), 1))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.integers(0, 60), max_size=30),
     st.integers(1, 9),

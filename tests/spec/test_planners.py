@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 
 from cp_ref.spec import Problem, Schedule, make_program, make_schedule, verify
+from tests.marks import examples
 from tests.spec.problems import problems
 
 
 @pytest.mark.thorough
-@settings(max_examples=int(os.environ.get("CP_PLANS", "1000")))
+@settings(max_examples=examples(int(os.environ.get("CP_PLANS", "1000"))))
 @given(problems())
 def test_every_schedule_verifies_and_reads_back(problem: Problem) -> None:
     schedule = make_schedule(problem)

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from cp_ref.spec import Message, Problem, Schedule, Step, Units, Workload, verify, verify_tables
 from cp_ref.spec.all_gather import plan_all_gather_rank
 from cp_ref.spec.p2p import plan_p2p_rank
+from tests.marks import examples
 from tests.spec.other_rings import backward_ring, ring_of_rings
 from tests.spec.random_schedules import random_schedules, random_workloads, scheduled_problems, small_problems
 
 
-@settings(max_examples=int(os.environ.get("CP_PLANS", "400")))
+@settings(max_examples=examples(int(os.environ.get("CP_PLANS", "400"))))
 @given(scheduled_problems())
 def test_they_verify_and_read_back(drawn: tuple[Problem, Schedule]) -> None:
     problem, schedule = drawn
@@ -29,13 +30,13 @@ def test_they_verify_and_read_back(drawn: tuple[Problem, Schedule]) -> None:
     assert sum(r.pairs for r in report.ranks) == problem.pairs * problem.heads_q
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(random_workloads().flatmap(lambda work: st.tuples(st.just(work), random_schedules(work))))
 def test_there_are_some_for_any_tables(drawn: tuple[Workload, Schedule]) -> None:
     verify_tables(*drawn)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(random_workloads())
 def test_rings_take_any_tables(work: Workload) -> None:
     verify_tables(work, backward_ring(work))

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 
 from cp_ref.spec import Message, Problem, RankSchedule, Schedule, Sequence, make_program, make_schedule, report, verify
 from cp_ref.spec.stage_costs import head_stages, ways_to_cut
+from tests.marks import examples
 from tests.spec.staged import ALWAYS, NEVER, costs, staged
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(staged())
 def test_any_stages_verify_and_read_back(drawn: tuple[Problem, tuple[int, ...]]) -> None:
     problem, stages = drawn
@@ -30,7 +31,7 @@ def test_any_stages_verify_and_read_back(drawn: tuple[Problem, tuple[int, ...]])
     assert verify(problem, schedule).sent_bytes == report(problem, make_schedule(problem, stages=())).sent_bytes
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(staged())
 def test_what_is_chosen_is_a_cut_of_the_heads(drawn: tuple[Problem, tuple[int, ...]]) -> None:
     problem, stages = drawn

@@ -242,5 +242,5 @@ def test_numbers_beyond_64_bits_are_refused_with_their_line(old: str) -> None:
 
 
 def test_a_text_for_more_ranks_than_there_can_be() -> None:
-    with pytest.raises(ValueError, match="cp_size is 100000000; a schedule has at most 65536 ranks"):
+    with pytest.raises(ValueError, match="cp_size is 100000000; a schedule has at most 4096 ranks"):
         Schedule.parse("schedule p2p cp_size 100000000 heads 1/1 saved -")

@@ -18,6 +18,7 @@ from cp_fast.cost.counts import launches_of
 from cp_ref import masks
 from cp_ref.spec import Problem, Sequence, Tiles, make_schedule, verify
 from cp_ref.spec.stage_costs import COSTS
+from tests.marks import examples
 from tests.masks.problems import problems
 from tests.spec.staged import costs
 
@@ -42,7 +43,7 @@ def trees(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(trees())
 def test_no_launch_more_and_none_with_more_rows(problem: Problem) -> None:
     found = []
@@ -57,7 +58,7 @@ def test_no_launch_more_and_none_with_more_rows(problem: Problem) -> None:
         assert after[1] <= before[1]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(problems((2, 3, 4, 6)))
 def test_any_areas_verify_with_the_same_messages_and_tiles(problem: Problem) -> None:
     schedules = []
@@ -73,7 +74,7 @@ def test_any_areas_verify_with_the_same_messages_and_tiles(problem: Problem) -> 
 
 
 @pytest.mark.parametrize("package", [cp_ref, cp_fast])
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(trees())
 def test_both_packages_meet_the_oracle(package: object, problem: Problem) -> None:
     small = replace(problem, heads_q=2, d_qk=3, d_v=2, dtype="float64")

@@ -20,7 +20,7 @@ from cp_fast.cli.demo.rank import Measured, run_rank
 from cp_fast.cli.demo.show import show_checks, show_documents, show_picture, show_ranks
 from cp_fast.cli.demo.where import Where, choose_where
 from cp_ref.common.cli.options import check_number, exchanging, window
-from cp_ref.common.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors
+from cp_ref.common.cli.terminal import BAD_INPUT, CHECK_FAILED, check_svg, complain, readable_errors
 from cp_ref.spec import LAYOUTS, MASKS, check_choice
 from cp_ref.spec.arguments import DTYPES
 from cp_ref.spec.picture import svg_picture
@@ -68,6 +68,7 @@ def demo(
             ("--backend", backend, ("auto", *(b.name for b in BACKENDS))),
         ):
             check_choice(name, value, choices)
+        check_svg(svg)
         where = choose_where(ranks, device)
         dtype = dtype or ("float32" if where.device == "cpu" else "bfloat16")
         check_choice("--dtype", dtype, DTYPES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cp_ref.common.cli.options import cumulative
-from cp_ref.spec import Problem, Sizes, read_problem
+from cp_ref.spec import AttnMaskType, CPCommType, Layout, Problem, Sizes, read_problem
 
 __all__ = ["Job"]
 
@@ -30,10 +30,10 @@ class Job:
     heads_q: int = 4
     heads_kv: int = 2
     head_dim: int = 64
-    layout: str = "dual_chunk"
-    cp_comm_type: str = "p2p"
+    layout: Layout = "dual_chunk"
+    cp_comm_type: CPCommType = "p2p"
     a2a_size: int = 1  # how many ranks exchange heads: all in a2a, the inner group in a2a+p2p
-    attn_mask_type: str = "padding_causal"
+    attn_mask_type: AttnMaskType = "padding_causal"
     window_size: tuple[int, int] = (-1, -1)
     backend: str = "auto"
     seed: int = 0

@@ -26,6 +26,20 @@ class FixedTables:
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self._shape, self._device = shape, device
         self._buffer: torch.Tensor | None = None
+        self._taken = False
+
+    def take(self) -> None:
+        """Be the tables of one plan, which calls this, and of no other one: an update of one would change both.
+
+        Raises:
+            TypeError: they are another plan's.
+        """
+        if self._taken:
+            raise TypeError(
+                "a cp_fast.Plan that is updated in place cannot be copied, as both would have the same tables; make "
+                "another one by make_plan"
+            )
+        self._taken = True
 
     @property
     def stages(self) -> tuple[int, ...]:

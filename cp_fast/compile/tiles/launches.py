@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from cp_fast.compile.tiles.spreading import spread
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, cut_to_windows
 from cp_ref.spec import Column
 from cp_ref.spec.table import one_value
+from cp_ref.spec.units import merged
 
 __all__ = ["LaunchTable", "keys_in_buffer_order", "launch_tables", "overlap"]
 
@@ -58,13 +60,35 @@ def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
 
     if not meet:
         return [_launch(found) for group in _by_window(with_others(strip), rule) for found in _places(group)]
-    ways = [staircases(strip), alike(strip)] if len(strip) > 1 else [strip]
-    choices = [
-        [one for group in _by_window(some, rule) for one in apart(group)]
-        for way in map(with_others, ways)
-        for some in (behind(way), way)
-    ]
-    return [_launch(some, layers(some)) for some in (spread(_by_queries(x)) for x in min(choices, key=_cost))]
+    best = _fewest(with_others(staircases(strip) if len(strip) > 1 else strip), rule)
+    if len(strip) > 1 and (other := alike(strip, len(best) * _most_keys(with_others(strip)))) is not None:
+        best = min(best, _fewest(with_others(other), rule, len(best)) or best, key=_cost)
+    return [_launch(some, layers(some)) for some in (spread(_by_queries(x)) for x in best)]
+
+
+def _fewest(way: Segments, rule: WindowRule, most: float = math.inf) -> list[Segments]:
+    """The segments in launches: keys behind those of causal areas, or not, which costs less; none where both take more
+    launches than `most`.
+    """
+    best: list[Segments] = []
+    joined = behind(way)
+    for some in (joined, way) if len(joined) < len(way) else (way,):
+        found: list[Segments] = []
+        for group in _by_window(some, rule):
+            more = apart(group, most - len(found))
+            if more is None:
+                break
+            found += more
+        else:
+            if not best or _cost(found) < _cost(best):
+                best, most = found, len(found)
+    return best
+
+
+def _most_keys(segments: Segments) -> int:
+    """No launch of these queries and keys has more rows of keys: each key once, and half as many again as queries."""
+    q, k = (merged(spans.start, spans.stop) for spans in (segments.q, segments.k))
+    return int((k[1] - k[0]).sum()) + int((q[1] - q[0]).sum()) // 2
 
 
 def _cost(launches: Sequence[Segments]) -> tuple[int, int]:

@@ -8,14 +8,16 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from itertools import accumulate
 from math import gcd
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from typer import Option
 
-from cp_ref.common import masks
 from cp_ref.common.cli.terminal import readable_errors
-from cp_ref.spec import CP_COMM_TYPES, check_choice
+from cp_ref.spec import CP_COMM_TYPES, check_choice, read_count
+from cp_ref.spec.values import MOST_RANKS
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "ProblemOptions",
@@ -54,7 +56,8 @@ class ProblemOptions:
     dtype: Annotated[str, Option(help="float16, bfloat16, float32 or float64.")] = "float32"
 
     def __post_init__(self) -> None:
-        """Raises ValueError where an option would be ignored."""
+        """Raises ValueError where an option would be ignored, or more ranks are asked for than commands plan."""
+        read_count("--cp-size", self.cp_size, at_least=1, at_most=MOST_RANKS)
         lengths, packed = bool(self.seqlens), self.in_format == "thd"
         for option, value, ignored, instead in (
             ("--seqlen", self.seqlen, lengths and packed, "--seqlens has the lengths"),
@@ -104,6 +107,8 @@ class ProblemOptions:
 
     def said(self) -> dict[str, Any]:
         """The arguments of `attention` that describe the problem."""
+        from cp_ref.common import masks  # which imports PyTorch, as the next ones: --help does without
+
         q, kv = self.lengths_q, self.lengths_kv
         made: dict[str, Any] = {"qkv_format": self.in_format, "window_size": window(self.window)}
         made |= {"attn_mask_type": self.mask_type} if not self.areas else {"areas": masks.from_call(self.areas)}
@@ -202,6 +207,8 @@ def read_dtype(name: str) -> torch.dtype:
     >>> read_dtype("float16")
     torch.float16
     """
+    import torch
+
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"--dtype is {name!r}; it must be one of float16, bfloat16, float32, float64")
@@ -214,6 +221,8 @@ def cumulative(sizes: list[int]) -> torch.Tensor:
     >>> cumulative([5, 8]).tolist()
     [0, 5, 13]
     """
+    import torch
+
     return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.box import ROUNDED
@@ -16,7 +17,7 @@ from cp_ref.spec import Unsupported
 from cp_ref.spec.picture import rank_colour
 from cp_ref.spec.svg_elements import ink_on
 
-__all__ = ["BAD_INPUT", "CHECK_FAILED", "coloured", "complain", "one_line", "readable_errors", "table"]
+__all__ = ["BAD_INPUT", "CHECK_FAILED", "check_svg", "coloured", "complain", "one_line", "readable_errors", "table"]
 
 CHECK_FAILED = 1
 BAD_INPUT = 2
@@ -39,6 +40,18 @@ def readable_errors() -> Generator[None]:
     except (ValueError, TypeError, OSError, Unsupported) as error:
         complain(one_line(error))
         raise typer.Exit(BAD_INPUT) from error
+
+
+def check_svg(path: Path | None) -> None:
+    """Raise unless a picture's file is an SVG by its name, or there is none: nothing else is written.
+
+    >>> check_svg(Path("plan.png"))
+    Traceback (most recent call last):
+        ...
+    ValueError: --svg is 'plan.png'; pictures are SVG, so the name must end in .svg
+    """
+    if path is not None and path.suffix.lower() != ".svg":
+        raise ValueError(f"--svg is {str(path)!r}; pictures are SVG, so the name must end in .svg")
 
 
 def one_line(error: Exception) -> str:

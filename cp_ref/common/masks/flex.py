@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from cp_ref.common.masks.flex_blocks import seen_rows
 from cp_ref.common.masks.rows import listed, tensor
 from cp_ref.spec import AreaRow, Feature, Unsupported
 
@@ -19,18 +20,21 @@ Run = tuple[int, int]  # keys [start, stop) that a query sees
 
 
 def from_block_mask(block_mask: Any) -> torch.Tensor:
-    """The areas of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked about every pair of its
-    blocks that are not full.
+    """The areas of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked about every pair, and
+    compared with its blocks.
 
     Args:
-        block_mask: what `create_block_mask` returned, the same for all batches and heads (B=None, H=None).
+        block_mask: what `create_block_mask` returned, the same for all batches and heads (B=None, H=None); or one that
+            was made by hand, if its blocks and its `mask_mod` agree.
 
     Returns:
         int64 [n, 6]. Rows of a document mask may lie in several documents: they are those of the packed buffer.
 
     Raises:
-        TypeError: it is no BlockMask. Unsupported: it differs between batches or heads, or a block is not a union of a
-        few bands (16 may begin in it); the block is named.
+        TypeError: it is no BlockMask, or `mask_mod` returns no bool. ValueError: its lists of blocks have no meaning.
+        Unsupported: it differs between batches or heads; blocks and `mask_mod` disagree, so that FlexAttention computes
+        other pairs when it is compiled; or a block is not a union of a few bands (16 may begin in it). The block is
+        named.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> from cp_ref.masks import picture
@@ -105,22 +109,8 @@ class _Band:
 
 def _rows(block_mask: Any) -> Iterator[tuple[int, list[Run]]]:
     """Each query, and the runs of keys that it sees."""
-    rows, keys = block_mask.seq_lengths
-    size_q, size_k = block_mask.BLOCK_SIZE
-    partial = _blocks_seen(block_mask.kv_num_blocks, block_mask.kv_indices)
-    full = _blocks_seen(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    head = torch.zeros((), dtype=torch.int64, device=block_mask.kv_indices.device)
-    of_a_row = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
-    mask_mod: Callable[..., torch.Tensor] = torch.vmap(of_a_row, in_dims=(None, None, 0, None))
-    for n, start in enumerate(range(0, rows, size_q)):
-        stop = min(start + size_q, rows)
-        seen = torch.zeros(stop - start, -(-keys // size_k), size_k, dtype=torch.bool)
-        seen[:, full[n]] = True
-        if partial[n]:
-            columns = torch.arange(seen[0].numel()).view(-1, size_k)[partial[n]].flatten().clamp(max=keys - 1)
-            asked = mask_mod(head, head, *(x.to(head.device) for x in (torch.arange(start, stop), columns)))
-            seen[:, partial[n]] = asked.cpu().view(stop - start, -1, size_k)
-        edges = torch.nn.functional.pad(seen.flatten(1)[:, :keys], (1, 1)).int().diff(dim=1)
+    for start, seen in seen_rows(block_mask):
+        edges = torch.nn.functional.pad(seen, (1, 1)).int().diff(dim=1)
         for i, row in enumerate(edges, start):
             first, last = (_places(row == step) for step in (1, -1))
             yield i, list(zip(first, last, strict=True))
@@ -128,15 +118,6 @@ def _rows(block_mask: Any) -> Iterator[tuple[int, list[Run]]]:
 
 def _places(where: torch.Tensor) -> list[int]:
     return listed(where.nonzero().flatten())
-
-
-def _blocks_seen(count: torch.Tensor | None, index: torch.Tensor | None) -> dict[int, list[int]]:
-    """The key blocks of each row of blocks."""
-    seen: dict[int, list[int]] = defaultdict(list)
-    if count is not None and index is not None:
-        for n, (row, number) in enumerate(zip(listed(index[0, 0]), listed(count[0, 0]), strict=True)):
-            seen[n] = row[:number]
-    return seen
 
 
 def _block(block_mask: Any, i: int, j: int) -> tuple[int, int]:

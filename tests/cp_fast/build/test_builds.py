@@ -23,7 +23,7 @@ from cp_fast.build.archs import ALL_ARCHS, VARIABLE, machine_archs, read_archs
 from cp_fast.build.recipe import Recipe
 from tests.cp_fast.build.small import make_small, use_small
 from tests.dist.workers import CONTEXT
-from tests.marks import needs_cxx
+from tests.marks import HANGS_S, needs_cxx
 
 
 def nvcc_missing() -> bool:
@@ -157,9 +157,9 @@ def test_of_eight_ranks_one_compiles_and_all_load(own_cache: Path, tmp_path: Pat
     processes = [CONTEXT.Process(target=load_small, args=given) for _ in range(8)]
     for process in processes:
         process.start()
-    assert [results.get(timeout=300) for _ in processes] == [1] * 8
+    assert [results.get(timeout=HANGS_S) for _ in processes] == [1] * 8
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=HANGS_S)
     assert (tmp_path / "said").read_text().count("building the native kernels") == 1
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from cp_fast.build import BuildError, Unavailable, cache
+from cp_fast.build import BuildError, Unavailable, cache, trust
 from tests.dist.workers import CONTEXT
+from tests.marks import HANGS_S
 
 FILE = "library.so"
 
@@ -104,10 +105,10 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_cache_that_can_only_be_read_serves_what_it_has(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache.cached("key", FILE, Builder())
 
-    def refuse(self: Path, *arguments: object, **named: object) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(path: Path) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(trust, "open_lock", refuse)
     assert cache.cached("key", FILE, never) == path
     with pytest.raises(Unavailable, match="Permission denied"):
         cache.cached("other", FILE, never)
@@ -153,7 +154,7 @@ def start(folder: Path, log: Path, pause: float, end: str = "succeed") -> tuple[
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_S
     while not path.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -163,9 +164,9 @@ def wait_for(path: Path) -> None:
 def test_of_eight_processes_one_builds(tmp_path: Path, own_cache: Path, end: str, said: str) -> None:
     """The others wait for its result, or its failure. It takes long enough for all of them to come."""
     started = [start(own_cache, tmp_path / "log", 0.2, end) for _ in range(8)]
-    assert [queue.get(timeout=120) for _, queue in started] == [said] * 8
+    assert [queue.get(timeout=HANGS_S) for _, queue in started] == [said] * 8
     for process, _ in started:
-        process.join(timeout=60)
+        process.join(timeout=HANGS_S)
     assert (tmp_path / "log").read_text() == "built\n"
 
 
@@ -175,8 +176,8 @@ def test_a_killed_builder_stops_nobody(tmp_path: Path, own_cache: Path) -> None:
     waiting, said = start(own_cache, tmp_path / "log", 0)
     time.sleep(0.3)
     killed.kill()
-    killed.join(timeout=60)
-    assert said.get(timeout=60) == "0123456789"
-    waiting.join(timeout=60)
+    killed.join(timeout=HANGS_S)
+    assert said.get(timeout=HANGS_S) == "0123456789"
+    waiting.join(timeout=HANGS_S)
     assert sorted(x.name for x in own_cache.iterdir()) == ["key", "key.lock"]  # nothing of the killed one is left
     assert json.loads((own_cache / "key" / "build.json").read_text())["bytes"] == 10

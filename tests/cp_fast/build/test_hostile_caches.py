@@ -7,6 +7,7 @@ import fcntl
 import os
 import pwd
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 
 from cp_fast.build import Unavailable, cache, locks
 from tests.cp_fast.build.test_cache import FILE, Builder, never, start, wait_for
+from tests.marks import HANGS_S
 
 OTHER = 12345  # a user that nobody is
 
@@ -79,13 +81,26 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(own_cache: Path, 
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
-def test_what_is_made_here_is_used_here_whatever_the_umask(own_cache: Path, mask: int) -> None:
+def test_what_is_made_here_is_used_here_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: int
+) -> None:
+    folder = tmp_path / "home" / ".cache" / "cp-attention"
+    monkeypatch.setenv(cache.VARIABLE, str(folder))
     before = os.umask(mask)
     try:
+        other = cache.own_folder("other")
         path = cache.cached("key", FILE, Builder())
     finally:
         os.umask(before)
     assert cache.find("key", FILE) == path
+    assert {stat.S_IMODE(x.stat().st_mode) for x in (other, folder, folder.parent, folder.parent.parent)} == {0o700}
+
+
+@pytest.mark.parametrize("harm", [*WAYS, lambda path: path.rename(path.with_name("x")) and path.symlink_to("x")])
+def test_a_folder_inside_that_is_not_ours_alone_is_refused(own_cache: Path, harm: Callable[[Path], None]) -> None:
+    harm(cache.own_folder("other"))
+    with pytest.raises(PermissionError, match=r"other (belongs to|may be written to by others|is no folder)"):
+        cache.own_folder("other")
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, 524, None])
@@ -103,9 +118,9 @@ def test_two_builders_without_locks_leave_each_other_alone(
 
     def build(name: str) -> None:
         def build_in(folder: Path) -> None:
-            both.wait(timeout=30)
+            both.wait(timeout=HANGS_S)
             (folder / FILE).write_text(name[:2])
-            both.wait(timeout=30)
+            both.wait(timeout=HANGS_S)
             time.sleep(0.1 * (name == "second"))
             (folder / FILE).write_text(name)
 
@@ -162,8 +177,8 @@ def test_a_stopped_builder_holds_nobody_for_ever(
         assert "has not built the native kernels in 1 s; this process builds them" in said
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
-    assert took.get(timeout=60) == "own"
-    stopped.join(timeout=60)
+    assert took.get(timeout=HANGS_S) == "own"
+    stopped.join(timeout=HANGS_S)
     assert sorted(x.name for x in own_cache.iterdir()) == ["key", "key.lock"]
 
 

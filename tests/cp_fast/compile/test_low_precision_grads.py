@@ -14,6 +14,7 @@ from cp_fast.compile.instructions import Send
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
+from cp_ref.spec import CPCommType
 
 
 class Rounded:
@@ -29,7 +30,7 @@ class Rounded:
         return Gradients(*(x.to(operands.dout.dtype) for x in self._backend.backward(operands, *args)))
 
 
-def play(member: SimMember, comm: str, window: int, rounded: tuple[bool, ...]) -> tuple[list[torch.Tensor], int]:
+def play(member: SimMember, comm: CPCommType, window: int, rounded: tuple[bool, ...]) -> tuple[list[torch.Tensor], int]:
     """Results, and how many messages of gradients are sent as one launch rounded them."""
     cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
     sizes: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.bfloat16}

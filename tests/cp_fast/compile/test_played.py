@@ -16,10 +16,9 @@ from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.link import linked
 from cp_fast.compile.lower import Draft, lower
-from cp_fast.compile.pipeline import PASSES, optimized, switched_off, upload
+from cp_fast.compile.pipeline import PASSES, lowered, optimized, switched_off, upload
 from cp_fast.compile.tiles.windows import WindowRule
 from cp_fast.packing import Packing
-from cp_fast.compile.pipeline import lowered
 from cp_fast.rows import Rows
 from cp_ref.spec import (
     Problem,
@@ -33,6 +32,7 @@ from cp_ref.spec import (
     verify_tables,
 )
 from tests.cp_fast.compile.played import play
+from tests.marks import examples
 from tests.spec.problems import SCHEDULES, problems
 from tests.spec.random_schedules import random_schedules, random_workloads, small_problems
 
@@ -75,7 +75,7 @@ def sizes_of(problem: Problem) -> tuple[int, int]:
 SINKS = st.sampled_from(["vanilla", "vanilla", "learnable"])
 
 
-@settings(max_examples=100, suppress_health_check=SLOW)
+@settings(max_examples=examples(100), suppress_health_check=SLOW)
 @given(problems((1, 2, 3, 4)), st.sampled_from([(-1, -1), (0, 0), (2, 0), (3, 1), (-1, 1)]), SINKS, OFF)
 def test_problems(problem: Problem, window: tuple[int, int], softmax_type: str, off: set[str]) -> None:
     with switched_off(*off):
@@ -89,7 +89,7 @@ def random_plans(
     return [uploaded(lower(work, rank, *both, schedule.saved, rule, sink=sink)) for rank, both in enumerate(steps)]
 
 
-@settings(max_examples=150, suppress_health_check=SLOW)
+@settings(max_examples=examples(150), suppress_health_check=SLOW)
 @given(st.data(), st.sampled_from([0, 3, 2048]), st.booleans(), OFF)
 def test_random_schedules(data: st.DataObject, large: int, sink: bool, off: set[str]) -> None:
     """Of problems, and of tables that no problem has."""
@@ -115,7 +115,7 @@ def test_documents(schedule: dict[str, Any], layout: str, mask: str) -> None:
     check(Problem(4, SAME, **schedule, qkv_format="thd", layout=layout, attn_mask_type=mask, heads_q=8, heads_kv=2))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(problems((1, 2, 3, 4)), st.sampled_from([(-1, -1), (2, 0), (3, 1)]))
 def test_folded_batches(problem: Problem, window: tuple[int, int]) -> None:
     """The folded steps of all ranks are a schedule of the packed problem: one sequence of many heads."""

@@ -19,6 +19,7 @@ from cp_fast.cost.counts import launches_of
 from cp_ref.spec import Problem, Sequence
 from tests.cp_fast.compile.brute_force import band_pairs, kernel_pairs, rows_twice, segments_of
 from tests.cp_fast.compile.test_sharing import tiles_of_areas
+from tests.marks import examples
 from tests.masks.problems import problems
 
 
@@ -38,7 +39,7 @@ def test_every_pair_once(tiles: BandTiles) -> None:
     assert not any(list(rows_twice(launch)) for launch in launches)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(problems((1, 2, 3)))
 def test_results_meet_the_oracle(problem: Problem) -> None:
     with always():

@@ -28,7 +28,10 @@ def where() -> Where:
     return Where("native", "cpu")
 
 
-@pytest.mark.parametrize(("shape", "gaps", "offset", "dtype"), ROWS)
+@pytest.mark.parametrize(
+    ("shape", "gaps", "offset", "dtype"),
+    [pytest.param(*row, marks=pytest.mark.thorough if n else ()) for n, row in enumerate(ROWS)],
+)
 @pytest.mark.parametrize("check", MOVERS)
 def test_movers(
     where: Where, check: str, shape: tuple[int, ...], gaps: tuple[int, int], offset: int, dtype: torch.dtype

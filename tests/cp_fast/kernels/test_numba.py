@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import HANGS_S
+
 needs_numba = pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is None, reason="needs the package numba-cuda, which is not installed"
 )
@@ -23,7 +25,7 @@ def run(*command: str, **environment: str) -> str:
         env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=HANGS_S,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout

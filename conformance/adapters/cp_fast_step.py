@@ -1,0 +1,36 @@
+"""What `conformance.step` needs of `cp_fast`: a context over processes, and to be told of every call of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import cp_fast
+from cp_fast import autograd, compiled
+from cp_ref.spec import Problem
+
+__all__ = ["Seen", "context", "watched_attention"]
+
+Seen = Callable[[Problem, Any], None]
+
+
+def context(group: Any, cp_comm_type: Any, layout: Any) -> cp_fast.ContextParallel:
+    """`cp_fast.ContextParallel` of a ProcessGroup, or of a pair of them for "a2a+p2p"."""
+    return cp_fast.ContextParallel(group, cp_comm_type, layout=layout)
+
+
+@contextmanager
+def watched_attention(seen: Seen) -> Iterator[None]:
+    """While it lasts, `seen(problem, softmax_offset)` is called before every forward pass, eager and compiled."""
+    original = autograd.forward_pass
+
+    def watched(plan: Any, cp: Any, q: Any, k: Any, v: Any, offset: Any, **how: Any) -> Any:
+        seen(plan.problem, offset)
+        return original(plan, cp, q, k, v, offset, **how)
+
+    with ExitStack() as stack:
+        for module in (autograd, compiled):
+            stack.enter_context(patch.object(module, "forward_pass", watched))
+        yield

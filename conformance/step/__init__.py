@@ -1,0 +1,21 @@
+"""The whole training step, over ranks and in one process: what is wrong around attention.
+
+    from conformance.step import compare_step
+
+    def build(cp):            # cp: None for one process, else a cp_fast.ContextParallel; called once per rank
+        model = ...
+        def step(batch):      # the user's own code: cuts the batch, computes the loss, reduces gradients
+            ...
+            return loss
+        return model, step    # or (model, step, optimizer)
+
+    print(compare_step(build, batch, cp_size=4))
+
+docs/training.md has the mistakes that it knows by name.
+"""
+
+from conformance.step.compare import compare_step
+from conformance.step.jobs import StepError
+from conformance.step.report import CAUSES, Finding, StepReport
+
+__all__ = ["CAUSES", "Finding", "StepError", "StepReport", "compare_step"]

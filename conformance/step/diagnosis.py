@@ -1,0 +1,234 @@
+"""From what was seen to a cause: each function knows one kind of evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from conformance.step.judge import factor_of, judge, norm_of, weighed
+from conformance.step.losses import of_losses
+from conformance.step.modules import of_modules
+from conformance.step.report import Finding
+
+__all__ = ["Diagnosis", "diagnose"]
+
+_APART = 0.02  # by how much weights of ranks or micro-batches differ before it is said
+_LEFT = 0.02  # of a gradient that weights of ranks do not explain
+
+
+@dataclass
+class Diagnosis:
+    """Findings, and where the step goes wrong first."""
+
+    findings: list[Finding] = field(default_factory=list)
+    first: str = ""
+
+
+def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool]) -> Diagnosis:
+    """What explains the differences of a step that was looked at (`conformance.step.compare.Measured`).
+
+    The first kind of evidence that explains them ends the search: what comes later in a step follows from it.
+
+    Args:
+        loss, dtype: as in `compare_step`. vanishes: runs the step without a part, and says whether it is right then.
+    """
+    dtype = dtype or found.one["dtype"]
+    done = Diagnosis()
+    inside = of_modules(found, dtype)
+    done.first = inside.first
+    done.findings += _of_reduction(found, dtype)
+    if done.findings and not inside.first:
+        return done
+    done.findings = []
+    if "random" in _parts(found) and vanishes("random"):
+        done.findings.append(Finding("random", "without dropout and random numbers the step is right"))
+    elif inside.finding is not None and inside.finding.cause == "positions":
+        done.findings.append(inside.finding)
+    elif inside.first and "positions" in _parts(found) and vanishes("positions"):
+        done.findings.append(Finding("positions", "where every angle of the rotary embedding is 0 the step is right"))
+    elif inside.finding is not None:
+        done.findings.append(inside.finding)
+    if done.findings or inside.first:
+        return done
+    by_loss = of_losses(found, dtype)
+    done.findings, done.first = by_loss.findings, by_loss.first
+    if not done.findings:
+        done.findings = _of_weights(found, vanishes)
+    if not done.findings:
+        done.findings = _of_loss(found, loss, dtype)
+    return done
+
+
+def _parts(found: Any) -> set[str]:
+    return {part for each in (found.one, *found.ranks) for part in each["look"]["parts"]}
+
+
+def _wrong(found: Any, dtype: torch.dtype, rank: int = 0) -> dict[str, float]:
+    """The factor of each wrong gradient, NaN where it is none."""
+    factors = {}
+    mine = found.of_rank("grads", rank)
+    for name, one in found.one["grads"].items():
+        got, yards = mine[name], [x["grads"][name] for x in found.noisy]
+        if judge(name, got, one, yards, dtype).ok:
+            continue
+        if got is None or one is None:
+            factors[name] = float("nan")
+            continue
+        factor = factor_of(got, one)
+        fits = abs(factor) > 1e-3 and judge(name, got.double() / factor, one, yards, dtype).ok
+        factors[name] = factor if fits else float("nan")
+    return factors
+
+
+def _of_reduction(found: Any, dtype: torch.dtype) -> list[Finding]:
+    """Gradients that are not the same on all ranks, or off by a factor, or missing."""
+    unlike = sorted({name for rank in found.ranks for name in rank["unlike_grads"]})
+    unlike = [n for n in unlike if any(n in _wrong(found, dtype, r) for r in range(len(found.ranks)))]
+    if unlike:
+        clipped = _clipped_apart(found)
+        if clipped:
+            return [clipped]
+        return [Finding("reduction", f"{_named(unlike, found)} not the same on all ranks after the step")]
+    factors = _wrong(found, dtype)
+    gone = [n for n in factors if (found.of_rank("grads", 0)[n] is None) != (found.one["grads"][n] is None)]
+    if gone:
+        who = "one process" if found.of_rank("grads", 0)[gone[0]] is None else "the ranks"
+        return [Finding("reduction", f"{_named(gone, found)} there in {who} alone: frozen, or not used")]
+    if not factors or any(f != f for f in factors.values()):
+        return []
+    low, high = min(factors.values()), max(factors.values())
+    if high - low > _APART * abs(high):
+        return [Finding("reduction", f"{_named(list(factors), found)} off by factors from {low:.4g} to {high:.4g}")]
+    factor = (low + high) / 2
+    most = sum(grad is not None for grad in found.one["grads"].values())
+    offsets = set(found.ranks[0]["look"]["offsets"])
+    words = f"off by the factor {factor:.4g}{_meaning(factor, found)}"
+    if set(factors) <= offsets and len(factors) < most:
+        return [Finding("sinks", f"only {_named(list(factors), found)} {words}")]
+    if len(factors) < 0.9 * most:
+        shared = set(factors) & set(found.ranks[0]["shared"])
+        why = "; several modules share it" * bool(shared)
+        return [Finding("reduction", f"only {_named(list(factors), found)} {words}{why}")]
+    forwards = found.ranks[0]["look"]["forwards"]
+    sizes = {found.cp_size, found.dp_size, len(found.ranks)} - {1}
+    of_batches = forwards > 1 and _near(factor, forwards) and not any(_near(factor, size) for size in sizes)
+    return [Finding("micro-batches" if of_batches else "factor", f"all gradients are {words}")]
+
+
+def _meaning(factor: float, found: Any) -> str:
+    """What a factor may be: names of the numbers that are it."""
+    numbers = {"cp_size": found.cp_size, "dp_size": found.dp_size, "all ranks": len(found.ranks)}
+    numbers["micro-batches"] = found.ranks[0]["look"]["forwards"]
+    names = []
+    for name, number in numbers.items():
+        if number > 1:
+            squares = [(name, number), (f"1 / {name}", 1 / number), (f"{name} squared", number**2)]
+            names += [word for word, value in squares if abs(factor / value - 1) < _APART]
+    return f" ({', '.join(names)})" if names else ""
+
+
+def _near(factor: float, number: int) -> bool:
+    return abs(factor / number - 1) < _APART or abs(factor * number - 1) < _APART
+
+
+def _named(names: list[str], found: Any) -> str:
+    if len(names) == sum(grad is not None for grad in found.one["grads"].values()):
+        return "the gradients of all parameters are"
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"the gradient{'s' * (len(names) > 1)} of {shown} {'are' if len(names) > 1 else 'is'}"
+
+
+def _shares(found: Any) -> list[list[dict[str, torch.Tensor]]]:
+    """Gradients of each rank and micro-batch before anything was reduced; [] where they cannot be seen (FSDP)."""
+    counts = {len(x) for rank in found.ranks for x in rank["look"]["shares"].values()}
+    names = [set(rank["look"]["shares"]) for rank in found.ranks]
+    if len(counts) != 1 or any(n != names[0] for n in names) or not names[0]:
+        return []
+    how_many = counts.pop()
+    return [
+        [{name: x[k] for name, x in rank["look"]["shares"].items()} for k in range(how_many)] for rank in found.ranks
+    ]
+
+
+def _added(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([part[name].double() for part in parts]).sum(0) for name in parts[0]}
+
+
+def _explained(target: dict[str, Any], parts: list[dict[str, torch.Tensor]]) -> list[float] | None:
+    """The weights of the parts in the target, relative to their mean; None where they do not make it up."""
+    names = [name for name in parts[0] if target.get(name) is not None]
+    weights, left = weighed({n: target[n] for n in names}, [{n: part[n] for n in names} for part in parts])
+    mean = sum(weights) / len(weights)
+    return None if left > _LEFT or mean == 0 else [weight / mean for weight in weights]
+
+
+def _apart(weights: list[float] | None) -> bool:
+    return weights is not None and max(weights) - min(weights) > _APART
+
+
+def _of_weights(found: Any, vanishes: Callable[[str], bool]) -> list[Finding]:
+    """Ranks or micro-batches that enter the gradient with weights of their own."""
+    if "clipping" in _parts(found) and vanishes("clipping"):
+        return [Finding("clipping", "without clipping of gradients the step is right")]
+    shares = _shares(found)
+    if not shares:
+        return []
+    by_batch = [_added([rank[k] for rank in shares]) for k in range(len(shares[0]))]
+    by_rank = [_added(rank) for rank in shares]
+    final, one = found.of_rank("grads", 0), found.one["grads"]
+    for parts, cause, words in (
+        (by_batch, "micro-batches", "micro-batches"),
+        (by_rank, "clipping", "ranks"),
+    ):
+        weights = _explained(final, parts) if len(parts) > 1 else None
+        if _apart(weights):
+            return [Finding(cause, f"{words} enter the gradient with the weights {_numbers(weights)}")]
+    for parts, cause, words in (
+        (by_batch, "micro-batches", "micro-batches"),
+        (by_rank, "mean-per-rank", "ranks"),
+    ):
+        weights = _explained(one, parts) if len(parts) > 1 else None
+        if _apart(weights):
+            return [Finding(cause, f"in one process {words} have the weights {_numbers(weights)}, over ranks 1 each")]
+    return []
+
+
+def _numbers(weights: list[float] | None) -> str:
+    return ", ".join(f"{weight:.3g}" for weight in weights or [])
+
+
+def _clipped_apart(found: Any) -> Finding | None:
+    """Whether each rank's gradient is the sum of all, scaled by a number of its own."""
+    norms = [norm_of(found.of_rank("grads", rank)) for rank in range(len(found.ranks))]
+    first = found.of_rank("grads", 0)
+    for rank in range(1, len(found.ranks)):
+        _, left = weighed(
+            {n: x for n, x in found.of_rank("grads", rank).items() if x is not None},
+            [{n: x for n, x in first.items() if x is not None}],
+        )
+        if left > 1e-3:
+            return None
+    if max(norms) - min(norms) <= _APART * max(norms):
+        return None
+    return Finding("clipping", f"gradients are scaled on each rank by a number of its own: norms {_numbers(norms)}")
+
+
+def _of_loss(found: Any, loss: str, dtype: torch.dtype) -> list[Finding]:
+    """Gradients are right, and the loss that step returns is not."""
+    if _wrong(found, dtype):
+        return []
+    mine, one = [rank["losses"][0] for rank in found.ranks], found.one["losses"][0]
+    total, tiny = sum(mine), 0.001 * abs(one)
+    factor = (total if loss == "sum" else mine[0]) / one if one else float("nan")
+    if all(abs(x - one) <= tiny for x in mine):
+        return []
+    if loss == "mean" and abs(total - one) <= tiny:
+        return [Finding("factor", "gradients are right, but step returns each rank's share of the loss")]
+    if loss == "mean" and abs(total / len(mine) - one) <= tiny:
+        return [Finding("mean-per-rank", "gradients are right, but step returns each rank's own mean of the loss")]
+    if meaning := _meaning(factor, found):
+        return [Finding("factor", f"gradients are right, but the loss is off by the factor {factor:.4g}{meaning}")]
+    return []

@@ -1,0 +1,139 @@
+"""Where tokens are: rows of a rank's slice, and of the one process's batch, as (document, position)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from cp_ref.spec import Problem, planned_cut
+
+__all__ = ["Places", "describe"]
+
+_BASE = 1 << 32  # of documents in a key; positions are below
+
+
+def describe(key: int) -> str:
+    """
+    >>> describe(3 * 2**32 + 17)
+    'document 3, position 17'
+    """
+    return f"document {key // _BASE}, position {key % _BASE}"
+
+
+class Places:
+    """The places of one batch's tokens, on every rank and in one process.
+
+    Args:
+        problems: of the attention calls of each context parallel group, by group; groups have documents of their own,
+            one behind the other.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self._problems = list(problems)
+        self._cp = problems[0].cp_size
+        counts = [len(p.lengths.len_q) for p in problems]
+        self._first = np.cumsum([0, *counts])
+        self.packed = problems[0].qkv_format == "thd"
+        self.lengths = np.concatenate([np.array(p.lengths.len_q, dtype=np.int64) for p in problems])
+        self.slots = np.concatenate([np.array(p.lengths.slots_q, dtype=np.int64) for p in problems])
+
+    def of_rank(self, rank: int, shape: Sequence[int]) -> np.ndarray | None:
+        """The key of each token of a slice, -1 for padding; None where the first axes are not those of tokens.
+
+        Args:
+            rank: of all ranks.
+            shape: the tensor's: [b, s/cp, ...], [s/cp, b, ...], [t/cp, ...] or [1, t/cp, ...].
+
+        Returns:
+            [b, s/cp], [s/cp, b], [t/cp] or [1, t/cp], like the tensor's first axes.
+        """
+        group, inner = rank // self._cp, rank % self._cp
+        problem = self._problems[group]
+        cut, starts = planned_cut(problem, "q"), np.array(problem.starts_q)
+        rows = np.asarray(cut.of(inner))
+        documents = len(problem.lengths.len_q)
+        if problem.qkv_format == "thd" or cut.batch is not None:
+            document = np.clip(np.searchsorted(starts, rows, side="right") - 1, 0, max(documents - 1, 0))
+            position = rows - starts[document]
+            position = np.where(rows < starts[-1], position, _BASE)
+        else:
+            document = np.repeat(np.arange(documents), len(rows))
+            position = np.tile(rows, documents)
+        real = position < np.array(problem.lengths.len_q)[document]
+        keys = np.where(real, (document + self._first[group]) * _BASE + position, -1)
+        return _shaped(keys, shape, None if problem.qkv_format == "thd" else documents, problem.qkv_format)
+
+    def of_one(self, shape: Sequence[int]) -> np.ndarray | None:
+        """The same of the one process, which has the whole batch, with or without padding."""
+        documents, form = len(self.lengths), self._problems[0].qkv_format
+        longest = int(self.lengths.max(initial=0))
+        batch_first = np.arange(documents)[:, None] * _BASE
+        shapes = [(tuple(shape[:2]), False)] if len(shape) > 1 else []
+        shapes += [(tuple(shape[1::-1]), True)] if len(shape) > 1 and form == "sbhd" else []
+        if form != "thd" and len(shape) == 1 and shape[0] % max(documents, 1) == 0:
+            shapes.append(((documents, shape[0] // max(documents, 1)), False))
+        for (count, length), turned in shapes:
+            if count == documents and length >= longest - 1:  # without the last token, which has no label
+                position = np.arange(length)[None]
+                keys = np.where(position < self.lengths[:, None], batch_first + position, -1)
+                return keys.reshape(-1) if len(shape) == 1 else keys.T if turned else keys
+        lead = 2 if len(shape) > 1 and shape[0] == 1 else 1
+        count = int(np.prod(shape[:lead]))
+        for sizes in (self.lengths, self.slots):
+            if count == sizes.sum() or (sizes is self.slots and count > sizes.sum()):
+                position = np.concatenate([np.arange(n) for n in sizes] or [np.zeros(0, dtype=np.int64)])
+                document = np.repeat(np.arange(documents), sizes)
+                keys = np.where(position < self.lengths[document], document * _BASE + position, -1)
+                return np.append(keys, np.full(count - len(keys), -1)).reshape(shape[:lead])
+        return None
+
+    def together(self, parts: Sequence[torch.Tensor | None], one: torch.Tensor | None) -> Any:
+        """The ranks' tokens beside the one process's.
+
+        Args:
+            parts: each rank's tensor, by rank. one: the one process's.
+
+        Returns:
+            None where they cannot be told; else (found [n, ...], index of each in the flat tokens of `one`, rank [n],
+            key [n]). Padding is left out.
+        """
+        if one is None or any(part is None for part in parts):
+            return None
+        keys_one = self.of_one(one.shape)
+        keys = [self.of_rank(rank, part.shape) for rank, part in enumerate(parts) if part is not None]
+        if keys_one is None or any(k is None for k in keys):
+            return None
+        flat = [part.flatten(0, k.ndim - 1) for part, k in zip(parts, keys, strict=True)]  # type: ignore[union-attr]
+        if any(x.shape[1:] != one.flatten(0, keys_one.ndim - 1).shape[1:] for x in flat):
+            return None
+        key = np.concatenate([np.asarray(k).reshape(-1) for k in keys])
+        rank = np.repeat(np.arange(len(keys)), [np.asarray(k).size for k in keys])
+        order = np.argsort(keys_one, axis=None, kind="stable")
+        at = np.searchsorted(keys_one.reshape(-1)[order], key)
+        index = order[np.clip(at, 0, len(order) - 1)]
+        there = (key >= 0) & (keys_one.reshape(-1)[index] == key)
+        return torch.cat(flat)[torch.from_numpy(there)], torch.from_numpy(index[there]), rank[there], key[there]
+
+
+def _shaped(keys: np.ndarray, shape: Sequence[int], documents: int | None, form: str) -> np.ndarray | None:
+    """Keys in the order of a tensor's first axes; None where its shape is another."""
+    if documents is not None:
+        rows = keys.reshape(documents, -1)
+        rows = rows.T if form == "sbhd" else rows
+        for axes in (rows, rows[:, :-1] if form != "sbhd" else rows[:-1]):  # the last token has no label
+            if tuple(shape[:2]) == axes.shape:
+                return axes
+        for axes in (rows, rows[:, :-1] if form != "sbhd" else rows[:-1]):
+            if len(shape) and shape[0] == axes.size:
+                return axes.reshape(-1)
+        return None
+    lead = 2 if len(shape) > 1 and shape[0] == 1 else 1
+    count = int(np.prod(shape[:lead]))
+    if count == len(keys) - 1:
+        keys = keys[:-1]
+    if count < len(keys):
+        return None
+    return np.append(keys, np.full(count - len(keys), -1)).reshape(shape[:lead])

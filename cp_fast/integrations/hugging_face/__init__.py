@@ -1,0 +1,1 @@
+"""Models of Hugging Face: the look at one before its sequences are spread, and the checks around its calls."""

@@ -1,0 +1,89 @@
+"""Entries of configurations and kinds of modules that are known by name to mix tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["LAYERS", "NAME", "refuse_by_name", "token_axis"]
+
+NAME = "cp_fast"  # of the attention implementation
+LAYERS = ("full_attention", "sliding_attention")  # what cp_fast has of a configuration's layer_types
+_MIXING = (
+    nn.modules.conv._ConvNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.batchnorm._NormBase,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.ConstantPad1d,
+    nn.ZeroPad2d,
+    nn.Unfold,
+    nn.Fold,
+    nn.Upsample,
+)
+_OF_EXPERTS = ("expert_capacity", "capacity_factor", "expert_capacity_factor")  # who is dropped depends on other tokens
+
+
+def refuse_by_name(model: nn.Module) -> None:
+    """Raise for what a model's configuration and modules say that they do, before anything runs.
+
+    Raises:
+        NotImplementedError: naming the entry or the module. ValueError: the weights are not there to be looked at.
+    """
+    name = type(model).__name__
+    top: Any = model.config
+    if getattr(top, "is_encoder_decoder", False):
+        raise NotImplementedError(f"{name} has an encoder and a decoder; cp_fast spreads the tokens of one sequence")
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        raise NotImplementedError(f"{name} reads {model.main_input_name}; cp_fast spreads input_ids")
+    for config in {id(c): c for c in (top, top.get_text_config())}.values():
+        _refuse_entries(config)
+    for where, module in model.named_modules():
+        mixes = isinstance(module, _MIXING) and not _of_one_token(module)
+        if mixes:
+            raise NotImplementedError(
+                f"{where} ({_kind(model, where)}) mixes tokens; cp_fast has only attention over ranks"
+            )
+    absent = [n for n, w in model.named_parameters() if w.is_meta or w.numel() == 0]
+    if absent:
+        raise ValueError(
+            f"{absent[0]} has no values yet; prepare runs the model once, so call it when weights are loaded"
+        )
+
+
+def _refuse_entries(config: Any) -> None:
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in LAYERS:
+            raise NotImplementedError(f"layer_types[{layer}] is {kind!r}; cp_fast has {' and '.join(LAYERS)}")
+    if getattr(config, "output_router_logits", False):
+        raise NotImplementedError(
+            "output_router_logits is True; the router's auxiliary loss is not a sum over tokens, and each rank would "
+            "compute that of its slice"
+        )
+    for entry in _OF_EXPERTS:
+        if getattr(config, entry, None):
+            raise NotImplementedError(
+                f"{entry} is {getattr(config, entry)}; which tokens an expert drops depends on the other ranks' tokens"
+            )
+
+
+def _of_one_token(module: nn.Module) -> bool:
+    sizes = getattr(module, "kernel_size", None)
+    return isinstance(sizes, tuple) and all(size == 1 for size in sizes) and isinstance(module, nn.Conv1d)
+
+
+def _kind(model: nn.Module, where: str) -> str:
+    """The module's class, and that of the module which holds it."""
+    outer = where.rpartition(".")[0]
+    inner = type(model.get_submodule(where)).__name__
+    return f"{inner} of {type(model.get_submodule(outer)).__name__}" if outer else inner
+
+
+def token_axis(x: torch.Tensor, tokens: int) -> int | None:
+    """The first axis of this size, or None."""
+    return next((axis for axis, size in enumerate(x.shape) if size == tokens), None)

@@ -1,0 +1,151 @@
+"""`shard_batch`: what a batch may be, what it becomes, and what is wrong with it, on all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import cp_fast
+from cp_fast.integrations.token_batches import shard_batch
+from cp_ref import SimGroup
+from tests.dist.workers import Processes
+
+IDS = torch.arange(16).view(2, 8)
+ONES = torch.ones(2, 8, dtype=torch.int64)
+
+
+def packed(*positions: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.arange(len(positions))[None], "position_ids": torch.tensor([positions])}
+
+
+def with_mask(row: list[int]) -> dict[str, torch.Tensor]:
+    return {"input_ids": IDS[:, :5], "attention_mask": torch.tensor([[1] * 5, row])}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "labels one token short": ({"input_ids": IDS, "labels": IDS[:, 1:]}, "row 0 of labels has 7 entries for 8 tokens"),
+    "labels of another batch": ({"input_ids": IDS, "labels": IDS[:1]}, r"labels has shape \[1, 8\]; .* \[2, 8\]"),
+    "labels that are no integers": ({"input_ids": IDS, "labels": IDS / 2}, "labels has dtype torch.float32"),
+    "ids without a batch": ({"input_ids": IDS[0]}, r"input_ids has shape \[8\]; it must be \[b, s\]"),
+    "ids that are no tensor": ({"input_ids": [[1, 2]]}, "input_ids is of type list; it must be a tensor"),
+    "positions with a gap": (packed(0, 1, 2, 0, 4, 5), "row 0 of position_ids has 4 at token 4, behind 0"),
+    "positions that do not begin": (packed(1, 2, 3), "row 0 of position_ids does not begin with 0"),
+    "positions one short": (packed(0, 1, 2) | {"input_ids": IDS[:1]}, "row 0 of position_ids has 3 entries for 8"),
+    "a mask with another number": (with_mask([1, 1, 1, 1, 2]), "row 1 of attention_mask has 2 at token 4"),
+    "a mask with a hole": (with_mask([1, 0, 1, 1, 1]), "row 1 of attention_mask has padding before or between tokens"),
+    "padding on the left": (with_mask([0, 1, 1, 1, 1]), "row 1 of attention_mask has padding before or between tokens"),
+    "a mask of another size": (
+        {"input_ids": IDS, "attention_mask": ONES[:, :5]},
+        "row 0 of attention_mask has 5 entries for 8 tokens",
+    ),
+    "no ids": ({"labels": IDS}, "it must have input_ids"),
+    "an unknown entry": ({"input_ids": IDS, "token_type_ids": IDS}, "batch has input_ids, token_type_ids; it must"),
+    "no dict": ([IDS], "batch is of type list; it must be a dict"),  # type: ignore[dict-item]
+}
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown keyword": ({"padding": 3}, "got an unexpected keyword argument 'padding'"),
+    "a padding id that is none": ({"pad_token_id": "0"}, "pad_token_id is '0'; it must be an integer"),
+    "a flag that is none": ({"shift_labels": 1}, "shift_labels is 1; it must be True or False"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_a_wrong_batch_on_one_rank_raises_on_all(which: str) -> None:
+    batch, says = WRONG[which]
+
+    def one(member: Any) -> str:
+        given = batch if member.rank == 1 else {"input_ids": IDS}
+        with pytest.raises((ValueError, TypeError)) as caught:
+            shard_batch(given, cp=cp_fast.ContextParallel(member))
+        return str(caught.value)
+
+    other, own = SimGroup(2).run(one)
+    with pytest.raises(ValueError, match=says):
+        raise ValueError(own)
+    assert other.startswith("rank 1 refused its arguments")
+    assert other.endswith(own)
+
+
+@pytest.mark.parametrize("which", ODD)
+def test_a_wrong_argument_on_one_rank_raises_on_all(which: str) -> None:
+    odd, says = ODD[which]
+
+    def one(member: Any) -> str:
+        given = odd if member.rank == 1 else {}
+        with pytest.raises((ValueError, TypeError), match=says) as caught:
+            shard_batch({"input_ids": IDS}, cp=cp_fast.ContextParallel(member), **given)
+        return str(caught.value)
+
+    assert SimGroup(2).run(one)[0].startswith("rank 1 refused its arguments")
+
+
+@pytest.mark.parametrize("batch", [{"input_ids": IDS}, packed(0, 1, 2, 0, 1, 0, 1, 2)], ids=["rows", "packed"])
+def test_labels_that_are_not_shifted_stay_where_they_are(batch: dict[str, torch.Tensor]) -> None:
+    def one(member: Any) -> list[bool]:
+        labels = 100 + batch["input_ids"]
+        cp = cp_fast.ContextParallel(member)
+        stay = shard_batch(batch | {"labels": labels}, cp=cp, shift_labels=False)
+        move = shard_batch(batch | {"labels": labels}, cp=cp)
+        real = stay["labels"] != -100
+        assert "shift_labels" not in stay
+        assert torch.equal(move["labels"], move["shift_labels"])
+        assert int(stay["num_items_in_batch"]) == labels.numel()
+        there = move["labels"] != -100
+        return [
+            torch.equal(stay["labels"][real], 100 + stay["input_ids"][real]),
+            torch.equal(move["labels"][there], 101 + move["input_ids"][there]),
+        ]
+
+    assert SimGroup(2).run(one) == [[True, True]] * 2
+
+
+def counts(over: str) -> list[int]:
+    """Of both data parallel ranks together, whatever says who they are; unequal numbers of labels."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    everyone: dict[str, Callable[[], Any]] = {
+        "mesh": lambda: mesh,
+        "flattened": lambda: mesh._flatten("dp_cp"),
+        "group": lambda: dist.group.WORLD,
+        "context": lambda: cp_fast.ContextParallel(mesh["cp"]),
+    }
+    labels = IDS.clone()
+    if mesh["dp"].get_local_rank():
+        labels[0] = -100
+    batch = {"input_ids": IDS, "labels": labels}
+    given = shard_batch(batch, cp=cp_fast.ContextParallel(mesh["cp"]), over=everyone[over]())
+    return [int(given["num_items_in_batch"]), int((given["labels"] != -100).sum())]
+
+
+@pytest.mark.parametrize("over", ["mesh", "flattened", "group", "context"])
+def test_labels_are_counted_over_all_ranks_that_share_the_gradients(four: Processes, over: str) -> None:
+    found = four.run(counts, over)
+    every, mine = [n for n, _ in found], [m for _, m in found]
+    assert every == ([14, 14, 7, 7] if over == "context" else [21] * 4)
+    assert sum(mine) == 21
+
+
+def wrong_over(how: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    over, batch = mesh, {"input_ids": IDS, "labels": IDS}
+    if how == "data parallel ranks":
+        over = mesh["dp"]
+    elif dist.get_rank() == 2:
+        batch = {"input_ids": IDS, "labels": IDS[:, 1:]}
+    with pytest.raises(ValueError, match=r".") as caught:
+        shard_batch(batch, cp=cp_fast.ContextParallel(mesh["cp"]), over=over)
+    return str(caught.value)
+
+
+def test_what_is_wrong_in_one_batch_raises_on_all_ranks_of_over(four: Processes) -> None:
+    own = "row 0 of labels has 7 entries for 8 tokens"
+    found = four.run(wrong_over, "labels")
+    assert found[2].startswith(own)
+    assert all(own in said for said in found)
+    for said in four.run(wrong_over, "data parallel ranks"):
+        assert "over has global ranks" in said
+        assert "it must have all ranks of cp" in said

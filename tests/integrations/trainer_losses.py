@@ -1,0 +1,101 @@
+"""A program for `test_trainer`: losses of Trainer under several arguments, over all processes or, with --alone, without
+context parallelism. One line of JSON.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset, IterableDataset
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import cp_fast as cp
+from cp_fast.integrations.trainer import ContextParallelMixin
+
+
+class CpTrainer(ContextParallelMixin, Trainer):
+    """Trainer, whose batches are cut."""
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    """Rows of 8 to 23 tokens."""
+    lengths = [8 + 5 * i % 16 for i in range(count)]
+    return [
+        {"input_ids": ids, "labels": ids}
+        for ids in ([(i * 7 + j * 3) % 47 + 1 for j in range(n)] for i, n in enumerate(lengths))
+    ]
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch with padding behind."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+    mask = (ids != 0).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def streamed() -> Any:
+    """A stream of rows without a length."""
+    yield from rows_of(40)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "two epochs": {"num_train_epochs": 2},
+    "drop_last": {"num_train_epochs": 2, "dataloader_drop_last": True, "per_device_train_batch_size": 4},
+    "group_by_length": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2},
+    "workers, accumulated": {"dataloader_num_workers": 1, "gradient_accumulation_steps": 2},
+    "streamed": {"streamed": True, "max_steps": 5, "accelerator_config": {"dispatch_batches": False}},
+    "packed": {"collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True)},
+}
+
+
+def losses(alone: bool, options: dict[str, Any], **how: Any) -> list[float]:
+    """The losses of all steps, and of the evaluation of an odd number of rows."""
+    options = dict(options)
+    rows: Any = (
+        IterableDataset.from_generator(streamed) if options.pop("streamed", False) else Dataset.from_list(rows_of(9))
+    )
+    collator = options.pop("collator", padded)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    common: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "learning_rate": 3e-3}
+    quiet: dict[str, Any] = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, use_cpu=True, **common | quiet | options)
+        given = {"train_dataset": rows, "eval_dataset": Dataset.from_list(rows_of(5)), "data_collator": collator}
+        trainer: Any = (Trainer if alone else CpTrainer)(model, args, **given, **how)
+        trainer.train()
+        evaluated = trainer.evaluate()["eval_loss"]
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [evaluated]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--cp-size", type=int, default=1)
+    given = parser.parse_args()
+    how: dict[str, Any] = {}
+    if not given.alone:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh(
+            "cpu", (dist.get_world_size() // given.cp_size, given.cp_size), mesh_dim_names=("dp", "cp")
+        )
+        how = {"cp": cp.ContextParallel(mesh["cp"])}
+    found = {name: losses(given.alone, options, **how) for name, options in CASES.items()}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print("losses", json.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
