@@ -13,7 +13,7 @@ from conformance.implementation import Implementation, load
 from conformance.record import Level
 from cp_fast.kernels.select import use
 
-__all__ = ["Mutant", "loaded", "wrap"]
+__all__ = ["Mutant", "loaded", "wrap", "wrap_operation"]
 
 Package = Literal["cp_ref", "cp_fast"]
 
@@ -62,6 +62,20 @@ def wrap(change: Callable[..., Any]) -> Callable[[Any], Any]:
     def changed(original: Any) -> Any:
         def wrong(*arguments: Any, **named: Any) -> Any:
             return change(original, *arguments, **named)
+
+        return wrong
+
+    return changed
+
+
+def wrap_operation(change: Callable[..., Callable[[Any], None]]) -> Callable[[Any], Any]:
+    """A change of a method of `cp_fast.runtime.operations.Operations`: `change(self, one, operation)` yields what runs
+    in the place of the operation that the method made of the instruction `one`.
+    """
+
+    def changed(original: Any) -> Any:
+        def wrong(self: Any, one: Any, **named: Any) -> Any:
+            return change(self, one, original(self, one, **named), **named)
 
         return wrong
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cp_fast.compile.instructions import Launch
 from cp_ref.spec import UNBOUNDED
 from tests.meta.mutants.model import Mutant, wrap
 
@@ -48,46 +49,61 @@ def _tiles_of_one_launch(launch_tables: Any, tiles: Any, rule: Any) -> Any:
     return found[:-1] if len(found) > 1 else found
 
 
-def _home_twice(goes_to: Any, self: Any, *arguments: Any) -> Any:
-    found = goes_to(self, *arguments)
-    return found + tuple(c for c in found if self.sums[c.sums].home)
+def _home_twice(accumulates: Any, self: Any, *arguments: Any) -> Any:
+    found = accumulates(self, *arguments)
+    return found + [one for one in found if self.buffers.specs[one.target.buffer].rows is None]
 
 
-def _never_home(goes_to: Any, self: Any, kind: str, *arguments: Any) -> Any:
+def _never_home(accumulates: Any, self: Any, *arguments: Any) -> Any:
     """Of a partial result that goes to several places the last gets nothing."""
-    found = goes_to(self, kind, *arguments)
+    found = accumulates(self, *arguments)
     return found[:-1] if len(found) > 1 else found
 
 
 def _first_rows_for_all(announce: Any, self: Any, *arguments: Any) -> Any:
     """Every peer gets the first rows of what is handed over."""
-    return [tuple(replace(send, start=0) for send in sends) for sends in announce(self, *arguments)]
+
+    def first(view: Any) -> Any:
+        return replace(view, rows=slice(0, view.rows.stop - view.rows.start))
+
+    return [
+        (copies, [replace(send, source=first(send.source)) for send in sends])
+        for copies, sends in announce(self, *arguments)
+    ]
 
 
 def _received_in_another_order(receive: Any, self: Any, *arguments: Any) -> Any:
     arriving, recvs = receive(self, *arguments)
-    return arriving, recvs[::-1]
+    ends = dict[int, int]()
+    for n, one in reversed(list(enumerate(recvs))):
+        if one.rows is not None:
+            begin = ends.get(one.buffer, 0)
+            ends[one.buffer] = begin + one.size
+            recvs[n] = replace(one, rows=(slice(begin, begin + one.size),))
+    return arriving, recvs
 
 
-def _first_heads_for_all(packed_together: Any, sends: Any) -> Any:
+def _first_heads_for_all(stacked_sends: Any, self: Any, *arguments: Any) -> Any:
     """Every peer gets the first peer's heads."""
-    return [replace(s, first_heads=s.first_heads[:1] * len(s.peers)) for s in packed_together(sends)]
+    copies, sends = stacked_sends(self, *arguments)
+    return [replace(one, first_heads=one.first_heads[:1] * len(one.first_heads)) for one in copies], sends
 
 
-def _heads_one_early(operand: Any, self: Any, *arguments: Any) -> Any:
-    found = operand(self, *arguments)
+def _heads_one_early(view: Any, self: Any, *arguments: Any) -> Any:
+    found = view(self, *arguments)
     first, last = found.heads
     return replace(found, heads=(first - 1, last - 1)) if first else found
 
 
 def _first_head_is_zero(launch: Any, self: Any, *arguments: Any) -> Any:
-    return replace(launch(self, *arguments), first_head=0)
+    for one in launch(self, *arguments):
+        yield replace(one, first_head=0) if isinstance(one, Launch) else one
 
 
 def _copies_reversed(gather: Any, self: Any, *arguments: Any) -> Any:
     """Rows that are put together from several buffers lie in each other's places, where they are as many."""
     held, copies = gather(self, *arguments)
-    rows = [len(self.tables.numbers(c.source.rows)) for c in copies]
+    rows = [self.tables.count(c.source.rows) for c in copies]
     same = len(copies) > 1 and len(set(rows)) == 1 and len({c.target.heads for c in copies}) == 1
     turned = [*copies[1:], *copies[:1]] if same else copies
     return held, [replace(c, target=other.target) for c, other in zip(copies, turned, strict=True)]
@@ -108,13 +124,12 @@ def _folded_tiles_of_one_sequence(fold: Any, steps: Any, problem: Any) -> Any:
     return tuple(tuple(s._replace(tiles=tiles(s.tiles)) for s in program) for program in fold(steps, problem))
 
 
-def _complete_rows_sorted(receive: Any, self: Any, number: int, parcels: Any) -> Any:
+def _complete_rows_sorted(arrived: Any, self: Any, *arguments: Any) -> Any:
     """Complete results are written behind one another from row 0 on, in the order in which they were sent."""
-    found = receive(self, number, parcels)
-    if not found.complete:
-        return found
-    (into,) = found.into
-    return replace(found, into=(replace(into, into=slice(0, found.size)),))
+    return [
+        replace(copy, target=replace(copy.target, rows=slice(0, self.shared.tables.count(copy.target.rows))))
+        for copy in arrived(self, *arguments)
+    ]
 
 
 def _causal_keys_first(behind: Any, segments: Any) -> Any:
@@ -133,15 +148,12 @@ def _last_rectangle_lost(staircases: Any, segments: Any) -> Any:
 
 def _one_layer(layers: Any, segments: Any) -> Any:
     """Keys that segments have in common are forgotten."""
-    return np.zeros_like(layers(segments))
+    found = layers(segments)
+    return None if found is None else np.zeros_like(found)
 
 
-_LOWER, _LAUNCHES, _RESULTS = (
-    "cp_fast.compile.lower",
-    "cp_fast.compile.tiles.launches",
-    "cp_fast.planning.results.Results",
-)
-_OPERANDS = "cp_fast.planning.operands.Operands"
+_LOWERING, _LAUNCHES = "cp_fast.compile.lower._Lowering", "cp_fast.compile.tiles.launches"
+_SUMS, _OPERANDS = "cp_fast.compile.sums.Sums", "cp_fast.compile.buffers.Operands"
 
 
 def _pieces_exchanged(pieces: Any, *arguments: Any) -> Any:
@@ -160,7 +172,7 @@ def _pieces_exchanged(pieces: Any, *arguments: Any) -> Any:
 MUTANTS: dict[str, Mutant] = {
     "pieces-of-a-message-exchanged": Mutant(
         "two pieces of a message are received in each other's rows",
-        "cp_fast.planning.landing._pieces",
+        "cp_fast.compile.passes.recv_in_place._pieces",
         wrap(_pieces_exchanged),
         "logic",
     ),
@@ -223,32 +235,32 @@ MUTANTS: dict[str, Mutant] = {
         "logic",
     ),
     "results-home-twice": Mutant(
-        "results of own rows are added twice", f"{_RESULTS}.goes_to", wrap(_home_twice), "logic"
+        "results of own rows are added twice", f"{_SUMS}.accumulates", wrap(_home_twice), "logic"
     ),
     "results-lost": Mutant(
         "of a result that goes to several places the last gets nothing",
-        f"{_RESULTS}.goes_to",
+        f"{_SUMS}.accumulates",
         wrap(_never_home),
         "logic",
     ),
     "first-results-for-all-peers": Mutant(
-        "every peer gets the first peer's results", f"{_RESULTS}.announce", wrap(_first_rows_for_all), "logic"
+        "every peer gets the first peer's results", f"{_SUMS}.announce", wrap(_first_rows_for_all), "logic"
     ),
     "received-in-another-order": Mutant(
         "blocks of several peers lie in a buffer in another order",
-        f"{_LOWER}._Pass._recvs",
+        f"{_LOWERING}._recvs",
         wrap(_received_in_another_order),
         "logic",
     ),
     "first-heads-for-all-peers": Mutant(
-        "every peer gets the first peer's heads", f"{_LOWER}._packed_together", wrap(_first_heads_for_all), "logic"
+        "every peer gets the first peer's heads", f"{_LOWERING}._stacked_sends", wrap(_first_heads_for_all), "logic"
     ),
     "operand-heads-one-early": Mutant(
-        "heads of a buffer are counted one too low", f"{_OPERANDS}._operand", wrap(_heads_one_early), "logic"
+        "heads of a buffer are counted one too low", f"{_OPERANDS}._view", wrap(_heads_one_early), "logic"
     ),
     "first-head-is-zero": Mutant(
         "max_logit of any heads is that of the first ones",
-        f"{_LOWER}._Pass._launch",
+        f"{_LOWERING}._launch",
         wrap(_first_head_is_zero),
         "logic",
     ),
@@ -256,7 +268,7 @@ MUTANTS: dict[str, Mutant] = {
         "rows that are put together lie in each other's places", f"{_OPERANDS}.gather", wrap(_copies_reversed), "logic"
     ),
     "rows-one-early": Mutant(
-        "operands that are contiguous begin a row too early", f"{_OPERANDS}.of", wrap(_one_row_early), "logic"
+        "operands that are contiguous begin a row too early", f"{_OPERANDS}.view", wrap(_one_row_early), "logic"
     ),
     "folded-tiles-of-one-sequence": Mutant(
         "of a folded batch only the first sequence is computed",
@@ -267,7 +279,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "complete-results-from-row-0": Mutant(
         "complete results come home to the first rows",
-        f"{_LOWER}._Pass._result_recv",
+        f"{_LOWERING}._arrived",
         wrap(_complete_rows_sorted),
         "special",
     ),

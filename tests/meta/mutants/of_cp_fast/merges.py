@@ -1,13 +1,14 @@
-"""Bugs where partial results are put together: `cp_fast.merge`, and merges and sums by PyTorch's operators."""
+"""Bugs where partial results are accumulated: by the runtime, and by PyTorch's operators."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from cp_fast.merge import Merged
 
-from tests.meta.mutants.model import Mutant, wrap
+from cp_fast.compile.instructions import Accumulate, Launch
+from tests.meta.mutants.model import Mutant, wrap, wrap_operation
 
 __all__ = ["MUTANTS"]
 
@@ -49,42 +50,67 @@ def _lse_rounded(merged: Any, *parts: Tensor) -> Any:
     return mean, new.bfloat16().to(new.dtype)
 
 
-def _rounded_after(put: Any, self: Any, total: Any, part: Any) -> None:
-    """The total is rounded to the inputs' dtype whenever it gains a part."""
-    put(self, total, part)
-    if total.lse is not None and self._shape.final in (torch.bfloat16, torch.float16):
-        total.rows[0].copy_(total.rows[0].to(self._shape.final))
+def _rounded_after(self: Any, one: Any, accumulate: Any, **_: Any) -> Any:
+    """The sum is rounded to the inputs' dtype whenever something is merged into it."""
+
+    def wrong(state: Any) -> None:
+        accumulate(state)
+        rows, columns = state.buffers[one.target.buffer]
+        if columns and self.shapes.dtype in (torch.bfloat16, torch.float16):
+            rows[0].copy_(rows[0].to(self.shapes.dtype))
+
+    return wrong
 
 
-def _rounded_to_bf16(put: Any, self: Any, total: Any, part: Any) -> None:
-    put(self, total, part)
-    if total.lse is None and len(total.rows) == 1:
-        total.rows[0].copy_(total.rows[0].bfloat16())
+def _rounded_to_bf16(self: Any, one: Any, accumulate: Any, **_: Any) -> Any:
+    def wrong(state: Any) -> None:
+        accumulate(state)
+        (rows, *more), columns = state.buffers[one.target.buffer]
+        if not more and not columns:
+            rows.copy_(rows.bfloat16())
+
+    return wrong
 
 
-def _held_part_lost(settle: Any, self: Any, *dtype: Any) -> None:
-    if self._total is not None:
-        self.held = []
-    settle(self, *dtype)
+def _waiting_lost(accumulate_late: Any, plan: Any, tables: Any) -> Any:
+    """Partial results that wait for the next step are forgotten."""
+    found = accumulate_late(plan, tables)
+    made = {result: launch.step for launch in plan.of(Launch) for result in launch.results}
+    kept = [
+        one
+        for one in found.instructions
+        if not isinstance(one, Accumulate) or one.step == made.get(one.source.buffer, one.step)
+    ]
+    return replace(found, instructions=tuple(kept))
 
 
-def _whole_part_overwrites(add: Any, self: Any, part: Any) -> None:
-    if part.place.whole:
-        self._total, self.held = Merged(part.rows, part.lse), []
-    else:
-        add(self, part)
+def _whole_part_overwrites(self: Any, one: Any, accumulate: Any, **_: Any) -> Any:
+    if not self._is_whole(one.target):
+        return accumulate
+
+    def wrong(state: Any) -> None:
+        state.buffers[one.target.buffer] = None
+        accumulate(state)
+
+    return wrong
 
 
-def _lse_of_no_parts_is_zero(nothing: Any, self: Any, dtypes: Any = None) -> Any:
-    part = nothing(self, dtypes)
-    return part if part.lse is None else part._replace(lse=torch.zeros_like(part.lse))
+def _lse_of_no_parts_is_zero(nothing: Any, self: Any, *dtypes: Any) -> Any:
+    found = nothing(self, *dtypes)
+    return found._replace(columns=[torch.zeros_like(x) for x in found.columns])
 
 
-def _sum_overwritten(put: Any, self: Any, total: Any, part: Any) -> None:
-    if total.lse is None and len(total.rows) == 1:
-        self._kernels.put_rows_([*total.rows], [x.to(total.rows[0].dtype) for x in part.rows], part.place.into)
-    else:
-        put(self, total, part)
+def _sum_overwritten(self: Any, one: Any, accumulate: Any, **_: Any) -> Any:
+    if self.buffers[one.target.buffer].kind != "dq":
+        return accumulate
+
+    def wrong(state: Any) -> None:
+        held, rows = state.buffers[one.target.buffer], self._rows(one.target)
+        for x in held.rows if held is not None else ():
+            x[rows if isinstance(rows, slice) else rows.long(), slice(*one.target.heads)] = 0
+        accumulate(state)
+
+    return wrong
 
 
 def _copied(_: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
@@ -108,11 +134,15 @@ def _sums_rounded(add: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
 _MERGED = "cp_fast.kernels.torch_merges._merged"
 _WEIGHTED = "cp_fast.kernels.torch_merges._weighted"
 _ADD = "cp_fast.kernels.torch_ops.TorchKernels.add_rows_"
-_TOTAL = "cp_fast.merge.Total"
+_ACCUMULATE = "cp_fast.runtime.operations.Operations.accumulate"
 
 
 def _schedule(text: str, target: str, change: Any, tier: str) -> Mutant:
     return Mutant(text, target, wrap(change), tier)
+
+
+def _operation(text: str, change: Any) -> Mutant:
+    return Mutant(text, _ACCUMULATE, wrap_operation(change), "logic")
 
 
 def _merge(text: str, target: str, change: Any) -> Mutant:
@@ -131,22 +161,26 @@ MUTANTS: dict[str, Mutant] = {
     "kernel-merged-lse-rounded": _merge("lse is rounded to bfloat16", _MERGED, _lse_rounded),
     "totals-in-the-inputs-dtype": Mutant(
         "out is rounded after every merge",
-        f"{_TOTAL}._put",
-        wrap(_rounded_after),
+        _ACCUMULATE,
+        wrap_operation(_rounded_after),
         "special",
         where="gradients-of-a-ring-of-eight",
     ),
-    "dq-total-in-bf16": _schedule("dq is rounded after every sum", f"{_TOTAL}._put", _rounded_to_bf16, "logic"),
-    "held-part-lost": _schedule(
-        "what waits for the next launch is forgotten", f"{_TOTAL}.settle", _held_part_lost, "logic"
+    "dq-total-in-bf16": _operation("dq is rounded after every sum", _rounded_to_bf16),
+    "waiting-part-lost": _schedule(
+        "what waits for the next step is forgotten",
+        "cp_fast.compile.pipeline.accumulate_late",
+        _waiting_lost,
+        "logic",
     ),
-    "whole-part-overwrites": _schedule(
-        "a part of all rows replaces the total", f"{_TOTAL}.add", _whole_part_overwrites, "logic"
-    ),
+    "whole-part-overwrites": _operation("a partial result of all rows replaces the sum", _whole_part_overwrites),
     "lse-of-no-parts-is-zero": _schedule(
-        "accumulators begin with lse 0", f"{_TOTAL}._nothing", _lse_of_no_parts_is_zero, "probes"
+        "accumulators begin with lse 0",
+        "cp_fast.runtime.tensors.Allocation.nothing",
+        _lse_of_no_parts_is_zero,
+        "probes",
     ),
-    "dq-overwritten": _schedule("a part of dq replaces what is there", f"{_TOTAL}._put", _sum_overwritten, "logic"),
+    "dq-overwritten": _operation("a part of dq replaces what is there", _sum_overwritten),
     "rows-copied-not-added": _schedule("dk and dv are copied, not added", _ADD, _copied, "probes"),
     "rows-added-twice": _schedule("dk and dv are added twice", _ADD, _added_twice, "probes"),
     "first-tensor-of-a-launch": _schedule("of dk and dv only dk is added", _ADD, _first_of_a_pair, "probes"),

@@ -107,7 +107,7 @@ def _one_scale_for_all(
     return forward(plan, cp, q, k, v, *rest, **named)
 
 
-_SINK = "cp_fast.results.add_sink"
+_SINK = "cp_fast.runtime.operations.add_sink"
 _FORWARD, _BACKWARD = "cp_fast.autograd.forward_pass", "cp_fast.autograd.backward_pass"
 
 MUTANTS: dict[str, Mutant] = {
