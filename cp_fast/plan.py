@@ -86,7 +86,7 @@ class Plan(OfThisProcess, plans.Plan):
     kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `RankSchedule.needs_inputs`
     checked: set[Any] = field(init=False, repr=False, compare=False)  # calls whose tensors fit; see `cp_fast.calls`
-    bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # passes, ready to run; see `cp_fast.bound`
+    bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # operations by shape; see `cp_fast.runtime`
 
     def __post_init__(self) -> None:
         if self.fixed is not None:

@@ -2,7 +2,7 @@
 
 Who checks: an operator checks its own arguments, and nobody else does. A native operator looks at everything that could
 make a kernel touch memory outside a tensor, PyTorch's operators at their own arguments. The classes between only pass
-on, and so do their callers: `cp_fast.running` and `merge` give rows that planning has made. On a GPU nobody can look at
+on, and so do their callers: `cp_fast.runtime` gives rows that the compiler has made. On a GPU nobody can look at
 row numbers without waiting for it: a kernel checks them where it runs, touches nothing outside a tensor, and ends a
 broken rule in a device-side assertion that names it.
 

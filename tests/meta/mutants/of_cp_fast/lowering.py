@@ -169,7 +169,18 @@ def _pieces_exchanged(pieces: Any, *arguments: Any) -> Any:
     ]
 
 
+def _hoisted_too_far(hoisted: Any, plan: Any, instructions: Any, wait: int, received: Any) -> Any:
+    """Copies of what arrives run before it is there."""
+    return hoisted(plan, instructions, wait, set())
+
+
 MUTANTS: dict[str, Mutant] = {
+    "copied-before-it-arrives": Mutant(
+        "rows that arrive are copied while they travel",
+        "cp_fast.compile.passes.hoist_copies._hoisted",
+        wrap(_hoisted_too_far),
+        "logic",
+    ),
     "pieces-of-a-message-exchanged": Mutant(
         "two pieces of a message are received in each other's rows",
         "cp_fast.compile.passes.recv_in_place._pieces",
@@ -272,7 +283,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "folded-tiles-of-one-sequence": Mutant(
         "of a folded batch only the first sequence is computed",
-        "cp_fast.plan.fold_batch",
+        "cp_fast.compile.pipeline.fold_batch",
         wrap(_folded_tiles_of_one_sequence),
         "special",
         where="sbhd-of-equal-lengths",

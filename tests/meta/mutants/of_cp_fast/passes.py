@@ -28,6 +28,11 @@ def _every_row(add_sink: Any, out: Tensor, lse: Tensor, sink: Tensor, rows: Any)
     add_sink(out, lse, sink, slice(None))
 
 
+def _no_sinks(sink: Any, *arguments: Any) -> Any:
+    found = sink(*arguments)
+    return None if found is None else torch.full_like(found, float("-inf"))
+
+
 def _next_heads(sink: Any, *arguments: Any) -> Any:
     found = sink(*arguments)
     return None if found is None else found.roll(1)
@@ -114,9 +119,7 @@ MUTANTS: dict[str, Mutant] = {
     "sink-added-twice": Mutant("the sink is counted twice", _SINK, wrap(_twice), "logic"),
     "sink-without-rescaling": Mutant("out is not rescaled by the sink", _SINK, wrap(_lse_alone), "probes"),
     "sink-in-every-row": Mutant("padding rows see the sink", _SINK, wrap(_every_row), "logic"),
-    "sink-ignored": Mutant(
-        "softmax_type is ignored", "cp_fast.passes._sink", lambda _: lambda *a: None, "probes"
-    ),
+    "sink-ignored": Mutant("softmax_type is ignored", "cp_fast.passes._sink", wrap(_no_sinks), "probes"),
     "sinks-of-other-heads": Mutant(
         "each head has another head's sink", "cp_fast.passes._sink", wrap(_next_heads), "logic"
     ),
