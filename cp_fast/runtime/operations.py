@@ -246,7 +246,7 @@ class Operations:
             rows, columns = state.buffers[number] or nothing()
             if shorter:
                 rows, columns = [x[:size] for x in rows], [x[:, :size].contiguous() for x in columns]
-            state.buffers[target] = Tensors([x.to(dtype) for x in rows], columns)
+            state.buffers[target] = Tensors([x.to(dtype).contiguous() for x in rows], columns)
 
         return convert
 

@@ -90,7 +90,9 @@ def uploads(n: int) -> Iterator[Nth]:
     nth = Nth(n, no_memory)
     with (
         mock.patch("cp_fast.plan.upload", nth.before(cp_fast.plan.upload)),  # pyright: ignore
-        mock.patch("cp_fast.compile.in_place.fixed_tables.linked", nth.before(cp_fast.compile.in_place.fixed_tables.linked)),  # pyright: ignore
+        mock.patch(
+            "cp_fast.compile.in_place.fixed_tables.linked", nth.before(cp_fast.compile.in_place.fixed_tables.linked)
+        ),  # pyright: ignore
     ):
         yield nth
 

@@ -14,7 +14,8 @@ import cp_fast
 import cp_ref
 from conformance.case import Case
 from conformance.tiers import logic
-from cp_fast.cost.counts import launches_of
+from cp_fast.compile.instructions import Launch
+from cp_fast.compile.pipeline import compiled
 from cp_ref import masks
 from cp_ref.spec import Problem, Sequence, Tiles, make_schedule, verify
 from cp_ref.spec.stage_costs import COSTS
@@ -51,7 +52,7 @@ def test_no_launch_more_and_none_with_more_rows(problem: Problem) -> None:
         with costs(of):
             schedule = make_schedule(problem)
             verify(problem, schedule)
-            launches = [launches_of(problem, rank) for rank in range(problem.cp_size)]
+            launches = [list(compiled(problem, rank).plan.forward.of(Launch)) for rank in range(problem.cp_size)]
             found.append([(len(some), sum(x.counts.rows for x in some)) for some in launches])
     for before, after in zip(*found, strict=True):
         assert after <= before

@@ -12,10 +12,11 @@ import cp_fast
 from conformance.case import Case
 from conformance.tiers import logic
 from cp_fast import masks
+from cp_fast.compile.instructions import Launch
+from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.tiles import spreading
 from cp_fast.compile.tiles.launches import launch_tables
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule
-from cp_fast.cost.counts import launches_of
 from cp_ref.spec import Problem, Sequence
 from tests.cp_fast.compile.brute_force import band_pairs, kernel_pairs, rows_twice, segments_of
 from tests.cp_fast.compile.test_sharing import tiles_of_areas
@@ -52,6 +53,7 @@ def test_the_first_tokens_of_many_are_spread() -> None:
     def segments(rows: int, first: int) -> int:
         areas = tuple(map(tuple, masks.first_tokens_and_window(rows, first, 512).tolist()))
         problem = Problem(1, (Sequence(*[rows] * 4),), qkv_format="thd", areas=areas)
-        return len(launches_of(problem, 0)[1].table.lengths_k)
+        draft = compiled(problem, 0)
+        return len(draft.tables.cumulative(list(draft.plan.forward.of(Launch))[1].batch.cu_kv)) - 1
 
     assert [segments(8192, 64), segments(8192, 200), segments(8192, 512), segments(2048, 64)] == [4, 2, 1, 1]
