@@ -89,7 +89,8 @@ class Results:
             add_sink(rows[0], lse, self._sink[slice(*sums.heads)], slice(None))
         assert not sums.narrow or all(x.dtype == self.dtype for x in rows), "the library said that it rounds"
         dtype = self.dtype if sums.complete or sums.narrow else self._wide
-        return Held([x.to(dtype) for x in rows], [] if lse is None else [lse])
+        # the only part may be some heads of what a launch yielded
+        return Held([x.to(dtype).contiguous() for x in rows], [] if lse is None else [lse.contiguous()])
 
     def finish_own(self, kind: str, size: int) -> None:
         """Put together what this rank has computed of its own rows. What completes them may still be under way."""
