@@ -1,4 +1,4 @@
-"""Which rank is lost, where one names a neighbour that waits itself: the ranks tell each other by the job's store.
+"""Which rank is lost. A rank may wait for a neighbour that waits itself, so the ranks tell each other by the job's store.
 
 A rank whose messages do not come through writes down whose they are. It then follows what others have written: the
 peer that it misses may miss another one, and so on. Who is missed and has written nothing does not answer.
@@ -48,8 +48,8 @@ def _job_store() -> Any:
 
 
 def follow(store: Any, here: int, missing: int, grace: float) -> int | None:
-    """Write down that this rank misses a peer, and follow what the others have written to the one who wrote nothing,
-    and still has not after so many seconds. None if there is no such rank.
+    """Write down that this rank misses a peer. Then follow what the others have written, until somebody has written
+    nothing for so many seconds: that rank. None if there is none.
 
     >>> store = dist.HashStore()
     >>> follow(store, 3, 2, 0), follow(store, 0, 3, 0), follow(store, 2, 0, 0)

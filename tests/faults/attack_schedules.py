@@ -3,8 +3,8 @@
     python -m tests.faults.attack_schedules --mutations 20000 --commit COMMIT --out attack_schedules.json
 
 A text may be refused by `Schedule.parse` with ValueError, a schedule by `verify` with InvalidSchedule, and then
-`make_plan` refuses it too; whatever else is raised is a finding. What is accepted is played by both packages over the
-simulated group, and some of it over gloo, and gives the oracle's out, lse, max_logit, dq, dk and dv in float64.
+`make_plan` refuses it too; any other error is a finding. Both packages play each accepted one over the simulated group,
+and some over gloo. The results are the oracle's: out, lse, max_logit, dq, dk and dv in float64.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _random(number: int) -> list[Base]:
 
 @dataclass
 class Attack:
-    """What came of it. `findings`: the mutation, what was seen, and the schedule as a text."""
+    """The outcome. `findings`: the mutation, what was seen, and the schedule as a text."""
 
     counts: Counter[str] = field(default_factory=Counter[str])
     findings: list[tuple[str, str, str]] = field(default_factory=list)
@@ -217,7 +217,7 @@ def main(
     commit: Annotated[str, typer.Option(help="The commit that is run.")] = "",
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
-    """Attack, and say what came of it. Exit code 1 if there are findings."""
+    """Attack, and print the outcome. Exit code 1 if there are findings."""
     attack, began = Attack(), time.monotonic()
     for how, base in attack.mutations(seed, bases(), mutations, seconds):
         attack.play(how, base)
