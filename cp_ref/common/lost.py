@@ -1,4 +1,4 @@
-"""Which rank is lost. A rank may wait for a neighbour that waits itself, so the ranks tell each other by the job's store.
+"""Which rank is lost. A rank may wait for a neighbour that waits itself: the ranks tell each other by the job's store.
 
 A rank whose messages do not come through writes down whose they are. It then follows what others have written: the
 peer that it misses may miss another one, and so on. Who is missed and has written nothing does not answer.
