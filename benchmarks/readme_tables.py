@@ -134,7 +134,7 @@ def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
     """The tables of each document."""
     features, speeds = feature_table(), speed_table(folder)
     short = [part_of(features, README_FEATURES), part_of(speeds, README_SPEEDS)]
-    return {"README.md": short, "docs/comparison.md": [features, speeds]}
+    return {"README.md": short, "docs/comparison.md": [features.replace("](docs/", "]("), speeds]}
 
 
 def replaced(text: str, table: str) -> str:
