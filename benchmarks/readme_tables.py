@@ -1,4 +1,4 @@
-"""The README's two tables, of features and of speed, from records.
+"""The tables of features and of speed in docs/comparison.md, and the first lines of each in the README, from records.
 
     python benchmarks/readme_tables.py --write
 
@@ -17,11 +17,15 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-__all__ = ["LINES", "feature_table", "replaced", "speed_table"]
+__all__ = ["LINES", "feature_table", "part_of", "replaced", "speed_table", "tables_of"]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEDULES = ("p2p", "all_gather", "a2a")
+
+
+README_FEATURES = ("packed documents of any lengths", "sliding windows", "wrong, and silent, when measured")
+README_SPEEDS = ("one causal sequence", "five packed documents", "sixteen short documents")
 
 
 class Column(NamedTuple):
@@ -116,6 +120,23 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines) + "\n"
 
 
+def part_of(table: str, names: Sequence[str]) -> str:
+    """A table's head, and the lines that begin with these names.
+
+    >>> part_of("| | a |\\n| --- | --- |\\n| x | 1 |\\n| y | 2 |\\n", ["y"]).splitlines()[2:]
+    ['| y | 2 |']
+    """
+    head, rule, *lines = table.splitlines()
+    return "\n".join((head, rule, *(line for line in lines if line.split(" | ")[0].strip("| ") in names))) + "\n"
+
+
+def tables_of(folder: Path = RESULTS) -> dict[str, list[str]]:
+    """The tables of each document."""
+    features, speeds = feature_table(), speed_table(folder)
+    short = [part_of(features, README_FEATURES), part_of(speeds, README_SPEEDS)]
+    return {"README.md": short, "docs/comparison.md": [features.replace("](docs/", "]("), speeds]}
+
+
 def replaced(text: str, table: str) -> str:
     """A text with the table in the place of the one that begins as it does, up to the second column's name.
 
@@ -134,16 +155,15 @@ def replaced(text: str, table: str) -> str:
     return before + table + "\n".join(lines[end:])
 
 
-def main(write: Annotated[bool, typer.Option("--write", help="Put them into the README.")] = False) -> None:
-    """Print both tables."""
-    tables = feature_table(), speed_table()
-    if write:
-        readme = ROOT / "README.md"
-        text = readme.read_text(encoding="utf-8")
+def main(write: Annotated[bool, typer.Option("--write", help="Put them into the documents.")] = False) -> None:
+    """Print all tables."""
+    for name, tables in tables_of().items():
+        text = (ROOT / name).read_text(encoding="utf-8")
         for table in tables:
             text = replaced(text, table)
-        readme.write_text(text, encoding="utf-8")
-    print("\n".join(tables))
+            print(table)
+        if write:
+            (ROOT / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ stricter than a network, so that what is right here is right there:
   has;
 - a send's wait returns only when its receive has been posted (no hidden buffering), and the other way round;
 - between two ranks messages arrive in the order they were posted in, as on NCCL, and tags, shapes and dtypes must
-  agree, as on gloo;
+  agree, as on gloo; tensors must be contiguous, as on both;
 - when no rank can go on, every waiting rank raises `Deadlock`, which names who waits for what; a message that nobody
   took is an error.
 
@@ -103,13 +103,13 @@ class SimMember:
         posted_sends: list[tuple[Parcel, Letter, int]] = []
         posted_recvs: list[tuple[Parcel, int]] = []
         for parcel in sends:
-            self._check_peer(parcel)
+            self._check(parcel)
             letter = Letter(parcel.tag, parcel.tensor, parcel.tensor.detach().clone(), recorded_event(parcel.tensor))
             channel = self._switch.sent[self.rank, parcel.peer]
             posted_sends.append((parcel, letter, len(channel)))
             channel.append(letter)
         for parcel in recvs:
-            self._check_peer(parcel)
+            self._check(parcel)
             poison(parcel.tensor)
             channel = self._switch.awaited[parcel.peer, self.rank]
             posted_recvs.append((parcel, len(channel)))
@@ -148,10 +148,15 @@ class SimMember:
         row = tuple(range(first, first + a2a_size))
         return SimSubgroup(self, row), SimSubgroup(self, tuple(range(self.rank % a2a_size, self.size, a2a_size)))
 
-    def _check_peer(self, parcel: Parcel) -> None:
+    def _check(self, parcel: Parcel) -> None:
         if not 0 <= parcel.peer < self.size or parcel.peer == self.rank:
             raise MessageError(
                 f"rank {self.rank}: a message with tag {parcel.tag} names rank {parcel.peer}, which is no peer"
+            )
+        if not parcel.tensor.is_contiguous():
+            raise MessageError(
+                f"rank {self.rank}: the tensor of a message with tag {parcel.tag} and rank {parcel.peer} is not "
+                "contiguous"
             )
 
 

@@ -47,6 +47,44 @@ def model_of(name: str | None) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
+def build(context: cp.ContextParallel | None) -> tuple[Any, Any, Any]:
+    """One step of the Trainer for `python -m conformance step`; without a context it is transformers' own."""
+    model = model_of(None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    how: dict[str, Any] = {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))}
+
+    def step(rows: list[dict[str, torch.Tensor]]) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            args = arguments(folder, steps=1, batch=2)
+            how["train_dataset"], how["data_collator"] = rows, default_data_collator
+            trainer: Any = CpTrainer(model, args, **how, cp=context) if context else Trainer(model, args, **how)
+            trainer.train()
+        return next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+
+    return model, step, optimizer
+
+
+def batch() -> list[dict[str, torch.Tensor]]:
+    """Some rows, the same in all processes."""
+    return rows_of(64, 256)[:8]
+
+
+def arguments(folder: str, steps: int, batch: int) -> TrainingArguments:
+    """Trainer's arguments, which also make the process group."""
+    return TrainingArguments(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        learning_rate=3e-3,
+        use_cpu=not torch.cuda.is_available(),
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="a model's name or folder; a small one with random weights by default")
@@ -55,18 +93,7 @@ def main() -> None:
     given = parser.parse_args()
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
-            output_dir=folder,
-            max_steps=given.steps,
-            per_device_train_batch_size=given.batch,
-            per_device_eval_batch_size=given.batch,
-            learning_rate=3e-3,
-            use_cpu=not torch.cuda.is_available(),
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )  # also makes the process group
+        args = arguments(folder, given.steps, given.batch)
         model = model_of(given.model)
         rows = rows_of(given.tokens, model.config.vocab_size)
         how: dict[str, Any] = {"train_dataset": rows[8:], "eval_dataset": rows[:8]}

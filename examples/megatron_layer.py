@@ -53,6 +53,36 @@ def layer_of(cp_comm_type: str, ranks: int, device: str, dtype: torch.dtype) -> 
     return TransformerLayer(config, spec.submodules, layer_number=1).to(device, dtype)
 
 
+def build(context: cp.ContextParallel | None) -> tuple[Any, Any]:
+    """One step of the layer for `python -m conformance step`: gradients are summed as Megatron's DDP does."""
+    ranks = dist.get_world_size()
+    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    layer = layer_of(context.cp_comm_type if context else "p2p", ranks, "cpu", torch.float32)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        lengths = batch["cu_seqlens"]
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        packed = PackedSeqParams("thd", **dict.fromkeys(names, lengths))
+        x, dy = batch["x"], batch["dy"]
+        if context:
+            x, dy = (cp.shard(z, cp=context, qkv_format="thd", cu_seqlens_padded=lengths) for z in (x, dy))
+        loss = (layer(x, attention_mask=None, packed_seq_params=packed)[0] * dy).sum()
+        loss.backward()
+        for weight in layer.parameters():
+            dist.all_reduce(weight.grad)
+        dist.all_reduce(loss := loss.detach())
+        return loss
+
+    return layer, step
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Two documents."""
+    chance = torch.Generator().manual_seed(1)
+    batch = {name: torch.randn(48, 1, WIDTH, generator=chance) for name in ("x", "dy")}
+    return batch | {"cu_seqlens": torch.tensor([0, 16, 48], dtype=torch.int32)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cp-comm-type", default="p2p", choices=["p2p", "all_gather", "a2a"])

@@ -4,7 +4,8 @@
 
 Documents are the source files of your Python's own library, as bytes; every batch packs as many as fit, of whatever
 lengths, without padding. The batch is spread over all processes (context parallelism), equal rows and work for each.
-`--check` trains the same on one process and compares the losses. The lines with a number are what context parallelism
+`--check` trains the same on one process and compares the losses. `python -m conformance step` compares one step of it,
+gradient by gradient (docs/training.md). The lines with a number are what context parallelism
 adds to a training script: nine of them.
 """
 
@@ -15,7 +16,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,33 +84,49 @@ class GPT(nn.Module):
         return self.head(x)
 
 
-def train(rank: int, processes: int, store: str, steps: int, tokens: int) -> None:
-    """One process's part of the training; rank 0 writes the losses beside the store."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
-    context = cp.ContextParallel(dist.group.WORLD, layout="balanced")  # 2
+def build(context: cp.ContextParallel | None) -> tuple[GPT, Callable[[tuple[Tensor, Tensor]], Tensor], Any]:
+    """Model, training step and optimizer of one process. Without a context it is made of all processes."""
+    over = context or cp.ContextParallel(dist.group.WORLD, layout="balanced")  # 2
     torch.manual_seed(0)  # the same weights everywhere
     model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _, (ids, cu) in zip(range(steps), batches(tokens), strict=False):
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Gradients of all processes, and the loss of the whole batch."""
+        ids, cu = batch
         sizes: dict[str, Any] = {"heads_q": HEADS, "heads_kv": HEADS, "d_qk": HEAD_DIM, "d_v": HEAD_DIM}
         sizes |= {"dtype": torch.float32, "device": "cpu"}
-        plan = cp.make_plan(cp=context, qkv_format="thd", cu_seqlens_q=cu, **sizes)  # 3
-        ids = cp.shard(ids, cp=context, plan=plan)  # 4
-        labels = cp.roll(ids, -1, cp=context, plan=plan, fill_value=-100)  # 5: the next byte, on whichever rank
-        token_losses = F.cross_entropy(model(ids, context, plan), labels, reduction="none", ignore_index=-100)
-        loss = token_mean(token_losses, labels != -100, over=context)  # 6
-        optimizer.zero_grad()
+        plan = cp.make_plan(cp=over, qkv_format="thd", cu_seqlens_q=cu, **sizes)  # 3
+        ids = cp.shard(ids, cp=over, plan=plan)  # 4
+        labels = cp.roll(ids, -1, cp=over, plan=plan, fill_value=-100)  # 5: the next byte, on whichever rank
+        token_losses = F.cross_entropy(model(ids, over, plan), labels, reduction="none", ignore_index=-100)
+        loss = token_mean(token_losses, labels != -100, over=over)  # 6
         loss.backward()
         for grad in [weight.grad for weight in model.parameters() if weight.grad is not None]:  # 7
             dist.all_reduce(grad)  # 8
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
         dist.all_reduce(loss := loss.detach())  # 9
-        losses.append(loss.item())
+        return loss
+
+    return model, step, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """A small batch, for `python -m conformance step examples.train_gpt:build --batch examples.train_gpt:batch`."""
+    return next(batches(256))
+
+
+def train(rank: int, processes: int, store: str, steps: int, tokens: int) -> None:
+    """One process's part of the training; rank 0 writes the losses beside the store."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    _, step, optimizer = build(None)
+    losses = []
+    for _, (ids, cu) in zip(range(steps), batches(tokens), strict=False):
+        optimizer.zero_grad()
+        losses.append(step((ids, cu)).item())
+        optimizer.step()
         if rank == 0 and len(losses) % 20 == 1:
-            print(f"{processes} processes, step {len(losses):4}: loss {loss.item():.4f}, {len(cu) - 1} documents")
+            print(f"{processes} processes, step {len(losses):4}: loss {losses[-1]:.4f}, {len(cu) - 1} documents")
     if rank == 0:
         torch.save(losses, f"{store}.losses")
     dist.destroy_process_group()

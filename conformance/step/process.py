@@ -218,7 +218,7 @@ def _number(loss: Any) -> float:
         raise StepError(f"step returned a loss of shape {list(loss.shape)}; it must be one number, or (loss, tokens)")
     if not isinstance(loss, torch.Tensor | float | int):
         raise StepError(f"step returned a {type(loss).__name__}; it must return the loss")
-    return float(loss)
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
 
 def _listed(tokens: Any) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ def seq_params() -> type[Any]:
 
     @dataclass
     class LaidOutSeqParams(PackedSeqParams):
-        """Adds who holds which rows, and where this rank's rows, int64 [t/cp], lie in documents and in the batch."""
+        """Adds the table of rows; and the places of this rank's rows in documents and in the batch, int64 [t/cp]."""
 
         laid_out: LaidOut | None = None
         position_ids: torch.Tensor | None = None
@@ -68,7 +68,7 @@ def self_attention() -> type[torch.nn.Module]:
                 both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
                 if rotary_pos_emb is not None:
                     rotary_pos_emb = tuple(_of_rows(x, packed_seq_params) for x in both)
-                # to Megatron it is one sequence [t/cp, 1, h, d]
+                # one sequence [t/cp, 1, h, d] to Megatron
                 packed_seq_params = replace(packed_seq_params, qkv_format="sbhd")
             given = hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, *more
             return super().forward(*given, packed_seq_params=packed_seq_params, **others)
@@ -113,7 +113,7 @@ def balanced_batch(batch: Mapping[str, Any], packed_seq_params: Any, cp_group: A
 
 
 def _lengths(batch: Any, packed: Any, cp_size: int) -> list[list[int]]:
-    """Cumulative lengths of the documents, without and with padding; of a batch that has so many tokens."""
+    """Cumulative lengths of the documents, without and with padding; the batch has as many tokens."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if not isinstance(packed, PackedSeqParams) or packed.qkv_format != "thd":

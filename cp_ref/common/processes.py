@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_ref.common.lost import silent_rank
 from cp_ref.spec import Group, PairGroup, Parcel, Pending
 
 __all__ = ["PeerError", "ProcessMember", "as_group", "during", "under_way"]
@@ -77,35 +78,38 @@ class ProcessMember:
         self.size = dist.get_world_size(group)
         self._global = dist.get_process_group_ranks(group)
         self.ranks = frozenset(self._global)
+        self._apart = dist.get_backend(group) == "gloo"
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
         """Post all messages as one batch, so that NCCL runs them in one kernel and no order of ranks can block."""
         ops = [dist.P2POp(dist.isend, p.tensor, self._global[p.peer], self.group, p.tag) for p in sends]
         ops += [dist.P2POp(dist.irecv, p.tensor, self._global[p.peer], self.group, p.tag) for p in recvs]
-        if not ops:
-            return _Works("", [], ())
-        here = f"global rank {self._global[self.rank]}"
+        here = self._global[self.rank]
         messages = [
-            f"{what} global rank {self._global[p.peer]} (tag {p.tag})"
+            _Late(self._global[p.peer], f"{what} global rank {self._global[p.peer]} (tag {p.tag})")
             for what, parcels in (("to", sends), ("from", recvs))
             for p in parcels
         ]
-        try:
-            return _Works(here, dist.batch_isend_irecv(ops), messages)
-        except RuntimeError as error:
-            raise PeerError(_complaint(here, messages, error)) from error
+        works: list[Any] = []
+        # gloo has no batches: a message that cannot be posted is then known
+        for first, some in enumerate([op] for op in ops) if self._apart else enumerate([ops] if ops else []):
+            try:
+                works += dist.batch_isend_irecv(some)
+            except RuntimeError as error:
+                raise _lost(here, messages[first : first + 1] if self._apart else messages, error) from error
+        return _Works(here, works, messages)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Reads from the device on NCCL: for plans, not for the hot path."""
-        if dist.get_backend(self.group) == "gloo":
+        if self._apart:
             return self._gather(value)
         values: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(values, value, group=self.group)  # pyright: ignore[reportUnknownMemberType]  # untyped
         except RuntimeError as error:
-            others = [rank for rank in self._global if rank != self._global[self.rank]]
-            messages = [f"from one of the global ranks {others}"]
-            raise PeerError(_complaint(f"global rank {self._global[self.rank]}", messages, error)) from error
+            here = self._global[self.rank]
+            others = [_Late(rank, f"from global rank {rank}") for rank in self._global if rank != here]
+            raise _lost(here, others, error) from error
         return values
 
     def _gather(self, value: Any) -> list[Any]:
@@ -123,10 +127,17 @@ class ProcessMember:
         return [pickle.loads(box.numpy().tobytes()) for box in boxes]
 
 
+class _Late(NamedTuple):
+    """A message that may not have come through: its peer in the whole job, and words for it."""
+
+    peer: int
+    words: str
+
+
 class _Works:
     """What torch.distributed is doing for one exchange: one work for each message (gloo), or one for all (NCCL)."""
 
-    def __init__(self, here: str, works: list[Any], messages: Sequence[str]) -> None:
+    def __init__(self, here: int, works: list[Any], messages: Sequence[_Late]) -> None:
         self._here, self._works, self._messages = here, works, messages
 
     def wait(self) -> None:
@@ -137,11 +148,15 @@ class _Works:
             except RuntimeError as error:
                 alone = len(works) == len(self._messages)
                 late = self._messages[number : number + 1] if alone else self._messages
-                raise PeerError(_complaint(self._here, late, error)) from error
+                raise _lost(self._here, late, error) from error
 
 
-def _complaint(here: str, messages: Sequence[str], error: Exception) -> str:
-    return f"{here}: what should go {', '.join(messages)} did not come through: {error}"
+def _lost(here: int, late: Sequence[_Late], error: Exception) -> PeerError:
+    """What is said of messages that did not come through: who does not answer, if the ranks can find that out."""
+    words = ", ".join(message.words for message in late)
+    complaint = f"global rank {here}: what should go {words} did not come through: {error}"
+    silent = silent_rank(here, late[0].peer) if len({message.peer for message in late}) == 1 else None
+    return PeerError(complaint if silent is None else f"global rank {silent} does not answer; {complaint}")
 
 
 def as_group(group: Any, cp_comm_type: str) -> Group:

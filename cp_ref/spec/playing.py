@@ -178,8 +178,9 @@ class Play:
         return number < len(self._sent[message.peer, rank])
 
     def _receive(self, rank: int, message: Message, sent: Sent) -> None:
-        kind = sent.message.kind
-        if replace(sent.message, peer=message.peer) != message:
+        arrives = replace(sent.message, peer=message.peer)
+        kind = arrives.kind
+        if arrives != message:
             self.errors.append(
                 f"{self._where(rank)}: expects {self.schedule.message_text(message, 'recv')!r}, but the next message "
                 f"is {self.schedule.message_text(sent.message, 'send')!r} ({sent.where})"
@@ -187,7 +188,7 @@ class Play:
         if kind in RESULTS:
             there = sent.tiles >= 0
             self.results[rank][kind][sent.cells.cell[there]] = sent.tiles[there]
-            self.contributions.receive(rank, message, sent.cells, self._where(rank))
+            self.contributions.receive(rank, arrives, sent.cells, self._where(rank))
         else:
             self.has[rank][kind][sent.cells.cell] = True
 

@@ -139,9 +139,8 @@ def test_the_work_and_the_bytes_in_the_choice_of_a_layout_are_what_plan_says() -
 
 def test_the_api_page_has_every_public_name() -> None:
     shown = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
-    ours = {f"cp_fast.{name}" for name in cp_fast.__all__} | {f"cp_ref.{name}" for name in cp_ref.__all__}
-    both = {name for name in ours if name.replace("cp_ref.", "cp_fast.") in shown}
-    assert ours - both - shown == {"cp_fast.Unsupported", "cp_ref.Unsupported", "cp_ref.Trace"}
+    names = {name.split(".")[1] for name in shown}
+    assert {*cp_fast.__all__, *cp_ref.__all__} - names == {"Unsupported", "Trace"}
 
 
 def test_the_table_of_backends_is_what_they_declare() -> None:
@@ -184,6 +183,24 @@ def test_the_debugging_page_shows_what_is_printed(tmp_path: Path, monkeypatch: p
     assert len(shown) > 60
     for line in shown:
         assert line.startswith("$ ") or line.strip() in ("", "...") or line.rstrip() in printed, line
+
+
+def test_the_debugging_page_compares_the_fast_path_with_the_oracle() -> None:
+    *_, program = blocks("docs/debugging.md")
+    exec(compile(program, "debugging", "exec"), {})
+
+
+def test_the_gpus_of_the_records_are_those_that_the_page_of_support_names() -> None:
+    """The records' names say which GPUs were measured, and how many."""
+    names = [path.name for path in (ROOT / "benchmarks" / "results").glob("*_[0-9]x_*.csv")]
+    found = {re.findall(r"_(\d)x_(\w+)\.csv", name)[0] for name in names}
+    assert {gpu for _, gpu in found} == {"h200"}
+    counts = sorted({int(count) for count, _ in found} | {1})
+    *first, last = map(str, counts)
+    assert (
+        f"| H200 (Hopper) | yes: {', '.join(first)} and {last} of one host |"
+        in (ROOT / "docs" / "support.md").read_text()
+    )
 
 
 def test_every_promise_has_the_test_that_is_named() -> None:

@@ -1,14 +1,17 @@
-"""The figures of the README and of docs/performance.md are those of the committed records."""
+"""The figures of the README, docs/performance.md and docs/choosing.md are those of the committed records."""
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterable
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import pytest
+
+import cp_fast
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
@@ -119,4 +122,25 @@ def test_problems_that_were_right_on_a_gpu() -> None:
     assert all("did not finish within 20 s" in str(failure["findings"]) for failure in failures)
     problems = sum(backend["problems"] for backend in played)
     said = f"none found in {problems:,} random problems on an H200 ({len(failures)} ran into the time limit)"
-    assert said in (ROOT / "README.md").read_text()
+    for page in ("README.md", "docs/comparison.md"):
+        assert said in (ROOT / page).read_text()
+
+
+CHOOSING = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
+
+
+def test_how_many_predictions_are_near() -> None:
+    rows = record("predictions.csv")
+    near = sum(row["within_10_percent"] == "True" for row in rows)
+    assert f"with {len(rows)} measured rows: {near} of {len(rows)} are within 10 %" in CHOOSING
+    assert all(row["why_not"] for row in rows if row["within_10_percent"] != "True")
+    gpus = max(int(re.match(r"(\d+) x ", row["what"])[1]) for row in rows)  # type: ignore[index]
+    assert f"We measured up to {gpus} GPUs" in CHOOSING
+
+
+def test_the_rows_that_layouts_receive() -> None:
+    [lengths] = re.findall(r"plan --compare --cp-size 8 --seqlens ([\d,]+)", CHOOSING)
+    costs = cp_fast.compare_layouts(map(int, lengths.split(",")), cp_size=8, cp_comm_types=["all_gather"])
+    rows = {cost.layout: f"{cost.kv_rows:,.0f}" for cost in costs}
+    said = f"receives at most {rows['balanced']} rows under `balanced`, and {rows['dual_chunk']} under `dual_chunk`"
+    assert said in CHOOSING

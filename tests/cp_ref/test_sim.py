@@ -70,6 +70,20 @@ def test_messages_that_do_not_fit(box: torch.Tensor, tag: int, complaint: str) -
         SimGroup(2).run(fn)
 
 
+@pytest.mark.parametrize("verb", ["sends", "recvs"])
+def test_tensors_that_are_not_contiguous(verb: str) -> None:
+    """Neither gloo nor NCCL takes them."""
+    parcels: dict[str, list[Parcel]] = {"sends": [], "recvs": []}
+    parcels[verb].append(Parcel(1, 3, torch.zeros(4, 2)[:, 0]))
+
+    def fn(member: SimMember) -> None:
+        if member.rank == 0:
+            member.exchange(**parcels)
+
+    with pytest.raises(MessageError, match="rank 0: the tensor of a message with tag 3 and rank 1 is not contiguous"):
+        SimGroup(2).run(fn)
+
+
 def test_a_send_buffer_must_not_change_before_its_wait() -> None:
     def fn(member: SimMember) -> None:
         mine, box = torch.ones(1), torch.zeros(1)

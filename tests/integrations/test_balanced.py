@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 from itertools import pairwise
 from typing import Any
 
@@ -131,6 +133,33 @@ def test_every_token_is_learnt_once(lengths: list[int], cp_size: int, packed: bo
         own = (labels >= start) & (labels < stop)
         assert torch.equal(labels[own].sort().values - start, torch.arange(lengths[n]))
         assert torch.equal(positions[own], labels[own] - start)
+
+
+@pytest.mark.thorough
+def test_a_model_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+    ours: Any = importlib.import_module("cp_fast.integrations.transformers")
+    sizes = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    alone = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(num_hidden_layers=2, **sizes)
+    ).double()
+    lengths = (30, 4, 11)
+    batch = batch_of(lengths, packed=True)
+    parts = batch["input_ids"].split(list(lengths), dim=1)
+    losses = [alone(input_ids=ids, labels=ids).loss * (ids.shape[1] - 1) for ids in parts]
+    (torch.stack(losses).sum() / (sum(lengths) - len(lengths))).backward()
+
+    def one(member: Any) -> list[torch.Tensor]:
+        cp = cp_fast.ContextParallel(member, layout="balanced")
+        model = ours.prepare(copy.deepcopy(alone), cp)
+        model.zero_grad()
+        model(**ours.shard_batch(batch, cp=cp, model=model)).loss.backward()
+        return [weight.grad for weight in model.parameters()]
+
+    found = SimGroup(2).run(one)
+    for n, weight in enumerate(alone.parameters()):
+        torch.testing.assert_close(sum(grads[n] for grads in found), weight.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_a_batch_is_laid_out_once() -> None:

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import cp_fast
 from cp_fast.integrations import transformers as ours
+from cp_fast.integrations.loss import loss_for_backward
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
 from tests.integrations.families import FAMILIES, REFUSED, batch_of, tiny
@@ -64,6 +69,38 @@ def test_families_over_gloo(two: Processes) -> None:
     found = two.run(parts_of_all, list(FAMILIES))
     for name in FAMILIES:
         check(name, [part[name] for part in found])
+
+
+def wrapped(name: str, kind: str) -> Part:
+    """This rank's part in a wrapper: of the loss, and of the gradients, which wrappers have added up."""
+    cp = cp_fast.ContextParallel(dist.group.WORLD)
+    model: Any = ours.prepare(tiny(name), cp)
+    outer: Any = model
+    if kind == "DDP":
+        outer = DistributedDataParallel(model)
+    elif kind == "FSDP":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif kind == "checkpointing":
+        model.train().gradient_checkpointing_enable()
+    else:
+        outer = torch.compile(model)
+    loss = outer(**ours.shard_batch(batch_of(name), cp=cp, model=outer)).loss
+    summed = kind in ("DDP", "FSDP")
+    loss_for_backward(loss, averaged_over=outer if summed else None).backward()
+    grads = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads_of(model).items()}
+    return loss.detach(), {n: g / 2 if summed else g for n, g in grads.items()}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("LlamaForCausalLM", kind) for kind in ("DDP", "FSDP", "checkpointing", "compile")),
+        *(("LlamaForTokenClassification", kind) for kind in ("DDP", "FSDP", "compile")),  # whose edge computes the loss
+    ],
+)
+def test_wrappers_of_a_prepared_model(two: Processes, name: str, kind: str) -> None:
+    check(name, two.run(wrapped, name, kind))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -117,7 +117,13 @@ def test_a_model_is_the_same_over_ranks(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("comm", "layout", "size"),
-    [("all_gather", "contiguous", 2), ("a2a", "dual_chunk", 4), ("a2a+p2p", "dual_chunk", 4)],
+    [
+        ("p2p", "balanced", 2),
+        ("a2a", "balanced", 4),
+        ("all_gather", "contiguous", 2),
+        ("a2a", "dual_chunk", 4),
+        ("a2a+p2p", "dual_chunk", 4),
+    ],
 )
 def test_every_schedule(comm: str, layout: str, size: int) -> None:
     compare("gpt-oss", "packed", comm, layout, size)

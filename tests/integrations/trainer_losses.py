@@ -54,16 +54,18 @@ CASES: dict[str, dict[str, Any]] = {
     "workers, accumulated": {"dataloader_num_workers": 1, "gradient_accumulation_steps": 2},
     "streamed": {"streamed": True, "max_steps": 5, "accelerator_config": {"dispatch_batches": False}},
     "packed": {"collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True)},
+    "packed, balanced": {"collator": DataCollatorWithFlattening(), "layout": "balanced"},
+    "padded, balanced": {"layout": "balanced", "gradient_accumulation_steps": 2},
 }
 
 
-def losses(alone: bool, options: dict[str, Any], **how: Any) -> list[float]:
+def losses(group: Any, options: dict[str, Any]) -> list[float]:
     """The losses of all steps, and of the evaluation of an odd number of rows."""
     options = dict(options)
     rows: Any = (
         IterableDataset.from_generator(streamed) if options.pop("streamed", False) else Dataset.from_list(rows_of(9))
     )
-    collator = options.pop("collator", padded)
+    collator, layout = options.pop("collator", padded), options.pop("layout", "dual_chunk")
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
@@ -72,7 +74,10 @@ def losses(alone: bool, options: dict[str, Any], **how: Any) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, use_cpu=True, **common | quiet | options)
         given = {"train_dataset": rows, "eval_dataset": Dataset.from_list(rows_of(5)), "data_collator": collator}
-        trainer: Any = (Trainer if alone else CpTrainer)(model, args, **given, **how)
+        if group is None:
+            trainer: Any = Trainer(model, args, **given)
+        else:
+            trainer = CpTrainer(model, args, **given, cp=cp.ContextParallel(group, layout=layout))
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [evaluated]
@@ -83,14 +88,14 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--cp-size", type=int, default=1)
     given = parser.parse_args()
-    how: dict[str, Any] = {}
+    group = None
     if not given.alone:
         dist.init_process_group("gloo")
         mesh = init_device_mesh(
             "cpu", (dist.get_world_size() // given.cp_size, given.cp_size), mesh_dim_names=("dp", "cp")
         )
-        how = {"cp": cp.ContextParallel(mesh["cp"])}
-    found = {name: losses(given.alone, options, **how) for name, options in CASES.items()}
+        group = mesh["cp"]
+    found = {name: losses(group, options) for name, options in CASES.items()}
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("losses", json.dumps(found))
     if dist.is_initialized():

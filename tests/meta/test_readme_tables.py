@@ -1,4 +1,4 @@
-"""The README's tables are what `benchmarks/readme_tables.py` makes of the records."""
+"""The tables of the README and of docs/comparison.md are what `benchmarks/readme_tables.py` makes of the records."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.readme_tables import RESULTS, ROOT, feature_table, replaced, speed_table
+from benchmarks.readme_tables import RESULTS, ROOT, replaced, speed_table, tables_of
 
 
-def test_the_readme_has_what_the_records_say() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for table in (feature_table(), speed_table()):
-        assert replaced(readme, table) == readme
-    assert "none found in 8,839 random problems" in readme
+@pytest.mark.parametrize("name", tables_of())
+def test_a_document_has_what_the_records_say(name: str) -> None:
+    text = (ROOT / name).read_text()
+    for table in tables_of()[name]:
+        assert replaced(text, table) == text
+    assert "none found in 8,839 random problems" in text
 
 
 @pytest.fixture
@@ -31,7 +32,8 @@ def test_another_record_is_another_table(records: Path) -> None:
     records.write_text(text.replace(",0.859,0.872,", ",0.859,0.902,"))
     table = speed_table(records.parent)
     assert "| window of 4,096 | **0.90 / 0.87 / 0.78** | - | - | refused / 0.29 / 0.65 |" in table
-    assert replaced((ROOT / "README.md").read_text(), table) != (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    assert replaced(page, table) != page
 
 
 def test_lines_that_are_not_there_or_twice_are_named(records: Path) -> None:

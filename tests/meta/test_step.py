@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +19,16 @@ from tests.meta.step_mutants.model import Shape, batch_of, build_of
 from tests.meta.step_mutants.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "training.md").read_text()
 QUICK = ("one layer on its slice",)  # in the default run
+SHOWN = (  # in docs/training.md, as they are reported
+    *("loss times ranks", "loss of the rank", "mean of each rank", "labels shifted after the cut"),
+    *("second labels shifted after the cut", "positions of the slice", "learned positions of the slice"),
+    *("sinks reduced twice", "gradients not reduced", "tied weights reduced twice", "a frozen parameter"),
+    *("padding counts", "mask of the first slice", "one layer on its slice", "convolution of the slice", ""),
+    *("reduced for each micro-batch", "mean of each micro-batch", "clipped before the sum"),
+    *("clipped by the rank's norm", "window over ranks alone"),
+)
 
 
 def step_of(shape: Shape, bug: str = "", **how: Any) -> Any:
@@ -40,12 +50,33 @@ def test_a_planted_mistake_is_found_and_named(mutant: Mutant) -> None:
     assert mutant.first in report.first, report
     if not mutant.cause:
         assert report.first, report
+    if mutant.bug in SHOWN:
+        assert (report.findings[0].text if report.findings else report.first) in PAGE, report
 
 
 def test_there_are_enough_mistakes() -> None:
     assert len(MUTANTS) >= 20
     assert sum(bool(mutant.cause) for mutant in MUTANTS) >= 16
     assert {mutant.cause for mutant in MUTANTS} - {""} == set(CAUSES)
+
+
+def test_the_page_has_each_cause() -> None:
+    for title in CAUSES.values():
+        assert f"\n### {title}\n" in PAGE
+    assert len(CAUSES) == 11
+    assert {mutant.bug for mutant in MUTANTS} >= set(SHOWN)
+
+
+@pytest.mark.thorough
+def test_the_page_s_program_is_right(tmp_path: Path) -> None:
+    [block] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.py").write_text(block)
+    given = ["--cp-size", "2,4", "--cp-comm-type", "p2p,a2a", "--layout", "dual_chunk,contiguous"]
+    code, said = run_module(
+        tmp_path, "conformance", "step", "train:build", "--batch", "train:batch", *given, path=(ROOT,)
+    )
+    assert code == 0, said
+    assert said.count(": right") == 8
 
 
 def test_what_is_right_is_called_right() -> None:

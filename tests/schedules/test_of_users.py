@@ -47,15 +47,13 @@ def cut_in_two(message: Message) -> tuple[Message, ...]:
     return replace(message, pieces=first, tag=message.tag + 500), replace(message, pieces=rest)
 
 
-def in_two_parts(program: RankSchedule) -> RankSchedule:
-    """Every message in two parts, which travel in the same step."""
-    return tuple(
-        step._replace(
-            sends=tuple(part for message in step.sends for part in cut_in_two(message)),
-            recvs=tuple(part for message in step.recvs for part in cut_in_two(message)),
-        )
-        for step in program
-    )
+def in_parts(cut: Callable[[Message], tuple[Message, ...]]) -> Callable[[RankSchedule], RankSchedule]:
+    """Every message in parts, which travel in the same step."""
+
+    def some(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return tuple(part for message in messages for part in cut(message))
+
+    return lambda program: tuple(s._replace(sends=some(s.sends), recvs=some(s.recvs)) for s in program)
 
 
 def received_one_by_one(program: RankSchedule) -> RankSchedule:
@@ -70,7 +68,7 @@ def received_one_by_one(program: RankSchedule) -> RankSchedule:
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("ranks", [(), (1, 3)], ids=["as they are sent", "by two ranks one by one"])
 def test_messages_travel_in_their_order_whatever_their_tags(ranks: tuple[int, ...], package: str) -> None:
-    schedule = changed(make_schedule(RING), in_two_parts)
+    schedule = changed(make_schedule(RING), in_parts(cut_in_two))
     for name in PASSES:
         programs = getattr(schedule, name)
         apart = tuple(received_one_by_one(p) if rank in ranks else p for rank, p in enumerate(programs))
@@ -116,3 +114,18 @@ def test_partial_results_are_not_complete(name: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_mark_is_right_too(package: str) -> None:
     check(package, GROUPS, changed(make_schedule(GROUPS), by_message(lambda m: replace(m, complete=False))))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_some_heads_of_what_a_launch_yielded_travel(package: str) -> None:
+    """Of each piece one head first, then the others: what is sent is contiguous, as gloo and NCCL want it."""
+
+    def by_heads(message: Message) -> tuple[Message, ...]:
+        cut = message.pieces.head_start + 1
+        if not bool((cut < message.pieces.head_stop).all()):
+            return (message,)
+        parts = replace(message.pieces, head_stop=cut), replace(message.pieces, head_start=cut)
+        return tuple(replace(message, pieces=some) for some in parts)
+
+    for problem in (RING, GROUPS, replace(RING, cp_comm_type="all_gather")):
+        check(package, problem, changed(make_schedule(problem), in_parts(by_heads)))

@@ -52,8 +52,9 @@ def test_no_launch_more_and_none_with_more_rows(problem: Problem) -> None:
         with costs(of):
             schedule = make_schedule(problem)
             verify(problem, schedule)
-            launches = [list(compiled(problem, rank).plan.forward.of(Launch)) for rank in range(problem.cp_size)]
-            found.append([(len(some), sum(x.counts.rows for x in some)) for some in launches])
+            plans = [compiled(problem, rank).plan.forward for rank in range(problem.cp_size)]
+            launches = [list(plan.of(Launch)) for plan in plans]
+            found.append([(len(some), sum(one.q_rows.total for one in some)) for some in launches])
     for before, after in zip(*found, strict=True):
         assert after <= before
         assert after[1] <= before[1]
