@@ -18,7 +18,7 @@ AS_16384 = 16_384 / TOKENS / 2**20  # MiB at 16,384 rows a rank
 OUT, LSE = 128, 2  # MiB
 
 
-def peak(comm: str, size: int, rank: int) -> float:
+def peak(comm: Any, size: int, rank: int) -> float:
     """MiB above the inputs, results included, at 16,384 rows a rank."""
     call = call_of(comm, size, rank, TOKENS, HEADS, DIM)
     with Allocated() as allocated:

@@ -67,7 +67,7 @@ def test_problems(off: tuple[str, ...], case: Case) -> None:
     check(case, off)
 
 
-def plans(comm: str, off: tuple[str, ...] = ()) -> list[ExecutablePlan[Rows]]:
+def plans(comm: Any, off: tuple[str, ...] = ()) -> list[ExecutablePlan[Rows]]:
     """The plans of two ranks, of two causal documents in bfloat16."""
     ends = torch.tensor([0, 16, 24], dtype=torch.int32)
     how: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": ends, "device": "cpu", "dtype": torch.bfloat16}

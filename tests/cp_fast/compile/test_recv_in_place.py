@@ -48,7 +48,7 @@ def gathering(plan: PassPlan[Rows], step: int) -> list[Copy[Rows]]:
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize(("comm", "size"), COMMS)
-def test_the_bits_are_the_same(comm: str, size: int, documents: str, layout: str) -> None:
+def test_the_bits_are_the_same(comm: Any, size: int, documents: str, layout: Any) -> None:
     lengths = DOCUMENTS[documents]
     found = SimGroup(size).run(lambda member: play(member, comm, lengths, layout))
     with switched_off("recv_in_place", "hoist_copies"):

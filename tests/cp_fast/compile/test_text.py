@@ -19,7 +19,7 @@ from cp_ref import SimGroup
 FOLDER = Path(__file__).parent / "golden"
 
 
-def plans(comm: str, *lengths: int) -> list[Plan]:
+def plans(comm: Any, *lengths: int) -> list[Plan]:
     """The plans of two ranks, of causal documents of these lengths."""
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     how: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": ends, "device": "cpu", "dtype": torch.bfloat16}
@@ -28,7 +28,7 @@ def plans(comm: str, *lengths: int) -> list[Plan]:
 
 
 @pytest.mark.parametrize(("comm", "lengths"), [("p2p", (16,)), ("a2a", (16, 8))])
-def test_golden(comm: str, lengths: tuple[int, ...]) -> None:
+def test_golden(comm: Any, lengths: tuple[int, ...]) -> None:
     text = "".join(f"rank {plan.rank}\n{plan.instructions}\n" for plan in plans(comm, *lengths))
     path = FOLDER / f"{comm}_cp2.txt"
     if os.environ.get("CP_GOLDEN") == "write":

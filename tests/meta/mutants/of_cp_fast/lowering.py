@@ -169,18 +169,7 @@ def _pieces_exchanged(pieces: Any, *arguments: Any) -> Any:
     ]
 
 
-def _hoisted_too_far(hoisted: Any, plan: Any, instructions: Any, wait: int, received: Any) -> Any:
-    """Copies of what arrives run before it is there."""
-    return hoisted(plan, instructions, wait, set())
-
-
 MUTANTS: dict[str, Mutant] = {
-    "copied-before-it-arrives": Mutant(
-        "rows that arrive are copied while they travel",
-        "cp_fast.compile.passes.hoist_copies._hoisted",
-        wrap(_hoisted_too_far),
-        "logic",
-    ),
     "pieces-of-a-message-exchanged": Mutant(
         "two pieces of a message are received in each other's rows",
         "cp_fast.compile.passes.recv_in_place._pieces",
