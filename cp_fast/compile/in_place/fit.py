@@ -284,6 +284,10 @@ def _key(plan: PassPlan[RowKey], one: Instruction[RowKey]) -> tuple[Any, ...] | 
     def names(numbers: Iterable[int]) -> tuple[str, ...]:
         return tuple(plan.buffers[number].name for number in numbers)
 
+    if isinstance(one, Copy) and one.source.rows is None and one.target.rows is None:
+        return None  # whole buffers: nothing of it depends on the batch
+    if isinstance(one, Accumulate) and one.source.buffer == OWN["sink"]:
+        return None
     if isinstance(one, Send):
         return one.step, "send", *names((one.source.buffer,)), one.part, one.peer, one.tag
     if isinstance(one, Recv):
