@@ -112,7 +112,7 @@ def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
     kept = [number for number, _ in plan.saved]
     passes = [plan.forward, plan.backward]
     if is_on("accumulate_late"):
-        passes = [accumulate_late(one, tables) for one in passes]
+        passes = [accumulate_late(one) for one in passes]
     if is_on("recv_in_place") and not in_place:
         passes = [recv_in_place(one, tables, saved) for one, saved in zip(passes, (kept, ()), strict=True)]
     if is_on("hoist_copies") and not in_place:

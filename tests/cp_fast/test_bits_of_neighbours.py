@@ -39,7 +39,9 @@ def results(cp_size: int, comm: str, first: list[torch.Tensor], others: list[int
     [
         (2, "p2p", False, RESULTS),
         (3, "p2p", True, RESULTS),
-        (3, "p2p", False, ("out", "dq")),
+        (3, "p2p", False, RESULTS),
+        (4, "p2p", False, RESULTS),
+        (8, "p2p", False, RESULTS),
         (3, "all_gather", False, RESULTS),
     ],
 )

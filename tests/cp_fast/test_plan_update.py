@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cp_fast
 import cp_ref
 from cp_fast.backends import Backend, by_name
+from cp_fast.compile.instructions import Accumulate, Launch, Recv
 from cp_fast.compile.pipeline import lowered
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
@@ -164,19 +165,23 @@ def assert_padding_is_harmless(plan: cp_fast.Plan) -> None:
     """What pads the rows of a launch that are read is one of them; of rows that are added to, the spare one; lengths
     end in empty segments.
     """
-    for launch in (launch for step in plan.instructions.backward for launch in step.launches):
+    backward = plan.instructions.backward
+    for launch in backward.of(Launch):
+        q, kv = launch.operands[:2]
         sides = (
-            (launch.segments.device_cu_q, launch.q.rows, launch.results),
-            (launch.segments.device_cu_kv, launch.kv.rows, launch.results_kv),
+            (launch.batch.device_cu_q, q.rows, launch.results[0]),
+            (launch.batch.device_cu_kv, kv.rows, launch.results[1]),
         )
-        for cu, read, results in sides:
+        for cu, read, partial in sides:
             assert bool((cu.diff() >= 0).all())
             count = int(cu[-1])
             assert isinstance(read, torch.Tensor)
             assert set(read[count:].tolist()) <= (set(read[:count].tolist()) if count else {0})
-            for result in results:
-                size = plan.instructions.sums[result.sums].size
-                into = result.into
+            for one in (one for one in backward.of(Accumulate) if one.source.buffer == partial):
+                spec, into = backward.buffers[one.target.buffer], one.target.rows
+                assert plan.room is not None
+                own = plan.room.rows_kv if spec.kind == "dkv" else plan.room.rows_q
+                size = own if spec.rows is None else spec.rows
                 assert isinstance(into, torch.Tensor)
                 added = into[into != size]
                 assert len(added.unique()) == len(added)
@@ -253,7 +258,7 @@ def test_messages_have_the_size_of_a_window(comm: str) -> None:
         case = Case(4, comm, "dual_chunk", problem, room, Lengths([256], [256], [256], [256]), two)
         cp = case.context(member)
         plan = case.plan(cp, case.first, **room)
-        sizes = {recv.size for step in plan.instructions.backward for recv in (*step.recvs, *step.result_recvs)}
+        sizes = {recv.size for recv in plan.instructions.backward.of(Recv)}
         assert sizes - ({256 // 4} if comm == "a2a+p2p" else set()) == {2 * 2 * 3}  # inside a group: all rows of a rank
         plan.update(cp=cp, **two.arguments())
         got = results(case, cp, plan)

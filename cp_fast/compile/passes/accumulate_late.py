@@ -8,7 +8,7 @@ This pass moves each accumulation down:
               partial results are waiting
 
 Nothing is moved past an instruction that reads the sum. Of several partial results the first becomes the sum without an
-addition, so the pass puts one first that has most rows, and whose dtype is that of the sum.
+addition, so the pass puts one first whose dtype is that of the sum.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from cp_fast.compile.index_tables import RowKey, Tables
+from cp_fast.compile.index_tables import RowKey
 from cp_fast.compile.instructions import OWN, Accumulate, Copy, Instruction, Launch, PassPlan
 
 __all__ = ["accumulate_late"]
 
 
-def accumulate_late(plan: PassPlan[RowKey], tables: Tables) -> PassPlan[RowKey]:
+def accumulate_late(plan: PassPlan[RowKey]) -> PassPlan[RowKey]:
     """The same accumulations, later."""
-    return replace(plan, instructions=_Moving(plan, tables).instructions())
+    return replace(plan, instructions=_Moving(plan).instructions())
 
 
 @dataclass
 class _Moving:
     plan: PassPlan[RowKey]
-    tables: Tables
     waiting: list[Accumulate[RowKey]] = field(default_factory=list)
     found: list[Instruction[RowKey]] = field(default_factory=list)
     step: int = 0
@@ -84,11 +83,10 @@ class _Moving:
             self.begun.add(total)
             self.found += [replace(one, step=self.step, made_by="accumulate_late") for one in some]
 
-    def _rank(self, one: Accumulate[RowKey], *, alone: bool) -> tuple[int, bool]:
+    def _rank(self, one: Accumulate[RowKey], *, alone: bool) -> bool:
         """The first to be accumulated has the least. `alone`: there are two partial results in all, so the sum of them
-        is rounded at once and begins in the result's dtype; else in the wide one.
+        is rounded at once and begins in the result's dtype; else in the wide one. Nothing here depends on lengths: a
+        row's partial results are added in the same order in every batch, so its sum has the same bits.
         """
-        heads = one.target.heads[1] - one.target.heads[0]
-        rows = 0 if one.target.rows is None else self.tables.count(one.target.rows)
         wanted = self.plan.buffers[one.target.buffer].dtype if alone else "wide"
-        return -rows * heads, self.plan.buffers[one.source.buffer].dtype != wanted
+        return self.plan.buffers[one.source.buffer].dtype != wanted

@@ -72,9 +72,9 @@ def _rounded_to_bf16(self: Any, one: Any, accumulate: Any, **_: Any) -> Any:
     return wrong
 
 
-def _waiting_lost(accumulate_late: Any, plan: Any, tables: Any) -> Any:
+def _waiting_lost(accumulate_late: Any, plan: Any) -> Any:
     """Partial results that wait for the next step are forgotten."""
-    found = accumulate_late(plan, tables)
+    found = accumulate_late(plan)
     made = {result: launch.step for launch in plan.of(Launch) for result in launch.results}
     kept = [
         one
