@@ -11,6 +11,7 @@ from cp_ref.common.masks.blocks import block_causal, chunked, dilated_blocks
 from cp_ref.common.masks.documents import documents
 from cp_ref.common.masks.prefixes import prefix_lm, shared_prefix, tree
 from cp_ref.common.masks.windows import first_tokens_and_window
+from cp_ref.spec import kind_of
 
 __all__ = ["from_call"]
 
@@ -36,6 +37,8 @@ def from_call(text: str) -> torch.Tensor:
     >>> from_call("prefix_lm(2, 4)").tolist()
     [[0, 4, 0, 4, -1, 0], [0, 1, 1, 2, 0, -1]]
     """
+    if not isinstance(text, str):
+        raise TypeError(f"text is {kind_of(text)}; it must be the text of a call")
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _MAKERS):

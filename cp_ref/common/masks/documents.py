@@ -78,6 +78,8 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
          5 . . . 2 2 2 .
          6 . . . 2 2 2 2
     """
+    if not isinstance(masks, list | tuple) or not all(isinstance(mask, torch.Tensor) for mask in masks):
+        raise TypeError(f"masks is {masks!r}; it must be a list of tables of areas")
     q = numbers("starts_q", starts_q)
     k = q if starts_kv is None else numbers("starts_kv", starts_kv)
     for name, starts in (("starts_q", q), ("starts_kv", k)):
