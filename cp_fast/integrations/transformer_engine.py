@@ -20,7 +20,7 @@ import torch
 from cp_fast.context import ContextParallel
 from cp_fast.integrations.drop_in import Asked, drop_in
 from cp_fast.integrations.planned import context_for, refuse
-from cp_ref.spec import MASKS, QKV_FORMATS, check_choice, check_flag, kind_of
+from cp_ref.spec import MASKS, QKV_FORMATS, SOFTMAX_TYPES, check_choice, check_flag, kind_of
 
 __all__ = ["attn_forward_func_with_cp", "patch", "unpatch"]
 
@@ -124,6 +124,7 @@ def attn_forward_func_with_cp(
     check_flag("is_training", is_training)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     check_choice("attn_mask_type", attn_mask_type, MASKS)
+    check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
     unbiased = isinstance(attn_bias_type, str) and attn_bias_type == "no_bias"
     refuse(
         _NAME,

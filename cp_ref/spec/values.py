@@ -90,6 +90,8 @@ def read_several(name: str, value: Any) -> list[Any]:
         ...
     TypeError: layouts is 3; it must be a list
     """
+    if hasattr(value, "layout"):  # a tensor
+        check_data(name, value)
     try:
         return list(value)
     except TypeError:

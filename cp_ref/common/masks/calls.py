@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -37,8 +38,9 @@ def from_call(text: str) -> torch.Tensor:
     >>> from_call("prefix_lm(2, 4)").tolist()
     [[0, 4, 0, 4, -1, 0], [0, 1, 1, 2, 0, -1]]
     """
-    if not isinstance(text, str):
-        raise TypeError(f"text is {kind_of(text)}; it must be the text of a call")
+    given: Any = text
+    if not isinstance(given, str):
+        raise TypeError(f"text is {kind_of(given)}; it must be the text of a call")
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _MAKERS):

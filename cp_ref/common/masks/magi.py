@@ -51,7 +51,7 @@ def from_magi(q_ranges: Any, k_ranges: Any, types: Sequence[int | str]) -> torch
         raise ValueError(f"types is {types!r}; it must be a list as long as q_ranges ({len(q)}), k_ranges ({len(k)})")
     rows: list[AreaRow] = []
     for n, ((q_start, q_stop), (k_start, k_stop), kind) in enumerate(zip(q, k, types, strict=True)):
-        if not isinstance(kind, int | str) or kind not in _TYPES:
+        if kind not in list(_TYPES):
             raise ValueError(f"types[{n}] is {kind!r}; it must be one of {', '.join(map(repr, _TYPES))}")
         hides_behind, hides_before = _TYPES[kind]
         more_keys = (k_stop - k_start) - (q_stop - q_start)
