@@ -80,7 +80,7 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
          6 . . . 2 2 2 2
     """
     tables: Any = masks
-    if not isinstance(tables, list | tuple) or not all(isinstance(mask, torch.Tensor) for mask in tables):
+    if not isinstance(tables, list | tuple) or {type(mask) for mask in masks} - {torch.Tensor}:
         raise TypeError(f"masks is {masks!r}; it must be a list of tables of areas")
     q = numbers("starts_q", starts_q)
     k = q if starts_kv is None else numbers("starts_kv", starts_kv)
@@ -108,7 +108,7 @@ def picture(areas: torch.Tensor | Sequence[Sequence[int]], width: int = 80) -> s
         raise TypeError(f"areas is {kind_of(given)}; it must be a tensor [n, 6]")
     if isinstance(given, torch.Tensor):
         check_data("areas", given)
-    rows = [tuple(numbers(f"areas[{n}]", row, at_least=-(2**62))) for n, row in enumerate(listed(given))]
+    rows: list[Any] = [tuple(numbers(f"areas[{n}]", row, at_least=-(2**62))) for n, row in enumerate(listed(given))]
     if any(len(row) != 6 for row in rows):
         raise ValueError(f"areas has rows of {', '.join(sorted({str(len(row)) for row in rows}))} numbers; each has 6")
     return areas_picture(areas_of_rows(tuple(rows)), read_count("width", width, at_least=1))
