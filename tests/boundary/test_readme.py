@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,16 @@ ORDER = ("Install", "Five lines", "Two commands", "Why", "Where you already are"
 def test_it_is_short_and_in_order() -> None:
     assert len(README.splitlines()) <= 150
     assert tuple(re.findall(r"^## (.*)$", README, re.MULTILINE))[: len(ORDER)] == ORDER
+
+
+def test_ci_runs_the_two_commands_as_they_stand() -> None:
+    """`.ci/run` reads them from the README by this expression."""
+    ci = (ROOT / ".ci" / "run").read_text()
+    [expression] = re.findall(r"sed -n ('.*') README\.md", ci)
+    command = f"sed -n {expression} README.md"
+    read = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert read == ["pip install . && python -m cp_fast demo", "pip install '.[test]' && python -m pytest -n 2"]
+    assert ci.index("for command in") < ci.index("step install")  # in an environment where nothing else is installed
 
 
 def test_the_badges_are_true() -> None:
