@@ -13,7 +13,6 @@ from cp_fast.backends import Backend, BackwardOperands, Gradients
 from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
-from cp_ref.spec import CPCommType
 
 
 class Rounded:
@@ -29,7 +28,7 @@ class Rounded:
         return Gradients(*(x.to(operands.dout.dtype) for x in self._backend.backward(operands, *args)))
 
 
-def play(member: SimMember, comm: CPCommType, window: int, rounded: tuple[bool, ...]) -> tuple[list[torch.Tensor], int]:
+def play(member: SimMember, comm: Any, window: int, rounded: tuple[bool, ...]) -> tuple[list[torch.Tensor], int]:
     """Results, and how many sums of gradients are sent as one launch rounded them."""
     cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
     sizes: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.bfloat16}
