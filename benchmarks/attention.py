@@ -39,7 +39,7 @@ from torch.multiprocessing.spawn import spawn
 
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments, by_name
-from cp_ref.spec import CPCommType, Layout, Problem, Sequence
+from cp_ref.spec import Problem, Sequence
 
 if __package__:
     from benchmarks import timeline
@@ -144,9 +144,7 @@ class Contender:
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def parallel(
-    job: Job, schedule: CPCommType, layout: Layout, messages: str, group: Any, x: dict[str, torch.Tensor]
-) -> Contender:
+def parallel(job: Job, schedule: Any, layout: Any, messages: str, group: Any, x: dict[str, torch.Tensor]) -> Contender:
     """cp_fast's; `messages`: "auto", "group", "peers", or "graph" for calls that are replayed."""
     cp = cp_fast.ContextParallel(group, schedule, layout=layout, backend=job.backend)
     cu = torch.tensor([sum(job.lengths[:n]) for n in range(len(job.lengths) + 1)], dtype=torch.int32)

@@ -34,7 +34,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cp_fast
 from cp_fast import masks
 from cp_fast.backends import BackwardOperands, LaunchOptions, Segments, by_name
-from cp_ref.spec import CPCommType, Layout, areas_of_rows
+from cp_ref.spec import areas_of_rows
 
 if __package__:
     from benchmarks.ranks import connect, largest, seconds, seconds_alone
@@ -167,7 +167,7 @@ def flex(job: Job, name: str, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
 
 
 def parallel(
-    job: Job, name: str, schedule: CPCommType, layout: Layout, x: dict[str, torch.Tensor]
+    job: Job, name: str, schedule: Any, layout: Any, x: dict[str, torch.Tensor]
 ) -> tuple[Any, Callable[[], Any]]:
     """cp_fast's: its plan, and forward and backward."""
     cp = cp_fast.ContextParallel(dist.group.WORLD, schedule, layout=layout)

@@ -33,7 +33,6 @@ import cp_fast
 from cp_fast.cli.demo.documents import read_documents
 from cp_ref import SimGroup
 from cp_ref.common.collectives import all_reduce_sum
-from cp_ref.spec import CPCommType
 
 if __package__:
     from benchmarks.ranks import Commit, Device, Schedules, connect
@@ -188,7 +187,7 @@ def train(job: Job, cp: cp_fast.ContextParallel | None, device: torch.device) ->
     return losses
 
 
-def worker(rank: int, job: Job, schedules: list[CPCommType], folder: str, record: Record) -> None:
+def worker(rank: int, job: Job, schedules: list[Any], folder: str, record: Record) -> None:
     torch.set_num_threads(1)
     device = connect(rank, job.ranks, folder, job.device)
     mesh = init_device_mesh(job.device, (job.ranks // 2, 2)) if job.ranks % 2 == 0 else None
@@ -202,11 +201,11 @@ def worker(rank: int, job: Job, schedules: list[CPCommType], folder: str, record
     dist.destroy_process_group()
 
 
-def simulate(job: Job, schedules: list[CPCommType], record: Record) -> None:
+def simulate(job: Job, schedules: list[Any], record: Record) -> None:
     """The same with all ranks in this process, on one device."""
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
 
-    def one(member: Any, schedule: CPCommType) -> list[float]:
+    def one(member: Any, schedule: Any) -> list[float]:
         group = member.split(2) if schedule == "a2a+p2p" else member
         return train(job, cp_fast.ContextParallel(group, schedule), device)
 

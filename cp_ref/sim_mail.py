@@ -45,7 +45,7 @@ def deliver(letter: Letter, parcel: Parcel, rank: int) -> None:
 def poison(buffer: torch.Tensor) -> None:
     """Fill a receive buffer with what must not be read: NaN, or the lowest integer."""
     with torch.no_grad():
-        if buffer.dtype.is_floating_point:
+        if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
             buffer.fill_(float("nan"))
         elif buffer.dtype != torch.bool:
             buffer.fill_(torch.iinfo(buffer.dtype).min)

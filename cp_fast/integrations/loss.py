@@ -10,7 +10,7 @@ from cp_fast.context import ContextParallel
 from cp_fast.integrations.averaging import times_averaged
 from cp_fast.integrations.ranks import groups_of
 from cp_ref.common.together import collective, together
-from cp_ref.spec.values import kind_of
+from cp_ref.spec.values import check_data, kind_of
 
 __all__ = ["count_tokens", "loss_for_backward", "token_mean"]
 
@@ -60,6 +60,7 @@ def token_mean(losses: torch.Tensor, counted: torch.Tensor, *, over: Any, averag
         if not isinstance(losses, torch.Tensor) or not losses.dtype.is_floating_point:
             what = f"of dtype {losses.dtype}" if isinstance(losses, torch.Tensor) else kind_of(losses)
             raise TypeError(f"losses is {what}; it must be a tensor of a floating dtype")
+        check_data("losses", losses)
         _check_counted(counted, list(losses.shape))
         times.append(times_averaged(averaged_over))
         return int(counted.sum())
@@ -113,6 +114,7 @@ def loss_for_backward(part: torch.Tensor, *, averaged_over: Any) -> torch.Tensor
 def _check_counted(counted: Any, shape: list[int] | None = None) -> None:
     if not isinstance(counted, torch.Tensor):
         raise TypeError(f"counted is {kind_of(counted)}; it must be a tensor of bools")
+    check_data("counted", counted)
     if counted.dtype != torch.bool or (shape is not None and list(counted.shape) != shape):
         like = "" if shape is None else f" {shape}, like losses"
         raise ValueError(f"counted is {counted.dtype} {list(counted.shape)}; it must be bool{like}")

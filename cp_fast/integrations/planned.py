@@ -44,7 +44,9 @@ def refuse(where: str, **given: Any) -> None:
     """
     for name, value in given.items():
         if value is not None and (not isinstance(value, Number | str) or value):
-            shown = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            shown = repr(value)
+            if isinstance(value, torch.Tensor):
+                shown = "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)}"
             raise NotImplementedError(f"{name} is {shown}, which {where} does not support under context parallelism")
 
 

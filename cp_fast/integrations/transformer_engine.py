@@ -20,7 +20,7 @@ import torch
 from cp_fast.context import ContextParallel
 from cp_fast.integrations.drop_in import Asked, drop_in
 from cp_fast.integrations.planned import context_for, refuse
-from cp_ref.spec import MASKS, check_choice, check_flag
+from cp_ref.spec import MASKS, QKV_FORMATS, SOFTMAX_TYPES, check_choice, check_flag, kind_of
 
 __all__ = ["attn_forward_func_with_cp", "patch", "unpatch"]
 
@@ -118,13 +118,18 @@ def attn_forward_func_with_cp(
         NotImplementedError: dropout_p (in training), attn_bias, attn_bias_type, fp8 or fp8_output asks for something;
         the others: as `cp_fast.attention`.
     """
+    if not isinstance(context, dict | None):
+        raise TypeError(f"context is {kind_of(context)}; it must be a dictionary of keywords of ContextParallel")
     cp = context_for(cp_group, cp_comm_type, **(context or {}))
     check_flag("is_training", is_training)
+    check_choice("qkv_format", qkv_format, QKV_FORMATS)
     check_choice("attn_mask_type", attn_mask_type, MASKS)
+    check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
+    unbiased = isinstance(attn_bias_type, str) and attn_bias_type == "no_bias"
     refuse(
         _NAME,
         dropout_p=dropout_p if is_training else 0.0,
-        attn_bias_type="" if attn_bias_type == "no_bias" else attn_bias_type,
+        attn_bias_type="" if unbiased else attn_bias_type,
         attn_bias=attn_bias,
         fp8=fp8,
         fp8_output=fp8_output,

@@ -11,10 +11,11 @@ from cp_fast.context import ContextParallel
 from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
 from cp_fast.kernels.checks import end_of, sizes_of
 from cp_fast.thd.slices import cut_packed
+from cp_ref.common.plans import check_plan
 from cp_ref.common.slices import shard
 from cp_ref.common.thd import batches
 from cp_ref.common.thd.checks import check_room
-from cp_ref.spec import check_context
+from cp_ref.spec import QKV_FORMATS, check_choice, check_context
 
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
@@ -57,6 +58,8 @@ def get_batch_on_this_cp_rank(
     plan: Any,
 ) -> dict[str, Any]:
     check_context(cp, ContextParallel)
+    check_plan(plan)
+    check_choice("qkv_format", qkv_format, QKV_FORMATS)
     if plan is None and qkv_format == "thd":  # lengths on a GPU are not read
         return batches.cut_entries(batch, qkv_format, lambda xs: cut_packed(xs, cp, cu_seqlens_padded))
     lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}

@@ -41,9 +41,10 @@ def gathered(x: torch.Tensor, cut: Cut, cp: ContextParallel) -> torch.Tensor:
 
 def positions_on(device: torch.device | str | None, cp: ContextParallel, plan: Any, *lengths: Any) -> torch.Tensor:
     """What `position_ids` gives; lengths: those of its arguments that `read_positions` takes."""
+    positions = read_positions(cp, plan, *lengths)
     where = read_device(("cpu" if plan is None else plan.device) if device is None else device)
     check_usable(where)
-    return numbers(read_positions(cp, plan, *lengths), where)
+    return numbers(positions, where)
 
 
 class _Gather(torch.autograd.Function):

@@ -22,6 +22,7 @@ from cp_ref.spec import (
     check_context,
     check_flag,
     check_schedule,
+    kind_of,
     read_problem,
     read_room,
     report,
@@ -30,6 +31,7 @@ from cp_ref.spec import (
 __all__ = [
     "OF_THE_PROBLEM",
     "Plan",
+    "check_plan",
     "lengths_of_update",
     "make_plan",
     "read_call",
@@ -181,6 +183,12 @@ def update(
         it was, on every rank.
     """
     raise NotImplementedError
+
+
+def check_plan(plan: Any) -> None:
+    """Raise TypeError unless it is None or a plan of either package."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan is {kind_of(plan)}; it must be a Plan, as make_plan gives it")
 
 
 def lengths_of_update(plan: Plan, cp: ContextParallel, given: dict[str, Any]) -> dict[str, Any]:

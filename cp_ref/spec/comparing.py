@@ -12,7 +12,7 @@ from cp_ref.spec.problem import Problem
 from cp_ref.spec.report import report
 from cp_ref.spec.schedule import RankSchedule
 from cp_ref.spec.sequences import Sequence
-from cp_ref.spec.values import check_choice, read_count, read_window
+from cp_ref.spec.values import check_choice, read_count, read_several, read_window
 from cp_ref.spec.words import CP_COMM_TYPES, LAYOUTS, MASKS, AttnMaskType, CPCommType, Layout
 
 __all__ = ["BatchCost", "compare_layouts"]
@@ -74,7 +74,7 @@ def compare_layouts(
     contiguous  work 1.48, receives 0 rows
     balanced    work 1.00, receives 36 rows
     """
-    sizes = [read_count("lengths", n, at_least=0) for n in lengths]
+    sizes = [read_count("lengths", n, at_least=0) for n in read_several("lengths", lengths)]
     check_choice("attn_mask_type", attn_mask_type, MASKS)
     check_choice("dtype", dtype, DTYPES)
     each = counted(Sizes(heads_q, heads_kv, d_qk, d_v, dtype))
@@ -92,9 +92,10 @@ def compare_layouts(
         dtype=dtype,
     )
     found: list[BatchCost] = []
-    for layout in layouts:
+    comm_types = read_several("cp_comm_types", cp_comm_types)
+    for layout in read_several("layouts", layouts):
         check_choice("layouts", layout, LAYOUTS)
-        for comm in cp_comm_types:
+        for comm in comm_types:
             check_choice("cp_comm_types", comm, CP_COMM_TYPES)
             found.append(_cost(replace(plain, layout=layout), comm, each))
     return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -71,4 +72,9 @@ def _read_roll(x: Any, shifts: Any, fill_value: Any) -> tuple[int, float]:
         raise TypeError(f"fill_value is {fill_value!r}; it must be a number")
     if isinstance(fill_value, float) and not x.dtype.is_floating_point:
         raise ValueError(f"fill_value is {fill_value}, but x has dtype {x.dtype}; it must be an integer")
+    sign, bits = (re.findall(r"torch\.(u?)int(\d+)", str(x.dtype)) or [("", 64)])[0]
+    most = 2 ** (int(bits) - (not sign)) - 1
+    least = 0 if sign else -most - 1
+    if isinstance(fill_value, int) and not least <= fill_value <= most:
+        raise ValueError(f"fill_value is {fill_value}; of dtype {x.dtype} it must be from {least} to {most}")
     return shifts, fill_value

@@ -12,7 +12,7 @@ from cp_ref.spec.balanced import balanced
 from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.table import Column
-from cp_ref.spec.values import check_choice
+from cp_ref.spec.values import check_choice, check_data
 from cp_ref.spec.words import LAYOUTS
 from cp_ref.spec.workload import areas_of
 
@@ -127,6 +127,7 @@ def read_layout(layout: Any) -> str | Table:
     if isinstance(layout, str):
         check_choice("layout", layout, LAYOUTS)
         return layout
+    check_data("layout", layout)
     given: Any = layout.tolist() if hasattr(layout, "tolist") else layout
     if not isinstance(given, list | tuple):
         raise TypeError(f"layout is a {type(layout).__name__}; it must be a name or a table of integers [n, 4]")

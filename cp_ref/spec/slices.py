@@ -19,7 +19,7 @@ from cp_ref.spec.layout import padded_to_cut, slice_rows, slots_of_lengths, star
 from cp_ref.spec.ownership import Fragments
 from cp_ref.spec.problem import Problem
 from cp_ref.spec.table import Column, ranges
-from cp_ref.spec.values import check_choice, check_data, read_count, read_lengths
+from cp_ref.spec.values import check_choice, check_data, kind_of, read_count, read_lengths
 from cp_ref.spec.words import QKV_FORMATS
 
 __all__ = ["Cut", "planned_cut", "planned_positions", "read_cut", "read_positions", "sequences_of", "slice_axis"]
@@ -221,6 +221,8 @@ def _positions(own: Fragments, starts: Column, rows: int) -> Column:
 
 def _problem_of(plan: Any, cp: Any, qkv_format: str, seqlen: Any, cu_seqlens_padded: Any) -> Problem:
     """A plan's problem, once it is seen to be the context's, with nothing given beside it that it settles."""
+    if not isinstance(getattr(plan, "problem", None), Problem):
+        raise TypeError(f"plan is {kind_of(plan)}; it must be a Plan, as make_plan gives it")
     check_plan_owner(plan.problem, plan.rank, cp)
     check_settled(plan.problem, qkv_format=qkv_format, cu_seqlens_padded=cu_seqlens_padded, seqlen=seqlen)
     return plan.problem

@@ -23,6 +23,7 @@ __all__ = [
     "read_count",
     "read_lengths",
     "read_number",
+    "read_several",
     "read_window",
 ]
 
@@ -79,6 +80,22 @@ def read_count(name: str, value: Any, *, at_least: int, at_most: int = MOST) -> 
     if count > at_most:
         raise ValueError(f"{name} is {count}; it must be at most {at_most}")
     return count
+
+
+def read_several(name: str, value: Any) -> list[Any]:
+    """The elements of what can be iterated over.
+
+    >>> read_several("layouts", 3)
+    Traceback (most recent call last):
+        ...
+    TypeError: layouts is 3; it must be a list
+    """
+    if hasattr(value, "layout"):  # a tensor
+        check_data(name, value)
+    try:
+        return list(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it must be a list") from None
 
 
 def read_number(name: str, value: Any, *, positive: bool) -> float:

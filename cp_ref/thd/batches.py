@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from cp_ref.common.plans import check_plan
 from cp_ref.common.slices import shard
 from cp_ref.common.thd import batches
 from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_room
 from cp_ref.context import ContextParallel
-from cp_ref.spec import check_context
+from cp_ref.spec import QKV_FORMATS, check_choice, check_context
 from cp_ref.thd.rows import Runs, read_runs
 
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
@@ -61,6 +62,8 @@ def get_batch_on_this_cp_rank(
     plan: Any,
 ) -> dict[str, Any]:
     check_context(cp, ContextParallel)
+    check_plan(plan)
+    check_choice("qkv_format", qkv_format, QKV_FORMATS)
     lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
     if plan is None and cu_seqlens_padded is not None and qkv_format == "thd":
         batches.check_lengths_divide(cp, cu_seqlens_padded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import cp_fast
 import cp_ref
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
-from cp_ref.spec import CP_COMM_TYPES, MASKS, AttnMaskType
+from cp_ref.spec import CP_COMM_TYPES, MASKS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -26,6 +27,16 @@ ORDER = ("Install", "Five lines", "Two commands", "Why", "Where you already are"
 def test_it_is_short_and_in_order() -> None:
     assert len(README.splitlines()) <= 150
     assert tuple(re.findall(r"^## (.*)$", README, re.MULTILINE))[: len(ORDER)] == ORDER
+
+
+def test_ci_runs_the_two_commands_as_they_stand() -> None:
+    """`.ci/run` reads them from the README by this expression."""
+    ci = (ROOT / ".ci" / "run").read_text()
+    [expression] = re.findall(r"sed -n ('.*') README\.md", ci)
+    command = f"sed -n {expression} README.md"
+    read = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert read == ["pip install . && python -m cp_fast demo", "pip install '.[test]' && python -m pytest -n 2"]
+    assert ci.index("for command in") < ci.index("step install")  # in an environment where nothing else is installed
 
 
 def test_the_badges_are_true() -> None:
@@ -76,7 +87,7 @@ def test_fewer_kv_heads_than_ranks_in_ulysses(package: Any) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_cross_attention_under_every_mask(mask: AttnMaskType) -> None:
+def test_cross_attention_under_every_mask(mask: Any) -> None:
     def one(member: SimMember) -> None:
         given: dict[str, Any] = {"heads_q": 4, "heads_kv": 4, "d_qk": 16, "d_v": 16, "dtype": torch.float32}
         if "padding" in mask:

@@ -25,7 +25,7 @@ from cp_fast.peers.lanes import lane_sizes
 from cp_fast.peers.watch import Watch
 from cp_ref import SimGroup
 from cp_ref.common.processes import PeerError, during
-from cp_ref.spec import CPCommType, Parcel, Problem, make_program, saved_kinds
+from cp_ref.spec import Parcel, Problem, make_program, saved_kinds
 from cp_ref.spec import Sequence as Lengths
 from tests.marks import examples
 from tests.spec.problems import problems
@@ -252,7 +252,7 @@ def test_what_is_pulled_is_what_was_sent_whatever_fits_into_a_lane(
     assert bool(host.by_group) == (room < 9000)
 
 
-def attend(group: Any, comm: CPCommType, window: int) -> list[torch.Tensor]:
+def attend(group: Any, comm: Any, window: int) -> list[torch.Tensor]:
     cp = cp_fast.ContextParallel(group, comm)
     draw = torch.Generator().manual_seed(cp.rank)
     q, k, v, dout = (torch.randn(1, 16, h, 8, generator=draw) for h in (6, 3, 3, 6))

@@ -15,7 +15,6 @@ from cp_fast.handles import handle_for, object_of
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
 from cp_ref.sim_switch import Switch
-from cp_ref.spec import CPCommType, QKVFormat
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 FORMATS = {"bshd": (2, 8, 4, 8), "sbhd": (8, 2, 4, 8), "thd": (20, 4, 8)}
@@ -42,7 +41,7 @@ class Layer(torch.nn.Module):
         return self.out(results)
 
 
-def plan_for(cp: cp_fast.ContextParallel, fmt: QKVFormat, **how: Any) -> cp_fast.Plan:
+def plan_for(cp: cp_fast.ContextParallel, fmt: Any, **how: Any) -> cp_fast.Plan:
     sizes: dict[str, Any] = {"batch_size": 2, "seqlen_q": 8 * cp.size}
     if fmt == "thd":
         sizes = {"cu_seqlens_q": CU, "cu_seqlens_q_padded": PADDED}
@@ -50,9 +49,7 @@ def plan_for(cp: cp_fast.ContextParallel, fmt: QKVFormat, **how: Any) -> cp_fast
     return cp_fast.make_plan(cp=cp, qkv_format=fmt, device="cpu", **(sizes | dims | how))
 
 
-def play(
-    member: SimMember, comm: CPCommType, fmt: str, run: Callable[..., torch.Tensor], **how: Any
-) -> list[torch.Tensor]:
+def play(member: SimMember, comm: Any, fmt: str, run: Callable[..., torch.Tensor], **how: Any) -> list[torch.Tensor]:
     """Output and gradients of one rank."""
     cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
     plan_how = {k: v for k, v in how.items() if k != "return_lse"}

@@ -19,7 +19,7 @@ from cp_ref.comparison import compare
 from cp_ref.merge import merge
 from cp_ref.recorder import trace
 from cp_ref.sim import SimMember
-from cp_ref.spec import CPCommType, Schedule
+from cp_ref.spec import Schedule
 from cp_ref.tracing import OF_KEYS, Item, Trace
 
 PACKED: dict[str, Any] = {"seqlens": "13,0,5", "d_v": 6}
@@ -117,7 +117,7 @@ def test_the_whole_is_the_oracles(traces: dict[str, Trace]) -> None:
 
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_are_bitwise_the_same(comm: CPCommType, dtype: torch.dtype) -> None:
+def test_results_are_bitwise_the_same(comm: Any, dtype: torch.dtype) -> None:
     def fn(member: SimMember) -> list[torch.Tensor]:
         cp = ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
         generator = torch.Generator().manual_seed(member.rank)

@@ -36,7 +36,7 @@ def results(cp: cp_fast.ContextParallel, plan: cp_fast.Plan) -> list[torch.Tenso
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def train(comm: CPCommType) -> int:
+def train(comm: Any) -> int:
     """Every batch is computed several times while the thread makes the plan of the next one; how often in all."""
     cp = cp_fast.ContextParallel(dist.group.WORLD, comm)
     meanwhile = cp_fast.ContextParallel(dist.new_group(backend="gloo"), comm)

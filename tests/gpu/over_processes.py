@@ -33,7 +33,7 @@ from cp_fast import masks
 from cp_fast.peers.crossed import Crossed
 from cp_fast.peers.exchange import PeerMessages
 from cp_ref import SimGroup, dense_attention
-from cp_ref.spec import CPCommType, Layout
+from cp_ref.spec import Layout
 
 GRACE_S = 40.0  # for what is under way when the time is up
 TIMEOUT_S = 300.0  # of the groups: the one who started the ranks watches them
@@ -56,7 +56,7 @@ class Play:
     """One call, forward and backward. `way`: with a "plan", one that is "updated", or in a captured "graph"."""
 
     size: int
-    comm: CPCommType
+    comm: Any
     inner: int  # a2a_size
     layout: str
     mask: str

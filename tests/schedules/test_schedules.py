@@ -19,7 +19,7 @@ from conformance.tensors import plan_arguments
 from conformance.tiers import logic
 from cp_ref import ContextParallel, SimGroup, make_plan, supports
 from cp_ref.sim import SimMember
-from cp_ref.spec import SOFTMAX_TYPES, CPCommType, InvalidSchedule, Problem, Schedule, Sequence, Workload, make_schedule
+from cp_ref.spec import SOFTMAX_TYPES, InvalidSchedule, Problem, Schedule, Sequence, Workload, make_schedule
 from tests.marks import examples
 from tests.spec.other_rings import backward_ring, ring_of_rings
 from tests.spec.random_schedules import scheduled_problems
@@ -101,9 +101,7 @@ def test_random_schedules(package: str, **drawn: Any) -> None:
     play_drawn(package, **drawn)
 
 
-def errors(
-    problem: Problem, of_rank: Callable[[SimMember], Any], comm: CPCommType = "p2p", **more: Any
-) -> list[Exception]:
+def errors(problem: Problem, of_rank: Callable[[SimMember], Any], comm: Any = "p2p", **more: Any) -> list[Exception]:
     """What make_plan raises on every rank when it is given a schedule."""
 
     def one_rank(member: SimMember) -> Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -85,10 +85,10 @@ def demo(
             heads_q=heads,
             heads_kv=heads_kv,
             head_dim=head_dim,
-            layout=layout,
-            cp_comm_type=cp_comm_type,
+            layout=cast(Any, layout),  # checked above
+            cp_comm_type=cast(Any, cp_comm_type),
             a2a_size=exchanging(cp_comm_type, a2a_size, where.ranks),
-            attn_mask_type=mask,
+            attn_mask_type=cast(Any, mask),
             window_size=window(window_size),
             backend=backend,
             seed=seed,

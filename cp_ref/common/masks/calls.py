@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from cp_ref.common.masks.blocks import block_causal, chunked, dilated_blocks
 from cp_ref.common.masks.documents import documents
 from cp_ref.common.masks.prefixes import prefix_lm, shared_prefix, tree
 from cp_ref.common.masks.windows import first_tokens_and_window
+from cp_ref.spec import kind_of
 
 __all__ = ["from_call"]
 
@@ -36,6 +38,9 @@ def from_call(text: str) -> torch.Tensor:
     >>> from_call("prefix_lm(2, 4)").tolist()
     [[0, 4, 0, 4, -1, 0], [0, 1, 1, 2, 0, -1]]
     """
+    given: Any = text
+    if not isinstance(given, str):
+        raise TypeError(f"text is {kind_of(given)}; it must be the text of a call")
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _MAKERS):

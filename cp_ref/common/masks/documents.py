@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from cp_ref.common.masks.rows import Lengths, listed, numbers, tensor
-from cp_ref.spec import areas_of_rows
+from cp_ref.spec import areas_of_rows, check_data, kind_of, read_count
 from cp_ref.spec.table_pictures import areas_picture
 from cp_ref.spec.values import read_window
 
@@ -78,6 +79,9 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
          5 . . . 2 2 2 .
          6 . . . 2 2 2 2
     """
+    tables: Any = masks
+    if not isinstance(tables, list | tuple) or {type(mask) for mask in masks} - {torch.Tensor}:
+        raise TypeError(f"masks is {masks!r}; it must be a list of tables of areas")
     q = numbers("starts_q", starts_q)
     k = q if starts_kv is None else numbers("starts_kv", starts_kv)
     for name, starts in (("starts_q", q), ("starts_kv", k)):
@@ -87,7 +91,7 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
     return torch.cat(moved) if moved else tensor(())
 
 
-def picture(areas: torch.Tensor, width: int = 80) -> str:
+def picture(areas: torch.Tensor | Sequence[Sequence[int]], width: int = 80) -> str:
     """Who sees whom, as text: each cell shows the number of its area, "." where none is; cells are larger where the
     mask does not fit `width`. The 37th area is 0 again.
 
@@ -99,4 +103,12 @@ def picture(areas: torch.Tensor, width: int = 80) -> str:
          2 0 0 0 0
          3 . 1 1 .
     """
-    return areas_picture(areas_of_rows(tuple(map(tuple, listed(areas)))), width)
+    given: Any = areas
+    if not isinstance(given, list | tuple | torch.Tensor) or (isinstance(given, torch.Tensor) and given.ndim != 2):
+        raise TypeError(f"areas is {kind_of(given)}; it must be a tensor [n, 6]")
+    if isinstance(given, torch.Tensor):
+        check_data("areas", given)
+    rows: list[Any] = [tuple(numbers(f"areas[{n}]", row, at_least=-(2**62))) for n, row in enumerate(listed(given))]
+    if any(len(row) != 6 for row in rows):
+        raise ValueError(f"areas has rows of {', '.join(sorted({str(len(row)) for row in rows}))} numbers; each has 6")
+    return areas_picture(areas_of_rows(tuple(rows)), read_count("width", width, at_least=1))

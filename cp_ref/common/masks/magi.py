@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from cp_ref.common.masks.rows import listed, tensor
-from cp_ref.spec import AreaRow
+from cp_ref.common.masks.rows import listed, numbers, tensor
+from cp_ref.spec import AreaRow, check_data
+from cp_ref.spec.values import read_several
 
 __all__ = ["from_magi"]
 
-Spans = Sequence[tuple[int, int]]
 # type: (whether keys behind the diagonal of the last row and key are hidden, whether those before the diagonal of the
 # first row and key are), as numbers and as the names of MagiAttention's AttnMaskType
 _TYPES = {
@@ -46,10 +46,12 @@ def from_magi(q_ranges: Any, k_ranges: Any, types: Sequence[int | str]) -> torch
          4 . . . . 2 2
          5 . . . . . 2
     """
-    q, k = (cast("Spans", listed(x)) for x in (q_ranges, k_ranges))
+    q, k = _spans("q_ranges", q_ranges), _spans("k_ranges", k_ranges)
+    if not isinstance(types, list | tuple) or not len(q) == len(k) == len(types):
+        raise ValueError(f"types is {types!r}; it must be a list as long as q_ranges ({len(q)}), k_ranges ({len(k)})")
     rows: list[AreaRow] = []
     for n, ((q_start, q_stop), (k_start, k_stop), kind) in enumerate(zip(q, k, types, strict=True)):
-        if kind not in _TYPES:
+        if kind not in list(_TYPES):
             raise ValueError(f"types[{n}] is {kind!r}; it must be one of {', '.join(map(repr, _TYPES))}")
         hides_behind, hides_before = _TYPES[kind]
         more_keys = (k_stop - k_start) - (q_stop - q_start)
@@ -59,3 +61,19 @@ def from_magi(q_ranges: Any, k_ranges: Any, types: Sequence[int | str]) -> torch
             q_stop, more_keys = q_stop + more_keys, 0
         rows.append((q_start, q_stop, k_start, k_stop, more_keys if hides_before else -1, 0 if hides_behind else -1))
     return tensor(rows)
+
+
+def _spans(name: str, ranges: Any) -> list[tuple[int, int]]:
+    """(start, stop) of rows.
+
+    Raises:
+        TypeError, ValueError: it is no list of pairs of integers.
+    """
+    if isinstance(ranges, torch.Tensor):
+        check_data(name, ranges)
+    rows = read_several(name, listed(ranges))
+    found = [numbers(f"{name}[{n}]", row) for n, row in enumerate(rows)]
+    for n, row in enumerate(found):
+        if len(row) != 2:
+            raise ValueError(f"{name}[{n}] is {row}; it must be (start, stop)")
+    return [(row[0], row[1]) for row in found]

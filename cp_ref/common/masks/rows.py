@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.spec import AreaRow, read_count
+from cp_ref.spec import AreaRow, check_data, read_count
 
 __all__ = ["FULL", "Lengths", "causal", "listed", "numbers", "tensor", "upper"]
 
@@ -46,7 +46,9 @@ def numbers(name: str, values: Any, at_least: int = 0) -> list[int]:
     Raises:
         TypeError, ValueError: naming the first that is wrong.
     """
-    if not isinstance(values, list | tuple | torch.Tensor):
+    if isinstance(values, torch.Tensor):
+        check_data(name, values)
+    if not isinstance(values, list | tuple) and getattr(values, "ndim", 0) != 1:
         raise TypeError(f"{name} is {values!r}; it must be a list of integers, or a tensor")
     found: Sequence[Any] = listed(values)
     return [read_count(f"{name}[{n}]", value, at_least=at_least) for n, value in enumerate(found)]

@@ -13,13 +13,12 @@ from cp_fast.compile.pipeline import switched_off
 from cp_fast.rows import Rows
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
-from cp_ref.spec import CPCommType, Layout
 
 COMMS = [("a2a", 2), ("a2a", 4), ("a2a+p2p", 4), ("all_gather", 3), ("p2p", 3)]
 DOCUMENTS = {"one": [96], "two": [48, 24], "many": [24, 48, 24, 48, 24, 72]}
 
 
-def play(member: SimMember, comm: CPCommType, lengths: list[int], layout: Layout) -> tuple[list[torch.Tensor], Any]:
+def play(member: SimMember, comm: Any, lengths: list[int], layout: Any) -> tuple[list[torch.Tensor], Any]:
     cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm, layout=layout)
     cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     how: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": cu, "dtype": torch.float64}

@@ -14,7 +14,6 @@ import cp_fast
 import cp_ref
 from cp_fast.thd.slices import _contiguous_rows
 from cp_ref import SimGroup
-from cp_ref.spec import Layout
 from tests.cp_ref import test_thd_batches as reference
 
 
@@ -87,7 +86,7 @@ def test_contiguous_rows_of_lengths_on_a_gpu(own: int, tail: int, cp_size: int) 
 
 
 def test_batches_that_are_refused() -> None:
-    def cut(batch: dict[str, Any], cu: Any, layout: Layout = "dual_chunk") -> Any:
+    def cut(batch: dict[str, Any], cu: Any, layout: Any = "dual_chunk") -> Any:
         return SimGroup(2).run(
             lambda member: cp_fast.thd.get_batch_on_this_cp_rank(
                 batch, cp=cp_fast.ContextParallel(member, layout=layout), qkv_format="thd", cu_seqlens_padded=cu

@@ -1,0 +1,261 @@
+"""Calls to attack: every public function with arguments that are right, and what it gives of others that are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import cp_fast
+import cp_ref
+from conformance.levels.helper_arguments import HELPERS
+from conformance.levels.helpers import Helper
+from cp_fast.integrations import flash_attn, loss, ring_flash_attn, sdpa, token_batches, transformer_engine
+
+__all__ = ["NOT_ATTACKED", "TARGETS", "Target", "public_functions"]
+
+CU = torch.tensor([0, 8, 16], dtype=torch.int32)
+SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}
+WHOLE = [torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function to attack.
+
+    Attributes:
+        arguments: makes right arguments, by name, of a context.
+        package: whose context that is.
+        collective: whether the function begins with an agreement: what one rank refuses, all do.
+        oracle: the global result, as [b, s, h, d] or packed, of changed arguments that are right; None: nothing says.
+        also: names by which an error may call an argument.
+    """
+
+    function: Callable[..., Any]
+    arguments: Callable[[Any], Arguments]
+    package: Any = cp_fast
+    collective: bool = True
+    oracle: Callable[[Arguments], torch.Tensor] | None = None
+    layout: str = "dual_chunk"
+    also: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The annotation of each parameter, by name."""
+        found = inspect.signature(self.function).parameters.values()
+        return {p.name: str(p.annotation) for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+
+
+def local(cp: Any) -> list[torch.Tensor]:
+    """This rank's q, k and v."""
+    return [cp_fast.shard(x, cp=cp) for x in WHOLE]
+
+
+def packed(cp: Any) -> list[torch.Tensor]:
+    """The same as rows of two sequences."""
+    return [cp_fast.shard(x[0], cp=cp, qkv_format="thd", cu_seqlens_padded=CU) for x in WHOLE]
+
+
+def qkv(tensors: list[torch.Tensor]) -> Arguments:
+    return dict(zip("qkv", tensors, strict=True))
+
+
+def of_attention(given: Arguments) -> torch.Tensor:
+    names = set(inspect.signature(cp_ref.dense_attention).parameters) - {"q", "k", "v"}
+    thd = given.get("qkv_format") == "thd"
+    tensors = [x[0] if thd else x for x in WHOLE]
+    return cp_ref.dense_attention(*tensors, **{n: x for n, x in given.items() if n in names})[0]
+
+
+def of_flash_attn(given: Arguments) -> torch.Tensor:
+    """Of equal lengths: what is aligned to the end is aligned to the beginning."""
+    thd = {"qkv_format": "thd", "cu_seqlens_q": CU} if given["q"].ndim == 3 else {}
+    how = {name: given[name] for name in ("softmax_scale", "softcap", "window_size") if name in given}
+    return of_attention({"attn_mask_type": "causal" if given.get("causal") else "no_mask", **how, **thd})
+
+
+def of_sdpa(given: Arguments) -> torch.Tensor:
+    mask = "causal" if given.get("is_causal") else "no_mask"
+    return of_attention({"attn_mask_type": mask, "softmax_scale": given.get("scale")})
+
+
+def planned(cp: Any) -> Arguments:
+    return {"cp": cp, "batch_size": 1, "seqlen_q": 16, **SIZES}
+
+
+def helper(name: str) -> Callable[[Any], Arguments]:
+    """Right arguments of a helper for packed batches."""
+    case = Helper(
+        name=name, slots=(2, 1), real=(1, 2), repeat=1, tail=0, cp_size=2, rank=0, index_dtype="int32", dtype="float32",
+        wide=False, dims=(2, 4), packed=True, choices=(0, 1), spare=0, seed=0,
+    )  # fmt: skip
+
+    def arguments(cp: Any) -> Arguments:
+        given = HELPERS[name].build(case, "cpu").arguments
+        return {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+
+    return arguments
+
+
+def updated(plan: Any, **given: Any) -> str:
+    plan.update(**given)
+    return str(plan)
+
+
+def update_of(package: Any) -> Target:
+    def update(*, cp: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any = None, cu_seqlens_q_padded: Any = None,
+               cu_seqlens_kv_padded: Any = None) -> str:  # fmt: skip
+        plan = package.make_plan(cp=cp, qkv_format="thd", cu_seqlens_q=CU, max_sequences=4, **SIZES)
+        given = {"cu_seqlens_kv": cu_seqlens_kv, "cu_seqlens_q_padded": cu_seqlens_q_padded}
+        return updated(
+            plan, cp=cp, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv_padded=cu_seqlens_kv_padded, **given
+        )  # fmt: skip
+
+    update.__annotations__ = dict.fromkeys(update.__annotations__, "torch.Tensor | None")
+    return Target(update, lambda cp: {"cp": cp, "cu_seqlens_q": CU}, package, also=("plan",))
+
+
+FLASH: Any = flash_attn
+RING: Any = ring_flash_attn
+ENGINE: Any = transformer_engine
+_LEFT_OUT = [
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+]
+_NOTHING = dict.fromkeys((*_LEFT_OUT, "cp_global_ranks", "cp_stream"))
+_LENGTHS = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 8, "max_seqlen_k": 8}
+_IDS = torch.arange(16)
+_NAMES = ("query", "key", "value")
+TARGETS: dict[str, Target] = {
+    "update": update_of(cp_fast),
+    "update of cp_ref": update_of(cp_ref),
+    "flash_attn_func": Target(FLASH.flash_attn_func, lambda cp: {**qkv(local(cp)), "cp": cp}, oracle=of_flash_attn),
+    "flash_attn_varlen_func": Target(
+        FLASH.flash_attn_varlen_func, lambda cp: {**qkv(packed(cp)), **_LENGTHS, "cp": cp}, oracle=of_flash_attn,
+        layout="contiguous", also=("cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k"),
+    ),
+    "zigzag_ring_flash_attn_func": Target(
+        RING.zigzag_ring_flash_attn_func, lambda cp: {**qkv(local(cp)), "cp": cp}, oracle=of_flash_attn
+    ),
+    "zigzag_ring_flash_attn_varlen_func": Target(
+        RING.zigzag_ring_flash_attn_varlen_func,
+        lambda cp: {**qkv(packed(cp)), "cu_seqlens": CU // 2, "max_seqlen": 4, "cp": cp}, oracle=of_flash_attn,
+        also=("max_seqlen",),
+    ),
+    "llama3_flash_attn_varlen_func": Target(
+        RING.llama3_flash_attn_varlen_func,
+        lambda cp: {**qkv(packed(cp)), **_LENGTHS, "heads_k_stride": 1, "local_k_slice": slice(0, 16), "cp": cp},
+        oracle=of_flash_attn, layout="contiguous", also=("max_seqlen_q", "max_seqlen_k", "cu_seqlens_q"),
+    ),
+    "llama3_flash_attn_prepare_cu_seqlens": Target(
+        RING.llama3_flash_attn_prepare_cu_seqlens,
+        lambda cp: {"cu_seqlens": CU, "causal": True, "rank": 0, "world_size": 2}, collective=False,
+    ),
+    "scaled_dot_product_attention": Target(
+        sdpa.scaled_dot_product_attention,
+        lambda cp: {**{n: x.transpose(1, 2) for n, x in zip(_NAMES, local(cp), strict=True)}, "cp": cp},
+        oracle=of_sdpa, also=("q", "k", "v", "softmax_scale"),
+    ),
+    "attn_forward_func_with_cp": Target(
+        ENGINE.attn_forward_func_with_cp,
+        lambda cp: {
+            "is_training": True, **qkv(local(cp)), **_NOTHING, "dropout_p": 0.0, "cp_group": cp.group,
+            "cp_comm_type": "p2p",
+        },
+        oracle=of_attention, also=("group", "ContextParallel"),
+    ),
+    "token_mean": Target(
+        loss.token_mean, lambda cp: {"losses": torch.ones(4), "counted": torch.ones(4, dtype=torch.bool), "over": cp}
+    ),
+    "count_tokens": Target(loss.count_tokens, lambda cp: {"counted": torch.ones(4, dtype=torch.bool), "over": cp}),
+    "shard_batch": Target(
+        token_batches.shard_batch, lambda cp: {"batch": {"input_ids": _IDS[None], "labels": _IDS[None]}, "cp": cp},
+        also=("input_ids",),
+    ),
+    "compare_layouts": Target(cp_fast.compare_layouts, lambda cp: {"lengths": [8, 8], "cp_size": 2}, collective=False),
+}  # fmt: skip
+for _package in (cp_fast, cp_ref):
+    _of = "" if _package is cp_fast else " of cp_ref"
+    TARGETS |= {
+        f"attention{_of}": Target(
+            _package.attention, lambda cp: {**qkv(local(cp)), "cp": cp}, _package, oracle=of_attention
+        ),
+        f"attention{_of}, packed": Target(
+            _package.attention, lambda cp: {**qkv(packed(cp)), "cp": cp, "qkv_format": "thd", "cu_seqlens_q": CU},
+            _package, oracle=of_attention, layout="contiguous",
+        ),
+        f"make_plan{_of}": Target(_package.make_plan, planned, _package),
+        f"supports{_of}": Target(_package.supports, planned, _package, collective=False),
+    }  # fmt: skip
+    TARGETS |= {
+        f"{name}{_of}": Target(getattr(_package.thd, name), helper(name), _package, collective=False)
+        for name in _package.thd.__all__
+        if name != "get_batch_on_this_cp_rank"
+    }
+TARGETS |= {
+    "get_batch_on_this_cp_rank": Target(
+        cp_fast.thd.get_batch_on_this_cp_rank, lambda cp: {"batch": {"tokens": _IDS[None]}, "cp": cp}, collective=False,
+        also=("tokens",),
+    ),
+    "shard": Target(cp_fast.shard, lambda cp: {"x": _IDS[None], "cp": cp}, collective=False),
+    "unshard": Target(cp_fast.unshard, lambda cp: {"x": _IDS[None, :8], "cp": cp, "seqlen": 16}),
+    "roll": Target(cp_fast.roll, lambda cp: {"x": _IDS[None, :8], "shifts": -1, "cp": cp, "seqlen": 16}),
+    "position_ids": Target(cp_fast.position_ids, lambda cp: {"cp": cp, "seqlen": 16}, collective=False),
+    "dense_attention": Target(
+        cp_ref.dense_attention, lambda cp: qkv(list(WHOLE)), collective=False, oracle=None
+    ),
+}  # fmt: skip
+
+_MASKS: dict[str, Arguments] = {
+    "block_causal": {"length": 8, "block": 2},
+    "chunked": {"length": 8, "chunk": 2},
+    "dilated_blocks": {"length": 8, "block": 2, "step": 2},
+    "documents": {"cu_seqlens_q": [0, 3, 5]},
+    "first_tokens_and_window": {"length": 8, "first": 1, "left": 2},
+    "from_call": {"text": "prefix_lm(2, 4)"},
+    "from_magi": {"q_ranges": [[0, 4]], "k_ranges": [[0, 4]], "types": ["causal"]},
+    "packed": {"masks": [cp_fast.masks.prefix_lm(2, 3)], "starts_q": [0]},
+    "picture": {"areas": torch.tensor([[0, 3, 0, 4, -1, 0]])},
+    "prefix_lm": {"prefix": 2, "length": 4},
+    "shared_prefix": {"prompt": 2, "answers": [2, 1]},
+    "tree": {"lengths": [2, 1], "parents": [-1, 0]},
+}
+TARGETS |= {
+    name: Target(getattr(cp_fast.masks, name), lambda cp, right=right: dict(right), collective=False, also=("areas",))
+    for name, right in _MASKS.items()
+}
+
+NOT_ATTACKED = {  # and why
+    "checked": "takes no argument",
+    "trace": "a tool for debugging, with a test of its own",
+    "compare": "a tool for debugging, with a test of its own",
+    "patch": "needs TransformerEngine",
+    "unpatch": "needs TransformerEngine",
+    "from_block_mask": "takes an object of PyTorch's, with tests of its own",
+    "asked_aligned": "is called by the functions that are attacked",
+    "loss_for_backward": "one multiplication",
+}
+
+
+def public_functions() -> set[str]:
+    """The names of all functions that a user calls with arguments."""
+    modules = (
+        cp_fast,
+        cp_fast.thd,
+        cp_fast.masks,
+        flash_attn,
+        ring_flash_attn,
+        sdpa,
+        transformer_engine,
+        loss,
+        token_batches,
+    )
+    return {name for m in modules for name in m.__all__ if inspect.isfunction(getattr(m, name))}
