@@ -6,6 +6,8 @@ what CUDA's allocator rounds and cannot use again, and the lanes of peers' memor
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
