@@ -10,7 +10,7 @@ A plan is made as `make_plan` makes it, for one rank of a group that is only pre
     lower     rows of buffers, windows, launches
     pack      the tables into one buffer on the host
     spread    the buffer to the device, and there the row numbers of its spans; with --device cpu the host spreads them
-    link      the program that refers to them
+    link      the plan that refers to them
 
 Sequences are packed (thd), causal, of random lengths around --mean tokens, padded to a multiple of 2 * cp_size; with
 `lengths full` they need no padding. The medians of several plans are reported: wall time by stage and, because other
@@ -38,6 +38,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cp_fast.compile.instructions import Launch
 from cp_fast.compile.link import linked
 from cp_fast.compile.pipeline import lowered
 from cp_fast.features import required
@@ -144,14 +145,14 @@ def _measure(
         if device.type == "cuda":
             torch.cuda.synchronize()
         marks.append(_now())
-        program = linked(draft.program, tables)
+        plan = linked(draft.plan, tables)
         marks.append(_now())
         wall, cpu = (1e3 * np.diff(column) for column in zip(*marks, strict=True))
         spread = STAGES.index("spread")
         spent = dict(zip(STAGES, wall.tolist(), strict=True)) | {"total": float(wall.sum())}
         times.append(spent | {"host_cpu": float(cpu.sum() - cpu[spread]), "spread_cpu": float(cpu[spread])})
-        launches = sum(len(step.launches) for step in program.forward)
-        del host, tables, draft, program  # so that giving their memory back is not in the next plan's time
+        launches = sum(1 for _ in plan.forward.of(Launch))
+        del host, tables, draft, plan  # so that giving their memory back is not in the next plan's time
     medians = {f"{name}_ms": round(statistics.median(t[name] for t in times[1:]), 3) for name in times[0]}
     return Row(
         count, cp_size, comm, layout, window, lengths, **medians, launches=launches,

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import typer
 
+from cp_fast.compile.instructions import Launch
 from cp_fast.packing import Packing
 from cp_fast.plan import lowered
 from cp_ref.spec import PaperGroup, Problem, Sizes, make_program, read_problem, saved_kinds
@@ -59,7 +60,7 @@ def measured(case: str, count: int, planned: bool) -> tuple[float, float, int]:
         return read, float("nan"), 0
     steps = make_program(problem, RANKS.rank)
     draft = lowered(Packing(problem), RANKS.rank, steps, saved_kinds(problem))
-    return read, time.thread_time() - began, sum(len(step.launches) for step in draft.program.forward)
+    return read, time.thread_time() - began, sum(1 for _ in draft.plan.forward.of(Launch))
 
 
 def _read(areas: torch.Tensor) -> Problem:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 
 import cp_fast
+from cp_fast.compile.instructions import Recv, Send
 from cp_fast.compile.pipeline import lowered
 from cp_fast.exchanges import Message
 from cp_fast.packing import Packing
@@ -296,22 +297,18 @@ def test_a_captured_exchange_goes_by_the_group() -> None:
 def test_both_ends_cut_their_messages_into_the_same_steps(problem: Problem) -> None:
     """Which is what a lane's two ends rest on: a block is all that goes to a rank in one step."""
     with costs(ALWAYS):  # exchanges in stages, where there can be any
-        programs = [
-            lowered(Packing(problem), rank, make_program(problem, rank), saved_kinds(problem)).program
+        plans = [
+            lowered(Packing(problem), rank, make_program(problem, rank), saved_kinds(problem)).plan
             for rank in range(problem.cp_size)
         ]
     for name in ("forward", "backward"):
         sent: dict[Any, list[int]] = {}
         received: dict[Any, list[int]] = {}
-        for rank, program in enumerate(programs):
-            for number, step in enumerate(getattr(program, name)):
-                for send in step.sends:
-                    for peer, tag in zip(send.peers, send.tags, strict=True):
-                        sent.setdefault((number, rank, peer), []).append(tag)
-                for send in step.result_sends:
-                    sent.setdefault((number, rank, send.peer), []).append(send.tag)
-                for recv in (*step.recvs, *step.result_recvs):
-                    received.setdefault((number, recv.peer, rank), []).append(recv.tag)
+        for rank, plan in enumerate(plans):
+            for send in getattr(plan, name).of(Send):
+                sent.setdefault((send.step, rank, send.peer), []).append(send.tag)
+            for recv in getattr(plan, name).of(Recv):
+                received.setdefault((recv.step, recv.peer, rank), []).append(recv.tag)
         assert {key: sorted(tags) for key, tags in sent.items()} == {
             key: sorted(tags) for key, tags in received.items()
         }

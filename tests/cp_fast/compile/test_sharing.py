@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.planning_areas import measured
 from conformance.draw_areas import areas as drawn_areas
 from cp_fast import masks
+from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.tiles.joins import one_each, strips
 from cp_fast.compile.tiles.launches import launch_tables
@@ -67,12 +67,11 @@ def launches_of(areas: torch.Tensor, length: int) -> list[list[tuple[int, int | 
     """The forward launches of one rank alone, by step: segments, and the window."""
     problem = Problem(1, (Sequence(*[length] * 4),), qkv_format="thd", areas=tuple(map(tuple, areas.tolist())))
     draft = lowered(Packing(problem), 0, make_program(problem, 0), saved_kinds(problem))
+    forward = draft.plan.forward
+    batches = [(one.step, one.batch) for one in forward.of(Launch)]
     return [
-        [
-            (len(draft.tables.cumulative(cast("Any", x.segments.cu_q))) - 1, x.segments.left, x.segments.right)
-            for x in step.launches
-        ]
-        for step in draft.program.forward
+        [(len(draft.tables.cumulative(x.cu_q)) - 1, x.left, x.right) for at, x in batches if at == step]
+        for step in range(forward.steps)
     ]
 
 
