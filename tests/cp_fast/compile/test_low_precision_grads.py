@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from cp_fast.planning.narrow import agree_on_narrow, of_one_launch
 
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, Gradients
+from cp_fast.compile.instructions import Send
+from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
 from cp_ref import SimGroup
 from cp_ref.sim import SimMember
+from cp_ref.spec import CPCommType
 
 
 class Rounded:
@@ -28,32 +30,34 @@ class Rounded:
         return Gradients(*(x.to(operands.dout.dtype) for x in self._backend.backward(operands, *args)))
 
 
-def play(member: SimMember, comm: Any, window: int, rounded: tuple[bool, ...]) -> tuple[list[torch.Tensor], int]:
-    """Results, and how many sums of gradients are sent as one launch rounded them."""
+def play(member: SimMember, comm: CPCommType, window: int, rounded: tuple[bool, ...]) -> tuple[list[torch.Tensor], int]:
+    """Results, and how many messages of gradients are sent as one launch rounded them."""
     cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
     sizes: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.bfloat16}
     cu = torch.tensor([0, 16 * cp.size, 24 * cp.size], dtype=torch.int32)
     how: dict[str, Any] = {"qkv_format": "thd", "window_size": (window, 0), "cu_seqlens_q": cu}
     plan = cp_fast.make_plan(cp=cp, device="cpu", **how, **sizes)
-    program = agree_on_narrow(cp.comm, plan.program, rounded=rounded[cp.rank])
-    plan = replace(plan, backend=Rounded(plan.backend), program=program)
+    single, wide = of_one_launch(plan.instructions.backward), plan.instructions.backward.buffers
+    sent = {send.source.buffer for send in plan.instructions.backward.of(Send)}
+    instructions = low_precision_grads(plan.instructions, cp.comm, rounded=rounded[cp.rank])
+    plan = replace(plan, backend=Rounded(plan.backend), instructions=instructions)
     draw = torch.Generator().manual_seed(cp.rank)
     q, k, v, dout = (torch.randn(24, h, 8, generator=draw).bfloat16() for h in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = cp_fast.attention(*leaves, cp=cp, plan=plan)
-    sent = [sums for sums in program.sums.values() if sums.kind == "dkv" and not sums.home and not sums.complete]
-    assert sum(sums.narrow for sums in sent) == (len(of_one_launch(program)) if rounded[cp.rank] else 0)
+    low = sum(wide[number].dtype != instructions.backward.buffers[number].dtype for number in sent)
+    assert low == (len(single) if rounded[cp.rank] else 0)
     results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    return results, sum(sums.narrow for sums in sent)
+    return results, low
 
 
 @pytest.mark.parametrize("window", [-1, 5])
 @pytest.mark.parametrize(("comm", "size"), [("p2p", 2), ("p2p", 3), ("all_gather", 3), ("a2a+p2p", 4)])
-def test_the_bits_are_the_same(comm: str, size: int, window: int) -> None:
+def test_the_bits_are_the_same(comm: Any, size: int, window: int) -> None:
     wide = SimGroup(size).run(lambda member: play(member, comm, window, (False,) * size))
     for rounded in ((True,) * size, (True, *(False,) * (size - 1))):
         found = SimGroup(size).run(lambda member, rounded=rounded: play(member, comm, window, rounded))
         for (mine, _), (its, _) in zip(found, wide, strict=True):
             assert all(map(torch.equal, mine, its)), (comm, window, rounded)
         if all(rounded) and window < 0:
-            assert sum(narrow for _, narrow in found) > 0
+            assert sum(low for _, low in found) > 0
