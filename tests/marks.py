@@ -15,7 +15,7 @@ needs_cxx = pytest.mark.skipif(build.why_not("cpu") is not None, reason="needs a
 
 def examples(count: int) -> int:
     """How many examples a test of Hypothesis draws: all, or in the fast tests one in four (see `tests/conftest.py`)."""
-    return max(1, count * settings.default.max_examples // 100)
+    return max(1, count * settings().max_examples // 100)
 
 
 def seeds(count: int) -> list[ParameterSet]:

@@ -134,13 +134,13 @@ def attention_forward(
         raise ValueError(f"{name} is called with is_causal={causal}; when it was prepared it was {prepared}")
     packed = sequences.qkv_format == "thd"
     q, k, v = (x.transpose(1, 2)[0] if packed else x.transpose(1, 2) for x in (query, key, value))
+    arguments: dict[str, Any] = {"qkv_format": sequences.qkv_format, "attn_mask_type": _mask(causal, sequences)}
     out = attend(
         q,
         k,
         v,
         cp=sequences.cp,
-        qkv_format=sequences.qkv_format,
-        attn_mask_type=_mask(causal, sequences),
+        **arguments,
         window_size=window,
         softmax_scale=scaling,
         softcap=softcap or 0.0,

@@ -14,7 +14,7 @@ from cp_ref import SimGroup
 RESULTS = ("out", "dq", "dk", "dv")
 
 
-def results(cp_size: int, comm: str, first: list[torch.Tensor], others: list[int]) -> dict[str, torch.Tensor]:
+def results(cp_size: int, comm: Any, first: list[torch.Tensor], others: list[int]) -> dict[str, torch.Tensor]:
     """Those of the first sequence, beside others of these lengths."""
     lengths = [len(first[0]), *others]
     generator = torch.Generator().manual_seed(sum(others))

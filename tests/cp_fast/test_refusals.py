@@ -218,7 +218,7 @@ def test_calls_that_would_send_different_messages_are_told_apart() -> None:
     def one(member: SimMember) -> list[str]:
         first = member.rank == 0
         said: list[str] = []
-        calls: list[tuple[str, dict[str, Any]]] = [
+        calls: list[tuple[Any, dict[str, Any]]] = [
             ("p2p", {"return_max_logit": first}),
             ("a2a", {"return_lse": first}),
             ("p2p", {"softmax_type": "learnable", "softmax_offset": torch.zeros(4, requires_grad=first)}),

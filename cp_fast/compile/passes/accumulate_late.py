@@ -79,14 +79,18 @@ class _Moving:
         self.waiting = [one for one in self.waiting if one.target.buffer not in by_sum]
         for total, some in by_sum.items():
             if total not in self.begun and len(some) > 1:
-                some.sort(key=lambda one: self._rank(one, alone=self.parts[one.target.buffer] == 2))
+                some.sort(key=lambda one: self._rank(one, two=self.parts[one.target.buffer] == 2))
             self.begun.add(total)
             self.found += [replace(one, step=self.step, made_by="accumulate_late") for one in some]
 
-    def _rank(self, one: Accumulate[RowKey], *, alone: bool) -> bool:
-        """The first to be accumulated has the least. `alone`: there are two partial results in all, so the sum of them
-        is rounded at once and begins in the result's dtype; else in the wide one. Nothing here depends on lengths: a
-        row's partial results are added in the same order in every batch, so its sum has the same bits.
+    def _rank(self, one: Accumulate[RowKey], *, two: bool) -> tuple[bool, bool]:
+        """The first to be accumulated has the least. Of `two` partial results either may be the first, whose sum has
+        the same bits: one with all rows is, in the dtype that the sum is rounded to. Of more, one in the wide dtype,
+        whatever the lengths: so the partial results of a row are added in the same order in every batch.
         """
-        wanted = self.plan.buffers[one.target.buffer].dtype if alone else "wide"
-        return self.plan.buffers[one.source.buffer].dtype != wanted
+        spec, rows = self.plan.buffers[one.target.buffer], one.target.rows
+        dtype = self.plan.buffers[one.source.buffer].dtype
+        if not two:
+            return False, dtype != "wide"
+        whole = spec.rows is None or rows is None or (isinstance(rows, slice) and rows == slice(0, spec.rows))
+        return not whole, dtype != spec.dtype
