@@ -51,7 +51,7 @@ class Plan(plans.Plan):
     custom: Schedule | None = field(default=None, hash=False)  # tables have no hash
 
     @cached_property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> Schedule:  # pyright: ignore[reportIncompatibleMethodOverride]  # a property too, kept
         """The messages and tiles of every rank, step by step."""
         return make_schedule(self.problem) if self.custom is None else self.custom
 

@@ -55,7 +55,7 @@ class Plan:
     rank: int
     device: torch.device
 
-    @cached_property
+    @property
     def schedule(self) -> Schedule:
         """The messages and tiles of every rank, step by step."""
         raise NotImplementedError
