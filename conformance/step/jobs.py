@@ -88,7 +88,8 @@ def _context_for(jobs: Sequence[Job]) -> Any:
     build, batch = jobs[0].build, jobs[0].batch
     try:
         pickle.dumps((build, batch))
-        if "__main__" not in (getattr(build, "__module__", ""), getattr(batch, "__module__", "")):
+        given = [getattr(each, "func", each) for each in (build, batch)]  # of a partial function
+        if not any(getattr(each, "__module__", "") == "__main__" for each in given):
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(_PRELOADED)
             return context

@@ -30,7 +30,7 @@ def run(job: Job) -> dict[str, Any]:
     torch.set_num_threads(job.threads)
     cuda = job.device.startswith("cuda")
     if cuda:
-        torch.cuda.set_device(job.rank)
+        torch.cuda.set_device(job.rank if job.world else int(job.device.partition(":")[2]))
     os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "WORLD_SIZE": str(job.world or 1)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(job.world or 1)}
     dist.init_process_group(
