@@ -117,7 +117,7 @@ def _stepped(job: Job, step: Any, batch: Any, optimizer: Any, weights: dict[str,
 
 
 def _compared(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What rank 0 has, and of other ranks what is not the same there; the names of the latter."""
+    """All values on rank 0; on another rank those that differ from rank 0's, and their names."""
     digests = {name: None if x is None else crc32(x.view(torch.uint8).numpy()) for name, x in values.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, digests)
@@ -128,7 +128,7 @@ def _compared(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _context(job: Job) -> Any:
-    """This rank's context; cp ranks lie beside each other, as in a mesh [dp, cp]."""
+    """This rank's context; the ranks of one are consecutive, as in a mesh [dp, cp]."""
     pair = job.cp_comm_type == "a2a+p2p"
     inner = 2 if pair else job.cp_size
     mine: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The processes of a comparison, and what they found."""
+"""The processes of a comparison, and their findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOISES = (1, 2)  # seeds of the rounding errors that weights are given
 
 @dataclass(frozen=True)
 class Measured:
-    """What the processes found: the one, those with moved weights, and the ranks."""
+    """The findings of all processes: the one, those with moved weights, and the ranks."""
 
     one: dict[str, Any]
     noisy: list[dict[str, Any]]
@@ -96,7 +96,7 @@ class Runs:
 
 
 def _on_gpus(alone: list[Job]) -> list[list[Job]]:
-    """Processes that run at the same time, each on a GPU of its own."""
+    """Processes that run at the same time, one on each GPU."""
     count = torch.cuda.device_count()
     placed = [replace(job, device=f"cuda:{n % count}") for n, job in enumerate(alone)]
     return [placed[n : n + count] for n in range(0, len(placed), count)]

@@ -205,7 +205,7 @@ def test_it_needs_no_hypothesis(tmp_path: Path) -> None:
 
 
 def with_losses(cp: Any, cut_early: bool = False) -> Any:
-    """A step that returns the losses of tokens; wrong ones, or one too few, on ranks."""
+    """A step that returns the losses of tokens: wrong ones on ranks, or too few."""
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(50, 12), "head": torch.nn.Linear(4, 50)})
     torch.manual_seed(0)
     for weight in model.parameters():
