@@ -56,6 +56,14 @@ def test_a_planted_mistake_is_found_and_named(mutant: Mutant) -> None:
         assert (report.findings[0].text if report.findings else report.first) in PAGE, report
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("bug", ["labels shifted after the cut", "one layer on its slice", "mean of each rank"])
+def test_mistakes_are_named_in_low_precision(bug: str) -> None:
+    [cause] = [mutant.cause for mutant in MUTANTS if mutant.bug == bug]
+    report = step_of(Shape(dtype=torch.bfloat16, layers=3), bug, layout="contiguous")
+    assert report.causes == (cause,), report
+
+
 def test_there_are_enough_mistakes() -> None:
     assert len(MUTANTS) >= 20
     assert sum(bool(mutant.cause) for mutant in MUTANTS) >= 16
