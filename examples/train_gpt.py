@@ -91,7 +91,7 @@ def build(context: cp.ContextParallel | None) -> tuple[GPT, Callable[[tuple[Tens
     model = GPT()
 
     def step(batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Gradients of all processes, and the loss of the whole batch."""
+        """Leave the whole batch's gradients on the weights, and return its loss."""
         ids, cu = batch
         sizes: dict[str, Any] = {"heads_q": HEADS, "heads_kv": HEADS, "d_qk": HEAD_DIM, "d_v": HEAD_DIM}
         sizes |= {"dtype": torch.float32, "device": "cpu"}

@@ -1,4 +1,4 @@
-"""What `conformance.step` needs of `cp_fast`: a context over processes, and to be told of every call of attention."""
+"""The part of `cp_fast` that `conformance.step` uses: contexts over processes, and a note of every attention call."""
 
 from __future__ import annotations
 

@@ -139,12 +139,17 @@ def _determined(values: list[Any], grads: list[Any], bound: float) -> list[Any]:
 def _tokens(found: Measured, dtype: torch.dtype) -> tuple[list[Row], str]:
     """The losses of tokens that step returned."""
     rows, where = [], ""
+    counts = {len(each["tokens"] or []) for each in (found.one, *found.ranks)}
     for number, one in enumerate(found.one["tokens"] or []):
         places = found.places(number)
-        parts = [rank["tokens"][number] if rank["tokens"] else None for rank in found.ranks]
-        beside = None if places is None else places.together(parts, one)
+        parts = [rank["tokens"][number] for rank in found.ranks] if len(counts) == 1 else []
+        beside = places.together(parts, one) if places is not None and parts else None
         if beside is None:
-            continue
+            shapes = [list(x.shape) for x in (one, *parts)]
+            raise StepError(
+                f"losses of tokens have the shapes {shapes} in one process and on the ranks; they are [b, s/cp] or "
+                "[t/cp], one for each token, and one tensor for each call of the model"
+            )
         got, index, rank, key = beside
         exact, yards = one.reshape(-1)[index], [x["tokens"][number].reshape(-1)[index] for x in found.noisy]
         rows.append(judge("losses of tokens", got, exact, yards, dtype))

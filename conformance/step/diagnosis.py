@@ -15,8 +15,8 @@ from conformance.step.report import Finding
 
 __all__ = ["Diagnosis", "diagnose"]
 
-_APART = 0.02  # by how much weights of ranks or micro-batches differ before it is said
-_LEFT = 0.02  # of a gradient that weights of ranks do not explain
+_APART = 0.02  # smaller differences between weights are not reported
+_LEFT = 0.02  # the largest part of a gradient that its weights may leave unexplained
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Diagnosis:
 
 
 def diagnose(found: Any, loss: str, dtype: Any, vanishes: Callable[[str], bool]) -> Diagnosis:
-    """What explains the differences of a step that was looked at (`conformance.step.compare.Measured`).
+    """Explain the differences of a step that was looked at (`conformance.step.runs.Measured`).
 
     The first kind of evidence that explains them ends the search: what comes later in a step follows from it.
 
@@ -67,7 +67,7 @@ def _parts(found: Any) -> set[str]:
 
 
 def _wrong(found: Any, dtype: torch.dtype, rank: int = 0) -> dict[str, float]:
-    """The factor of each wrong gradient, NaN where it is none."""
+    """The factor of each wrong gradient, NaN where no factor fits."""
     factors = {}
     mine = found.of_rank("grads", rank)
     for name, one in found.one["grads"].items():
@@ -119,7 +119,7 @@ def _of_reduction(found: Any, dtype: torch.dtype) -> list[Finding]:
 
 
 def _meaning(factor: float, found: Any) -> str:
-    """What a factor may be: names of the numbers that are it."""
+    """The numbers of the run that a factor is equal to, by name."""
     numbers = {"cp_size": found.cp_size, "dp_size": found.dp_size, "all ranks": len(found.ranks)}
     numbers["micro-batches"] = found.ranks[0]["look"]["forwards"]
     names = []
@@ -170,7 +170,7 @@ def _apart(weights: list[float] | None) -> bool:
 
 
 def _of_weights(found: Any, vanishes: Callable[[str], bool]) -> list[Finding]:
-    """Ranks or micro-batches that enter the gradient with weights of their own."""
+    """Ranks or micro-batches that enter the gradient with different weights."""
     if "clipping" in _parts(found) and vanishes("clipping"):
         return [Finding("clipping", "without clipping of gradients the step is right")]
     shares = _shares(found)
@@ -178,7 +178,7 @@ def _of_weights(found: Any, vanishes: Callable[[str], bool]) -> list[Finding]:
         return []
     by_batch = [_added([rank[k] for rank in shares]) for k in range(len(shares[0]))]
     by_rank = [_added(rank) for rank in shares]
-    final, one = found.of_rank("grads", 0), found.one["grads"]
+    final = found.of_rank("grads", 0)
     for parts, cause, words in (
         (by_batch, "micro-batches", "micro-batches"),
         (by_rank, "clipping", "ranks"),
@@ -186,13 +186,6 @@ def _of_weights(found: Any, vanishes: Callable[[str], bool]) -> list[Finding]:
         weights = _explained(final, parts) if len(parts) > 1 else None
         if _apart(weights):
             return [Finding(cause, f"{words} enter the gradient with the weights {_numbers(weights)}")]
-    for parts, cause, words in (
-        (by_batch, "micro-batches", "micro-batches"),
-        (by_rank, "mean-per-rank", "ranks"),
-    ):
-        weights = _explained(one, parts) if len(parts) > 1 else None
-        if _apart(weights):
-            return [Finding(cause, f"in one process {words} have the weights {_numbers(weights)}, over ranks 1 each")]
     return []
 
 
@@ -201,7 +194,7 @@ def _numbers(weights: list[float] | None) -> str:
 
 
 def _clipped_apart(found: Any) -> Finding | None:
-    """Whether each rank's gradient is the sum of all, scaled by a number of its own."""
+    """Whether the ranks' gradients differ by one factor for each rank."""
     norms = [norm_of(found.of_rank("grads", rank)) for rank in range(len(found.ranks))]
     first = found.of_rank("grads", 0)
     for rank in range(1, len(found.ranks)):
@@ -217,7 +210,7 @@ def _clipped_apart(found: Any) -> Finding | None:
 
 
 def _of_loss(found: Any, loss: str, dtype: torch.dtype) -> list[Finding]:
-    """Gradients are right, and the loss that step returns is not."""
+    """A wrong loss with right gradients."""
     if _wrong(found, dtype):
         return []
     mine, one = [rank["losses"][0] for rank in found.ranks], found.one["losses"][0]

@@ -7,7 +7,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ class Job:
     without: str = ""
     threads: int = 1
     limit_s: float = 600.0
-    dtype: torch.dtype | None = field(default=None)
 
     @property
     def file(self) -> Path:
@@ -69,6 +68,8 @@ def run_jobs(jobs: Sequence[Job]) -> list[Any]:
         StepError: one of them raised (with its traceback), died, or did not end in `limit_s`. The others are ended.
     """
     context = _context_for(jobs)
+    if context.get_start_method() == "fork":
+        jobs = [replace(job, threads=1) for job in jobs]  # a copy of this process has none of OpenMP's threads
     started = [context.Process(target=_main, args=(job,), daemon=False) for job in jobs]
     try:
         for process in started:
@@ -88,7 +89,8 @@ def _context_for(jobs: Sequence[Job]) -> Any:
     build, batch = jobs[0].build, jobs[0].batch
     try:
         pickle.dumps((build, batch))
-        if "__main__" not in (getattr(build, "__module__", ""), getattr(batch, "__module__", "")):
+        given = [getattr(each, "func", each) for each in (build, batch)]  # of a partial function
+        if not any(getattr(each, "__module__", "") == "__main__" for each in given):
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(_PRELOADED)
             return context

@@ -19,8 +19,8 @@ _FEW = 64  # values
 def judge(name: str, got: Any, one: Any, noisy: Sequence[Any], dtype: torch.dtype) -> Row:
     """One value's errors and bounds (`conformance.budgets`).
 
-    The yardstick is the one process again, with weights that were moved by some roundings: a difference counts that is
-    larger than what rounding makes of the same step.
+    The yardstick is the one process again, with weights moved by two roundings. A difference counts if rounding alone
+    does not make as large a one.
 
     Args:
         got, one: over ranks, and of the one process; numbers or tensors of any shape; None: there is none.

@@ -1,4 +1,4 @@
-"""What is seen while a step runs: modules, losses of tokens, gradients before they are reduced, calls of attention."""
+"""A record of a running step: modules, losses of tokens, gradients before they are reduced, calls of attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conformance.step.without import CLIPPING, PARTS
 
 __all__ = ["Look"]
 
-_NUMBERS = 2  # that stand for the features of a token: products with random vectors
+_NUMBERS = 2  # for the features of a token: products with random vectors
 
 
 class Look(TorchFunctionMode):
@@ -146,7 +146,7 @@ def _first(out: Any) -> Any:
 
 
 def _numbers(x: Any) -> torch.Tensor | None:
-    """Integers as they are; of other tensors two numbers for each token, whatever the size of the last axis."""
+    """Integers unchanged; other tensors as two numbers for each token."""
     if not isinstance(x, torch.Tensor) or x.ndim == 0 or x.is_complex() or hasattr(x, "full_tensor"):
         return None
     if not x.is_floating_point() or x.ndim == 1:

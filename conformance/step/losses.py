@@ -1,4 +1,4 @@
-"""What the losses of single tokens show: labels, what counts, and with which weight."""
+"""Evidence in the losses of single tokens: their labels, and the weights with which they count."""
 
 from __future__ import annotations
 

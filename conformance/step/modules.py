@@ -1,4 +1,4 @@
-"""The first module whose output differs, and what that says."""
+"""The first module with another output, and its meaning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ModuleEvidence", "of_modules"]
 
 @dataclass
 class ModuleEvidence:
-    """Where the forward pass goes wrong first, and why where that is plain."""
+    """The first difference in the forward pass, and its cause if that is plain."""
 
     first: str = ""
     finding: Finding | None = None

@@ -91,7 +91,7 @@ class Places:
         return None
 
     def together(self, parts: Sequence[torch.Tensor | None], one: torch.Tensor | None) -> Any:
-        """The ranks' tokens beside the one process's.
+        """The ranks' tokens, paired with those of the one process.
 
         Args:
             parts: each rank's tensor, by rank. one: the one process's.

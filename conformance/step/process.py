@@ -30,11 +30,11 @@ def run(job: Job) -> dict[str, Any]:
     torch.set_num_threads(job.threads)
     cuda = job.device.startswith("cuda")
     if cuda:
-        torch.cuda.set_device(job.rank)
+        torch.cuda.set_device(job.rank if job.world else int(job.device.partition(":")[2]))
     os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "WORLD_SIZE": str(job.world or 1)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(job.world or 1)}
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        "nccl" if cuda else "gloo",
         init_method=f"file://{job.store}",
         rank=job.rank,
         world_size=job.world or 1,
@@ -117,8 +117,10 @@ def _stepped(job: Job, step: Any, batch: Any, optimizer: Any, weights: dict[str,
 
 
 def _compared(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What rank 0 has, and of other ranks what is not the same there; the names of the latter."""
-    digests = {name: None if x is None else crc32(x.view(torch.uint8).numpy()) for name, x in values.items()}
+    """All values on rank 0; on another rank those that differ from rank 0's, and their names."""
+    digests = {
+        name: None if x is None else crc32(x.reshape(-1).view(torch.uint8).numpy()) for name, x in values.items()
+    }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, digests)
     unlike = [name for name in values if digests[name] != everyone[0].get(name)]
@@ -128,7 +130,7 @@ def _compared(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _context(job: Job) -> Any:
-    """This rank's context; cp ranks lie beside each other, as in a mesh [dp, cp]."""
+    """This rank's context; the ranks of one are consecutive, as in a mesh [dp, cp]."""
     pair = job.cp_comm_type == "a2a+p2p"
     inner = 2 if pair else job.cp_size
     mine: dict[str, Any] = {}
@@ -198,9 +200,12 @@ def _add_rounding(weights: dict[str, torch.Tensor], seed: int) -> None:
     with torch.no_grad():
         for number, weight in enumerate(weights.values()):
             local: Any = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[operator]
-            chance = torch.Generator().manual_seed(1000 * seed + number)
-            sign = torch.randint(0, 2, local.shape, generator=chance, dtype=torch.float64).mul_(2).sub_(1)
-            local.mul_((1 + sign * (_ROUNDINGS * torch.finfo(local.dtype).eps)).to(local.device))
+            if not (local.is_floating_point() or local.is_complex()):
+                continue
+            chance = torch.Generator(local.device).manual_seed(1000 * seed + number)
+            how = {"generator": chance, "device": local.device, "dtype": torch.float64}
+            sign = torch.randint(0, 2, local.shape, **how).mul_(2).sub_(1)
+            local.mul_(1 + sign * (_ROUNDINGS * torch.finfo(local.dtype).eps))
 
 
 def _whole(x: Any) -> torch.Tensor | None:
@@ -209,6 +214,7 @@ def _whole(x: Any) -> torch.Tensor | None:
         return None
     x = x.detach()
     x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    x = torch.view_as_real(x) if x.is_complex() else x
     return x.clone().cpu().contiguous()
 
 

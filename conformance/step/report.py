@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What was compared, and what is wrong.
+    """All compared values, and the mistakes found.
 
     Attributes:
         title: ranks, schedule, layout, dtype.

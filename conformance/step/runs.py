@@ -1,4 +1,4 @@
-"""The processes of a comparison, and what they found."""
+"""The processes of a comparison, and their findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOISES = (1, 2)  # seeds of the rounding errors that weights are given
 
 @dataclass(frozen=True)
 class Measured:
-    """What the processes found: the one, those with moved weights, and the ranks."""
+    """The findings of all processes: the one, those with moved weights, and the ranks."""
 
     one: dict[str, Any]
     noisy: list[dict[str, Any]]
@@ -70,7 +70,7 @@ class Runs:
         self._job, self._world, self._count = job, world, 0
 
     def measured(self, *, look: bool = False, without: str = "") -> Measured:
-        """The step in all processes: on a CPU all at the same time, on GPUs each alone on its GPUs."""
+        """The step in all processes: on a CPU all at the same time, on GPUs first those without a context."""
         self._count += 1
         job = replace(self._job, look=look, without=without)
         alone = [self._alone(job, 0), *(self._alone(job, seed) for seed in _NOISES)]
@@ -79,7 +79,7 @@ class Runs:
             replace(job, name=f"rank {rank}", rank=rank, world=self._world, store=store, folder=self._folder())
             for rank in range(self._world)
         ]
-        waves = [[*alone, *ranks]] if job.device == "cpu" else [*([job] for job in alone), ranks]
+        waves = [[*alone, *ranks]] if job.device == "cpu" else [*_on_gpus(alone), ranks]
         one, *found = [each for wave in waves for each in run_jobs(wave)]
         noisy, ranks = found[: len(_NOISES)], found[len(_NOISES) :]
         return Measured(one, noisy, ranks, job.cp_size, self._world // job.cp_size, job.layout)
@@ -93,3 +93,10 @@ class Runs:
         folder = self._job.folder / str(self._count)
         folder.mkdir(exist_ok=True)
         return folder
+
+
+def _on_gpus(alone: list[Job]) -> list[list[Job]]:
+    """Processes that run at the same time, one on each GPU."""
+    count = torch.cuda.device_count()
+    placed = [replace(job, device=f"cuda:{n % count}") for n, job in enumerate(alone)]
+    return [placed[n : n + count] for n in range(0, len(placed), count)]

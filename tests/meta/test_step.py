@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+import cp_fast
 from conformance.step import CAUSES, StepError, compare_step
 from tests.dist.workers import run_module
 from tests.meta.step_mutants.model import Shape, batch_of, build_of
@@ -52,6 +54,14 @@ def test_a_planted_mistake_is_found_and_named(mutant: Mutant) -> None:
         assert report.first, report
     if mutant.bug in SHOWN:
         assert (report.findings[0].text if report.findings else report.first) in PAGE, report
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("bug", ["labels shifted after the cut", "one layer on its slice", "mean of each rank"])
+def test_mistakes_are_named_in_low_precision(bug: str) -> None:
+    [cause] = [mutant.cause for mutant in MUTANTS if mutant.bug == bug]
+    report = step_of(Shape(dtype=torch.bfloat16, layers=3), bug, layout="contiguous")
+    assert report.causes == (cause,), report
 
 
 def test_there_are_enough_mistakes() -> None:
@@ -200,3 +210,53 @@ def test_it_needs_no_hypothesis(tmp_path: Path) -> None:
     code, said = run_module(ROOT, "conformance", "step", "--help", path=(tmp_path,))
     assert code == 0, said
     assert os.fspath(tmp_path) not in sys.path
+
+
+def with_losses(cp: Any, cut_early: bool = False) -> Any:
+    """A step that returns the losses of tokens: wrong ones on ranks, or too few."""
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(50, 12), "head": torch.nn.Linear(4, 50)})
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight)
+    context = cp or cp_fast.ContextParallel(torch.distributed.group.WORLD)
+
+    def step(ids: Any) -> Any:
+        labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        ids, labels = cp_fast.shard(ids, cp=context), cp_fast.shard(labels, cp=context)
+        q, k, v = model["embed"](ids).unflatten(-1, (3, 1, 4)).unbind(-3)
+        logits = model["head"](cp_fast.attention(q, k, v, cp=context).flatten(-2))
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        (losses.sum() / 30).backward()
+        for weight in model.parameters():
+            torch.distributed.all_reduce(weight.grad)
+        torch.distributed.all_reduce(loss := losses.detach().sum())
+        if cut_early:
+            return loss, losses[:, :5]
+        return loss, losses * (1.0 if cp is None or cp.rank == 0 else 1.5)
+
+    return model, step
+
+
+@pytest.mark.thorough
+def test_losses_of_tokens_are_compared_by_document_and_position() -> None:
+    ids = torch.arange(32).view(2, 16)
+    report = compare_step(with_losses, ids, 2)
+    assert not report.right
+    [row] = [row for row in report.rows if not row.ok]
+    assert row.name == "losses of tokens"
+    assert report.first == "the first token with a wrong loss is document 0, position 4, on rank 1"
+    with pytest.raises(StepError, match="losses of tokens have the shapes"):
+        compare_step(partial(with_losses, cut_early=True), ids, 2)
+
+
+@pytest.mark.thorough
+def test_the_script_for_gpus_is_tried_on_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install '.[test-integrations]'")
+    out = tmp_path / "step.json"
+    given = ["--device", "cpu", "--tiny", "--tokens", "64", "--out", str(out)]
+    code, said = run_module(ROOT, "benchmarks.step_gpu", *given)
+    assert code == 0, said
+    record = json.loads(out.read_text())
+    assert record["right"]
+    assert record["seconds"] > 0
+    assert record["compared"] > 20

@@ -23,7 +23,7 @@ WIDTH = HEADS * DIM
 
 @dataclass(frozen=True)
 class Shape:
-    """What the model and the batch have."""
+    """Features of the model and the batch."""
 
     layers: int = 2
     packed: bool = True  # documents behind one another, or [b, s] with padding
