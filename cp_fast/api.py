@@ -13,6 +13,7 @@ from cp_fast.checking import checking
 from cp_fast.compiled import attention_in_graph
 from cp_fast.context import ContextParallel
 from cp_fast.plan import Plan
+from cp_fast.selective import unseen
 from cp_fast.unplanned import Call, on_host, plan_of_call
 from cp_ref.common import attention as declared
 from cp_ref.common.attention import asked_for, problem_arguments
@@ -54,7 +55,8 @@ def attention(
         problem = on_host(problem_arguments(arguments))
         q, k, v = (autocast(local_part(x)) for x in (q, k, v))
         softmax_offset = one_a_head(softmax_offset)
-    made = plan if planned else plan_of_call(Call(cp, given, (q, k, v), softmax_offset, *flags, problem, plan))
+    with unseen():
+        made = plan if planned else plan_of_call(Call(cp, given, (q, k, v), softmax_offset, *flags, problem, plan))
 
     def look() -> None:
         check_flag("return_lse", return_lse)
@@ -62,7 +64,8 @@ def attention(
         check_placements(cp, made.problem.layout, made.problem.qkv_format, softmax_offset, **given)
         check_planned_call(made, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
 
-    call = agree_on_forward(made, cp, look, flags, q, k, v, softmax_offset)
+    with unseen():
+        call = agree_on_forward(made, cp, look, flags, q, k, v, softmax_offset)
     results = Attention.apply(made, cp, *flags, call, q, k, v, softmax_offset)
     results = placed_like(given["q"], made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)

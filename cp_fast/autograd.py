@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from cp_fast.checking import agree_on_call
+from cp_fast.compiled import forward_as_operator
 from cp_fast.context import ContextParallel
 from cp_fast.passes import backward_pass, forward_pass
 from cp_fast.plan import Plan
+from cp_fast.selective import is_selective
 from cp_ref.common.casting import no_autocast
 from cp_ref.common.derivatives import differentiable_once
 
@@ -38,8 +40,12 @@ class Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         # saved like this, the backward pass need not do it again
         q, k, v = q.detach(), k.detach(), v.detach()
-        with cp.alone("attention, forward"), no_autocast(q.device):
-            out, lse, max_logit, kept = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
+        if is_selective():
+            flags = deterministic, return_max_logit, return_lse
+            out, lse, max_logit, kept = forward_as_operator(plan, cp, flags, q, k, v, offset)
+        else:
+            with cp.alone("attention, forward"), no_autocast(q.device):
+                out, lse, max_logit, kept = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
         ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *((q, k, v) if plan.needs_inputs else ()))
         ctx.plan, ctx.handle, ctx.cp, ctx.deterministic, ctx.lse_given = (
             plan,

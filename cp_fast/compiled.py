@@ -4,9 +4,10 @@
     attention_backward   (that, dout, dlse) -> (dq, dk, dv, doffset)
 
 Both are opaque to the compiler, which sees shapes alone. In eager mode `autograd.Attention` does the same with less
-overhead. An operator's results must not share memory with its arguments, so the forward operator gives back only what
-the backward pass cannot find among them: the group's rows, in the a2a schedules. How many these are is known to the
-plan alone, so the compiler takes them for unknown sizes.
+overhead; it calls the forward operator only where selective checkpointing looks at operators (`selective.py`). An
+operator's results must not share memory with its arguments, so the forward operator gives back only what the backward
+pass cannot find among them: the group's rows, in the a2a schedules. How many these are is known to the plan alone, so
+the compiler takes them for unknown sizes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from cp_fast.calls import agree_on_forward, check_planned_call
 from cp_fast.checking import agree_on_call, checking
 from cp_fast.context import ContextParallel
 from cp_fast.handles import object_of
-from cp_fast.passes import backward_pass, forward_pass
+from cp_fast.passes import Results, backward_pass, forward_pass
 from cp_fast.plan import Plan
 from cp_fast.runtime.tensors import wide_dtype
 from cp_ref.common.casting import no_autocast
 
-__all__ = ["attention_in_graph"]
+__all__ = ["FORWARD", "attention_in_graph", "forward_as_operator"]
 
 Tensor = torch.Tensor
 
@@ -44,6 +45,23 @@ def attention_in_graph(
     how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, deterministic, return_max_logit, return_lse
     out, lse, max_logit, *_ = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
     return out, lse, max_logit
+
+
+def forward_as_operator(
+    plan: Plan,
+    cp: ContextParallel,
+    flags: tuple[bool, bool, bool],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor | None,
+) -> Results:
+    """`forward_pass` as the one operator that selective checkpointing sees. flags: deterministic, return_max_logit,
+    return_lse.
+    """
+    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
+    out, lse, max_logit, *kept = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
+    return Results(out, lse, max_logit if max_logit.numel() else None, kept)
 
 
 @torch.library.custom_op("cp_attention::attention_forward", mutates_args=())
@@ -158,3 +176,5 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
+
+FORWARD: Any = torch.ops.cp_attention.attention_forward.default
