@@ -1,7 +1,7 @@
 """The a2a schedules: heads are exchanged for sequence before attention and back after it (Ulysses), in a ring (USP).
 
-Inside a group of `a2a_size` ranks every rank starts with all heads of its own rows and ends up with all rows of the
-group for its own heads. Attention then needs no merging inside the group, whatever the mask.
+In a group of `a2a_size` ranks, each rank starts with all heads of its rows and ends with all of the group's rows for
+its heads. Attention then needs no merging inside the group, whatever the mask.
 
     a2a_size 2, 4 heads            before            exchanged           the result goes the other way
                                 h 0 1 2 3            h 0 1 2 3
@@ -11,11 +11,11 @@ group for its own heads. Attention then needs no merging inside the group, whate
 `a2a` is one group of all ranks. `a2a+p2p` has cp_size / a2a_size groups: global rank = p2p_rank * a2a_size + a2a_rank,
 and the ranks with equal a2a_rank form a ring across the groups.
 
-Heads are exchanged all at once or, where that takes less time, in stages (`stages.py`): one stage attends while the
-rows of the next come and the results of the last go home.
+Heads are exchanged all at once, or in stages where that takes less time (`stages.py`): one stage attends while the next
+stage's rows arrive and the previous stage's results return to their owners.
 
 With fewer kv heads than ranks in the group, a kv head goes to every rank that has one of its query heads, and its
-gradients are added up at home. The exchanged q and kv are kept for the backward pass.
+gradients are added up at its owner. The exchanged q and kv are kept for the backward pass.
 
 From DeepSpeed-Ulysses (Jacobs et al., 2023) and USP (Fang and Zhao, 2024).
 """
@@ -50,8 +50,8 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
 
 
 def plan_a2a_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
-    """One rank's forward and backward program: exchange, a ring across the groups (one step in `a2a`), exchange back;
-    for one stage of heads after the other.
+    """One rank's forward and backward program: exchange, ring across the groups (one step in `a2a`), exchange back;
+    stage by stage.
     """
     size, work = units.size, units.workload
     unit, a2a_rank = divmod(rank, size)

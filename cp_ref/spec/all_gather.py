@@ -4,8 +4,8 @@
     step 1                                             tiles with everybody else's
     step 2    (backward) dK/dV go home and are added up: a reduce-scatter
 
-Only rows that the receiver sees are sent: under a causal mask, or a window, that is less than all of K and V. The
-backward pass gathers again, so that nothing but the own slices is kept between the passes.
+A rank is sent only the rows that its queries see: under a causal mask or a window, less than all of K and V. The
+backward pass gathers again, so a rank keeps only its own slices between the passes.
 
 From Llama 3 (Grattafiori et al., 2024).
 """

@@ -29,7 +29,7 @@ from cp_ref.spec.table import Column, Table, in_blocks
 
 __all__ = ["UNBOUNDED", "Areas", "crop", "pairs"]
 
-UNBOUNDED = 2**40  # an edge of a band beyond every row
+UNBOUNDED = 2**40  # An edge of a band beyond every row.
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ def _edge(edge: int) -> str:
 def crop(
     q_start: Column, q_stop: Column, k_start: Column, k_stop: Column, lo: Column, hi: Column
 ) -> tuple[Column, Column, Column, Column]:
-    """The smallest rectangles that hold every visible pair of these; empty (start >= stop) where there is none.
+    """The smallest rectangles that hold every visible pair of these; empty (start >= stop) if no pair is visible.
 
     Each row of the result sees, and each column is seen by, at least one other.
 
@@ -104,10 +104,10 @@ def crop(
     >>> [x.tolist() for x in cropped]
     [[2], [4], [2], [4]]
     """
-    # row i sees nothing right of i + hi and left of i + lo; column j is seen by nobody outside j - hi ... j - lo
+    # Row i sees nothing right of i + hi and left of i + lo; column j is seen by nobody outside j - hi ... j - lo.
     q0, k1 = np.maximum(q_start, k_start - hi), np.minimum(k_stop, q_stop + hi)
     q1, k0 = np.minimum(q_stop, k1 - lo), np.maximum(k_start, q0 + lo)
-    q0, k1 = np.maximum(q0, k0 - hi), np.minimum(k1, q1 + hi)  # cutting one side may free the other
+    q0, k1 = np.maximum(q0, k0 - hi), np.minimum(k1, q1 + hi)  # Cutting one side may free the other.
     return q0, q1, k0, k1
 
 
@@ -119,7 +119,7 @@ def pairs(q_start: Column, q_stop: Column, k_start: Column, k_stop: Column, lo: 
     """
     q0, q1, k0, k1 = crop(q_start, q_stop, k_start, k_stop, lo, hi)
     rows, columns = np.maximum(q1 - q0, 0), np.maximum(k1 - k0, 0)
-    # row i hides k1 - (i + hi + 1) keys on its right while that is positive, and (i + lo) - k0 keys on its left
+    # Row i hides k1 - (i + hi + 1) keys on its right while that is positive, and (i + lo) - k0 keys on its left.
     hidden = _triangle(k1 - q0 - hi - 1, rows) + _triangle(q1 - 1 + lo - k0, rows)
     return np.where((rows > 0) & (columns > 0) & (lo <= hi), rows * columns - hidden, 0)
 

@@ -179,7 +179,7 @@ def counted(sizes: Sizes) -> Sizes:
 
 
 def check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
-    """Raise ValueError where kv heads do not serve equally many query heads, or ranks do not get equally many."""
+    """Raise ValueError unless every kv head serves equally many query heads and every rank gets equally many heads."""
     h_q, h_kv = sizes.heads_q, sizes.heads_kv
     if h_q % h_kv:
         raise ValueError(f"h_q is {h_q} and h_kv is {h_kv}; h_q must be a multiple of h_kv")
@@ -194,7 +194,7 @@ def check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
 
 
 def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> Seq[Sequence]:
-    """thd: lengths and slots from the cumulative lengths; kv defaults to q, slots to lengths."""
+    """The sequences of thd: lengths and slots from the cumulative lengths; kv defaults to q, slots to lengths."""
     for name in ("batch_size", "seqlen_q", "seqlen_kv"):
         if getattr(sizes, name) is not None:
             raise ValueError(
@@ -228,7 +228,7 @@ def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> Seq[Sequence]:
 
 
 def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, sizes: Sizes) -> Seq[Sequence]:
-    """bshd and sbhd: the slots are the tensor's, the lengths too unless the mask is a padding mask."""
+    """The sequences of bshd and sbhd: the slots are the tensor's, the lengths too unless the mask is a padding mask."""
     for side in ("q", "kv"):
         if given[f"cu_seqlens_{side}_padded"] is not None:
             raise ValueError(

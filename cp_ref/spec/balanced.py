@@ -1,7 +1,7 @@
-"""The layout "balanced": every rank holds as many rows and computes as many visible pairs, and little travels.
+"""The layout "balanced": all ranks hold equally many rows, compute equally many visible pairs, and send little.
 
 Ranks are filled one after the other. A rank has room for its share of the rows, and needs its share of the pairs.
-Documents lie in a line by their pairs a row (under a causal mask: by their lengths). A rank takes from all of it:
+Documents are sorted by their pairs per row (under a causal mask: by their lengths). A rank takes from the whole line:
 
     light                                     dense        1 whole documents, the densest first, as long as the lightest
     [1][2][ 3 ][ 4  ][  5  ][   6    ][         7       ]    that fill the rank's rows keep it within its need
@@ -9,15 +9,16 @@ Documents lie in a line by their pairs a row (under a causal mask: by their leng
                                                            3 the lightest, until the rows are full; of the last one its
                                                              early rows
 
-More rows from 2 and fewer from 3 are more pairs, so some number of rows meets the need to within a row. A whole
-document needs no message; late rows receive the document's rows before them, early rows receive none. What is left of
-a document is a document for the ranks that follow, and the last rank gets what is left of all: its share.
+More rows from 2 and fewer from 3 give more pairs, so some number of rows meets the need to within a row. A whole
+document needs no message; late rows receive the document's rows before them, early rows receive none. The rest of a cut
+document is a document for the next ranks. The last rank gets all the rest, which is its share.
 
-Greedy, since equal rows and equal pairs at once is bin packing in two dimensions. Two things improve on it: where 1
-can go on or stop, and 2 can cut one document or another, the way that receives least is taken; and at the end the ranks
-of most and of fewest pairs share theirs anew by 2 and 3 until all are level. One document alone is cut into late and
-early rows for every rank, which is dual_chunk. Equal parts of the buffer ("contiguous") are taken where they are no
-worse: documents of equal lengths, and masks that see as much everywhere.
+The method is greedy: equal rows and equal pairs at once is bin packing in two dimensions. Two steps improve the result.
+Where 1 can continue or stop, or 2 can cut one document or another, the choice that receives the fewest rows is taken.
+At the end, the ranks with the most and the fewest pairs redistribute theirs by 2 and 3 until all ranks are level. A
+single document is cut into late and early rows for every rank, which is dual_chunk. Equal parts of the buffer
+("contiguous") are used where they are no worse: for documents of equal lengths, and for masks under which all rows see
+equally many keys.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from cp_ref.spec.table import Column
 
 __all__ = ["balanced", "pairs_before"]
 
-_CLOSE = 0.004  # of a rank's need: this much may be missing before a document is cut for it
-_LEVEL = 0.01  # of a rank's need: ranks are level that differ by no more from it
-_TILE = 128  # rows of a kernel's tile: cuts at its multiples, where that keeps ranks level, cost no part of a tile
-_CHOICES = 4  # so many documents, after so many of the whole ones, are tried as the one to cut; more gain little
+_CLOSE = 0.004  # A fraction of a rank's need: a document is cut only if more pairs than this are missing.
+_LEVEL = 0.01  # A fraction of a rank's need: ranks that differ by no more from it are level.
+_TILE = 128  # Rows of a kernel's tile: cuts are at multiples of it where ranks stay level, so no tile is partial.
+_CHOICES = 4  # Documents tried for the cut, at each of the last few numbers of whole documents; more gain little.
 
 Spans = list[tuple[int, int]]
 
 
 class Part(NamedTuple):
-    """Rows [start, stop) of one document that no rank has yet; sorted by how many pairs a row of them sees."""
+    """Rows [start, stop) of one document that no rank has yet; sorted by pairs per row."""
 
     density: float
     start: int
@@ -62,7 +63,7 @@ class Part(NamedTuple):
 
 
 def balanced(starts: Column, tokens: Column, areas: Areas, cp_size: int) -> Fragments:
-    """Who holds which rows, so that ranks have equal rows and equal visible pairs.
+    """The rows of each rank: equally many rows and equally many visible pairs on all ranks.
 
     Args:
         starts: where each document begins in the global buffer, and where the last ends, [b + 1].
@@ -91,7 +92,8 @@ def pairs_before(areas: Areas, rows: int) -> Column:
     """
     areas = areas.take(areas.pairs > 0)
     q0, q1, k0, k1 = crop(*areas.columns)
-    # row i sees keys from max(k0, i + lo) to min(k1, i + hi + 1), each of which changes once from one term to the other
+    # Row i sees keys from max(k0, i + lo) to min(k1, i + hi + 1), each of which changes once from one term to the
+    # other.
     last, first = np.clip(k1 - areas.hi - 1, q0, q1), np.clip(k0 - areas.lo, q0, q1)
     terms = [  # of rows [start, stop): constant + slope * i
         (q0, last, areas.hi + 1, 1), (last, q1, k1, 0), (q0, first, -k0, 0), (first, q1, -areas.lo, -1),
@@ -107,7 +109,7 @@ def pairs_before(areas: Areas, rows: int) -> Column:
         start, stop, constant = start[there], stop[there], constant[there]
         np.add.at(found, start + 1, constant + slope * start)
         np.add.at(found, stop + 1, -(constant + slope * (stop - 1)))
-    np.cumsum(found, out=found)  # what each row sees, one place further back
+    np.cumsum(found, out=found)  # The pairs of each row, one place further back.
     return np.cumsum(found, out=found)[:-1]
 
 
@@ -132,11 +134,11 @@ class _Solver:
         self.before, self.total, self.cp_size = memoryview(before.data), int(before[-1]), cp_size  # is quick to index
 
     def pairs(self, start: int, stop: int) -> int:
-        """What rows [start, stop) see."""
+        """The number of pairs that rows [start, stop) see."""
         return self.before[stop] - self.before[start]
 
     def most_pairs(self, ranks: list[Spans]) -> int:
-        """What the rank with most pairs sees."""
+        """The number of pairs of the rank with the most."""
         return max(sum(self.pairs(*span) for span in spans) for spans in ranks)
 
     def part(self, start: int, stop: int) -> Part:
@@ -162,24 +164,24 @@ class _Solver:
         return ranks
 
     def fill_rank(self, parts: list[Part], room: int, need: float) -> tuple[Spans, list[Part]]:
-        """What one rank takes of the parts, and what is left of them."""
+        """The spans that one rank takes of the parts, and the remaining parts."""
         line, missing = _Line(self, parts), need * _CLOSE
         whole: list[int] = []  # numbers of parts that are taken
         stages: list[_Stage] = []
-        end, cut = len(parts), -1  # all from number `end` on are taken or do not fit
+        end, cut = len(parts), -1  # All from number `end` on are taken or do not fit.
 
         def fits(n: int) -> bool:
             rest = room - parts[n].rows
             return rest >= 0 and parts[n].pairs + line.first(rest) <= need
 
-        while room and need - line.first(room) > missing:  # the lightest alone see too little
+        while room and need - line.first(room) > missing:  # The lightest alone see too little.
             if end and fits(end - 1):
                 n = end - 1
-            else:  # the densest of all that does not fit now never will: it is cut first
+            else:  # The densest part that does not fit now never will: it is cut first.
                 n = bisect_right(range(end), False, key=lambda n: not fits(n)) - 1 if whole else -1
             first = n + 1 if whole or n >= 0 else end - 1
             stages.append(_Stage(len(whole), room, need, range(first, min(first + _CHOICES, end))))
-            if n < 0 or parts[n].density * room < need:  # what fits from here on is too light
+            if n < 0 or parts[n].density * room < need:  # All that fit from here on are too light.
                 count, cut = self.best_cut(parts, line, stages[-_CHOICES:], missing)
                 room, need = stages[count].room, stages[count].need
                 del whole[count:]
@@ -193,8 +195,8 @@ class _Solver:
         return spans + more, left
 
     def best_cut(self, parts: list[Part], line: _Line, stages: list[_Stage], missing: float) -> tuple[int, int]:
-        """After how many whole parts to stop, and the number of the part to cut then: what meets the need, and of those
-        the one that leaves least of the document before the cut, which its late rows receive.
+        """How many whole parts to take, and the number of the part to cut after them. Of the choices that meet the
+        need, the one with the fewest rows before the cut: the late rows receive these.
         """
         found: list[tuple[float, int, int, int]] = []
         for count, room, need, candidates in stages:
@@ -211,7 +213,7 @@ class _Solver:
         return min(found)[2:] if found else (stages[-1].whole, -1)
 
     def level(self, ranks: list[Spans]) -> list[Spans]:
-        """The ranks of most and of fewest pairs share theirs anew, until none has much more than the mean."""
+        """The ranks with the most and the fewest pairs redistribute theirs, until none has much more than the mean."""
         pairs = [sum(self.pairs(*span) for span in spans) for spans in ranks]
         for _ in range(2 * self.cp_size):
             most, fewest = pairs.index(max(pairs)), pairs.index(min(pairs))
@@ -227,7 +229,7 @@ class _Solver:
 
 
 class _Stage(NamedTuple):
-    """A rank with so many whole documents: what is left to fill, and which document could be cut for it."""
+    """A rank after `whole` whole documents: the room and the need that remain, and the documents that could be cut."""
 
     whole: int
     room: int
@@ -236,7 +238,7 @@ class _Stage(NamedTuple):
 
 
 class _Line:
-    """Parts one behind the other, as one line of rows."""
+    """Parts concatenated to one line of rows."""
 
     def __init__(self, solver: _Solver, parts: list[Part]) -> None:
         self.solver, self.parts = solver, parts
@@ -244,7 +246,7 @@ class _Line:
         self.pairs = list(accumulate((part.pairs for part in parts), initial=0))
 
     def first(self, rows: int) -> int:
-        """What the first rows of the line see."""
+        """The number of pairs that the first rows of the line see."""
         n = bisect_right(self.rows, rows) - 1
         if n >= len(self.parts):
             return self.pairs[-1]
@@ -264,7 +266,7 @@ class _Line:
         return found
 
     def ends(self, room: int, need: float) -> tuple[Spans, list[Part]]:
-        """`room` rows from both ends of the line that see what is needed, and what is left."""
+        """`room` rows from both ends of the line that see `need` pairs, and the remaining parts."""
         total, all_rows = self.pairs[-1], self.rows[-1]
 
         def pairs(last: int) -> int:

@@ -60,7 +60,7 @@ def check_plan_owner(problem: Problem, plan_rank: int, cp: Any) -> None:
 
 
 def check_settled(problem: Problem, **arguments: Any) -> None:
-    """Arguments given beside a plan: each is left at its default, or says what the plan says.
+    """Arguments given together with a plan: each has its default value, or the plan's.
 
     Raises:
         ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the tensors of lengths or areas
@@ -82,8 +82,8 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
 def check_global_lengths(problem: Problem, room: Any, q: Any, k: Any) -> None:
     """Packed lengths are those of the whole batch, and not of this rank's slices alone.
 
-    Lengths that end at this rank's number of rows mean a buffer that is cp_size times too large: a tail that happens to
-    be so long is rarer by far than this mistake. A plan with room says how long its buffers are, so there it is none.
+    Lengths that end at this rank's number of rows mean a buffer cp_size times too large: a tail of exactly that length
+    is much rarer than this mistake. A plan with room fixes the size of its buffers, so there it is no mistake.
 
     Raises:
         ValueError: naming the lengths, and the cure.

@@ -1,4 +1,4 @@
-"""What a batch will cost under each layout and schedule, before anything is cut: on integers, with no group."""
+"""The costs of a batch under each layout and schedule, before anything is cut: on integers, with no group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["BatchCost", "compare_layouts"]
 
 @dataclass(frozen=True)
 class BatchCost:
-    """The costs of one layout and schedule; of ranks always those of the one that has most.
+    """The costs of one layout and schedule; each is the highest of any rank.
 
     Attributes:
         work: the largest rank's visible pairs, times query heads, over the mean; 1 is perfect balance.
@@ -53,7 +53,7 @@ def compare_layouts(
     layouts: Iterable[Layout] = LAYOUTS,
     cp_comm_types: Iterable[CPCommType] = ("p2p", "all_gather", "a2a"),
 ) -> tuple[BatchCost, ...]:
-    """What a packed batch costs each way it can be shared out. Sends nothing, and needs no group.
+    """The costs of a packed batch for each way to share it out. Sends nothing, and needs no group.
 
     Args:
         lengths: tokens of each document, [b]; any numbers from 0.

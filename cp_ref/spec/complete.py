@@ -1,8 +1,8 @@
 """Is a result that is marked complete all there is of its rows and heads? The mark is proved, never believed.
 
 An executor may round such a result before it sends it, and its owner may write it where it belongs, without adding. So
-the message has to end at the owner of its rows, and in the whole pass nothing else may happen there to these rows and
-heads: no tile of the owner, no other message, and the owner hands none of them on.
+the message has to end at the owner of its rows. In the whole pass, nothing else may touch these rows and heads there:
+no tile of the owner, no other message, and no message from the owner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Contributions"]
 
 
 class Contributions:
-    """What happens to every cell of every rank's results in one pass, while it is played."""
+    """Everything that happens to every cell of every rank's results while a pass is played."""
 
     def __init__(self, grids: Mapping[str, Grid], cp_size: int) -> None:
         def none() -> list[dict[str, Column]]:
@@ -35,7 +35,7 @@ class Contributions:
         self._computed[rank][kind][cells.cell] = 1
 
     def send(self, rank: int, kind: str, cells: Cells) -> None:
-        """The rank hands these cells over."""
+        """The rank sends these cells."""
         self._sent[rank][kind][cells.cell] = 1
 
     def receive(self, rank: int, message: Message, cells: Cells, where: str) -> None:

@@ -28,7 +28,7 @@ from cp_ref.spec.schedule import Schedule
 
 __all__ = ["Block", "Box", "Owner", "Part", "Plane", "Point", "area", "band_edge", "centre", "plane", "staircase"]
 
-Point = tuple[float, float]  # x along the keys, y along the queries
+Point = tuple[float, float]  # Coordinates: x along the keys, y along the queries.
 
 
 class Box(NamedTuple):
@@ -66,7 +66,7 @@ class Box(NamedTuple):
         return max(self.k0, i + self.lo), min(self.k1, i + self.hi + 1)
 
     def cropped(self) -> Box:
-        """The smallest box that holds every visible pair; of size 0 where there is none."""
+        """The smallest box that holds every visible pair; of size 0 if no pair is visible."""
         q0, q1, k0, k1 = (int(x[0]) for x in crop(*(np.array([x]) for x in self)))
         return Box(q0, q1, k0, k1, self.lo, self.hi)
 
@@ -131,7 +131,7 @@ class Plane:
 
     @property
     def steps(self) -> int:
-        """How many steps it takes until nothing is computed any more."""
+        """The number of steps up to the last one that computes anything."""
         return 1 + max((p.step for p in self.parts), default=0)
 
 
@@ -237,7 +237,7 @@ def _clip(outline: list[Point], inside: Callable[[float, float], float]) -> list
             kept.append((px + t * (x - px), py + t * (y - py)))
         if now >= 0:
             kept.append((x, y))
-    # where an edge passes right through a corner, the corner and the cut are one point
+    # Where an edge passes right through a corner, the corner and the cut are one point.
     return [p for n, p in enumerate(kept) if p != kept[n - 1]]
 
 

@@ -1,8 +1,8 @@
 """The features that a problem asks for and those that an implementation has, as sets of names.
 
-A problem *requires* features; an implementation (a schedule, a kernel library) *has* features. What is required and not
-had is missing, and `Unsupported` names it. The support matrix is the sets themselves: there is no if-chain anywhere
-else that decides what runs.
+A problem *requires* features; an implementation (a schedule, a kernel library) *has* features. A feature that is
+required and not offered is missing, and `Unsupported` names it. The support matrix is the sets themselves: there is no
+if-chain anywhere else that decides what runs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Unsupported(NotImplementedError):
     """
 
     def __init__(self, what: str, missing: Mapping[str, Iterable[Feature]], hint: str = "") -> None:
-        """`what` names the refused request; `missing` maps an implementation's name to what it lacks."""
+        """`what` names the refused request; `missing` maps an implementation's name to its missing features."""
         self.missing: dict[str, frozenset[Feature]] = {name: frozenset(fs) for name, fs in missing.items()}
         lines = [f"{what} is not supported:"]
         lines += [f"  {name} lacks {describe(fs)}" for name, fs in self.missing.items()]

@@ -1,4 +1,4 @@
-"""Tensors as callers have them: DTensors, of which attention takes the local part, and sinks of another shape."""
+"""Tensors as callers have them: DTensors, whose local part attention takes, and sinks of another shape."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ AXES = {"bshd": ("batch", "sequence", "heads"), "sbhd": ("sequence", "batch", "h
 
 
 def local_part(x: Any) -> Any:
-    """A DTensor's local tensor, whatever its placement (see `check_placements`); anything else as it is."""
+    """A DTensor's local tensor, whatever its placement (see `check_placements`); anything else unchanged."""
     return x.to_local() if _is_distributed(x) else x
 
 
 def one_a_head(softmax_offset: Any) -> Any:
-    """[1, h_q, 1, 1], the shape that TransformerEngine has, as [h_q]; anything else as it is, for `check_offset`."""
+    """[1, h_q, 1, 1], the shape that TransformerEngine has, as [h_q]; anything else unchanged, for `check_offset`."""
     shape = () if getattr(softmax_offset, "is_nested", True) else tuple(softmax_offset.shape)
     return softmax_offset[0, :, 0, 0] if len(shape) == 4 and shape[0] == shape[2] == shape[3] == 1 else softmax_offset
 
@@ -57,7 +57,7 @@ def check_placements(cp: Any, layout: Any, qkv_format: str, softmax_offset: Any,
 
 
 def _misplaced(cp: Any, axes: tuple[str, ...], x: Any) -> str:
-    """The error of a DTensor's placement; "" if there is none."""
+    """The error of a DTensor's placement, or ""."""
     groups = (cp.comm.p2p, cp.comm.a2a) if isinstance(cp.comm, PairGroup) else (cp.comm,)  # what cuts first, first
     wanted = [(getattr(group, "ranks", None), group.rank) for group in groups if group.size > 1]
     found: list[tuple[frozenset[int], int]] = []

@@ -143,10 +143,10 @@ def _cut(part: Column, start: Column, stop: Column) -> Column:
     if not len(part):
         return part
     least, most = int(start.min()), int(stop.max())
-    if (most - least) * (int(part.max()) + 1) > FURTHEST:  # then places among all edges are small numbers
+    if (most - least) * (int(part.max()) + 1) > FURTHEST:  # Then places among all edges are small numbers.
         edges = np.unique(np.concatenate([start, stop]))
         least, most, start, stop = 0, len(edges), np.searchsorted(edges, start), np.searchsorted(edges, stop)
-    shift = part * (most - least)  # parts lie behind one another
+    shift = part * (most - least)  # Parts follow one another.
     start, stop = start + shift, stop + shift
     if not bool((start[1:] >= start[:-1]).all()):
         order = np.argsort(start)
@@ -159,18 +159,18 @@ def _cut(part: Column, start: Column, stop: Column) -> Column:
 
 
 def _neighbours(areas: Areas) -> Iterator[tuple[int, int]]:
-    """The areas that come to lie beside each other in the order of their keys, as rows begin and end: few of all twos,
-    among which are two with a pair in common, if any have.
+    """The pairs of areas that become neighbours in the order of their keys, as rows begin and end: few of all pairs of
+    areas. If any two areas have a pair in common, two of these have.
 
-    Every area is there from its first row to its last, and sees one stretch of keys in each; both ends of it stay, or
-    move on by one, from row to row. So no stretch can pass another without meeting it: up to the first row in which two
-    meet all stay in one order, and those two are neighbours.
+    Each area sees one stretch of keys in each row from its first to its last; from row to row, each end of the stretch
+    stays or moves on by one. So no stretch can pass another without meeting it. Up to the first row in which two meet,
+    all keep their order, and those two are neighbours.
 
         a a a . b b b .       a and b are neighbours, b and c; a and c, if apart from b, are from each other
         . a a a . b b c
     """
     k_start, lo = areas.k_start.tolist(), areas.lo.tolist()
-    row = np.append(areas.q_stop, areas.q_start)  # what ends before a row goes before what begins with it comes
+    row = np.append(areas.q_stop, areas.q_start)  # Leave before a row, then enter with it.
     order: list[int] = []
     count, events = len(areas), np.argsort(row, kind="stable")
     for event, at in zip(events.tolist(), row[events].tolist(), strict=True):
@@ -186,7 +186,7 @@ def _neighbours(areas: Areas) -> Iterator[tuple[int, int]]:
             yield from ((area, other) for other in order[max(place - 1, 0) : place + 1])
             order.insert(place, area)
             continue
-        if order[place : place + 1] != [area]:  # where two have met their order says nothing
+        if order[place : place + 1] != [area]:  # Where two have met, their order means nothing.
             place = order.index(area)
         del order[place]
         if 0 < place < len(order):

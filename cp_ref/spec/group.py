@@ -130,15 +130,15 @@ def agree(group: Group, problem: Agreed | None, error: Exception | None) -> None
 def read_together(
     group: Group, read: Callable[[], Found], agreed: Callable[[Found], Agreed], known: Set[bytes] = frozenset()
 ) -> Found:
-    """What `read` finds in this rank's arguments, once every rank has read its own and `agreed` of it is the same on
-    all; else all raise, as in `agree`.
+    """The result of `read` on this rank, once every rank has read its own arguments and `agreed` of the result is the
+    same on all; else all raise, as in `agree`.
 
-    known: fingerprints of what all ranks have agreed on before; for these nothing is sent. A rank whose arguments are
-    refused tells the others all the same; where they do not listen, as theirs are known, its own error is raised.
+    known: fingerprints on which all ranks have agreed before; for these nothing is sent. A rank whose arguments are
+    refused still tells the others; where they do not listen, as theirs are known, its own error is raised.
     """
     try:
         found = read()
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # any error: the other ranks must not wait for this one
         tell(group, error)
         raise
     wanted = agreed(found)

@@ -53,12 +53,12 @@ def padded_to_cut(length: int, layout: str | Table, cp_size: int) -> int:
 
 
 def divisor(layout: str | Table, cp_size: int) -> int:
-    """The number of parts that a layout cuts a sequence in: lengths that divide by it are cut without a rest."""
+    """The number of parts that a layout cuts a sequence into: multiples of it are cut without a remainder."""
     return 2 * cp_size if layout == "dual_chunk" else cp_size
 
 
 def slots_of(problem: Problem) -> Ownership:
-    """Who holds which slots of a problem."""
+    """The slots that each rank holds."""
     starts, layout = starts_of(problem.lengths.slots_q), problem.layout
     if isinstance(layout, str) and layout != "balanced":
         packed, same = problem.qkv_format == "thd", problem.lengths.slots_q == problem.lengths.slots_kv
@@ -74,7 +74,7 @@ def slots_of(problem: Problem) -> Ownership:
 
 
 def slots_of_lengths(layout: str, starts: Column, packed: bool, cp_size: int) -> Fragments:
-    """Who holds which slots of one side, for layouts that lengths alone decide.
+    """The slots that each rank holds of one side, for layouts that depend on lengths alone.
 
     Args:
         starts: where each sequence begins in the global buffer, padding included, and where the last ends, [b + 1].
@@ -142,8 +142,9 @@ def read_layout(layout: Any) -> str | Table:
 def check_layout(problem: Problem) -> None:
     """Raise ValueError where the problem cannot have its layout.
 
-    "balanced" and tables are for self-attention, whose keys lie where their queries do; in bshd and sbhd, where a
-    slice's rows are then no longer one sequence each, for padding masks. A table holds every slot once.
+    "balanced" and tables are for self-attention, because keys then lie where their queries do. In bshd and sbhd they
+    are for padding masks, because the rows of a slice are then no longer one sequence each. A table holds every slot
+    once.
     """
     layout, lengths = problem.layout, problem.lengths
     if layout in ("dual_chunk", "contiguous"):

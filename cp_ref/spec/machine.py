@@ -68,7 +68,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What the host needs to launch one pass: microseconds a pass, a step, a kernel launch, a tensor of a message."""
+    """The host's time to launch one pass: microseconds per pass, step, kernel launch and tensor of a message."""
 
     pass_us: float
     step_us: float

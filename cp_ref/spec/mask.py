@@ -13,7 +13,7 @@ Every mask of this project is, inside one sequence, one band of the score matrix
         3 x x x x .          3 . x x x .                                  3 . . x x x
         4 x x x x x          4 . . x x x                                  4 . . . x x
 
-A padding mask adds nothing but lengths: positions past them see nothing and are not seen.
+A padding mask adds only lengths: positions past them see nothing and are not seen.
 """
 
 from __future__ import annotations

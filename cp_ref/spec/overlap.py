@@ -1,4 +1,4 @@
-"""Whether two strided tensors share an element: what is changed in place must not be read at the same time.
+"""Whether two strided tensors share an element: a tensor that is changed in place must not be read at the same time.
 
 Nothing here looks at a value; a tensor is its address, shape, strides and element size.
 """
@@ -9,11 +9,11 @@ from typing import Any
 
 __all__ = ["check_apart", "overlap"]
 
-_STEPS = 10_000  # of a search that ends in a few for tensors whose axes lie inside each other
+_STEPS = 10_000  # The search limit; tensors with nested axes need a few.
 
 
 def check_apart(name: str, written: Any, **read: Any) -> None:
-    """Raise ValueError where a tensor that is read shares memory with the one that is written."""
+    """Raise ValueError where one of the tensors `read` shares memory with the tensor `written`."""
     for other, x in read.items():
         if x.device == written.device and overlap(written, x):
             raise ValueError(f"{name} and {other} overlap in memory; {name} is changed in place, so they must not")
@@ -30,7 +30,7 @@ def overlap(a: Any, b: Any) -> bool:
     """
     if not a.numel() or not b.numel():
         return False
-    # steps[stride] = (least, most): how far elements of a and b lie apart, in multiples of each stride in bytes
+    # steps[stride] = (least, most): distances between elements of a and b, in multiples of each stride in bytes.
     steps: dict[int, tuple[int, int]] = {}
     for x, sign in ((a, 1), (b, -1)):
         for size, stride in zip(x.shape, x.stride(), strict=True):
@@ -44,10 +44,10 @@ def overlap(a: Any, b: Any) -> bool:
 
 
 def _reaches(steps: list[tuple[int, tuple[int, int]]], least: int, most: int) -> bool:
-    """Whether multiples of the strides, each within its bounds, add up to a number from `least` to `most`; where that
-    takes too long to find out, True.
+    """Whether multiples of the strides, each within its bounds, add up to a number from `least` to `most`. True if the
+    search takes too long.
     """
-    rest = [(0, 0)]  # what the strides from each one on add up to
+    rest = [(0, 0)]  # Sums of the strides from each one on.
     for stride, (low, high) in reversed(steps):
         rest.append((rest[-1][0] + stride * low, rest[-1][1] + stride * high))
     rest.reverse()
@@ -61,7 +61,7 @@ def _reaches(steps: list[tuple[int, tuple[int, int]]], least: int, most: int) ->
         if n == len(steps):
             return True
         stride, (low, high) = steps[n]
-        first = max(low, -((rest[n + 1][1] - least) // stride))  # from which the rest reaches `least`
+        first = max(low, -((rest[n + 1][1] - least) // stride))  # The rest reaches `least` from here.
         last = min(high, (most - rest[n + 1][0]) // stride)
         pending += [(n + 1, least - stride * k, most - stride * k) for k in range(first, min(last, first + _STEPS) + 1)]
     return True

@@ -1,18 +1,18 @@
-"""Ownership: which rank holds which rows, in which order in its buffer. The second of the three tables.
+"""Ownership: the rows that each rank holds, and their order in its buffer. The second of the three tables.
 
-One `Fragments` table for the query side and one for keys and values: rank r holds rows [start, stop) of the global
-packed buffer from row `row` of its own buffer on. A layout is a maker of such tables:
+There is one `Fragments` table for queries and one for keys and values: rank r holds rows [start, stop) of the global
+packed buffer, from row `row` of its buffer on. A layout is a function that makes such tables:
 
     dual_chunk, cp_size 2, one sequence of 8      contiguous, cp_size 2, sequences of 4 and 8 as one buffer
     row of the global buffer   0 1 2 3 4 5 6 7    0 1 2 3 4 5 6 7 8 9 10 11
     rank                       0 0 1 1 1 1 0 0    0 0 0 0 0 0 1 1 1 1  1  1
     row of the rank's buffer   0 1 0 1 2 3 2 3    0 1 2 3 4 5 0 1 2 3  4  5
 
-Every rank's buffer has as many rows, ceil(total / cp_size); what has no owner is tail. "balanced" has a file of its
-own, and a user's table is a layout too.
+All ranks' buffers have ceil(total / cp_size) rows; rows without an owner are tail. "balanced" is in another file, and a
+user's table is a layout too.
 
-Under a causal mask a late chunk sees much, so dual_chunk gives the rank of an early one the late one too: chunk c sees
-c and a half chunks, so chunks r and 2 * cp_size - 1 - r together see 2 * cp_size, on every rank.
+Under a causal mask, late chunks see more keys, so dual_chunk gives each rank an early and a late one. Chunk c sees c
+and a half chunks. So chunks r and 2 * cp_size - 1 - r together see 2 * cp_size on every rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Fragments(Table):
     row: Column
 
     def of(self, rank: int, count: int = 1) -> Fragments:
-        """The fragments of one rank, or of so many from this one on."""
+        """The fragments of one rank, or of `count` ranks from this one on."""
         first, last = np.searchsorted(self.rank, [rank, rank + count])
         return self.take(slice(int(first), int(last)))
 
@@ -114,8 +114,8 @@ _LINE = re.compile(r"rank (\d+) (q|kv)\[(\d+):(\d+)\] row (\d+)")
 def dual_chunk(starts: Column, cp_size: int) -> Fragments:
     """Every sequence is cut in 2 * cp_size chunks; rank r holds chunk r and then chunk 2 * cp_size - 1 - r.
 
-    What is left of a length that does not divide goes to one rank after the other, a token each, and the next sequence
-    goes on where the last one ended: no rank holds more than one token more than another, all sequences together.
+    If a length does not divide, its remaining tokens go to one rank after the other, a token each. The next sequence
+    continues with the next rank. So over all sequences, no rank holds more than one token more than another.
 
     Args:
         starts: where each sequence begins in the global buffer, and where the last ends, [b + 1].
@@ -126,12 +126,12 @@ def dual_chunk(starts: Column, cp_size: int) -> Fragments:
     [(0, 0, 2, 0), (0, 4, 5, 2), (1, 2, 3, 0), (1, 3, 4, 1), (1, 5, 6, 2)]
     """
     chunk, rest = np.divmod(np.diff(starts), 2 * cp_size)
-    first = (np.cumsum(rest) - rest) % cp_size  # the rank that gets the first token that is left
+    first = (np.cumsum(rest) - rest) % cp_size  # The rank that gets the first remaining token.
     early, late = np.minimum(rest, cp_size), np.maximum(rest - cp_size, 0)  # of them, in the early and late chunks
     rank = np.arange(cp_size + 1, dtype=starts.dtype)[:, None]
 
     def before(count: Column) -> Column:
-        """How many of `count` tokens, given to ranks first, first + 1, ..., the ranks before each rank get."""
+        """How many of `count` tokens go to ranks before each rank, if ranks first, first + 1, ... get one each."""
         from_first = np.minimum(np.maximum(rank - first, 0), count)
         return from_first + np.maximum(np.minimum(rank, first + count - cp_size), 0)
 
@@ -142,8 +142,8 @@ def dual_chunk(starts: Column, cp_size: int) -> Fragments:
 
 
 def contiguous(starts: Column, cp_size: int) -> Fragments:
-    """Every stretch of the global buffer is cut in cp_size equal parts, of which the last ones are shorter where the
-    length does not divide; rank r holds the r-th of each.
+    """Every stretch of the global buffer is cut into cp_size equal parts; the last ones are shorter where the length
+    does not divide. Rank r holds the r-th part of each.
 
     Args:
         starts: where each stretch begins, and where the last ends, [n + 1]: the sequences in bshd and sbhd, one stretch
@@ -160,7 +160,7 @@ def contiguous(starts: Column, cp_size: int) -> Fragments:
 
 
 def _fragments(start: Column, stop: Column) -> Fragments:
-    """Fragments from arrays [rank, ...] in the order of the ranks' buffers; empty ones are left out."""
+    """Non-empty fragments from arrays [rank, ...] in the order of the ranks' buffers."""
     size = (stop - start).reshape(len(start), -1)
     rank = np.repeat(np.arange(len(start), dtype=start.dtype), size.shape[1])
     found = Fragments(rank, start.ravel(), stop.ravel(), (np.cumsum(size, axis=1) - size).ravel())

@@ -8,16 +8,15 @@ Without a window the blocks travel round a ring. At step s unit u has the block 
       2          2         3         0         1
       3          1         2         3         0
 
-In the backward pass the gradients of a block travel one step behind it, collecting what each unit adds, and end at its
-owner.
+In the backward pass the gradients of a block travel one step behind it. Each unit adds its part, and they end at the
+owner of the block.
 
 With a window on both sides, or documents that lie on a few units, a unit sees little of most blocks and nothing of
-many. Then every unit receives just the rows that it sees (the halo), straight from their owner: unit u hears from unit
-u - s at step s - 1, and its gradients of these rows go straight back. In both cases rows that nobody needs any more are
-not sent, and a tile that sees nothing is not computed.
+many. Then every unit receives only the rows that it sees (the halo), directly from their owner: unit u receives from
+unit u - s at step s - 1, and its gradients of these rows go directly back. In both cases, rows that no later unit needs
+are not sent, and a tile that sees nothing is not computed.
 
-A unit is a rank; in `a2a+p2p` it is a group of ranks, and each rank of it takes part in a ring of its own with its
-heads.
+A unit is a rank. In `a2a+p2p` it is a group of ranks: each of its ranks is in another ring, with its heads.
 
 From Ring Attention (Liu et al., 2023); the dual_chunk balance from Striped Attention and from Megatron-LM.
 """
@@ -37,9 +36,7 @@ __all__ = ["RingMember", "plan_p2p_rank", "ring_programs", "tiles_of"]
 
 
 class RingMember(NamedTuple):
-    """A rank in a ring of units: its unit, the rank that stands for another unit, its heads, the number of its first
-    step.
-    """
+    """A rank in a ring of units: its unit, its peer in another unit, its heads, the number of its first step."""
 
     unit: int
     rank_of: Callable[[int], int]
@@ -106,7 +103,7 @@ def tiles_of(sees: Sights, heads: Heads) -> Tiles:
 
 
 def _halo(units: Units, unit: int, sees: list[Sights]) -> Route:
-    """Every unit gets what it sees of the unit h behind it, straight from there, and gives the gradients back."""
+    """Every unit receives the rows that it sees of the unit h behind it directly, and sends their gradients back."""
     seen = units.seen(unit, (np.arange(units.count) - unit) % units.count)
 
     def ahead(h: int) -> int:
@@ -120,8 +117,8 @@ def _halo(units: Units, unit: int, sees: list[Sights]) -> Route:
 
 
 def _ring(units: Units, unit: int) -> Route:
-    """The block in hand goes on to the next unit: the rows that it or a unit behind it still needs. Gradients follow:
-    the rows that a unit has seen on the way.
+    """The current block goes on to the next unit: the rows that this or a later unit still needs. Gradients follow: the
+    rows that a unit on the way has seen.
     """
     count, n = units.count, np.arange(units.count)
     from_next, from_here = units.reach(unit + 1 + n), units.reach(unit + n)  # the way that a block still has to go

@@ -1,4 +1,4 @@
-"""Two groups that cross in a rank, as one group: what the schedule a2a+p2p runs on."""
+"""Two groups that cross in a rank, as one group: the schedule a2a+p2p runs on it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PairGroup:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank: the rows gather, then the columns gather the rows.
 
-        Every gathering is in both groups, in an order that all ranks find, so that a rank that gave the groups the
-        other way round hangs nobody: all hear of it.
+        Each of the two gathers uses both groups, in an order that all ranks agree on. So if a rank swaps the groups, no
+        rank hangs, and all learn of it.
 
         Raises:
             ValueError: a rank has the groups the other way round, or they are not the rows and columns of one grid.
@@ -58,7 +58,9 @@ class PairGroup:
         return [its for _, _, row in rows for _, its in row]
 
     def _gather(self, in_row: tuple[Any, ...], in_column: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-        """What the ranks of the row and of the column give; first in the group of the lower ranks, if they say them."""
+        """The values of the ranks of the row and of the column; the group of the lower ranks first, if groups know
+        ranks.
+        """
         if getattr(self.a2a, "ranks", None) is None or getattr(self.p2p, "ranks", None) is None:
             return self.a2a.all_gather_object(in_row), self.p2p.all_gather_object(in_column)
         if sorted(cast(Any, self.a2a).ranks) <= sorted(cast(Any, self.p2p).ranks):

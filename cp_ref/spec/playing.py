@@ -21,7 +21,7 @@ from cp_ref.spec.table import Column
 
 __all__ = ["Play", "Store"]
 
-Store = dict[str, Column]  # by kind of operand: whether the rank has each cell of the grid, [cells], bool
+Store = dict[str, Column]  # By kind of operand: whether the rank has each cell of the grid, [cells], bool.
 
 _NEEDS = {"forward": ("q", "kv"), "backward": ("q", "kv", "do")}
 _GIVES = {"forward": ("out",), "backward": ("dq", "dkv")}
@@ -32,7 +32,7 @@ class Sent(NamedTuple):
 
     message: Message
     cells: Cells
-    tiles: Column  # of results: the number of a tile that each cell's sum has a part of; -1 where there is none
+    tiles: Column  # Of results: the number of a tile in each cell's sum, or -1.
     where: str
 
 
@@ -193,7 +193,7 @@ class Play:
             self.has[rank][kind][sent.cells.cell] = True
 
     def _look_for_stuck(self) -> None:
-        """Name what the ranks wait for when nothing moves any more."""
+        """Name the messages that the ranks wait for when nothing moves any more."""
         done = [state.step >= len(state.program) for state in self.ranks]
         self.stuck = not all(done)
         blocked: list[str] = []

@@ -1,7 +1,7 @@
 """A context-parallel attention problem as integers: what is computed, with no tensor and no device in sight.
 
-A `Problem` is everything that decides who sees what, who owns what and what is sent; two ranks that hold equal problems
-make equal schedules. It has one canonical text, so that a failing case can be printed, mailed and replayed.
+A `Problem` decides the visible pairs, the owners and the messages; two ranks that hold equal problems make equal
+schedules. It has one canonical text, so a failing case can be printed, mailed and replayed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["Problem", "Sequence", "Sequences"]
 class Problem:
     """One attention call over all ranks. Lengths in tokens, global (before sharding).
 
-    `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` is what it comes to for a
-    sequence. `areas`, as the user gave them, stand instead of mask and window, which then have their defaults and mean
-    nothing. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
-    `layout` is one of `LAYOUTS`, or a table: rows (rank, sequence, start, stop), in the order of each rank's buffer.
+    `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` gives the resulting band of a
+    sequence. `areas`, as the user gave them, replace mask and window, which then have their defaults and mean nothing.
+    `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others. `layout` is
+    one of `LAYOUTS`, or a table: rows (rank, sequence, start, stop), in the order of each rank's buffer.
 
     >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
     >>> p.band(p.sequences[0]), p.pairs
@@ -98,7 +98,7 @@ class Problem:
 
     @cached_property
     def workload(self) -> Workload:
-        """The problem as tables: who may see whom, and who has what."""
+        """The problem as tables: areas and ownership."""
         from cp_ref.spec.workload import workload_of
 
         return workload_of(self)

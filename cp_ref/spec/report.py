@@ -1,4 +1,4 @@
-"""The costs of a schedule: work, balance, bytes and buffers, counted on integers."""
+"""The costs of a schedule, counted on integers: work, balance, bytes and buffers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 class RankCost:
     """One rank's share. Pairs are visible (query, key) pairs times query heads; both passes have the same tiles."""
 
-    tokens: int  # query slots that it owns, padding included
+    tokens: int  # Query slots that the rank owns, padding included.
     tiles: int  # in the forward pass
     pairs: int  # in the forward pass
     forward_bytes: int  # sent
     backward_bytes: int  # sent
-    held_rows: int  # most kv rows received and still needed at one time, in the forward pass
+    held_rows: int  # Most kv rows received and still needed at one time, in the forward pass.
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _held_rows(program: RankSchedule) -> int:
             start, stop = message.pieces.start, message.pieces.stop
             last = np.full_like(start, arrival)
             for later in range(arrival + 1, len(program)):
-                begins, ends = used[later]  # a span meets one of these: more begin before its end than end before it
+                begins, ends = used[later]  # A span meets one of these: more begin before its end than end before it.
                 meets = np.searchsorted(begins, stop, side="left") > np.searchsorted(ends, start, side="right")
                 last[meets] = later
             held[arrival] += int((stop - start).sum())

@@ -1,4 +1,4 @@
-"""Which rows go where when every sequence is shifted by some rows inside itself.
+"""Where rows go when every sequence is shifted by some rows inside itself.
 
 shifts -1, dual_chunk of sequences of 4 and 3 on 2 ranks     a row takes what lay one row behind it
 rank 0: a0 a3 b0 b2  ->  a1 -- b1 --     a1 and b1 come from rank 1; -- has no row behind it
@@ -19,7 +19,7 @@ __all__ = ["Roll", "roll_of"]
 
 @dataclass(frozen=True, eq=False)
 class Roll:
-    """One rank's part of a roll.
+    """One rank's share of a roll.
 
     Attributes:
         sends: for every rank, itself included, the rows of this rank's slice that it takes.

@@ -1,4 +1,4 @@
-"""The room of a plan that is updated in place: sizes that stay as they are while the lengths of batches change.
+"""The room of a plan that is updated in place: sizes that stay fixed while the lengths of batches change.
 
 A CUDA graph has every address and every size baked in. So such a plan is made for the largest batch that is to come,
 and `plan.update` gives it other lengths: fewer or more sequences, shorter or longer ones, as long as they fit.
@@ -18,7 +18,7 @@ from cp_ref.spec.values import FURTHEST, read_count
 
 __all__ = ["Agreement", "Room", "check_room", "check_room_tensors", "next_batch", "read_room"]
 
-MOST_SEQUENCES = 2**20  # every launch of such a plan has a table of as many lengths
+MOST_SEQUENCES = 2**20  # every launch of such a plan has a table of this many lengths
 _NAMES = ("max_sequences", "max_tokens_q", "max_tokens_kv")
 
 

@@ -1,13 +1,14 @@
 """A schedule as data: what every rank sends, receives and computes, step by step. The third of the three tables.
 
-What a step means
+The meaning of a step:
     1. at its start the rank posts all its sends and receives; a send carries what the rank has at that moment,
     2. it computes its tiles with the operands that it has at that moment,
     3. the step ends when its tiles are done and its messages have arrived: they can be used from the next step on.
 
-So the messages of a step travel while its tiles are computed, and a schedule shows what hides behind what.
+So the messages of a step travel while its tiles are computed, and a schedule shows which computation hides which
+messages.
 
-What travels, by kind
+Kinds of rows in messages:
     operands, copied to the receiver:    q     query rows                    kv    key and value rows
                                          do    rows of the output's gradient, with the final lse and delta
     results, handed over and added up:   out   partial output rows with their lse (the receiver merges them by lse)
@@ -97,13 +98,13 @@ class Tiles(Table):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Pieces of one kind to, or from, one peer. A send and its receive are equal but for the peer.
+    """Pieces of one kind to, or from, one peer. A send and its receive differ only in the peer.
 
-    `complete`: results that are all there is of these rows and heads, on their way to the owner: they may be rounded to
-    the input's dtype before they travel, as nothing is added to them any more. `verify` proves it.
+    `complete`: these are the whole results of their rows and heads, on the way to their owner. They may be rounded to
+    the input's dtype before they travel, because nothing is added to them any more. `verify` proves it.
 
-    `tag`: the same at both ends. The order of messages is that of the steps, whatever their tags are: between two ranks
-    the n-th that is sent is the n-th that is received.
+    `tag`: the same at both ends. Messages are in the order of the steps, whatever their tags: between two ranks the
+    n-th message sent is the n-th received.
     """
 
     kind: str
@@ -122,7 +123,7 @@ class Message:
 
     @cached_property
     def by_heads(self) -> list[tuple[Heads, Column, Column]]:
-        """(heads, start, stop) of the pieces, those of the same heads together as far as they stand together."""
+        """(heads, start, stop) of the pieces; neighbours of the same heads are one entry."""
         p = self.pieces
         if one_value(p.head_start) and one_value(p.head_stop):
             return [((int(p.head_start[0]), int(p.head_stop[0])), p.start, p.stop)] if len(p) else []
@@ -132,7 +133,7 @@ class Message:
 
 
 class Step(NamedTuple):
-    """Messages posted together, and the tiles that are computed meanwhile."""
+    """Messages posted together, and the tiles computed while they travel."""
 
     sends: tuple[Message, ...] = ()
     recvs: tuple[Message, ...] = ()

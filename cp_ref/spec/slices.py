@@ -1,8 +1,7 @@
-"""Which rows of a global tensor each rank's slice has, and at which positions they lie: what shard, unshard and
-position_ids share.
+"""The rows of a global tensor in each rank's slice, and their positions: shared by shard, unshard and position_ids.
 
-    x [7], dual_chunk of sequences of 4 and 3 on 2 ranks     with the zeros that fill up the slices: each rank's rows
-    a0 a1 a2 a3 b0 b1 b2                                     rank 0: a0 a3 b0 b2     rank 1: a1 a2 b1 0
+x [7], dual_chunk of sequences of 4 and 3 on 2 ranks     with the zeros that fill up the slices: each rank's rows
+a0 a1 a2 a3 b0 b1 b2                                     rank 0: a0 a3 b0 b2     rank 1: a1 a2 b1 0
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["Cut", "planned_cut", "planned_positions", "read_cut", "read_position
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """How a global tensor falls into slices, once zeros behind it have made it cp_size slices long.
+    """How a global tensor is cut into slices, after zeros at its end have made it cp_size slices long.
 
     Attributes:
         fragments: who holds which rows; rows that nobody holds, and the zeros, are tail, which fills the slices up.
@@ -116,7 +115,7 @@ def read_cut(
 
 
 def _check_length_is_told(cp: Any, rows: int) -> None:
-    """Raise ValueError if this context has cut a shorter sequence, too, into slices of so many rows."""
+    """Raise ValueError if this context has also cut a shorter sequence into slices of `rows` rows."""
     if (length := cp.uneven.get(rows)) is not None:
         raise ValueError(
             f"seqlen is None, and cp has cut a sequence of {length} into slices of {rows} rows; say whether x is "
@@ -156,8 +155,8 @@ def planned_cut(problem: Problem, side: str, tail: int = 0) -> Cut:
 
 
 def _packed(fragments: Fragments, rows: int, total: int, cp_size: int, count: int, whole: bool) -> Cut:
-    """A packed buffer of `count` rows, of which `total` are sequences, which need slices of `rows` rows; or all slices
-    of one, which have a tail if they are longer than that.
+    """The cut of a packed buffer of `count` rows, or of all slices of one. Its `total` rows of sequences need slices of
+    `rows` rows; longer slices have a tail.
     """
     if count < (total if whole else rows * cp_size):
         has, of_which = (count, "") if whole else (count // cp_size, f", of which a slice has {rows}")
@@ -176,7 +175,7 @@ def check_known(layout: Any) -> None:
 
 
 def sequences_of(cut: Cut, plan: Any, cu_seqlens_padded: Any) -> Column:
-    """Where each sequence begins among the rows that are cut, and where the last ends, [b + 1]."""
+    """The first row of each sequence among the rows to cut, and the end of the last, [b + 1]."""
     if cut.batch is None and cut.qkv_format != "thd":
         return np.array([0, cut.size])
     slots = _thd_slots(cu_seqlens_padded) if plan is None else plan.problem.lengths.slots_q
@@ -204,7 +203,7 @@ def planned_positions(problem: Problem, rank: int) -> Column:
     of bshd and sbhd differently, [b, rows] and [rows, b].
     """
     cut = planned_cut(problem, "q")
-    alike = cut.batch is None and cut.qkv_format != "thd"  # one sequence stands for all
+    alike = cut.batch is None and cut.qkv_format != "thd"  # one sequence is like all others
     starts = starts_of([cut.rows * cut.cp_size] if alike else problem.lengths.slots_q)
     if cut.batch is None:
         return _positions(cut.fragments.of(rank), starts, cut.rows)
@@ -214,13 +213,13 @@ def planned_positions(problem: Problem, rank: int) -> Column:
 
 def _positions(own: Fragments, starts: Column, rows: int) -> Column:
     own = own.within(starts[:-1], starts[1:])
-    first = starts[np.searchsorted(starts, own.start, side="right") - 1]  # of the sequence that it is a part of
+    first = starts[np.searchsorted(starts, own.start, side="right") - 1]  # of its sequence
     found = ranges(own.start - first, own.stop - own.start)
     return np.append(found, np.zeros(rows - len(found), dtype=found.dtype))
 
 
 def _problem_of(plan: Any, cp: Any, qkv_format: str, seqlen: Any, cu_seqlens_padded: Any) -> Problem:
-    """A plan's problem, once it is seen to be the context's, with nothing given beside it that it settles."""
+    """A plan's problem, checked against the context and against the arguments given with the plan."""
     if not isinstance(getattr(plan, "problem", None), Problem):
         raise TypeError(f"plan is {kind_of(plan)}; it must be a Plan, as make_plan gives it")
     check_plan_owner(plan.problem, plan.rank, cp)
@@ -229,8 +228,8 @@ def _problem_of(plan: Any, cp: Any, qkv_format: str, seqlen: Any, cu_seqlens_pad
 
 
 def _cut_by_lengths(cp: Any, qkv_format: str, seqlen: Any, cu_seqlens_padded: Any) -> tuple[Column, Fragments]:
-    """Where sequences begin, and where the last ends, and who holds which rows, without a plan; in bshd and sbhd of the
-    one sequence that all are cut like, padded until it divides.
+    """The starts of the sequences with the end of the last, and the rows of each rank, without a plan. In bshd and
+    sbhd, those of one sequence, padded until it divides: all others are cut like it.
     """
     check_known(cp.layout)
     if packed := qkv_format == "thd":

@@ -1,9 +1,10 @@
-"""How many kv heads of a rank an a2a schedule exchanges at a time (`stages.py`): as many as take the least time.
+"""How many kv heads of a rank an a2a schedule exchanges at a time (`stages.py`): the number that takes the least time.
 
-What stages do not hide is the first one's way out and the last one's way home, so these are small ones. A stage more is
-a launch more, whose last tiles leave multiprocessors idle, and more work for the host. So heads are cut where what is
-hidden by that takes longer, by an estimate. On two H200s that is so with as many kv heads as query heads; with four
-query heads to a kv head and 16,384 tokens a GPU three stages took 0.4 % more time than one stage, and twice the host's.
+Stages hide all messages except the first stage's inputs and the last stage's results, so these two stages are small.
+Each stage adds a launch, whose last tiles leave multiprocessors idle, and work for the host. So heads are cut where, by
+an estimate, the hidden messages take longer than that. On two H200s they do when every query head has its kv head. With
+four query heads per kv head and 16,384 tokens per GPU, three stages took 0.4 % more time than one stage, and twice the
+host time.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ __all__ = ["COSTS", "Costs", "head_stages", "ways_to_cut"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What things take, for 16-bit operands. Whether heads are cut depends on them.
+    """Rates and times for 16-bit operands. They decide whether heads are cut.
 
     Attributes:
         flops_per_us: of attention kernels.
         bytes_per_us: of a rank's messages, each way.
-        exchange_us: an exchange, beside its bytes.
-        launch_us: a launch and its step, beside the flops.
+        exchange_us: an exchange, without its bytes.
+        launch_us: a launch and its step, without the flops.
         idle_rows: the query rows that could be attended to in the time that a launch loses at its end.
         host_us: the host, for a step.
         least_gain: the share of the time that a cut has to save: an estimate is not better than that.
@@ -41,9 +42,9 @@ class Costs:
 
     @staticmethod
     def on(machine: Machine) -> Costs:
-        """On the GPUs of a domain. Kernels are those of its first head dims, as the mean of both passes; messages are
-        the process group's, the slower ones; a launch ends with half a wave of tiles of 128 rows on 132
-        multiprocessors; and the host is one that has as much again to do: stages that gain little are not made.
+        """The costs on the GPUs of a domain. Kernels are those of its first head dims, as the mean of both passes.
+        Messages are the process group's, the slower ones. A launch ends with half a wave of tiles of 128 rows on 132
+        multiprocessors. The host's time is doubled, so that stages that gain little are not made.
 
         >>> Costs.on(read_machine("h200-nvlink")).bytes_per_us
         340000.0
@@ -83,8 +84,8 @@ def head_stages(problem: Problem, pairs: int) -> tuple[int, ...]:
 
 
 def ways_to_cut(heads: int) -> list[tuple[int, ...]]:
-    """Few ways to cut kv heads into stages, those of few stages first: into equal ones, or into a large one between two
-    small ones.
+    """The few ways to cut kv heads into stages that are tried: equal stages, or a large one between two small ones.
+    Ways with few stages come first.
 
     >>> ways_to_cut(1), ways_to_cut(6)
     ([(1,)], [(6,), (3, 3), (2, 2, 2), (1, 4, 1), (1, 1, 1, 1, 1, 1)])

@@ -1,4 +1,4 @@
-"""Heads one after the other: little of what an a2a schedule exchanges then travels while nothing is computed.
+"""Heads one after the other: most messages of an a2a schedule then travel while something is computed.
 
 Before attention every row goes to the ranks that have its heads, and the results go back after it. In stages, the first
 heads attend while the rows of the next arrive, and the next attend while the results of the first go home:
@@ -13,9 +13,8 @@ heads attend while the rows of the next arrive, and the next attend while the re
                                             step 3                attend 3:4    results 1:3
                                             step 4                              results 3:4
 
-A stage does what the whole program does, for some of the heads that each rank has. So stages are a rewrite of a
-program, whatever its rows. In a ring of a2a groups a stage attends at as many steps as there are groups, and the rows
-of the next one come at the last of them.
+A stage is the whole program for some of each rank's heads. So stages are a rewrite of a program, whatever its rows. In
+a ring of a2a groups a stage attends in one step per group, and the next stage's rows arrive in the last of these steps.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ __all__ = ["in_stages"]
 
 
 def in_stages(program: RankSchedule, every: int, work: Workload) -> RankSchedule:
-    """A rank's program for `work.stages` kv heads of each rank at a time, a stage beginning `every` steps after the one
-    before; all messages and tiles are for all heads that their rank has.
+    """A rank's program for `work.stages` kv heads of each rank at a time; each stage begins `every` steps after the one
+    before. The messages and tiles of `program` are for all heads of their rank.
     """
     if len(work.stages) < 2:
         return program
@@ -51,7 +50,7 @@ def _together(one: Step, other: Step) -> Step:
 
 
 def _of_heads(step: Step, heads: Heads, later: int, group_size: int) -> Step:
-    """The step for these kv heads of each rank's, counted from its first one; so many steps later."""
+    """The step for these kv heads of each rank, counted from its first one, `later` steps later."""
 
     def cut(table: Pieces | Tiles, size: int) -> dict[str, np.ndarray]:
         own = int(table.head_start[0]) if len(table) else 0

@@ -30,9 +30,9 @@ _LEFT, _TOP, _PANEL, _GAP = 96, 144, 300, 40
 
 
 def svg_picture(problem: Problem, schedule: Schedule, head: int = 0) -> str:
-    """The forward pass as an SVG document: all sequences on the diagonal, or one where all are alike.
+    """The forward pass as an SVG document: all sequences on the diagonal, or one if all are equal.
 
-    Hovering over a tile names it. `head` is the query head that is looked at, where heads are spread over the ranks.
+    Hovering over a tile names it. `head` is the query head to show, where heads are spread over the ranks.
     """
     alike = problem.qkv_format != "thd" and len(set(problem.sequences)) == 1
     view = plane(problem, schedule, range(1 if alike else len(problem.sequences)), head)

@@ -10,9 +10,9 @@ from cp_ref.spec.svg_elements import MASKED, SOFT, box, ink_on, rank_colour, wor
 
 __all__ = ["STRIP", "Matrix"]
 
-STRIP = 16  # pixels: how thick an ownership strip is
-_EXACT = 5.0  # pixels per pair from which a band's edge is drawn as the stairs that it is
-_SHORTEST = 0.25  # of the longer side: the shorter one at least
+STRIP = 16  # The thickness of an ownership strip, in pixels.
+_EXACT = 5.0  # From this many pixels per pair on, a band's edge is drawn as stairs.
+_SHORTEST = 0.25  # The shorter side's least share of the longer one.
 
 
 class Matrix:
@@ -101,7 +101,7 @@ class Matrix:
             self._text(x, y, str(owner.rank), size=11, colour=ink_on(colour), anchor="middle")
 
     def _rect(self, x: int, y: int, columns: int, rows: int, fill: str, name: str) -> None:
-        """A rectangle of the plane; none where it is empty."""
+        """Draw a rectangle of the plane, unless it is empty."""
         if columns > 0 and rows > 0:
             self.out.append(box(x * self.sx, y * self.sy, columns * self.sx, rows * self.sy, fill, name=name))
 

@@ -37,7 +37,7 @@ class Table:
 
     @classmethod
     def concat(cls, tables: Sequence[Self]) -> Self:
-        """The rows of several tables, one table behind the other."""
+        """The rows of several tables, concatenated."""
         if len(tables) == 1:
             return tables[0]
         columns = zip(*(table.columns for table in tables), strict=True)
@@ -93,7 +93,8 @@ def in_blocks(function: F) -> F:
 
 
 def constant(value: int, like: Column) -> Column:
-    """A column with one value in all rows, as many as another has: the value is in memory once, and not written to.
+    """A column of the length of `like` with one value in all rows: the value is in memory once, and must not be written
+    to.
 
     >>> constant(7, np.array([1, 2, 3])).tolist()
     [7, 7, 7]
@@ -107,7 +108,7 @@ def one_value(column: Column) -> bool:
 
 
 def ranges(first: Column, count: Column) -> Column:
-    """The numbers first, first + 1, ... of every range, one range behind the other.
+    """The numbers first, first + 1, ... of every range, concatenated.
 
     >>> ranges(np.array([4, 9]), np.array([2, 3])).tolist()
     [4, 5, 9, 10, 11]
@@ -130,8 +131,8 @@ def runs(begins: Column, count: int) -> tuple[Column, Column]:
 
 
 def ordered_by(group: Column, count: int) -> tuple[Column | slice, list[int]]:
-    """The order of rows by group 0, ..., count - 1, in which a group's rows keep theirs; where each group begins in it,
-    and where the last ends.
+    """The order of rows by group 0, ..., count - 1, stable within a group; and the first place of each group in this
+    order, with the end of the last.
 
     >>> order, ends = ordered_by(np.array([2, 0, 2]), 3)
     >>> order.tolist(), ends

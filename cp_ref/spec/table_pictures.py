@@ -48,10 +48,10 @@ def areas_picture(areas: Areas, width: int = 80) -> str:
 
 
 def ownership_picture(ownership: Ownership, width: int = 80) -> str:
-    """Who owns which rows of the global buffers, "." for nobody (padding), and where the first of a run of rows lies in
-    its rank's buffer. Rank 36 is 0 again.
+    """The owner of each row of the global buffers, "." for nobody (padding), and the place in its rank's buffer of the
+    first of each run of rows. Rank 36 is 0 again.
 
-    Where the rows do not fit `width` (two characters a row), a character stands for several and shows who owns most.
+    Where the rows do not fit `width` (two characters a row), a character covers several and shows the owner of most.
 
     >>> print(ownership_picture(Ownership.parse('''ownership cp_size 2
     ...     rank 0 q[0:2] row 0
@@ -75,7 +75,7 @@ def ownership_picture(ownership: Ownership, width: int = 80) -> str:
 
 
 def _strip(fragments: Fragments, room: int) -> tuple[str, str, str]:
-    """Global rows, ranks, and rows of the ranks' buffers, two characters a cell."""
+    """The picture of one side: global rows, ranks, rows of the ranks' buffers, two characters a cell."""
     rows = int(fragments.stop.max(initial=0))
     size = _cell_size(rows, room)
     starts = np.arange(0, rows, size)

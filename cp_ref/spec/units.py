@@ -1,8 +1,8 @@
-"""Who sees which keys of whom: the one question that every schedule is planned from.
+"""Which keys of each unit every other unit sees: every schedule is planned from this.
 
-A unit is what takes one place in a ring: a rank, or, where heads are exchanged inside groups of `a2a_size` ranks, such
-a group, whose ranks then hold the rows of all of them for some of the heads. Under dual_chunk the rows of a group are
-again a dual chunk:
+A unit takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each of them
+then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are again a dual
+chunk:
 
     cp_size 4, a2a_size 2:    chunk   0 1 2 3 4 5 6 7
                               rank    0 1 2 3 3 2 1 0
@@ -32,7 +32,7 @@ Spans = tuple[Column, Column]  # (start, stop)
 class Sights(Table):
     """Cropped rectangles of areas in which two units see each other: one for each fragment of queries and of keys."""
 
-    peer: Column  # the other unit: the keys' in `sees`, the queries' in `seen`
+    peer: Column  # The other unit: the keys' in `sees`, the queries' in `seen`.
     area: Column
     q_start: Column
     q_stop: Column
@@ -51,7 +51,7 @@ class AreaRows(Table):
 
     @staticmethod
     def of(start: Column, stop: Column, rows: Fragments) -> AreaRows:
-        """Who has which of the rows [start[n], stop[n]) of each area n; `rows` are sorted by global row."""
+        """The owners of the rows [start[n], stop[n]) of each area n; `rows` are sorted by global row."""
         area, n = joined(start, stop, rows.start, rows.stop)
         return AreaRows(
             area, rows.rank[n], np.maximum(start[area], rows.start[n]), np.minimum(stop[area], rows.stop[n])
@@ -59,7 +59,7 @@ class AreaRows(Table):
 
 
 class Units:
-    """The units of a workload, their rows, and what they see of each other."""
+    """The units of a workload, their rows, and the keys that they see of each other."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.areas, self.size = workload, workload.areas, workload.a2a_size
@@ -111,12 +111,12 @@ class Units:
 
     @cached_property
     def query_rows(self) -> AreaRows:
-        """Who has which query rows of each area."""
+        """The owners of the query rows of each area."""
         return AreaRows.of(self.areas.q_start, self.areas.q_stop, self.queries)
 
     @cached_property
     def key_rows(self) -> AreaRows:
-        """Who has which key rows of each area."""
+        """The owners of the key rows of each area."""
         a = self.areas
         if self.keys is self.queries and np.array_equal(a.q_start, a.k_start) and np.array_equal(a.q_stop, a.k_stop):
             return self.query_rows
@@ -130,8 +130,8 @@ class Units:
         return [rows.take(slice(a, b)) for a, b in pairwise(ends)]
 
     def needed(self, owner: int, reach: Reach, last: int) -> Spans:
-        """Of one unit's key rows those that some units see: what lies between the first and the last key that any of
-        units 0 to `last` of `reach` sees in each area.
+        """The key rows of one unit that some units see: in each area, the rows from the first to the last key that any
+        of units 0 to `last` of `reach` sees.
         """
         rows = self._key_rows_of[owner % self.count]
         start, stop = rows.start, np.minimum(rows.stop, reach.stop[last][rows.area])
@@ -141,7 +141,7 @@ class Units:
         return merged(start, stop) if some.all() else merged(start[some], stop[some])
 
     def reach(self, units: Column) -> Reach:
-        """What these units see, from the first one to each of them."""
+        """The reach of the first units together, for each number of these units."""
         start, stop = self._seen_by_each
         return Reach(
             None if start is None else np.minimum.accumulate(start[units % self.count]),
@@ -150,7 +150,7 @@ class Units:
 
     @cached_property
     def _seen_by_each(self) -> Reach:
-        """What each unit sees."""
+        """The reach of each unit alone."""
         areas, rows, far = self.areas, self.query_rows, 2 * UNBOUNDED
         cell = rows.unit * len(areas) + rows.area
         stop = np.full((self.count, len(areas)), -far, dtype=np.int64)
@@ -163,7 +163,7 @@ class Units:
 
 
 class Reach(NamedTuple):
-    """What units see: of each area [units, areas] the first key and the one behind the last one. `start` is None where
+    """The keys that units see of each area, [units, areas]: the first, and the one after the last. `start` is None if
     every area is seen from its first key on.
     """
 
@@ -172,11 +172,11 @@ class Reach(NamedTuple):
 
 
 def _sights(areas: Areas, queries: Fragments, keys: Fragments, group: Column) -> list[Sights]:
-    """What these queries see of these keys, by group of the unit that has the keys."""
+    """The rectangles in which these queries see these keys, by group of the unit that has the keys."""
     area, q = joined(areas.q_start, areas.q_stop, queries.start, queries.stop)
     q0, q1 = np.maximum(areas.q_start[area], queries.start[q]), np.minimum(areas.q_stop[area], queries.stop[q])
     lo, hi = areas.lo[area], areas.hi[area]
-    k0, k1 = np.maximum(areas.k_start[area], q0 + lo), np.minimum(areas.k_stop[area], q1 + hi)  # is seen by them
+    k0, k1 = np.maximum(areas.k_start[area], q0 + lo), np.minimum(areas.k_stop[area], q1 + hi)  # the keys that they see
     n, k = joined(k0, k1, keys.start, keys.stop)
     peer, count = keys.rank[k], int(group.max()) + 1
     order, ends = ordered_by(group[peer], count)

@@ -1,7 +1,7 @@
 """Single values of a call's arguments: a word, a count, a number, a window, a flag, a tensor, cumulative lengths.
 
 Each check raises ValueError (TypeError for a wrong type) with the argument, its value and the rule. Integers may be of
-any type that calls itself one (numpy's too), a bool is none.
+any integer type (numpy's too), except bool.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = [
     "read_window",
 ]
 
-MOST = 2**31 - 1  # heads, dims, sequences, positions: 32 bits
-FURTHEST = 2**62 - 1  # cumulative lengths and window sides: two of them add up in 64 bits
-MOST_RANKS = 2**12  # of commands and files, which have the steps of all ranks: as many as the square of the ranks
-FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the least and the largest normal number
+MOST = 2**31 - 1  # Heads, dims, sequences, positions: 32 bits.
+FURTHEST = 2**62 - 1  # Cumulative lengths and window sides: two of them add up in 64 bits.
+MOST_RANKS = 2**12  # Of commands and files: these have the steps of all ranks, which grow with the square of the ranks.
+FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # The least and the largest normal number.
 
 
 def kind_of(value: object) -> str:
-    """What a value is that should be something else, for an error.
+    """The kind of a wrong value, in words for an error.
 
     >>> from fractions import Fraction
     >>> kind_of(None), kind_of(3), kind_of(Fraction(1, 2))

@@ -9,8 +9,8 @@ It finds
     a result that does not reach its owner  a result that is marked complete and is not
     a deadlock
 
-and names rank and step of each. What is left is a report: work, balance and bytes. `verify_tables` knows nothing but
-the three tables: areas, ownership and the schedule.
+and names rank and step of each. A schedule without an error gets a report: work, balance and bytes. `verify_tables`
+knows only the three tables: areas, ownership and the schedule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["InvalidSchedule", "verify", "verify_tables"]
 
 _MOST_ERRORS = 20
 
-Place = Callable[[str, int], str]  # (side, row) -> where that is for a reader who knows sequences; may be empty
+Place = Callable[[str, int], str]  # (side, row) -> its place in words of sequences; may be empty.
 
 
 class InvalidSchedule(ValueError):
@@ -142,7 +142,7 @@ def _coverage(work: Workload, play: Play, names: _Names) -> Iterator[str]:
         return f"{play.name}: area {pair.area}, query {names.row('q', pair.q)}, key {names.row('kv', pair.k)}{some}"
 
     def holders(pair: Pair) -> str:
-        """Who has a pair's query and key, and when the key comes."""
+        """The ranks that have a pair's query and key, and the step at which the key arrives."""
         queries = work.ownership.q
         ranks: list[int] = queries.rank[(queries.start <= pair.q) & (pair.q < queries.stop)].tolist()
         steps = [
@@ -168,7 +168,7 @@ def _misplaced(play: Play, owned: list[dict[str, Column]], names: _Names) -> Ite
         for kind, tiles in results.items():
             grid = play.grids[side_of(kind)]
             wrong = np.flatnonzero((tiles >= 0) & ~owned[rank][side_of(kind)])
-            said: set[tuple[int, int]] = set()  # heads that share a row are one finding
+            said: set[tuple[int, int]] = set()  # Heads that share a row are one finding.
             for cell in wrong.tolist():
                 start, stop = grid.rows_of(cell)
                 if (start, stop) not in said:

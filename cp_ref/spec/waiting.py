@@ -1,27 +1,26 @@
-"""Own keys that wait for the others: an area that hides nothing is attended once, when more of its keys are there.
+"""Own keys that wait for the others: an area that hides nothing is attended once, when more of its keys have arrived.
 
-Two ranks have a prompt between them, and answers that see all of it and, causally, themselves. Without this rewrite a
-rank attends its answers to the prompt twice, to its own part and to the part that arrives; each time is a kernel
-launch, whose output is merged and whose gradients are added:
+For example, two ranks share a prompt, and their answers see all of it and, causally, themselves. Without this rewrite
+the answers of a rank attend to the prompt twice: to the rank's own part, and to the part that arrives. Each of these is
+a kernel launch with an output to merge and gradients to add:
 
                 step 0, while keys travel                         step 1
     before      answers x themselves, x prompt's own keys         answers x prompt's other keys
     after       answers x themselves                              answers x all of the prompt's keys
 
-Nothing is hidden there, so keys need no order, and both are one segment of one launch. The messages stay as they are,
-and gradients of own keys stay at home at whichever step they are computed. Tiles of the first step wait where all of
-this holds:
+Nothing of the prompt is hidden, so its keys need no order, and both parts are one segment of one launch. The messages
+do not change: gradients of own keys stay on the rank, at any step. Tiles of the first step wait if all of this holds:
 
-- They are of areas that hide nothing, and every tile of the step that hides nothing goes with them, and so its launch.
-  (A part of a causal area stays: without it the area's square would not be one.)
+- They are of areas that hide nothing. All such tiles of the step wait together, so their launch is saved. (A part of a
+  causal area stays: without it the area's square would not be one.)
 - Their areas have arrived keys at a later step. They wait for the first one: in all_gather for all keys, in a ring for
   the next unit's, as gradients of received keys have to leave one step after these came.
-- Any two of these areas have the same keys or none in common, or one launch could become two.
-- Several tiles that stay have queries that see these keys. Were it one, they would be the first keys of its segment.
-- Their queries are more than half of the later step's. Otherwise the queries of that step are one segment with the keys
-  that arrive, and these few another one with the own keys, whichever step it is in.
-- What stays still hides the step's messages, in the forward pass, which is the shorter one, by the costs that stages
-  have (`stage_costs.py`).
+- Any two of these areas have the same keys or no keys in common; otherwise one launch could become two.
+- Several tiles that stay have queries that see these keys. With only one, the keys would be the first of its segment.
+- Their queries are more than half of the later step's. Otherwise the queries of that step are one segment with the
+  arriving keys, and these few are another segment with the own keys at either step.
+- The tiles that stay still hide the step's messages in the forward pass, the shorter one, by the costs of
+  `stage_costs.py`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ __all__ = ["own_keys_wait"]
 
 
 def own_keys_wait(problem: Problem, programs: tuple[RankSchedule, RankSchedule]) -> tuple[RankSchedule, RankSchedule]:
-    """A rank's forward and backward program, with the same tiles in each step of both, in which own keys wait; the
-    programs as they are where they do not.
+    """A rank's forward and backward program with own keys waiting, or the unchanged programs. Each step has the same
+    tiles in both.
     """
     forward, backward = programs
     areas, own = problem.workload.areas, forward[0].tiles

@@ -1,4 +1,4 @@
-"""Errors of a schedule that are seen line by line, before messages are played: numbers that mean nothing."""
+"""Errors that show in single lines of a schedule, before messages are played: numbers without a meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cp_ref.spec.workload import Workload
 
 __all__ = ["malformed"]
 
-_TAGS = 2**21  # process groups take tags of 31 bits, and each tensor of a message has one of its own
+_TAGS = 2**21  # Process groups take tags of 31 bits, and each tensor of a message has its tag.
 
 
 def malformed(work: Workload, schedule: Schedule) -> Iterator[str]:
@@ -62,7 +62,7 @@ def _is_one_of(number: object, size: int) -> bool:
 
 def _is_table(table: Table) -> bool:
     """Whether all columns are vectors of integers of 32 or 64 bits, of one length."""
-    columns = [x for x in cast(tuple[object, ...], table.columns) if _is_column(x)]  # as a user may have made them
+    columns = [x for x in cast(tuple[object, ...], table.columns) if _is_column(x)]  # A user may have made them.
     return len(columns) == len(table.columns) and len({len(x) for x in columns}) == 1
 
 
@@ -82,7 +82,7 @@ def _message_problem(message: Message, schedule: Schedule) -> str:
         return "a piece is empty, or begins before row 0"
     if bool(_no_heads(pieces.head_start, pieces.head_stop, heads).any()):
         return f"there are heads 0:{heads}"
-    if len(pieces) == 1 or bool((pieces.start[1:] >= pieces.stop[:-1]).all()):  # sorted and disjoint
+    if len(pieces) == 1 or bool((pieces.start[1:] >= pieces.stop[:-1]).all()):  # Sorted and disjoint.
         return ""
     return "it has the same rows twice" if _overlap(*pieces.columns) else ""
 
@@ -95,7 +95,9 @@ def _overlap(start: Column, stop: Column, head_start: Column, head_stop: Column)
     >>> _overlap(*(np.array(x) for x in ([0, 3, 4], [4, 4, 8], [0, 0, 0], [1, 2, 2])))
     True
     """
-    for head in np.unique(head_start).tolist():  # whatever two have in common, the higher first head of both has it
+    for head in np.unique(
+        head_start
+    ).tolist():  # If two boxes have a head in common, the higher first head of both is one.
         here = (head_start <= head) & (head < head_stop)
         order = np.argsort(start[here], kind="stable")
         if bool((start[here][order][1:] < stop[here][order][:-1]).any()):
@@ -108,7 +110,7 @@ def _no_heads(start: Column, stop: Column, heads: int) -> Column:
 
 
 def _wrong_tiles(tiles: Tiles, areas: Areas, heads: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Tiles that are no rectangles of an area, each with what is wrong."""
+    """Tiles that are not rectangles of an area, each with its error."""
     there = (tiles.area >= 0) & (tiles.area < len(areas))
     of = areas.take(np.where(there, tiles.area, 0)) if len(areas) else Areas.of_rows([[0] * 6] * len(tiles))
     empty = (tiles.q_start >= tiles.q_stop) | (tiles.k_start >= tiles.k_stop)

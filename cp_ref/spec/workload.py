@@ -64,8 +64,8 @@ def workload_of(problem: Problem) -> Workload:
 
 
 def areas_of(problem: Problem) -> Areas:
-    """Who may see whom: the areas that the user gave, or one a sequence, for its mask and window. Of real tokens alone,
-    cut down to the rows and columns that see anything; sequences of which nothing is visible have none.
+    """The areas: those that the user gave, or one per sequence, for its mask and window. They cover real tokens alone
+    and are cut down to the rows and columns that see anything; a sequence without a visible pair has no area.
     """
     if problem.areas is not None:
         return _between_tokens(areas_of_rows(problem.areas), problem)
@@ -112,7 +112,7 @@ def _ownership_of(problem: Problem) -> Ownership:
 
 
 def _real(problem: Problem, side: str) -> Fragments:
-    """Who holds which real tokens."""
+    """The owners of the real tokens."""
     slots, (start, length) = problem.slots.side(side), _tokens(problem, side)
     padded = bool((start + length < _starts(problem, side)[1:]).any())
     return slots.within(start, start + length) if padded else slots
