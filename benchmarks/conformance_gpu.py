@@ -49,7 +49,7 @@ from conformance.capabilities import Capabilities
 from conformance.case import Case
 from conformance.runner import InProcess, Runner, Task
 from conformance.strategies import cases, tables
-from conformance.workers.pool import ProcessRunner
+from conformance.workers import WorkerRunner
 from cp_fast.backends import by_name
 from cp_ref.spec import LAYOUTS, Problem
 from cp_ref.spec import Sequence as Lengths
@@ -204,7 +204,7 @@ class Work:
 
     def runner(self, backend: str) -> Runner:
         if self.ranks:
-            return ProcessRunner(PROCESSES, self.device, LIMIT_OF_RANKS_S, self.ranks)
+            return WorkerRunner(PROCESSES, self.device, LIMIT_OF_RANKS_S, self.ranks)
         return InProcess(OneBackend(backend), self.device, LIMIT_S)
 
     @property

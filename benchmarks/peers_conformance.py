@@ -33,7 +33,7 @@ from conformance.record import FAILING, Played
 from conformance.runner import Pairs, Task
 from conformance.session import PROFILES, TierResult
 from conformance.suite_run import SuiteRun, describe_run
-from conformance.workers.pool import ProcessRunner
+from conformance.workers import WorkerRunner
 from cp_ref.spec import Problem, Sequence
 
 PEERS = {
@@ -80,7 +80,7 @@ def table(ranks: int) -> list[tuple[str, str]]:
     return found
 
 
-class Peers(ProcessRunner):
+class Peers(WorkerRunner):
     """Processes are kept after a problem that all ranks finished, or none for the same reason: then no message is left,
     over NCCL neither. When the time is up nothing more is played.
     """
@@ -92,8 +92,8 @@ class Peers(ProcessRunner):
         task = replace(task, text=task.text.replace(", strided=True", "")) if self.aligned else task
         if time.time() > self.until:
             return Played(task.level, task.tier, task.text, "missing", ("no time is left",))
-        played = self._together(("play", task), task, self._limit_s)
-        if played.verdict in FAILING and not _alike(played, self._size):
+        played = self._play_once(task)
+        if played.verdict in FAILING and not _alike(played, self._size or 1):
             self.close()
         return played
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from multiprocessing import Pipe
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from conformance.levels import LEVEL_TIERS, helpers
 from conformance.record import Played
 from conformance.runner import InProcess, Task
 from conformance.session import PROFILES, run_level_tier
-from conformance.workers import IsolatedRunner, ProcessRunner
+from conformance.workers import Worker, WorkerRunner
 
 ASSERTION = f"CUDA error: {ASSERTED} triggered\nand much more"
 TASK = Task("helpers", "helpers-malformed", 'Malformed(name="thd_read_half_tensor", slots=(2,), real=(4,))')
@@ -61,36 +61,26 @@ def test_an_assertion_is_a_refusal(later: str, finding: str, monkeypatch: pytest
     assert [finding in f for f in found] == ([True] if finding else [])
 
 
-class ContextLost:
+class ContextLost(Worker):
     """A worker that answers once."""
 
     def __init__(self) -> None:
         self.stopped = False
-
-    def send(self, message: Any) -> None: ...
-
-    def receive(self, timeout_s: float) -> Any:
-        return "context lost", RIGHT
+        self.connection, self.theirs = Pipe()
+        self.theirs.send(("context lost", RIGHT))
 
     def stop(self) -> None:
         self.stopped = True
 
 
-def test_a_worker_without_its_context_is_started_again() -> None:
-    runner, worker = IsolatedRunner("cp_ref", "cuda", 1.0), ContextLost()
-    runner._worker = worker  # type: ignore[assignment]
-    assert runner.play(TASK) == RIGHT
-    assert worker.stopped
-    assert runner._worker is None
-    assert runner.restarts == 1
-
-
-def test_a_pool_with_a_rank_without_its_context_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, workers = ProcessRunner("cp_ref", "cuda", 1.0, 2), [ContextLost(), ContextLost()]
-    runner._workers = workers  # type: ignore[assignment]
-    monkeypatch.setattr("conformance.workers.pool.Turn.ready", lambda self, timeout_s: [0, 1])
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_worker_without_its_context_is_started_again(size: int | None) -> None:
+    runner = WorkerRunner("cp_ref", "cuda", 1.0, size)
+    workers = [ContextLost() for _ in range(size or 1)]
+    runner.workers = list(workers)
     assert runner.play(TASK) == RIGHT
     assert all(worker.stopped for worker in workers)
+    assert not runner.workers
     assert runner.restarts == 1
 
 

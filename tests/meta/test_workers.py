@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,7 @@ from conformance.capabilities import Capabilities
 from conformance.implementation import LoadError
 from conformance.runner import Task, task_of
 from conformance.session import Profile, run_tier
-from conformance.workers import IsolatedRunner, ProcessRunner, RemotePlayer, start_runner
-from conformance.workers.nursery import nursery
+from conformance.workers import WorkerRunner, start_runner
 
 pytestmark = pytest.mark.thorough
 
@@ -23,7 +25,7 @@ GOOD = Task("schedule", "logic", "Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8
 BAD = Task("schedule", "logic", "Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)], softcap=2.0))")
 
 
-def sample(name: str, limit_s: float = LIMIT_S, cp_size: int = 2) -> RemotePlayer:
+def sample(name: str, limit_s: float = LIMIT_S, cp_size: int = 2) -> WorkerRunner:
     return start_runner(f"tests.meta.samples:{name}", "cpu", limit_s, lambda kind: (cp_size,))
 
 
@@ -94,10 +96,10 @@ def test_a_task_that_means_nothing_is_no_failure_of_the_implementation() -> None
         assert runner.play(merge).verdict == "missing"
 
 
-def test_no_worker_outlives_its_player() -> None:
+def test_no_worker_outlives_its_runner() -> None:
     runner = sample("Lower")
-    assert isinstance(runner, IsolatedRunner)
-    pid = runner.pid
+    (worker,) = runner.workers
+    pid = worker.pid
     runner.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIG_DFL)
@@ -106,8 +108,8 @@ def test_no_worker_outlives_its_player() -> None:
 def test_a_worker_has_the_environment_the_folder_and_the_path_of_its_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they are when it starts, which is later than its nursery did."""
-    nursery()
+    """As they are when it starts, which is later than the fork server did."""
+    sample("Lower").close()
     (tmp_path / "late.py").write_text(
         "import os\nfrom tests.meta.samples import Lower\n"
         "assert os.environ['LATE'] == '1' and os.path.exists('late.py') and os.environ['OMP_NUM_THREADS'] == '1'\n"
@@ -122,14 +124,43 @@ def test_a_worker_has_the_environment_the_folder_and_the_path_of_its_driver(
         start_runner("late:Lower", "cpu", LIMIT_S, lambda kind: (2,))
 
 
-def test_a_nursery_that_was_killed_is_followed_by_another() -> None:
-    killed = nursery()
+def test_a_fork_server_that_was_killed_is_started_again() -> None:
+    sample("Lower").close()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
     with sample("Sick") as runner:
         assert runner.play(GOOD).verdict == "right"
-    killed.stop()
-    assert nursery() is not killed
-    with sample("Sick") as runner:
-        assert runner.play(GOOD).verdict == "right"
+
+
+HANGS = """
+import os, sys
+from conformance.workers import start_runner
+runner = start_runner("tests.meta.samples:HangsInC", "cpu", 600.0, lambda kind: (2,))
+print(runner.workers[0].pid, flush=True)
+from tests.meta.test_workers import BAD
+runner.play(BAD)
+"""
+
+
+def test_a_script_without_a_guard_runs_once_and_a_hanging_worker_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(HANGS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    driver = subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert driver.stdout is not None
+    worker = int(driver.stdout.readline())
+    time.sleep(3.0)  # until it hangs
+    os.kill(worker, signal.SIG_DFL)
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + LIMIT_S
+    while Path("/proc", str(worker)).exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path("/proc", str(worker)).exists()
+    assert driver.stdout.read() == ""
+    driver.stdout.close()
 
 
 # ---- one process for each rank
@@ -151,8 +182,8 @@ def test_what_it_supports_is_found_by_trying(gathering: Capabilities) -> None:
 
 def test_a_plain_all_gather_over_gloo(gathering: Capabilities) -> None:
     with sample("AllGather") as runner:
-        assert isinstance(runner, ProcessRunner)
         result = run_tier(runner, "logic", gathering, Profile(25, derandomize=True), cp_sizes=(2,))
+        assert len(runner.workers) == 2
         assert not result.smallest
         assert result.passed >= 10
         assert run_tier(runner, "plan", gathering, Profile(3, derandomize=True)).count("missing") == 1

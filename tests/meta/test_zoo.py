@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 
 from conformance.cli import app
 from conformance.runner import InProcess, Task
-from conformance.workers import RemotePlayer, start_runner
+from conformance.workers import WorkerRunner, start_runner
 from tests.meta.zoo import SETTERS, none_from, sets
 
 PLAIN = "Case(Problem(cp_size=2, sequences=[(8, 8, 8, 8)]), return_lse=True)"
 LOGIC = Task("schedule", "logic", PLAIN)
 
 
-def kept(name: str, limit_s: float) -> RemotePlayer:
+def kept(name: str, limit_s: float) -> WorkerRunner:
     return start_runner(f"tests.meta.zoo:{name}", "cpu", limit_s, lambda kind: (2,))
 
 

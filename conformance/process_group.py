@@ -1,4 +1,4 @@
-"""The worker's end of a group of processes: `run_ranks` over torch.distributed, with the driver in the middle."""
+"""`run_ranks` in a process for each rank: the groups of torch.distributed, and the exchange of outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.implementation import Missing
-from conformance.reference import Hang, Outcome, describe_error
+from conformance.reference import Outcome, describe_error
 from conformance.run import UnsupportedCase
 
 __all__ = ["ProcessMember", "ProcessRanks", "join", "rejoin"]
@@ -32,14 +32,14 @@ _KINDS: tuple[type[Exception], ...] = (
 
 @dataclass(frozen=True)
 class ProcessMember:
-    """The rank and size of this process in a group; `Implementation.ContextParallel` takes its `process_group`."""
+    """A process's rank in a group, the group's size, and the `process_group` for `Implementation.ContextParallel`."""
 
     rank: int
     size: int
     process_group: Any
 
     def split(self, a2a_size: int) -> tuple[ProcessMember, ProcessMember]:
-        """Its places in its a2a group and in its p2p group: rank = p2p_rank * a2a_size + a2a_rank."""
+        """Return its members of its a2a group and of its p2p group: rank = p2p_rank * a2a_size + a2a_rank."""
         if a2a_size < 1 or self.size % a2a_size:
             raise ValueError(f"a2a_size is {a2a_size}; it must divide the group's size {self.size}")
         first = self.rank - self.rank % a2a_size
@@ -49,13 +49,13 @@ class ProcessMember:
 
 
 _groups: dict[tuple[int, ...], Any] = {}
-_joined = 0  # how often this process has joined; every time has a store of its own
+_joined = 0  # how often this process has joined: every join has its own store
 
 
 def join(backend: str, store: str, rank: int, size: int) -> None:
-    """Become one rank of a pool, and make every group that a problem may need.
+    """Become one rank, and create every group that a problem may need.
 
-    Groups are made at once and by all, because a group that some ranks make on the way is not safe to make twice.
+    All ranks create all groups here, in one order, as `new_group` requires.
     """
     global _joined
     _joined += 1
@@ -77,7 +77,7 @@ def join(backend: str, store: str, rank: int, size: int) -> None:
 
 
 def rejoin(backend: str, store: str, rank: int, size: int) -> None:
-    """The same with new groups: a problem that failed may have left messages in the old ones."""
+    """Join again with new groups: a failed problem may have left messages in the old ones."""
     _groups.clear()
     dist.destroy_process_group()
     join(backend, store, rank, size)
@@ -88,14 +88,14 @@ def _member(ranks: tuple[int, ...], rank: int) -> ProcessMember:
 
 
 class ProcessRanks:
-    """A `RankRunner`: the first `cp_size` processes of the pool are the ranks; the others listen to what comes out."""
+    """A `RankRunner`: the first `cp_size` processes are the ranks; the others only receive the outcomes."""
 
     def __init__(self, connection: Any, rank: int, size: int, device: str) -> None:
         self._connection, self._rank, self._size, self._device = connection, rank, size, device
         self._inside, self._pid = False, os.getpid()
 
     def __call__(self, cp_size: int, fn: Callable[[Any], Any], limit_s: float) -> list[Outcome]:
-        """As `conformance.reference.run_ranks`; the driver watches the time."""
+        """Like `conformance.reference.run_ranks`; the driver enforces the time limit."""
         if self._inside:
             raise Missing("the suite cannot make a group of processes inside another one")
         if cp_size > self._size:
@@ -109,28 +109,23 @@ class ProcessRanks:
                 outcome = Outcome(None, error)
             finally:
                 self._inside = False
-        if os.getpid() != self._pid:  # a copy that the implementation forked: it must not speak for this rank
+        if os.getpid() != self._pid:  # the implementation forked; the copy must not answer for this rank
             os._exit(0)
-        failed = outcome is not None and outcome.error is not None
-        said = describe_error(outcome.error) if outcome is not None and outcome.error is not None else ""
-        self._connection.send(("outcome", failed, said, None if outcome is None else _pack(outcome)))
-        word, answer = self._connection.recv()
-        if word != "outcomes":
-            raise Hang(answer)
+        error = describe_error(outcome.error) if outcome is not None and outcome.error is not None else ""
+        self._connection.send(("outcome", error, None if outcome is None else _pack(outcome)))
+        _, answer = self._connection.recv()
         return [_unpack(packed, self._device) for packed in answer[:cp_size]]
 
 
 def _pack(outcome: Outcome) -> bytes:
-    """The part of an outcome that can travel: an exception that cannot becomes one of its kind, a value its type's
-    name.
-    """
+    """Serialise an outcome. A value that cannot be pickled becomes its type's name, an error one of its kind."""
     value, error = outcome
     if error is not None:
         error = _portable(error)
     buffer = io.BytesIO()
     try:
         torch.save((value, error), buffer)
-    except Exception:  # a plan with streams in it, say; nobody looks at it here
+    except Exception:  # a plan with streams, for example; the receiver does not read it
         buffer = io.BytesIO()
         torch.save((f"<{type(value).__name__}>", error), buffer)
     return buffer.getvalue()
@@ -145,9 +140,9 @@ def _portable(error: BaseException) -> Exception:
     try:
         copy = pickle.loads(pickle.dumps(error))
         if not isinstance(copy, Exception) or str(copy) != str(error):
-            raise ValueError("it is another after travelling")
+            raise ValueError("the copy differs")
     except Exception:
         kind = next((kind for kind in _KINDS if isinstance(error, kind)), Exception)
         copy = kind(described)
-    copy.described = described  # type: ignore[attr-defined]  # the traceback stays behind
+    copy.described = described  # type: ignore[attr-defined]  # the traceback is not copied
     return copy
