@@ -31,7 +31,7 @@ __all__ = [
     "remark_on",
 ]
 
-BACKENDS: tuple[Backend, ...] = (  # as every machine has them that has the library: `installed` may find more
+BACKENDS: tuple[Backend, ...] = (  # the features on any machine; `installed` may find more
     Fa4Backend(),
     CudnnBackend(),
     BUILT_IN,
@@ -46,7 +46,7 @@ KERNEL_FEATURES: frozenset[Feature] = frozenset().union(*(v.features for b in BA
 
 
 def by_name(name: str) -> Backend:
-    """The backend of that name, as it is installed here; a ValueError for any other name.
+    """The installed backend of that name; a ValueError for any other name.
 
     >>> by_name("cpu").name
     'cpu'
@@ -61,9 +61,9 @@ def by_name(name: str) -> Backend:
 def choose(required: frozenset[Feature], backend: str) -> Backend:
     """The backend for a problem that requires these features; those outside `KERNEL_FEATURES` are not looked at.
 
-    "auto" takes the first that works here and has every feature; a name takes that one. Where that fails, `Unsupported`
-    says for every candidate what it lacks, and why it does not work here. Nothing ever falls back from a name. Where
-    "auto" takes a later one because a library for this GPU is not installed, that is said once.
+    "auto" takes the first that works here and has every feature; a name takes that one. If none fits, `Unsupported`
+    lists for every candidate the features it lacks and why it does not work here. A name never falls back to another
+    backend. If "auto" takes a later one because a library for this GPU is not installed, it warns once.
     """
     candidates = BACKENDS if backend == "auto" else (by_name(backend),)
     wanted = required & KERNEL_FEATURES
@@ -94,15 +94,15 @@ def choose(required: frozenset[Feature], backend: str) -> Backend:
 
 
 def features_of(backend: Backend) -> frozenset[Feature]:
-    """What a backend can be chosen for, one feature at a time."""
+    """All features that a backend can be chosen for, in any of its variants."""
     return frozenset().union(*(v.features for v in variants(backend)))
 
 
 def installed(backend: Backend) -> Backend:
-    """The backend as it is on this machine: "fa2" has the kernels of the flash-attn package where they work."""
+    """The backend installed on this machine: "fa2" uses the kernels of the flash-attn package if they work."""
     return fa2.installed() if backend is BUILT_IN else backend
 
 
 def remark_on(backend: Backend) -> str:
-    """What there is to say about a backend that works, for `doctor`."""
+    """A remark for `doctor` on a backend that works."""
     return fa2.origin_of(backend) if isinstance(backend, Fa2Backend) else ""

@@ -1,7 +1,7 @@
-"""Matrices whose rows begin on a cache line, so that what is computed from one has the same bits wherever it lies.
+"""Matrices whose rows begin on a cache line, so that results have the same bits at any address.
 
-A processor's matrix products round otherwise where a matrix begins in the middle of a vector register. Where a sequence
-begins in a packed tensor hangs on the others in the batch, and deterministic=True promises that its results do not.
+A processor's matrix product rounds differently if a matrix begins in the middle of a vector register. The start of a
+sequence in a packed tensor depends on the other sequences, and deterministic=True promises that its results do not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def aligned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
 
 
 def aligned_view(buffer: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The same, in the memory of a flat buffer, which grows to what that takes."""
+    """The same tensor in the memory of a flat buffer, which grows if it is too small."""
     per_line = _LINE // buffer.element_size()
     width = -(-shape[-1] // per_line) * per_line
     buffer.resize_(prod(shape[:-1]) * width)

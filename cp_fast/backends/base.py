@@ -32,7 +32,7 @@ __all__ = [
 
 
 class NotInstalled(str):
-    """Why a backend does not work here, where installing a package would mend it: the GPU is one that it is for."""
+    """Why a backend does not work here, if installing a package would fix it: the backend supports this GPU."""
 
     __slots__ = ()
 
@@ -46,29 +46,29 @@ class Segments:
         (left is None or j >= i + lk - lq - left) and (right is None or j <= i + lk - lq + right)
 
     which is the bottom-right aligned window of the flash-attention family, with None for unbounded. No segment is
-    empty, and every row sees at least one column: so right >= lq - lk, negative only if no row sees the last column,
-    and left >= 0, since the last row's diagonal ends in the last column. Rows lie side by side, cu from 0 to the
+    empty, and every row sees at least one column. So right >= lq - lk, negative only if no row sees the last column.
+    And left >= 0, since the last row's diagonal ends in the last column. Rows lie side by side, cu from 0 to the
     tensors' lengths: a kernel may read a neighbour's rows and multiply them by zero, so no row may hold a NaN that does
     not belong to the problem.
 
-    In a plan that is updated in place (`Plan.update`) the rules are wider: segments of length zero come last, tensors
-    have more rows behind cu[-1] (finite where there is a segment at all; what is yielded for them is not read), and
-    `max_q` and `max_kv` are upper bounds. The lengths on the host are those of the batch at hand: a CUDA graph that was
-    captured with them is replayed with others, so a kernel on a GPU reads them on the device alone.
+    A plan updated in place (`Plan.update`) has wider rules. Segments of length zero come last. Tensors have more rows
+    after cu[-1]: they are finite if there is any segment, and their results are not read. `max_q` and `max_kv` are
+    upper bounds. The lengths on the host are those of the current batch. A CUDA graph captured with them is replayed
+    with others, so a GPU kernel reads lengths from the device only.
     """
 
-    cu_q: Sequence[int]  # a tuple, or as lazy as one can be: `Cumulative`
+    cu_q: Sequence[int]  # a tuple, or a lazy one: `Cumulative`
     cu_kv: Sequence[int]
     left: int | None
     right: int | None
-    device_cu_q: torch.Tensor  # int32 [segments + 1], on the tiles' device
+    device_cu_q: torch.Tensor  # Int32 [segments + 1], on the tiles' device.
     device_cu_kv: torch.Tensor  # int32 [segments + 1]
     max_q: int = field(init=False)  # the longest segment's query rows
     max_kv: int = field(init=False)  # the longest segment's key columns
 
     @property
     def updated_in_place(self) -> bool:
-        """Whether the device's lengths may be replaced, and those on the host are one batch's of many."""
+        """Whether the device's lengths may be replaced; those on the host are of one batch only."""
         return isinstance(self.cu_q, Cumulative) and self.cu_q.bound is not None
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Segments:
         return Segments(cu_q, cu_kv, left, right, on_device_q, torch.tensor(cu_kv, dtype=torch.int32, device=device))
 
     def alone(self, s: int) -> Segments:
-        """Segment s as a launch of its own, its rows and columns counted from 0.
+        """Segment s as a separate launch, its rows and columns counted from 0.
 
         >>> Segments.pack([2, 3], [4, 3], None, 0).alone(1).device_cu_q
         tensor([0, 3], dtype=torch.int32)
@@ -112,7 +112,7 @@ class Segments:
 
 
 class LaunchOptions(NamedTuple):
-    """What the launches of a pass have in common: made once for all of them."""
+    """The options that all launches of a pass share, made once."""
 
     scale: float
     softcap: float = 0.0  # 0 for none
@@ -120,8 +120,8 @@ class LaunchOptions(NamedTuple):
 
 
 class BackwardOperands(NamedTuple):
-    """What a backward launch reads. out, lse and dlse are the *whole* problem's for these rows, over all tiles of all
-    ranks, sinks included.
+    """The inputs of a backward launch. out, lse and dlse are the *whole* problem's for these rows, over all tiles of
+    all ranks, sinks included.
     """
 
     dout: torch.Tensor  # [n, h_q, d_v], in q's dtype, as all up to out
@@ -136,7 +136,7 @@ class BackwardOperands(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What one launch yields for its q rows, contiguous."""
+    """The result of one launch for its q rows, contiguous."""
 
     out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns; any float dtype
     lse: torch.Tensor  # [h_q, n], natural logarithm; float32, or float64 for float64 inputs
@@ -144,7 +144,7 @@ class Partial(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What one launch adds to the gradients of its q rows and kv rows, contiguous; any float dtype."""
+    """One launch's addition to the gradients of its q rows and kv rows, contiguous; any float dtype."""
 
     dq: torch.Tensor  # [n, h_q, d_qk]
     dk: torch.Tensor  # [m, h_kv, d_qk]
@@ -161,7 +161,7 @@ class Backend(Protocol):
     features: frozenset[Feature]  # of the kernel alone: heads, dims, softcap, results, devices, dtypes
 
     def why_not(self) -> str | None:
-        """None where the library works on this machine, else why not in one line. Imports it at most, runs nothing."""
+        """None if the library works on this machine, else the reason in one line. May import it, runs nothing."""
         ...
 
     def forward(
@@ -173,9 +173,9 @@ class Backend(Protocol):
     def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
         """The launch's share of the gradients.
 
-        With the scores s, p = exp(s - lse), dp = dout . v and delta = sum(dout * out) - dlse: ds = p * (dp - delta)
-        (times the softcap's slope), and dq = scale * ds @ k, dk = scale * ds^T @ q, dv = p^T @ dout.
-        Every library forms delta itself, so it is not passed.
+        Let s be the scores, p = exp(s - lse), dp = dout . v and delta = sum(dout * out) - dlse. Then: `ds = p * (dp -
+        delta)` (times the softcap's slope), dq = scale * ds @ k, dk = scale * ds^T @ q, dv = p^T @ dout. Every library
+        computes delta itself, so it is not passed.
         """
         ...
 
@@ -183,8 +183,8 @@ class Backend(Protocol):
 def backward_letting_go(
     backend: Backend, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
 ) -> Gradients:
-    """`backend.backward` of the operands in a list, which is empty then: where the backend has a method of this name,
-    those that nobody else holds go as soon as its kernels have read them, before it yields.
+    """`backend.backward` of the operands in a list, which it empties. If the backend has a method of this name,
+    operands without another reference are freed once its kernels have read them, before it returns.
     """
     letting_go = getattr(backend, "backward_letting_go", None)
     if letting_go is not None:

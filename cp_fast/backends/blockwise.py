@@ -2,9 +2,9 @@
 
 No compiler, no kernel library, no full score matrix: a tile takes memory linear in its rows and columns. Half
 precisions are converted to float32 once per launch; everything is computed, accumulated and returned in float32
-(float64 for float64 inputs). The two backends differ in the device and in the size of their blocks: what stays in a
-processor's cache, and what keeps a GPU busy for longer than a launch takes. On a GPU this is slow, and general: it
-serves what no kernel library has.
+(float64 for float64 inputs). The two backends differ in the device and in the block size: a block fits in a processor's
+cache, or keeps a GPU busy for longer than a launch takes. On a GPU this is slow but general: it serves problems that no
+kernel library supports.
 
     legend   n = rows of q, m = rows of k and v, g = h_q / h_kv, R = rows of a block, C = columns of a block,
              H = kv heads of a block. A block's scores are [H, g * R, C]: the query heads that share a kv head are
@@ -54,7 +54,7 @@ class BlockwiseBackend:
         )
 
     def why_not(self) -> str | None:
-        """None: it works wherever PyTorch has the device."""
+        """None: it works on any machine with the device."""
         return (
             "PyTorch sees no CUDA device" if Feature.CUDA in self.features and not torch.cuda.is_available() else None
         )
@@ -79,7 +79,7 @@ class BlockwiseBackend:
                 mask(s, seen, -torch.inf)
                 here = s.amax(-1, keepdim=True)
                 new = here if top is None else torch.maximum(top, here)
-                # a row that sees nothing yet has new = -inf; with a finite base its exp(-inf - base) is 0, not NaN
+                # A row that sees nothing yet has new = -inf. With a finite base its exp(-inf - base) is 0, not NaN.
                 base = new.clamp_min(torch.finfo(dtype).min)
                 p = s.sub_(base).exp_()
                 if top is None or total is None or mix is None:

@@ -8,18 +8,18 @@ Facts about cuDNN 9.19 with front end 1.32 on Hopper that this file rests on:
   segment and the rows of a launch are rounded up before they enter it: surplus segments have no rows, and lengths are
   read on the device.
 - The left bound counts the diagonal: bound = left + 1, j > i - bound. The right bound is j <= i + right. With bottom-
-  right alignment and a padding mask both count from each segment's own corner. Unbounded is None; no bound may be
+  right alignment and a padding mask both count from each segment's own corner. None means unbounded. No bound may be
   negative: tiles must be cropped.
 - With bottom-right alignment the backward computes every block of the rectangle, hidden or not (a causal square takes
-  twice the time). So a band is said from the top-left corner where that says the same in all segments. The host's
+  twice the time). So a band is expressed from the top-left corner if that is equivalent in all segments. The host's
   lengths decide this.
-- The lse ("stats") is natural and float32, written and read here as [n, h_q]; head by head it would have the number of
-  rows in its strides, and so in the graph.
+- The lse ("stats") is natural and float32, written and read here as [n, h_q]; as [h_q, n] its strides, and so the
+  graph, would contain the number of rows.
 - The backward forms delta from dout and out itself, and has no gradient through lse: a second launch adds it
   (`lse_gradient`). Its accumulators are sized by the rows of the launch only for head dims that are multiples of 16.
 - In GQA the backward rounds each query head's share of dk and dv before they are summed, in a buffer of h_q heads.
 - Its deterministic mode on Hopper keeps all of dP, quadratic in the lengths: it is not used, and not declared.
-- The front end ranks kernels of its own beside cuDNN's; they are other kernels, so they are excluded by name.
+- The front end also ranks its own kernels, which are not cuDNN's, so they are excluded by name.
 - A handle belongs to one thread and one device, and carries the stream.
 """
 
@@ -101,7 +101,7 @@ class CudnnBackend:
 
 
 def _gradients(operands: BackwardOperands, stats: torch.Tensor, segments: Segments, scale: float) -> Gradients:
-    """One backward launch on operands that are as the library wants them; stats [n, h_q] is their lse."""
+    """One backward launch on operands already in the library's form; stats [n, h_q] is their lse."""
     dout, q, k, v, out, *_ = operands
     made = Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     tensors = {Id.Q: q, Id.K: k, Id.V: v, Id.OUT: out, Id.STATS: stats, Id.DOUT: dout}

@@ -23,7 +23,7 @@ _NOT_CUDNN = ["sdpa_fwd_prefill", "sdpa_bwd_sm"]  # the front end's own kernels
 
 
 class Id(IntEnum):
-    """What a graph calls its tensors."""
+    """The tensors' numbers in a graph."""
 
     Q = 1
     K = 2
@@ -198,7 +198,7 @@ class _Builder:
         )
 
     def options(self) -> dict[str, Any]:
-        """What forward and backward are told alike: the scale, the lengths, the band."""
+        """The options of both forward and backward: the scale, the lengths, the band."""
         s, corner = self.shape, self.cudnn.diagonal_alignment
         return {
             "attn_scale": s.scale,
@@ -213,7 +213,7 @@ class _Builder:
     def output(
         self, tensor: Any, name: Id, heads: int, longest: int, d: int, offsets: Id, dtype: torch.dtype | None = None
     ) -> None:
-        """Make what a node yields an output [rows, heads, d] of packed segments."""
+        """Declare a node's result as an output [rows, heads, d] of packed segments."""
         tensor.set_output(True).set_uid(int(name)).set_dim([self.shape.segments, heads, longest, d])
         tensor.set_stride(_strides(heads, longest, d)).set_data_type(self.types[dtype or self.shape.dtype])
         tensor.set_ragged_offset(self.offsets(offsets))

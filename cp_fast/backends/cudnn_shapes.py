@@ -1,4 +1,4 @@
-"""Shape classes of cuDNN's graphs: the numbers that a graph has built in, rounded up so that few are built."""
+"""Shape classes of cuDNN's graphs: the numbers built into a graph, rounded up so that few graphs are built."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DiagonalBand(NamedTuple):
 
 
 class ShapeClass(NamedTuple):
-    """A shape class: everything that a graph has built in."""
+    """A shape class: every number that is built into a graph."""
 
     dtype: torch.dtype
     h_q: int
@@ -70,7 +70,7 @@ def shape_class_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: 
 
 
 def _band(segments: Segments) -> DiagonalBand:
-    """The segments' band from the top-left corner, if that is one band with no negative side, else as it is.
+    """The segments' band from the top-left corner, if that is one band with no negative side, else unchanged.
 
     >>> _band(Segments.pack([4, 6], [9, 11], 7, 0)), _band(Segments.pack([4, 6], [4, 9], None, 0))
     (DiagonalBand(top_left=True, left=2, right=5), DiagonalBand(top_left=False, left=None, right=0))

@@ -1,8 +1,8 @@
-"""Head dims that a kernel lacks, served by the next one that it has: zero columns change no score and no product.
+"""Head dims that a kernel lacks run with the next larger one: zero columns change no score and no product.
 
 With zero columns in q and k every score stays what it was; with zero columns in v, out and dout the result's further
-columns are zero and delta = sum(dout * out) stays. What is computed in the columns of x stays exact, at the cost of a
-copy and of the wider products.
+columns are zero and delta = sum(dout * out) stays. The columns of x stay exact, at the cost of a copy and of the wider
+products.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def trim(x: torch.Tensor, d: int) -> torch.Tensor:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where its rows do not start on the 16 bytes that kernels load at a time."""
+    """x, or a copy if its rows are not 16-byte aligned: kernels load 16 bytes at a time."""
     elements = 16 // x.element_size()
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % elements == 0 for s in x.stride()[:-1])
     return x if fits else x.clone(memory_format=torch.contiguous_format)

@@ -1,18 +1,18 @@
 """Backend "fa4": FlashAttention 4 (package `flash-attn-4`), through its raw varlen forward and backward.
 
-Facts about `flash_attn.cute.interface` 4.0.0b36 on Hopper (sm90) that this file rests on:
+This file relies on these facts about `flash_attn.cute.interface` 4.0.0b36 on Hopper (sm90):
 
-- A window side of None is unbounded and -1 is minus one; but *both* sides negative are taken for unbounded.
-  (None, 0) is recognised as causal.
-- max_seqlen_* size nothing in the varlen forward, yet enter the key of its compilation cache: they are left out, so
-  that a shape class compiles once (2-4 s) and not again for short segments. In the backward they size the semaphores
-  of the deterministic mode; stating at least a few blocks there likewise leaves one class.
+- A window side of None is unbounded and -1 is minus one; but *both* sides negative count as unbounded. (None, 0) is
+  recognised as causal.
+- max_seqlen_* size nothing in the varlen forward, but are part of its compile cache's key. They are left out, so that a
+  shape class compiles once (2-4 s) and not again for short segments. In the backward they size the semaphores of the
+  deterministic mode; a minimum of a few blocks leaves one class there too.
 - cu_seqlens must be int32, contiguous and on the GPU. q, k, v, out and dout are copied by the library where their
   rows are not 16-byte aligned. The lse is float32 [h_q, n], natural logarithm.
-- The kernels read whole blocks, past a segment's end into its neighbour's rows: what lies there is multiplied by
-  zero, so it has to be finite. Rows between segments must not hold NaN.
-- Head dims are multiples of 8. The backward refuses GQA with d_qk != d_v. And for head dims up to 128 that are no
-  multiple of 32 its kernel and its float32 accumulators round differently. All three are padded with zero columns
+- The kernels read whole blocks, past a segment's end into its neighbour's rows: these rows are multiplied by zero, so
+  they must be finite. Rows between segments must not hold NaN.
+- Head dims are multiples of 8. The backward refuses GQA with d_qk != d_v. For head dims up to 128 that are not
+  multiples of 32, its kernel and its float32 accumulators round differently. All three are padded with zero columns
   (`dims`), at the cost of one copy of q, k, v, out and dout and of the wider products (192/128: about a fifth of the
   speed).
 - The first call of a shape class compiles, which is not safe in two threads at once: a lock is held while launching.
@@ -38,14 +38,14 @@ from cp_ref.spec import Feature
 __all__ = ["Fa4Backend"]
 
 _launch_lock = Lock()
-_SEVERAL_BLOCKS = 257  # more rows than two blocks of any kernel
+_SEVERAL_BLOCKS = 257  # More rows than two blocks of any kernel.
 
 
 class Fa4Backend:
     """FlashAttention 4 on Hopper; float16 and bfloat16, head dims up to 256."""
 
     name: str = "fa4"
-    rounded_gradients: bool = True  # in q's dtype, always: see `planning.narrow`
+    rounded_gradients: bool = True  # Always in q's dtype: see `planning.narrow`.
     features: frozenset[Feature] = frozenset(
         {
             Feature.GQA,
@@ -84,7 +84,7 @@ class Fa4Backend:
     def backward_letting_go(
         self, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
     ) -> Gradients:
-        """The same of operands that are taken out of the list: those that nobody else holds go as soon as the kernels
+        """`backward` that empties the operands' list. Operands without another reference are freed once the kernels
         have read them.
         """
         dout, q, k, v, out, lse, dlse = given.pop()
@@ -102,7 +102,7 @@ class Fa4Backend:
 
 
 _CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
-_FUNCTIONS = {  # the tensors that they take, and how many results they have
+_FUNCTIONS = {  # The tensor arguments, and the number of results.
     "_flash_attn_fwd": (("q", "k", "v", *_CU_SEQLENS), 2),
     "_flash_attn_bwd": (("q", "k", "v", "out", "dout", "lse", "dlse", *_CU_SEQLENS), 3),
 }
@@ -137,7 +137,7 @@ def _why_not() -> str | None:
         return f"it is checked on Hopper (compute capability 9.0) only, and this GPU has {major}.{minor}"
     try:
         library = _interface()
-    except Exception as error:  # a broken installation fails in many ways, and all of them mean "not here"
+    except Exception as error:  # A broken installation raises errors of many types.
         return NotInstalled(
             f"importing flash_attn.cute.interface (pip install flash-attn-4) failed: {type(error).__name__}: {error}"
         )
@@ -160,7 +160,7 @@ def _forward_numbers(left: int | None, right: int | None, options: LaunchOptions
 def _backward_numbers(
     left: int | None, right: int | None, options: LaunchOptions, max_q: int, max_kv: int
 ) -> dict[str, Any]:
-    """The backward pass's arguments that are no tensors; max_q, max_kv: the longest segments, where it has to know."""
+    """The backward pass's arguments that are no tensors; max_q, max_kv: the longest segments, if needed."""
     how = {"softmax_scale": options.scale, "softcap": max(options.softcap, 0.0), "deterministic": options.deterministic}
     if options.deterministic:
         how["max_seqlen_q"], how["max_seqlen_k"] = max(max_q, _SEVERAL_BLOCKS), max(max_kv, _SEVERAL_BLOCKS)
@@ -199,5 +199,5 @@ def _backward_dims(d_qk: int, d_v: int, *, gqa: bool) -> tuple[int, int]:
 
 def _operand(x: torch.Tensor, d: int) -> torch.Tensor:
     """x [rows, heads, up to d] with zero columns up to d."""
-    x = x.contiguous() if 0 in x.stride() else x  # strides of zero would be compiled in, a shape class of their own
+    x = x.contiguous() if 0 in x.stride() else x  # Strides of zero would be compiled in: another shape class.
     return widen(x, d)

@@ -1,7 +1,7 @@
-"""Where FlashAttention 4 keeps what it compiled: on disk, so that not every process compiles a shape class anew.
+"""The disk cache of FlashAttention 4's compiled kernels, so that processes do not each compile a shape class again.
 
-The library can do that, and does not unless its variables say so. They are read when it is imported; what the user set
-stays. Its own folder inside holds what one release compiled, by a checksum of its sources.
+The library has this cache, but uses it only if its environment variables say so. It reads them at import; the user's
+values stay. Inside the folder, each release has a folder named by a checksum of its sources.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ __all__ = ["keep_on_disk", "kept_where", "says_when_it_compiles"]
 
 ENABLED, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _NAME = "flash_attn_4"
-_LONG = 1.0  # seconds that no launch takes, and every compilation
+_LONG = 1.0  # Seconds: longer than any launch, shorter than any compilation.
 
 
 def keep_on_disk() -> None:
-    """Set the library's variables where the user has not: to a folder beside our own builds. Before it is imported."""
+    """Set the library's variables, unless the user has, to a folder next to our builds. Call it before the import."""
     if ENABLED in os.environ or FOLDER in os.environ or "flash_attn.cute.cache_utils" in sys.modules:
         return
-    from cp_fast.build import Unavailable  # what builds is not imported with the package
+    from cp_fast.build import Unavailable  # The build code is not imported with the package.
     from cp_fast.build.cache import own_folder
 
-    with suppress(OSError, Unavailable):  # no home, or a folder that others could write to: it compiles as before
+    with suppress(OSError, Unavailable):  # No home, or a folder that others can write to: no disk cache.
         folder = own_folder(_NAME)
         os.environ[ENABLED], os.environ[FOLDER] = "1", str(folder)
 
 
 def kept_where() -> str:
-    """Where compiled kernels are kept, in words.
+    """The folder of compiled kernels, in words.
 
     >>> import os
     >>> from unittest.mock import patch
@@ -50,7 +50,7 @@ def kept_where() -> str:
 
 @contextmanager
 def says_when_it_compiles(function: Any) -> Iterator[None]:
-    """A launch by one of the library's functions: where it took a compilation, say so once."""
+    """Run one of the library's functions; if it compiled a kernel, report it once."""
     compiled = getattr(function, "compile_cache", None)
     known = getattr(compiled, "cache", {})
     before, began = len(known), monotonic()

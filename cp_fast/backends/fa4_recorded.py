@@ -1,13 +1,12 @@
 """Launches of FlashAttention 4 without its Python: recorded the first time, repeated from then on.
 
-Between a call of the library and its kernels lie some hundred microseconds of Python: checks, tile sizes, keys of its
-compile cache. What comes out depends on shapes, dtypes and numbers alone. So the first call with these is watched, and
-what it did is kept: PyTorch's operators (memory for results and accumulators, fills) and compiled kernels, in order.
-Equal calls, of the next layer or the next step, repeat just that, in the order that needs the least memory
-(`recorded_order`).
+Each call of the library runs some hundred microseconds of Python: checks, tile sizes, keys of its compile cache. The
+outcome depends on shapes, dtypes and numbers alone. So the first such call is recorded: PyTorch's operators (memory for
+results and accumulators, fills) and compiled kernels, in order. Equal calls, of the next layer or the next step, repeat
+only these, in the order that needs the least memory (`recorded_order`).
 
-Watched are the library's own calls, and nothing of its logic is known here: a call that does anything else with
-tensors than allocate, fill and launch is not kept, and goes through the library each time.
+The recorder watches the library's own calls and knows nothing of its logic. A call that does more with tensors than
+allocate, fill and launch is not recorded, and goes through the library each time.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from cp_fast.backends.recorded_order import Step, in_little_memory
 
 __all__ = ["Launches"]
 
-_MOST = 1024  # recorded calls that are kept
+_MOST = 1024  # The number of recorded calls.
 
-# operators whose results hang on shapes alone, or that write tensors which are on the record; and the same functions by
-# PyTorch's own bindings, which take the host a third of the time
+# Operators whose results depend on shapes alone, or that write recorded tensors. Each maps to the same function in
+# PyTorch's own bindings, which take a third of the host time.
 _ALLOWED = {
     torch.ops.aten.empty.memory_format: torch.empty,
     torch.ops.aten.empty_like.default: torch.empty_like,
@@ -42,22 +41,22 @@ _ALLOWED = {
     torch.ops.aten.clone.default: torch.clone,
     torch.ops.aten.detach.default: torch.Tensor.detach,
 }
-_UNKNOWN = object()  # there is no record yet
+_UNKNOWN = object()  # There is no record yet.
 _DETACH = torch.ops.aten.detach.default
 
 
 class _Repeated(NamedTuple):
-    """A step as it is repeated: all of its arguments are values of the record."""
+    """A repeatable step: all of its arguments are values of the record."""
 
     call: Callable[..., Any]
-    take: Callable[[Sequence[Any]], Sequence[Any]]  # its arguments, out of the values
+    take: Callable[[Sequence[Any]], Sequence[Any]]  # Selects its arguments from the values.
     made: int
     last: tuple[int, ...]
 
 
 class _Record(NamedTuple):
-    """What a call did. Its values are the tensors that it is given, and `others`: numbers, and places for tensors that
-    it makes.
+    """The steps of a call. Its values are the tensors that it is given, and `others`: numbers, and places for tensors
+    that it makes.
     """
 
     steps: tuple[_Repeated, ...]
@@ -65,7 +64,7 @@ class _Record(NamedTuple):
     results: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
 
     def repeat(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The same with other tensors, which are taken out of the list: each goes when no step needs it any more."""
+        """Run the steps on other tensors. Empties their list: each tensor is freed after its last step."""
         values: list[Any] = given + self.others
         given.clear()
         for call, take, made, last in self.steps:
@@ -88,18 +87,17 @@ class Launches:
     def __init__(self, library: ModuleType, name: str, arguments: Sequence[str], results: int) -> None:
         self._library, self._function = library, getattr(library, name)
         self._arguments, self._results = arguments, results
-        self._records: dict[Any, _Record | None] = {}  # None: it was seen that it cannot be kept
+        self._records: dict[Any, _Record | None] = {}  # None: it cannot be recorded.
 
     def __call__(self, tensors: list[torch.Tensor | None], numbers: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """The function's first results.
 
         Args:
-            tensors: by argument, None where there is none. They are taken out of the list, so that memory goes as soon
-                as the kernels have read it, if nobody else holds them.
-            numbers: all other arguments; hashable.
+            tensors: by argument, None for an absent one. The list is emptied, so that a tensor without another
+            reference is freed once the kernels have read it. numbers: all other arguments; hashable.
         """
         given = [x for x in tensors if x is not None]
-        if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # the host launches nothing at a replay
+        if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # A replay does not run the host's code.
             return self._call(tensors, numbers)
         key = (*numbers.values(), *[None if x is None else _form(x) for x in tensors])
         record = self._records.get(key, _UNKNOWN)
@@ -108,7 +106,7 @@ class Launches:
             return record.repeat(given)
         if record is None:
             return self._call(tensors, numbers)
-        # a tensor that is given twice would have one number: the next call may give two
+        # A tensor passed twice would have one number: the next call may pass two.
         tensors = [None if x is None else x.detach() for x in tensors]
         watch = _Watch([x for x in tensors if x is not None])
         with says_when_it_compiles(self._function), watch, _watched(self._library, watch):
@@ -124,7 +122,7 @@ class Launches:
 
 
 def _form(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a launch hangs on, of a tensor: the library copies what is not aligned."""
+    """The properties of a tensor that a launch depends on. Alignment is one: the library copies unaligned tensors."""
     return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
 
 
@@ -134,9 +132,9 @@ class _Watch(TorchDispatchMode):
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._known = {id(x): number for number, x in enumerate(given)}
-        self._alive: list[Any] = [*given]  # no id is used again while they live
+        self._alive: list[Any] = [*given]  # No id is used again while they live.
         self._steps: list[Step] = []
-        self._bytes = [0] * len(given)  # by number; what is given is there anyway
+        self._bytes = [0] * len(given)  # By number; 0 for the given tensors, which exist already.
         self._given = self._size = len(given)
         self._thread = threading.get_ident()
         self._can_be_kept = True
@@ -145,7 +143,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and write it down."""
         result = func(*args, **(kwargs or {}))
-        if func is _DETACH and id(args[0]) in self._known:  # the same memory: the kernels do not look at gradients
+        if func is _DETACH and id(args[0]) in self._known:  # The same memory: the kernels ignore gradients.
             self._known[id(result)] = self._known[id(args[0])]
             self._alive.append(result)
         elif func in _ALLOWED and isinstance(result, torch.Tensor):
@@ -172,7 +170,7 @@ class _Watch(TorchDispatchMode):
                 return
         number = -1
         if made is not None:
-            number = self._known.get(id(made), -1)  # an operator in place
+            number = self._known.get(id(made), -1)  # An operator in place.
             if number < 0:
                 number, self._size = self._size, self._size + 1
                 self._bytes.append(made.untyped_storage().nbytes())
@@ -182,7 +180,7 @@ class _Watch(TorchDispatchMode):
         self._steps.append(Step(call, template, tuple(places), options, number))
 
     def record(self, results: Sequence[torch.Tensor]) -> _Record | None:
-        """What was written down; None where it cannot be repeated."""
+        """The record; None if it cannot be repeated."""
         if not self._can_be_kept or any(id(x) not in self._known for x in results):
             return None
         numbers = [self._known[id(x)] for x in results]
@@ -199,7 +197,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
-    """What takes the values with these numbers out of a list.
+    """A function that selects the values with these numbers from a list.
 
     >>> _taker([2, 0])("abc"), _taker([1])(list("abc")), _taker([])(list("abc"))
     (('c', 'a'), ['b'], [])
@@ -223,7 +221,7 @@ class _WatchedCache:
         return key in self._cache
 
     def __setitem__(self, key: Any, kernel: Any) -> None:
-        self._watch.compiled = True  # what compiling did to tensors is no part of a launch
+        self._watch.compiled = True  # Tensor operations of the compilation do not belong to the launch.
         self._cache[key] = kernel
 
     def __getitem__(self, key: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The largest logit for a library that has none: a pass of its own over Q and K, beside the library's launch.
+"""The largest logit for a library that lacks it: a separate pass over Q and K, in addition to the library's launch.
 
 Block by block, the products of half precisions come out in float32 from the matrix units, as they do inside the
 kernels, and only their maximum is kept: memory for one block of scores. Multiplying by a positive scale and softcap
@@ -27,7 +27,7 @@ _SIZE = ScoreBlockSize(scores=2**25, columns=2048, rows=4096)
 
 
 class LargestLogit:
-    """A kernel library, and max_logit of every launch in a pass of its own."""
+    """A kernel library that gets max_logit of every launch from a separate pass."""
 
     def __init__(self, library: Backend) -> None:
         """Everything but max_logit is the library's."""
@@ -55,7 +55,7 @@ class LargestLogit:
     def backward_letting_go(
         self, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
     ) -> Gradients:
-        """The library's, where it has one."""
+        """The library's, if it has one."""
         return backward_letting_go(self._library, given, segments, options)
 
 

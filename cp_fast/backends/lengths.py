@@ -1,4 +1,4 @@
-"""Cumulative lengths of a launch on the host: a tuple of them, kept as the array that planning made."""
+"""Cumulative lengths of a launch on the host: a tuple in use, stored as the array that planning made."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Cumulative", "longest"]
 
 
 class Cumulative(Sequence[int]):
-    """Cumulative lengths [n + 1]. The Python numbers are made when a backend looks at all of them: most never do, and
-    a plan has hundreds of launches of thousands of sequences.
+    """Cumulative lengths [n + 1]. The Python numbers are made when a backend first needs all of them. Most never do,
+    and a plan has hundreds of launches of thousands of sequences.
 
-    `bound`: what no length will ever exceed, where lengths are to be replaced by others; it is then called the longest.
-    `longest`: the largest length, where it is known.
+    `bound`: the upper bound of all lengths, if they will be replaced by others; it then counts as the longest.
+    `longest`: the largest length, if known.
 
     >>> cu = Cumulative(np.array([0, 3, 5]))
     >>> cu == (0, 3, 5), cu[-1], cu[0:2], len(cu), cu.longest, Cumulative(np.array([0, 3, 5]), bound=8).longest
@@ -31,7 +31,7 @@ class Cumulative(Sequence[int]):
 
     @property
     def longest(self) -> int:
-        """The largest difference of neighbours, 0 if there is none; or the bound."""
+        """The largest difference of neighbours, 0 without any; or the bound."""
         if self.bound is not None:
             return self.bound
         if self._longest is None:

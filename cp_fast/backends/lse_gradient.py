@@ -1,11 +1,11 @@
-"""The gradient through lse for a library that has none: a second backward launch, which is all delta.
+"""The gradient through lse for a library that lacks it: a second backward launch in which only delta is nonzero.
 
 Every library computes ds = p * (dout . v - sum(dout * out)). With v = 0 and a dout and out made so that their product
 sums to -dlse, that is p * dlse: the whole share of a gradient through lse in dq and dk (dv gets none).
 
-A row's -dlse is written as the sum of three products whose factors are exact in half precision: the first two terms
-hold its leading bits, the last what they leave. Together they miss less than 2**-20 of it in bfloat16 (8 bits each),
-and less than that in float16.
+A row's -dlse is the sum of three products whose factors are exact in half precision: the first two terms hold its
+leading bits, the last one the rest. Together their relative error is below 2**-20 in bfloat16 (8 bits each), and
+smaller in float16.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 __all__ = ["lse_launch"]
 
-_FACTORS = (2.0**14, 1.0, 2.0**-10)  # float16 holds no more than 65504 and nothing finer than 2**-24
+_FACTORS = (2.0**14, 1.0, 2.0**-10)  # Float16 holds at most 65504 and nothing finer than 2**-24.
 
 
 def lse_launch(dlse: torch.Tensor, dtype: torch.dtype, d: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dout, out) [n, h_q, d] of the dtype with sum(dout * out) = -dlse, for dlse float32 [h_q, n] and d >= 3.
+    """`(dout, out)` [n, h_q, d] of the dtype with sum(dout * out) = -dlse, for dlse float32 [h_q, n] and d >= 3.
 
     >>> dout, out = lse_launch(torch.tensor([[1000.001, -3.0]]), torch.bfloat16, 8)
     >>> (dout.float() * out.float()).sum(-1)

@@ -1,4 +1,4 @@
-"""Does a backend mean what `Segments` says? A few launches whose right results are counts.
+"""Check that a backend computes what `Segments` defines, by a few launches whose right results are counts.
 
 With q = 0 every visible column weighs the same: exp(lse) is the number of visible columns, an indicator for v makes
 out say which ones, and an indicator for dout makes dv say which rows saw a column. One key too many is off by a whole
@@ -17,7 +17,7 @@ from cp_ref.spec import Feature
 
 __all__ = ["probe", "probe_segments"]
 
-_HEADS = (4, 2, 64, 64)  # h_q, h_kv, d_qk, d_v
+_HEADS = (4, 2, 64, 64)  # `h_q, h_kv, d_qk, d_v`.
 
 _CASES: tuple[tuple[tuple[int, ...], tuple[int, ...], int | None, int | None], ...] = (
     # lengths_q, lengths_kv, left, right; every row sees a column
@@ -27,19 +27,19 @@ _CASES: tuple[tuple[tuple[int, ...], tuple[int, ...], int | None, int | None], .
     ((1, 5, 64, 70, 70), (1, 9, 100, 70, 71), 7, 3),
     ((1, 5, 64, 70, 70), (1, 9, 100, 70, 71), None, 4),
     ((1, 5, 64, 70, 70), (1, 9, 100, 70, 71), 5, None),
-    ((30, 90, 3), (10, 70, 3), None, None),  # more rows than columns
+    ((30, 90, 3), (10, 70, 3), None, None),  # More rows than columns.
     ((30, 90, 3), (10, 70, 3), None, 22),
     ((30, 90, 3), (10, 70, 3), 6, 22),
-    ((30, 4), (10, 2), None, 22),  # a side longer than any segment's columns, that hides something nevertheless
+    ((30, 4), (10, 2), None, 22),  # A side longer than any segment's columns that still hides some.
     ((30, 4), (10, 2), 3, 22),
     ((30, 90, 3), (10, 70, 3), 6, None),
-    ((3, 1, 4, 1, 5, 9, 2, 6, 5), (3, 1, 4, 1, 5, 9, 2, 6, 5), None, 0),  # one shift for all segments, many segments
+    ((3, 1, 4, 1, 5, 9, 2, 6, 5), (3, 1, 4, 1, 5, 9, 2, 6, 5), None, 0),  # One shift for all of many segments.
     ((70, 33), (100, 63), 40, 5),
 )
 
 
 def probe(backend: Backend, device: torch.device | str) -> str | None:
-    """None where the backend's masks, alignment, head groups, lse and dv are right on this device, else what is off."""
+    """None if the backend's masks, alignment, head groups, lse and dv are right on this device, else the error."""
     dtype = torch.float32 if Feature.FLOAT32 in backend.features else torch.bfloat16
     for lengths_q, lengths_kv, left, right in _CASES:
         problem = probe_segments(backend, lengths_q, lengths_kv, left, right, device, dtype, _HEADS)
@@ -117,7 +117,7 @@ def _compare(got: torch.Tensor, expected: torch.Tensor, what: str) -> str | None
     """None where equal up to three roundings to bfloat16, else where they differ.
 
     Rounded are the weights, the result, and in FlashAttention 2 each query head's share of dk and dv before they are
-    summed. A key too many or too few weighs more: a row's 1 / n among at most some dozens.
+    summed. A missing or surplus key changes a result by more than that: by a row's 1 / n, with n at most some dozens.
     """
     if got.shape != expected.shape:
         return f"{what} has shape {list(got.shape)} instead of {list(expected.shape)}"

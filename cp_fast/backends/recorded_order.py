@@ -1,10 +1,10 @@
 """The steps of a recorded launch in an order that needs little memory.
 
-A library allocates all that it needs, and launches then. Here memory is allocated before its first use and let go after
-its last. Kernels and fills keep the library's order, as a kernel that starts early, while the one before it ends, must
-find that one before it; but for those at the end that have nothing to do with each other: the one that needs the least
-new memory goes first. FlashAttention 4 rounds dq, dk and dv at the end, each from an accumulator of its own: none of
-them is there while the large kernel runs, and dq, the largest, comes when the accumulators of the others are gone.
+A library allocates all of its memory and then launches. Here memory is allocated before its first use and freed after
+its last. Kernels and fills keep the library's order, because a kernel may start early, while its predecessor ends, and
+relies on that predecessor. Independent kernels at the end are reordered: the one that needs the least new memory goes
+first. FlashAttention 4 rounds dq, dk and dv at the end, each from a separate accumulator. None of the three exists
+while the large kernel runs, and dq, the largest, is allocated once the accumulators of the others are freed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 
 __all__ = ["Step", "in_little_memory"]
 
-_ALLOCATES = (torch.empty, torch.empty_like)  # and do nothing on the device
+_ALLOCATES = (torch.empty, torch.empty_like)  # They do nothing on the device.
 
 
 class Step(NamedTuple):
-    """A call, with the arguments that are tensors of the record at `places`, by the tensor's number."""
+    """A call. At `places` its arguments are tensors of the record, by number."""
 
     call: Callable[..., Any]
     arguments: list[Any]
     places: tuple[tuple[int, int], ...]
     options: dict[str, Any]
-    made: int  # the number of the tensor that it makes, or changes and returns; -1 for none
-    last: tuple[int, ...] = ()  # tensors that nobody needs after it
+    made: int  # The number of the tensor that it makes, or changes and returns; -1 for none.
+    last: tuple[int, ...] = ()  # Tensors without a later use.
 
     @property
     def tensors(self) -> set[int]:
-        """All tensors that it has to do with."""
+        """All tensors that it reads, makes or changes."""
         return {number for _, number in self.places} | ({self.made} if self.made >= 0 else set())
 
 

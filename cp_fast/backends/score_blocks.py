@@ -1,8 +1,8 @@
 """A launch's scores in blocks: some rows of a segment, some kv heads, some columns at a time.
 
-`score_blocks` follows the lengths on the host, and leaves out what is hidden. `score_blocks_on_device` is for a GPU and
-lengths that are replaced in a captured graph: it goes through all rows and all columns of the tensors, and looks up on
-the device what a row sees. The same blocks for any lengths, at the cost of computing all that is hidden.
+`score_blocks` follows the lengths on the host, and leaves out hidden blocks. `score_blocks_on_device` is for a GPU and
+lengths that are replaced in a captured graph: it visits all rows and all columns of the tensors, and looks up each
+row's visible columns on the device. The blocks are the same for any lengths, at the cost of computing hidden ones.
 
 legend   g = h_q / h_kv, R = rows of a block, C = columns of a block, H = kv heads of a block. A block's scores
          are [H, g * R, C]: the query heads that share a kv head are folded into the rows, so K and V are never
@@ -38,14 +38,14 @@ class ScoreBlockSize(NamedTuple):
 
     scores: int  # H * g * R * C
     columns: int  # C
-    rows: int  # g * R, about: more are faster to multiply and waste more along a diagonal
+    rows: int  # About g * R: larger blocks multiply faster and waste more along a diagonal.
 
 
 class ScoreBlock(NamedTuple):
-    """Some rows, for some kv heads, with the columns that they see."""
+    """Some rows, for some kv heads, with their visible columns."""
 
     rows: slice  # of q
-    columns: Iterable[tuple[slice, ColumnBlock]]  # of k and v; to be gone through once
+    columns: Iterable[tuple[slice, ColumnBlock]]  # Of k and v; iterate once.
     heads_q: slice
     heads_kv: slice
 
@@ -89,14 +89,14 @@ def _block_ranges(n: int, m: int, g: int, h_kv: int, size: ScoreBlockSize) -> It
 
 
 def _seen_columns(segments: Segments, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each of so many rows, the first column that it sees and the one behind its last, int64 [rows] on the device;
-    rows behind the last segment see none.
+    """The first visible column of each row, and the one after its last: int64 [rows] on the device. Rows after the last
+    segment see none.
     """
     cu_q, cu_kv = segments.device_cu_q.long(), segments.device_cu_kv.long()
     row = torch.arange(rows, device=cu_q.device)
     here = (torch.searchsorted(cu_q, row, right=True) - 1).clamp_max(len(cu_q) - 2)
     start, stop = cu_kv[here], cu_kv[here + 1]
-    diagonal = stop - (cu_q[here + 1] - row)  # bottom-right: the last row's is the last column
+    diagonal = stop - (cu_q[here + 1] - row)  # Bottom-right: the last row's diagonal ends in the last column.
     first = start if segments.left is None else torch.maximum(start, diagonal - segments.left)
     last = stop if segments.right is None else torch.minimum(stop, diagonal + segments.right + 1)
     return first, last.masked_fill(row >= cu_q[-1], 0)
@@ -126,6 +126,6 @@ def unfold(x: torch.Tensor, block: ScoreBlock) -> torch.Tensor:
 
 
 def mask(s: torch.Tensor, seen: ColumnBlock, value: float) -> None:
-    """Write `value` over what the rows of a block [H, g * R, C] do not see."""
+    """Write `value` over the hidden scores of a block [H, g * R, C]."""
     if seen.hidden is not None:
         s.view(-1, *seen.hidden.shape).masked_fill_(seen.hidden, value)

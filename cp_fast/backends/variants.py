@@ -1,9 +1,9 @@
-"""What a kernel library is chosen as: itself, with max_logit from a pass of its own, or for plans updated in place.
+"""Variants of a kernel library: plain, with max_logit from a separate pass, or for plans updated in place.
 
-A CUDA graph that was captured with one batch is replayed with the next one. Whatever a library reads from the host's
-lengths when it is launched (sizes of a grid, a window's corner, one launch a segment) stays that of the first batch. So
-only those serve a plan that is updated in place which on a GPU read the lengths on the device alone: cudnn does not,
-nor fa2 where it is deterministic.
+A CUDA graph captured with one batch is replayed with the next one. A value that a library derives from the host's
+lengths at launch (sizes of a grid, a window's corner, one launch a segment) stays that of the first batch. So a plan
+updated in place needs a library that reads lengths on a GPU from the device only. cudnn does not, nor does
+deterministic fa2.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ IN_PLACE_RULE = (
 
 @cache
 def variants(backend: Backend) -> tuple[Backend, ...]:
-    """All that a library is chosen as, the plainest first; the same ones each time, so that plans of equal problems
-    have the same.
+    """All variants of a library, the plainest first; the same objects each time, so that plans of equal problems share
+    them.
     """
     plain = (backend, type(backend)(in_place=True)) if isinstance(backend, Fa2Backend) else (backend,)
     return (*plain, *map(LargestLogit, plain))
 
 
 def missing_in(backend: Backend, wanted: frozenset[Feature]) -> frozenset[Feature]:
-    """What the library lacks of `wanted`, whatever it is chosen as; of the variants the one that lacks least."""
+    """The features of `wanted` that the library lacks, in the variant that lacks least."""
     return min((wanted - v.features for v in variants(backend)), key=len)

@@ -25,7 +25,7 @@ _SAID_OF = {"cpu": "the CPU", "cuda": "GPUs"}
 
 
 class Status(NamedTuple):
-    """What there is of a device's native kernels on this machine."""
+    """The state of a device's native kernels on this machine."""
 
     built: Path | None  # the library in the cache
     why_not: str | None  # why they cannot be used here
@@ -41,7 +41,7 @@ def library(device: str) -> Path:
         The path of the shared library.
 
     Raises:
-        Unavailable: they cannot be had here, and why. BuildError: the compiler failed, and what it said.
+        Unavailable: why they cannot be used here. BuildError: the compiler failed, with its output.
     """
     if (reason := why_not(device)) is not None:
         raise Unavailable(f"the native kernels for {_SAID_OF[device]} cannot be had: {reason}")
@@ -49,7 +49,7 @@ def library(device: str) -> Path:
 
 
 def build(device: str, archs: tuple[int, ...] | None = None, say: Callable[[str], None] | None = None) -> Path:
-    """`library`, for any GPU architectures, and also where the result could not be loaded: compiling takes no GPU.
+    """`library` for any GPU architectures, even if it cannot be loaded here: compiling takes no GPU.
 
     Args:
         device: "cpu" or "cuda".
@@ -64,7 +64,7 @@ def build(device: str, archs: tuple[int, ...] | None = None, say: Callable[[str]
     try:
         made, program = recipe(wanted), tools.ninja()
         key = made.key()
-    except Unavailable:  # no compiler: what another one made will do
+    except Unavailable:  # No compiler: use the library of another one.
         if (found := _by_any_compiler(wanted)) is not None:
             return found
         raise
@@ -91,10 +91,10 @@ def find(device: str, archs: tuple[int, ...] | None = None) -> Path | None:
 
 @lru_cache
 def why_not(device: str) -> str | None:
-    """Why the native kernels for a device cannot be had here, or None. Looks for what they need; builds nothing.
+    """Why the native kernels for a device cannot be used here, or None. Looks for the build's tools; builds nothing.
 
     Raises:
-        ValueError: CXX, NVCC or CP_ATTENTION_CUDA_ARCHS cannot be taken at its word.
+        ValueError: CXX, NVCC or CP_ATTENTION_CUDA_ARCHS has a bad value.
 
     >>> why_not("tpu")
     Traceback (most recent call last):
@@ -120,12 +120,12 @@ def why_not(device: str) -> str | None:
 
 
 def _by_any_compiler(wanted: Target) -> Path | None:
-    """A library in the cache for this very machine, sources and PyTorch, as where it was built with another image."""
+    """A cached library for this machine, sources and PyTorch from any compiler, for example of another image."""
     return cache.find_first(f"{wanted.key()}-", wanted.file_name)
 
 
 def status(device: str) -> Status:
-    """What there is of a device's native kernels on this machine; builds nothing. Raises as `why_not`."""
+    """The state of a device's native kernels on this machine; builds nothing. Raises as `why_not`."""
     return Status(find(device), why_not(device))
 
 

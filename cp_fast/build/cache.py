@@ -1,12 +1,12 @@
 """Finished builds by key, in a folder of the user that any number of processes share.
 
-<root>/<key>/                  a finished build: the library, and build.json with its checksum; appears by one rename
-<root>/<key>.lock              held by the one who builds, and says who that is (`locks`)
-<root>/<key>.failed            why the last try failed, for those who waited for it
-<root>/.<key>.building-*/      where one process builds it; what a killed one left goes with the next build
+<root>/<key>/                  a finished build: the library, and build.json with its checksum; appears by one rename.
+<root>/<key>.lock              held by the building process, whose id is in it (`locks`).
+<root>/<key>.failed            why the last try failed, for the waiting processes.
+<root>/.<key>.building-*/      one process's build folder; the next build removes leftovers.
 
-Nothing here relies on locks: without them the same is built several times, the first to finish is kept, and nobody
-touches what another process is building. Only files that are this user's are used (`trust`).
+Nothing here relies on locks: without them several processes build the same library, the first to finish is kept, and no
+process touches another's build folder. Only files that are this user's are used (`trust`).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def root() -> Path:
 
 
 def own_folder(name: str = "") -> Path:
-    """The folder of all builds, or one of this name in it, made where it is not there: whatever keeps files here asks
-    for its folder by this function.
+    """The folder of all builds, or one of this name in it, made if missing. Every user of the cache gets its folder
+    here.
 
     Raises:
         Unavailable: the folder of all builds is not this user's alone, or there is no home folder. OSError: a folder
@@ -71,7 +71,7 @@ def own_folder(name: str = "") -> Path:
 
 
 def find(key: str, file_name: str) -> Path | None:
-    """The library of a finished build; None if there is none, if it is not ours, or not what was once built."""
+    """The library of a finished build; None if it is missing, not ours, or changed since it was built."""
     try:
         trust.check_root(root(), VARIABLE)
     except (OSError, Unavailable):
@@ -80,7 +80,7 @@ def find(key: str, file_name: str) -> Path | None:
 
 
 def find_first(prefix: str, file_name: str) -> Path | None:
-    """As `find`, the newest of all builds whose keys begin so."""
+    """As `find`, for the newest build whose key has this prefix."""
     try:
         keys = sorted((-path.stat().st_mtime, path.name) for path in root().iterdir() if path.name.startswith(prefix))
     except (OSError, Unavailable):
@@ -91,7 +91,7 @@ def find_first(prefix: str, file_name: str) -> Path | None:
 def cached(key: str, file_name: str, build_in: Callable[[Path], None]) -> Path:
     """The library of a build: the finished one, or a new one that `build_in(folder)` makes in an empty folder.
 
-    Of all processes that want it at once one builds, and the others wait for its result, or its failure.
+    If several processes want it at once, one builds, and the others wait for its result or failure.
 
     Raises:
         Unavailable: the cache cannot be written to, or is not this user's alone. BuildError: the build failed.
@@ -110,7 +110,7 @@ def cached(key: str, file_name: str, build_in: Callable[[Path], None]) -> Path:
             build_in(folder)
             _publish(folder, key, file_name)
         except BuildError as error:
-            with suppress(OSError):  # a full disk: the failure itself matters more
+            with suppress(OSError):  # A full disk: the failure itself matters more.
                 _failed(key).write_text(str(error))
             raise
         finally:
@@ -132,12 +132,12 @@ def _library_in(folder: Path, file_name: str) -> Path | None:
 
 
 def _own_folder(key: str) -> Path:
-    """An empty folder that nobody else touches while this process lives: its name says who that is."""
+    """An empty folder that no other process touches while this one lives: its name contains the process id."""
     return Path(tempfile.mkdtemp(prefix=f".{key}{_BUILDING}{locks.place()}-{os.getpid()}-", dir=root()))
 
 
 def _sweep() -> None:
-    """Remove what builders left that were killed: their process is gone, or it was a day ago."""
+    """Remove the folders of killed builders: their process is gone, or the folder is a day old."""
     builder_here = re.compile(rf"\..*{re.escape(_BUILDING + locks.place())}-(\d+)-\w+")
     for folder in root().glob(f".*{_BUILDING}*"):
         with suppress(OSError):
@@ -157,7 +157,7 @@ def _alive(process: int) -> bool:
 
 
 def _publish(folder: Path, key: str, file_name: str) -> None:
-    """Make a build visible, all of it at once; one that another process finished first stays, a broken one goes."""
+    """Make a build visible by one rename. One that another process finished first stays; a broken one is removed."""
     content = (folder / file_name).read_bytes()
     record = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), "built": time.strftime("%F %T")}
     (folder / _RECORD).write_text(json.dumps(record))
@@ -168,7 +168,7 @@ def _publish(folder: Path, key: str, file_name: str) -> None:
         try:
             folder.rename(target)
             return
-        except OSError as error:  # a folder replaces an empty folder only
+        except OSError as error:  # A rename replaces only an empty folder.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
         if find(key, file_name) is not None:
@@ -177,7 +177,7 @@ def _publish(folder: Path, key: str, file_name: str) -> None:
 
 
 def _move_away(target: Path, key: str, file_name: str) -> None:
-    """Remove a broken build; one that was put in its place just now is put back."""
+    """Remove a broken build. If another process has just replaced it, put that one back."""
     aside = _own_folder(key)
     with suppress(FileNotFoundError):
         target.rename(aside / "broken")
@@ -192,7 +192,7 @@ def _failed(key: str) -> Path:
 
 
 def _failure_since(key: str, began: float) -> str | None:
-    """Why a build failed that ended after `began`."""
+    """The error of a build that failed after `began`."""
     try:
         return _failed(key).read_text() if _failed(key).stat().st_mtime >= began else None
     except OSError:
@@ -201,7 +201,7 @@ def _failure_since(key: str, began: float) -> str | None:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """An error of the file system names the folder, and the variable that moves it."""
+    """Let a file system error name the folder, and the variable that moves it."""
     try:
         own_folder()
         yield

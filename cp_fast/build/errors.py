@@ -1,4 +1,4 @@
-"""What can go wrong with a build."""
+"""Errors of a build."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["BuildError", "Unavailable"]
 
 
 class Unavailable(RuntimeError):
-    """Something that a build needs is not on this machine; the message says what was looked for."""
+    """Something that a build needs is not on this machine; the message names it."""
 
 
 class BuildError(RuntimeError):

@@ -1,7 +1,7 @@
-"""Whose turn it is to build: one process's at a time, as far as locks work, and nobody waits for ever.
+"""Let one process build at a time, as far as locks work; no process waits for ever.
 
-A lock is let go of by the kernel when its process ends, however. It does not say that a builder was stopped, and some
-file systems have no locks, or each node has its own: then several build, each in a folder of its own.
+The kernel releases a lock when its process ends, for any reason. A lock does not tell if its builder was suspended.
+Some file systems have no locks, or separate ones on each node: then several processes build, each in a separate folder.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cp_fast.remarks import say
 __all__ = ["VARIABLE", "place", "turn"]
 
 VARIABLE = "CP_ATTENTION_BUILD_WAIT"
-_DEFAULT = 600.0  # seconds: some builds for many GPU architectures on few cores
+_DEFAULT = 600.0  # Seconds, for a few builds for many GPU architectures on few cores.
 _SAY_AFTER = 5.0
-_LINUX_ENOTSUPP = 524  # what some network file systems answer, and errno does not know
+_LINUX_ENOTSUPP = 524  # Some network file systems return it; errno lacks it.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, _LINUX_ENOTSUPP)
 
 
@@ -31,8 +31,8 @@ def turn(path: Path, done: Callable[[], bool]) -> Iterator[bool]:
     """Wait until this process may build; it holds the lock until the block ends.
 
     Yields:
-        Whether another process had its turn before, so that there may be a result, or the reason for a failure. False
-        too where this process builds without the lock: there are none, or its holder took too long.
+        Whether another process held the lock before, so that there may be a result or a failure. Also False if this
+        process builds without the lock: locks do not work, or the holder took too long.
 
     Raises:
         OSError: the lock is not ours or cannot be made. ValueError: the environment variable cannot be read.
@@ -46,7 +46,7 @@ def turn(path: Path, done: Callable[[], bool]) -> Iterator[bool]:
 
 
 def place() -> str:
-    """Where process ids mean what they mean here: this host, and this container's processes."""
+    """The scope of this process's ids: this host and this container's process namespace."""
     try:
         processes = f"{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
@@ -55,7 +55,7 @@ def place() -> str:
 
 
 def _wait(descriptor: int, path: Path, done: Callable[[], bool], limit: float) -> bool:
-    import fcntl  # not on Windows, where nothing is built
+    import fcntl  # Not on Windows, where nothing is built.
 
     began, waited, said, pause = time.monotonic(), False, False, 0.02
     while True:

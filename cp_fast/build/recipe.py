@@ -1,4 +1,4 @@
-"""What a build is made from and how: everything that decides about the result, and so the key it is kept under."""
+"""A build's sources, flags and programs: everything that determines the result, and so its key in the cache."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["DEVICES", "Recipe", "Target", "recipe", "sources_folder", "target"]
 DEVICES = ("cpu", "cuda")
 _SUFFIX = {"cpu": "cpp", "cuda": "cu"}
 
-# The oldest PyTorch that is supported: the stable ABI of that release is all that is used.
+# The oldest supported PyTorch: only the stable ABI of that release is used.
 _TARGET = "0x020b000000000000"
 
-# Code for this machine's CPU; its identity is part of the key, so a home that machines share is no problem.
+# Code for this machine's CPU. Its identity is part of the key, so machines can share a home.
 _NATIVE = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a library is for and made of: all that decides about the result but the programs that make it."""
+    """A library's purpose and sources: everything that determines the result, except the programs of the build."""
 
     device: str
     folder: Path  # csrc
-    sources: tuple[Path, ...]  # what is compiled
-    headers: tuple[Path, ...]  # what is included
-    flags: tuple[str, ...]  # of every compiler
+    sources: tuple[Path, ...]  # The compiled files.
+    headers: tuple[Path, ...]  # The included files.
+    flags: tuple[str, ...]  # Of every compiler.
     cxx_flags: tuple[str, ...]
     nvcc_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
-    depends_on: tuple[str, ...]  # identities: CPU, C library, PyTorch
+    depends_on: tuple[str, ...]  # Identities: CPU, C library, PyTorch.
 
     @property
     def file_name(self) -> str:
@@ -47,7 +47,7 @@ class Target:
         return f"cp_attention_native_{self.device}.so"
 
     def key(self) -> str:
-        """A hash of all this; not of where the sources and PyTorch lie."""
+        """A hash of all this, except the paths of the sources and PyTorch."""
         files = {
             str(path.relative_to(self.folder)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(self.sources + self.headers)
@@ -64,7 +64,7 @@ class Recipe:
     """One library and the programs that make it here."""
 
     target: Target
-    cxx: tuple[str, ...]  # the words of its command
+    cxx: tuple[str, ...]  # The words of its command.
     nvcc: str | None
 
     def key(self) -> str:
@@ -73,7 +73,7 @@ class Recipe:
         return f"{self.target.key()}-{_hash(programs)}"
 
     def commands(self) -> dict[str, list[str]]:
-        """How a source is compiled and how all is linked, as words, but for what goes in and out."""
+        """The compile and link commands as words, without their inputs and outputs."""
         t = self.target
         cxx = [*self.cxx, *t.flags, *t.cxx_flags]
         if self.nvcc is None:
@@ -89,11 +89,11 @@ class Recipe:
     def ninja(self) -> str:
         """The build in ninja's language; outputs lie in the folder that ninja runs in.
 
-        Ninja gives a command to a shell, so every word of it is quoted; sources are no names of ninja's own.
+        Ninja gives a command to a shell, so every word of it is quoted; no source's name has a meaning in ninja.
         """
         commands = {name: " ".join(map(_word, words)) for name, words in self.commands().items()}
         ends = dict.fromkeys(commands, "-c $source -o $out")
-        ends["link"] = " ".join(["$in -o $out", *map(_word, self.target.link_flags)])  # libraries after what needs them
+        ends["link"] = " ".join(["$in -o $out", *map(_word, self.target.link_flags)])  # libraries come last
         lines = [f"rule {name}\n  command = {command} {ends[name]}\n" for name, command in commands.items()]
         objects = []
         for source in self.target.sources:
@@ -109,7 +109,7 @@ def _torch_folder() -> Path:
 
 
 def sources_folder() -> Path:
-    """Where csrc is: in the package where it is installed, beside it in a checkout.
+    """The folder csrc: inside an installed package, next to it in a checkout.
 
     Raises:
         Unavailable: in neither.
@@ -122,7 +122,7 @@ def sources_folder() -> Path:
 
 
 def target(device: str, archs: tuple[int, ...] | None = None) -> Target:
-    """The library for a device here; asks for no compiler.
+    """The library for a device here; needs no compiler.
 
     Args:
         device: "cpu" or "cuda".
@@ -152,13 +152,13 @@ def target(device: str, archs: tuple[int, ...] | None = None) -> Target:
     if device == "cpu":
         return replace(made, depends_on=(*made.depends_on, tools.cpu_identity()))
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs or machine_archs()]
-    # without PyTorch's CUDA library the result can be made, not loaded: enough to see that sources compile
+    # Without PyTorch's CUDA library the result can be built but not loaded: enough to check that sources compile.
     on_gpu = ("-ltorch_cuda", "-Xlinker=--no-undefined") if (torch_folder / "lib" / "libtorch_cuda.so").exists() else ()
     return replace(
         made,
         cxx_flags=(*binding, "-O2", "-DUSE_CUDA"),
         nvcc_flags=("-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes),
-        # its own CUDA runtime inside, so that it needs none of a certain release; the driver's streams are everyone's
+        # The CUDA runtime is linked in, so no installed release is needed; the driver's streams are shared.
         link_flags=("-shared", "-cudart=static", *libraries, *on_gpu),
         depends_on=(*made.depends_on, f"CUDA {torch.version.cuda}"),
     )
@@ -168,7 +168,7 @@ def recipe(wanted: Target) -> Recipe:
     """How a library is built here.
 
     Raises:
-        Unavailable: something that it takes is not here. ValueError: CXX or NVCC names no program.
+        Unavailable: a program is missing. ValueError: CXX or NVCC names no program.
     """
     include = _torch_folder() / "include"
     if not (include / "torch" / "csrc" / "stable" / "library.h").exists():

@@ -1,4 +1,4 @@
-"""The programs that a build needs: where they are, and exactly which ones."""
+"""The programs of a build: their paths and their exact versions."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def ninja() -> str:
 
 @lru_cache
 def identity(*command: str) -> str:
-    """Which program this is: the real paths of its command, and what it says of its version.
+    """A program's identity: the real paths of its command, and the version that it prints.
 
     Raises:
         Unavailable: it does not run.
@@ -104,7 +104,7 @@ def nvcc_release(program: str) -> tuple[int, int]:
 
 @lru_cache
 def cpu_identity() -> str:
-    """What code for this very CPU may depend on: its model and its instruction sets."""
+    """The CPU's model and instruction sets, which code for this CPU may depend on."""
     wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
@@ -116,12 +116,12 @@ def cpu_identity() -> str:
 
 @lru_cache
 def libc_identity() -> str:
-    """The C library, which a library that was linked to a newer one does not load with."""
+    """The C library: a library linked to a newer one does not load with it."""
     return " ".join(platform.libc_ver())
 
 
 def _asked(variable: str, text: str, what: str) -> tuple[str, ...]:
-    """The words of a command that an environment variable has; a path may hold blanks."""
+    """The words of a command in an environment variable; a path may contain blanks."""
     try:
         words = [text] if shutil.which(text) else shlex.split(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Which files of the cache are used: those of this user (or of root) that nobody else may write to; no links.
+"""Only those files of the cache are used that this user (or root) owns and nobody else may write to; no links.
 
-A library runs with all the rights of who loads it. The folder of the cache itself may be reached through links.
+A library runs with all rights of the user who loads it. The folder of the cache itself may be reached through links.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["check_entry", "check_root", "make_folder", "open_lock", "read_file",
 
 
 def why_not_ours(found: os.stat_result) -> str | None:
-    """What speaks against using a file or folder; None for nothing."""
+    """The reason not to use a file or folder; None if it can be used."""
     user = os.geteuid() if hasattr(os, "geteuid") else found.st_uid  # Windows, where nothing is built, has no users
     if found.st_uid not in (user, 0):
         return f"belongs to user {found.st_uid}, and this is user {user}"
@@ -25,17 +25,17 @@ def why_not_ours(found: os.stat_result) -> str | None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, where they are not there: open to this user alone, whatever the umask."""
+    """Make a folder and its parents if missing: open to this user alone under any umask."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        if not folder.is_dir():  # another process has not made it just now: it is no folder
+        if not folder.is_dir():  # Another process has not just made it: it is not a folder.
             raise
     else:
-        folder.chmod(0o700)  # a umask takes rights away from this user too
+        folder.chmod(0o700)  # A umask removes rights from this user too.
 
 
 def check_root(folder: Path, variable: str) -> None:
@@ -63,7 +63,7 @@ def read_file(path: Path) -> bytes:
 
 
 def open_lock(path: Path) -> int:
-    """A lock's file, made if it has to be, as a descriptor; its content stays as it is. Raises as `read_file`."""
+    """A lock's file as a descriptor, made if missing; its content is kept. Raises as `read_file`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         _check_plain(path, os.fstat(descriptor))

@@ -1,7 +1,7 @@
-"""Backend "fa2": FlashAttention 2, on the kernels of the flash-attn package where it is installed, else on PyTorch's.
+"""Backend "fa2": FlashAttention 2, on the kernels of the flash-attn package if it is installed, else on PyTorch's.
 
-backend     what both have in common            varlen    the arguments of their kernels, and facts about these
-built_in    on PyTorch's operators              package   on the flash-attn package, which has softcap
+backend: common code. varlen: the kernels' arguments, and facts about the kernels. built_in: on PyTorch's operators.
+package: on the flash-attn package, which has softcap.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ BUILT_IN, PACKAGE = BuiltIn(), Package()
 
 @cache
 def installed() -> Fa2Backend:
-    """On the package's kernels where they work, else on PyTorch's; a warning, once, where the package is broken.
+    """The package's kernels if they work, else PyTorch's. Warns once if the package is broken.
 
-    A release may be of any build, and others than the one whose source was read: it has to pass `probe` here first.
+    Builds and releases differ from the one whose source was read, so the package must first pass `probe` here.
     """
     reason = PACKAGE.why_not() or _wrong_here()
     if reason is None:
@@ -38,7 +38,7 @@ def installed() -> Fa2Backend:
 
 
 def origin_of(backend: Fa2Backend) -> str:
-    """Where its kernels come from, and where that is not the package why not: for `doctor`."""
+    """The origin of its kernels and, unless that is the package, the reason: for `doctor`."""
     origin = f"{backend.origin}, {backend.version()}"
     if backend is PACKAGE:
         return origin
@@ -49,15 +49,15 @@ def origin_of(backend: Fa2Backend) -> str:
 
 
 def _broken() -> str | None:
-    """Why the package, which is installed, is not used; None where it is used, or not there."""
+    """Why the installed package is not used; None if it is used or not installed."""
     found = PACKAGE.broken()
     return _wrong_here() if found is None and PACKAGE.why_not() is None else found
 
 
 @cache
 def _wrong_here() -> str | None:
-    """What the package's kernels get wrong on this GPU, in a few launches; asked where they can be launched."""
+    """The first error of the package's kernels on this GPU in a few launches. Call it only if they can be launched."""
     try:
         return probe(PACKAGE, "cuda")
-    except Exception as error:  # a build without kernels for this GPU, or with another signature
+    except Exception as error:  # A build without kernels for this GPU, or with another signature.
         return f"launching it failed: {type(error).__name__}: {error}"

@@ -1,15 +1,15 @@
-"""Backend "fa2": what PyTorch's built-in FlashAttention 2 and the flash-attn package have in common.
+"""Backend "fa2": the common part of PyTorch's built-in FlashAttention 2 and the flash-attn package.
 
-`varlen` has the facts about the kernels that both share. What follows from them:
+`varlen` has the facts about the kernels of both. They have these consequences:
 
-- The deterministic backward's order of sums depends on the launch. So that a segment's gradients do not depend on its
-  neighbours, every segment is a launch of its own then; and a plan that is updated in place cannot have it, since a
-  captured graph would keep the first batch's launches.
-- Otherwise such a plan is served as it is. Its grids have room for every segment to be the longest; the blocks too many
-  return at once, which takes its time where there is room for many and for long ones.
+- The deterministic backward's order of sums depends on the launch. So every segment gets a separate launch, and its
+  gradients do not depend on its neighbours. A plan updated in place cannot be deterministic: a captured graph would
+  keep the first batch's launches.
+- A plan updated in place otherwise works unchanged. Its grids have room for every segment to be the longest. Surplus
+  blocks return at once, which still takes time with room for many long segments.
 - Head dims are equal and multiples of 8; others are padded with zero columns (`dims`).
 - There is no gradient through lse; a second backward launch adds it (`lse_gradient`). That holds with a softcap too:
-  its slope multiplies whatever reaches a score.
+  its slope multiplies every gradient of a score.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _FEATURES = frozenset(
 
 
 class Fa2Backend(ABC):
-    """FlashAttention 2; float16 and bfloat16 on CUDA, head dims up to 256. An adapter says where its kernels come from.
+    """FlashAttention 2; float16 and bfloat16 on CUDA, head dims up to 256. A subclass provides the kernels.
 
-    For plans that are updated in place (`in_place`) without its determinism.
+    With `in_place`, for plans updated in place, it is not deterministic.
     """
 
     name: str = "fa2"
-    origin: str  # where the kernels come from, as users know it
-    own_features: frozenset[Feature] = frozenset()  # that not every origin has
+    origin: str  # The name of the kernels' package.
+    own_features: frozenset[Feature] = frozenset()  # Features of this origin only.
 
     def __init__(self, *, in_place: bool = False) -> None:
         """The features follow."""
@@ -61,11 +61,11 @@ class Fa2Backend(ABC):
 
     @abstractmethod
     def why_not(self) -> str | None:
-        """None where the kernels are there and run on this GPU, else why not in one line. Imports them at most."""
+        """None if the kernels are installed and run on this GPU, else the reason in one line. May import them."""
 
     @abstractmethod
     def version(self) -> str:
-        """Of what the kernels come with, where they are."""
+        """The version of the package that contains the kernels, if installed."""
 
     @abstractmethod
     def launch_forward(
@@ -108,7 +108,7 @@ class Fa2Backend(ABC):
         return self.launch_backward(operands, varlen_arguments(segments, options), deterministic=False)
 
     def _each_segment(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
-        """A launch for each segment, whose bits do not depend on the others."""
+        """One launch per segment, so that its bits do not depend on the others."""
         if segments.updated_in_place:
             raise Unsupported(
                 "a plan with max_sequences", {"backend 'fa2'": {Feature.DETERMINISTIC}}, "make a plan for each batch"

@@ -1,7 +1,7 @@
-"""FlashAttention 2's kernels as they are built into CUDA builds of PyTorch.
+"""FlashAttention 2's kernels in CUDA builds of PyTorch.
 
-Facts about `aten::_flash_attention_forward/_backward` (varlen form) that this file rests on, beside those of
-`varlen`; all hold from PyTorch 2.11 on:
+This file relies on these facts about `aten::_flash_attention_forward/_backward` (varlen form), and on those in
+`varlen`. All hold from PyTorch 2.11 on:
 
 - There is no softcap.
 - `deterministic` is read from the process-wide flag, and warn_only counts as off.
@@ -90,7 +90,7 @@ class BuiltIn(Fa2Backend):
 
 @cache
 def _forward_extras() -> dict[str, int]:
-    """What only some versions of PyTorch take: num_splits=1 keeps a segment's result the same beside any others."""
+    """Arguments of some PyTorch versions only: num_splits=1 makes a segment's result independent of the others."""
     schema = torch.ops.aten._flash_attention_forward.default._schema
     return {"num_splits": 1} if any(a.name == "num_splits" for a in schema.arguments) else {}
 
@@ -105,9 +105,10 @@ def _refuse_softcap(varlen: Varlen) -> None:
 def _deterministic() -> Iterator[None]:
     """The process-wide deterministic flag, on while the backward is launched.
 
-    The lock keeps two threads from restoring each other's value. A thread that launches something else meanwhile sees
-    the flag as well: its results stay right, but an operator without a deterministic form would raise. Whoever trains
-    with several threads per process and wants determinism sets the flag for the whole run, and nothing changes here.
+    The lock keeps two threads from restoring each other's value. Other threads that launch operators at the same time
+    see the flag too: their results stay right, but an operator without a deterministic form would raise. A user who
+    trains deterministically with several threads per process sets the flag for the whole run; then nothing changes
+    here.
     """
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         yield

@@ -1,12 +1,11 @@
-"""FlashAttention 2's kernels as the flash-attn package has them, with softcap in the bargain.
+"""FlashAttention 2's kernels from the flash-attn package, which also support softcap.
 
-Facts about `flash_attn.flash_attn_interface` 2.8.3 (varlen form) that this file rests on, beside those of
-`varlen`:
+This file relies on these facts about `flash_attn.flash_attn_interface` 2.8.3 (varlen form), and on those in `varlen`:
 
 - Softcap is a number, 0.0 for none, in both passes; the backward multiplies by its slope.
 - `deterministic` is an argument.
-- dq, dk and dv are written into tensors that are passed in; what is returned is delta.
-- The raw lse is not padded, [h_q, n], and the backward reads it as contiguous without asking.
+- dq, dk and dv are written into tensors that are passed in; the call returns delta.
+- The raw lse is not padded, [h_q, n], and the backward reads it as contiguous without a check.
 - Its operators are PyTorch's custom operators, without gradients in this form.
 - flash-attn-4 installs a folder `flash_attn` too, with `flash_attn.cute` alone in it. Where both are installed they
   share the folder.
@@ -41,11 +40,11 @@ class Package(Fa2Backend):
     own_features: frozenset[Feature] = frozenset({Feature.SOFTCAP})
 
     def why_not(self) -> str | None:
-        """None where the package is installed, is a release that is known, and the GPU runs it, else the reason."""
+        """None if the package is installed, its release is supported and the GPU runs it, else the reason."""
         return gpu_why_not() or self.broken() or (None if _found().library else "it is not installed")
 
     def broken(self) -> str | None:
-        """Why the package does not work although it is installed; None where it works, or is not there."""
+        """Why the installed package does not work; None if it works or is not installed."""
         return _found().broken
 
     def version(self) -> str:
@@ -78,7 +77,7 @@ class Package(Fa2Backend):
 
 
 def _options(varlen: Varlen) -> dict[str, Any]:
-    """What both passes are told."""
+    """The options of both passes."""
     return {
         "cu_seqlens_q": varlen.cu_q,
         "cu_seqlens_k": varlen.cu_k,
@@ -95,7 +94,7 @@ def _options(varlen: Varlen) -> dict[str, Any]:
 
 
 class _Found(NamedTuple):
-    """What importing the package came to: both None where it is not installed."""
+    """The result of importing the package: both None if it is not installed."""
 
     library: ModuleType | None = None
     broken: str | None = None
@@ -108,7 +107,7 @@ def _found() -> _Found:
         library = importlib.import_module(_INTERFACE)
     except Exception as error:  # a broken installation fails in many ways, such as an undefined symbol
         if isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", _INTERFACE):
-            return _Found()  # also where flash-attn-4 is, and this is not
+            return _Found()  # also if flash-attn-4 is installed without this package
         return _Found(None, f"importing {_INTERFACE} failed: {type(error).__name__}: {error}")
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", _version())
     release = tuple(int(n) for n in numbers.groups()) if numbers else ()
@@ -126,5 +125,5 @@ def _library() -> ModuleType:
 
 
 def _version() -> str:
-    """What the imported package says that it is."""
+    """The version that the imported package states."""
     return str(getattr(sys.modules.get("flash_attn"), "__version__", "unknown"))

@@ -3,14 +3,14 @@
 Facts about these kernels that hold for PyTorch's own copy of them (2.11 and later) and for the flash-attn package
 (2.8):
 
-- A negative window side means unbounded, so a side of -1 cannot be asked for: tiles must be cropped until both sides
+- A negative window side means unbounded, so a side of -1 cannot be expressed: tiles must be cropped until both sides
   are None or non-negative. Causal is the window (unbounded, 0); the causal flag adds nothing and stays False.
-- A side that is >= max_k is taken for unbounded, and an unbounded right side beside a bounded left one is replaced by
-  max_k. Both are wrong where a segment has more rows than columns. `varlen_arguments` gives a max_k that keeps either
-  from mattering: max_k only sizes the backward's grid.
+- A side >= max_k counts as unbounded, and an unbounded right side with a bounded left one is replaced by max_k. Both
+  are wrong if a segment has more rows than columns. `varlen_arguments` gives a max_k that keeps either from mattering:
+  max_k only sizes the backward's grid.
 - With max_q = 1 and GQA the forward takes a path that lays its results out differently; max_q = 2 avoids it.
-- Lengths are read on the device; max_q and max_k are upper bounds, and blocks behind a segment's end return at once. So
-  a segment may have no rows and no columns. Rows and columns of no segment are not written.
+- Lengths are read on the device; max_q and max_k are upper bounds, and blocks past a segment's end return at once. So a
+  segment may have no rows and no columns. Rows and columns of no segment are not written.
 - The lse is [h_q, n] float32, natural logarithm, and +inf for a row that sees nothing (`Segments` has no such row).
 - The deterministic backward makes dq repeatable, but the order of its sums depends on how many segments and heads are
   in the launch, and it takes about SMs / (segments * heads) + 1 float32 copies of dq.
@@ -37,17 +37,17 @@ class Varlen(NamedTuple):
     cu_q: torch.Tensor  # int32 [segments + 1], on the device
     cu_k: torch.Tensor  # int32 [segments + 1]
     max_q: int  # at least 2
-    max_k: int  # more than any side that hides something
-    left: int  # -1 is unbounded
+    max_k: int  # Larger than any side that hides a column.
+    left: int  # -1 for unbounded
     right: int
     scale: float
-    softcap: float  # 0.0 is none
+    softcap: float  # 0.0 for no softcap
 
 
 def varlen_arguments(segments: Segments, options: LaunchOptions) -> Varlen:
     """Segments as the kernels take them.
 
-    Nothing of it follows the lengths at hand where the segments are bounded (`Plan.update`): only the bounds.
+    If the segments have bounds (`Plan.update`), the arguments depend on the bounds only, not on the current lengths.
 
     >>> varlen = varlen_arguments(Segments.pack([30], [10], None, 22), LaunchOptions(scale=0.5))
     >>> varlen.left, varlen.right, varlen.max_q, varlen.max_k
@@ -69,7 +69,7 @@ def varlen_arguments(segments: Segments, options: LaunchOptions) -> Varlen:
 
 
 def checked_lse(lse: torch.Tensor, q: torch.Tensor, whose: str) -> torch.Tensor:
-    """The lse; a RuntimeError where it is not laid out as this project knows it."""
+    """The lse; a RuntimeError if its layout is not [h_q, n]."""
     wanted = (q.shape[1], q.shape[0])
     if lse.shape != wanted or lse.dtype != torch.float32:
         raise RuntimeError(
