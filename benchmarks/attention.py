@@ -11,6 +11,7 @@ differ nothing is reported. `host_ms` is what the host needs to launch one call,
 
     --layouts dual_chunk,balanced   each schedule under each layout, in turns too
     --messages peers,group,graph   each schedule with messages by peers' memory, by NCCL, and by NCCL in a CUDA graph
+    --without -,free_early,all     each without a compiler pass (`cp_fast.compile.pipeline.PASSES`), in turns too
     --peers                  ring-flash-attention, PyTorch's `context_parallel` and TransformerEngine (`others.py`), in
                              turns too, each compared with the single GPU; which are left out and why, each row says
     --trace FOLDER           a Chrome trace of every rank and one picture with its kernels, transfers and gaps
@@ -39,6 +40,7 @@ from torch.multiprocessing.spawn import spawn
 
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments, by_name
+from cp_fast.compile.pipeline import PASSES, switched_off
 from cp_ref.spec import Problem, Sequence
 
 if __package__:
@@ -130,6 +132,7 @@ class Contender:
     Attributes:
         name: of the schedule.
         messages: what carried them.
+        without: the compiler pass that did not run: "-" for none, "all" for all of them.
         slices: this rank's slices of a global tensor.
         inside: what several calls are made inside.
     """
@@ -138,29 +141,36 @@ class Contender:
     name: str
     layout: str
     messages: str
+    without: str
     slices: Callable[[torch.Tensor], torch.Tensor]
     forward: Callable[[], Any]
     both: Callable[[], Any]
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def parallel(job: Job, schedule: Any, layout: Any, messages: str, group: Any, x: dict[str, torch.Tensor]) -> Contender:
-    """cp_fast's; `messages`: "auto", "group", "peers", or "graph" for calls that are replayed."""
+def parallel(
+    job: Job, schedule: Any, layout: Any, messages: str, without: str, group: Any, x: dict[str, torch.Tensor]
+) -> Contender:
+    """cp_fast's; `messages`: "auto", "group", "peers", or "graph" for calls that are replayed. `without`: see
+    `Contender`.
+    """
+    off = {"-": (), "all": tuple(one.name for one in PASSES)}.get(without, (without,))
     cp = cp_fast.ContextParallel(group, schedule, layout=layout, backend=job.backend)
     cu = torch.tensor([sum(job.lengths[:n]) for n in range(len(job.lengths) + 1)], dtype=torch.int32)
-    plan = cp_fast.make_plan(
-        cp=cp,
-        qkv_format="thd",
-        attn_mask_type="padding_causal",
-        window_size=(job.window, 0),
-        cu_seqlens_q=cu,
-        heads_q=job.heads_q,
-        heads_kv=job.heads_kv,
-        d_qk=job.d_qk,
-        d_v=job.d_v,
-        dtype=torch.bfloat16,
-        device=x["q"].device,
-    )
+    with switched_off(*off):
+        plan = cp_fast.make_plan(
+            cp=cp,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            window_size=(job.window, 0),
+            cu_seqlens_q=cu,
+            heads_q=job.heads_q,
+            heads_kv=job.heads_kv,
+            d_qk=job.d_qk,
+            d_v=job.d_v,
+            dtype=torch.bfloat16,
+            device=x["q"].device,
+        )
     slices = partial(cp_fast.shard, cp=cp, plan=plan)
     local = {name: slices(t) for name, t in x.items()}
     q, k, v = (local[name].requires_grad_() for name in "qkv")
@@ -179,8 +189,9 @@ def parallel(job: Job, schedule: Any, layout: Any, messages: str, group: Any, x:
         return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
 
     if messages == "graph":
-        return Contender("cp_fast", schedule, layout, "graph", slices, captured(forward), captured(both))
-    return Contender("cp_fast", schedule, layout, "group" if by_group else "peers", slices, forward, both)
+        return Contender("cp_fast", schedule, layout, "graph", without, slices, captured(forward), captured(both))
+    carried = "group" if by_group else "peers"
+    return Contender("cp_fast", schedule, layout, carried, without, slices, forward, both)
 
 
 def other(way: Other, x: dict[str, torch.Tensor]) -> Contender:
@@ -196,7 +207,7 @@ def other(way: Other, x: dict[str, torch.Tensor]) -> Contender:
         out = way.attend(q, k, v)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
 
-    return Contender(way.library, way.schedule, "dual_chunk", "group", way.slices, forward, both, way.inside)
+    return Contender(way.library, way.schedule, "dual_chunk", "group", "-", way.slices, forward, both, way.inside)
 
 
 def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
@@ -314,8 +325,8 @@ def measured(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trac
     whole = one[1]()
     groups = {"a2a+p2p": mesh}
     contenders = [
-        parallel(job, schedule, layout, messages, groups.get(schedule, dist.group.WORLD), x)
-        for schedule, layout, messages in product(*ways)
+        parallel(job, schedule, layout, messages, without, groups.get(schedule, dist.group.WORLD), x)
+        for schedule, layout, messages, without in product(*ways)
     ]
     absent: dict[str, str] = {}
     if peers:
@@ -335,6 +346,7 @@ def measured(rank: int, job: Job, ways: tuple[list[str], ...], peers: bool, trac
                 "schedule": contender.name,
                 "layout": contender.layout,
                 "messages": contender.messages,
+                "without": contender.without,
                 "forward_ms": round(1e3 * forward, 3),
                 "forward_backward_ms": round(1e3 * both, 3),
                 "forward_tflops_per_gpu": round(flops / forward, 1),
@@ -368,6 +380,7 @@ def main(
     schedules: Schedules = "p2p,all_gather,a2a",
     layouts: Annotated[str, typer.Option(help="Layouts, several with commas.")] = "dual_chunk",
     messages: Annotated[str, typer.Option(help="auto, or some of peers, group and graph, with commas.")] = "auto",
+    without: Annotated[str, typer.Option(help="Compiler passes switched off: -, all or names, with commas.")] = "-",
     peers: Annotated[bool, typer.Option("--peers", help="Other libraries too, in turns.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Folder for Chrome traces and pictures.")] = None,
     backend: Annotated[str, typer.Option(help="The kernel library.")] = "fa4",
@@ -385,7 +398,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         if trace is not None:
             trace.mkdir(parents=True, exist_ok=True)
-        ways = tuple(names.split(",") for names in (schedules, layouts, messages))
+        ways = tuple(names.split(",") for names in (schedules, layouts, messages, without))
         spawn(worker, args=(job, ways, peers, str(trace or ""), folder), nprocs=gpus)
         rows = torch.load(Path(folder) / "rows.pt", weights_only=False)
     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": commit}

@@ -55,7 +55,7 @@ def build(cp: Any, tiny: bool, device: str) -> Any:
     where = device if device == "cpu" else f"cuda:{torch.cuda.current_device()}"
     with torch.device(where):
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    model.train().activation_checkpointing_enable({"use_reentrant": False})
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
     if cp is not None:
         model = cp_transformers.prepare(model, cp)
 
