@@ -175,7 +175,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert said.exit_code == 0, said.output
     assert "4 sequences, 7,204 tokens on 4 ranks of h200-nvlink, predicted" in said.output
     assert all(said.output.count(layout) >= 4 for layout in LAYOUTS)
-    assert "a2a+p2p, 2 exchange heads" in said.output
+    assert "a2a+p2p 2 x 2" in said.output
     assert "take " in said.output
     assert "fitted by benchmarks/fit_machine.py" in said.output
     path = tmp_path / "mine.toml"

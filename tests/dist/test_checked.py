@@ -63,7 +63,7 @@ def other_batches(member: Any = None) -> None:
 def other_shapes(member: Any = None) -> None:
     """Rank 1 has a longer tail."""
     cp, plan, x = setting(member)
-    x = torch.cat([x] * (1 + cp.rank)).detach()
+    x = torch.cat([x, x[: cp.rank]]).detach()
     made = plan(0)
     with cp_fast.checked():
         cp_fast.attention(x, x, x, cp=cp, plan=made)
@@ -149,7 +149,7 @@ def one_call_more(member: Any = None) -> None:
 
 CASES: list[tuple[Callable[..., None], str, str, str]] = [
     (other_batches, "forward, call ", "1 sequences", "2 sequences"),
-    (other_shapes, "forward, call ", "q=float32[8, 2, 8]", "q=float32[16, 2, 8]"),
+    (other_shapes, "forward, call ", "q=float32[8, 2, 8]", "q=float32[9, 2, 8]"),
     (other_flags, "forward, call ", "return_max_logit=False", "return_max_logit=True"),
     (no_gradient_here, "forward, call ", "requires_grad=True", "requires_grad=False"),
     (swapped_windows, "forward, call ", "window_size=(1, 0)", "window_size=(2, 0)"),
