@@ -25,7 +25,7 @@ from cp_ref.spec import (
 __all__ = ["PLAIN_TENSORS", "agree_on_forward", "check_planned_call", "is_known", "requires_grad"]
 
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
-_MOST_KINDS = 64  # of calls that one plan remembers
+_MOST_KINDS = 64  # Of calls that one plan remembers.
 
 
 def requires_grad(*tensors: torch.Tensor | None) -> bool:
@@ -58,8 +58,7 @@ def agree_on_forward(
 def check_planned_call(
     plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any, offset: Any, *, deterministic: bool, max_logit: bool
 ) -> None:
-    """The tensors are those that the plan was made for, on its device, and its kernel library has what the call asks
-    for.
+    """Check that the tensors fit the plan, lie on its device, and that its kernel library has the features of the call.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
@@ -84,8 +83,8 @@ def check_planned_call(
 
 
 def is_known(plan: Any, cp: ContextParallel, flags: tuple[Any, Any, Any], q: Any, k: Any, v: Any) -> bool:
-    """Whether such a call, of another layer or the step before, was checked already, and goes to the kernels as it is:
-    of plain tensors, in plain eager mode. flags: as in `agree_on_forward`.
+    """Whether an equal call, of another layer or the step before, was checked already, so that this one needs no
+    checks. Only for plain tensors in plain eager mode. flags: as in `agree_on_forward`.
 
     Raises:
         ValueError: the plan is another context's. NotImplementedError: inside a transform of torch.func.
@@ -108,7 +107,7 @@ def _kind_of_call(deterministic: Any, max_logit: Any, q: Any, k: Any, v: Any) ->
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
-    """All of an argument that the checks look at; of what is no plain tensor, itself."""
+    """All properties of an argument that the checks read; an argument that is not a plain tensor itself."""
     if type(x) not in PLAIN_TENSORS:
         return (object(),)
     return x.shape, x.dtype, x.device, x.layout

@@ -1,8 +1,8 @@
 """`checked`: the ranks compare notes before every call, not only when a plan is made.
 
-With a plan nothing is agreed on any more: ranks that use plans of different batches, or call their layers in different
-orders, exchange what does not belong together. Under `checked` each call, forward and backward, first gathers a
-fingerprint from all ranks, and where one differs all ranks raise. Off, a call looks at one flag.
+With a plan the ranks do not agree before a call: if they use plans of different batches, or call their layers in
+different orders, they exchange the wrong tensors. Under `checked` each call, forward and backward, first gathers a
+fingerprint from all ranks; if one differs, all ranks raise. Off, a call reads one flag.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ VARIABLE = "CP_FAST_CHECK"
 
 
 class _Here(threading.local):
-    depth = 0  # of `checked` in this thread
+    depth = 0  # Of `checked` in this thread.
 
 
 _here = _Here()
-_everywhere = 0  # of `checked` in the main thread, which is for all threads
+_everywhere = 0  # Of `checked` in the main thread, for all threads.
 
 
 @contextmanager
 def checked() -> Iterator[None]:
     """Agree on every call of `attention`, forward and backward, with all ranks of its group before anything is sent.
 
-    To find ranks that use plans of different batches, call layers in different orders or with tensors of different
-    shapes, which computes wrong results or hangs otherwise. Every rank has to be inside it for the same calls. It
-    holds for the calling thread, and for all threads if that is the main one; CP_FAST_CHECK=1 in the environment of
-    every process has the same effect everywhere. Layers are told apart by the names of the modules that make the
-    calls; where no module is called, identical calls in another order are not noticed. Cannot be captured in a CUDA
-    graph.
+    It finds ranks that use plans of different batches, or call layers in different orders or with different shapes.
+    Without it such ranks compute wrong results or hang. Every rank must be inside it for the same calls. It holds for
+    the calling thread, and for all threads if that is the main one; CP_FAST_CHECK=1 in the environment of every process
+    has the same effect everywhere. Layers are distinguished by the names of their modules; outside of modules,
+    identical calls in another order are not noticed. Cannot be captured in a CUDA graph.
 
     Raises:
         ValueError: inside, from a call that is not the same on all ranks, on all of them, with the first difference.
-            What one rank's arguments are refused for is raised on all as well.
+            An argument error on one rank is raised on all ranks.
 
     >>> from cp_ref import SimGroup
     >>> def fn(member):
@@ -87,7 +86,7 @@ def agree_on_call(
     Args:
         what: "forward", "backward".
         look: raises what is wrong with the arguments here.
-        details: what else has to be the same on all ranks, by name.
+        details: other values that must be the same on all ranks, by name.
 
     Returns:
         The number of the checked call, of its group.
@@ -95,7 +94,7 @@ def agree_on_call(
     error = None
     try:
         look()
-    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
+    except Exception as caught:  # After any error the other ranks must not wait for this one.
         error = caught
     number = cp.next_number()
     module = named_modules.current()

@@ -27,7 +27,7 @@ from cp_fast.backends.recorded_order import Step, in_little_memory
 
 __all__ = ["Launches"]
 
-_MOST = 1024  # The number of recorded calls.
+_MOST = 1024  # The most calls that are recorded.
 
 # Operators whose results depend on shapes alone, or that write recorded tensors. Each maps to the same function in
 # PyTorch's own bindings, which take a third of the host time.
@@ -94,7 +94,8 @@ class Launches:
 
         Args:
             tensors: by argument, None for an absent one. The list is emptied, so that a tensor without another
-            reference is freed once the kernels have read it. numbers: all other arguments; hashable.
+                reference is freed once the kernels have read it.
+            numbers: all other arguments; hashable.
         """
         given = [x for x in tensors if x is not None]
         if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # A replay does not run the host's code.

@@ -20,7 +20,7 @@ from cp_fast.remarks import say
 __all__ = ["VARIABLE", "place", "turn"]
 
 VARIABLE = "CP_ATTENTION_BUILD_WAIT"
-_DEFAULT = 600.0  # Seconds, for a few builds for many GPU architectures on few cores.
+_DEFAULT = 600.0  # Seconds: some builds are for many GPU architectures on few cores.
 _SAY_AFTER = 5.0
 _LINUX_ENOTSUPP = 524  # Some network file systems return it; errno lacks it.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, _LINUX_ENOTSUPP)
@@ -46,7 +46,7 @@ def turn(path: Path, done: Callable[[], bool]) -> Iterator[bool]:
 
 
 def place() -> str:
-    """The scope of this process's ids: this host and this container's process namespace."""
+    """The scope of process ids: this host and this container's process namespace."""
     try:
         processes = f"{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:

@@ -1,12 +1,11 @@
 """The row indices and cumulative lengths of a whole plan, in one upload.
 
-Rows are asked for as spans (first row, number of rows): the answer is a slice where they are contiguous, else a key.
-The spans of all keys are uploaded together, in one copy, and are spread out into row numbers on the device, all at
-once:
+Rows are requested as spans (first row, number of rows): the result is a slice if they are contiguous, else a key. The
+spans of all keys are uploaded in one copy, and the device expands all of them into row numbers at once:
 
     spans (4, 2) (9, 3)   ->   rows 4 5 9 10 11
 
-So what crosses the bus grows with the number of sequences, not of tokens. Equal requests share a key.
+So the bytes of the upload grow with the number of sequences, not of tokens. Equal requests share a key.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from cp_ref.spec import Column, ranges
 __all__ = ["Key", "RowKey", "Tables", "Uploaded", "one_range"]
 
 
-_FEW = 8  # spans
+_FEW = 8  # Spans.
 
 
 class Key(int):
@@ -34,8 +33,8 @@ RowKey = slice | Key
 
 
 def one_range(start: Column, count: Column) -> bool:
-    """Whether spans lie one behind the other, without a gap."""
-    if len(start) > _FEW and not one_range(start[:_FEW], count[:_FEW]):  # most that have gaps have one here
+    """Whether spans are consecutive, without a gap."""
+    if len(start) > _FEW and not one_range(start[:_FEW], count[:_FEW]):  # most gaps are found here
         return False
     return bool((start[1:] == start[:-1] + count[:-1]).all())
 
@@ -51,10 +50,10 @@ class Tables:
     """
 
     def __init__(self) -> None:
-        self._spans: list[tuple[Column, Column, int]] = []  # first rows, numbers of rows, their sum
+        self._spans: list[tuple[Column, Column, int]] = []  # First rows, numbers of rows, their sum.
         self._lengths: list[Column] = []
-        self._asked: dict[tuple[int, int], tuple[Column, Column, RowKey]] = {}  # by the columns' ids
-        self._known: dict[tuple[int, ...], list[Key]] = {}  # by what is quickly compared
+        self._asked: dict[tuple[int, int], tuple[Column, Column, RowKey]] = {}  # By the columns' ids.
+        self._known: dict[tuple[int, ...], list[Key]] = {}  # By values that compare quickly.
         self._known_lengths: dict[tuple[int, int], list[Key]] = {}
 
     def rows(self, start: Column, count: Column) -> RowKey:
@@ -79,7 +78,7 @@ class Tables:
         return known[-1]
 
     def lengths(self, count: Column) -> Key:
-        """The cumulative sum of these, from 0."""
+        """The cumulative sum of these lengths, from 0."""
         cumulative = np.zeros(len(count) + 1, dtype=np.int32)
         np.cumsum(count, out=cumulative[1:])
         known = self._known_lengths.setdefault((len(cumulative), int(cumulative[-1])), [])
@@ -119,7 +118,9 @@ class Tables:
         return self._lengths[key]
 
     def on_host(self, *, pinned: bool) -> torch.Tensor:
-        """All tables as they travel, int32: the spans' numbers of rows, their first rows, the cumulative lengths."""
+        """All tables in the upload's layout, int32: the spans' numbers of rows, their first rows, the cumulative
+        lengths.
+        """
         parts = [count for _, count, _ in self._spans] + [start for start, _, _ in self._spans]
         words = self._dtype().itemsize // 4
         spans = words * sum(map(len, parts))
@@ -133,7 +134,7 @@ class Tables:
         return host
 
     def on_device(self, buffer: torch.Tensor) -> Uploaded:
-        """The tables by key, from what `on_host` made and what has been copied to the device since."""
+        """The tables by key, from a device copy of the result of `on_host`."""
         sizes = [total for _, _, total in self._spans]
         cumulative = [len(cu) for cu in self._lengths]
         spans = buffer[: len(buffer) - sum(cumulative)].view(_TORCH[self._dtype()])
@@ -143,7 +144,7 @@ class Tables:
         return Uploaded(rows.split(sizes), list(zip(self._lengths, on_device, strict=True)))
 
     def _dtype(self) -> np.dtype[np.signedinteger]:
-        """The dtype of row numbers: 32 bits where all rows, and the number of rows of all tables together, fit."""
+        """The dtype of row numbers: 32 bits if all row numbers and the number of rows of all tables together fit."""
         largest = max([sum(total for _, _, total in self._spans), *(int(start.max()) for start, _, _ in self._spans)])
         return np.dtype(np.int32 if largest < 2**31 else np.int64)
 
@@ -153,14 +154,14 @@ class Uploaded:
 
     def __init__(self, rows: Sequence[torch.Tensor], lengths: Sequence[tuple[Column, torch.Tensor]]) -> None:
         self._rows, self._lengths = rows, lengths
-        self._read: dict[tuple[Key, int | None], Cumulative] = {}  # shared by launches, which look for the longest once
+        self._read: dict[tuple[Key, int | None], Cumulative] = {}  # Shared by launches: the longest is searched once.
 
     def rows(self, key: RowKey) -> Rows:
-        """A slice as it is, or the row numbers."""
+        """A slice unchanged, or the row numbers of a key."""
         return key if isinstance(key, slice) else self._rows[key]
 
     def lengths(self, key: Key, bound: int | None = None) -> tuple[Cumulative, torch.Tensor]:
-        """Cumulative lengths as backends get them: on the host with what no length ever exceeds, and on the device."""
+        """Cumulative lengths for backends: on the host with an upper bound of the lengths, and on the device."""
         host, device = self._lengths[key]
         if (key, bound) not in self._read:
             self._read[key, bound] = Cumulative(host, bound)
@@ -171,20 +172,20 @@ _TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 def _spread(count: torch.Tensor, start: torch.Tensor, total: int) -> torch.Tensor:
-    """The row numbers of all spans, one table behind the other.
+    """The row numbers of all spans, table after table.
 
     >>> _spread(torch.tensor([2, 3]), torch.tensor([4, 9]), 5).tolist()
     [4, 5, 9, 10, 11]
     """
     ends = count.cumsum(0, dtype=count.dtype)
-    if count.device.type == "cpu":  # where numpy is several times faster
+    if count.device.type == "cpu":  # Numpy is several times faster here.
         return torch.from_numpy(_spread_on_host(count.numpy(), start.numpy(), ends.numpy()))
     rows = torch.repeat_interleave(start - ends + count, count, output_size=total)
     return rows.add_(torch.arange(total, dtype=rows.dtype, device=rows.device))
 
 
 def _spread_on_host(count: Column, start: Column, ends: Column) -> Column:
-    """One up from row to row, and a jump where a span begins."""
+    """Each row number is the last one plus 1, with a jump at the start of a span."""
     steps = np.ones(int(ends[-1]), dtype=start.dtype)
     steps[0] = start[0]
     steps[ends[:-1]] = start[1:] - start[:-1] - count[:-1] + 1

@@ -15,7 +15,7 @@ A buffer holds the tensors of one kind. Tensors by row are [rows, heads, head di
     q      q
     kv     k, v
     do     the gradient of out  the gradient of lse, where there is one
-    res    out                  lse             both final: a backward launch reads them
+    res    out                  lse             both final, for a backward launch
     out    out                  lse
     dq     dq
     dkv    dk, dv
@@ -52,7 +52,7 @@ __all__ = [
     "Wait",
 ]
 
-R = TypeVar("R")  # rows
+R = TypeVar("R")  # Rows.
 Heads = tuple[int, int]
 Role = Literal["own", "operand", "partial", "sum", "message", "result"]
 OWN = {"q": 0, "kv": 1, "do": 2, "res": 3, "sink": 4}  # the numbers of the rank's own buffers, the same in both passes
@@ -60,17 +60,17 @@ OWN = {"q": 0, "kv": 1, "do": 2, "res": 3, "sink": 4}  # the numbers of the rank
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """What a buffer holds.
+    """The specification of a buffer.
 
     Attributes:
-        name: says where it comes from; equal in the plans of two batches for the same purpose.
+        name: its origin; equal in the plans of two batches for the same purpose.
         kind: see the module.
         heads: [first, last) of all heads.
-        rows: how many; None for as many as the rank's own tensors have.
-        role: "own" for a given slice, "operand" for rows that launches read, "partial" for the result of one launch
-            or message, "sum" for what partial results are accumulated into, "message" for results that are sent,
-            "result" for what the pass returns.
-        dtype: that of the rows in the end: the inputs' dtype or the wide one (float32, or float64 for float64).
+        rows: the number of rows; None for that of the rank's own tensors.
+        role: "own" for a given slice, "operand" for rows read by launches, "partial" for the result of one launch or
+            message, "sum" for an accumulator of partial results, "message" for results to be sent, "result" for a
+            result of the pass.
+        dtype: the final dtype of the rows: the inputs' dtype or the wide one (float32, or float64 for float64).
         parts: of a stacked buffer [parts, rows, heads, head dim], one part for each peer of an all-to-all; else 0.
     """
 
@@ -108,7 +108,7 @@ class Send(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receive into these rows of a buffer, all of them for None; or into one part of a stacked buffer."""
+    """Receive into these rows of a buffer (None for all), or into one part of a stacked buffer."""
 
     step: int
     peer: int
@@ -132,8 +132,8 @@ class Wait:
 class Copy(Generic[R]):
     """Copy a view into another one.
 
-    Where one side is a stacked buffer, its part i has the heads from `first_heads[i]` on of the other side's rows. A
-    copy of a whole buffer that is all of its target needs no copy, only the target's dtype.
+    If one side is a stacked buffer, its part i has the heads from `first_heads[i]` on of the other side's rows. A copy
+    of a whole buffer to its whole target moves no rows and only converts to the target's dtype.
     """
 
     step: int
@@ -150,10 +150,9 @@ class Launch(Generic[R]):
     Attributes:
         operands: q, kv; in the backward pass do and res too.
         batch: the segments' lengths and window (`VarlenBatch`; on the host their keys).
-        results: the partial results that it fills: out, or dq and dkv.
+        results: its partial results: out, or dq and dkv.
         first_head: the first query head, of all.
-        q_rows, kv_rows: the global rows of its queries and keys, segment after segment: what their positions follow
-            from.
+        q_rows, kv_rows: the global rows of its queries and keys, segment after segment; they determine the positions.
     """
 
     step: int
@@ -178,7 +177,7 @@ class Accumulate(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Nobody needs these buffers any more."""
+    """Free these buffers: they have no later use."""
 
     step: int
     buffers: tuple[int, ...]
@@ -197,7 +196,7 @@ class PassPlan(Generic[R]):
         steps: how many steps the schedule has.
         buffers: by number.
         instructions: in the order in which they run.
-        results: by kind, the buffer with the rank's own results.
+        results: by kind, the buffer of the rank's own results.
     """
 
     direction: str
@@ -222,11 +221,11 @@ class ExecutablePlan(Generic[R]):
 
     Attributes:
         forward, backward: the lists of instructions.
-        saved: (buffer of the forward pass, buffer of the backward pass) of all that is kept between the passes: the
-            own q and kv too, where the backward pass reads them.
+        saved: (buffer of the forward pass, buffer of the backward pass) of every buffer kept between the passes,
+            including the own q and kv if the backward pass reads them.
         real_q_rows: the local rows that hold real query tokens; in a plan that is updated in place a mask of all rows.
-        spare_rows: in a plan that is updated in place, how many rows lie behind those of each buffer. Tables have a
-            constant size there; what pads them is written to the spare rows, which nobody reads.
+        spare_rows: in a plan updated in place, the number of spare rows at the end of each buffer. Tables have a
+            constant size there; their padding writes to the spare rows, which are never read.
         position_ids: int64 [t], in a plan that is updated in place.
     """
 
@@ -255,13 +254,13 @@ class ExecutablePlan(Generic[R]):
 
     @property
     def sends_do(self) -> bool:
-        """Whether rows of the output's gradient travel. It is the same on every rank."""
+        """Whether rows of the output's gradient are sent; the same on every rank."""
         plan = self.backward
         sent = [one.source.buffer for one in plan.of(Send)] + [one.buffer for one in plan.of(Recv)]
         return any(plan.buffers[number].kind == "do" for number in sent)
 
     def with_passes(self, forward: PassPlan[R], backward: PassPlan[R]) -> ExecutablePlan[R]:
-        """The same with other lists of instructions."""
+        """This plan with other lists of instructions."""
         return replace(self, forward=forward, backward=backward)
 
     def __str__(self) -> str:

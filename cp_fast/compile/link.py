@@ -1,4 +1,4 @@
-"""A plan with its tables on the device: every key becomes the rows that it stands for."""
+"""A plan with its tables on the device: every key becomes its rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["linked"]
 
 
 def linked(plan: ExecutablePlan[Any], tables: Uploaded) -> ExecutablePlan[Rows]:
-    """The plan with its tables as they lie on the device."""
+    """The plan with its tables on the device."""
     link = _Link(tables)
     real = tables.rows(plan.real_q_rows)
     if isinstance(real, torch.Tensor) and real.dtype != torch.bool:
@@ -28,7 +28,7 @@ def linked(plan: ExecutablePlan[Any], tables: Uploaded) -> ExecutablePlan[Rows]:
 
 
 class _Link:
-    """The tables, and the batches of segments that both passes have."""
+    """The tables, and the batches of segments shared by both passes."""
 
     def __init__(self, tables: Uploaded) -> None:
         self._tables = tables

@@ -1,7 +1,7 @@
-"""Lowering: one rank's schedule becomes an executable plan, whichever schedule it is.
+"""Lowering: one rank's schedule, of any kind, becomes an executable plan.
 
-All of it is host work on columns (arrays with one number a tile or a span), step by step. The plan is right and slow;
-the compiler passes (`cp_fast.compile.pipeline`) make it fast.
+Lowering runs on the host, step by step, on columns (arrays with one number a tile or a span). The plan is right and
+slow; the compiler passes (`cp_fast.compile.pipeline`) make it fast.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def lower(
 
 
 def reads(instructions: Sequence[Instruction[RowKey]]) -> Iterator[int]:
-    """The buffers that instructions read, as often as they read them."""
+    """The buffers that instructions read, once for each read."""
     for one in instructions:
         if isinstance(one, Send | Copy | Accumulate):
             yield one.source.buffer
@@ -108,7 +108,7 @@ def reads(instructions: Sequence[Instruction[RowKey]]) -> Iterator[int]:
 
 
 class _Shared(NamedTuple):
-    """What both passes are lowered with."""
+    """The inputs of the lowering of both passes."""
 
     work: Workload
     rank: int
@@ -132,7 +132,7 @@ class _Messages(NamedTuple):
 
 
 class _Posted(NamedTuple):
-    """The messages of a step: copies before they are sent, sends and receives, what arrives, and where it goes."""
+    """The messages of a step: copies before the sends, sends and receives, and the destination of each arrival."""
 
     packed: Instructions
     posted: Instructions
@@ -143,7 +143,7 @@ class _Posted(NamedTuple):
 @dataclass
 class _Lowering:
     """Lowers one pass. `kinds`: the operands of its launches. `sent`, `received`: in a backward pass, the complete outs
-    of the forward pass. Both ends have these and their lse, so they do not travel again beside the gradient.
+    of the forward pass. Both ends have these and their lse, so they are not sent again with the gradient.
     """
 
     shared: _Shared
@@ -169,7 +169,7 @@ class _Lowering:
         self.own_results: dict[str, int] = {}
 
     def keep(self, held: Held, plan: PassPlan[RowKey]) -> int:
-        """Have a buffer of operands of the forward pass; its number in this pass."""
+        """Add a buffer of operands kept by the forward pass; returns its number in this pass."""
         number, spec = held.number, plan.buffers[held.number]
         if number >= len(OWN):
             number = self.buffers.new(f"kept {spec.name}", spec.kind, spec.heads, spec.rows, "operand")
@@ -178,7 +178,7 @@ class _Lowering:
         return number
 
     def keep_out(self, message: int, heads: Heads, rows: RowMap) -> int:
-        """Have complete out and lse of others' rows, as the forward pass sent them; the buffer's number."""
+        """Add the complete out and lse of others' rows that the forward pass sent; returns the buffer's number."""
         size = int((rows.stop - rows.start).sum())
         made = self.operands.new(f"kept out {heads[0]}:{heads[1]}", "res", heads, rows, size)
         self.operands.held.append(made)
@@ -196,14 +196,14 @@ class _Lowering:
         for n, (of_step, computed) in enumerate(zip(messages, groups, strict=True)):
             to_messages, sends = announced[n]
             for copy in to_messages:
-                if self.buffers.specs[copy.target.buffer].dtype == "input":  # complete; a partial one gets it at home
+                if self.buffers.specs[copy.target.buffer].dtype == "input":  # a partial one: by its owner
                     found += self._sink(copy.source.buffer, None, n)
                 found.append(copy)
             packed, posted, arriving, accumulates = self._messages(n, of_step, computed)
             found += [*packed, *sends, *posted]
             for group in computed:
                 found += self._tiles(n, group)
-            if n == len(steps) - 1:  # what nothing is added to any more is finished while the last messages travel
+            if n == len(steps) - 1:  # finished sums are converted while the last messages travel
                 late = {self.buffers.specs[one.target.buffer].kind for one in accumulates}
                 found += chain.from_iterable(self._local_results(kind, n) for kind in self.results if kind not in late)
             if posted or sends:
@@ -237,14 +237,14 @@ class _Lowering:
     def _sends(
         self, number: int, parcels: Sequence[Parcels], groups: Sequence[TileGroup]
     ) -> tuple[Instructions, Instructions]:
-        """The copies that put operands together before they are sent, and the sends."""
+        """The copies that assemble operands before the sends, and the sends."""
         wanted = list(_operands(parcels, self.received))
         packed: Instructions = []
         views: list[tuple[Parcels, View[RowKey]]] = []
         for one in wanted:
             kind, heads = one.kind, one.heads
             held = self.operands.holder(kind, heads, one.spans)
-            if held is None:  # in one buffer with all that this step needs of the kind
+            if held is None:  # in one buffer with all rows of the kind that this step needs
                 tiles = [group.rows(kind) for group in groups if group.heads_of(kind) == heads]
                 others = [p.spans for p in wanted if (p.kind, p.heads) == (kind, heads)]
                 held, copies = self.operands.gather(kind, heads, [*others, *tiles], number)
@@ -259,8 +259,8 @@ class _Lowering:
     def _stacked_sends(
         self, number: int, group: Sequence[tuple[Parcels, View[RowKey]]]
     ) -> tuple[Instructions, Instructions]:
-        """Sends of the same rows to one peer or several: of all heads as they lie; else of some heads each, which one
-        copy packs for all peers.
+        """Sends of the same rows to one or more peers: of all heads without a copy, or of some heads each, packed for
+        all peers by one copy.
         """
         one, view = group[0]
         if len(group) == 1 and view.heads == self.buffers.all_heads(view.buffer):
@@ -273,7 +273,7 @@ class _Lowering:
         return [copy], [Send(number, p.peer, p.tag, target, part) for part, (p, _) in enumerate(group)]
 
     def _recvs(self, number: int, parcels: Sequence[Parcels]) -> tuple[list[Held], Instructions]:
-        """The receives of a step's operands, and the buffers that the rank has from the next step on."""
+        """The receives of a step's operands, and the buffers available from the next step on."""
         together: dict[tuple[str, Heads], list[Parcels]] = {}
         for one in _operands(parcels, self.sent):
             together.setdefault((one.kind, one.heads), []).append(one)
@@ -294,11 +294,11 @@ class _Lowering:
         return arriving, recvs
 
     def _spans_of(self, parcels: list[Parcels]) -> Spans:
-        """The rows of these, one behind the other."""
+        """The rows of these parcels, one after the other."""
         return self.shared.sets.joined([p.spans for p in parcels])
 
     def _complete(self, number: int, parcels: Sequence[Parcels]) -> Instructions:
-        """The receives of complete results. Those of the same own rows are the parts of one buffer."""
+        """The receives of complete results. Results for the same own rows are the parts of one buffer."""
         together: dict[tuple[object, ...], tuple[RowKey, list[Parcels]]] = {}
         for one in parcels:
             located = self.sums.own[one.kind].locate(one.spans)
@@ -320,7 +320,9 @@ class _Lowering:
     # ---- tiles
 
     def _tiles(self, number: int, group: TileGroup) -> Instructions:
-        """The launches of a step's tiles of the same heads, the copies before them, and where their results go."""
+        """The launches of a step's tiles of the same heads, the copies before them, and the destinations of their
+        results.
+        """
         by_kind: list[list[Held]] = []
         found: Instructions = []
         for kind in self.kinds:
@@ -392,7 +394,7 @@ class _Lowering:
         return found
 
     def _arrived(self, kind: str, step: int) -> Instructions:
-        """The complete results that arrived, written into the rank's own."""
+        """Copies of the received complete results into the rank's own."""
         result = self.own_results[kind]
         heads = self.buffers.all_heads(result)
         return [
@@ -406,7 +408,7 @@ def _parcels(messages: Sequence[Message], sets: SpanSets) -> list[Parcels]:
 
 
 def _operands(parcels: Sequence[Parcels], outs: Sequence[Parcels]) -> Iterator[Parcels]:
-    """The operands among the messages of a step. Out and lse go with a gradient, but where these outs have them."""
+    """The operands among the messages of a step. Out and lse go with a gradient, unless `outs` already has them."""
     for one in parcels:
         if one.kind in OPERANDS:
             yield one
@@ -415,7 +417,7 @@ def _operands(parcels: Sequence[Parcels], outs: Sequence[Parcels]) -> Iterator[P
 
 
 def _head_edges(messages: Sequence[_Messages], groups: Sequence[Sequence[TileGroup]]) -> dict[str, set[int]]:
-    """Where the heads of local sums are cut, by kind of result."""
+    """The head numbers at which local sums are cut, by kind of result."""
     edges: dict[str, set[int]] = {kind: set() for kind in RESULTS}
     for group in chain.from_iterable(groups):
         edges["out"].update(group.heads)
@@ -427,7 +429,7 @@ def _head_edges(messages: Sequence[_Messages], groups: Sequence[Sequence[TileGro
 
 
 def _with_the_same_rows(views: list[tuple[Parcels, View[RowKey]]]) -> list[list[tuple[Parcels, View[RowKey]]]]:
-    """Views that are sent, by rows and number of heads. One copy packs those that differ in their heads alone."""
+    """Views to send, grouped by rows and number of heads. One copy packs views that differ only in their heads."""
     groups: dict[tuple[object, ...], list[tuple[Parcels, View[RowKey]]]] = {}
     for one, view in views:
         rows = (view.rows.start, view.rows.stop) if isinstance(view.rows, slice) else view.rows

@@ -1,7 +1,7 @@
-"""The order in which messages travel: that in which `verify` matched them, whatever their tags are.
+"""Messages are sent in the order in which `verify` matched them, for any tags.
 
-A lowered program's messages are posted by their tags. A planner's tags say the order. Those of a user's schedule need
-not: between two ranks the n-th message that one sends is the n-th that the other receives, and so it gets n as its tag.
+A lowered program's messages are posted by their tags. A planner's tags give the order. The tags of a user's schedule
+may not: between two ranks the n-th message sent is the n-th received, so it gets n as its tag.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["in_order"]
 
 
 def in_order(program: RankSchedule) -> RankSchedule:
-    """One rank's steps of one pass with tags that rise from message to message between two ranks. A message with more
-    ranges of heads than a tag has room for takes the tags behind its own, too.
+    """One rank's steps of one pass with tags that rise from message to message between two ranks. A message with too
+    many ranges of heads for one tag also takes the following tags.
 
     >>> from cp_ref.spec import Pieces, Step
     >>> pieces = Pieces.of_rows([(0, 4, 0, 1)])

@@ -1,4 +1,4 @@
-"""Where rows of the global packed buffers lie in a local buffer."""
+"""The positions of rows of the global packed buffers in a local buffer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Place = TypeVar("Place")
 class Spans:
     """Global rows [start, stop), span after span, none of them empty: those of a message, a launch or a buffer.
 
-    What is asked again and again, of several tensors and in both passes, is known by the object: see `SpanSets`.
+    Repeated queries, for several tensors and both passes, are cached by object: see `SpanSets`.
     """
 
     start: Column
@@ -42,17 +42,19 @@ class Spans:
 
     @cached_property
     def begin(self) -> Column:
-        """Where each begins when they lie one behind the other."""
+        """The first row of each if they are packed one after the other."""
         return np.cumsum(self.size) - self.size
 
     @property
     def packed(self) -> Parts:
-        """A tensor that holds them one behind the other; a new object, as one that is kept here would keep these."""
+        """A tensor that packs them one after the other. It is a new object: a cached one would keep these spans
+        alive.
+        """
         return Parts(self, self.begin)
 
     @cached_property
     def buffer(self) -> RowMap:
-        """A buffer that holds them one behind the other."""
+        """A buffer that packs them one after the other."""
         return RowMap.at(self, self.begin)
 
 
@@ -65,8 +67,8 @@ class SpanSets:
     """
 
     def __init__(self) -> None:
-        self._by_columns: dict[tuple[int, int], tuple[Column, Column, Spans]] = {}  # by the columns' ids
-        self._by_edges: dict[tuple[int, ...], list[Spans]] = {}  # by what is quickly compared
+        self._by_columns: dict[tuple[int, int], tuple[Column, Column, Spans]] = {}  # By the columns' ids.
+        self._by_edges: dict[tuple[int, ...], list[Spans]] = {}  # By values that compare quickly.
         self._packed: dict[Spans, Parts] = {}
 
     def of(self, start: Column, stop: Column) -> Spans:
@@ -86,13 +88,13 @@ class SpanSets:
         return known[-1]
 
     def packed(self, spans: Spans) -> Parts:
-        """A tensor that holds these spans one behind the other; the same object for the same spans."""
+        """A tensor that packs these spans one after the other; the same object for the same spans."""
         if spans not in self._packed:
             self._packed[spans] = spans.packed
         return self._packed[spans]
 
     def joined(self, parts: list[Spans]) -> Spans:
-        """Several spans, one behind the other."""
+        """Several spans, one after the other."""
         if len(parts) == 1:
             return parts[0]
         return self.of(np.concatenate([p.start for p in parts]), np.concatenate([p.stop for p in parts]))
@@ -100,13 +102,13 @@ class SpanSets:
 
 @dataclass(frozen=True, eq=False)
 class Located:
-    """Global spans in a buffer: span `number[n]` of those asked for has rows [row[n], row[n] + count[n]), in order."""
+    """Global spans in a buffer: the requested span `number[n]` has rows [row[n], row[n] + count[n]), in order."""
 
     number: Column
-    start: Column  # the global row that row[n] holds
+    start: Column  # The global row of row[n].
     row: Column
     count: Column
-    whole: bool  # all rows that were asked for
+    whole: bool  # All requested rows.
 
 
 class RowMap:
@@ -119,7 +121,7 @@ class RowMap:
     """
 
     def __init__(self, spans: Spans, row: Column) -> None:
-        self.spans, self.row = spans, row  # `spans`: all that is here
+        self.spans, self.row = spans, row  # `spans`: all rows that it holds.
         self.start, self.stop = spans.start, spans.stop
         self._located: dict[Spans, Located] = {}
 
@@ -128,7 +130,7 @@ class RowMap:
 
     @staticmethod
     def at(spans: Spans, row: Column) -> RowMap:
-        """A buffer that holds these spans from these rows on."""
+        """A buffer that stores each span from the given row on."""
         order = by_start(spans.start)
         return RowMap(spans if isinstance(order, slice) else Spans(spans.start[order], spans.stop[order]), row[order])
 
@@ -138,13 +140,15 @@ class RowMap:
         return RowMap.at(Spans(fragments.start, fragments.stop), fragments.row)
 
     def locate(self, spans: Spans) -> Located:
-        """The rows of these spans, as far as they are here: by span, and in the order of the global rows."""
+        """The rows of these spans that the buffer has, by span, in the order of the global rows."""
         if spans not in self._located:
             self._located[spans] = self._locate(spans)
         return self._located[spans]
 
     def covers(self, spans: Spans) -> bool:
-        """Whether all of these rows are here, which may come twice. Most buffers that lack some lack the first one."""
+        """Whether the buffer has all of these rows, which may repeat. Most buffers that lack a row lack the first
+        one.
+        """
         if spans not in self._located and len(spans):
             first = spans.start[0]
             here = int(self.stop.searchsorted(first, side="right"))
@@ -155,9 +159,9 @@ class RowMap:
     def _locate(self, spans: Spans) -> Located:
         start, stop = spans.start, spans.stop
         if len(start) == len(self) and bool((start == self.start).all()) and bool((stop <= self.stop).all()):
-            return Located(np.arange(len(start)), start, self.row, spans.size, True)  # the first part of each stretch
+            return Located(np.arange(len(start)), start, self.row, spans.size, True)  # The first part of each stretch.
         if len(self):
-            here = self.stop.searchsorted(start, side="right")  # usually each span lies in one stretch
+            here = self.stop.searchsorted(start, side="right")  # Usually each span lies in one stretch.
             np.minimum(here, len(self) - 1, out=here)
             first = self.start[here]
             if bool((first <= start).all()) and bool((self.stop[here] >= stop).all()):
@@ -177,7 +181,7 @@ class RowMap:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Global spans that lie at rows of a tensor: span n at rows [row[n], row[n] + its size). In any order."""
+    """Global spans at rows of a tensor, in any order: span n at rows [row[n], row[n] + its size)."""
 
     spans: Spans
     row: Column
@@ -196,7 +200,7 @@ class Parts:
         if located.start is not start:
             here = here[located.number] + located.start - start[located.number]
         rest = _NOTHING if located.whole else self._without(located)
-        if not (one_range(here, count) or one_range(there, count)):  # gathered rather than gathered and scattered
+        if not (one_range(here, count) or one_range(there, count)):  # One gather, no scatter.
             order = np.argsort(there, kind="stable")
             here, there, count = here[order], there[order], count[order]
         return Found(here, there, count, rest)
@@ -211,7 +215,9 @@ class Parts:
 
 
 class Found(NamedTuple):
-    """Rows [here, here + count) of a tensor, which are rows [there, there + count) of a buffer; and its other rows."""
+    """Rows [here, here + count) of a tensor are rows [there, there + count) of a buffer; and the tensor's other
+    rows.
+    """
 
     here: Column
     there: Column
@@ -228,8 +234,7 @@ def by_start(start: Column) -> Column | slice:
 
 
 def shared_out(parts: Parts, places: Iterable[tuple[Place, RowMap]]) -> tuple[list[tuple[Place, Found]], Spans]:
-    """The rows of a tensor that the first of these buffers has, of the others those that the next has, and so on; and
-    the rows that none has.
+    """For each buffer in turn, the rows of a tensor that it has and no earlier one; and the rows that none has.
 
     >>> spans, first, second = (Spans(*np.array(x)) for x in ([[0], [9]], [[2], [4]], [[3], [9]]))
     >>> found, rest = shared_out(spans.packed, [("a", first.buffer), ("b", second.buffer)])
@@ -258,7 +263,7 @@ def subtract(spans: Spans, others: Spans) -> Spans:
     """
     far = np.array([2**60])
     begin, end = np.append(-far, others.stop), np.append(others.start, far)
-    some = begin < end  # others that touch have nothing between them
+    some = begin < end  # Touching spans have no gap.
     begin, end = begin[some], end[some]
     number, gap = joined(spans.start, spans.stop, begin, end)
     return Spans(np.maximum(spans.start[number], begin[gap]), np.minimum(spans.stop[number], end[gap]))

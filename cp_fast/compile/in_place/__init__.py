@@ -1,7 +1,7 @@
 """Plans that are updated in place: the next batch's plan in the shape of the first one's.
 
-shape          what no batch changes: instructions, messages, and their sizes
+shape          the constant part: instructions, messages, and their sizes
 fit            a batch's plan in that shape
 padded_tables  tables of constant size
-fixed_tables   the tables on the device, which one copy writes over
+fixed_tables   the tables on the device, overwritten by one copy
 """

@@ -1,7 +1,7 @@
 """A plan that is updated in place: the next batch's plan in the shape of the first one's, every table padded.
 
-What a later batch does not need is left empty; what the first batch did not have cannot be added (`shape`). Where
-messages are padded, rows of the buffers that they fill move; nothing else does, as what pads a table comes last.
+Entries that a later batch does not need stay empty; entries that the first batch lacked cannot be added (`shape`).
+Padded messages move rows of the buffers that they fill. Nothing else moves, since padding comes last in a table.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[ExecutablePlan[An
 
 @dataclass(frozen=True)
 class _Moved:
-    """Where each message of a buffer begins: in the batch's own (`here`), and in the padded one (`there`; `begin` by
-    message); and the size of the padded one.
+    """The first row of each message in the batch's own buffer (`here`) and in the padded one (`there`; `begin` by
+    message), and the size of the padded one.
     """
 
     here: Column
@@ -111,7 +111,7 @@ class _Fitting:
     # ---- sizes
 
     def _find_moved(self, given: PassPlan[RowKey]) -> dict[int, _Moved]:
-        """Where messages lie in the buffers that they fill, and in those that they are sent from."""
+        """The positions of messages in the buffers that they fill and in those that they are sent from."""
         names = {spec.name: number for number, spec in enumerate(given.buffers)}
         sizes = _messages(given)
         moved: dict[int, _Moved] = {}
@@ -142,7 +142,7 @@ class _Fitting:
         self._specs[number] = replace(self._specs[number], rows=rows)
 
     def _room(self, step: int, kind: str, peer: int, rows: int) -> int:
-        """The rows that a message has in the plan, which are enough for the batch's."""
+        """The rows of a message in the plan; at least those of the batch."""
         size = self._shape.message_rows(kind, peer)
         if rows > size:
             raise ValueError(
@@ -155,7 +155,7 @@ class _Fitting:
     # ---- tables
 
     def _numbers(self, number: int | None, rows: RowKey | None) -> Column:
-        """A table's rows in the padded buffer; none of them for what the batch does not need."""
+        """A table's rows in the padded buffer; none if the batch does not need it."""
         if rows is None:
             return np.zeros(0, dtype=np.int64)
         numbers = self._tables.numbers(rows)
@@ -249,8 +249,8 @@ class _Fitting:
 
 
 def _messages(plan: PassPlan[RowKey]) -> dict[int, dict[MessageKey, int]]:
-    """The messages that fill each buffer of operands, or are sent from each buffer of results, one behind the other:
-    their numbers of rows.
+    """The consecutive messages that fill each buffer of operands, or are sent from each buffer of results, with their
+    numbers of rows.
     """
     found: dict[int, dict[MessageKey, int]] = {}
     for one in plan.instructions:
@@ -264,12 +264,12 @@ def _messages(plan: PassPlan[RowKey]) -> dict[int, dict[MessageKey, int]]:
 
 
 def _begins(sizes: dict[MessageKey, int]) -> dict[MessageKey, int]:
-    """Where each begins when they lie one behind the other."""
+    """The first row of each if they are consecutive."""
     return dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
 
 
 def _by_key(plan: PassPlan[RowKey]) -> dict[tuple[Any, ...], Instruction[RowKey]]:
-    """The instructions by what they do, with the names of their buffers; several of one kind are numbered."""
+    """The instructions by their kind and the names of their buffers; several of one kind are numbered."""
     times: Counter[Any] = Counter()
     found: dict[tuple[Any, ...], Instruction[RowKey]] = {}
     for one in plan.instructions:
@@ -285,7 +285,7 @@ def _key(plan: PassPlan[RowKey], one: Instruction[RowKey]) -> tuple[Any, ...] | 
         return tuple(plan.buffers[number].name for number in numbers)
 
     if isinstance(one, Copy) and one.source.rows is None and one.target.rows is None:
-        return None  # whole buffers: nothing of it depends on the batch
+        return None  # whole buffers: independent of the batch
     if isinstance(one, Accumulate) and one.source.buffer == OWN["sink"]:
         return None
     if isinstance(one, Send):

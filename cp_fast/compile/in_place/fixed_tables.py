@@ -1,4 +1,4 @@
-"""The device's side of a plan that is updated in place: one buffer of tables, written over by one copy."""
+"""The device side of a plan updated in place: one buffer of tables, overwritten by one copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fitted = tuple[ExecutablePlan[Any], PaddedTables, torch.Tensor]
 
 
 class FixedTables:
-    """The tables of a plan on the device, and the shape that they were made for."""
+    """The tables of a plan on the device, and their shape."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self._shape, self._device = shape, device
@@ -29,7 +29,7 @@ class FixedTables:
         self._taken = False
 
     def take(self) -> None:
-        """Be the tables of one plan, which calls this, and of no other one: an update of one would change both.
+        """Mark the tables as used by the calling plan. Two plans cannot share them: an update of one would change both.
 
         Raises:
             TypeError: they are another plan's.
@@ -43,12 +43,12 @@ class FixedTables:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The heads that are exchanged at a time: those of the first batch, whatever a later one would choose."""
+        """The heads exchanged at a time: those of the first batch, even if a later one would choose others."""
         return self._shape.problem.workload.stages
 
     def fitted(self, draft: Draft, problem: Problem) -> Fitted:
-        """A batch's plan in the plan's shape, and its tables as they are to lie on the device. For a GPU they are in
-        pinned memory, a new one each time, which PyTorch keeps until the copy from it is done.
+        """A batch's plan in the plan's shape, and its tables in their device layout. For a GPU they are in new pinned
+        memory each time, which PyTorch keeps until the copy from it is done.
 
         Raises:
             ValueError: the batch does not fit.
@@ -57,7 +57,7 @@ class FixedTables:
         return plan, tables, tables.on_host(pinned=self._device.type == "cuda")
 
     def overwrite(self, fitted: Fitted) -> ExecutablePlan[Rows]:
-        """Write what `fitted` made to the device; the plan that reads it there."""
+        """Write the result of `fitted` to the device; returns the plan that reads it there."""
         plan, tables, host = fitted
         if self._buffer is None:
             self._buffer = torch.empty(host.shape, dtype=host.dtype, device=self._device)

@@ -1,9 +1,9 @@
 """Tables of constant size, so that the next batch's can be written over them.
 
-Every table is as large as the plan's shape allows, whatever the batch. What pads it is harmless:
+Every table has the largest size of the plan's shape, for any batch. The padding is harmless:
 
-    rows that are read from     repeat the table's first row, a real token's: finite, and nobody looks at it
-    rows that are added to      are the one spare row behind the buffer, which nobody reads
+    rows that are read from     repeat the table's first row, a real token's: finite, and its result is not read
+    rows that are added to      are the one spare row at the buffer's end, never read
     cumulative lengths          repeat the last one: segments of length zero
 
 All tables lie in one buffer on the device, so that a batch is one copy from the host.
@@ -21,11 +21,11 @@ from cp_ref.spec import Column
 
 __all__ = ["PaddedTables", "pad"]
 
-_ALIGNMENT = 16  # bytes: kernels may read a table in words of this size
+_ALIGNMENT = 16  # Bytes: kernels may read a table in words of this size.
 
 
 def pad(values: Column, size: int, fill: int) -> Column:
-    """The values, and `fill` behind them.
+    """The values, followed by `fill`.
 
     >>> pad(np.array([4, 5]), 4, 9).tolist()
     [4, 5, 9, 9]
@@ -37,7 +37,7 @@ def pad(values: Column, size: int, fill: int) -> Column:
 
 
 class PaddedTables:
-    """The tables of a plan that is updated in place, every one as large as its room.
+    """The tables of a plan updated in place, padded to their full size.
 
     >>> tables = PaddedTables()
     >>> keys = tables.read_from(np.array([4, 5]), 3), tables.added_to(np.array([4, 5]), 3, spare=8)
@@ -66,7 +66,7 @@ class PaddedTables:
         return Key(len(self._tables) - 1)
 
     def on_host(self, *, pinned: bool) -> torch.Tensor:
-        """All tables as they are to lie on the device, uint8."""
+        """All tables in their device layout, uint8."""
         host = torch.zeros(self._places()[-1], dtype=torch.uint8, device="cpu", pin_memory=pinned)
         view = host.numpy()
         for (start, _), table in zip(pairwise(self._places()), self._tables, strict=True):
@@ -82,7 +82,7 @@ class PaddedTables:
         return Uploaded(tensors, list(zip(self._tables, tensors, strict=True)))
 
     def _places(self) -> list[int]:
-        """Where each table begins, in bytes, and the size of all."""
+        """The offset of each table in bytes, and the total size."""
         return list(accumulate((-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in self._tables), initial=0))
 
 

@@ -1,9 +1,9 @@
-"""What no batch changes of a plan that is updated in place: its messages, copies and launches, and their sizes.
+"""The constant part of a plan updated in place: its messages, copies and launches, and their sizes.
 
-What a captured CUDA graph has baked in stays as it is: which messages, copies and launches there are, and how large
-they may be. The first batch decides which there are; sizes follow from the plan's room, so that ranks agree on them: a
-launch may have all queries and keys in a buffer, a message all rows of a unit. Through a window of a self-attention a
-unit sees less of another: of each sequence, `left + right` keys beside each piece of its queries.
+A captured CUDA graph fixes the messages, copies and launches, and their largest sizes. The first batch determines which
+ones there are. The sizes follow from the plan's room, so that ranks agree on them: a launch may have all queries and
+keys of a buffer, a message all rows of a unit. With a window in self-attention a unit sees fewer rows of another: of
+each sequence, `left + right` keys next to each piece of its queries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cp_ref.spec import Problem, Room
 
 __all__ = ["Shape"]
 
-_PIECES = {"dual_chunk": 2, "contiguous": 1}  # of one sequence on one rank, at most
+_PIECES = {"dual_chunk": 2, "contiguous": 1}  # At most, of one sequence on one rank.
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,13 @@ class Shape:
     room: Room
 
     def side_rows(self, kind: str) -> int:
-        """Rows of a rank's own buffer of a kind of operands or results."""
+        """The rows of a rank's own buffer of a kind of operands or results."""
         return self.room.rows_kv if kind in ("kv", "dkv") else self.room.rows_q
 
     def message_rows(self, kind: str, peer: int) -> int:
-        """The most rows of a message: inside an a2a group those of one rank, else what a unit may see of another."""
+        """The most rows of a message: inside an a2a group those of one rank, else those that a unit may see of
+        another.
+        """
         own, size = self.side_rows(kind), self.problem.a2a_size
         if peer // size == self.rank // size:
             return own
@@ -50,7 +52,7 @@ class Shape:
         return max(1, min(unit, self.room.max_sequences * pieces * (left + right)))
 
     def segments(self, keys: Any) -> int:
-        """The most segments of a launch: as many a sequence as the first batch has on the average, rounded up."""
+        """The most segments of a launch: the first batch's average per sequence, rounded up."""
         found = len(self.tables.cumulative(keys.cu_q)) - 1
         sequences = sum(n > 0 for n in self.problem.lengths.len_q)
         return self.room.max_sequences * -(-found // sequences)

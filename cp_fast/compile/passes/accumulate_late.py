@@ -1,9 +1,9 @@
-"""Accumulate partial results late, beside messages, and those of one sum together.
+"""Accumulate partial results late, while messages travel, and those of one sum together.
 
-Lowering accumulates a partial result behind its launch, where nothing hides the work and the next messages wait for it.
-This pass moves each accumulation down:
+Lowering accumulates a partial result right after its launch, so nothing hides the work and the next messages wait for
+it. This pass moves each accumulation down:
 
-    out, dq   to the next launch that yields more of the same sum: its step's messages are then on their way
+    out, dq   to the next launch with a result for the same sum: the messages of its step are then on their way
     dkv       to the end of the step, when the partial results of other ranks are there too; for a local sum, until two
               partial results are waiting
 
@@ -34,7 +34,7 @@ class _Moving:
     waiting: list[Accumulate[RowKey]] = field(default_factory=list)
     found: list[Instruction[RowKey]] = field(default_factory=list)
     step: int = 0
-    begun: set[int] = field(default_factory=set)  # sums that have something
+    begun: set[int] = field(default_factory=set)  # Sums with a partial result.
 
     def instructions(self) -> tuple[Instruction[RowKey], ...]:
         plan = self.plan
@@ -71,7 +71,7 @@ class _Moving:
         self._flush(ready)
 
     def _flush(self, wanted: Callable[[int], bool]) -> None:
-        """Accumulate what waits for these sums."""
+        """Accumulate the waiting partial results of these sums."""
         by_sum: dict[int, list[Accumulate[RowKey]]] = {}
         for one in self.waiting:
             if wanted(one.target.buffer):
@@ -84,9 +84,9 @@ class _Moving:
             self.found += [replace(one, step=self.step, made_by="accumulate_late") for one in some]
 
     def _rank(self, one: Accumulate[RowKey], *, two: bool) -> tuple[bool, bool]:
-        """The first to be accumulated has the least. Of `two` partial results either may be the first, whose sum has
-        the same bits: one with all rows is, in the dtype that the sum is rounded to. Of more, one in the wide dtype,
-        whatever the lengths: so the partial results of a row are added in the same order in every batch.
+        """The sort key: the smallest is accumulated first. The sum of `two` partial results has the same bits in either
+        order: first is one with all rows, in the dtype that the sum is rounded to. Of more, first is one in the wide
+        dtype, for any lengths: so a row's partial results are added in the same order in every batch.
         """
         spec, rows = self.plan.buffers[one.target.buffer], one.target.rows
         dtype = self.plan.buffers[one.source.buffer].dtype

@@ -1,8 +1,8 @@
 """Free every buffer after its last use. Without this pass all buffers live until the end of the pass.
 
-What a backward launch reads last is freed before its gradients are allocated (`cp_fast.runtime`). Messages hold what
-they carry, so a buffer that is sent is freed when its messages are posted; one that is only received, when they have
-arrived.
+An operand last used by a backward launch is freed before its gradients are allocated (`cp_fast.runtime`). Messages keep
+their tensors alive, so a sent buffer is freed when its messages are posted. A buffer that is only received is freed
+when its messages have arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def free_early(plan: PassPlan[R], kept: Collection[int]) -> PassPlan[R]:
-    """The same instructions, and frees. `kept`: buffers that are needed after the pass."""
+    """Add the frees. `kept`: buffers that are needed after the pass."""
     keep = {*kept, *(number for number, spec in enumerate(plan.buffers) if spec.role in ("own", "result"))}
     after: dict[int, list[int]] = {}
     for place, one in reversed(list(enumerate(plan.instructions))):
@@ -49,7 +49,7 @@ def _uses(one: Instruction[R]) -> Iterator[int]:
 
 
 def _end(instructions: tuple[Instruction[R], ...], place: int) -> int:
-    """Where the use at this place has ended: messages are posted together, and received when they were waited for."""
+    """The end of the use at this place: messages are posted together, and received at the next wait."""
     kind: type | tuple[type, ...] = Send | Recv  # pyright: ignore[reportAssignmentType]
     if isinstance(instructions[place], Recv):
         while not isinstance(instructions[place], Wait):

@@ -1,8 +1,8 @@
-"""Hoist copies that need nothing of what arrives before the wait: they run while the messages travel.
+"""Hoist copies that do not need the arriving rows before the wait: they run while the messages travel.
 
-Where heads are exchanged, a step may do nothing but that, and the next one puts what arrived together with the rank's
-own rows. The copies of the own rows then take no time of their own. Where the step launches a kernel nothing is
-hoisted: a kernel that waits for copies hides the messages less, and what the copies fill would be held beside it.
+In a head exchange a step may only exchange, and the next step joins the received rows with the rank's own rows. The
+messages then hide the copies of the own rows. Nothing is hoisted into a step with a kernel launch: a kernel that waits
+for copies hides the messages less, and the copies' targets would occupy memory during the kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["hoist_copies"]
 
 
 def hoist_copies(plan: PassPlan[RowKey]) -> PassPlan[RowKey]:
-    """The same instructions, such copies before the wait of the step before theirs."""
+    """Move such copies before the wait of the step before theirs."""
     found = list(plan.instructions)
     for step in range(plan.steps - 1):
         here = [one for one in found if one.step == step]
@@ -31,7 +31,7 @@ def hoist_copies(plan: PassPlan[RowKey]) -> PassPlan[RowKey]:
 def _hoisted(
     plan: PassPlan[RowKey], instructions: list[Instruction[RowKey]], wait: int, received: set[int]
 ) -> list[Instruction[RowKey]]:
-    """Hoist out of the step behind this wait."""
+    """Hoist copies out of the step after this wait."""
     step = instructions[wait].step + 1
     some = [one for one in instructions if one.step == step and isinstance(one, Copy) and _fills_operand(plan, one)]
     late = received | {one.target.buffer for one in some}

@@ -1,7 +1,7 @@
 """Receive rows where a launch reads them, instead of copying them there later.
 
-Where heads are exchanged, the rows that arrive are put together with the rank's own in a buffer of all rows, in their
-order. If the rows of a message lie there in a few pieces, the message is received into them, and the copy goes.
+In a head exchange the received rows join the rank's own in a buffer of all rows, in their order. If the rows of a
+message form a few pieces there, the message is received into them, and the copy is dropped.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from cp_fast.compile.instructions import Accumulate, Copy, Instruction, Launch, 
 
 __all__ = ["recv_in_place"]
 
-_MOST = 4  # pieces of a message: each is a copy of its own, which takes the host longer than one kernel for all of them
+_MOST = 4  # Pieces of a message: each is a separate copy, and more cost the host more than one kernel for all of them.
 
-Span = tuple[int, int]  # first row, number of rows
+Span = tuple[int, int]  # First row, number of rows.
 
 
 def recv_in_place(plan: PassPlan[RowKey], tables: Tables, kept: Sequence[int]) -> PassPlan[RowKey]:
-    """The same with such messages received in place. `kept`: buffers that are needed after the pass."""
+    """Receive such messages in place. `kept`: buffers that are needed after the pass."""
     found = list(plan.instructions)
     times = Counter(number for one in found for number in _reads(one))
     received = dict.fromkeys(one.buffer for one in found if isinstance(one, Recv) and one.part is None)
@@ -54,7 +54,7 @@ def _reads(one: Instruction[RowKey]) -> list[int]:
 
 
 def _is_written(plan: PassPlan[RowKey], before: Sequence[Instruction[RowKey]], copy: Copy[RowKey], step: int) -> bool:
-    """Whether a copy of another step, or a message of another one, has written to the target of a copy."""
+    """Whether a copy or message of another step has written to the target of a copy."""
     target = copy.target.buffer
     if plan.buffers[target].role == "own":
         return True
@@ -68,8 +68,8 @@ def _is_written(plan: PassPlan[RowKey], before: Sequence[Instruction[RowKey]], c
 def _pieces(
     plan: PassPlan[RowKey], copy: Copy[RowKey], sizes: Sequence[int], tables: Tables
 ) -> list[tuple[slice, ...]] | None:
-    """For messages of these sizes, one behind the other: the rows that a copy of all of them puts each into. None where
-    they are too many, or the copy is of some rows or heads only.
+    """The target rows of each message, for consecutive messages of these sizes that one copy moves. None if there are
+    too many pieces, or if the copy moves only some rows or heads.
     """
     for view in (copy.source, copy.target):
         spec = plan.buffers[view.buffer]
@@ -85,7 +85,7 @@ def _pieces(
 
 
 def _cut(spans: Sequence[Span], sizes: Sequence[int]) -> list[tuple[slice, ...]]:
-    """Spans (first row, number of rows), one behind the other, cut into parts of these sizes.
+    """Spans (first row, number of rows), cut in order into parts of these sizes.
 
     >>> _cut([(10, 6), (20, 2)], [4, 4])
     [(slice(10, 14, None),), (slice(14, 16, None), slice(20, 22, None))]

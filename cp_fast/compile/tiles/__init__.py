@@ -1,9 +1,9 @@
-"""Tiles of a schedule as segments of few launches: a kernel library gets large batches, whatever the planner made.
+"""Tiles of a schedule as segments of few launches, so that a kernel library gets large batches from any planner.
 
-windows    a tile's band as a kernel's window; tiles cut so that few windows serve all of them
-joins      tiles that are one tile: touching ones, own causal squares, keys in any order where nothing is hidden
-sharing    areas that share rows: few rectangles that share none
-spreading  many queries that see few keys
+windows    a tile's band as a kernel's window; tiles cut so that few windows serve all of them.
+joins      tiles joined into one: touching ones, causal squares, tiles without hidden pairs.
+sharing    areas that share rows, as few rectangles without shared rows.
+spreading  segments of many queries and few keys.
 launches   segments of equal windows in one launch
 groups     the tiles of a step by heads, with their launches; both passes and all head chunks share them
 """

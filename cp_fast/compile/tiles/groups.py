@@ -1,7 +1,7 @@
 """A step's tiles by heads, as launches.
 
-What was worked out for some tiles is found again: both passes of the usual schedule compute the same, and so do the
-stages of an a2a schedule, for other heads.
+Results are cached by tiles: both passes of the usual schedule have the same tiles, and so have the stages of an a2a
+schedule, for other heads.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["LaunchRows", "SegmentKeys", "TileGroup", "TileGroups"]
 
 
 class SegmentKeys(NamedTuple):
-    """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`, of q and kv: what no
-    length ever exceeds, in a plan that is updated in place.
+    """A launch's segments on the host: keys of cumulative lengths, and the window. `bounds`: in a plan updated in
+    place, upper bounds of the lengths of q and kv.
     """
 
     cu_q: Key
@@ -39,7 +39,7 @@ class SegmentKeys(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class LaunchRows:
     """A launch's segments, and the global rows of its queries and keys, segment after segment. `layers`: the rows of
-    keys once more, in parts that have each row once.
+    keys again, in parts without repeated rows.
     """
 
     table: LaunchTable
@@ -49,12 +49,12 @@ class LaunchRows:
     layers: tuple[Parts, ...]
 
     def rows(self, kind: str) -> Spans:
-        """Those of a kind of operands."""
+        """The rows of a kind of operands."""
         return self.kv if kind == "kv" else self.q
 
 
 class TileGroup(NamedTuple):
-    """Tiles of the same query heads, which share a kernel's launches; the kv heads that these use by its rule."""
+    """Tiles of the same query heads, which share a kernel's launches; and the kv heads of these query heads."""
 
     heads: Heads
     kv_heads: Heads
@@ -78,8 +78,8 @@ class TileGroups:
         a = work.areas
         self._rule = rule._replace(apart=not (overlap(a.q_start, a.q_stop) or overlap(a.k_start, a.k_stop)))
         self._work, self._tables, self._sets = work, tables, sets
-        self._groups: dict[int, tuple[Tiles, list[TileGroup]]] = {}  # by the tiles' id
-        self._launches: dict[tuple[int, ...], tuple[Tiles, BandTiles, list[LaunchRows]]] = {}  # by their columns' ids
+        self._groups: dict[int, tuple[Tiles, list[TileGroup]]] = {}  # By the tiles' id.
+        self._launches: dict[tuple[int, ...], tuple[Tiles, BandTiles, list[LaunchRows]]] = {}  # By their columns' ids.
         self._in_order: dict[tuple[LaunchRows, RowMap], LaunchRows] = {}
 
     def of(self, tiles: Tiles) -> list[TileGroup]:
@@ -100,8 +100,8 @@ class TileGroups:
                     yield TileGroup(part, (part[0] // size, -(-part[1] // size)), banded, launches)
 
     def _launched(self, tiles: Tiles) -> tuple[BandTiles, list[LaunchRows]]:
-        """Tiles with their bands, whatever their heads, and their launches."""
-        rectangles = tuple(map(id, tiles.columns[:5]))  # columns that the tiles kept here keep alive
+        """Tiles with their bands, for any heads, and their launches."""
+        rectangles = tuple(map(id, tiles.columns[:5]))  # The cached tiles keep these columns alive.
         if rectangles not in self._launches:
             banded = band_tiles(self._work.areas, tiles)
             launches = list(map(self._launch, launch_tables(banded, self._rule)))
@@ -120,7 +120,7 @@ class TileGroups:
         return LaunchRows(table, SegmentKeys(*keys, table.left, table.right), q, kv, layers)
 
     def in_buffer_order(self, launch: LaunchRows, rows: RowMap) -> LaunchRows:
-        """The launch with its keys as they are best read from this buffer."""
+        """The launch with its keys in the best order to read from this buffer."""
         if (launch, rows) not in self._in_order:
             table = keys_in_buffer_order(launch.table, rows, launch.kv)
             same = table is launch.table
@@ -137,7 +137,7 @@ def _head_ranges(tiles: Tiles) -> list[Heads]:
 
 
 def aligned(heads: Heads, group_size: int) -> list[Heads]:
-    """Query heads as ranges that a kernel takes: all heads of some kv heads, or some heads of one.
+    """Query heads as ranges for a kernel: all query heads of some kv heads, or some of one kv head.
 
     >>> aligned((1, 7), 2), aligned((0, 8), 4), aligned((1, 3), 4)
     ([(1, 2), (2, 6), (6, 7)], [(0, 8)], [(1, 3)])

@@ -1,9 +1,9 @@
-"""Tiles that are one tile. A segment of a kernel launch has rows from anywhere: they are gathered, or lie together.
+"""Tiles joined into one. A segment of a kernel launch may have rows from anywhere: they are gathered, or contiguous.
 
-boxes     tiles of an area that touch, where the rectangle around them has no other rows and pairs: that rectangle
+boxes     touching tiles of an area, if their bounding rectangle has no other rows and pairs: that rectangle.
 squares   the own chunks of a causal sequence:  q early x k early, q late x k early, q late x k late  ->  one square
-strips    tiles with nothing hidden and the same queries: one, with all their keys in any order; and where other
-          queries see just the same keys, one with all these queries
+strips    tiles without hidden pairs and with the same queries: one, with all their keys in any order. Tiles of other
+          queries with exactly the same keys join it too.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class SegmentSpans(Table):
     stop: Column
 
     def lengths(self, number: int) -> Column:
-        """How many rows each of so many segments has."""
+        """The number of rows of each of `number` segments."""
         size = self.stop - self.start
         return size if len(size) == number else np.bincount(self.segment, size, number).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Segments of launches: segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries of the
-    spans of `q` that are its own, one behind the other, and the keys of its spans of `k`.
+    """Segments of launches. Segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries of its
+    spans of `q`, one after the other, and the keys of its spans of `k`.
     """
 
     area: Column
@@ -57,7 +57,7 @@ class Segments:
 
     @staticmethod
     def concat(parts: Sequence[Segments]) -> Segments:
-        """The segments of several, in the order of their areas and queries."""
+        """The segments of all parts, in the order of their areas and queries."""
         parts = [part for part in parts if len(part)] or list(parts[:1])
         if len(parts) == 1:
             return parts[0]
@@ -88,7 +88,7 @@ def one_each(tiles: BandTiles) -> Segments:
 
 
 def strips(tiles: BandTiles) -> Segments:
-    """Tiles with nothing hidden as few segments.
+    """Tiles without hidden pairs as few segments.
 
     >>> from cp_fast.compile.tiles.windows import windowed
     >>> four = [(0, 0, 2, 4, 6), (0, 0, 2, 8, 9), (0, 10, 12, 4, 6), (0, 10, 12, 8, 9)]  # area, queries, keys
@@ -103,8 +103,8 @@ def strips(tiles: BandTiles) -> Segments:
     ):
         tiles = tiles.take(np.lexsort((k0, q1, q0)))
         q0, q1 = tiles.q_start, tiles.q_stop
-    begin, size = runs((q0[1:] != q0[:-1]) | (q1[1:] != q1[:-1]), len(tiles))  # tiles with the same queries
-    first, queries = runs(~_same_keys(tiles, begin, size), len(begin))  # those of them with the same keys: segments
+    begin, size = runs((q0[1:] != q0[:-1]) | (q1[1:] != q1[:-1]), len(tiles))  # Tiles with the same queries.
+    first, queries = runs(~_same_keys(tiles, begin, size), len(begin))  # Segments: those with the same keys.
     number = np.arange(len(first))
     keys = ranges(begin[first], size[first])
     area = tiles.area[begin[first]]
@@ -119,8 +119,8 @@ def strips(tiles: BandTiles) -> Segments:
 
 
 def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
-    """Whether each group of tiles has the keys of the group before it; without the first."""
-    same = (size[1:] == size[:-1]) & (tiles.k_start[begin[1:]] == tiles.k_start[begin[:-1]])  # quickly seen of most
+    """Whether each group of tiles after the first has the keys of the group before it."""
+    same = (size[1:] == size[:-1]) & (tiles.k_start[begin[1:]] == tiles.k_start[begin[:-1]])  # Quick: it decides most.
     some = np.flatnonzero(same)
     if len(some):
         here = ranges(begin[1:][some], size[1:][some])
@@ -132,8 +132,8 @@ def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
 
 
 def boxes(tiles: BandTiles) -> BandTiles:
-    """Tiles with those of an area that touch as one, where the rectangle around them has their rows and pairs and no
-    others: the neighbouring chunks of the last rank.
+    """Join touching tiles of an area if their bounding rectangle has exactly their rows and pairs, as the neighbouring
+    chunks of the last rank.
 
     >>> from cp_fast.compile.tiles.windows import windowed
     >>> three = [(0, 0, 2, 0, 2, -3, 0), (0, 2, 4, 0, 2, -3, 0), (0, 2, 4, 2, 4, -3, 0)]  # a window of three
@@ -152,7 +152,7 @@ def boxes(tiles: BandTiles) -> BandTiles:
     area, lo, hi = tiles.area[begin], tiles.lo[begin], tiles.hi[begin]
     visible = pairs(q0, q1, k0, k1, lo, hi)
     cells = np.add.reduceat((tiles.q_stop - tiles.q_start) * (tiles.k_stop - tiles.k_start), begin)
-    if not bool(((size > 1) & (cells >= visible)).any()):  # visible or not: quickly counted
+    if not bool(((size > 1) & (cells >= visible)).any()):  # Visible or not: quickly counted.
         return tiles
     whole = (size > 1) & (visible == np.add.reduceat(pairs(*tiles.columns[1:7]), begin))
     if not whole.any():
@@ -167,10 +167,10 @@ def boxes(tiles: BandTiles) -> BandTiles:
 
 
 def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
-    """Tiles that make causal squares, by area, as segments; and whether each tile is part of one.
+    """Tiles that form causal squares, by area, as segments; and whether each tile belongs to one.
 
-    Queries and keys of such an area are the same positions, seen along the diagonal, whatever lies between them. So in
-    the rows that are there one sees just those before it and itself.
+    Queries and keys of such an area are the same positions along the diagonal, with any gaps. So each of the given rows
+    sees exactly the given rows before it and itself.
     """
     diagonal = np.zeros(int(tiles.area.max(initial=0)) + 1, dtype=bool)
     diagonal[tiles.area[tiles.diagonal]] = True
@@ -193,8 +193,8 @@ def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
     lo, hi = np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.int64)
     lo[some.area], hi[some.area] = some.lo, some.hi
     begin, end = np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.int64)
-    begin[q.segment[::-1]], end[q.segment] = q.start[::-1], q.stop  # the first span's and the last one's
-    good &= hi - lo >= end - 1 - begin  # a window that hides nothing on the left
+    begin[q.segment[::-1]], end[q.segment] = q.start[::-1], q.stop  # The first span's and the last one's.
+    good &= hi - lo >= end - 1 - begin  # A window that hides nothing on the left.
     part = causal & (np.append(good, False)[np.minimum(tiles.area, number)])
     q = q.take(good[q.segment])
     area = np.flatnonzero(good)
@@ -207,9 +207,9 @@ def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
 
 
 def _rows_together(segment: Column, start: Column, stop: Column) -> Column:
-    """How many rows the spans of each segment have together, by the segment's number."""
+    """The total number of rows of each segment's spans, by the segment's number."""
     order = np.lexsort((start, segment))
-    shift = segment[order] * (int(stop.max()) + 1)  # segments side by side on one axis, with a gap between them
+    shift = segment[order] * (int(stop.max()) + 1)  # Segments side by side on one axis, with gaps.
     start, stop = start[order] + shift, stop[order] + shift
     reach = np.maximum.accumulate(stop)
     new = stop - np.maximum(start, np.append(start[0], reach[:-1]))

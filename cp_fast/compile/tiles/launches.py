@@ -1,4 +1,4 @@
-"""Tiles with equal windows in one kernel launch, as far as no two of them share a row."""
+"""Tiles with equal windows in one kernel launch, if no two of them share a row."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from cp_ref.spec.units import merged
 
 __all__ = ["LaunchTable", "keys_in_buffer_order", "launch_tables", "overlap"]
 
-_FEW = 8  # segments
-_SAMPLE = 1024  # spans
+_FEW = 8  # Segments.
+_SAMPLE = 1024  # Spans.
 
 
 class LaunchTable(NamedTuple):
     """One launch: its window, its rows as spans of global rows, segment after segment, and the segments' lengths.
 
-    A row of queries is there once. So is a row of keys where `layer` is None; else `layer` is a number for each
-    segment, and those with the same number have no row of keys in common.
+    Each row of queries occurs once. Each row of keys also occurs once if `layer` is None. Else `layer` has a number for
+    each segment, and segments with the same number have no row of keys in common.
     """
 
     left: int | None
@@ -67,8 +67,8 @@ def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
 
 
 def _fewest(way: Segments, rule: WindowRule, most: float = math.inf) -> list[Segments]:
-    """The segments in launches: keys behind those of causal areas, or not, which costs less; none where both take more
-    launches than `most`.
+    """The segments in launches, with keys prepended to causal segments or not, by the lower cost. Empty if both need
+    more launches than `most`.
     """
     best: list[Segments] = []
     joined = behind(way)
@@ -86,19 +86,19 @@ def _fewest(way: Segments, rule: WindowRule, most: float = math.inf) -> list[Seg
 
 
 def _most_keys(segments: Segments) -> int:
-    """No launch of these queries and keys has more rows of keys: each key once, and half as many again as queries."""
+    """The most rows of keys of a launch of these queries and keys: each key once, plus half the number of queries."""
     q, k = (merged(spans.start, spans.stop) for spans in (segments.q, segments.k))
     return int((k[1] - k[0]).sum()) + int((q[1] - q[0]).sum()) // 2
 
 
 def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
-    """How many launches, and how many rows of queries they have: each is read, and its result merged."""
+    """The number of launches, and of their rows of queries: each row is read, and its result merged."""
     return len(launches), sum(int((launch.q.stop - launch.q.start).sum()) for launch in launches)
 
 
 def keys_in_buffer_order(table: LaunchTable, rows: RowMap, keys: Spans) -> LaunchTable:
-    """A launch in which nothing is hidden, with each segment's keys in the order of their buffer: where there are few
-    segments they may then lie side by side there, and need not be gathered. `keys` are those of its `k`.
+    """A launch without hidden pairs, with each segment's keys in the order of their buffer. With few segments the keys
+    may then be contiguous and need no gather. `keys` are those of its `k`.
     """
     if table.left is not None or table.right is not None or len(table.lengths_k) > _FEW:
         return table
@@ -110,8 +110,8 @@ def keys_in_buffer_order(table: LaunchTable, rows: RowMap, keys: Spans) -> Launc
 
 
 def _by_queries(segments: Segments) -> Segments:
-    """The segments in the order of their queries: where a launch has most rows of a buffer they then lie side by side
-    there, and need not be gathered.
+    """The segments in the order of their queries. If a launch has most rows of a buffer, they are then contiguous and
+    need no gather.
     """
     first = segments.q.start[np.searchsorted(segments.q.segment, np.arange(len(segments)))]
     return segments.take(np.argsort(first, kind="stable"))
@@ -125,14 +125,14 @@ def _launch(segments: Segments, layer: Column | None = None) -> LaunchTable:
 
 
 def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
-    """The segments of each window: first the problem's own, whose launch has most rows and which the rest is merged
-    into; then those with a right edge in the corner, no edge, a left one, both.
+    """The segments of each window. The problem's own window comes first: its launch has most rows, and the rest is
+    merged into it. Then come a right edge in the corner, no edge, a left one, both.
     """
     left, right = segments.left, segments.right
     if one_value(left) and one_value(right):
         yield segments
         return
-    pairs = np.unique(left + 1j * right)  # as one number each
+    pairs = np.unique(left + 1j * right)  # As one number each.
     windows = list(zip(pairs.real.astype(int).tolist(), pairs.imag.astype(int).tolist(), strict=True))
     kinds = [rule.own, *((-1, 0), (-1, -1), (0, -1))]
 
@@ -145,15 +145,15 @@ def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
 
 
 def _places(segments: Segments) -> Iterator[Segments]:
-    """The segments in launches that have each row of queries, and of keys, once: results are added by rows. The first
-    segments of all areas are one launch, then the second ones: areas have no rows in common.
+    """The segments in launches without repeated rows of queries or keys, since results are added by rows. The first
+    segments of all areas are one launch, the second ones the next: areas have no rows in common.
     """
     if not (overlap(segments.q.start, segments.q.stop) or overlap(segments.k.start, segments.k.stop)):
         yield segments
         return
     if not bool((segments.area[1:] >= segments.area[:-1]).all()):
         segments = segments.take(np.argsort(segments.area, kind="stable"))
-    place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # in their area
+    place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # In their area.
     for n in range(int(place.max()) + 1):
         yield segments.take(np.flatnonzero(place == n))
 
@@ -162,7 +162,7 @@ def overlap(start: Column, stop: Column) -> bool:
     """Whether any two spans have a row in common."""
     if bool((start[1:] >= start[:-1]).all()):
         return bool((start[1:] < stop[:-1]).any())
-    for size in (_SAMPLE, len(start)) if len(start) > _SAMPLE else (len(start),):  # where many overlap, few show it
+    for size in (_SAMPLE, len(start)) if len(start) > _SAMPLE else (len(start),):  # If many overlap, a sample shows it.
         order = np.argsort(start[:size])
         if bool((start[order[1:]] < stop[order[:-1]]).any()):
             return True

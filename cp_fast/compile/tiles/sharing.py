@@ -1,14 +1,14 @@
-"""Segments of areas that have rows in common: few of them, in few launches.
+"""Areas with common rows as few segments in few launches.
 
-A launch adds its results by rows, so no two of its segments may have a query row in common; nor a key row, but where
-the gradients of keys are added up layer by layer. Areas of one mask often have: the blocks before each block, a prompt
+A launch adds its results by rows, so no two of its segments may share a query row. They may share a key row only if the
+gradients of keys are added layer by layer. Areas of one mask often share rows: the blocks before each block, a prompt
 before its answers.
 
-staircases   segments without a mask: few rectangles instead, of which many go into one launch
-alike        segments without a mask: one for all queries that see the same keys, which has each query once
-behind       the segment of a causal area, with the keys that its queries see before it: one segment
-apart        segments in launches, each where there is room
-layers       a launch's segments by what may be added up at once
+staircases   segments without a mask: few rectangles instead, many of them in one launch.
+alike        segments without a mask: one for all queries with the same keys, without repeated queries.
+behind       the segment of a causal area, with the earlier keys of its queries prepended.
+apart        segments in launches with room.
+layers       a launch's segments in groups whose gradients may be added at once.
 
     block-causal, 4 blocks, without the diagonal        staircases: b and c have no row in common
         a . . .         a: block 0 for 1                    b . . .       launch 1: a
@@ -33,12 +33,12 @@ from cp_ref.spec.table import ranges, runs
 
 __all__ = ["alike", "apart", "areas_meet", "behind", "layers", "staircases"]
 
-Group = tuple[list[int], int]  # atoms of queries, and the set of atoms of keys that these see
+Group = tuple[list[int], int]  # Atoms of queries, and the set of atoms of keys that they see.
 Rows = tuple[tuple[int, int], ...]
 
 
 def areas_meet(tiles: BandTiles) -> bool:
-    """Whether the queries, or the keys, of two areas may have rows in common: whether the stretches around them do."""
+    """Whether the queries, or the keys, of two areas may share rows: whether their ranges overlap."""
     if len(tiles) < 2:
         return False
     order = np.argsort(tiles.area, kind="stable")
@@ -53,8 +53,8 @@ def areas_meet(tiles: BandTiles) -> bool:
 
 
 def staircases(segments: Segments) -> Segments:
-    """Segments without a mask as few rectangles with the same pairs: queries that have most of their keys in common
-    take these together; what is left, and queries that have less in common, are halved, the richer half first.
+    """Segments without a mask as few rectangles with the same pairs. Queries that share most of their keys take the
+    shared keys together. The remaining keys, and queries that share fewer, are halved, the half with more keys first.
 
     >>> q, k = [(0, 1, 2), (1, 2, 3), (2, 3, 4)], [(0, 0, 1), (1, 0, 2), (2, 0, 3)]
     >>> found = staircases(Segments(*np.array([[0, 1, 2], [-1] * 3, [-1] * 3]), *map(SegmentSpans.of_rows, (q, k))))
@@ -66,8 +66,8 @@ def staircases(segments: Segments) -> Segments:
 
 
 def alike(segments: Segments, most: float = math.inf) -> Segments | None:
-    """Segments without a mask as one for all queries that see the same keys; None where they have more rows of keys
-    than `most`, all together.
+    """Segments without a mask, merged into one for all queries that see the same keys. None if they have more than
+    `most` rows of keys in total.
 
     >>> q, k = [(0, 1, 2), (1, 1, 2), (2, 2, 3)], [(0, 0, 1), (1, 1, 2), (2, 0, 2)]
     >>> found = alike(Segments(*np.array([[0, 1, 2], [-1] * 3, [-1] * 3]), *map(SegmentSpans.of_rows, (q, k))))
@@ -82,8 +82,8 @@ def alike(segments: Segments, most: float = math.inf) -> Segments | None:
 
 
 def _groups(segments: Segments, q: _Atoms, k: _Atoms) -> list[Group]:
-    """Groups of queries that see the same keys, by these keys. As no two segments have a pair in common, the keys of
-    the next atom of queries are those of the last one, but for segments that begin or end there.
+    """Groups of queries that see the same keys, by these keys. No two segments share a pair, so the keys of two
+    neighbouring atoms of queries differ only by the segments that begin or end between them.
     """
     keys = k.sets(segments)
     changes: dict[int, int] = {}
@@ -107,8 +107,8 @@ def _as_segments(segments: Segments, q: _Atoms, k: _Atoms, found: Sequence[Group
 
 
 def _rectangles(groups: list[Group], sizes: Sequence[int]) -> Iterator[Group]:
-    """Groups of queries, sorted by what they see, as rectangles. sizes: of atoms of keys, see `_Atoms.sizes`."""
-    pending = [(groups, 0, sizes)]  # keys are moved down by so many atoms: small sets are quick to work with
+    """Groups of queries, sorted by their keys, as rectangles. sizes: of atoms of keys, see `_Atoms.sizes`."""
+    pending = [(groups, 0, sizes)]  # Keys are shifted down by a number of atoms: small sets are fast.
     while pending:
         groups, shift, sizes = pending.pop()
         groups = [group for group in groups if group[1]]
@@ -132,10 +132,10 @@ def _rectangles(groups: list[Group], sizes: Sequence[int]) -> Iterator[Group]:
 
 
 def _components(groups: Sequence[Group]) -> list[list[Group]]:
-    """Groups that see keys in common, directly or through others, together; the part of the last group is the last."""
-    parts: dict[int, tuple[int, list[Group]]] = {}  # by number: the keys and the groups of a part
-    covered, into = 0, list(range(len(groups)))  # into: the part that took in each part
-    owner = np.zeros(max(its.bit_length() for _, its in groups), dtype=np.int64)  # of atoms of keys: a part
+    """Groups joined by common keys, directly or through others; the part of the last group is the last."""
+    parts: dict[int, tuple[int, list[Group]]] = {}  # By number: the keys and the groups of a part.
+    covered, into = 0, list(range(len(groups)))  # Into: the part that absorbed each part.
+    owner = np.zeros(max(its.bit_length() for _, its in groups), dtype=np.int64)  # Of atoms of keys: a part.
     for number, group in enumerate(groups):
         every, some = group[1], [group]
         owner[_atoms(every & ~covered)] = number
@@ -153,8 +153,8 @@ def _components(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def behind(segments: Segments) -> Segments:
-    """Segments without a mask, and causal ones with the same queries, as one: the keys of the former come first, so
-    that the window, which is aligned to the last key and unbounded to the left, hides none of them.
+    """Merge segments without a mask and causal ones with the same queries. The keys of the former come first: the
+    window is aligned to the last key and unbounded to the left, so it hides none of them.
 
     >>> two = Segments(
     ...     np.array([0, 1]), np.array([-1, -1]), np.array([-1, 0]),
@@ -175,19 +175,18 @@ def behind(segments: Segments) -> Segments:
             into[same.get(False, [])] = same[True][0]
     kept = np.flatnonzero(into == own)
     number = np.searchsorted(kept, into[segments.k.segment])
-    order = np.lexsort((segments.right[segments.k.segment], number))  # first those without a mask, whose right is -1
+    order = np.lexsort((segments.right[segments.k.segment], number))  # First those without a mask: their right is -1.
     keys = SegmentSpans(number[order], segments.k.start[order], segments.k.stop[order])
     return Segments(segments.area[kept], segments.left[kept], segments.right[kept], segments.take(kept).q, keys)
 
 
 def apart(segments: Segments, most: float = math.inf) -> list[Segments] | None:
-    """The segments in launches that have each row of queries once: large segments first, each in the first launch that
-    has room. A row of keys may be there again, as long as all such rows are at most half as many as the queries: to
-    gather them, and to add up their gradients, costs less than a launch does, which reads its queries and merges their
-    results.
+    """The segments in launches without repeated rows of queries: large segments first, each in the first launch with
+    room. Rows of keys may repeat, up to half the number of queries. To gather them and add their gradients costs less
+    than another launch: it would read its queries and merge their results.
 
     Args:
-        most: None is returned where it takes more launches.
+        most: the most launches; None is returned if more are needed.
 
     >>> q, k = [(0, 0, 4), (1, 4, 6), (2, 6, 8)], [(0, 0, 4), (1, 0, 4), (2, 4, 6)]  # two with the same keys
     >>> three = Segments(*np.array([[0, 1, 2], [-1] * 3, [-1] * 3]), *map(SegmentSpans.of_rows, (q, k)))
@@ -223,7 +222,7 @@ def apart(segments: Segments, most: float = math.inf) -> list[Segments] | None:
 
 @dataclass
 class _Room:
-    """A launch while it is filled: rows of queries, rows of keys that are there again, segments."""
+    """A launch under construction: rows of queries, repeated rows of keys, segments."""
 
     rows: int = 0
     again: int = 0
@@ -257,18 +256,18 @@ def layers(segments: Segments) -> Column | None:
 
 
 class _Atoms:
-    """Rows that are in the same spans, as one atom. A set of atoms is an integer, whose bit n is there for atom n."""
+    """Rows that are in the same spans form one atom. A set of atoms is an integer with bit n for atom n."""
 
     def __init__(self, spans: SegmentSpans) -> None:
         self.given = spans
         self._edges = np.unique(np.concatenate([spans.start, spans.stop]))
         self.rows = np.diff(self._edges)  # of each
         first, last = (np.searchsorted(self._edges, x) for x in (spans.start, spans.stop))
-        self.places: tuple[list[int], list[int]] = first.tolist(), last.tolist()  # of each span, in atoms
+        self.places: tuple[list[int], list[int]] = first.tolist(), last.tolist()  # Of each span, in atoms.
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The atoms whose number of rows has bit 0, those that have bit 1, ...: `_rows` counts with these."""
+        """The atoms with bit 0 set in their number of rows, those with bit 1, ...: `_rows` counts with these."""
         planes = range(int(self.rows.max(initial=0)).bit_length())
         return [int.from_bytes(np.packbits(self.rows >> n & 1, bitorder="little").tobytes(), "little") for n in planes]
 
@@ -314,14 +313,14 @@ class _Uses:
         return self._bits[launch // 64, atoms] >> np.uint64(launch % 64) & np.uint64(1) > 0
 
     def add(self, atoms: slice | Column, launch: int) -> None:
-        """A launch has these too."""
+        """Add these atoms to a launch."""
         while launch // 64 >= len(self._bits):
             self._bits = np.concatenate([self._bits, np.zeros_like(self._bits)])
         self._bits[launch // 64, atoms] |= np.uint64(1 << launch % 64)
 
 
 def _rows_of(spans: SegmentSpans, count: int) -> list[Rows]:
-    """The rows of each of so many segments: its spans, sorted, those that touch as one."""
+    """The rows of each of `count` segments: its spans, sorted, with touching ones joined."""
     order = np.lexsort((spans.start, spans.segment))
     segment, start, stop = spans.segment[order], spans.start[order], spans.stop[order]
     begin, size = runs((segment[1:] != segment[:-1]) | (start[1:] != stop[:-1]), len(segment))

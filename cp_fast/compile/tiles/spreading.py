@@ -1,9 +1,9 @@
-"""Few keys that many queries see: their segment cut along the queries, so that a backward pass has work for all.
+"""Cut segments of few keys and many queries along the queries, so that a backward pass fills the GPU.
 
-Kernels divide a backward pass by blocks of keys, and each block goes through all queries that see it, one after the
-other. Of 64 keys that 16,384 queries see (first tokens before a window) there is one block for each head, where a GPU
-could work at four. So the queries are cut, and every part has the keys again; their gradients are added up, as those of
-several launches are. A forward pass is divided by queries, and takes no notice.
+Kernels divide a backward pass by blocks of keys, and each block visits all queries that see it in sequence. If 16,384
+queries see 64 keys (first tokens before a window), there is one block for each head, although a GPU could work on four.
+So the queries are cut, and every part has all the keys. The gradients of the keys are added, as for several launches. A
+forward pass is divided by queries, so the cut does not matter.
 
       keys                    keys  again
     q a            becomes    q a   .
@@ -21,13 +21,14 @@ from cp_ref.spec import Column
 
 __all__ = ["spread"]
 
-_BLOCK = 128  # keys of a kernel's block; queries are cut at its multiples too
-_BLOCKS = 4  # so many blocks of keys a head are enough: 32 heads then have 128, and an H200 132 multiprocessors
-_ROWS = 1024  # queries that a part has at least, and more than a block of them
+_BLOCK = 128  # Keys of a kernel's block. Queries are cut at its multiples too.
+_BLOCKS = 4  # Enough blocks of keys a head: 32 heads then have 128, and an H200 has 132 multiprocessors.
+_ROWS = 1024  # The least queries of a part: more than a block of them.
 
 
 def spread(launch: Segments) -> Segments:
-    """A launch without a mask that has few keys, with each segment cut in as many parts; any other launch as it is.
+    """Cut each segment of a launch without a mask and with few keys into equally many parts. Other launches do not
+    change.
 
     >>> q, k = SegmentSpans.of_rows([(0, 0, 2000), (0, 3000, 5300)]), SegmentSpans.of_rows([(0, 0, 64)])
     >>> found = spread(Segments(*np.array([[0], [-1], [-1]]), q, k))
@@ -39,14 +40,14 @@ def spread(launch: Segments) -> Segments:
     parts = min(parts, int(rows.min()) // _ROWS)
     if parts < 2 or bool(((launch.left >= 0) | (launch.right >= 0)).any()):
         return launch
-    first = np.cumsum(rows) - rows  # of each segment, among all rows of queries one behind the other
+    first = np.cumsum(rows) - rows  # Of each segment, among all consecutive rows of queries.
     edges = rows[:, None] * np.arange(parts) // parts // _BLOCK * _BLOCK + first[:, None]
     each = launch.take(np.repeat(np.arange(len(launch)), parts))
     return Segments(each.area, each.left, each.right, _cut(launch.q, edges.ravel()), each.k)
 
 
 def _cut(spans: SegmentSpans, edges: Column) -> SegmentSpans:
-    """Spans whose rows, one behind the other, make a segment from each of these rows to the next one.
+    """Spans whose consecutive rows are cut into a segment from each of these edges to the next.
 
     >>> list(_cut(SegmentSpans.of_rows([(0, 10, 14), (0, 20, 22)]), np.array([0, 3])).rows())
     [(0, 10, 13), (1, 13, 14), (1, 20, 22)]

@@ -1,8 +1,8 @@
 """A tile's band as a kernel's window, and tiles cut so that few windows serve all of them.
 
-A kernel's window is aligned to the last row and last key of a tile, so tiles share a launch only where the band crosses
-these corners alike. In packed batches it crosses the tiles of every sequence differently. So each tile whose window is
-not the problem's own is cut, by itself, into at most three with corners on an edge of the band:
+A kernel's window is aligned to the last row and last key of a tile. So tiles share a launch only if the band has the
+same position at these corners. In packed batches it differs for the tiles of every sequence. So each tile whose window
+is not the problem's own is cut, by itself, into at most three with corners on an edge of the band:
 
         keys ->             A   right edge in the corner: window (width of the band, 0)
       . a a a a . .         B   left edge in the corner: window (0, unbounded)
@@ -10,9 +10,9 @@ not the problem's own is cut, by itself, into at most three with corners on an e
       . . . b b c c
       . . . . b c c
 
-Then all sequences share four windows, however long they are. A large tile is left whole with a window of its own, as
-one large launch is better than three. What becomes of a tile depends on nothing else, so a sequence's results have the
-same bits in every batch.
+Then all sequences share four windows, for any lengths. A large tile stays whole with a separate window, since one large
+launch is better than three. The cut of a tile depends on nothing else, so a sequence's results have the same bits in
+every batch.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class BandTiles(Table):
 
     @property
     def diagonal(self) -> Column:
-        """Whether the last row's last key is the last one that it sees, as in causal squares."""
+        """Whether the last row's last visible key is the tile's last key, as in causal squares."""
         return self.hi == self.k_stop - self.q_stop
 
 
 class WindowRule(NamedTuple):
-    """`own`: the problem's window (left, right), -1 for unbounded, in which a tile is never cut. `large`: the number of
-    query rows from which a tile has its own window. `apart`: whether no two areas have rows in common, as is known.
+    """`own`: the problem's window (left, right), -1 for unbounded; a tile with it is never cut. `large`: the number of
+    query rows from which a tile has its own window. `apart`: whether no two areas are known to share rows.
     """
 
     own: tuple[int, int]
@@ -68,7 +68,7 @@ class WindowRule(NamedTuple):
 
 
 def own_window(problem: Problem) -> tuple[int, int]:
-    """The problem's window; of areas the window of most query rows, among those that hide anything."""
+    """The problem's window; of areas the window of most query rows, among those with hidden pairs."""
     if problem.areas is None:
         left, right = problem.window_size
         return left, 0 if problem.causal else right
@@ -80,7 +80,7 @@ def own_window(problem: Problem) -> tuple[int, int]:
 
 
 def band_tiles(areas: Areas, tiles: Tiles) -> BandTiles:
-    """A schedule's tiles with their bands, cut down to the rows and keys that see anything."""
+    """A schedule's tiles with their bands, cropped to rows and keys with visible pairs."""
     lo, hi = areas.lo[tiles.area], areas.hi[tiles.area]
     q0, q1, k0, k1 = crop(tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop, lo, hi)
     there = (q0 < q1) & (k0 < k1)
@@ -90,14 +90,14 @@ def band_tiles(areas: Areas, tiles: Tiles) -> BandTiles:
 
 
 def windowed(area: Column, q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Column) -> BandTiles:
-    """Tiles with the windows that their bands come to."""
+    """Tiles with the windows of their bands."""
     return BandTiles(area, q0, q1, k0, k1, lo, hi, *_windows(q0, q1, k0, k1, lo, hi))
 
 
 @in_blocks
 def _windows(q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Column) -> tuple[Column, Column]:
     corner = k1 - q1
-    left = np.where(k0 - (q1 - 1) < lo, corner - lo, -1)  # -1 where no row has a key hidden on its left
+    left = np.where(k0 - (q1 - 1) < lo, corner - lo, -1)  # -1 if no row has a hidden key on its left.
     right = np.where(k1 - 1 - q0 > hi, hi - corner, -1)
     return left, right
 
@@ -118,9 +118,9 @@ def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
     rest = ~own & ~tiles.full
     if not rest.any():
         return BandTiles(area, q0, q1, k0, k1, lo, hi, left, right)
-    split = np.where(right >= 0, k1 - hi, q0)  # rows from here on see every key on the right
+    split = np.where(right >= 0, k1 - hi, q0)  # Rows from here on see every key on the right.
     start = np.maximum(k0, split + lo)
-    edge = np.where(start - (q1 - 1) < lo, q1 + lo, start)  # keys from here on are seen by all rows below the split
+    edge = np.where(start - (q1 - 1) < lo, q1 + lo, start)  # All rows below the split see keys from here on.
     below = split < q1
     has_right, has_full, has_left = right >= 0, below & (edge < k1), below & (start < edge)
     several = has_right.astype(np.int8) + has_full + has_left > 1
