@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -35,3 +36,8 @@ def test_golden(comm: Any, lengths: tuple[int, ...]) -> None:
         FOLDER.mkdir(exist_ok=True)
         path.write_text(text)
     assert text == path.read_text()
+
+
+def test_the_page_of_plans_shows_the_forward_pass_of_rank_0() -> None:
+    forward, _, _ = (FOLDER / "p2p_cp2.txt").read_text().removeprefix("rank 0\n").partition("backward\n")
+    assert indent(forward, "    ") in (Path(__file__).parents[3] / "docs" / "plans.md").read_text()
