@@ -7,10 +7,10 @@ python -m conformance --impl cp_fast --profile quick
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from conformance.baseline import eager_attention
     from conformance.budgets import Row, compare
     from conformance.case import Case
     from conformance.implementation import Implementation, load
-    from conformance.yardstick import eager_attention
 
 __all__ = ["Case", "Implementation", "Row", "compare", "eager_attention", "load"]
 
@@ -19,7 +19,7 @@ _WHERE = {
     "Implementation": "implementation",
     "Row": "budgets",
     "compare": "budgets",
-    "eager_attention": "yardstick",
+    "eager_attention": "baseline",
     "load": "implementation",
 }
 

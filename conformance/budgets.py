@@ -1,6 +1,6 @@
 """Error budgets: how far a result in low precision may be from the exact one.
 
-The unit is the error of the yardstick (`eager_attention`: plain PyTorch in the same dtype), or that of
+The unit is the error of the baseline (`eager_attention`: plain PyTorch in the same dtype), or that of
 `rounded_results` (float32 inside, as every production kernel) where it is given and larger. Of each result
 
     the largest error is at most  2   x the unit's largest error  +  one rounding of the largest value
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from conformance.yardstick import eager_attention
+from conformance.baseline import eager_attention
 
 __all__ = [
     "CAREFUL_FACTOR",
@@ -65,7 +65,7 @@ _WIDE_NOISE = 2.0**-13
 # Of either, for the mean: noise that is normally distributed has a mean of 0.8 deviations where the largest of
 # thousands has 4 to 6. Needed: 0.004.
 _MEAN_NOISE = 0.125
-# The yardstick's luck, over sqrt(rows), as a share of its mean error. Means over n rows of independent errors have a
+# The baseline's luck, over sqrt(rows), as a share of its mean error. Means over n rows of independent errors have a
 # relative deviation of sqrt(pi / 2 - 1) / sqrt(n) = 0.76 / sqrt(n), the ratio of two 1.07 / sqrt(n). Needed: 0.
 _LUCK = 1.0
 # The error by a delta of rounded outputs, over sqrt(rows), in units of eps times the size of the gradients.
@@ -96,7 +96,7 @@ class Row:
 def compare(
     fast: dict[str, torch.Tensor],
     exact: dict[str, torch.Tensor],
-    yardstick: dict[str, torch.Tensor],
+    baseline: dict[str, torch.Tensor],
     dtype: torch.dtype,
     rounded: dict[str, torch.Tensor] | None = None,
 ) -> list[Row]:
@@ -107,19 +107,19 @@ def compare(
             in or cut out alike in all three.
         exact: the same of the oracle, float64. Give all that there is, lse and every gradient: the sizes of results
             that `fast` lacks help to judge the noise of those that it has.
-        yardstick: the same of `eager_attention`, on the same inputs in `dtype`.
+        baseline: the same of `eager_attention`, on the same inputs in `dtype`.
         dtype: of q, k and v. (lse, max_logit and d_offset are float32 results for float16 and bfloat16.)
         rounded: the same of `rounded_results`. A kernel forms delta from an output that was rounded, which the
-        yardstick
+        baseline
             does not; where few keys are seen, and gradients are small differences, that error is the larger one.
 
     Returns:
         One row for each result in `fast`, in its order. `ok` is false for an error beyond a bound, for a NaN, for an
-        infinity where the exact result has none (or none where it has one), for another shape, and where the yardstick
+        infinity where the exact result has none (or none where it has one), for another shape, and where the baseline
         itself is plainly wrong.
 
     Raises:
-        KeyError: `exact` or `yardstick` lacks a result of `fast`.
+        KeyError: `exact` or `baseline` lacks a result of `fast`.
 
     >>> exact = {"out": torch.tensor([1.0, 2.0], dtype=torch.float64)}
     >>> eager = {"out": torch.tensor([1.0, 2.0]).bfloat16()}
@@ -135,7 +135,7 @@ def compare(
         sizes = _Sizes(max(_largest(exact[name]), 1.0 if name in _WIDE else 0.0), 0.0, spread if name == "out" else 1.0)
         if name in GRADIENTS:
             sizes = _Sizes(gradient_size, gradient_mean, spread)
-        references = [yardstick[name], *([] if rounded is None else [rounded[name]])]
+        references = [baseline[name], *([] if rounded is None else [rounded[name]])]
         rows.append(_row(name, got, exact[name], references, dtype, sizes))
     return rows
 
@@ -152,15 +152,15 @@ class _Sizes:
 def _row(
     name: str, got: torch.Tensor, exact: torch.Tensor, references: list[torch.Tensor], dtype: torch.dtype, sizes: _Sizes
 ) -> Row:
-    yardstick = references[0]
-    if got.shape != exact.shape or yardstick.shape != exact.shape:
-        shapes = f"shape {list(got.shape)}, yardstick {list(yardstick.shape)}, exact {list(exact.shape)}"
+    baseline = references[0]
+    if got.shape != exact.shape or baseline.shape != exact.shape:
+        shapes = f"shape {list(got.shape)}, baseline {list(baseline.shape)}, exact {list(exact.shape)}"
         return Row(name, torch.inf, 0.0, torch.inf, 0.0, False, shapes)
-    exact, (yardstick, *others) = exact.double(), (x.detach().double().to(exact.device) for x in references)
+    exact, (baseline, *others) = exact.double(), (x.detach().double().to(exact.device) for x in references)
     got = got.detach().double().to(exact.device)
-    counted = (exact != 0) | (got != 0) | (yardstick != 0)  # padding has no error, and would dilute every mean
+    counted = (exact != 0) | (got != 0) | (baseline != 0)  # padding has no error, and would dilute every mean
     max_error, mean_error, unlike = _errors(got, exact, counted)
-    max_yard, mean_yard, unlike_yard = _errors(yardstick, exact, counted)
+    max_yard, mean_yard, unlike_yard = _errors(baseline, exact, counted)
     own_max_yard, mean_unit = max_yard, MEAN_FACTOR * mean_yard
     for other in others:
         max_other, mean_other, unlike_other = _errors(other, exact, counted)
@@ -188,7 +188,7 @@ def _row(
     if unlike:
         note = f"{unlike} values are NaN, or infinite where the exact ones are not, or the other way round"
     elif unlike_yard or own_max_yard > 0.5 * max(_largest(exact), sizes.largest) + floor:
-        note = f"the yardstick itself is wrong (max error {own_max_yard:.3g}): nothing can be said"
+        note = f"the baseline itself is wrong (max error {own_max_yard:.3g}): nothing can be said"
     ok = not note and max_error <= max_bound and mean_error <= mean_bound
     return Row(name, max_error, max_bound, mean_error, mean_bound, ok, note)
 

@@ -2,8 +2,8 @@
 
 Exit codes, for scripts:
 
-    0   everything that was computed is right, or a known failure of the ledger
-    1   something is wrong, crashed, hangs or runs out of memory; or an entry of the ledger no longer fails
+    0   everything that was computed is right, or a known failure
+    1   something is wrong, crashed, hangs or runs out of memory; or an known failure no longer fails
     2   the command line makes no sense; the option is named
     3   the implementation cannot be loaded
     4   nothing was computed: all of it is unsupported or missing
@@ -27,7 +27,7 @@ from conformance.commands import DEFAULT_TIME_LIMIT_S, replay_options
 from conformance.coverage import coverage
 from conformance.folders import unwritable
 from conformance.implementation import LoadError, load
-from conformance.ledger import Ledger, LedgerError
+from conformance.known_failures import KnownFailures, KnownFailuresError
 from conformance.printing import print_coverage, print_failures, print_table
 from conformance.record import LEVELS, RunRecord
 from conformance.runner import InProcess, Runner, task_of
@@ -72,7 +72,7 @@ def main(
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds until a problem is taken for hanging.")] = (
         DEFAULT_TIME_LIMIT_S
     ),
-    ledger: Annotated[Path | None, typer.Option(help="Known failures, a TOML file.")] = None,
+    known_failures: Annotated[Path | None, typer.Option(help="Known failures, a TOML file.")] = None,
     report: Annotated[Path | None, typer.Option(help="A folder for report.html and report.json.")] = None,
 ) -> None:
     """Play an implementation of context-parallel attention against the oracle."""
@@ -85,7 +85,7 @@ def main(
     if seed is None and not drawn.derandomize:
         drawn = replace(drawn, seed=random.SystemRandom().randrange(2**32))
     drawn = replace(drawn, max_examples=max_examples or drawn.max_examples)
-    known = _ledger(ledger)
+    known = _known_failures(known_failures)
     torch.set_num_threads(1)  # the tensors are tiny
     console = Console(soft_wrap=True)
     runner = _runner(impl, device, isolate, time_limit, cp_size, sizes_of_problem)
@@ -102,8 +102,8 @@ def main(
             meta = describe_run(impl, profile, suite_run, options)
     except LoadError as error:  # it does not come back after a crash
         _not_loaded(error)
-    except LedgerError as error:
-        raise typer.BadParameter(str(error), param_hint="--ledger") from error
+    except KnownFailuresError as error:
+        raise typer.BadParameter(str(error), param_hint="--known-failures") from error
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--impl" if repro is None else "--repro") from error
     record = RunRecord(meta, tuple(p for result in results for p in result.played))
@@ -176,11 +176,11 @@ def _write(folder: Path, record: RunRecord, console: Console) -> None:
         console.print(f"wrote {path}", highlight=False)
 
 
-def _ledger(path: Path | None) -> Ledger:
+def _known_failures(path: Path | None) -> KnownFailures:
     try:
-        return Ledger() if path is None else Ledger.load(path)
-    except LedgerError as error:
-        raise typer.BadParameter(str(error), param_hint="--ledger") from error
+        return KnownFailures() if path is None else KnownFailures.load(path)
+    except KnownFailuresError as error:
+        raise typer.BadParameter(str(error), param_hint="--known-failures") from error
 
 
 def _tiers(levels: list[str] | None, tiers: list[str] | None) -> list[str]:

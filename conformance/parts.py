@@ -57,7 +57,7 @@ def play_part(suite_run: SuiteRun, part: Part) -> TierResult:
     level = level_of(part.tier)
     if level not in suite_run.runner.info.levels:
         return suite_run.lacking(level, part.tier)
-    judge, runner = suite_run.ledger.judge, suite_run.outside_quarantine
+    judge, runner = suite_run.known_failures.judge, suite_run.outside_quarantine
     if part.tier in LEVEL_TIERS:
         strategy = LEVEL_TIERS[part.tier].parts[part.item]
         return drawn_problems(runner, level, part.tier, strategy, suite_run.profile, judge=judge)

@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--cp-tier", action="append", default=None, help="only this tier; may be repeated")
     group.addoption("--cp-in-process", action="store_true", help="no worker processes: a crash ends pytest")
     group.addoption("--cp-time-limit", default=60.0, type=float, help="seconds until a problem hangs")
-    group.addoption("--cp-ledger", default=None, type=Path, help="known failures, a TOML file")
+    group.addoption("--cp-known-failures", default=None, type=Path, help="known failures, a TOML file")
     group.addoption("--cp-report", default=None, type=Path, help="a folder for report.html and report.json")
 
 
@@ -52,7 +52,7 @@ class Settings:
         self.tiers: list[str] | None = option("--cp-tier")
         self.isolate: bool = not option("--cp-in-process")
         self.time_limit: float = option("--cp-time-limit")
-        self.ledger: Path | None = option("--cp-ledger")
+        self.known_failures: Path | None = option("--cp-known-failures")
         self.report: Path | None = option("--cp-report")
         self.played: list[Played] = []
         self.meta: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """The record of a run, as data: one `Played` for every problem that was played, and a `RunRecord` around them.
 
-The report, the ledger and the coverage table read this and nothing else; the tiers and the entry points write it.
+The report, the known failures and the coverage table read only this; the tiers and the entry points write it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VERDICTS: tuple[Verdict, ...] = (
 )
 """right: all checks held. unsupported: refused as it should be. wrong: computed, and not what the oracle says, or an
 error that should not be. missing: the implementation does not offer this level or function. crashed: the worker process
-died. hung: the watchdog ended it. known: wrong or crashed, and expected by the ledger.
+died. hung: the watchdog ended it. known: wrong or crashed, and an expected failure.
 """
 FAILING: tuple[Verdict, ...] = ("wrong", "crashed", "hung", "out of memory")
 

@@ -1,6 +1,6 @@
 """Running tiers: draws problems with Hypothesis, plays them, and looks for the smallest that fails.
 
-Hypothesis runs in `conformance.rounds`; where a problem is played is the runner's affair (`conformance.runner`,
+Hypothesis runs in `conformance.drawing`; where a problem is played is the runner's affair (`conformance.runner`,
 `conformance.workers`).
 """
 
@@ -17,9 +17,9 @@ from hypothesis.strategies import SearchStrategy
 from conformance.capabilities import Capabilities, narrowed
 from conformance.case import Case
 from conformance.distinctive import distinctive_features
+from conformance.drawing import Draw, Judge, OnProblem, Profile, as_it_is
 from conformance.levels import LEVEL_TIERS
 from conformance.record import FAILING, Level, Played
-from conformance.rounds import Judge, OnProblem, Profile, Round, as_it_is
 from conformance.runner import InProcess, Runner, Task, task_of
 from conformance.strategies import CP_SIZES, cases
 from conformance.tier_result import TierResult
@@ -66,7 +66,7 @@ def run_tier(
         tier_name: one of `CASE_TIERS`.
         shrink: whether to look for a smaller failing case, or to keep the first.
         on_problem: called after every problem, shrinking left out.
-        judge: has the last word on what was played, such as `Ledger.judge`.
+        judge: has the last word on what was played, such as `KnownFailures.judge`.
     """
     tier = CASE_TIERS[tier_name]
     dtypes = tier.dtypes_of(capabilities)
@@ -131,17 +131,17 @@ def drawn_problems(
         left = min(profile.max_examples - result.judged, _MOST_DRAWN * profile.max_examples - result.run)
         if left <= 0 or len(explained) == profile.most_failures or result.count("missing"):
             break
-        round_ = Round(runner, level, tier_name, judge, on_problem)
+        draw = Draw(runner, level, tier_name, judge, on_problem)
         seed = (profile.seed or 0) + turn if turn else profile.seed  # other problems each time
-        round_.draw(strategy, replace(profile, max_examples=left, seed=seed), shrink, [*explained])
-        result.played += round_.drawn
-        result.note = result.note or round_.note
-        if round_.smallest is None:
-            if len(round_.drawn) < left or not any(p.verdict == "unsupported" for p in round_.drawn):
+        draw.draw(strategy, replace(profile, max_examples=left, seed=seed), shrink, [*explained])
+        result.played += draw.drawn
+        result.note = result.note or draw.note
+        if draw.smallest is None:
+            if len(draw.drawn) < left or not any(p.verdict == "unsupported" for p in draw.drawn):
                 break
             continue
-        result.played.append(replace(round_.smallest, shrunk=True))
-        features = distinctive_features(round_.smallest_problem) - round_.irrelevant_features()
+        result.played.append(replace(draw.smallest, shrunk=True))
+        features = distinctive_features(draw.smallest_problem) - draw.irrelevant_features()
         if not features:  # the plainest problem fails: so will all
             break
         explained.append(features)

@@ -10,8 +10,8 @@
 played in pytest's own. Without the fixture it is what `--cp-impl` says. Everything else is an option of pytest, see
 `pytest --help`.
 
-A problem that is not supported and a function that is missing skip their test, with the reason; a known failure of the
-ledger is an expected failure.
+A problem that is not supported and a function that is missing skip their test, with the reason; a known failure
+is an expected failure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from conformance.cli import cp_sizes_of
 from conformance.commands import replay_command, replay_options
 from conformance.implementation import load
-from conformance.ledger import Ledger
+from conformance.known_failures import KnownFailures
 from conformance.parts import Part, play_part
 from conformance.plugin import Settings, settings_of
 from conformance.runner import InProcess
@@ -66,8 +66,9 @@ def conformance_suite_run(impl: Any, conformance_settings: Settings) -> Iterator
     else:
         runner = InProcess(load(impl) if isinstance(impl, str) else impl, options.device, options.time_limit)
     sizes = cp_sizes_of(options.cp_size, runner.info.group_kind, options.device)
-    ledger = Ledger() if options.ledger is None else Ledger.load(options.ledger)
-    suite_run = SuiteRun(runner, profile, cp_sizes=sizes, device=options.device, ledger=ledger)
+    file = options.known_failures
+    known = KnownFailures() if file is None else KnownFailures.load(file)
+    suite_run = SuiteRun(runner, profile, cp_sizes=sizes, device=options.device, known_failures=known)
     more = replay_options(runner.info.group_kind, options.cp_size, options.time_limit, options.isolate)
     options.meta = describe_run(impl, options.profile, suite_run, more)
     yield suite_run

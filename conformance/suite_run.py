@@ -14,7 +14,7 @@ import torch
 
 from conformance.capabilities import Capabilities
 from conformance.commands import run_command
-from conformance.ledger import Ledger
+from conformance.known_failures import KnownFailures
 from conformance.levels import LEVEL_TIERS
 from conformance.record import FAILING, LEVELS, Level, Played, RunRecord
 from conformance.runner import Offer, Pairs, Runner, Task
@@ -41,7 +41,7 @@ class SuiteRun:
         profile: how much is drawn.
         tiers: which of `ALL_TIERS`.
         cp_sizes: the group sizes that are drawn.
-        ledger: the failures that are known.
+        known_failures: the failures that do not make the run fail.
     """
 
     runner: Runner
@@ -49,11 +49,11 @@ class SuiteRun:
     tiers: Sequence[str] = ALL_TIERS
     cp_sizes: tuple[int, ...] = CP_SIZES
     device: str = "cpu"
-    ledger: Ledger = field(default_factory=Ledger)
+    known_failures: KnownFailures = field(default_factory=KnownFailures)
 
     def __post_init__(self) -> None:
         """Problems in quarantine are kept from the runner."""
-        self.outside_quarantine = _OutsideQuarantine(self.runner, self.ledger)
+        self.outside_quarantine = _OutsideQuarantine(self.runner, self.known_failures)
         self._capabilities: Capabilities | None = None
 
     @property
@@ -98,17 +98,17 @@ class SuiteRun:
         """Play one problem again; see `conformance.session.replay`."""
         if table_entry(text) is not None:  # which is played in the words that the implementation has
             _ = self.capabilities
-        return replay(self.outside_quarantine, text, tier_names, self.device, judge=self.ledger.judge)
+        return replay(self.outside_quarantine, text, tier_names, self.device, judge=self.known_failures.judge)
 
     def strict(self, results: Iterable[TierResult]) -> list[TierResult]:
-        """A result for the ledger itself: every entry whose problems all passed is wrong."""
+        """A result for the known failures themselves: every entry whose problems all passed is wrong."""
         record = RunRecord({}, tuple(p for result in results for p in result.played))
-        stale = self.ledger.unexpected_passes(record)
-        played = [Played("schedule", "ledger", sentence, "wrong", (sentence,)) for sentence in stale]
-        return [TierResult("ledger", played)] if played else []
+        stale = self.known_failures.unexpected_passes(record)
+        played = [Played("schedule", "known failures", sentence, "wrong", (sentence,)) for sentence in stale]
+        return [TierResult("known failures", played)] if played else []
 
     def _tier(self, tier: str, on_problem: Callable[[], None]) -> TierResult:
-        judge = self.ledger.judge
+        judge = self.known_failures.judge
         if tier in LEVEL_TIERS:
             return run_level_tier(
                 self.outside_quarantine, tier, self.profile, self.device, on_problem=on_problem, judge=judge
@@ -136,8 +136,8 @@ class SuiteRun:
 class _OutsideQuarantine(Runner):
     """A runner that does not play problems in quarantine."""
 
-    def __init__(self, runner: Runner, ledger: Ledger) -> None:
-        self._runner, self._ledger = runner, ledger
+    def __init__(self, runner: Runner, known_failures: KnownFailures) -> None:
+        self._runner, self._known_failures = runner, known_failures
 
     @property
     def info(self) -> Offer:
@@ -154,7 +154,7 @@ class _OutsideQuarantine(Runner):
 
     def play(self, task: Task) -> Played:
         named = () if task.text.startswith("Case(") else tuple(str(case) for case in cases_of(task.text))
-        reason = self._ledger.quarantined(task.text, level=task.level, tier=task.tier, cases=named)
+        reason = self._known_failures.quarantined(task.text, level=task.level, tier=task.tier, cases=named)
         if reason is not None:
             return Played(task.level, task.tier, task.text, "known", (reason,))
         return self._runner.play(task)

@@ -171,7 +171,7 @@ def _check_count(lse: torch.Tensor, exact: torch.Tensor) -> list[str]:
 
 def _rounded(case: Tile, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same in float32 inside, with delta from an output that was rounded: where few keys are seen, and gradients
-    are small differences, that error is larger than the yardstick's.
+    are small differences, that error is larger than the baseline's.
     """
     q, k, v, dout = inputs.values()
     (heads_q, heads_kv), (d_qk, d_v), scale = case.heads, case.dims, case.options["scale"]
@@ -186,7 +186,7 @@ def _rounded(case: Tile, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def _eager(case: Tile, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The yardstick: the same by plain PyTorch, every intermediate in the inputs' dtype; gradients by autograd."""
+    """The baseline: the same by plain PyTorch, every intermediate in the inputs' dtype; gradients by autograd."""
     q, k, v, dout = inputs.values()
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     wide_k, wide_v = (x.repeat_interleave(case.heads[0] // case.heads[1], dim=1) for x in leaves[1:])

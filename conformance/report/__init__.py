@@ -26,7 +26,7 @@ def write_report(record: RunRecord, folder: Path) -> list[Path]:
 
     Args:
         record: what was played. `meta` is shown as it is; of it impl, device and command are put to use, and "notes", a
-            list of sentences, is shown first (entries of the ledger that no longer fail, say).
+            list of sentences, is shown first (known failures that no longer fail, say).
 
     Returns:
         The files. report.json has the record itself and what was counted; `read_record` reads it again.

@@ -26,7 +26,7 @@ STATES: dict[str, State] = {
     for state in (
         State("wrong", "\u2715", "computed, and not what the oracle says", ("wrong",)),
         State("stopped", "!", "crashed, hung or out of memory", ("crashed", "hung", "out of memory")),
-        State("known", "\u25c6", "fails, as the ledger says", ("known",)),
+        State("known", "\u25c6", "fails, as expected", ("known",)),
         State("right", "\u2713", "all checks held", ("right",)),
         State("unsupported", "\u2013", "refused, with a clear error", ("unsupported",)),
         State("missing", "\u25cb", "not offered by the implementation", ("missing",)),

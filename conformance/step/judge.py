@@ -19,7 +19,7 @@ _FEW = 64  # values
 def judge(name: str, got: Any, one: Any, noisy: Sequence[Any], dtype: torch.dtype) -> Row:
     """One value's errors and bounds (`conformance.budgets`).
 
-    The yardstick is the one process again, with weights moved by two roundings. A difference counts if rounding alone
+    The baseline is the one process again, with weights moved by two roundings. A difference counts if rounding alone
     does not make as large a one.
 
     Args:
@@ -41,7 +41,7 @@ def judge(name: str, got: Any, one: Any, noisy: Sequence[Any], dtype: torch.dtyp
         return Row(name, torch.inf, 0.0, torch.inf, 0.0, False, note)
     yards.sort(key=lambda x: (x - exact).abs().max().nan_to_num(torch.inf) if x.numel() else 0.0, reverse=True)
     row = compare({"": mine}, {"": exact}, {"": yards[0]}, dtype, {"": yards[-1]})[0]
-    if row.note.startswith("the yardstick"):
+    if row.note.startswith("the baseline"):
         return replace(row, name=name, ok=row.max_error <= row.max_bound, note=_UNDETERMINED)
     if exact.numel() < _FEW and not row.note:  # their mean says no more than their maximum
         row = replace(row, mean_bound=row.max_bound, ok=row.max_error <= row.max_bound)

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from conformance.baseline import eager_attention
 from conformance.budgets import compare
 from conformance.case import Case
 from conformance.implementation import Implementation
@@ -15,7 +16,6 @@ from conformance.reference import exact_results, results_of
 from conformance.rounded_reference import rounded_results
 from conformance.run import play
 from conformance.tensors import GlobalTensors, build
-from conformance.yardstick import eager_attention
 
 __all__ = ["check", "eager_results"]
 
@@ -39,5 +39,5 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> Judged:
 
 
 def eager_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
-    """The yardstick's results, under the oracle's names, and with its upstream gradients."""
+    """The baseline's results, under the oracle's names, and with its upstream gradients."""
     return results_of(partial(eager_attention, problem=case.problem), case, tensors, None)

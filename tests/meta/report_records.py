@@ -1,4 +1,4 @@
-"""Records for the tests of report, ledger and coverage: real drawn cases with made-up verdicts."""
+"""Records for the tests of report, known failures and coverage: real drawn cases with made-up verdicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ META = {
     "profile": "ci",
     "seed": 0,
     "command": "python -m conformance --impl acme.attention:ring --device cuda --profile ci --report report",
-    "notes": ["xfails.toml: entry 3 (softcap > 0) no longer fails: remove it; all 12 problems that it covers passed"],
+    "notes": ["known_failures.toml: entry 3 (softcap = 2.0) no longer fails: remove it; all 12 problems passed"],
 }
 _TIERS = ("plan", "logic", "probes", "budget")
 

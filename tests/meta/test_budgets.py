@@ -36,7 +36,7 @@ def _case(dtype: str, softmax_type: str = "vanilla") -> Case:
 
 
 def _all_three(dtype: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Results as good as the dtype allows, exact ones, and the yardstick's."""
+    """Results as good as the dtype allows, exact ones, and the baseline's."""
     case = _case(dtype)
     tensors: GlobalTensors = build(case)
     exact, eager = exact_results(case, tensors), eager_results(case, tensors)
@@ -51,7 +51,7 @@ def _rows(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_rounded_exact_results_and_the_yardstick_itself_pass(dtype: str) -> None:
+def test_rounded_exact_results_and_the_baseline_itself_pass(dtype: str) -> None:
     fast, exact, eager = _all_three(dtype)
     for results in (fast, {name: eager[name] for name in _RESULTS}):
         rows = _rows(results, exact, eager)
@@ -120,15 +120,15 @@ def test_nan_infinities_and_shapes_fail() -> None:
     assert "shape" in _rows(fast | {"dq": fast["dq"][1:]}, exact, eager)["dq"].note
 
 
-def test_a_wrong_yardstick_proves_nothing() -> None:
+def test_a_wrong_baseline_proves_nothing() -> None:
     fast, exact, eager = _all_three("bfloat16")
     row = _rows(fast, exact, eager | {"out": torch.zeros_like(eager["out"])})["out"]
     assert not row.ok
-    assert "yardstick" in row.note
+    assert "baseline" in row.note
 
 
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
-def test_the_yardstick_in_float64_is_the_oracle(softmax_type: str) -> None:
+def test_the_baseline_in_float64_is_the_oracle(softmax_type: str) -> None:
     case = _case("float64", softmax_type)
     tensors = build(case)
     exact, eager = exact_results(case, tensors), eager_results(case, tensors)

@@ -83,17 +83,27 @@ def test_nothing_to_test_is_no_success() -> None:
 
 def test_known_failures(tmp_path: Path) -> None:
     """A known failure is no failure; one that no longer fails is."""
-    ledger = tmp_path / "ledger.toml"
-    ledger.write_text('[[entry]]\npredicate = "softcap > 0"\nreason = "one percent too much"\nissue = "#1"\n')
-    options = ("--ledger", str(ledger), "--in-process", "--tier", "logic", "--max-examples", "80", "--cp-size", "2")
+    file = tmp_path / "known_failures.toml"
+    file.write_text('[[entry]]\nmatch = {softcap = {low = 1e-9}}\nreason = "one percent too much"\nissue = "#1"\n')
+    options = (
+        "--known-failures",
+        str(file),
+        "--in-process",
+        "--tier",
+        "logic",
+        "--max-examples",
+        "80",
+        "--cp-size",
+        "2",
+    )
     code, output = _play("--impl", "tests.meta.samples:Wrong", *options)
     assert code == 0, output
     code, output = _play("--impl", "cp_ref", *options)
     assert code == 1, output
     assert "no longer fails" in output
-    code, output = _play("--impl", "cp_ref", "--ledger", str(tmp_path / "nowhere.toml"))
+    code, output = _play("--impl", "cp_ref", "--known-failures", str(tmp_path / "nowhere.toml"))
     assert code == 2
-    assert "--ledger" in output
+    assert "--known-failures" in output
 
 
 def test_an_error_case_replays() -> None:

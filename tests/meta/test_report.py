@@ -101,9 +101,9 @@ def test_what_was_drawn_and_shrunk_to_is_one_problem_and_counted_once() -> None:
     assert len(failure.played) == 1
 
 
-def test_the_ledger_s_complaint_is_nothing_to_play_again() -> None:
+def test_a_known_failure_that_passes_has_no_replay_command() -> None:
     complaint = Played(
-        "schedule", "ledger", "entry 1 no longer fails: remove it", "wrong", ("entry 1 no longer fails",)
+        "schedule", "known failures", "entry 1 no longer fails: remove it", "wrong", ("entry 1 no longer fails",)
     )
     (failure,) = failures(RunRecord({}, (complaint,)))
     assert failure.commands == ()

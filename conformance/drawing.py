@@ -1,4 +1,4 @@
-"""A round of drawing: Hypothesis draws problems, a runner plays them until one fails, and that one is made smaller."""
+"""Hypothesis draws problems, a runner plays them until one fails, and Hypothesis makes that one smaller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conformance.record import FAILING, Level, Played
 from conformance.runner import Runner, Task
 from conformance.tiers import CASE_TIERS
 
-__all__ = ["Judge", "OnProblem", "Profile", "Round", "as_it_is"]
+__all__ = ["Draw", "Judge", "OnProblem", "Profile", "as_it_is"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ OnProblem = Callable[[], None]
 
 
 def as_it_is(played: Played) -> Played:
-    """The judge of a run without a ledger."""
+    """The judge of a run without known failures."""
     return played
 
 
@@ -50,16 +50,16 @@ class _Failed(AssertionError):
 
 
 class _Enough(BaseException):
-    """Ends a round in which a function turned out to be missing; Hypothesis would catch an `Exception`."""
+    """Ends a test whose function is missing; Hypothesis would catch an `Exception`."""
 
 
-class Round:
-    """One test of Hypothesis: until its first failure, and that one's shrinking.
+class Draw:
+    """One Hypothesis test: it ends with its first failure, after the failure is shrunk.
 
     Attributes:
-        drawn: what was played until the first failure.
-        smallest: the smallest that failed, or None; `smallest_problem` is what it is of.
-        note: what Hypothesis complained of.
+        drawn: the problems played until the first failure.
+        smallest: the smallest failure, or None; `smallest_problem` is its problem.
+        note: the complaint of Hypothesis, if any.
     """
 
     def __init__(self, runner: Runner, level: Level, tier: str, judge: Judge, on_problem: OnProblem) -> None:

@@ -1,7 +1,6 @@
-"""The yardstick: what plain PyTorch makes of the same problem in the same dtype. Its error is the unit that budgets are
-counted in.
+"""The baseline: plain PyTorch attention in the same dtype. Budgets count errors in units of its error.
 
-The yardstick is written to be ordinary, not good: whole score matrices, every intermediate rounded to the input dtype,
+The code is ordinary on purpose: whole score matrices, every intermediate rounded to the input dtype,
 gradients by autograd. Only the LSE, a float32 result everywhere, is also computed in float32.
 """
 
