@@ -1,8 +1,8 @@
 """The readable reference of context-parallel attention: plain PyTorch, every step in the open. Import it to debug.
 
-The names are those of `cp_fast`, with the same signatures: swap the import. Only here are the oracle
+The names are those of `cp_fast`, with the same signatures: swap the import. This package also has the oracle
 `dense_attention` (float64, by the definition), the simulated group `SimGroup`, the helpers `thd`, and `trace` and
-`compare`, which find the first step and rank where two runs part.
+`compare`, which find the first step and rank at which two runs differ.
 
 A name is imported when it is first asked for: `cp_fast` needs `cp_ref.spec` and `cp_ref.common` alone.
 """

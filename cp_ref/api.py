@@ -60,7 +60,7 @@ def attention(
     refuse_transforms()
     check_context(cp, ContextParallel)
     given = {"q": q, "k": k, "v": v}
-    with nullcontext() if isinstance(plan, Plan) else told_to_all(cp):  # of a plan the ranks have agreed already
+    with nullcontext() if isinstance(plan, Plan) else told_to_all(cp):  # The ranks have already agreed on a plan.
         arguments = problem_arguments(arguments)
         q, k, v = (autocast(local_part(x)) for x in (q, k, v))
         softmax_offset = one_a_head(softmax_offset)
@@ -149,8 +149,8 @@ class _Attention(torch.autograd.Function):
         doffset = None
         if offset is not None:
             real = _real_rows(plan, q.device)
-            sink = offset.to(lse.dtype)  # -inf is none at all, and a row with no key and no sink has lse -inf too
-            weight = torch.exp(sink - lse[real]).masked_fill(sink == float("-inf"), 0.0)  # its share of the softmax
+            sink = offset.to(lse.dtype)  # -inf means no sink; a row with no key and no sink also has lse -inf
+            weight = torch.exp(sink - lse[real]).masked_fill(sink == float("-inf"), 0.0)  # the sink's softmax share
             share = -(weight * delta[real]).sum(dim=0)
             doffset = offset_grad(cp, share).to(offset.dtype)
         dq, dk, dv = (g.to(x.dtype) for g, x in ((dq, q), (dk, k), (dv, v)))

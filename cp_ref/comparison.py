@@ -1,4 +1,4 @@
-"""Where do two runs part? `compare` walks two traces side by side and names the first item that differs.
+"""`compare` walks two traces side by side and names the first item that differs.
 
     a    given  received  tile  tile  received  tile  merged  final
          =      =         =     =     X                                    here: everything before it agrees, so the
@@ -29,7 +29,7 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, to
 
 
 def compare(trace_a: Trace, trace_b: Trace, *, rtol: float | None = None, atol: float | None = None) -> Comparison:
-    """Name the first step and rank where two runs part.
+    """Name the first step and rank at which two runs differ.
 
     Args:
         trace_a, trace_b: of `cp_ref.trace()`, or loaded.
@@ -88,7 +88,7 @@ def _field_differences(a: Problem, b: Problem, names: Iterable[str]) -> list[str
 
 
 def _field(problem: Problem, name: str) -> object:
-    """A field of a problem; the sequences without their padding, which changes nothing in the results."""
+    """A field of a problem; sequences are without padding, which does not change results."""
     return [(s.len_q, s.len_kv) for s in problem.sequences] if name == "sequences" else getattr(problem, name)
 
 
@@ -124,7 +124,7 @@ def _common_parts(trace_a: Trace, trace_b: Trace, notes: list[str]) -> tuple[lis
 
 
 def _wholes(trace_a: Trace, trace_b: Trace, notes: list[str]) -> tuple[list[Item], list[Item]]:
-    """What goes in and comes out, in global positions; a note that this is all."""
+    """The inputs and results in global positions; adds a note that only these are compared."""
     notes.append("the steps cannot be compared, as the schedules differ: inputs and results are, in global positions")
     complete: list[str] = []
     for direction in DIRECTIONS:
@@ -166,7 +166,7 @@ def _pairs(items_a: list[Item], items_b: list[Item]) -> list[tuple[Item | None, 
 
 
 def _numbered(items: list[Item]) -> dict[tuple[object, ...], Item]:
-    """By key, and by the how manyth of that key it is."""
+    """By key, and by the item's number among those of that key."""
     seen: Counter[tuple[object, ...]] = Counter()
     found: dict[tuple[object, ...], Item] = {}
     for item in items:

@@ -9,7 +9,7 @@ from cp_ref.tracing import DIRECTIONS, KINDS, Item
 
 __all__ = ["Comparison", "Difference"]
 
-# why it is this item's own making, when everything before it agrees
+# Why the error arises at this item, when everything before it agrees.
 _ADVICE = {
     "given": "The runs were given different numbers: look at what calls attention (how it shards, its positions).",
     "received": "Everything before this agrees, so look at this message: what was sent, and how it travelled.",
@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """Where the runs part."""
+        """Where the runs first differ."""
         return self.differences[0] if self.differences else None
 
     def __bool__(self) -> bool:

@@ -1,9 +1,9 @@
-"""Playing one rank's program: post the step's messages, compute its tiles meanwhile, take the messages in.
+"""Playing one rank's program: post the step's messages, compute its tiles, take the messages in.
 
-The same few lines run every legal schedule, in both directions; what differs between schedules is the data. Messages of
-any kind may go from any rank to any other; a tile may have any query heads, also some of those that share a kv head.
+The same few lines run every legal schedule, in both directions; schedules differ only in data. Messages of any kind may
+go from any rank to any other; a tile may have any query heads, also some of those that share a kv head.
 
-What stands beside the schedule, the same for all of them:
+The same for all schedules, and not part of any:
 
     kv heads     a query head reads the kv head of its group, wherever that lies, and adds its gradients to it
     max_logit    each rank's largest logit over its tiles; the caller takes the maximum over all ranks
@@ -32,7 +32,7 @@ __all__ = ["Results", "run_backward", "run_forward", "run_program"]
 class Results(NamedTuple):
     """A rank's results at the end of the forward pass; packed rows."""
 
-    out: torch.Tensor  # [t, h_q, d_v], float32 or float64, 0 in padding and tail
+    out: torch.Tensor  # [t, h_q, d_v], float32 or float64, 0 in padding and tail.
     lse: torch.Tensor  # [t, h_q], -inf in padding and tail; no sink in it yet
     max_logit: torch.Tensor  # [h_q], over this rank's tiles
     kept: dict[str, tuple[torch.Tensor, ...]]  # the operands that the schedule saves for the backward pass

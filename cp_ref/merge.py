@@ -41,7 +41,7 @@ def merge(
 
 
 def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let the denominator gain exp(sink): a key of score `sink` and value 0. To be done once, when all keys are merged.
+    """Add exp(sink) to the denominator: a key of score `sink` and value 0. Do this once, when all keys are merged.
 
     Args:
         out [t, h, d_v], lse [t, h], sink [h]: the logit of each head's sink.

@@ -1,4 +1,4 @@
-"""Attention by its definition: the oracle that everything else is measured against.
+"""Attention by its definition: the oracle for everything else.
 
 Global tensors, one sequence at a time (all at once where there are areas), the whole score matrix, float64. It knows no
 rank, no schedule and no tile, so none of their mistakes can hide in it; gradients come from autograd.
@@ -92,8 +92,8 @@ def dense_attention(
 
 
 def _masks(problem: Problem, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Query rows int64 [n] and key rows int64 [m] of the packed tensors, and which of these pairs are visible, bool
-    [n, m]: a sequence after the other; with areas, which may reach from one to another, all real tokens at once.
+    """Query rows int64 [n] and key rows int64 [m] of the packed tensors, and whether each pair is visible, bool [n, m].
+    One sequence at a time; with areas, which may reach across sequences, all real tokens at once.
     """
     lengths = zip(problem.sequences, problem.starts_q, problem.starts_kv, strict=False)
     tokens = [
@@ -159,13 +159,13 @@ def _one_mask(
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     hidden = ~visible[:, None, :]
     masked = scores.detach().masked_fill(hidden, float("-inf"))
-    columns = [masked, masked.new_full((*masked.shape[:2], 1), float("-inf"))]  # a row may have no key at all
+    columns = [masked, masked.new_full((*masked.shape[:2], 1), float("-inf"))]  # A row may have no key at all.
     sink = None
     if problem.softmax_type != "vanilla":
         sink = q.new_zeros(problem.heads_q) if softmax_offset is None else softmax_offset.double()
         columns.append(sink.detach()[None, :, None].expand(q.shape[0], -1, 1))
     shift = torch.cat(columns, dim=-1).amax(dim=-1)
-    shift = shift.masked_fill(shift == float("-inf"), 0.0)  # any finite number does for a row that sees nothing
+    shift = shift.masked_fill(shift == float("-inf"), 0.0)  # Any finite number will do for a row that sees nothing.
     weights = torch.exp(scores.masked_fill(hidden, 0.0) - shift[..., None]).masked_fill(hidden, 0.0)
     denominator = weights.sum(dim=-1)
     if sink is not None:

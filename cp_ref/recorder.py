@@ -17,7 +17,7 @@ from cp_ref.world import World, own_fragments
 __all__ = ["SILENT", "Recorder", "recording", "trace"]
 
 _PER_HEAD = ("max_logit", "softmax_offset", "dsoftmax_offset")
-_NAMES = {  # the tensors of a message, as in `cp_ref.world`
+_NAMES = {  # The tensors of a message, as in `cp_ref.world`.
     "q": ("q",),
     "kv": ("k", "v"),
     "do": ("dout", "lse", "delta"),
@@ -26,7 +26,7 @@ _NAMES = {  # the tensors of a message, as in `cp_ref.world`
     "dkv": ("dk", "dv"),
 }
 
-_now: Trace | None = None  # one for the process: the ranks of a SimGroup are threads of it
+_now: Trace | None = None  # One per process: the ranks of a SimGroup are its threads.
 
 
 @contextmanager
@@ -37,8 +37,8 @@ def trace(call: int = 0) -> Generator[Trace]:
         call: which call of each rank inside the block, from 0: in a model, the number of the layer.
 
     Every rank of a SimGroup is recorded; in a torchrun job each process records its own rank: `t.save(f"{rank}.pt")`,
-    and later `Trace.load("*.pt")`. Items are detached clones on the CPU, so results stay as they are; memory is used
-    for every one of them. What happens after the block is not recorded.
+    and later `Trace.load("*.pt")`. Items are detached clones on the CPU, so results do not change; every item takes
+    memory. Nothing after the block is recorded.
 
     Raises:
         RuntimeError: inside another trace.
@@ -78,7 +78,7 @@ class Recorder:
         """A pass begins."""
 
     def step(self, number: int) -> None:
-        """A step begins; the number of steps: they are over."""
+        """A step begins; the number of steps means that all are over."""
 
     def received(self, world: World, message: Message, boxes: Sequence[Parcel]) -> None:
         """A message has arrived: its flat tensors."""
@@ -89,7 +89,7 @@ class Recorder:
         """
 
     def own(self, kind: str, **tensors: torch.Tensor | None) -> None:
-        """The rank's own packed rows [t, h, ...] (what belongs to heads alone: [h]): given, merged or final."""
+        """The rank's own packed rows [t, h, ...] (or values per head, [h]): given, merged or final."""
 
 
 SILENT = Recorder()

@@ -1,15 +1,15 @@
 """A simulated group: every rank a thread of this process, all on one device, one running at a time.
 
 Any schedule of either package runs over it, forward and backward, at any cp_size, on a laptop or on one GPU. It is
-stricter than a network, so that what is right here is right there:
+stricter than a network, so a program that is right here is right there:
 
 - a receive buffer holds NaN until the receive has been waited for, and a send buffer must not change until the send
   has;
 - a send's wait returns only when its receive has been posted (no hidden buffering), and the other way round;
 - between two ranks messages arrive in the order they were posted in, as on NCCL, and tags, shapes and dtypes must
   agree, as on gloo; tensors must be contiguous, as on both;
-- when no rank can go on, every waiting rank raises `Deadlock`, which names who waits for what; a message that nobody
-  took is an error.
+- when no rank can go on, every waiting rank raises `Deadlock`, which names each rank and its message; a message that
+  nobody took is an error.
 
 The ranks take turns at fixed points (each waits until the ranks before it have come to a wait), so a run is
 deterministic.
@@ -65,11 +65,10 @@ class SimGroup:
 
         def rank_main(rank: int) -> None:
             switch.wait_for_turn(rank)
-            # until its first parallel loop a new thread's matrix products would take the machine's number of threads,
-            # whatever was set, and another number of threads rounds differently
+            # Until its first parallel loop, a new thread's matrix products would use the machine's number of threads,
+            # whatever was set; another number of threads rounds differently.
             torch.set_num_threads(num_threads)
-            # one autograd worker serves all ranks of a device: a backward that waits for a peer would block the peer's
-            # own
+            # One autograd worker serves all ranks of a device: a backward that waits for a peer would block the peer's.
             with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
                 if device is not None:
                     torch.cuda.set_device(device)
@@ -190,7 +189,7 @@ class SimPending:
         self._member, self._switch, self._sends, self._recvs = member, switch, sends, recvs
 
     def wait(self) -> None:
-        """Take the messages in; return when all are here and all own ones have a receiver."""
+        """Take the messages in; return when all have arrived and all sent ones have a receiver."""
         rank = self._member.rank
         for parcel, place in self._recvs:
             channel = self._switch.sent[parcel.peer, rank]

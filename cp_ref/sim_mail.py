@@ -1,4 +1,4 @@
-"""The letters of a simulated group: what is sent, as it was when it was posted, and how it is handed over."""
+"""The letters of a simulated group: their content at the time of posting, and their delivery."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MessageError(RuntimeError):
 
 @dataclass
 class Letter:
-    """A message under way: what was sent, as it was when it was posted."""
+    """A message under way, with its content at the time of posting."""
 
     tag: int
     original: torch.Tensor
@@ -43,7 +43,7 @@ def deliver(letter: Letter, parcel: Parcel, rank: int) -> None:
 
 
 def poison(buffer: torch.Tensor) -> None:
-    """Fill a receive buffer with what must not be read: NaN, or the lowest integer."""
+    """Fill a receive buffer with values that must not be read: NaN, or the lowest integer."""
     with torch.no_grad():
         if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
             buffer.fill_(float("nan"))
@@ -62,7 +62,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def recorded_event(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """Recorded where the content was cloned, for a receiver on another stream."""
+    """An event recorded where the content was cloned, for a receiver on another stream."""
     if not tensor.is_cuda:
         return None
     event = torch.cuda.Event()

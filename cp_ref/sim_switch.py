@@ -1,4 +1,4 @@
-"""Whose turn it is in a simulated group: one rank runs until it has to wait, then the next one that can."""
+"""Turns in a simulated group: one rank runs until it has to wait, then the next one that can."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Deadlock", "Switch"]
 
 
 class Deadlock(RuntimeError):
-    """No rank can go on. The message names, for every rank, what it waits for."""
+    """No rank can go on. The message names the operation that each rank waits for."""
 
 
 @dataclass
 class Switch:
     """Hands the turn from rank to rank, and sees when nobody can take it.
 
-    What was delivered is forgotten (None), so that a long run needs no more memory than a short one.
+    Delivered letters become None, so a long run needs no more memory than a short one.
     """
 
     size: int
@@ -44,7 +44,7 @@ class Switch:
             self._changed.wait_for(lambda: self.turn == rank)
 
     def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Return when `ready()`; meanwhile other ranks run."""
+        """Let other ranks run until `ready()`."""
         if ready():
             return
         self._blocked[rank] = (ready, what)
@@ -81,7 +81,7 @@ class Switch:
         return "\n".join(lines)
 
     def raise_errors(self) -> None:
-        """Raise what went wrong: a rank's own failure before the deadlock that it left behind."""
+        """Raise the first error: a rank's failure, before the deadlock that it caused."""
         ranks = sorted(self.errors, key=lambda r: (isinstance(self.errors[r], Deadlock), r))
         if ranks:
             raise self.errors[ranks[0]]

@@ -93,5 +93,5 @@ def _scores(
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(s - lse), 0 where hidden (also where lse is -inf: a row that sees nothing)."""
+    """The weights exp(s - lse), 0 where hidden (also where lse is -inf: a row that sees nothing)."""
     return torch.exp(scores - lse[..., None]).masked_fill(scores == float("-inf"), 0.0)

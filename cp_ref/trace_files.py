@@ -1,4 +1,4 @@
-"""Files of traces, read with care: what they hold is checked before anything is made of it.
+"""Files of traces, read with care: all content is checked before it is used.
 
 A file may come from another version, or be cut off. So this module looks first at the kind of file, at the numbers in
 its header and at every item's place. It raises ValueError with the file's name where they do not fit together.

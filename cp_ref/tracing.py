@@ -89,7 +89,7 @@ class Item:
 
     @property
     def key(self) -> tuple[str, int, int, str, str, str, str]:
-        """What it is, without its value: equal in two runs of one schedule."""
+        """The item's identity, without its value: equal in two runs of one schedule."""
         return self.direction, self.step, self.rank, self.kind, self.source, self.name, str(self.piece or "")
 
     def __str__(self) -> str:
@@ -103,7 +103,8 @@ class Item:
 
 @dataclass
 class Trace:
-    """What `cp_ref.trace()` recorded of one call; iterate over it, `select` from it, print it for a table of contents.
+    """The items that `cp_ref.trace()` recorded of one call; iterate over it, `select` from it, print it for a table of
+    contents.
 
     Attributes:
         call: which attention call of each rank it is, counted from 0 inside the `with` block.
@@ -149,7 +150,7 @@ class Trace:
         return [item for item in self.items if all(getattr(item, a) == value for a, value in wanted.items())]
 
     def ranks(self, direction: str = "forward") -> tuple[int, ...]:
-        """Whose items of this pass are here."""
+        """The ranks that have items of this pass."""
         return tuple(sorted({item.rank for item in self._items if item.direction == direction}))
 
     def whole(self, name: str) -> list[torch.Tensor]:

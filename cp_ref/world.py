@@ -21,7 +21,7 @@ __all__ = ["World", "accumulator_dtype", "own_fragments"]
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32: what partial results are computed and added up in."""
+    """The dtype in which partial results are computed and added up: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -46,16 +46,14 @@ class World:
                 x[there] = mine[here]
 
     def start_result(self, kind: str, *like: tuple[tuple[int, ...], torch.dtype, float]) -> None:
-        """Start a result: for each of its tensors (shape behind the rows, dtype, value of nothing)."""
+        """Start a result: for each of its tensors (shape after the rows, dtype, value of an empty result)."""
         rows = self._global_rows(kind)
         self.tensors[kind] = tuple(
             torch.full((rows, *shape), nothing, dtype=dtype, device=self.device) for shape, dtype, nothing in like
         )
 
     def own(self, kind: str, *local: torch.Tensor) -> None:
-        """Copy a result's own rows into packed local tensors [t, h, ...]; rows of padding and tail keep what
-        they have.
-        """
+        """Copy a result's own rows into packed local tensors [t, h, ...]; padding and tail keep their values."""
         for here, there in self._own_rows(kind):
             for x, mine in zip(self.tensors[kind], local, strict=True):
                 mine[here] = x[there].to(mine.dtype)
@@ -114,7 +112,7 @@ class World:
         return int(self.work.ownership.side(_side(kind)).stop.max(initial=0))
 
     def _own_rows(self, kind: str) -> Iterator[tuple[slice, slice]]:
-        """The rank's real tokens: rows of its own buffer, rows of the global one."""
+        """The rank's real tokens: their rows in its buffer and in the global one."""
         for _, start, stop, row in own_fragments(self.work, self.rank, kind).rows():
             yield slice(row, row + stop - start), slice(start, stop)
 
@@ -130,5 +128,5 @@ def _slices(pieces: Pieces) -> Iterator[tuple[slice, slice]]:
 
 
 def _tag(message: Message, number: int) -> int:
-    """Tensors of one message have tags of their own."""
+    """Each tensor of a message has its tag."""
     return 4 * message.tag + number

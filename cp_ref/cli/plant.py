@@ -1,4 +1,4 @@
-"""Bugs to practise on, of kinds that real implementations have had: each spoils one spot on one rank."""
+"""Bugs to practise on, as real implementations have had them: each spoils one place on one rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planted(bug: str, rank: int) -> Generator[None]:
 
 
 def _lost_half(rank: int, unpack: Callable[..., None]) -> Callable[..., None]:
-    """Keys and values are taken in before all of them are there: the second half of each message is still zero."""
+    """Keys and values are used before all of them have arrived: the second half of each message is still zero."""
 
     def wrong(world: World, message: Message, boxes: list[Parcel]) -> None:
         if world.rank == rank and message.kind == "kv":

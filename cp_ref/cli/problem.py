@@ -1,4 +1,4 @@
-"""What becomes of the options that describe a problem: a plan, tensors, a run."""
+"""From the options that describe a problem to a plan, tensors and a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Request"]
 
 @dataclass(frozen=True)
 class Request(ProblemOptions):
-    """The options as given; `plan` is what they come to."""
+    """The options as given; `plan` is the resulting plan."""
 
     seed: Annotated[int, Option(help="Of random tensors; a token's numbers do not depend on who owns it.")] = 0
 
@@ -43,7 +43,7 @@ class Request(ProblemOptions):
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """The problem to compute."""
         return self.plan.problem
 
     @property
@@ -87,7 +87,7 @@ class Request(ProblemOptions):
             plan = self._plan_of(cp)
 
             def cut(name: str) -> dict[str, Any]:
-                """Lengths, which the sides of cross attention have of their own, or the plan that alone knows."""
+                """The arguments of `shard`: the lengths of this tensor's side, or the plan for "balanced"."""
                 if self.layout == "balanced":
                     return {"plan": plan}
                 cu = torch.tensor(self._starts(name)) if self.in_format == "thd" else None
@@ -106,5 +106,5 @@ class Request(ProblemOptions):
 
     def _context(self, member: SimMember) -> ContextParallel:
         group = member.split(self.exchanging) if self.cp_comm_type == "a2a+p2p" else member
-        words: Any = self.cp_comm_type, self.layout  # any text; the context refuses others
+        words: Any = self.cp_comm_type, self.layout  # any text; the context refuses wrong words
         return ContextParallel(group, words[0], layout=words[1])

@@ -57,7 +57,7 @@ def checked_position(problem: Problem, position: tuple[int, int] | None) -> tupl
 
 
 def _seen(problem: Problem, seq: int, row: int) -> str:
-    """The keys that a query row sees, as `_first_key` counts them; empty where there are none."""
+    """The keys that a query row sees, counted from `_first_key`; empty if it sees no key."""
     first, seen = _first_key(problem, seq), list[tuple[int, int]]()
     for q0, q1, k0, k1, lo, hi in problem.workload.areas.rows():
         start, stop = max(k0, row + lo), min(k1, row + hi + 1)
@@ -67,7 +67,7 @@ def _seen(problem: Problem, seq: int, row: int) -> str:
 
 
 def _first_key(problem: Problem, seq: int) -> int:
-    """The key row that is called 0: the sequence's first, or with areas, which know no sequences, the buffer's."""
+    """The key row numbered 0: the first of the sequence, or with areas, which know no sequences, of the buffer."""
     return problem.starts_kv[seq] if problem.areas is None else 0
 
 
@@ -126,7 +126,7 @@ def _results(
     final: dict[str, Item],
     place: tuple[int, int, int],
 ) -> None:
-    """The merged partial results, what the run returned, and the oracle, side by side."""
+    """The merged partial results, the run's results and the oracle's, side by side."""
     problem, (seq, query, head) = request.problem, place
     tensors = request.tensors()
     out, lse, _ = dense_attention(tensors["q"], tensors["k"], tensors["v"], **request.arguments)

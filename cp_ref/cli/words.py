@@ -1,7 +1,7 @@
-"""Schedules in words: what each of the four is about, what happens in a step, and short names for rows and tiles.
+"""Schedules in words: the idea of each of the four, the events of a step, and short names for rows and tiles.
 
 q 2-3 x k 0-1       queries 2 and 3 against keys 0 and 1            s1 q 2-3 ...    in sequence 1, where there are more
-kv 0-1, 14-15 h2    key and value rows, of head 2 only              (3 of 4)        so many pairs of a tile are visible
+kv 0-1, 14-15 h2    key and value rows, of head 2 only              (3 of 4)        visible pairs of a tile
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _TRAVELS = {
 
 
 def about(problem: Problem) -> str:
-    """What the problem's schedule does, in a few sentences."""
+    """The problem's schedule in a few sentences."""
     said = _ABOUT[problem.cp_comm_type]
     if problem.cp_comm_type in ("p2p", "a2a+p2p") and Units(problem.workload).sparse:
         said += " As ranks see little of most others, nothing goes round: rows come straight from their owner."
@@ -78,7 +78,7 @@ def about(problem: Problem) -> str:
 
 
 def layout_words(problem: Problem) -> str:
-    """Who owns what."""
+    """The owners of the rows."""
     size = problem.cp_size
     return f"{problem.layout_name}: " + _LAYOUT[problem.layout_name].format(
         chunks=2 * size, last=2 * size - 1, ranks=size
@@ -97,7 +97,7 @@ def legend(problem: Problem) -> str:
 
 
 def step_words(direction: str, steps: Iterable[Step]) -> str:
-    """What all ranks do in one step.
+    """The work of all ranks in one step.
 
     >>> from cp_ref.spec import Sequence, make_schedule
     >>> problem = Problem(2, (Sequence(8, 8, 8, 8),), "a2a", 2, heads_q=4, heads_kv=4)
@@ -156,7 +156,7 @@ def tile_words(problem: Problem, tiles: Tiles) -> list[str]:
         if len({seq for seq, _, _ in (*q, *k)}) == 1:
             where = f"s{q[0][0]} " if len(problem.sequences) > 1 else ""
             words = f"{where}q {span(*q[0][1:])} x k {span(*k[0][1:])}"
-        else:  # areas reach over several sequences
+        else:  # Areas reach over several sequences.
             words = f"q {_places(q)} x k {_places(k)}"
         size = (q1 - q0) * (k1 - k0)
         part = f" ({seen} of {size})" if seen < size else ""

@@ -16,7 +16,7 @@ __all__ = ["asked_for", "attention", "problem_arguments", "refuse_plan"]
 
 
 class Options(TypedDict, total=False):
-    """What `attention` takes beside q, k, v, the context and what it returns, for type checkers."""
+    """The keyword options of `attention`, except the context and those that choose results, for type checkers."""
 
     qkv_format: QKVFormat
     attn_mask_type: AttnMaskType | None
@@ -195,7 +195,7 @@ def refuse_plan(plan: Any, kind: type) -> None:
 
 
 def asked_for(results: Any, return_lse: bool, return_max_logit: bool) -> Any:
-    """(out, lse, max_logit) -> out, or a tuple of out and what else was asked for."""
+    """(out, lse, max_logit) -> out, or a tuple of out and the other requested results."""
     out, lse, max_logit = results
     wanted = (out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else []))
     return out if len(wanted) == 1 else wanted

@@ -1,4 +1,4 @@
-"""What torch.autocast means for attention: inputs are cast as PyTorch casts those of its own; inside nothing is."""
+"""torch.autocast and attention: inputs are cast as for PyTorch's attention; nothing is cast inside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["autocast", "no_autocast"]
 
 
 def autocast(x: Any) -> Any:
-    """x as an operator in autocast's lower-precision list gets it: all floating-point dtypes but float64 are cast.
+    """Cast x as for an operator in autocast's lower-precision list: all floating-point dtypes except float64.
 
     >>> with torch.autocast("cpu", dtype=torch.bfloat16):
     ...     autocast(torch.ones(1)).dtype, autocast(torch.ones(1, dtype=torch.float64)).dtype
@@ -26,6 +26,6 @@ def autocast(x: Any) -> Any:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside the passes every dtype is as it is meant to be."""
-    on = torch.is_autocast_enabled(device.type)  # to turn off what is off takes the host as long as a launch
+    """Turn autocast off, so that the passes keep their dtypes."""
+    on = torch.is_autocast_enabled(device.type)  # turning it off when it is off costs the host as much as a launch
     return torch.autocast(device.type, enabled=False) if on else nullcontext()

@@ -1,4 +1,4 @@
-"""Who takes part, and how the work is shared: the one object that every call of the API takes."""
+"""The ranks that take part, and how they share the work: the one object that every call of the API takes."""
 
 from __future__ import annotations
 
@@ -72,15 +72,14 @@ class ContextParallel:
     def holding(self, table: Any) -> Self:
         """This context for the calls of one batch, whose rows the ranks hold by a table: see `make_plan(layout=)`.
 
-        `attention` without a plan takes it; `shard` and the like take a plan. The group and what is kept for it are the
-        same.
+        `attention` without a plan takes it; `shard` and the like take a plan. The group and its caches are the same.
         """
         made = replace(self)
         cast(Any, made).layout = read_layout(table)
         return made
 
     def alone(self, what: str) -> AbstractContextManager[None]:
-        """While a call is made on the group: a PeerError says what was called."""
+        """During a call on the group: a PeerError names the call."""
         return during(what)
 
     def __copy__(self) -> Self:

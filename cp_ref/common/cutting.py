@@ -1,4 +1,4 @@
-"""Global tensors and slices: how both packages cut the one, and put the others together."""
+"""Global tensors and slices: how both packages cut a tensor, and put slices together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gathered(x: torch.Tensor, cut: Cut, cp: ContextParallel) -> torch.Tensor:
 
 
 def positions_on(device: torch.device | str | None, cp: ContextParallel, plan: Any, *lengths: Any) -> torch.Tensor:
-    """What `position_ids` gives; lengths: those of its arguments that `read_positions` takes."""
+    """The result of `position_ids`; lengths: its arguments for `read_positions`."""
     positions = read_positions(cp, plan, *lengths)
     where = read_device(("cpu" if plan is None else plan.device) if device is None else device)
     check_usable(where)
@@ -48,7 +48,7 @@ def positions_on(device: torch.device | str | None, cp: ContextParallel, plan: A
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank's slice into its rows; backward: every rank's gradients of the own rows, added up in rank order."""
+    """Every rank's slice into its rows; backward: all ranks' gradients of this rank's rows, added up in rank order."""
 
     @staticmethod
     def forward(
@@ -96,5 +96,5 @@ def in_format(rows: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as bytes, others as they are: not every operator that moves rows knows them."""
+    """8-bit floats as bytes, others unchanged: not every operator that moves rows supports 8-bit floats."""
     return x.detach().view(torch.uint8) if x.dtype.is_floating_point and x.element_size() == 1 else x

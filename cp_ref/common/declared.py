@@ -8,7 +8,7 @@
     def trimmed(x: Tensor, *, rows: int) -> Tensor:
         return ...
 
-A declaration is no function: its worked examples are run where there is something to run, on both sides.
+A declaration has no body: its worked examples run on the implementations, in both packages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Declaration(Generic[F]):
         self.signature = inspect.signature(function)
 
     def __call__(self, implementation: Callable[..., Any]) -> F:
-        """The implementation, with the signature, the defaults and the docstring that are declared.
+        """The implementation, with the declared signature, defaults and docstring.
 
         It has the declared parameters without their defaults; keyword-only ones may be left to `**arguments`, which
         then hold what the caller gave.
@@ -86,12 +86,12 @@ class Declaration(Generic[F]):
 
 
 def declare(function: F) -> Declaration[F]:
-    """The function, of which the parameters and the docstring count, as a declaration."""
+    """The function as a declaration: only its parameters and its docstring are used."""
     return Declaration(function)
 
 
 def implements(declared: Declaration[Callable[P, Any]]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """The declaration as a decorator, for an implementation that returns a type of its own package."""
+    """The declaration as a decorator, for an implementation whose return type belongs to one package."""
     return cast(Any, declared)
 
 

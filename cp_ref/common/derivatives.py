@@ -20,7 +20,7 @@ def refuse_transforms() -> None:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the backward of an autograd function: its results do not depend on anything, or raise when asked on what.
+    """For the backward of an autograd function: its results are constants, or raise when differentiated.
 
     PyTorch's `once_differentiable` lets results through as constants where only the saved tensors require grad, so that
     a penalty on a gradient has no gradient, without a word.

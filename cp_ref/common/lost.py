@@ -1,7 +1,7 @@
-"""Which rank is lost. A rank may wait for a neighbour that waits itself: the ranks tell each other by the job's store.
+"""Which rank is lost. A rank may wait for a neighbour that also waits, so the ranks tell each other by the job's store.
 
-A rank whose messages do not come through writes down whose they are. It then follows what others have written: the
-peer that it misses may miss another one, and so on. Who is missed and has written nothing does not answer.
+A rank whose messages do not come through writes down the peer that it misses. It then follows the others' entries: this
+peer may miss another one, and so on. A missed rank without an entry does not answer.
 
     rank 2 is lost      rank 3 misses 2         rank 0 misses 3, which misses 2        all name rank 2
 """
@@ -19,13 +19,13 @@ from torch._C._distributed_c10d import PrefixStore
 
 __all__ = ["follow", "silent_rank"]
 
-_GRACE = 3.0  # seconds that a peer has to say that it waits itself
-_FRESH = 3600.0  # seconds after which what a rank wrote is of another failure
+_GRACE = 3.0  # Seconds in which a peer can write that it also waits.
+_FRESH = 3600.0  # Seconds after which an entry belongs to an earlier failure.
 
 
 def silent_rank(here: int, missing: int) -> int | None:
-    """The rank that does not answer, because of which this one got nothing from a peer; None where that cannot be found
-    out: the store is gone too, or everybody answers.
+    """The silent rank that kept a peer from answering this one. None if it cannot be found: the store is gone too, or
+    every rank answers.
 
     Args:
         here, missing: this rank and the peer, by their numbers in the job.
@@ -33,10 +33,10 @@ def silent_rank(here: int, missing: int) -> int | None:
     found: list[int | None] = []
 
     def ask() -> None:
-        with suppress(Exception):  # whatever the store raises: there is an error to report already
+        with suppress(Exception):  # Any error of the store: there is an error to report already.
             found.append(follow(_job_store(), here, missing, _GRACE))
 
-    asks = threading.Thread(target=ask, daemon=True)  # a store whose process is stopped never answers
+    asks = threading.Thread(target=ask, daemon=True)  # A store whose process is stopped never answers.
     asks.start()
     asks.join(2 * _GRACE)
     return found[0] if found else None
@@ -48,8 +48,8 @@ def _job_store() -> Any:
 
 
 def follow(store: Any, here: int, missing: int, grace: float) -> int | None:
-    """Write down that this rank misses a peer. Then follow what the others have written, until somebody has written
-    nothing for so many seconds: that rank. None if there is none.
+    """Write down that this rank misses a peer. Then follow the others' entries to a rank that has written nothing for
+    `grace` seconds, and return it. None if every rank has written.
 
     >>> store = dist.HashStore()
     >>> follow(store, 3, 2, 0), follow(store, 0, 3, 0), follow(store, 2, 0, 0)
@@ -72,7 +72,7 @@ def follow(store: Any, here: int, missing: int, grace: float) -> int | None:
 
 
 def _missed_by(store: Any, rank: int) -> int | None:
-    """Whom a rank misses, by what it wrote."""
+    """The peer that a rank misses, by its entry."""
     if not store.check([str(rank)]):
         return None
     at, missing = json.loads(store.get(str(rank)))

@@ -15,7 +15,7 @@ _LSE = {"bshd": ("batch", "heads", "sequence"), "sbhd": ("batch", "heads", "sequ
 
 
 def placed_like(q: Any, qkv_format: str, results: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """This rank's (out, lse, max_logit) as DTensors on the mesh of q, where q is one; else as they are.
+    """This rank's (out, lse, max_logit) as DTensors on the mesh of q, where q is one; else unchanged.
 
     Args:
         q: what `attention` was given, its placement checked.

@@ -1,4 +1,4 @@
-"""`make_plan`, `supports` and `Plan.update`, declared; and what their arguments are read into."""
+"""`make_plan`, `supports` and `Plan.update`, declared; and readers of their arguments."""
 
 from __future__ import annotations
 
@@ -164,11 +164,10 @@ def update(
 ) -> None:
     """Give the plan another batch, in place: the same problem with other lengths. Collective, like `make_plan`.
 
-    For plans made with `max_sequences`. `cp_ref` plans anew. `cp_fast` overwrites all tables by one copy, on the
-    current stream, without waiting for the device: what was launched before still finds the old batch, and a CUDA graph
-    of `attention` that is replayed after it computes the new one. Addresses, sizes, messages and launches stay those of
-    the batch that the plan was made with; it should be one that needs all of them, such as one sequence of the full
-    length.
+    For plans made with `max_sequences`. `cp_ref` makes a new plan. `cp_fast` overwrites all tables by one copy, on the
+    current stream, without waiting for the device: earlier launches still read the old batch, and a CUDA graph of
+    `attention` that is replayed later computes the new one. Addresses, sizes, messages and launches stay those of the
+    batch that the plan was made with; that batch should need all of them, such as one sequence of the full length.
 
     A backward pass belongs to the batch of its forward pass: do not update between the two (an eager call raises
     RuntimeError; activation checkpointing and a replayed graph cannot tell).
@@ -186,7 +185,7 @@ def update(
 
 
 def check_plan(plan: Any) -> None:
-    """Raise TypeError unless it is None or a plan of either package."""
+    """Raise TypeError for anything but None and a plan of either package."""
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan is {kind_of(plan)}; it must be a Plan, as make_plan gives it")
 
@@ -200,7 +199,7 @@ def lengths_of_update(plan: Plan, cp: ContextParallel, given: dict[str, Any]) ->
 def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, torch.device]:
     """All arguments of `make_plan` by name -> what the ranks must agree on, and the plan's device. Sends nothing.
 
-    kind: the package's own ContextParallel. How it is computed and what is returned are only looked at.
+    kind: the package's own ContextParallel. Options of the computation and of the results are only checked.
     """
     cp = given["cp"]
     check_context(cp, kind)

@@ -17,7 +17,7 @@ from cp_ref.spec import Group, PairGroup, Parcel, Pending
 __all__ = ["PeerError", "ProcessMember", "as_group", "during", "under_way"]
 
 
-_GATHER_TAG = 2**27  # far above the tags of schedules
+_GATHER_TAG = 2**27  # Far above the tags of schedules.
 
 
 class PeerError(RuntimeError):
@@ -27,8 +27,8 @@ class PeerError(RuntimeError):
     """
 
 
-class during:  # used like a function; as a generator it would take the host thrice as long
-    """Say what was being done when a peer did not answer.
+class during:  # Used like a function; a generator would take the host three times as long.
+    """Name the current work in the error when a peer does not answer.
 
     >>> with during("forward, step 1 of 3"):
     ...     raise PeerError("rank 0: nothing came from rank 1")
@@ -56,7 +56,7 @@ _under_way: ContextVar[tuple[str, ...]] = ContextVar("_under_way", default=())
 
 
 def under_way() -> str:
-    """What is being done in this thread, by `during`.
+    """The current work of this thread, from `during`.
 
     >>> with during("forward"), during("step 1 of 3"):
     ...     under_way()
@@ -68,8 +68,8 @@ def under_way() -> str:
 class ProcessMember:
     """This process's place in a torch.distributed group, over gloo or NCCL.
 
-    NCCL runs an exchange on a stream of its own: it begins when what the current stream has so far is done, and `wait`
-    makes the current stream wait for it, not the host. So kernels launched between the two overlap with it.
+    NCCL runs an exchange on a separate stream: it begins after the work so far on the current stream, and `wait` makes
+    the current stream wait for it, not the host. So kernels launched between the two overlap with it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -91,7 +91,7 @@ class ProcessMember:
             for p in parcels
         ]
         works: list[Any] = []
-        # gloo has no batches: a message that cannot be posted is then known
+        # gloo has no batches, so the message that cannot be posted is known.
         for first, some in enumerate([op] for op in ops) if self._apart else enumerate([ops] if ops else []):
             try:
                 works += dist.batch_isend_irecv(some)
@@ -113,7 +113,7 @@ class ProcessMember:
         return values
 
     def _gather(self, value: Any) -> list[Any]:
-        """`all_gather_object` by messages between every two ranks, so that a peer that is lost is named."""
+        """`all_gather_object` by messages between every two ranks, so that the error names a lost peer."""
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [torch.tensor([len(own)], dtype=torch.int64, device="cpu") for _ in range(self.size)]
         peers = [rank for rank in range(self.size) if rank != self.rank]
@@ -135,7 +135,7 @@ class _Late(NamedTuple):
 
 
 class _Works:
-    """What torch.distributed is doing for one exchange: one work for each message (gloo), or one for all (NCCL)."""
+    """The works of torch.distributed for one exchange: one for each message (gloo), or one for all (NCCL)."""
 
     def __init__(self, here: int, works: list[Any], messages: Sequence[_Late]) -> None:
         self._here, self._works, self._messages = here, works, messages
@@ -152,7 +152,7 @@ class _Works:
 
 
 def _lost(here: int, late: Sequence[_Late], error: Exception) -> PeerError:
-    """What is said of messages that did not come through: who does not answer, if the ranks can find that out."""
+    """The error of messages that did not come through; it names the silent rank if the ranks can find it."""
     words = ", ".join(message.words for message in late)
     complaint = f"global rank {here}: what should go {words} did not come through: {error}"
     silent = silent_rank(here, late[0].peer) if len({message.peer for message in late}) == 1 else None
@@ -160,7 +160,7 @@ def _lost(here: int, late: Sequence[_Late], error: Exception) -> PeerError:
 
 
 def as_group(group: Any, cp_comm_type: str) -> Group:
-    """What the user passed as `group`, as a `Group`.
+    """The user's argument `group` as a `Group`.
 
     Args:
         group: for "a2a+p2p" a pair (a2a_group, p2p_group) or a 2-D DeviceMesh [p2p, a2a]; for the others one group: a
@@ -192,7 +192,7 @@ def _pair(a2a: Group, p2p: Group) -> PairGroup:
 
 
 def _left_out(group: Any) -> bool:
-    """Whether this process is no member of what it has: `new_group` gives it a group all the same."""
+    """Whether this process is not a member of its group: `new_group` returns a group to it all the same."""
     if isinstance(group, DeviceMesh):
         return group.get_coordinate() is None
     if isinstance(group, dist.ProcessGroup):

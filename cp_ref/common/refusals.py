@@ -1,4 +1,4 @@
-"""Refusals before the ranks agree: all ranks hear of what one rank alone refuses."""
+"""Refusals before the ranks agree: all ranks learn that one rank refuses its arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def told_to_all(cp: ContextParallel, what: str = "an agreement on a call") -> Ge
     """
     try:
         yield
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    except Exception as error:  # any error: the other ranks must not wait for this one
         with cp.alone(what):
             tell(cp.comm, error)
         raise

@@ -50,10 +50,10 @@ class _Roll(torch.autograd.Function):
 def _moved(
     x: torch.Tensor, cp: ContextParallel, sends: Numbers, recvs: Numbers, most: int, fill: float
 ) -> torch.Tensor:
-    """Rows `sends[r]` of x go to rank r; rows `recvs[r]` of the result come from it, the others are `fill`."""
+    """Rows `sends[r]` of x go to rank r, rows `recvs[r]` of the result come from it, and all others are `fill`."""
     group, result = cp.comm, torch.full_like(x, fill, memory_format=torch.contiguous_format)
     result.index_copy_(0, recvs[cp.rank], x.index_select(0, sends[cp.rank]))
-    if isinstance(group, PairGroup):  # two hops, which are for parts of one size
+    if isinstance(group, PairGroup):  # Two hops need parts of one size.
         parts = [x.new_zeros(most, *x.shape[1:]) for _ in sends]
         for part, rows in zip(parts, sends, strict=True):
             part[: len(rows)] = x.index_select(0, rows)[:most]

@@ -67,8 +67,8 @@ def unshard(
     """The global tensor, on every rank, from every rank's slice: the inverse of `shard`. Collective.
 
     Differentiable, and so collective in the backward pass too: the gradient of a slice is the sum over all ranks of the
-    gradients of its place, as every rank's global tensor depends on it. So where every rank takes the same loss of it,
-    gradients are cp_size times those of that loss.
+    gradients of its place, as every rank's global tensor depends on it. So if every rank computes the same loss from
+    it, gradients are cp_size times those of that loss.
 
     Args:
         x: this rank's slice, as `shard` gives it; alike on all ranks.
@@ -114,7 +114,7 @@ def roll(
     fill_value: float = 0,
 ) -> torch.Tensor:
     """Every sequence shifted inside itself, across ranks: the next token as label, hidden states for multi-token
-    prediction. Collective; the rows that change ranks are all that travels.
+    prediction. Collective; only the rows that change ranks travel.
 
     Args:
         x: this rank's slice, as `shard` gives it; alike on all ranks.

@@ -1,4 +1,4 @@
-"""Calls that all ranks make: all raise if one rank refuses its arguments, an unknown keyword too."""
+"""Calls that all ranks make: all raise if one rank refuses its arguments, also for an unknown keyword."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def together(groups: Sequence[Group], read: Callable[[], T], merge: Callable[[li
     said, error = "", None
     try:
         found = [read()]
-    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
+    except Exception as caught:  # any error: the other ranks must not wait for this one
         own = f"{name_of_rank(groups)} refused its arguments: {type(caught).__name__}: {caught}"
         said, error = str(caught) if isinstance(caught, RefusedElsewhere) else own, caught
     for group in groups:
@@ -59,7 +59,7 @@ def together(groups: Sequence[Group], read: Callable[[], T], merge: Callable[[li
 
 
 def name_of_rank(groups: Sequence[Group]) -> str:
-    """What other ranks know this one by.
+    """This rank's name in other ranks' errors.
 
     >>> from cp_ref.spec import PaperGroup
     >>> name_of_rank([PaperGroup(4, rank=2)])

@@ -1,10 +1,10 @@
-"""Helpers for packed sequences (thd): the small steps that context-parallel attention on variable lengths is made of.
+"""Helpers for packed sequences (thd): the small steps of context-parallel attention on variable lengths.
 
     indices, valid, halves, corrections, batches   the helpers, as declared in `cp_ref.common.thd`
     rows, lse    what they share: rows of packed buffers, and the two shapes of an LSE
 
-Lengths are called GLOBAL where they are those of the whole packed buffer, and LOCAL where they are those of a rank's
-slice: the global ones divided by cp_size.
+GLOBAL lengths are those of the whole packed buffer. LOCAL lengths are those of a rank's slice: the global ones divided
+by cp_size.
 """
 
 from cp_ref.common.thd.head_dims import pad_v, trim_out

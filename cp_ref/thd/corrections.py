@@ -85,7 +85,7 @@ def thd_grad_correction(
 
 
 def _halves(source: torch.Tensor, sequences: Runs, number: int, idle: int) -> torch.Tensor:
-    """What a step has for this half of every sequence: with one half idle, the step's tensor is the other half."""
+    """The step's rows for this half of every sequence: with one half idle, the step's tensor is the other half."""
     return source[(sequences.halved() if idle else sequences.half(number)).rows()]
 
 

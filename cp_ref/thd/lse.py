@@ -1,10 +1,10 @@
-"""Log-sum-exps of packed sequences come in two shapes; here the corrections learn to see them as one.
+"""Log-sum-exps of packed sequences have two shapes; the corrections read both in the same way.
 
     packed   [h, t]       the LSE of row t of the buffer                      (lse_packed True)
     padded   [b, h, s]    the LSE of position p of sequence b, p < s          (lse_packed False)
 
-A padded LSE has room for at least the longest sequence. Kernels round that room up, so s may be larger; what lies
-behind a sequence's length is never read and never changed.
+A padded LSE has room for at least the longest sequence. Kernels round that room up, so s may be larger; values beyond a
+sequence's length are never read and never changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rows of packed buffers: the one idea that every THD helper is made of.
+"""Rows of packed buffers: all THD helpers build on this.
 
-A packed buffer has its sequences one behind the other, each with its padding, and perhaps a tail of unused rows:
+A packed buffer concatenates its sequences, each with its padding, and may end with a tail of unused rows:
 
     cu_seqlens_padded = [0, 8, 12], 14 rows
 

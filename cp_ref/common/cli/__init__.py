@@ -1,1 +1,1 @@
-"""What the command lines of both packages share: options that describe a problem, tables, and refusals on one line."""
+"""Shared by the command lines of both packages: options that describe a problem, tables, and refusals on one line."""

@@ -1,4 +1,4 @@
-"""The options that describe a problem, as commands of both packages take them, and the arguments they stand for."""
+"""The options that describe a problem, for commands of both packages, and the arguments that they become."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ProblemOptions:
-    """The options as given; a command's own class adds to them, and has defaults of its own."""
+    """The options as given; a command's class adds options and sets its defaults."""
 
     cp_comm_type: Annotated[str, Option(help="The schedule: p2p, all_gather, a2a or a2a+p2p.")] = "p2p"
     cp_size: Annotated[int, Option(help="Number of ranks.", min=1)] = 4
@@ -56,7 +56,7 @@ class ProblemOptions:
     dtype: Annotated[str, Option(help="float16, bfloat16, float32 or float64.")] = "float32"
 
     def __post_init__(self) -> None:
-        """Raises ValueError where an option would be ignored, or more ranks are asked for than commands plan."""
+        """Raises ValueError where an option would be ignored, or for more ranks than commands plan."""
         read_count("--cp-size", self.cp_size, at_least=1, at_most=MOST_RANKS)
         lengths, packed = bool(self.seqlens), self.in_format == "thd"
         for option, value, ignored, instead in (
@@ -80,24 +80,24 @@ class ProblemOptions:
 
     @property
     def lengths_q(self) -> list[int] | None:
-        """One a sequence; None where none are given."""
+        """One per sequence; None if not given."""
         if self.seqlens:
             return lengths("--seqlens", self.seqlens)
         return [self.length] * self.count if self.in_format == "thd" else None
 
     @property
     def lengths_kv(self) -> list[int] | None:
-        """The same of keys; None where they are those of queries."""
+        """The same for keys; None if equal to those of queries."""
         return lengths("--seqlens-kv", self.seqlens_kv) if self.seqlens_kv else None
 
     @property
     def length(self) -> int:
-        """Of a sequence where no others are given."""
+        """The length of a sequence if no others are given."""
         return 4 * self.cp_size if self.seqlen is None else self.seqlen
 
     @property
     def count(self) -> int:
-        """Of sequences, where no lengths are given."""
+        """The number of sequences if no lengths are given."""
         return 1 if self.batch is None else self.batch
 
     @property
@@ -107,7 +107,7 @@ class ProblemOptions:
 
     def said(self) -> dict[str, Any]:
         """The arguments of `attention` that describe the problem."""
-        from cp_ref.common import masks  # which imports PyTorch, as the next ones: --help does without
+        from cp_ref.common import masks  # This and the next ones import PyTorch, and --help must not.
 
         q, kv = self.lengths_q, self.lengths_kv
         made: dict[str, Any] = {"qkv_format": self.in_format, "window_size": window(self.window)}
@@ -116,7 +116,7 @@ class ProblemOptions:
         return made | ({} if kv is None else {"cu_seqlens_kv": cumulative(kv)})
 
     def sizes(self) -> dict[str, Any]:
-        """What `make_plan` is told beside, where `attention` looks at tensors."""
+        """The further arguments of `make_plan`, which `attention` reads from tensors."""
         heads_q = 2 * self.exchanging if self.heads_q is None else self.heads_q
         heads_kv = gcd(heads_q, self.exchanging) if self.heads_kv is None else self.heads_kv
         made: dict[str, Any] = {"heads_q": heads_q, "heads_kv": heads_kv, "d_qk": self.d_qk}
@@ -129,8 +129,8 @@ class ProblemOptions:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, whose first argument is a `ProblemOptions`, these options in front of its own; bad input ends it
-    as in `readable_errors`.
+    """Give a command, whose first argument is a `ProblemOptions`, these options before the command's others; bad input
+    ends it as in `readable_errors`.
     """
     first, *own = signature(command, eval_str=True).parameters.values()
     options = signature(first.annotation, eval_str=True).parameters.values()
@@ -227,6 +227,6 @@ def cumulative(sizes: list[int]) -> torch.Tensor:
 
 
 def check_number(option: str, number: int, count: int) -> None:
-    """It is one of `count` heads, ranks and the like, numbered from 0."""
+    """Check that it is one of `count` heads, ranks and the like, numbered from 0."""
     if not 0 <= number < count:
         raise ValueError(f"{option} is {number}; it must be 0 to {count - 1}")

@@ -1,4 +1,4 @@
-"""What a command prints: refusals on one line, tables, pictures in colour."""
+"""The output of commands: refusals on one line, tables, pictures in colour."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def complain(message: str) -> None:
 def readable_errors() -> Generator[None]:
     """Bad input ends the command with one line and exit code 2 instead of a traceback.
 
-    Only what the package raises about its arguments counts, and files that cannot be written; anything else is a bug,
-    and keeps its traceback.
+    This covers the package's errors about its arguments and files that cannot be written; anything else is a bug and
+    keeps its traceback.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def readable_errors() -> Generator[None]:
 
 
 def check_svg(path: Path | None) -> None:
-    """Raise unless a picture's file is an SVG by its name, or there is none: nothing else is written.
+    """Raise if a picture's file is given and its name does not end in .svg: only SVG is written.
 
     >>> check_svg(Path("plan.png"))
     Traceback (most recent call last):

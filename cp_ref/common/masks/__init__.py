@@ -8,8 +8,8 @@
     from_magi, from_block_mask                              masks of MagiAttention, and of PyTorch's FlexAttention
     from_call                                               a maker's call as text, for command lines
 
-Every maker is for one document that begins at row 0; `packed` puts several into one buffer. What is made is a table
-like any other: rows may be added by torch.cat, as long as no pair is in two of them.
+Every maker is for one document that begins at row 0; `packed` puts several into one buffer. The result is a table like
+any other: rows may be added by torch.cat, as long as no pair is in two of them.
 """
 
 from cp_ref.common.masks.blocks import block_causal, chunked, dilated_blocks

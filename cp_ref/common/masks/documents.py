@@ -24,7 +24,7 @@ def documents(
     cu_seqlens_kv_padded: Lengths | None = None,
     window_size: tuple[int, int] = (-1, 0),
 ) -> torch.Tensor:
-    """Each document sees itself through a window: what `cu_seqlens_*` and a bottom-right mask mean without areas.
+    """Each document sees itself through a window: the same as `cu_seqlens_*` and a bottom-right mask without areas.
 
     Args:
         cu_seqlens_q ... cu_seqlens_kv_padded: as in `attention`, [b + 1].
@@ -92,8 +92,8 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
 
 
 def picture(areas: torch.Tensor | Sequence[Sequence[int]], width: int = 80) -> str:
-    """Who sees whom, as text: each cell shows the number of its area, "." where none is; cells are larger where the
-    mask does not fit `width`. The 37th area is 0 again.
+    """The mask as text: each cell shows the number of its area, or "." for no area; cells are larger where the mask
+    does not fit `width`. The 37th area is 0 again.
 
     >>> print(picture(torch.tensor([[0, 3, 0, 4, -1, 0], [3, 4, 1, 3, -1, -1]])))
     4 query rows x 4 key rows; a cell is 1 x 1

@@ -13,8 +13,8 @@ from cp_ref.spec.values import read_several
 
 __all__ = ["from_magi"]
 
-# type: (whether keys behind the diagonal of the last row and key are hidden, whether those before the diagonal of the
-# first row and key are), as numbers and as the names of MagiAttention's AttnMaskType
+# Type, as MagiAttention's number and as the name of its AttnMaskType: (keys after the diagonal of the last row and key
+# are hidden, keys before the diagonal of the first row and key are hidden).
 _TYPES = {
     **dict.fromkeys((0, "full"), (False, False)),
     **dict.fromkeys((1, "causal"), (True, False)),
@@ -55,7 +55,7 @@ def from_magi(q_ranges: Any, k_ranges: Any, types: Sequence[int | str]) -> torch
             raise ValueError(f"types[{n}] is {kind!r}; it must be one of {', '.join(map(repr, _TYPES))}")
         hides_behind, hides_before = _TYPES[kind]
         more_keys = (k_stop - k_start) - (q_stop - q_start)
-        if hides_before and more_keys < 0:  # rows that are below the diagonal of the first row and key see nothing
+        if hides_before and more_keys < 0:  # Rows below the diagonal of the first row and key see nothing.
             if hides_behind:
                 continue
             q_stop, more_keys = q_stop + more_keys, 0

@@ -35,7 +35,7 @@ def prefix_lm(prefix: int, length: int) -> torch.Tensor:
 
 
 def shared_prefix(prompt: int, answers: Lengths) -> torch.Tensor:
-    """A prompt, and answers behind it that see the prompt and themselves, but not each other (GRPO; DPO's pairs).
+    """A prompt, then answers that see the prompt and themselves, but not each other (GRPO; DPO's pairs).
 
     The buffer has the prompt once, then the answers. Positions go on from the prompt's end in every answer, so for RoPE
     they are not those of `position_ids`, which counts rows of the document.

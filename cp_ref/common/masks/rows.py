@@ -1,4 +1,4 @@
-"""The rows of a table of areas, and what makers' arguments are read into."""
+"""The rows of a table of areas, and readers of makers' arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def causal(start: int, stop: int) -> AreaRow:
 
 
 def upper(start: int, stop: int) -> AreaRow:
-    """What is lacking when the rows of a causal square are to see all of each other: the keys behind each.
+    """The area that makes a causal square dense: for each row, the keys after it.
 
     >>> tensor([causal(0, 3), upper(0, 3)]).tolist()
     [[0, 3, 0, 3, -1, 0], [0, 2, 1, 3, 0, -1]]
@@ -36,7 +36,7 @@ def tensor(rows: Iterable[AreaRow]) -> torch.Tensor:
 
 
 def listed(x: Any) -> Any:
-    """A tensor as lists; anything else as it is."""
+    """A tensor as lists; anything else unchanged."""
     return x.tolist() if hasattr(x, "tolist") else x
 
 

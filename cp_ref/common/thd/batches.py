@@ -70,19 +70,19 @@ def get_batch_on_this_cp_rank(
 ) -> dict[str, Any]:
     """This rank's part of a batch: ids, labels, positions and loss mask cut as `shard` cuts q, k and v.
 
-    What happens to an entry is decided by these rules, in this order:
+    These rules apply to each entry, in this order:
 
-    1. No tensor (None, a number, a string): passed on as it is.
+    1. No tensor (None, a number, a string): passed on.
     2. Its name begins with "cu_seqlens": passed on. Attention takes global lengths.
-    3. A tensor [n] that may be positions without a batch axis and may as well be one value a sequence is refused: in
-       bshd where n is the sequence length, in sbhd where it is the batch size too.
-    4. Its name ends with "position_ids" and it has the format's axes behind others: [..., b, s] in bshd, [..., s, b] in
-       sbhd, [..., t] in thd, such as mRoPE's [3, b, s] and [1, t]: cut along that axis.
+    3. A tensor [n] that may be positions without a batch axis or one value per sequence is refused: in bshd if n is
+       the sequence length, in sbhd if it is also the batch size.
+    4. Its name ends with "position_ids" and the format's axes are its last: [..., b, s] in bshd, [..., s, b] in
+       sbhd, [..., t] in thd (mRoPE's [3, b, s] and [1, t]): cut along the sequence axis.
     5. A tensor without the format's sequence axis (axis 1 of bshd [b, s, ...]; axis 0 of sbhd [s, ...] and thd
        [t, ...]): passed on.
-    6. Every other tensor is cut, along that axis alone. Their sizes there must agree; where they do not (an attention
-       mask [b, 1, s, s], lengths [b] in thd), nobody can tell which are sequences, and the batch is refused. Take such
-       entries out, and put them back yourself.
+    6. Every other tensor is cut, along that axis alone. Their sizes there must agree. If they do not (an attention
+       mask [b, 1, s, s], lengths [b] in thd), the sequences are unknown, and the batch is refused. Take such entries
+       out, and put them back yourself.
 
     Args:
         batch: the global batch, whole on every rank.
@@ -136,8 +136,8 @@ def check_padding(
 
 
 def check_lengths_divide(cp: ContextParallel, cu_seqlens_padded: torch.Tensor) -> None:
-    """Raise ValueError where a length is not cut without a rest: without a plan ranks have equal chunks, as for
-    Megatron-LM and TransformerEngine.
+    """Raise ValueError where a length leaves a remainder: without a plan ranks have equal chunks, as in Megatron-LM and
+    TransformerEngine.
     """
     check_lengths("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens_padded.device)
     sizes = cu_seqlens_padded.diff() if cp.layout == "dual_chunk" else cu_seqlens_padded[-1:]
@@ -195,14 +195,14 @@ def _entries_to_cut(batch: Any, qkv_format: Any) -> dict[str, torch.Tensor]:
 
 
 def _check_integers(**tensors: torch.Tensor) -> None:
-    """Token ids and labels are numbers."""
+    """Check that token ids and labels have an integer dtype."""
     for name, x in tensors.items():
         if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
             raise TypeError(f"{name} has dtype {x.dtype}; it must be an integer dtype")
 
 
 def _check_fill(name: str, value: Any, x: torch.Tensor) -> None:
-    """What padding holds is a number that the tensor can hold."""
+    """Check that the padding value is within the range of the tensor's dtype."""
     range_ = torch.iinfo(x.dtype)
     check_count(name, value, int(range_.min), below=int(range_.max) + 1, at_most=int(range_.max))
 
@@ -214,7 +214,7 @@ def _check_mapping(batch: Any) -> None:
 
 
 def _check_agreement(cut: dict[str, torch.Tensor], axis: int, qkv_format: str) -> None:
-    """All have the same size on the sequence axis."""
+    """Check that all have the same size on the sequence axis."""
     for first, x in list(cut.items())[:1]:
         for name, y in cut.items():
             if y.shape[axis] != x.shape[axis]:
@@ -226,7 +226,7 @@ def _check_agreement(cut: dict[str, torch.Tensor], axis: int, qkv_format: str) -
 
 
 def _check_meaning(name: str, x: torch.Tensor, cut: dict[str, torch.Tensor], qkv_format: str) -> None:
-    """A tensor [n] is either a sequence or one value for each, beyond doubt."""
+    """Check that a tensor [n] is clearly a sequence, or clearly one value per sequence."""
     for other, y in cut.items():
         if y.ndim > 1 and len(x) == y.shape[1] and (qkv_format == "bshd" or len(x) == y.shape[0]):
             raise ValueError(

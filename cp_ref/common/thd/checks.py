@@ -1,6 +1,6 @@
-"""What the THD helpers refuse, and in which words.
+"""The checks of the THD helpers, with their errors.
 
-Shapes and dtypes are checked always, before anything runs; the values of lengths by those who can look at them.
+Shapes and dtypes are always checked, before anything runs; the values of lengths are checked where they can be read.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 MOST = 2**31 - 1
-MOST_ROWS = 2**48 - 1  # more than any memory has
+MOST_ROWS = 2**48 - 1  # More than any memory has.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def device_of(x: Any) -> torch.device:
-    """Where a tensor lies; the CPU for anything else, which a later check refuses."""
+    """The device of a tensor; the CPU for anything else, which a later check refuses."""
     return getattr(x, "device", torch.device("cpu"))
 
 
@@ -73,7 +73,7 @@ def check_columns(name: str, lse: torch.Tensor, needed: int, lse_packed: bool) -
 
 
 def check_written(name: str, x: torch.Tensor) -> None:
-    """Raise where elements of what is changed in place share memory."""
+    """Raise where elements of a tensor to change in place share memory."""
     if x.numel() and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
         raise ValueError(
             f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; it is written, so no stride may be 0"
@@ -153,7 +153,7 @@ def check_lse(name: str, lse: Any, sequences: int, tokens: int | None, heads: in
 
 
 def check_divisible(name: str, sizes: Any, divisor: int, why: str) -> None:
-    """Raise unless every sequence's length divides. sizes: int64 [b], an array or a tensor; None: nobody looks.
+    """Raise unless every sequence's length divides. sizes: int64 [b], an array or a tensor; None: not checked.
 
     >>> check_divisible("cu_seqlens_padded", torch.tensor([4, 3]), 2, "a half")
     Traceback (most recent call last):
@@ -169,7 +169,7 @@ def check_divisible(name: str, sizes: Any, divisor: int, why: str) -> None:
 
 
 def check_fits(real: Any, slots: Any) -> None:
-    """Every sequence has room for its real tokens. Both int64 [b], arrays or tensors; None: nobody looks."""
+    """Raise unless every sequence has room for its real tokens. Both int64 [b], arrays or tensors; None: unchecked."""
     if real is not None and slots is not None and (real > slots).any():
         number = (real > slots).tolist().index(True)
         raise ValueError(
@@ -179,13 +179,13 @@ def check_fits(real: Any, slots: Any) -> None:
 
 
 def check_room(name: str, tokens: int, lengths_name: str, end: int | None) -> None:
-    """The buffer has a row for every token."""
+    """Raise unless the buffer has a row for every token."""
     if end is not None and tokens < end:
         raise ValueError(f"{name} has {tokens} tokens, fewer than {lengths_name}[-1] = {end}")
 
 
 def check_tail(name: str, tokens: int, end: int | None, cp_size: int) -> None:
-    """What is behind the last sequence divides among the ranks."""
+    """Raise unless the tail after the last sequence divides among the ranks."""
     if end is None:
         if tokens % cp_size:
             _bad_tail(name, tokens, "", tokens, cp_size)
@@ -200,7 +200,7 @@ def _bad_tail(name: str, tokens: int, ends: str, tail: int, cp_size: int) -> NoR
 
 
 def check_both(cu_seqlens: Any, cu_seqlens_padded: Any, device: torch.device) -> None:
-    """Raise unless both are cumulative lengths of as many sequences."""
+    """Raise unless both are cumulative lengths of equally many sequences."""
     check_lengths("cu_seqlens_padded", cu_seqlens_padded, device)
     check_lengths("cu_seqlens", cu_seqlens, device)
     if len(cu_seqlens) != len(cu_seqlens_padded):

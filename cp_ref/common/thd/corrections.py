@@ -1,13 +1,13 @@
 """Putting the partial results of ring steps together, in place.
 
-LOCAL lengths: cu_seqlens_padded here are those of the rank's slice, the global ones divided by cp_size. A step that
-worked on whole sequences has tensors of t rows, like the accumulators; one that worked on halves (see `halves`) has
-t / 2 rows, and goes to the second half (or, a gradient, to either half) of every sequence:
+LOCAL lengths: cu_seqlens_padded here are those of the rank's slice, the global ones divided by cp_size. A step on whole
+sequences has tensors of t rows, like the accumulators. A step on halves (see `halves`) has t / 2 rows, which go to the
+second half (gradients: to either half) of every sequence:
 
     accumulator, cu_seqlens_padded = [0, 4, 6]     a b A B | c C | tail
     a step on second halves                            x y |   z | (t / 2 rows; its tail is not looked at)
                                                        |      |
-    is added to                                    a b A B | c C | tail     a, b, c and the tail stay as they are
+    is added to                                    a b A B | c C | tail     a, b, c and the tail do not change
 
 Arithmetic is in float32, or in float64 where an operand is float64; the result is rounded once, when it is stored.
 """
@@ -87,8 +87,8 @@ def thd_out_correction(
 ) -> None:
     """Add a step's partial output, rescaled to the final denominator: out += exp(lse_step - lse) * out_step. In place.
 
-    Start with out = 0 and do it once for every step, when `lse` is the LSE over all steps. A row of which a step saw
-    nothing (lse_step -inf) gets nothing from it, whatever its out_step says.
+    Start with out = 0 and do it once for every step, when `lse` is the LSE over all steps. A row for which a step saw
+    no key (lse_step -inf) gets nothing from it, whatever its out_step.
 
     Args:
         out: [t, h, d], float16, bfloat16, float32 or float64 (float32 or wider, to accumulate without loss).
@@ -124,10 +124,10 @@ def thd_out_correction(
 def thd_grad_correction(
     grad: torch.Tensor, grad_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, first_half: str, second_half: str
 ) -> None:
-    """Put a step's gradient into an accumulator, each half of every sequence in its own way. In place.
+    """Put a step's gradient into an accumulator, with one action for each half of every sequence. In place.
 
-    The first step that touches a half copies (so the accumulator needs no zeroing), later ones add, and a half that
-    the step had nothing to do with stays as it is.
+    The first step that touches a half copies (so the accumulator needs no zeroing), and later ones add. A half that the
+    step did not touch does not change.
 
     Args:
         grad: [t], [t, d] or [t, h, d], or [2, t, h, d] (dK and dV in one tensor); float16, bfloat16, float32 or

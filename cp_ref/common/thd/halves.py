@@ -1,8 +1,8 @@
 """Reading one half of every sequence of a rank's slice.
 
 In layout dual_chunk a rank holds two chunks of every sequence, an early and a late one. Under a causal mask, in a ring
-step, the queries see all of an earlier rank's early chunk and nothing of its late one; and of a later rank's keys only
-the late chunk of queries sees anything, and it sees them all. So a ring works on halves:
+step, the queries see all of an earlier rank's early chunk and nothing of its late one. A later rank's keys are seen by
+the late chunk of queries alone, which sees them all. So a ring works on halves:
 
     diagonal        all rows      x  all keys          own keys, causal
     lower tile      all rows      x  first halves      keys of an earlier rank, no mask
@@ -61,7 +61,7 @@ def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int)
 def thd_read_second_half_lse(
     lse: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool, max_seqlen: int
 ) -> torch.Tensor:
-    """The LSE of the second half of every sequence: what the backward pass of an upper tile needs.
+    """The LSE of the second half of every sequence, which the backward pass of an upper tile needs.
 
     Args:
         lse: float32 or float64, [h, t] if lse_packed, else [b, h, s].

@@ -4,8 +4,8 @@
     | 1 2 |      | 1 2 0 |     | a b 0 |                 | a b |
     | 3 4 |  ->  | 3 4 0 |  -> | c d 0 |             ->  | c d |
 
-Columns of the output depend on the same columns of V alone, so those that were added give zeros, and scores, LSE and
-the other columns do not change. The gradient of what was added is dropped, that of what was trimmed is zero.
+Columns of the output depend on the same columns of V alone, so the added ones give zeros, and scores, LSE and the other
+columns do not change. The gradient of added columns is dropped, and that of trimmed columns is zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["pad_v", "trim_out"]
 
 
 def pad_v(v: torch.Tensor, d_qk: int) -> torch.Tensor:
-    """V with zeros behind its last axis, as wide as Q and K.
+    """V with zeros appended on its last axis, as wide as Q and K.
 
     Args:
         v: [..., d_v], any dtype and format.

@@ -1,7 +1,7 @@
-"""Which tokens a rank holds (layout dual_chunk), and the two orders that a whole packed buffer can have.
+"""The tokens of each rank (layout dual_chunk), and the two orders that a whole packed buffer can have.
 
-cp_size 2, cu_seqlens_padded = [0, 8, 12], 14 rows: each sequence is cut in 2 * cp_size equal chunks, rank r holds
-chunk r and chunk 2 * cp_size - 1 - r of every sequence, and then the r-th part of the tail.
+cp_size 2, cu_seqlens_padded = [0, 8, 12], 14 rows: each sequence is cut into 2 * cp_size equal chunks. Rank r holds
+chunk r and chunk 2 * cp_size - 1 - r of every sequence, then the r-th part of the tail.
 
     sequence order    0 1 | 2 3 | 4 5 | 6 7 || 8 | 9 | 10 | 11 || 12 | 13
     owner              0     1     1     0     0   1    1    0     0    1
@@ -64,8 +64,7 @@ def thd_get_partitioned_indices(
 
 @declare
 def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
-    """From sequence order to the slices of all ranks, one behind the other (what an all-to-all hands out in equal
-    parts).
+    """From sequence order to the slices of all ranks in rank order (the input of an all-to-all with equal parts).
 
     Args:
         x: [t, ...], any dtype: the global buffer, which may have a tail. Or a tuple of such tensors (K and V) with
@@ -92,8 +91,8 @@ def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Ten
 
 @declare
 def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
-    """From the slices of all ranks, one behind the other (what an all-gather gives), back to sequence order: the
-    inverse of `thd_sequence_order_to_cp_rank_order`.
+    """From the slices of all ranks in rank order (the result of an all-gather) to sequence order: the inverse of
+    `thd_sequence_order_to_cp_rank_order`.
 
     Args:
         x: [t, ...], any dtype: the ranks' slices, each with its part of the tail. Or a tuple of such tensors (K and V)

@@ -46,8 +46,8 @@ def get_cu_seqlens_on_cp_rank(
 ) -> torch.Tensor:
     """How many real tokens of each sequence a rank holds, in either or both of its chunks, as cumulative lengths.
 
-    With n real tokens in P slots, and chunks of L = P / (2 * cp_size) slots, the chunk number c has
-    min(max(n - c * L, 0), L) of them; the rank's first half is chunk c = cp_rank, its second 2 * cp_size - 1 - cp_rank.
+    A sequence has n real tokens in P slots, and chunks of L = P / (2 * cp_size) slots. Chunk c has min(max(n - c * L,
+    0), L) real tokens. The rank's first half is chunk c = cp_rank, its second 2 * cp_size - 1 - cp_rank.
 
     Args:
         cu_seqlens: GLOBAL cumulative lengths of the real tokens, int32 or int64 [b + 1].
@@ -82,7 +82,7 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     """Copy each sequence's valid tokens from a step's result into the rank's accumulator, in place.
 
     The all-gather schedule attends twice over the whole local slice, once for the early chunks and once for the late
-    ones; each result is right in its own rows, and anything elsewhere. This takes over what is right:
+    ones; each result is right in its own rows, and undefined elsewhere. This copies the right rows:
 
         slice, local            0 1 2 3 | 4 5          sequences of 4 and 2 slots, chunks of 2 and 1
         early chunks            x x . . | x .          cu_seqlens_padded [0, 4, 6]
