@@ -1,4 +1,4 @@
-"""`python -m conformance`; `python -m conformance step` has a command line of its own."""
+"""`python -m conformance`; `python -m conformance step` has a separate command line."""
 
 import sys
 

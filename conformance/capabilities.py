@@ -70,8 +70,7 @@ class Capabilities:
     """The choices that an implementation supports on each axis of `AXES`, taken one at a time from a plain problem.
 
     A combination may still be unsupported: every case asks again. `refused` has the reason of every choice that is not
-    there. `hung` says which question was not answered in time: what it asks, and all that comes after it, is taken to
-    be there.
+    there. `hung` names the question that got no answer in time. Its feature and all later ones count as supported.
     """
 
     choices: dict[str, tuple[str, ...]]

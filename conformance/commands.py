@@ -17,7 +17,7 @@ _SUITE = ["python", "-m", "conformance"]
 
 
 def replay_options(group_kind: str, cp_size: str | None, time_limit_s: float, isolate: bool) -> tuple[str, ...]:
-    """The options of a run without which a problem would not be played as it was.
+    """The options of a run that a replay needs to repeat a problem exactly.
 
     Args:
         group_kind: where every rank is a process, --cp-size says how many there are.

@@ -1,7 +1,7 @@
 """The features of a problem, as words: what a smallest failing problem is explained on.
 
-When a failure has been shrunk, whatever it still has beyond the plainest problem is taken to be needed for it. Problems
-that have all of that are left out of further drawing, so that another failure can show.
+When a failure has been shrunk, whatever it still has beyond the plainest problem is taken to be needed for it. Later
+draws skip problems with all these features, so another failure can appear.
 """
 
 from __future__ import annotations

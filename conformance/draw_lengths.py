@@ -1,7 +1,7 @@
 """Hypothesis strategies for the sequences of a problem: lengths, padding, and how many there are.
 
 Most problems have a few sequences of some dozen tokens, which is where nearly every bug shows, and plays in
-milliseconds. The rest have a shape of their own:
+milliseconds. The rest have these shapes:
 
     few     up to 4 sequences, up to some 50 slots together
     tile    1 or 2 sequences, at or beside 64, 96, 128 tokens: the borders of a kernel's tiles
@@ -37,7 +37,7 @@ Side = list[tuple[int, int]]  # (length, slots) of every sequence
 
 
 class Units(NamedTuple):
-    """What each sequence's slots, and what those of all together, are a multiple of."""
+    """The divisors of each sequence's slots, and of all slots together."""
 
     each: int
     total: int

@@ -46,7 +46,7 @@ def as_it_is(played: Played) -> Played:
 
 
 class _Failed(AssertionError):
-    """The exception of the drawn test; the played problem is kept beside it."""
+    """The exception of the drawn test; `Draw` stores the problem."""
 
 
 class _Enough(BaseException):

@@ -124,7 +124,7 @@ def dense(length: int, kv: int | None = None) -> Sequence:
 
 
 def problem(cp_size: int, *sequences: Sequence, **fields: object) -> Problem:
-    """A packed float64 problem with 4 query heads over 2 and a causal mask, but for `fields`."""
+    """A packed float64 problem with 4 query heads, 2 K/V heads and a causal mask, except for `fields`."""
     plain = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "heads_q": 4, "heads_kv": 2, "dtype": "float64"}
     return Problem(cp_size, sequences, **(plain | fields))  # pyright: ignore[reportArgumentType]
 

@@ -1,4 +1,4 @@
-"""The state of a process that a call of attention has to leave as it was: PyTorch's settings, and random numbers.
+"""The state of a process that a call of attention must not change: PyTorch's settings, and random numbers.
 
 Grad mode and default device belong to a thread, so what looks at them has to be in the thread that made the call.
 """
@@ -55,7 +55,7 @@ def state() -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any]) -> list[str]:
-    """One sentence for every setting that is not as it was; it is set back.
+    """One sentence for every setting that changed; each is restored.
 
     >>> before = state()
     >>> _ = torch.set_grad_enabled(False)

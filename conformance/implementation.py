@@ -86,7 +86,7 @@ class Missing(Exception):
 
 @dataclass
 class Context:
-    """The ranks that take part, for implementations without a `ContextParallel` of their own.
+    """The participating ranks, for implementations that have no `ContextParallel`.
 
     `group` is one member of a simulated group or a ProcessGroup; for "a2a+p2p" a pair (a2a_group, p2p_group).
     """
@@ -176,7 +176,7 @@ class Implementation:
         return bool(answer[0]), readable(answer[1])
 
     def __getattr__(self, name: str) -> Any:
-        """The module's or object's; a function that raises `Missing` where it has none."""
+        """The member of the module or object, or a function that raises `Missing`."""
         if name.startswith("__"):
             raise AttributeError(name)
         if not self.offers(name):
@@ -205,7 +205,7 @@ def _process_group(group: Any) -> Any:
 
 
 def as_implementation(offered: Any) -> Implementation:
-    """A module or object as an `Implementation`; one stays as it is."""
+    """Convert a module or object to an `Implementation`; an `Implementation` is returned unchanged."""
     return offered if isinstance(offered, Implementation) else Implementation(offered)
 
 

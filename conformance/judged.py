@@ -10,7 +10,7 @@ __all__ = ["Judged"]
 
 
 class Judged(list[str]):
-    """The findings, a list of sentences that is empty when all is well; and beside it what was measured.
+    """The findings, a list of sentences that is empty when all is well, and the measurements.
 
     A tier may as well return a plain list. `ratios` are error / bound, named "out max", "dq mean", ...; `cases` says of
     a named problem what became of each "Case(...)" that it plays.

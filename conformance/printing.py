@@ -47,7 +47,7 @@ def print_failures(console: Console, result: TierResult, meta: Mapping[str, Any]
 
 
 def _kind(played: Played) -> tuple[str, ...]:
-    """Failures of a table that say the same, numbers apart, are shown once; what was shrunk stands for itself."""
+    """Failures of a table that differ only in numbers are shown once; a shrunk failure is always shown."""
     if played.shrunk:
         return (played.text,)
     finding = (played.findings or ("",))[0].partition(_CASE)[0]

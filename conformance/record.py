@@ -62,7 +62,7 @@ class Played:
     # buffers, padding and tails counted; None where no probe can say it
 
     def __post_init__(self) -> None:
-        """What others said can be printed and written."""
+        """Messages of other libraries can be printed and written."""
         object.__setattr__(self, "findings", tuple(readable(finding) for finding in self.findings))
 
 

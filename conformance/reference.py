@@ -50,7 +50,7 @@ RankRunner = Callable[[int, Callable[[Any], Any], float], list[Outcome]]
 
 @dataclass
 class Watch:
-    """Events that `run_ranks` saw while a problem was played, beside the outcomes that it returned."""
+    """Events that `run_ranks` saw while a problem ran, in addition to the outcomes that it returned."""
 
     limit_s: float = float("inf")
     hung: list[str] = field(default_factory=list)

@@ -78,7 +78,7 @@ class RoundedScope:
         return s.masked_fill(~self.seen[:, block], -torch.inf), slope
 
     def narrow(self, x: torch.Tensor) -> torch.Tensor:
-        """As a matrix unit takes it."""
+        """Round as a matrix unit does."""
         return x.to(self.dtype).to(x.dtype)
 
     def forward(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -157,7 +157,7 @@ def needs_plan(problem: Problem) -> bool:
 
 
 def lengths_to_cut(impl: Implementation, problem: Problem, cp: Any, device: str) -> dict[str, dict[str, Any]]:
-    """What `shard` needs beside the tensor and `cp`, by side: the lengths, or the plan that decides the layout."""
+    """The other arguments of `shard`, by side: the lengths, or the plan that decides the layout."""
     if problem.layout not in LAYOUTS_OF_LENGTHS:
         plan = impl.make_plan(cp=cp, **plan_arguments(problem, device)) if impl.offers("shard") else None
         return {side: {"plan": plan} for side in ("q", "kv")}
@@ -207,7 +207,7 @@ def _attend(
 
 
 def named_results(case: Case, returned: Any) -> dict[str, torch.Tensor]:
-    """What `attention` returned, by name. Raises AssertionError where it is not what the case asks for."""
+    """The results of `attention`, by name. Raises AssertionError where it is not what the case asks for."""
     names = [name for name in ("out", "lse", "max_logit") if name in case.results]
     results = returned if isinstance(returned, tuple) else (returned,)
     if len(results) != len(names):

@@ -1,4 +1,4 @@
-"""Playing one problem: from its text to a verdict. Texts travel, so a worker process needs nothing but them.
+"""Playing one problem: from its text to a verdict. A worker process needs only these texts.
 
 Task("schedule", "logic", "Case(...)")    ->    Played(..., verdict="right")
 """
@@ -27,8 +27,8 @@ from conformance.tiers.malformed import ERRORS, call_of
 __all__ = ["InProcess", "Offer", "Pairs", "Patience", "Runner", "Task", "pairs_of", "play_task", "task_of"]
 
 Pairs = tuple[tuple[int, int], ...]
-_MOST_HUNG = 2.5  # times the limit: three problems that hang, or dozens where one rank raised and the others wait
-_WHOLE: tuple[Verdict, ...] = ("unsupported", "missing")  # said of an entry, they are said of all its problems
+_MOST_HUNG = 2.5  # times the limit: three hangs, or dozens of problems in which one rank raised and the others wait
+_WHOLE: tuple[Verdict, ...] = ("unsupported", "missing")  # such a verdict on an entry holds for all its problems
 
 # a tier that judges whichever of these are there; the others need `attention`
 _ANY_OF = {"plan": ("make_plan", "shard", "unshard", "position_ids")}
@@ -135,7 +135,7 @@ class InProcess:
         return pairs_of(self._impl, case, self._device, self._limit_s)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: this runner starts no process."""
 
 
 def pairs_of(impl: Implementation, case: str, device: str, limit_s: float = float("inf")) -> Pairs | None:
@@ -231,7 +231,7 @@ def _refused_anyway(impl: Implementation, task: Task, device: str) -> str:
 
 
 def _check_of(task: Task) -> Any:
-    """The function (impl, device) -> findings that judges the task. Raises ValueError if there is none."""
+    """The function (impl, device) -> findings that judges the task. Raises ValueError for an unknown tier."""
     if task.level != "schedule":
         level_tier = LEVEL_TIERS[task.tier]
         level_case = level_tier.parse(task.text)

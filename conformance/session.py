@@ -122,7 +122,7 @@ def drawn_problems(
 ) -> TierResult:
     """Draw problems of one strategy and play them, until `profile.max_examples` were judged.
 
-    Others are drawn in place of those that are refused, up to `_MOST_DRAWN` times as many. A failure is shrunk; then
+    Other problems replace the refused ones, up to `_MOST_DRAWN` times as many. A failure is shrunk; then
     drawing goes on without the problems that have all the features of the smallest one, until `profile.most_failures`
     are found. A missing function is played once.
     """

@@ -123,7 +123,7 @@ def tables(draw: DrawFn, slots: Seq[int], cp_size: int) -> tuple[tuple[int, int,
 
 
 def _units(layout: str, cp_size: int, *, uneven: bool) -> Units:
-    """What lengths are multiples of, where the layout is to cut them into equal parts."""
+    """The divisor of all lengths, if the layout must cut them into equal parts."""
     if uneven or layout == "balanced":
         return Units(1, 1)
     return Units(divisor(layout, cp_size), 1) if layout == "dual_chunk" else Units(1, cp_size)

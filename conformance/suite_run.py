@@ -96,7 +96,7 @@ class SuiteRun:
 
     def replay(self, text: str, tier_names: Sequence[str] = ()) -> list[TierResult]:
         """Play one problem again; see `conformance.session.replay`."""
-        if table_entry(text) is not None:  # which is played in the words that the implementation has
+        if table_entry(text) is not None:  # an entry is adapted to the capabilities
             _ = self.capabilities
         return replay(self.outside_quarantine, text, tier_names, self.device, judge=self.known_failures.judge)
 
@@ -126,7 +126,7 @@ class SuiteRun:
         )
 
     def with_pairs(self, result: TierResult) -> TierResult:
-        """For the picture of the report: in the smallest failing cases, who saw whom."""
+        """Add the observed pairs to the smallest failing cases, for the pictures of the report."""
         for n, played in enumerate(result.played):
             if played.shrunk and played.verdict == "wrong" and played.text.startswith("Case("):
                 result.played[n] = replace(played, pairs=self.runner.pairs(played.text))

@@ -132,7 +132,7 @@ def attention_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]
 
 
 def plan_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]:
-    """The arguments of `make_plan` and `supports`, but for `cp`."""
+    """The arguments of `make_plan` and `supports` without `cp`."""
     sizes: dict[str, Any] = {name: getattr(problem, name) for name in ("heads_q", "heads_kv", "d_qk", "d_v")}
     if problem.qkv_format != "thd":
         sizes |= {"batch_size": len(problem.sequences)}

@@ -1,4 +1,4 @@
-"""What a tier found: every problem that it played, and the smallest that failed."""
+"""The result of a tier: its problems and its smallest failures."""
 
 from __future__ import annotations
 

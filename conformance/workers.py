@@ -65,7 +65,7 @@ class Failed(Exception):
 
 
 class Worker:
-    """The driver's end of one worker process, which has a session, an output file and a connection of its own."""
+    """The driver's end of one worker process. Each worker has its own session, output file and connection."""
 
     def __init__(self, *arguments: Any) -> None:
         self.connection, theirs = _context.Pipe()

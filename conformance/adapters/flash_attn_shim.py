@@ -109,7 +109,7 @@ def _flash_attn_varlen_backward(
     window_size_left: Any = -1, window_size_right: Any = -1, softcap: Any = 0.0, alibi_slopes: Any = None,
     deterministic: Any = False, rng_state: Any = None, zero_tensors: Any = False,
 ) -> None:  # fmt: skip
-    """Into dq, dk and dv; rows of no sequence stay as they are."""
+    """Write dq, dk and dv; rows outside the sequences do not change."""
     _plain(dropout_p, alibi_slopes)
     window = (window_size_left, window_size_right)
     if q.is_cuda:
@@ -130,7 +130,7 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """The public function, for Ulysses, whose local attention it is."""
+    """The public function, which Ulysses uses as its local attention."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return _Dense.apply(q, k, v, scale, causal, *window_size, softcap)
 

@@ -8,8 +8,8 @@
     thd, all_gather, contiguous       llama3_flash_attn_varlen_func           causal or not
     bshd, p2p, contiguous: `stripe`   stripe_flash_attn_func                  causal; rows are exchanged around the call
 
-`ring_flash_attn_varlen_func` cuts every sequence in cp_size parts, which is none of the suite's layouts; with one
-sequence it is `contiguous`.
+`ring_flash_attn_varlen_func` cuts every sequence in cp_size parts. The suite has no such layout, but with one sequence
+it is `contiguous`.
 
 Objects: `documented` (the default: `attention` and the rest of this module), `accepted` (also what the signatures take
 without an error: windows, which the README lists as not supported; other lengths of K; a gradient through the returned
@@ -92,7 +92,7 @@ class RingFlashAttn(Peer):
         return self._packed(q, k, v, cp, options, common)
 
     def _packed(self, q: Any, k: Any, v: Any, cp: Any, options: dict[str, Any], common: dict[str, Any]) -> Any:
-        """A tail after the last sequence is none of the library's business: it is cut off, and put back."""
+        """The library takes no tail after the last sequence: the adapter removes it, and adds it again."""
         ranks, cu = number_of_ranks(cp.group), options["cu_seqlens_q"]
         rows = int(cu[-1]) // ranks
         tail = len(q) - rows

@@ -1,4 +1,4 @@
-"""Known bugs that no case shows: of helpers, of groups, of how tensors lie in memory."""
+"""Known bugs that no case shows: bugs of helpers, of groups and of memory layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["batch_lengths_kept", "flat_group_for_two_levels", "packed_qkv", "tra
 
 
 def packed_qkv(impl: Implementation, device: str = "cpu") -> list[str]:
-    """q, k and v are views of one tensor [b, s, 3, h, d]: results and gradients as with tensors of their own."""
+    """q, k and v are views of one tensor [b, s, 3, h, d]: results and gradients equal those of separate tensors."""
     found: list[str] = []
     for comm, a2a_size in (("p2p", 1), ("a2a", 2)):
         fields = {"cp_comm_type": comm, "a2a_size": a2a_size, "heads_kv": 4, "qkv_format": "bshd"}
@@ -58,7 +58,7 @@ def flat_group_for_two_levels(impl: Implementation, device: str = "cpu") -> list
 
 
 def batch_lengths_kept(impl: Implementation, device: str = "cpu") -> list[str]:
-    """`get_batch_on_this_cp_rank` cuts tokens and passes cu_seqlens on as they are."""
+    """`get_batch_on_this_cp_rank` cuts tokens and returns cu_seqlens unchanged."""
     cut = _helper(impl, "get_batch_on_this_cp_rank")
     cu = torch.tensor([0, 8, 12], dtype=torch.int32, device=device)
     ids = torch.arange(12, device=device)

@@ -1,6 +1,6 @@
 """The levels below the whole attention: THD helpers, merging, one band tile.
 
-Each tier here plays problems of its own kind, with a text of its own: Helper(...), Merge(...), Tile(...). The
+Each tier here plays one kind of problem, which has a text: Helper(...), Merge(...), Tile(...). The
 problems are played in one process, without a group (but for `get_batch_on_this_cp_rank`), against definitions that are
 written out beside them.
 

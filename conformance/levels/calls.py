@@ -36,7 +36,7 @@ def call(impl: Implementation, fn: Callable[..., Any], *arguments: Any, **option
 
 
 def parts_of(name: str, returned: Any, *parts: str) -> tuple[torch.Tensor, ...]:
-    """What a function returned, a tuple of tensors called `parts`. Raises Raised where it is none."""
+    """The tuple of tensors that a function returned, named `parts`. Raises Raised for anything else."""
     found = [type(x).__name__ for x in returned] if isinstance(returned, tuple | list) else []
     if len(found) != len(parts) or not all(isinstance(x, torch.Tensor) for x in returned):
         what = f"({', '.join(found)})" if found else type(returned).__name__

@@ -1,4 +1,4 @@
-"""What calls of THD helpers are made of: lengths in tokens, and random values that show a read or a write too many."""
+"""Arguments for THD helpers: lengths in tokens, and random values that reveal any extra read or write."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def any_bits(
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Values of a normal distribution, the same in every dtype but for rounding."""
+    """Normally distributed values, equal in every dtype up to rounding."""
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
@@ -85,7 +85,7 @@ def random_lse(
 
 
 def wide_dtype(case: Helper) -> torch.dtype:
-    """What sums are formed in: float32, or float64 for float64."""
+    """The dtype of sums: float32, or float64 for float64."""
     return torch.float64 if case.dtype == "float64" else torch.float32
 
 

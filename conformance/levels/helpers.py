@@ -249,7 +249,7 @@ def _check_batch(impl: Implementation, case: Helper, device: str) -> list[str]:
 
 
 def check_malformed(impl: Implementation, case: Malformed, device: str = "cpu") -> list[str]:
-    """A call without a right answer has to raise ValueError or TypeError, and leave its target as it is.
+    """A call without a right answer must raise ValueError or TypeError, and must not change its target.
 
     Where the lengths lie on a GPU, and nobody waits for them, it may end in a device-side assertion instead.
     """

@@ -2,8 +2,8 @@
 added up.
 
 A sum of n terms of independent signs, such as a product over head dims, is off by eps * sqrt(n * sum of their squares);
-one whose terms share a sign, such as the denominator, by eps * sqrt(n) times its own size. What is computed from a
-value inherits its error in proportion. All of that at its worst is one unit, of which a kernel may have `UNITS`.
+one whose terms share a sign, such as the denominator, by eps * sqrt(n) times its own size. A function of a value
+inherits the value's error in proportion. All of that at its worst is one unit, of which a kernel may have `UNITS`.
 
 Where a gradient is a small difference of large numbers, its own size says nothing of its error: with one visible key
 dq is 0, and is computed as p * (dout . v - dout . out) * k.

@@ -15,7 +15,7 @@ from conformance.report.states import State, state_of
 
 __all__ = ["Failure", "Refusal", "failures", "refusals"]
 
-# how a feature is written, and what goes without saying
+# how the page writes a feature, and which features it does not mention
 _BY_NAME = ("schedule", "format", "mask", "layout", "dtype", "lengths", "heads", "dims")
 _BY_AXIS = {
     **dict.fromkeys(("window", "softmax", "strides", "loss", "gradients"), True),
@@ -76,7 +76,7 @@ class Failure:
 
     @cached_property
     def difference(self) -> Difference | None:
-        """The expected pairs, and the observed ones where a probe knows them; None where there is no mask to show."""
+        """The expected pairs, and the observed pairs if a probe knows them; None if the problem has no mask."""
         if self.case is None or not self.case.problem.pairs + sum(len(p.pairs or ()) for p in self.played):
             return None
         return visibility_difference(self.case, next((p.pairs for p in self.played if p.pairs is not None), None))
@@ -86,7 +86,7 @@ def failures(record: RunRecord) -> tuple[Failure, ...]:
     """Every failing problem: those that were shrunk first, then by tokens and ranks; named entries last."""
     found: dict[str, dict[str, Played]] = {}
     for played in record.played:
-        if played.verdict in FAILING:  # the smallest was drawn too: what is said of it later says more
+        if played.verdict in FAILING:  # the smallest problem was also drawn; the later findings are more complete
             found.setdefault(played.text, {})[played.tier] = played
     groups = {text: list(by_tier.values()) for text, by_tier in found.items()}
     cases = {text: _failing_case(group) for text, group in groups.items()}

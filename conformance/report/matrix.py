@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[str, ...]] = {  # the page's groups of panels, and the a
     "ranks": ("layout", "cp_size", "a2a split"),
     "calls": ("strides", "plan", "deterministic"),
 }
-_PLAIN = {  # the absence of a feature is no feature
+_PLAIN = {  # a feature that is off gets no panel
     *(("window", "none"), ("lengths", "plain"), ("heads", "MHA"), ("dims", "equal"), ("softmax", "vanilla")),
     *(("softcap", "off"), ("results", "out alone"), ("loss", "out"), ("gradients", "q, k, v"), ("strides", "plain")),
     *(("plan", "without"), ("deterministic", "no"), ("a2a split", "not split")),

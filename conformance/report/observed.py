@@ -1,4 +1,4 @@
-"""Which pairs of a small problem an implementation really looks at: what the report draws beside the expected mask."""
+"""Find the pairs of a small problem that an implementation reads; the report draws them next to the expected mask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["observed_pairs"]
 def observed_pairs(impl: Implementation, case: Case, device: str = "cpu") -> tuple[Pair, ...] | None:
     """The pairs that carry weight in the output of query head 0.
 
-    With q = 0 all visible keys weigh the same. v is 1 in one head dim for each of d_v keys and 0 for all others, so the
+    With q = 0 all visible keys have equal weight. v is 1 in one head dim for each of d_v keys, and 0 elsewhere. So the
     output says which of these keys a query saw; it is played once for every d_v keys.
 
     Args:

@@ -44,7 +44,7 @@ class Summary:
 
     @property
     def drawn(self) -> tuple[Played, ...]:
-        """The problems that are counted: all that were played, but for those that shrinking found."""
+        """The problems that count: all played problems without those found by shrinking."""
         return tuple(p for p in self.record.played if not p.shrunk) or self.record.played
 
     @property
@@ -139,7 +139,7 @@ def html(found: Summary) -> str:
 
 
 def _ratio(value: float) -> str:
-    """Three digits; what is no number is said so."""
+    """Three digits; NaN and infinity in words."""
     if value != value:
         return "NaN"
     return "\u221e" if value == float("inf") else f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"

@@ -200,7 +200,7 @@ def _square(name: str, column: int, row: int) -> str:
 
 
 def _names(size: int) -> Iterator[Markup]:
-    """Every choice beside its row and under its column, and the axes."""
+    """The name of every choice at its row and its column, and the axes."""
     for axis, choices in groupby(CHOICES, key=lambda choice: choice.axis):
         names = list(choices)
         first = CHOICES.index(names[0])

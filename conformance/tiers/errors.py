@@ -111,7 +111,7 @@ def _who(rank: int) -> str:
 
 
 def _judge(who: str, outcome: Outcome, names: str) -> str:
-    """Findings about how a rank refused; empty when there are none."""
+    """Findings about the refusals of the ranks."""
     if outcome.error is None:
         return f"{who} returned, but should have raised a ValueError or TypeError that names {names or 'what is wrong'}"
     if not isinstance(outcome.error, ValueError | TypeError):

@@ -116,7 +116,7 @@ def _every_other(x: torch.Tensor) -> torch.Tensor:
 
 
 def _aliases(results: Tensors, inputs: Tensors) -> list[str]:
-    """Results whose memory is an input's, or an earlier result's."""
+    """Results that share memory with an input or an earlier result."""
     owners = {x.untyped_storage().data_ptr(): name for name, x in inputs.items() if x.numel()}
     found = []
     for name, x in results.items():

@@ -139,7 +139,7 @@ def _check_counts(case: Case, got: torch.Tensor, count: torch.Tensor, sink: floa
 
 
 def _check_digits(case: Case, side: str, what: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
-    """Sums of digits, exact integers but for the rounding of n * (sum / n); the first wrong row."""
+    """Sums of digits, exact integers up to the rounding of n * (sum / n); the first wrong row."""
     eps = torch.finfo(getattr(torch, case.problem.dtype)).eps
     error = (got - want).abs().nan_to_num(nan=torch.inf)
     wrong = error > 4 * eps * want.abs() + (1024 * eps * (1 + want.abs())).clamp(max=0.25)

@@ -79,8 +79,8 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
 
 
 def _each(problems: Iterable[Case], impl: Implementation, judge: Callable[[Case], list[str]], device: str) -> Judged:
-    """The findings of all, each in words that the implementation has: another dtype if it must be, and no lse. What is
-    refused is left out, as long as there is something else.
+    """The findings of all, each in words that the implementation has: another dtype if it must be, and no lse. Leave
+    out refused cases, unless all are refused.
 
     Raises:
         UnsupportedCase: all of it is; with the last reason.
