@@ -47,7 +47,9 @@ def commands(path: Path) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("page", "processes"), [("integration", 4), ("gradients", 4), ("plans", 2)])
+@pytest.mark.parametrize(
+    ("page", "processes"), [("integration", 4), ("gradients", 4), ("plans", 2), ("long_context", 2)]
+)
 def test_the_blocks_of_a_page_are_a_program(tmp_path: Path, page: str, processes: int) -> None:
     program = tmp_path / "program.py"
     program.write_text("\n\n".join([*blocks(f"docs/{page}.md"), "dist.destroy_process_group()\n"]))
