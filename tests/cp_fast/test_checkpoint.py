@@ -55,7 +55,7 @@ class Counting:
 
 
 def step(
-    member: SimMember, comm: Any, context_fn: ContextFn | str | None, *, planned: bool = True, **how: Any
+    member: SimMember, comm: Any, context_fn: Any, *, planned: bool = True, **how: Any
 ) -> tuple[int, list[torch.Tensor]]:
     """One step of a model of some layers: how often the rank exchanged, and its outputs and gradients.
 
