@@ -6,22 +6,23 @@ The unit is the error of the baseline (`eager_attention`: plain PyTorch in the s
     the largest error is at most  2   x the unit's largest error  +  one rounding of the largest value
     the mean error is at most     1.2 x the unit's mean error
 
-In float16 and bfloat16 plain PyTorch rounds every score and every weight, and makes three to four times the error of a
-good kernel: a bound in its units alone does not see partial results that are rounded before they are merged. So there
+In float16 and bfloat16 plain PyTorch rounds every score and every weight. Its error is three to four times that of a
+good kernel. A bound in its units alone misses partial results that are rounded before they are merged. So there
 
-    the mean error is at most     1.4 x the rounded reference's mean error, too, and 1.48 x for a gradient,
+    the mean error is at most     1.4 x the rounded reference's mean error, too, and 1.48 x for a gradient.
 
-which a kernel that returns each partial output in the input dtype keeps (1.3), and a running sum in that dtype exceeds
-(without a mask 1.7 on four ranks, 2.3 on eight). Every kernel library hands out partial gradients in the input dtype,
-and they add up like independent numbers: as much rounding as the one of the sum, sqrt(2) = 1.41 of it together. Where
-nothing else is rounded at all (every query sees one key: p = 1, and plain PyTorch is as good as the rounded reference),
-the mean of both together is 1.59 times that of the one on two ranks and 1.68 times on sixteen, and that of a running
-sum 1.87 times on three ranks, 2.3 on five: there a gradient may have 1.72 x. On a few rows a mean is a matter of luck,
-so it is wider, by terms that vanish as 1 / sqrt(rows).
+A kernel that returns each partial output in the input dtype stays below (1.3). A running sum in that dtype does not
+(without a mask 1.7 on four ranks, 2.3 on eight). Every kernel library returns partial gradients in the input dtype.
+Their errors are independent, and as large together as the rounding of the sum: sqrt(2) = 1.41 of it in total.
 
-Gradients are small differences of larger numbers, most of all where few keys are seen: ds = p * (dp - delta), where
-every production kernel forms delta from an output that was rounded. So "one rounding" is one of the largest gradient
-there is, and what is exactly 0 (one visible key) may come out as the noise of sums in another order.
+If every query sees one key, nothing else is rounded: p = 1, and plain PyTorch equals the rounded reference. Then the
+mean of both roundings is 1.59 times that of one on two ranks, and 1.68 times on sixteen. The mean of a running sum is
+1.87 times on three ranks, and 2.3 on five. So there a gradient may have 1.72 x. A mean over few rows varies, so its
+bound is wider, by terms that vanish as 1 / sqrt(rows).
+
+Gradients are small differences of larger numbers, above all if few keys are visible: ds = p * (dp - delta), and every
+production kernel computes delta from a rounded output. So "one rounding" is a rounding of the largest gradient. A
+gradient of exactly 0 (one visible key) may be the noise of sums in another order.
 """
 
 from __future__ import annotations

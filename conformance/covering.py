@@ -1,9 +1,8 @@
 """Cases that together have every possible pair of features, and every triple of schedule, format and mask.
 
-Random problems leave a fifth of the pairs out, and bugs live in the seams between features. Here a pair that has not
-come is put into a case on purpose: of some random assignments of a choice to every axis that have it, the one that
-brings most of what is missing is taken. What a case has is read off the case (`conformance.features`), so an assignment
-that cannot be had counts for what became of it.
+Random problems leave out a fifth of the pairs, and many bugs need two features at once. So each case here is made for
+a missing pair. The generator makes some random cases with the pair, and keeps the one that adds most missing pairs. It
+reads the features off the finished case (`conformance.features`), because not every assignment is possible.
 """
 
 from __future__ import annotations

@@ -14,10 +14,14 @@ A problem matches if every field matches: a value, one value of a list, or a ran
 included and either end optional. An empty `match` covers everything. When every problem that an entry covers passes,
 the run fails until the entry is removed.
 
-The fields are those of `Case` and `Problem` that hold one value, and `text` (what `--repro` takes), `causal`,
-`bottom_right`, `group_size`, `pairs`, `window_left`, `window_right`, `sequences` (how many), `cross` (whether a
-sequence has unlike lengths of queries and keys), `shortest_q`, `longest_q`, `shortest_kv` and `longest_kv`. A problem
-that is no case has only `text`; an entry with any other field does not match it.
+The fields are those of `Case` and `Problem` that hold one value, and
+
+- `text`, what `--repro` takes;
+- `causal`, `bottom_right`, `group_size`, `pairs`, `window_left`, `window_right`;
+- `sequences`, their number, and `cross`: whether a sequence has unlike lengths of queries and keys;
+- `shortest_q`, `longest_q`, `shortest_kv`, `longest_kv`.
+
+A problem that is no case has only `text`. An entry with any other field does not match it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def take_slice(
 
 
 def unsharded(problem: Problem, x: torch.Tensor, side: str, tail: int) -> torch.Tensor:
-    """What `unshard` gives of the slices of x: x, and in thd with a tail as many zeros as all slices have rows."""
+    """The result of `unshard` for the slices of x: x, or for thd with a tail as many zeros as all slices have rows."""
     cut = _cut(problem, side, tail)
     if problem.qkv_format != "thd" or not tail:
         return x

@@ -1,11 +1,14 @@
 """A second reference in low precision: float32 inside, rounded where production kernels round. Good code cannot do
 better.
 
-The reference does what every production kernel does, and no more: scores, softmax and sums in float32, block by block
-with a running maximum; weights and score gradients rounded to the input dtype before they are multiplied (matrix units
-take nothing else); delta from the output as it was rounded; everything else rounded once, at the end. The budgets'
-allowances are derived from its errors (`python -m tests.meta.calibration`), and from nothing else: not from the code
-that they judge.
+The reference rounds where every production kernel rounds:
+
+- scores, softmax and sums are float32, block by block with a running maximum;
+- weights and score gradients are rounded to the input dtype before a product (matrix units take only that dtype);
+- delta is computed from the rounded output;
+- everything else is rounded once, at the end.
+
+The allowances of the budgets come from its errors (`python -m tests.meta.calibration`), and not from the judged code.
 """
 
 from __future__ import annotations

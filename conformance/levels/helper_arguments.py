@@ -1,7 +1,7 @@
 """The arguments of one call of every THD helper, from a `Helper` case, as a table.
 
-Lengths are GLOBAL or LOCAL as the helper wants them (see `cp_ref.thd`): a unit of `slots` is 2 * cp_size tokens for the
-helpers that know of ranks, 2 tokens (a half is one) for those that know of halves, and 1 token for the others.
+Lengths are GLOBAL or LOCAL, as the helper needs them (see `cp_ref.thd`). A unit of `slots` is 2 * cp_size tokens for
+helpers that know ranks, 2 tokens (one for each half) for helpers that know halves, and 1 token for the others.
 """
 
 from __future__ import annotations

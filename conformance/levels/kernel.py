@@ -1,9 +1,12 @@
 """Level `kernel`: one band tile against its definition in float64, forward and backward.
 
-Known failures of tiles in practice: a window side of -1 means "unbounded" to one library and minus one to the next;
-rows that see nothing come out as NaN, or as the mean of all values; the diagonal is aligned to the first key and not to
-the last; lse in base 2, or in another layout, or in low precision; a larger side than there are keys is taken for
-unbounded, and the other way round.
+Known failures of tiles:
+
+- A window side of -1 means "unbounded" to one library and minus one to the next.
+- Rows that see nothing are NaN, or the mean of all values.
+- The diagonal is aligned to the first key, not to the last.
+- lse is in base 2, in another layout or in low precision.
+- A side larger than the number of keys is taken for unbounded, or the reverse.
 """
 
 from __future__ import annotations

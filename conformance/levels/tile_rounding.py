@@ -1,9 +1,9 @@
 """How far rounding may carry the results of one tile from the exact ones, value by value, from the sizes of what is
 added up.
 
-A sum of n terms of independent signs, such as a product over head dims, is off by eps * sqrt(n * sum of their squares);
-one whose terms share a sign, such as the denominator, by eps * sqrt(n) times its own size. A function of a value
-inherits the value's error in proportion. All of that at its worst is one unit, of which a kernel may have `UNITS`.
+A sum of n terms of independent signs, such as a product over head dims, has the error eps * sqrt(n * sum of squares).
+A sum of terms that share a sign, such as the denominator, has the error eps * sqrt(n) times its size. A function of a
+value inherits the value's error in proportion. The worst total is one unit; a kernel may have `UNITS` of it.
 
 Where a gradient is a small difference of large numbers, its own size says nothing of its error: with one visible key
 dq is 0, and is computed as p * (dout . v - dout . out) * k.

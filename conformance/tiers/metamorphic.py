@@ -97,8 +97,8 @@ def _scaled(case: Case, tensors: GlobalTensors) -> Related:
 
 
 def _up_to_underflow(want: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-    """What is wanted, or what is there where both differ by less than the smallest normal number: below it twice a
-    rounded value is not the rounded double.
+    """`want`, or `got` where both differ by less than the smallest normal number. Below it, twice a rounded value is
+    not the rounded double.
     """
     return torch.where((got - want).abs() < torch.finfo(want.dtype).tiny, got, want)
 
