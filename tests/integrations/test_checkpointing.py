@@ -1,4 +1,4 @@
-"""`save_attention` in Transformers and FSDP2, over processes, and Megatron's own recomputation."""
+"""`save_attention` in Transformers, with FSDP2 and without, over processes."""
 
 # pyright: reportMissingImports=false
 
