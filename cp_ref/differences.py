@@ -94,8 +94,8 @@ class Comparison:
     Attributes:
         differences: all differing items, in the order of the schedule.
         compared: how many items were compared; with none the runs do not count as equal.
-        plans: what differs in problem and schedule, a line each; empty where nothing does.
-        notes: what was left out, and why.
+        plans: the differences of problem and schedule, a line each; empty if they are equal.
+        notes: the omissions and their reasons.
         tolerance: rtol and atol, in words.
     """
 

@@ -1,4 +1,4 @@
-"""Playing one rank's program: post the step's messages, compute its tiles, take the messages in.
+"""Playing one rank's program: post the step's messages, compute its tiles while they travel, take them in.
 
 The same few lines run every legal schedule, in both directions; schedules differ only in data. Messages of any kind may
 go from any rank to any other; a tile may have any query heads, also some of those that share a kv head.

@@ -37,10 +37,10 @@ class Plan(plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.
 
     Attributes:
-        problem: what is computed.
+        problem: the problem to compute.
         rank: this rank.
         device: where `position_ids` lie.
-        room: what `update` has room for; None for a plan that is not updated.
+        room: the largest sizes for `update`; None for a plan that is not updated.
         custom: the schedule that `make_plan` was given; None for the planner's.
     """
 

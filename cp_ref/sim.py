@@ -8,8 +8,8 @@ stricter than a network, so a program that is right here is right there:
 - a send's wait returns only when its receive has been posted (no hidden buffering), and the other way round;
 - between two ranks messages arrive in the order they were posted in, as on NCCL, and tags, shapes and dtypes must
   agree, as on gloo; tensors must be contiguous, as on both;
-- when no rank can go on, every waiting rank raises `Deadlock`, which names each rank and its message; a message that
-  nobody took is an error.
+- when no rank can go on, every waiting rank raises `Deadlock`, naming the operation of each; a message that nobody took
+  is an error.
 
 The ranks take turns at fixed points (each waits until the ranks before it have come to a wait), so a run is
 deterministic.

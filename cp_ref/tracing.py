@@ -33,7 +33,7 @@ from cp_ref.trace_files import DIRECTIONS, KINDS, OF_KEYS, read_content
 
 __all__ = ["DIRECTIONS", "KINDS", "OF_KEYS", "WHOLE", "Item", "Piece", "Trace"]
 
-# where to find what goes in and comes out of a call
+# the places of a call's inputs and results
 WHOLE = {
     **dict.fromkeys(("q", "k", "v", "softmax_offset"), ("forward", "given")),
     **dict.fromkeys(("out", "lse", "max_logit"), ("forward", "final")),
@@ -64,7 +64,7 @@ class Item:
 
     Attributes:
         direction: "forward" or "backward".
-        step: from 0; what is there after the last step has the number of steps.
+        step: from 0; items after the last step have the number of steps.
         rank: who had it.
         kind: "given", "received", "tile", "merged" or "final".
         source: the line of the schedule that it comes from, a message or a tile; "" for the rank's own rows.

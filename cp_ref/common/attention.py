@@ -1,4 +1,4 @@
-"""`attention`, declared; and what both packages do with its arguments and results."""
+"""`attention`, declared; and the handling of its arguments and results in both packages."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def _attention(
             longer: the rest is tail). float16, bfloat16, and float32 and float64 (in `cp_fast` on a CPU). Query head h
             uses kv head h // (h_q // h_kv). Under torch.autocast q, k and v are cast to its dtype, as for PyTorch's
             attention.
-        k, v: the same with s_kv, h_kv, and d_v for v. A DTensor is taken as its local part where the context's group
-            shards its sequence and the layout is "contiguous", as a DTensor's shards are; of a DTensor q all results
+        k, v: the same with s_kv, h_kv, and d_v for v. A DTensor is taken as its local part if the context's group
+            shards its sequence and the layout is "contiguous", like a DTensor's shards; if q is a DTensor, all results
             are DTensors.
         cp: the group, the schedule and the layout.
         qkv_format: "bshd", "sbhd" or "thd" (sequences of any lengths packed one after the other).
@@ -133,25 +133,25 @@ def _attention(
             spellings mean the same; in bshd and sbhd a padding mask takes each sequence's length from `cu_seqlens_*`.
         window_size: (left, right): query i sees keys i - left ... i + right (aligned); -1 is unbounded. Causal masks
             set right to 0.
-        areas: thd only, instead of attn_mask_type and window_size: who sees whom, int32 or int64 [n, 6]; best on the
-            CPU. A row is (q_start, q_stop, k_start, k_stop, left, right): rows of the global packed buffers, padding
-            counted, and a window inside this rectangle, aligned to its last row and last column, -1 for unbounded; so
-            (-1, 0) makes a square causal. No pair may be in two areas. A pair in none is hidden, and so is padding,
-            whatever areas say. `cu_seqlens_*` then only say where documents lie, for layouts and positions. `masks`
-            has makers of areas.
+        areas: thd only, instead of attn_mask_type and window_size: the visible pairs, int32 or int64 [n, 6]; best on
+            the CPU. A row is (q_start, q_stop, k_start, k_stop, left, right): rows of the global packed buffers,
+            padding counted, and a window inside this rectangle, aligned to its last row and last column, -1 for
+            unbounded; so (-1, 0) makes a square causal. No pair may be in two areas. Pairs outside all areas are
+            hidden, and padding is always hidden. `cu_seqlens_*` then only mark documents, for layouts and positions.
+            `masks` has makers of areas.
         cu_seqlens_q, cu_seqlens_kv: GLOBAL cumulative lengths of real tokens, int32 or int64 [b + 1]; kv defaults to q.
-            On the CPU, best: every call reads them on the host, which waits for a GPU that has them. Lengths that end
-            at the number of rows of this rank's slice, where it needs fewer, are refused: they are not global.
+            Best on the CPU: every call reads them on the host, which waits if they are on a GPU. Lengths that end at
+            the number of rows of this rank's slice, where it needs fewer, are refused: they are not global.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: thd only, the same with padding; default to the real ones.
         softmax_scale: factor of q.k, finite and positive; default d_qk ** -0.5.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         softmax_type: "vanilla"; "off-by-one": the denominator gains 1; "learnable": it gains exp(softmax_offset[h]).
         softmax_offset: [h_q] or [1, h_q, 1, 1], any float dtype, for "learnable" only. Its gradient is this rank's
             share of the total, or the total, as `cp.softmax_offset_grad` says.
-        deterministic: the same bits from run to run: a kernel library that cannot is not chosen. `cp_ref` always is.
+        deterministic: choose only kernel libraries that give the same bits in every run. `cp_ref` always does.
         return_lse, return_max_logit: return these too.
-        plan: from `make_plan`; the problem's arguments are then left out. Without one the call plans by itself, and
-            `cp_fast` keeps the plans of the last few batches: the next layer's call finds the first one's.
+        plan: from `make_plan`; the problem's arguments are then left out. Without one the call makes a plan, and
+            `cp_fast` keeps the plans of the last few batches: the next layer's call reuses the first one's.
 
     Returns:
         out, or (out, lse), (out, max_logit), (out, lse, max_logit):

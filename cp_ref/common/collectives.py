@@ -15,7 +15,7 @@ __all__ = ["all_gather", "all_reduce_max", "all_reduce_sum", "all_to_all", "offs
 
 
 def all_to_all(group: Group, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Give `parts[r]` to rank r, all of one shape and dtype; return what each rank gave."""
+    """Send `parts[r]` to rank r, all of one shape and dtype; return the part received from each rank."""
     if isinstance(group, PairGroup):
         return _pair_all_to_all(group, parts)
     peers = [r for r in range(group.size) if r != group.rank]
@@ -30,7 +30,7 @@ def _pair_all_to_all(group: PairGroup, parts: Sequence[torch.Tensor]) -> list[to
     """In two hops: along the row to the column that a part goes to, then along that column."""
     across, along = group.a2a.size, group.p2p.size
     to_columns = [torch.stack([parts[p * across + a] for p in range(along)]) for a in range(across)]
-    from_row = all_to_all(group.a2a, to_columns)  # [a]: what rank a of this row has for this column, by its rows
+    from_row = all_to_all(group.a2a, to_columns)  # [a]: the parts of rank a of this row for this column, by its rows
     to_rows = [torch.stack([from_row[a][p] for a in range(across)]) for p in range(along)]
     return [part for row in all_to_all(group.p2p, to_rows) for part in row]
 

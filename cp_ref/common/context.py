@@ -24,18 +24,19 @@ class ContextParallel:
         layout: which rank owns which tokens: "dual_chunk" (every sequence over all ranks, balanced under causal masks),
             "contiguous" (equal stretches), or "balanced" (whole documents where they fit, equal work on all ranks;
             decided by `make_plan`, whose plan `shard` and the like then take).
-        backend: in `cp_fast`, "auto" takes the first kernel library that works here and has what the problem needs; a
-            name ("fa4", "cudnn", "fa2", "cpu", "torch") takes that one and never another. `cp_ref` has only plain
-            PyTorch, and takes "auto" alone.
-        softmax_offset_grad: what a rank's gradient of softmax_offset is. "share": of its own queries, as its gradients
-            of all other weights are of its own tokens; the ranks' shares add up to the total, so sum or average it over
-            the group with the rest. "total": the sum over the group already, the same on every rank; leave it out then.
+        backend: in `cp_fast`, "auto" takes the first kernel library that works here and supports the problem; a name
+            ("fa4", "cudnn", "fa2", "cpu", "torch") takes only that one. `cp_ref` has only plain PyTorch, and takes
+            "auto" alone.
+        softmax_offset_grad: the meaning of a rank's gradient of softmax_offset. "share": from the rank's queries, as
+            its gradients of all other weights are from its tokens; the ranks' shares add up to the total, so sum or
+            average it over the group with the other gradients. "total": the sum over the group, the same on every rank;
+            do not reduce it again.
 
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
         a2a_size: how many ranks exchange heads: all of them in "a2a", the inner group in "a2a+p2p", else 1.
-        uneven: the lengths of sequences that `shard` cut though they do not divide, by the rows of their slices.
+        uneven: the lengths of sequences that `shard` cut although they do not divide, by the rows of their slices.
         comm: the group as a `cp_ref.spec.Group`.
 
     A copy, deep or not, is the context itself.
@@ -70,7 +71,7 @@ class ContextParallel:
         self.a2a_size: int = {"a2a": self.size, "a2a+p2p": row.size}.get(self.cp_comm_type, 1)
 
     def holding(self, table: Any) -> Self:
-        """This context for the calls of one batch, whose rows the ranks hold by a table: see `make_plan(layout=)`.
+        """This context for the calls of one batch with a table as its layout: see `make_plan(layout=)`.
 
         `attention` without a plan takes it; `shard` and the like take a plan. The group and its caches are the same.
         """

@@ -12,7 +12,7 @@ __all__ = ["differentiable_once", "refuse_transforms"]
 
 
 def refuse_transforms() -> None:
-    """Raise NotImplementedError inside a transform of torch.func, which looks into what happens between the ranks."""
+    """Raise NotImplementedError inside a transform of torch.func: these cannot follow messages between ranks."""
     if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage]  # there is no other way
         raise NotImplementedError(
             "attention inside torch.func (vmap, grad, vjp, jvp, ...) is not supported; use backward"

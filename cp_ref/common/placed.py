@@ -18,7 +18,7 @@ def placed_like(q: Any, qkv_format: str, results: tuple[Any, Any, Any]) -> tuple
     """This rank's (out, lse, max_logit) as DTensors on the mesh of q, where q is one; else unchanged.
 
     Args:
-        q: what `attention` was given, its placement checked.
+        q: the argument of `attention`, with its placement checked.
         results: max_logit may be None. Where a mesh dimension shards the batch it is Partial("max").
     """
     if not hasattr(q, "placements"):

@@ -111,20 +111,20 @@ def make_plan(
     layout: torch.Tensor | Sequence[Sequence[int]] | None = None,
     schedule: Schedule | None = None,
 ) -> Plan:
-    """Plan one batch. Collective: every rank calls it, and all of them find out here when their problems differ.
+    """Plan one batch. Collective: every rank calls it, and all ranks raise if their problems differ.
 
     Args:
         cp ... return_max_logit: as in `attention`.
         batch_size, seqlen_q, seqlen_kv: bshd and sbhd only; global. seqlen_kv defaults to seqlen_q; with a padding mask
             the batch size may be left to `cu_seqlens_q`.
         heads_q, heads_kv, d_qk, d_v, dtype, device: of the tensors to come.
-        max_sequences: thd only; makes a plan that `plan.update` gives other lengths, up to so many sequences.
+        max_sequences: thd only; makes a plan for `plan.update`, with up to this many sequences.
         max_tokens_q, max_tokens_kv: with max_sequences; global, tails included: every rank's q (k, v) then has exactly
-            max_tokens_q / cp_size rows. Default to what this batch needs; max_tokens_kv to max_tokens_q without
+            max_tokens_q / cp_size rows. Default to this batch's rows; max_tokens_kv to max_tokens_q without
             `cu_seqlens_kv`.
-        layout: who holds which rows of this batch, instead of the context's layout: rows (rank, sequence, start, stop),
-            integers [n, 4], positions inside the sequences, padding included; every position has one rank. A rank's
-            slice has its rows in the order given, behind one another; all slices are as long as the longest. Give the
+        layout: the owner of each row of this batch, instead of the context's layout: rows (rank, sequence, start,
+            stop), integers [n, 4], positions inside the sequences, padding included; every position has one rank. A
+            rank's slice has its rows in the order given, without gaps; all slices are as long as the longest. Give the
             plan to `shard`, `unshard` and `position_ids`. For self-attention; in bshd and sbhd with a padding mask.
         schedule: for all ranks; any that `cp_ref.spec.verify` accepts for this problem, such as `Schedule.parse(text)`.
             By default the one that `cp_comm_type` names. Not with max_sequences.
@@ -197,7 +197,8 @@ def lengths_of_update(plan: Plan, cp: ContextParallel, given: dict[str, Any]) ->
 
 
 def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, torch.device]:
-    """All arguments of `make_plan` by name -> what the ranks must agree on, and the plan's device. Sends nothing.
+    """All arguments of `make_plan` by name -> the values that all ranks must agree on, and the plan's device. Sends
+    nothing.
 
     kind: the package's own ContextParallel. Options of the computation and of the results are only checked.
     """

@@ -28,19 +28,18 @@ def shard(
         x: any tensor with the format's sequence axis: token ids [b, s] (bshd), activations [s, b, d] (sbhd), packed [t,
             ...] (thd).
         cp, qkv_format: as in `attention`.
-        cu_seqlens_padded: thd only, GLOBAL, int32 or int64 [b + 1]. Tokens behind the last of them are the tail, which
+        cu_seqlens_padded: thd only, GLOBAL, int32 or int64 [b + 1]. Tokens after the last of them are the tail, which
             fills the slices up, after each rank's own tokens.
-        plan: says format, lengths and layout instead, of the query side; layout "balanced" needs it.
+        plan: gives format, lengths and layout of the query side instead; layout "balanced" needs it.
 
     Returns:
         The slice, contiguous, of ceil(t / cp_size) tokens in thd. Where s does not divide (by 2 * cp_size in
-        dual_chunk, by cp_size in the others) a sequence of bshd and sbhd is cut as if it were padded at its end until
-        it does; of masks other than padding masks a plan then tells `attention` where the sequence ends. What a slice
-        has no token for is zero. Differentiable: the gradient of x is the slice's, in its place,
-        and zero elsewhere.
+        dual_chunk, by cp_size in the others) a sequence of bshd and sbhd is cut as if padded at its end until it does.
+        Without a padding mask, `attention` then needs a plan that gives the end of the sequence. Rows of a slice
+        without a token are zero. Differentiable: the gradient of x is the slice's, in its place, and zero elsewhere.
 
     Raises:
-        ValueError, TypeError: lengths that do not fit x, are not the format's, or are given beside a plan.
+        ValueError, TypeError: lengths that do not fit x, are not the format's, or are given together with a plan.
 
     >>> from cp_ref import SimGroup
     >>> ids = torch.arange(8)[None]                                                # b 1, s 8: chunks 01 23 45 67
@@ -66,20 +65,20 @@ def unshard(
 ) -> torch.Tensor:
     """The global tensor, on every rank, from every rank's slice: the inverse of `shard`. Collective.
 
-    Differentiable, and so collective in the backward pass too: the gradient of a slice is the sum over all ranks of the
-    gradients of its place, as every rank's global tensor depends on it. So if every rank computes the same loss from
-    it, gradients are cp_size times those of that loss.
+    Differentiable, and so also collective in the backward pass: every rank's global tensor depends on a slice, so the
+    gradient of the slice is the sum over all ranks of the gradients of its place. So if every rank computes the same
+    loss from it, gradients are cp_size times those of that loss.
 
     Args:
         x: this rank's slice, as `shard` gives it; alike on all ranks.
         cp, qkv_format, cu_seqlens_padded, plan: as in `shard`.
         seqlen: bshd and sbhd only: the global sequence length, where it does not divide. By default the result has
-            cp_size times the rows of x. Where `shard` has cut another length into such slices by this context, nobody
-            can tell which one x is of, and seqlen is needed.
+            cp_size times the rows of x. If `shard` has cut another length into slices of this size with this context,
+            the length of x is unknown, and seqlen is needed.
 
     Returns:
-        The global tensor, in thd exactly the tokens of the sequences; with a tail, where slices are longer than these
-        need, cp_size times the rows of x.
+        The global tensor. In thd it has exactly the tokens of the sequences, or, if slices are longer because of a
+        tail, cp_size times the rows of x.
 
     Raises:
         ValueError: the ranks' slices differ in shape or dtype, or some require gradients and others do not (on every
@@ -120,11 +119,11 @@ def roll(
         x: this rank's slice, as `shard` gives it; alike on all ranks.
         shifts: as in `torch.roll`: row i of a sequence goes to row i + shifts; -1 gives every token the next one.
         cp, qkv_format, cu_seqlens_padded, seqlen, plan: as in `unshard`.
-        fill_value: what rows hold for which the sequence has none (padding belongs to it), and the tail.
+        fill_value: the value of rows whose source is outside the sequence (padding belongs to it), and of the tail.
 
     Returns:
         The slice of the shifted tensor, contiguous, of x's shape and dtype. Differentiable: gradients go back to the
-        rows that were moved, and so the backward pass is collective too.
+        moved rows, so the backward pass is also collective.
 
     Raises:
         ValueError, TypeError: as `unshard`; shifts or fill_value is no number of x's dtype, or not the same on all
@@ -162,12 +161,12 @@ def position_ids(
         seqlen: bshd and sbhd only: the global sequence length.
         cu_seqlens_padded: thd only: GLOBAL, int32 or int64 [b + 1].
         device: where the positions are made; by default the CPU, or the plan's.
-        plan: says format, lengths and layout instead; layout "balanced" needs it.
-        rank: whose positions; this rank's by default.
+        plan: gives format, lengths and layout instead; layout "balanced" needs it.
+        rank: the rank of the positions; this rank by default.
 
     Returns:
-        int64, as many as a slice has rows: [s/cp] for bshd and sbhd, [t/cp] for thd, rounded up; 0 where thd has no
-        token. Of a plan in bshd or sbhd whose layout does not cut all sequences alike, [b, s/cp] or [s/cp, b].
+        int64, one per row of the slice: [s/cp] for bshd and sbhd, [t/cp] for thd, rounded up; 0 where thd has no token.
+            With a plan in bshd or sbhd whose layout does not cut all sequences alike, [b, s/cp] or [s/cp, b].
 
     Raises:
         ValueError, TypeError: the lengths are missing, or do not belong to the format.

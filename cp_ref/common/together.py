@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class RefusedElsewhere(ValueError):
-    """Another rank refused its arguments. It has told all others."""
+    """Another rank refused its arguments and told all others."""
 
 
 def together(groups: Sequence[Group], read: Callable[[], T], merge: Callable[[list[T]], T]) -> T:
@@ -34,7 +34,7 @@ def together(groups: Sequence[Group], read: Callable[[], T], merge: Callable[[li
         merge: makes one value of those of a group's ranks, by rank; the same on all of them.
 
     Raises:
-        This rank's own error. ValueError: another rank has one; it names the rank and quotes what it said.
+        This rank's own error. ValueError: another rank has one; it names the rank and quotes its error.
 
     >>> from cp_ref import SimGroup
     >>> SimGroup(3).run(lambda member: together([member], lambda: member.rank, sum))

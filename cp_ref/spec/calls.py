@@ -21,7 +21,7 @@ __all__ = [
     "local_lengths",
 ]
 
-# what `attention` takes its arguments to be when the caller says nothing
+# The defaults of `attention`'s arguments.
 _DEFAULTS: dict[str, Any] = {
     "qkv_format": "bshd",
     "attn_mask_type": None,
@@ -70,7 +70,7 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
         if name in _DEFAULTS:
             value = _read(name, value)
             if value == _DEFAULTS[name]:
-                continue  # what the plan has is not even looked at: a compiled graph would be for this plan alone
+                continue  # The plan's own value is not read: a compiled graph would be for this plan alone.
             if value != (settled := getattr(problem, name)):
                 raise ValueError(
                     f"{name} is {value!r}, but the plan was made for {settled!r}; leave it out beside a plan"
@@ -128,7 +128,7 @@ def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> 
     """This rank's slices must have the shapes that the problem gives them; in thd they may be longer (a tail).
 
     Raises:
-        ValueError, TypeError: naming the tensor, its shape and what was expected.
+        ValueError, TypeError: naming the tensor, its shape and the expected one.
     """
     got = read_sizes(q, k, v, problem.qkv_format, problem.cp_size)
     wanted = Sizes(problem.heads_q, problem.heads_kv, problem.d_qk, problem.d_v, problem.dtype)

@@ -25,7 +25,7 @@ class BatchCost:
     Attributes:
         work: the largest rank's visible pairs, times query heads, over the mean; 1 is perfect balance.
         kv_rows: the K/V rows that the rank receives that receives most, forward; a row of some heads counts in part.
-        sent_bytes: what the rank sends that sends most, both passes.
+        sent_bytes: the bytes of the rank that sends the most, both passes.
         tail: rows of all slices together that hold no token.
         refused: why not, where the schedule cannot have this problem; the numbers are then 0.
     """
@@ -60,7 +60,7 @@ def compare_layouts(
         cp_size: number of ranks.
         attn_mask_type, window_size, heads_q, heads_kv, d_qk, d_v: as in `make_plan`.
         dtype: by name, such as "bfloat16".
-        layouts, cp_comm_types: which to compare; "a2a+p2p" has no size of its own here, and is refused.
+        layouts, cp_comm_types: which to compare; "a2a+p2p" has no a2a size here, and is refused.
 
     Returns:
         One cost for every layout and schedule, layouts first.

@@ -20,12 +20,12 @@ def check_schedule(schedule: Any, problem: Problem, room: Room | None, group: Gr
 
     Args:
         schedule: for all ranks, as the user gave it; None for the planner's.
-        room: what the plan is to have room for.
+        room: the plan's room.
         group: of the ranks that will play it.
 
     Returns:
-        What the ranks have to agree on, for the `extras` of their `Agreement`: a hash of the schedule's text; nothing
-        for None.
+        The values that the ranks have to agree on, for the `extras` of their `Agreement`: a hash of the schedule's
+        text; nothing for None.
 
     Raises:
         TypeError: it is no Schedule. InvalidSchedule: with every finding. ValueError: the plan is to be updated, or a

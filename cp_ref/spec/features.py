@@ -55,7 +55,7 @@ class Feature(StrEnum):
     DETERMINISTIC = "deterministic"
     # plans
     IN_PLACE = "max_sequences (plans updated in place)"
-    # where and in what
+    # devices, dtypes and the like
     CPU = "device cpu"
     CUDA = "device cuda"
     FLOAT16 = "float16"

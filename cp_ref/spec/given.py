@@ -58,7 +58,7 @@ def check_placements(cp: Any, layout: Any, qkv_format: str, softmax_offset: Any,
 
 def _misplaced(cp: Any, axes: tuple[str, ...], x: Any) -> str:
     """The error of a DTensor's placement, or ""."""
-    groups = (cp.comm.p2p, cp.comm.a2a) if isinstance(cp.comm, PairGroup) else (cp.comm,)  # what cuts first, first
+    groups = (cp.comm.p2p, cp.comm.a2a) if isinstance(cp.comm, PairGroup) else (cp.comm,)  # in order of cutting
     wanted = [(getattr(group, "ranks", None), group.rank) for group in groups if group.size > 1]
     found: list[tuple[frozenset[int], int]] = []
     for dim, placement in enumerate(x.placements):

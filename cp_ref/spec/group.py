@@ -73,7 +73,7 @@ class PaperGroup:
     rank: int = 0
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> PaperGroup:
-        """Nothing; raises RuntimeError where there is a message: there is nobody there."""
+        """Nothing; raises RuntimeError for any message, as no tensor can travel."""
         if sends or recvs:
             raise RuntimeError("a group on paper plans; it carries no tensors")
         return self
@@ -102,12 +102,12 @@ def agree(group: Group, problem: Agreed | None, error: Exception | None) -> None
     sent.
 
     Args:
-        problem: what this rank is about to compute, or with what room; None when its arguments were refused.
+        problem: this rank's problem, or the room of its plan; None if its arguments were refused.
         error: why they were refused, or None.
 
     Raises:
         The rank's own `error`, if any. ValueError where another rank refused its arguments or has another problem; it
-        names the rank and quotes what it said. All ranks raise or none does, so none is left waiting.
+        names the rank and quotes its error. Either all ranks raise or no rank does, so no rank is left waiting.
     """
     complaint = None if error is None else f"{type(error).__name__}: {error}"
     everyone = group.all_gather_object((None if problem is None else problem.fingerprint, complaint))

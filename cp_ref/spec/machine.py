@@ -1,4 +1,4 @@
-"""A machine as data: how fast its kernels, copies and links are, and what its host needs. Standard library alone.
+"""A machine as data: the speeds of its kernels, copies and links, and the times of its host. Standard library alone.
 
 A machine is read from and written to TOML; `machines/` has those that are built in, by name.
 """
@@ -30,7 +30,7 @@ class Kernel:
 
     Attributes:
         tflops: TFLOP/s in the limit of long rows; 4 operations a pair, head and mean head dim forward, 10 backward.
-        edge: keys that a query row costs more than it sees: blocks that the mask cuts, and what is done once a row.
+        edge: the extra keys that a query row costs: for blocks that the mask cuts, and for work done once per row.
             Short sequences are slow by it: rows that see n keys run at n / (n + edge) of the rate.
         launch_us: microseconds of a launch that do not depend on its size.
     """
@@ -58,7 +58,7 @@ class Link:
     Attributes:
         gbytes_s: GB/s of one rank, in each direction at once.
         latency_us: microseconds from a step's begin until its first message has come, without its bytes.
-        slows: the share of the time that messages travel which kernels beside them lose; 0 for copy engines.
+        slows: the share of a message's time that concurrent kernels lose; 0 for copy engines.
     """
 
     gbytes_s: float
@@ -81,7 +81,7 @@ class Machine:
     """GPUs in domains, within which every GPU reaches every other by NVLink; domains on a network.
 
     Attributes:
-        name, source: what it is, and where its numbers come from.
+        name, source: the machine, and the source of its numbers.
         domain: GPUs of a domain; ranks are numbered domain by domain.
         copy_gbytes_s: bytes that packing and adding read and write, GB/s.
         step_us: microseconds of a step on the GPU that are neither kernels nor bytes: waits, and small kernels.

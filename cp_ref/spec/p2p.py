@@ -2,8 +2,8 @@
 
 Without a window the blocks travel round a ring. At step s unit u has the block of unit u - s and passes it on:
 
-    step      unit 0    unit 1    unit 2    unit 3          4 units, the number is the owner of the block in hand;
-      0          0         1         2         3            on its way meanwhile: every block to the next unit
+    step      unit 0    unit 1    unit 2    unit 3          4 units, the number is the owner of the current block;
+      0          0         1         2         3            during each step, every block travels to the next unit
       1          3         0         1         2
       2          2         3         0         1
       3          1         2         3         0
@@ -46,7 +46,7 @@ class RingMember(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """A message to or from a unit, and the rows that travel, by the distance 1, 2, ... of what is sent."""
+    """A message to or from a unit, and the rows that travel, by the distance 1, 2, ... of the block."""
 
     unit_at: Callable[[int], int]
     rows: list[Spans]

@@ -58,9 +58,7 @@ class PairGroup:
         return [its for _, _, row in rows for _, its in row]
 
     def _gather(self, in_row: tuple[Any, ...], in_column: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-        """The values of the ranks of the row and of the column; the group of the lower ranks first, if groups know
-        ranks.
-        """
+        """The values of the ranks of the row and of the column; the group of the lower ranks first, if known."""
         if getattr(self.a2a, "ranks", None) is None or getattr(self.p2p, "ranks", None) is None:
             return self.a2a.all_gather_object(in_row), self.p2p.all_gather_object(in_column)
         if sorted(cast(Any, self.a2a).ranks) <= sorted(cast(Any, self.p2p).ranks):

@@ -30,7 +30,7 @@ def make_schedule(
     known: Mapping[int, tuple[RankSchedule, RankSchedule]] | None = None,
     stages: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """The schedule of all ranks. `known`: what `make_program` gave for some of them, with the same `stages`.
+    """The schedule of all ranks. `known`: the results of `make_program` for some of them, with the same `stages`.
 
     >>> from cp_ref.spec.problem import Sequence
     >>> print(str(make_schedule(Problem(2, (Sequence(4, 4, 4, 4),)))).split("forward rank 1")[0].strip())

@@ -28,7 +28,7 @@ _GIVES = {"forward": ("out",), "backward": ("dq", "dkv")}
 
 
 class Sent(NamedTuple):
-    """A message that was posted, and what it carries."""
+    """A message that was posted, and its content."""
 
     message: Message
     cells: Cells
@@ -48,12 +48,13 @@ class _Rank:
 
 
 class Play:
-    """Play a pass: `run`, then look at what was found.
+    """Play a pass: `run`, then read the findings.
 
     Attributes:
         errors: a sentence for each finding.
-        stuck: whether a rank did not come to its end.
-        has, results: what each rank has at the end, by kind; of results the number of a tile in each cell's sum.
+        stuck: whether a rank did not reach its end.
+        has, results: the cells that each rank has at the end, by kind; of results the number of a tile in each cell's
+            sum.
         contributions: what happened to the results.
         uses: the tiles of all ranks.
     """
@@ -66,7 +67,7 @@ class Play:
         has: Sequence[Store],
         describe: Callable[[str, int, int], str],
     ) -> None:
-        """`has`: what each rank starts with; `describe(kind, start, stop)`: words for rows of a kind."""
+        """`has`: the cells that each rank starts with; `describe(kind, start, stop)`: words for rows of a kind."""
         self.name, self.schedule, self.grids, self.describe = name, schedule, grids, describe
         programs = schedule.forward if name == "forward" else schedule.backward
         self.ranks = [_Rank(program) for program in programs]

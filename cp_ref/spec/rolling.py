@@ -50,7 +50,7 @@ def roll_of(cut: Cut, starts: Column, shifts: int, rank: int) -> Roll:
     place = np.zeros_like(holder)
     for r, own in enumerate(rows):
         holder[own], place[own] = r, np.arange(len(own))
-    sequence = np.searchsorted(starts, np.arange(len(holder)), side="right") - 1  # behind all of them: b
+    sequence = np.searchsorted(starts, np.arange(len(holder)), side="right") - 1  # after all of them: b
     edges = np.append(starts, len(holder))
 
     def taken_by(receiver: int) -> tuple[Column, Column]:

@@ -49,7 +49,7 @@ class Room:
 class Agreement(NamedTuple):
     """The problem, the room and the options that all ranks must have in common: see `agree`.
 
-    `extras`: what else decides which messages are sent, by name, such as ("return_max_logit", True).
+    `extras`: other values that decide which messages are sent, by name, such as ("return_max_logit", True).
     """
 
     problem: Problem
@@ -114,7 +114,7 @@ def check_room(problem: Problem, room: Room) -> None:
 
 
 def check_room_tensors(room: Room | None, q: Any, k: Any) -> None:
-    """A rank's buffers have exactly the rows that the plan has room for (those behind the batch are its tail).
+    """A rank's buffers have exactly the rows that the plan has room for (those after the batch are its tail).
 
     Raises:
         ValueError: naming the tensor.

@@ -91,8 +91,8 @@ def read_cut(
         seqlen: rows of the global tensor in bshd and sbhd, where x is a slice; None: as many as all slices have.
 
     Raises:
-        ValueError, TypeError: lengths that are not the format's, do not fit x, or stand beside a plan, which has them;
-        a layout that only plans know.
+        ValueError, TypeError: lengths that are not the format's, do not fit x, or are given with a plan, which has
+        them; a layout that only plans know.
     """
     if plan is not None:
         return _by_plan(_problem_of(plan, cp, qkv_format, seqlen, cu_seqlens_padded), x, whole)

@@ -101,7 +101,7 @@ class _Pass(NamedTuple):
     come: float  # its rows, in an exchange
     attend: float  # one step of the ring
     leave: float  # its results
-    tail: float  # what a launch loses at its end, however many heads it has
+    tail: float  # the time lost at the end of a launch, for any number of heads
 
 
 def _passes(problem: Problem, pairs: int) -> tuple[_Pass, _Pass]:
@@ -119,7 +119,7 @@ def _passes(problem: Problem, pairs: int) -> tuple[_Pass, _Pass]:
 
 
 def _time(one: _Pass, cut: tuple[int, ...], rings: int) -> float:
-    """Microseconds of a pass: what a step computes hides the messages that travel in it."""
+    """Microseconds of a pass: the computation of a step hides its messages."""
     come, leave = ([COSTS.exchange_us + heads * each for heads in cut] for each in (one.come, one.leave))
     attend = [COSTS.launch_us + one.tail + heads * one.attend for heads in cut]
     steps = zip(attend, [*come[1:], 0.0], [0.0, *leave[:-1]], strict=True)

@@ -142,7 +142,7 @@ def read_lengths(name: str, cu_seqlens: Any) -> list[int] | None:
     values: list[int] = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"{name}[0] is {values[0]}; it must be 0")
-    if sorted(values) != values:  # of what is sorted already, the fastest way to see it
+    if sorted(values) != values:  # the fastest check if they are already sorted
         n = next(n for n, (a, b) in enumerate(pairwise(values)) if b < a)
         raise ValueError(
             f"{name}[{n + 1}] is {values[n + 1]}, less than {name}[{n}] = {values[n]}; cumulative lengths must not "

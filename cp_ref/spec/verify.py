@@ -51,7 +51,7 @@ def verify(problem: Problem, schedule: Schedule) -> Report:
     """Check that `schedule` computes `problem`, forward and backward.
 
     Returns:
-        What it costs: for every rank tokens, tiles, visible pairs and bytes, and the balance.
+        The costs: for every rank tokens, tiles, visible pairs and bytes, and the balance.
 
     Raises:
         InvalidSchedule: with every finding.
@@ -70,7 +70,7 @@ def verify_tables(work: Workload, schedule: Schedule, place: Place = lambda side
     """Check that `schedule` computes all areas of `work`, each row starting and ending at its owner.
 
     Args:
-        place: (side, row) -> what to call a row besides its number, such as "position 3 of sequence 0".
+        place: (side, row) -> words for a row in addition to its number, such as "position 3 of sequence 0".
 
     Raises:
         InvalidSchedule: with every finding.
@@ -111,7 +111,7 @@ def _owned(work: Workload, grid: Grid, rank: int, side: str) -> Column:
 
 @dataclass(frozen=True)
 class _Names:
-    """Rows in words, by their number and by what the caller calls them."""
+    """Rows in words, by their number and by the caller's words."""
 
     work: Workload
     place: Place

@@ -65,7 +65,7 @@ def _with_tiles(program: RankSchedule, tiles: list[Tiles]) -> RankSchedule:
 
 
 def _first_steps(areas: Areas, program: RankSchedule) -> Column:
-    """The first step behind step 0 at which each area has tiles; 0 for none."""
+    """The first step after step 0 at which each area has tiles; 0 for none."""
     found = np.zeros(len(areas), dtype=np.int64)
     for n in range(len(program) - 1, 0, -1):
         found[program[n].tiles.area] = n

@@ -40,7 +40,7 @@ class Runs(NamedTuple):
         return shift + torch.arange(len(shift), device=shift.device)
 
     def end(self) -> int:
-        """The row behind the last run: where the tail begins."""
+        """The row after the last run: where the tail begins."""
         return int(self.starts[-1] + self.sizes[-1]) if len(self.sizes) else 0
 
     def longest(self) -> int:

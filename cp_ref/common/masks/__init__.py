@@ -1,10 +1,10 @@
 """Makers of areas: masks by name, as the tensors that `attention(..., areas=...)` takes, and readers of others' masks.
 
     documents                                               each document sees itself
-    prefix_lm, shared_prefix, tree                          what comes first is seen by all that follows from it
+    prefix_lm, shared_prefix, tree                          all rows see the beginning that they continue
     block_causal, chunked, dilated_blocks                   blocks
     first_tokens_and_window                                 StreamingLLM
-    packed, picture                                         one mask for each document of a buffer; what a mask shows
+    packed, picture                                         one mask for each document of a buffer; a mask as text
     from_magi, from_block_mask                              masks of MagiAttention, and of PyTorch's FlexAttention
     from_call                                               a maker's call as text, for command lines
 

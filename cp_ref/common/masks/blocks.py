@@ -15,7 +15,7 @@ def block_causal(length: int, block: int) -> torch.Tensor:
     shorter.
 
     Returns:
-        int64 [n, 6]: the causal square of all, which kernels compute fastest, and what it lacks of each block.
+        int64 [n, 6]: the causal square of all, which kernels compute fastest, and each block's pairs outside it.
 
     >>> from cp_ref.masks import picture
     >>> print(picture(block_causal(5, 2)))
@@ -31,7 +31,7 @@ def block_causal(length: int, block: int) -> torch.Tensor:
 
 
 def chunked(length: int, chunk: int) -> torch.Tensor:
-    """Tokens see what is before them in their own chunk (Llama 4's local layers). The last chunk may be shorter.
+    """Tokens see the tokens before them in their own chunk (Llama 4's local layers). The last chunk may be shorter.
 
     >>> from cp_ref.masks import picture
     >>> print(picture(chunked(5, 2)))
@@ -47,7 +47,7 @@ def chunked(length: int, chunk: int) -> torch.Tensor:
 
 
 def dilated_blocks(length: int, block: int, step: int) -> torch.Tensor:
-    """Tokens see what is before them in their own block, and all of every `step`-th block before it (LongNet's
+    """Tokens see the tokens before them in their own block, and all of every `step`-th block before it (LongNet's
     dilation, by blocks). The last block may be shorter.
 
     >>> from cp_ref.masks import picture

@@ -1,4 +1,4 @@
-"""Masks in which rows see all of what they continue: prefixes, prompts with several answers, trees."""
+"""Masks in which rows see all of the text that they continue: prefixes, prompts with several answers, trees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def prefix_lm(prefix: int, length: int) -> torch.Tensor:
     """A causal document whose first `prefix` tokens all see each other (PaliGemma, T5's prefix LM).
 
     Returns:
-        int64 [n, 6]: the causal square, which kernels compute fastest, and what it lacks of the prefix.
+        int64 [n, 6]: the causal square, which kernels compute fastest, and the prefix's pairs outside it.
 
     >>> from cp_ref.masks import picture
     >>> print(picture(prefix_lm(3, 5)))
@@ -68,7 +68,7 @@ def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
     search, speculative decoding, prompts that share beginnings).
 
     Args:
-        lengths: of the segments, as they lie in the buffer one behind the other, [n].
+        lengths: of the segments, in the order of the buffer, [n].
         parents: the number of each segment's parent, which comes before it; -1 for none, [n].
 
     Returns:

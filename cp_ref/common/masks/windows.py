@@ -15,8 +15,8 @@ def first_tokens_and_window(length: int, first: int, left: int) -> torch.Tensor:
     sinks by position).
 
     Returns:
-        int64 [n, 6]: the window, of the tokens behind the first ones; the first ones among themselves, with the same
-        window where it hides none of them; and what all others see of them. The first two share a kernel launch.
+        int64 [n, 6]: the window of the tokens after the first ones; the first ones among themselves, with the same
+        window if it hides none of them; and the part of them that all others see. The first two share a kernel launch.
 
     >>> from cp_ref.masks import picture
     >>> print(picture(first_tokens_and_window(7, 2, 2)))

@@ -33,11 +33,11 @@ def pad_thd_sequences_for_cp(
         labels: [t], any integer dtype.
         cu_seqlens: GLOBAL cumulative lengths of the real tokens, int32 or int64 [b + 1]. Rows behind cu_seqlens[-1] are
             tail, and follow the last padded sequence unchanged.
-        divisibility_factor: what every length has to be a multiple of: 2 * cp_size for layout dual_chunk.
-        padding_token_id, padding_label_id: what padding holds (-100: no loss there).
-        padded_tokens: the size t' of the results, at least that of all padded sequences. What is left holds the tail,
-            cut where it is longer, and padding where it is shorter. None: as many as there are. With lengths on a GPU
-            it must be given: their sum is unknown until the GPU has been waited for.
+        divisibility_factor: every padded length is a multiple of it: 2 * cp_size for layout dual_chunk.
+        padding_token_id, padding_label_id: the values in padding (-100: no loss there).
+        padded_tokens: the size t' of the results, at least that of all padded sequences. The rest holds the tail, cut
+            if it is longer, and padding if it is shorter. None: exactly as many rows. With lengths on a GPU it must be
+            given: their sum is unknown until the GPU has been waited for.
 
     Returns:
         (input_ids, labels, cu_seqlens_padded): the ids and labels [t'] of the dtypes given, and the GLOBAL cumulative

@@ -33,8 +33,8 @@ __all__ = [
 def thd_get_partitioned_indices(
     cu_seqlens_padded: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
-    """The global row of each of this rank's tokens, in the order of its slice: `x[indices]` is what `shard`
-    gives for layout dual_chunk.
+    """The global row of each of this rank's tokens, in the order of its slice: `x[indices]` equals `shard` for layout
+    dual_chunk.
 
     Args:
         cu_seqlens_padded: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1]. Each length is a multiple of
@@ -75,7 +75,7 @@ def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Ten
 
     Returns:
         A new tensor of x's shape (a tuple for a tuple): `torch.cat` of `shard(x)` over all ranks. So a rank's
-        part of the tail lies behind its own tokens, not at the end of the whole. Differentiable.
+        part of the tail lies after its own tokens, not at the end of the buffer. Differentiable.
 
     Raises:
         ValueError, TypeError: as `thd_get_partitioned_indices`.
