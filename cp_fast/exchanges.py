@@ -1,4 +1,4 @@
-"""The messages of a step, prepared once: from then on a group is given tensors only."""
+"""The messages of a step, prepared once: later calls pass only tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["Exchange", "Located", "Message", "Prepares", "by_tag", "places", "pr
 
 
 class Message(NamedTuple):
-    """One tensor to or from a peer. `pieces`: the bytes of each of the tensors that it is received into, one behind the
-    other; one where it is sent. `held`: a sent tensor may be held until the exchange was waited for.
+    """One tensor to or from a peer. `pieces`: the bytes of each of the consecutive tensors that receive it; one piece
+    for a send. `held`: a sent tensor may be held until the wait for the exchange.
     """
 
     peer: int
@@ -26,31 +26,31 @@ class Message(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Messages that can be posted, in every call again."""
+    """Messages that can be posted again in every call."""
 
     def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
-        """Send and receive these tensors, contiguous, one for each piece of a message in the order in which they were
-        prepared. What is returned has `by_copies` where no kernel carries any of them, see `cp_fast.overlap`.
+        """Send and receive these contiguous tensors, one for each piece of a message, in the prepared order. The
+        returned object has `by_copies` if no kernel carries any of them, see `cp_fast.overlap`.
         """
         ...
 
 
 class Prepares(Group, Protocol):
-    """A group that has exchanges of its own; they are for this group alone."""
+    """A group with prepared exchanges, valid for this group only."""
 
     def prepared(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Exchange:
-        """An exchange of these messages. `where`: what is said of it when a peer does not answer."""
+        """An exchange of these messages. `where`: its name in the error if a peer does not answer."""
         ...
 
 
 def prepares(group: Group) -> TypeGuard[Prepares]:
-    """Whether a group has exchanges of its own."""
+    """Whether a group has prepared exchanges."""
     return hasattr(group, "prepared")
 
 
 def prepare(group: Group, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Exchange:
-    """An exchange in this group, or in any other that has none of its own. Both ends of a pair prepare what they send
-    each other with the same tags.
+    """An exchange in this group, or by plain messages in a group without prepared exchanges. Both ends of a pair
+    prepare their messages with the same tags.
     """
     return group.prepared(where, sends, recvs) if prepares(group) else _ByGroup(where, sends, recvs)
 
@@ -73,12 +73,12 @@ def by_tag(messages: Sequence[Message]) -> list[Located]:
 
 
 def places(messages: Sequence[Located]) -> list[int]:
-    """Where the tensors of these messages are."""
+    """The positions of the tensors of these messages."""
     return [first + n for message, first in messages for n in range(len(message.pieces))]
 
 
 class _ByGroup:
-    """By the group's own messages, which are received whole."""
+    """An exchange by the group's own messages, which are received whole."""
 
     def __init__(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
         self._where, self._sends, self._recvs = where, by_tag(sends), by_tag(recvs)
@@ -98,7 +98,9 @@ class _ByGroup:
 
 
 class _Named:
-    """Messages under way, where they are from, and those that are in pieces then. What is sent is held meanwhile."""
+    """Messages in flight, their origin, and those to be cut into pieces on arrival. Sent tensors are held until
+    then.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""The features that a problem requires, and those that the executor has whatever the kernel library: two sets that
-decide what runs.
-"""
+"""The features that a problem requires, and those that the executor has with any kernel library."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Python objects as tensors, so that a compiled graph carries them from call to call without looking inside.
 
 An operator of `torch.library` takes tensors and numbers. A plan and a context go in as a handle: a number in a tensor
-on the CPU. A compiled graph guards numbers, and would be compiled anew for every batch's plan; a tensor's value it does
-not look at.
+on the CPU. A compiled graph guards numbers, so it would be recompiled for every batch's plan; it does not guard a
+tensor's value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class OfThisProcess:
-    """What has a handle, tables on a device and places in groups: none of it means anything in another process."""
+    """An object with a handle, tables on a device and places in groups. They are valid only in this process."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = type(self).__qualname__
@@ -28,14 +28,14 @@ class OfThisProcess:
 
 
 def handle_for(thing: Any) -> torch.Tensor:
-    """A new handle, int64 [], of an object that is kept alive by others."""
+    """A new handle, int64 [], of an object; it does not keep the object alive."""
     number = next(_numbers)
     _objects[number] = thing
-    return torch.tensor(number, dtype=torch.int64, device="cpu")  # whatever the default device is
+    return torch.tensor(number, dtype=torch.int64, device="cpu")  # for any default device
 
 
 def forget(handle: torch.Tensor) -> None:
-    """Let a handle stand for nothing: what it stood for has changed, and got a new one."""
+    """Invalidate a handle: its object has changed and has a new one."""
     _objects.pop(int(handle), None)
 
 

@@ -1,4 +1,4 @@
-"""Which module of a model is being called, by its name in the outermost one that is, such as Model.layers.3.attn."""
+"""The name of the module being called, relative to the outermost one, such as Model.layers.3.attn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["named_modules"]
 
 class _Called(threading.local):
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []  # the outermost first
+        self.modules: list[nn.Module] = []  # The outermost first.
 
 
 _called = _Called()
@@ -22,7 +22,7 @@ _lock = threading.Lock()
 
 
 class named_modules:
-    """A context in which calls of modules are followed, in all threads, by hooks on all of them."""
+    """A context that follows the calls of modules in all threads, by hooks on all modules."""
 
     _depth = 0
     _hooks: tuple[Any, ...] = ()
@@ -44,7 +44,7 @@ class named_modules:
 
     @staticmethod
     def current() -> str:
-        """The innermost module that is being called in this thread; empty where none is."""
+        """The innermost module being called in this thread; empty outside of modules."""
         if not _called.modules:
             return ""
         outer, inner = _called.modules[0], _called.modules[-1]
@@ -53,13 +53,13 @@ class named_modules:
 
 
 def _enter(module: nn.Module, inputs: Any) -> None:
-    if not torch.compiler.is_compiling():  # a graph's calls have the name of the module that was compiled
+    if not torch.compiler.is_compiling():  # A graph's calls have the name of the compiled module.
         _called.modules.append(module)
 
 
 def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    if module in _called.modules:  # not one that was entered before the hooks were there
+    if module in _called.modules:  # Not one entered before the hooks existed.
         while _called.modules.pop() is not module:
             pass

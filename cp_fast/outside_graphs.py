@@ -1,4 +1,4 @@
-"""`attention` where torch.compile meets what is no part of a graph: it ends here, and the cure is said."""
+"""`attention` as a graph break of torch.compile, with a message that names the cure."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ __all__ = ["outside_graphs"]
     reason="attention makes plans and looks at DTensors outside of graphs: call make_plan outside, give local tensors"
 )
 def outside_graphs(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
-    """`attention`, or a function that calls it, of the same arguments."""
+    """Call `attention`, or a function that calls it, with the same arguments."""
     return function(*given, **arguments)

@@ -1,4 +1,4 @@
-"""Between the user's formats and the packed rows [t, h, d] that the kernels take, without copies where there is a way.
+"""Between the user's formats and the kernels' packed rows [t, h, d], without copies if possible.
 
     thd                             packed already
     bshd [b, s, h, d]               a view: rows of sequence 0, then of sequence 1, ...
@@ -31,15 +31,15 @@ class Packing:
 
     @cached_property
     def folded(self) -> bool:
-        """Whether the batch is folded into the heads. Not where heads are exchanged, which go to ranks by their number,
-        nor under a schedule of the user's own, which may treat the sequences differently (`may_fold`).
+        """Whether the batch is folded into the heads. Not if heads are exchanged, since a head's number decides its
+        rank. Not under a user's schedule, since it may treat the sequences differently (`may_fold`).
         """
         equal_lengths = not self.problem.attn_mask_type.startswith("padding")
         return self.may_fold and self.problem.qkv_format == "sbhd" and equal_lengths and self.problem.a2a_size == 1
 
     @property
     def batch(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return len(self.problem.sequences)
 
     @cached_property
@@ -51,11 +51,11 @@ class Packing:
         return replace(p, sequences=p.sequences[:1], heads_q=p.heads_q * self.batch, heads_kv=p.heads_kv * self.batch)
 
     def rows(self, shape: Sequence[int]) -> int:
-        """How many packed rows a tensor of this shape in the user's format has."""
+        """The number of packed rows of a tensor of this shape in the user's format."""
         return shape[0] if self.problem.qkv_format == "thd" or self.folded else shape[0] * shape[1]
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """q, k, v, out or a gradient of theirs in the user's format -> [t, h, d], contiguous."""
+        """Pack q, k, v, out or a gradient of these from the user's format into [t, h, d], contiguous."""
         if self.problem.qkv_format == "thd":
             return x.contiguous()
         if self.folded:
@@ -65,7 +65,7 @@ class Packing:
         return x.reshape(-1, *x.shape[2:]).contiguous()
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """[t, h, d] -> the user's format."""
+        """Unpack [t, h, d] into the user's format."""
         if self.problem.qkv_format == "thd":
             return x
         if self.folded:
@@ -74,7 +74,7 @@ class Packing:
         return x.transpose(0, 1).contiguous() if self.problem.qkv_format == "sbhd" else x
 
     def unpack_lse(self, lse: torch.Tensor) -> torch.Tensor:
-        """[h, t] -> [b, h, s], or [h, t] for thd."""
+        """Unpack an LSE [h, t] into [b, h, s], or [h, t] for thd."""
         if self.problem.qkv_format == "thd":
             return lse
         if self.folded:
@@ -90,9 +90,9 @@ class Packing:
         return lse.transpose(0, 1).reshape(lse.shape[1], -1)
 
     def heads_in(self, per_head: torch.Tensor) -> torch.Tensor:
-        """One value a head [h_q] -> one a packed head."""
+        """Repeat one value a head [h_q] as one a packed head."""
         return per_head.repeat(self.batch) if self.folded else per_head
 
     def heads_out(self, per_packed_head: torch.Tensor) -> torch.Tensor:
-        """One value a packed head -> [copies, h_q], to be reduced over the copies."""
+        """View one value a packed head as [copies, h_q], to be reduced over the copies."""
         return per_packed_head.unflatten(0, (self.batch if self.folded else 1, -1))

@@ -1,4 +1,4 @@
-"""Attention of one layer, both passes: what lies around the schedule's steps.
+"""Attention of one layer, both passes: the code around the schedule's steps.
 
 user's format -> packed rows -> the plan's instructions -> user's format
 """
@@ -28,8 +28,8 @@ class Results(NamedTuple):
 
     out: torch.Tensor
     lse: torch.Tensor
-    max_logit: torch.Tensor | None  # over all ranks; None if it was not asked for
-    kept: list[torch.Tensor]  # what only the backward pass needs, beside the arguments and these
+    max_logit: torch.Tensor | None  # Over all ranks; None if not requested.
+    kept: list[torch.Tensor]  # Further tensors for the backward pass only.
 
 
 def forward_pass(
@@ -42,8 +42,9 @@ def forward_pass(
     *,
     return_max_logit: bool,
 ) -> Results:
-    """This rank's slices in the user's format -> its results. Collective. What is given here, and to `backward_pass`
-    but for dout and dlse, is detached: kernel libraries that take addresses refuse what requires a gradient.
+    """Compute this rank's results from its slices, both in the user's format. Collective. The tensors here and in
+    `backward_pass`, except dout and dlse, are detached: kernel libraries that take addresses refuse tensors that
+    require a gradient.
     """
     packing = plan.packing
     sink = _sink(plan, offset, wide_dtype(q.dtype), q.device)
@@ -73,9 +74,9 @@ def backward_pass(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v in the user's format, and of offset [h_q], as the context says. Collective.
 
-    inputs: q, k, v, where `plan.needs_inputs`; out, lse, kept: the forward pass's results; dout, dlse: their gradients,
-    None for zero. rows: how many packed rows q and k have on this rank. lse_given: whether the caller has lse; then
-    some rank may have a gradient of it, and where its rows travel all of them send one.
+    inputs: q, k, v if `plan.needs_inputs`. out, lse, kept: the forward pass's results. dout, dlse: their gradients,
+    None for zero. rows: the numbers of packed rows of q and k on this rank. lse_given: whether the caller has lse. Then
+    some rank may have its gradient, and if its rows are sent, all ranks send one.
     """
     packing = plan.packing
     if dlse is not None and Feature.LSE_GRADIENT not in plan.backend.features:
@@ -143,5 +144,5 @@ def _offset_gradient(
     weight = torch.exp(sink - take(lse.t(), rows)).masked_fill(sink == float("-inf"), 0.0)
     share = weight * delta
     if is_mask(real):
-        share = share.masked_fill(~real[:, None], 0.0)  # padding may hold anything, NaN included
+        share = share.masked_fill(~real[:, None], 0.0)  # Padding may hold any value, NaN included.
     return plan.packing.heads_out(-share.sum(dim=0)).sum(dim=0)

@@ -50,7 +50,7 @@ __all__ = ["Made", "Plan", "agree_on_plan", "backend_for", "make_plan", "prepare
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True, eq=False)  # one plan is itself alone: its tables are tensors
+@dataclass(frozen=True, eq=False)  # Plans compare by identity: their tables are tensors.
 class Plan(OfThisProcess, plans.Plan):
     """Everything about a batch that does not depend on the tensors' values.
 
@@ -58,17 +58,18 @@ class Plan(OfThisProcess, plans.Plan):
         problem: what is computed.
         rank: this rank.
         device: where the tables lie.
-        backend: the kernel library that computes the tiles.
+        backend: the kernel library of the tiles.
         packing: how the user's tensors are seen as packed rows.
-        instructions: what this rank's runtime does in both passes, in order. Printed, it has a line an instruction.
-        steps: this rank's part of `schedule`, which `instructions` was compiled from. Of a custom one the tags say the
-            order of the messages.
+        instructions: the instructions of this rank's runtime in both passes, in order. Printed, one line an
+            instruction.
+        steps: this rank's part of `schedule`, the source of `instructions`. In a custom one the tags give the order of
+            the messages.
         custom: the schedule that `make_plan` was given; None for the planner's.
-        room: what `update` has room for; None for a plan that is not updated.
-        messages: what carries them: the memory of the group's ranks (`cp_fast.peers`), or None: the group itself.
+        room: the room for `update`; None for a plan that is not updated.
+        messages: the transport: the memory of the group's ranks (`cp_fast.peers`), or None for the group itself.
 
-    A copy, deep or not, and what `dataclasses.replace` makes is a plan of its own, with the same tables, which nobody
-    writes to. A plan that is updated in place is neither copied nor replaced, and no plan is pickled: TypeError.
+    A copy, deep or not, and the result of `dataclasses.replace` are separate plans that share the read-only tables. A
+    plan updated in place can be neither copied nor replaced, and no plan can be pickled: TypeError.
     """
 
     problem: Problem
@@ -80,13 +81,13 @@ class Plan(OfThisProcess, plans.Plan):
     steps: Schedules = field(repr=False)
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
-    fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # its tables, if there is room
+    fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # Its tables, if there is room.
     messages: Messages | None = field(default=None, repr=False)
-    handle: torch.Tensor = field(init=False, repr=False, compare=False)  # see `cp_fast.handles`
+    handle: torch.Tensor = field(init=False, repr=False, compare=False)  # See `cp_fast.handles`.
     kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `RankSchedule.needs_inputs`
-    checked: set[Any] = field(init=False, repr=False, compare=False)  # calls whose tensors fit; see `cp_fast.calls`
-    bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # operations by shape; see `cp_fast.runtime`
+    checked: set[Any] = field(init=False, repr=False, compare=False)  # Calls with fitting tensors; see `cp_fast.calls`.
+    bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # Operations by shape; see `cp_fast.runtime`.
 
     def __post_init__(self) -> None:
         if self.fixed is not None:
@@ -105,9 +106,7 @@ class Plan(OfThisProcess, plans.Plan):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What every rank sends, receives and computes, step by step; this rank's part is what `instructions` was
-        compiled from.
-        """
+        """The sends, receives and tiles of every rank, step by step; `instructions` was compiled from this rank's part."""
         return self.custom or make_schedule(self.problem, {self.rank: self.steps}, self.fixed and self.fixed.stages)
 
     @cached_property
@@ -187,7 +186,7 @@ def backend_for(
     return_max_logit: bool,
     in_place: bool = False,
 ) -> Backend:
-    """The library that computes the problem, asked in this way; raises ValueError, TypeError or Unsupported."""
+    """The library for the problem by this choice; raises ValueError, TypeError or Unsupported."""
     check_flag("deterministic", deterministic)
     check_flag("return_max_logit", return_max_logit)
     needs = required(problem, device, deterministic=deterministic, max_logit=return_max_logit, in_place=in_place)
@@ -197,7 +196,7 @@ def backend_for(
 
 
 class Made(NamedTuple):
-    """A plan, and what of its arguments all ranks must have in common."""
+    """A plan, and the arguments that must be equal on all ranks."""
 
     agreement: Agreement
     plan: Plan
@@ -210,8 +209,8 @@ def prepared(
     device: torch.device,
     custom: Schedule | None = None,
 ) -> Plan:
-    """This rank's plan, made before the ranks agree on it: what fails on one of them (kernels that cannot be built,
-    memory for the tables) then fails on all. Sends nothing, and keeps nothing of the group.
+    """This rank's plan, made before the ranks agree on it. An error on one rank (a failed build, no memory for the
+    tables) is then raised on all. Sends nothing, and keeps no reference to the group.
     """
     kernels(device.type)
     problem, room, _ = agreement
@@ -230,14 +229,14 @@ def prepared(
 
 
 def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[bytes] = frozenset()) -> Made:
-    """Make this rank's plan and compare notes with the other ranks, but for agreements that are known: all get their
+    """Make this rank's plan and agree on it with the other ranks, unless the agreement is known. All ranks get their
     plans, or all raise.
     """
     return _together(cp, make, lambda made: made.agreement, known)
 
 
 def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
-    """A plan whose messages are carried and sized as the ranks find out together is best. Collective."""
+    """A plan with the transport and message sizes that the ranks choose together. Collective."""
     problem, room, instructions = plan.problem, plan.room, plan.instructions
     tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
     rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
@@ -248,7 +247,7 @@ def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
                 instructions, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False)
             )
     messages = None if carried is cp.comm else carried
-    object.__setattr__(plan, "messages", messages)  # nobody else has the plan yet
+    object.__setattr__(plan, "messages", messages)  # There is no other reference to the plan yet.
     return plan if instructions is plan.instructions else replace(plan, instructions=instructions)
 
 
@@ -258,7 +257,7 @@ def _together(
     agreement: Callable[[Found], Agreement],
     known: Set[bytes] = frozenset(),
 ) -> Found:
-    """What this rank reads, once all ranks have read theirs and agree; else all raise."""
+    """This rank's reading of its arguments, once all ranks have read theirs and agree; else all raise."""
     check_context(cp, ContextParallel)
     with cp.alone("an agreement on a plan"):
         return read_together(cp.comm, read, agreement, known)

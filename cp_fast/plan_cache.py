@@ -1,13 +1,12 @@
 """The one cache of plans: those of a group's last few batches, for calls of `attention` without a plan.
 
-Calls are compared by value, lengths too; an address or a version of a tensor counts for nothing. Threads may ask at the
-same time.
+Calls are compared by value, lengths too, never by a tensor's address or version. Threads may use it at the same time.
 
-Ranks must not differ in whether they send messages to agree. One thing alone decides that: whether these ranks came to
-this very agreement (the problem and the flags, as a fingerprint) among their last `KEPT` ones. An agreement is noted
-when all ranks have it, and the oldest is forgotten first, however often it was used since; so all ranks have the same
-ones at all times. Each rank decides alone which plan then serves a call, by its device, its stream and its kernel
-library. A rank that finds no plan makes one, without a message.
+All ranks must make the same decision whether to send messages to agree. It depends only on whether this agreement (the
+problem and the flags, as a fingerprint) is among their last `KEPT` ones. An agreement is stored when all ranks have it,
+and the oldest is dropped first, even if it is used often. So all ranks always have the same ones. Each rank then
+chooses the plan of a call alone, by its device, its stream and its kernel library. A rank without a plan makes one,
+without a message.
 """
 
 from __future__ import annotations
@@ -24,24 +23,26 @@ if TYPE_CHECKING:
 
 __all__ = ["KEPT", "PlanCache", "Signature", "cache_of"]
 
-KEPT = 16  # agreements: a model's kinds of layers, with and without gradients, for the batches of an accumulation step
-_CALLS = 8  # calls of an agreement: the same problem written in several ways, or on several streams
+KEPT = 16  # Agreements: a model's kinds of layers, with and without gradients, for the batches of an accumulation step.
+_CALLS = 8  # Calls of an agreement: the same problem written in several ways, or on several streams.
 
 
 class Signature(NamedTuple):
-    """A call's arguments as given, and what of this rank its plan depends on. Equal signatures have equal plans."""
+    """A call's arguments as given, and the state of this rank that its plan depends on. Equal signatures have equal
+    plans.
+    """
 
     words: tuple[Any, ...]
-    stream: int  # on which the plan's tables are written, and whose memory they are given back to
-    lengths: tuple[Any, ...]  # of every sequence, by value
+    stream: int  # The plan's tables are written on it, and freed to its memory.
+    lengths: tuple[Any, ...]  # Of every sequence, by value.
 
 
 class PlanCache:
-    """Of one group: its last agreements, and the plans that were made for them on this rank."""
+    """A group's last agreements, and this rank's plans for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[bytes, list[tuple[Signature, Plan]]] = {}  # by the agreement's fingerprint, oldest first
+        self._calls: dict[bytes, list[tuple[Signature, Plan]]] = {}  # By the agreement's fingerprint, oldest first.
 
     @property
     def agreements(self) -> Set[bytes]:
@@ -50,7 +51,7 @@ class PlanCache:
             return frozenset(self._calls)
 
     def agree(self, fingerprint: bytes) -> None:
-        """Note what all ranks have agreed on."""
+        """Store an agreement of all ranks."""
         with self._lock:
             self._calls.setdefault(fingerprint, [])
             while len(self._calls) > KEPT:
@@ -78,7 +79,7 @@ class PlanCache:
             del calls[:-_CALLS]
 
 
-_caches: WeakKeyDictionary[Turn, WeakKeyDictionary[Turn, PlanCache]] = WeakKeyDictionary()  # gone when their groups are
+_caches: WeakKeyDictionary[Turn, WeakKeyDictionary[Turn, PlanCache]] = WeakKeyDictionary()  # Freed with their groups.
 _making = threading.Lock()
 
 

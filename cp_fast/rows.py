@@ -1,4 +1,4 @@
-"""Rows of a packed buffer: a slice where they are contiguous (no copy), an index on the device where they are not."""
+"""Rows of a packed buffer: a slice if they are contiguous (no copy), else an index on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MOST_ROWS", "Rows", "check_row_numbers", "columns_of", "count", "is_
 __all__ += ["rows_of", "take"]
 
 Rows = slice | torch.Tensor
-MOST_ROWS = 2**31 - 1  # of one buffer of a rank: row numbers and the lengths of launches are int32
+MOST_ROWS = 2**31 - 1  # Of one buffer of a rank: row numbers and the lengths of launches are int32.
 
 
 def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -22,7 +22,7 @@ def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def is_all(rows: Rows, size: int) -> bool:
-    """Whether these are all of so many rows, in their order.
+    """Whether these are all `size` rows, in their order.
 
     >>> is_all(slice(0, 3), 3), is_all(slice(1, 3), 3), is_all(torch.arange(3), 3)
     (True, False, False)
@@ -31,7 +31,7 @@ def is_all(rows: Rows, size: int) -> bool:
 
 
 def count(rows: Rows) -> int:
-    """How many rows these are.
+    """The number of rows.
 
     >>> count(slice(2, 5)), count(torch.tensor([4, 0]))
     (3, 2)
@@ -45,7 +45,7 @@ def rows_of(
     heads: tuple[int, int],
     take_rows: Callable[[Sequence[torch.Tensor], Rows], Sequence[torch.Tensor]],
 ) -> Sequence[torch.Tensor]:
-    """Rows and heads of tensors by row [t, h, d]: views where there are any. take_rows: that of `Kernels`."""
+    """Rows and heads of tensors by row [t, h, d]: views if possible. take_rows: that of `Kernels`."""
     size, count, _ = tensors[0].shape
     if heads != (0, count):
         tensors = [x[:, heads[0] : heads[1]] for x in tensors]
@@ -53,7 +53,7 @@ def rows_of(
 
 
 def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: tuple[int, int]) -> list[torch.Tensor]:
-    """Rows and heads of LSEs [h, t], which have rows on their second axis; contiguous."""
+    """Rows and heads of LSEs [h, t], with rows on the second axis; contiguous."""
     found: list[torch.Tensor] = []
     for x in tensors:
         count, size = x.shape
@@ -74,7 +74,7 @@ def put_columns(into: torch.Tensor, x: torch.Tensor, rows: Rows) -> None:
 
 
 def is_mask(rows: Rows) -> TypeGuard[torch.Tensor]:
-    """Whether these are not row numbers, but a mask of all rows, bool [t]: of another length it cannot be.
+    """Whether these are not row numbers but a mask of all rows, bool [t].
 
     >>> is_mask(torch.tensor([True, False])), is_mask(torch.tensor([0])), is_mask(slice(0, 1))
     (True, False, False)
@@ -93,7 +93,7 @@ def check_row_numbers(problem: Problem, room: Room | None = None) -> None:
         ("kv", problem.starts_kv[-1], None if room is None else room.max_tokens_kv),
     ):
         gathered = side == "kv" and problem.cp_comm_type == "all_gather"
-        ranks = problem.cp_size if gathered else problem.a2a_size  # whose rows come together
+        ranks = problem.cp_size if gathered else problem.a2a_size  # The ranks that gather rows.
         what, tokens = (f"cu_seqlens_{side}, padding included, ends at", total) if most is None else (_room(side), most)
         rows = -(-tokens // problem.cp_size) * ranks
         if rows > MOST_ROWS:

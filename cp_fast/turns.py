@@ -1,7 +1,7 @@
-"""One call at a time on a group: the messages of two would mix, and each would compute with the other's.
+"""Allow one call at a time on a group: the messages of two calls would mix.
 
-Calls of one thread follow each other, forward and backward. Calls of several threads do not wait for each other, which
-would only hide that the ranks may begin them in different orders: the second one raises.
+Calls of one thread follow each other, forward and backward. If two threads call at once, the second raises. Waiting
+would only hide that the ranks may begin the calls in different orders.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["AloneIn", "Turn", "turns_of"]
 
 
 class Turn:
-    """Of one group: which thread is inside a call, and what that is."""
+    """The lock of one group: the thread inside a call, and the call's name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class Turn:
         return self._number
 
     def take(self, what: str) -> bool:
-        """Take it, for `what`; False where this thread has it already.
+        """Take it, for `what`; False if this thread already has it.
 
         Raises:
             RuntimeError: another thread has it.
@@ -50,7 +50,7 @@ class Turn:
         return True
 
     def give_back(self) -> None:
-        """Let others take it."""
+        """Release it."""
         self._thread = None
         self._lock.release()
 
@@ -60,7 +60,7 @@ _making = threading.Lock()
 
 
 def turns_of(group: Any) -> tuple[Turn, ...]:
-    """The turns of what a user gives as a group; contexts of the same group have the same."""
+    """The turns of a user's group; contexts of the same group share them."""
     if isinstance(group, DeviceMesh):
         group = tuple(group.get_all_groups())
     parts = group if isinstance(group, tuple | list) else (group,)
@@ -71,12 +71,12 @@ def turns_of(group: Any) -> tuple[Turn, ...]:
 def _turn_of(part: Any) -> Turn:
     try:
         return _turns.setdefault(part, Turn())
-    except TypeError:  # a user's own group, that has no hash or takes no weak reference: a turn for each context
+    except TypeError:  # A user's group without a hash or weak references: a turn for each context.
         return Turn()
 
 
 class AloneIn:
-    """Hold all of a context's turns while `what` is called; those that this thread has already it keeps.
+    """Hold all of a context's turns while `what` is called; turns that this thread already has stay with it.
 
     Raises:
         RuntimeError: another thread has one of them.

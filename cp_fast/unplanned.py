@@ -1,8 +1,7 @@
 """The plan of a call of `attention` without one: that of an equal call before, or a new one on which all ranks agree.
 
-Lengths and areas on the CPU are compared by value. On a GPU they are read by every call, which waits for the GPU:
-neither a tensor's identity nor its version tells of what a replayed CUDA graph, or another library's kernel, writes
-into it.
+Lengths and areas on the CPU are compared by value. On a GPU every call reads them, and waits for the GPU: a replayed
+CUDA graph or another library's kernel can change the values without changing the tensor's identity or version.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from cp_ref.spec import (
 
 __all__ = ["Call", "on_host", "plan_of_call"]
 
-_PLAIN = {str, int, float, bool, type(None), tuple, list}  # equal ones of one type mean the same
+_PLAIN = {str, int, float, bool, type(None), tuple, list}  # Equal values of one of these types mean the same.
 
 
 def plan_of_call(call: Call) -> Plan:
-    """The plan of a call. Collective where the ranks have not agreed on the same lately, and under `checked`.
+    """The plan of a call. Collective under `checked`, and if the agreement is not among the ranks' last ones.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, here or, where the ranks agree, on another rank. Unsupported:
+        ValueError, TypeError: an argument is wrong, here or, if the call is collective, on another rank. Unsupported:
         naming what is missing.
     """
     cp = call.cp
-    if checking() or (call.on_gpu and torch.cuda.is_current_stream_capturing()):  # what a graph captures it must keep
+    if checking() or (call.on_gpu and torch.cuda.is_current_stream_capturing()):  # A graph keeps its plan.
         return agree_on_plan(cp, lambda: call.made(())).plan
     signature = call.signature()
     if (found := cp.plans.plan_of(signature)) is not None:
@@ -57,14 +56,14 @@ def plan_of_call(call: Call) -> Plan:
 
 
 class Call(NamedTuple):
-    """A call of `attention` whose plan is none of ours. Nothing of it has been checked.
+    """A call of `attention` without a plan of this package. Nothing in it has been checked.
 
     Attributes:
-        given: q, k, v, by name, as the caller gave them, which may be DTensors.
+        given: q, k, v, by name, as the caller gave them; DTensors are possible.
         tensors: q, k, v: their local parts.
         offset: softmax_offset, one a head.
         problem: the arguments that make the problem, by name; lengths on the host.
-        plan: what was given for one.
+        plan: the caller's argument `plan`.
     """
 
     cp: ContextParallel
@@ -83,7 +82,7 @@ class Call(NamedTuple):
         return isinstance(self.tensors[0], torch.Tensor) and self.tensors[0].is_cuda
 
     def read(self) -> tuple[Agreement, Backend, torch.device]:
-        """What all ranks must have in common, this rank's kernel library and device; raises what is wrong here."""
+        """The agreement of all ranks, this rank's kernel library and device; raises this rank's argument errors."""
         cp, q = self.cp, self.tensors[0]
         refuse_plan(self.plan, Plan)
         check_flag("return_lse", self.return_lse)
@@ -98,15 +97,15 @@ class Call(NamedTuple):
         return Agreement(problem, extras=self._extras()), backend, q.device
 
     def made(self, earlier: Iterable[Plan]) -> Made:
-        """An earlier plan of this very problem, or one that is made now."""
+        """An earlier plan of the same problem, or a new one."""
         agreement, backend, device = self.read()
         wanted = agreement.problem.fingerprint, backend, device
         equal = (p for p in earlier if (p.problem.fingerprint, p.backend, p.device) == wanted)
         return Made(agreement, next(equal, None) or prepared(self.cp, agreement, backend, device))
 
     def _extras(self) -> tuple[tuple[str, object], ...]:
-        """What else decides which messages are sent. In the backward pass: whether the sinks' gradients are summed over
-        all ranks, and heads are exchanged for the gradient of lse too.
+        """Other values that decide the messages. In the backward pass: whether the sinks' gradients are summed over all
+        ranks, and whether heads are exchanged for the gradient of lse too.
         """
         cp = self.cp
         extras: dict[str, object] = {
@@ -121,20 +120,22 @@ class Call(NamedTuple):
         return tuple(extras.items())
 
     def signature(self) -> Signature:
-        """All that decides the agreement and the plan; where that cannot be told, a signature that equals no other."""
+        """Everything that determines the agreement and the plan; if it cannot be compared, a signature unlike any
+        other.
+        """
         (q, k, v), cp = self.tensors, self.cp
         stream = torch.cuda.current_stream(q.device).cuda_stream if self.on_gpu else 0
         lengths = {name: x for name, x in self.problem.items() if isinstance(x, torch.Tensor)}
         settings = [x for name, x in self.problem.items() if name not in lengths]
         settings += [self.plan, self.deterministic, self.return_max_logit, self.return_lse]
         items = [item for x in settings for item in (x if type(x) in (tuple, list) else (x,))]
-        types = *map(type, settings), *map(type, items)  # as True == 1 == 1.0
+        types = *map(type, settings), *map(type, items)  # Since True == 1 == 1.0.
         if self.plan is None and _PLAIN.issuperset(types) and {type(q), type(k), type(v)} <= PLAIN_TENSORS:
             try:
                 values = tuple((name, tuple(x.shape), x.dtype, x.numpy().tobytes()) for name, x in lengths.items())
-                packed = self.problem["qkv_format"] == "thd"  # then tails may make the number of rows differ
+                packed = self.problem["qkv_format"] == "thd"  # Then the number of rows may differ by tails.
                 sizes = (q.shape[1:], k.shape[1:], v.shape[1:]) if packed else (q.shape, k.shape, v.shape)
-            except (RuntimeError, TypeError):  # without values or without a shape: sparse, nested, on meta
+            except (RuntimeError, TypeError):  # Without values or without a shape: sparse, nested, on meta.
                 return Signature((object(),), stream, ())
             grads = requires_grad(q, k, v), isinstance(self.offset, torch.Tensor) and requires_grad(self.offset)
             context = cp.cp_comm_type, cp.a2a_size, cp.layout, cp.backend, cp.softmax_offset_grad
@@ -143,6 +144,6 @@ class Call(NamedTuple):
 
 
 def on_host(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A problem's arguments with lengths that a GPU has copied to the host; a tensor that is given twice, once."""
+    """A problem's arguments with lengths on a GPU copied to the host; a tensor passed twice is copied once."""
     copies = {id(x): x.cpu() for x in arguments.values() if isinstance(x, torch.Tensor) and x.is_cuda}
     return {name: copies.get(id(x), x) for name, x in arguments.items()} if copies else arguments

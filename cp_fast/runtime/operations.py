@@ -1,4 +1,4 @@
-"""Instructions as operations: functions of a call's state, in which everything that a shape decides is resolved."""
+"""Instructions as operations: functions of a call's state, with everything that depends on shapes resolved."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Operations:
 
     Attributes:
         buffers: the specifications.
-        written_once: buffers that one instruction alone writes.
-        zeroed: buffers of which some cells are never written.
+        written_once: buffers written by only one instruction.
+        zeroed: buffers with cells that are never written.
     """
 
     buffers: Sequence[BufferSpec]
@@ -56,8 +56,8 @@ class Operations:
         return all_rows and view.heads == self._heads(view.buffer)
 
     def _taker(self, view: View[Rows]) -> Callable[[State], Tensors]:
-        """Rows and heads of a buffer, contiguous. Rows that were gathered from an own buffer last are kept: a ring asks
-        for the same ones at every step.
+        """Rows and heads of a buffer, contiguous. The last rows gathered from an own buffer are kept: a ring needs the
+        same ones at every step.
         """
         number, rows, heads, take_rows = view.buffer, self._rows(view), view.heads, self.kernels.take_rows
         if self._is_whole(view):
@@ -91,7 +91,7 @@ class Operations:
     def exchange(
         self, where: str, sends: Sequence[Send[Rows]], recvs: Sequence[Recv], group: Group, *, hidden: bool
     ) -> Operation:
-        """Post messages together. `hidden`: kernels are launched before they are waited for."""
+        """Post messages together. `hidden`: kernels are launched before the wait."""
         giving = [self._giver(send) for send in sends]
         receiving = [self._receiver(some) for some in _by_buffer(recvs)]
         out = [message for send in sends for message in self._sent(send, held=not hidden)]
@@ -142,7 +142,7 @@ class Operations:
         return give
 
     def _receiver(self, recvs: Sequence[Recv]) -> Give:
-        """Room for all messages that fill one buffer, message after message."""
+        """Allocate room for all messages that fill one buffer, message after message."""
         number, spec = recvs[0].buffer, self.buffers[recvs[0].buffer]
         allocation, size = self.shapes.allocation(spec), self.shapes.rows(spec)
         pieces = [recv.rows or (slice(0, recv.size),) for recv in recvs]
@@ -276,7 +276,7 @@ class Operations:
         return move
 
     def _maker(self, number: int) -> Callable[[State], Tensors]:
-        """What allocates a buffer."""
+        """A function that allocates a buffer."""
         allocation = self.shapes.allocation(self.buffers[number])
         allocate = allocation.nothing if number in self.zeroed else allocation.empty
 
@@ -303,8 +303,8 @@ class Operations:
         return launch
 
     def backward_launch(self, one: Launch[Rows], free: Sequence[int]) -> Operation:
-        """One backward call. `free`: operands that nobody needs any more. They are freed as soon as the kernels have
-        read them, before the gradients are allocated, where the library can do that.
+        """One backward call. `free`: operands without a later use. If the library can, they are freed once the kernels
+        have read them, before the gradients are allocated.
         """
         take_q, take_kv, take_do, take_res = map(self._taker, one.operands)
         backend, batch, (dq, dkv) = self.backend, one.batch, one.results
@@ -327,8 +327,8 @@ class Operations:
     # ---- sums
 
     def accumulate(self, one: Accumulate[Rows], *, last: bool) -> Operation:
-        """Accumulate a partial result. The first one that has all rows and heads of the sum becomes the sum. The sum is
-        widened for those that follow it, but not for the last one: the result is rounded once either way.
+        """Accumulate a partial result. The first one with all rows and heads of the sum becomes the sum. The sum is
+        widened for later results, but not for the last one: the result is rounded once in both cases.
         """
         source, target = one.source, one.target
         number, total = source.buffer, target.buffer
@@ -392,7 +392,7 @@ class Operations:
         return accumulate
 
     def free(self, one: Free) -> Operation:
-        """Let buffers go."""
+        """Free buffers."""
         numbers = one.buffers
 
         def free(state: State) -> None:
@@ -419,7 +419,7 @@ def _by_buffer(recvs: Sequence[Recv]) -> list[list[Recv]]:
 def _messages(
     peer: int, tag: int, allocation: Allocation, pieces: Sequence[int] | None = None, *, held: bool = False
 ) -> list[Message]:
-    """A message for each tensor, with a tag of its own. `pieces`: the rows of each piece of a tensor by row."""
+    """A message for each tensor, with a separate tag. `pieces`: the rows of each piece of a tensor by row."""
     found: list[Message] = []
     for n, shape in enumerate(allocation.rows):
         row = math.prod(shape[1:]) * allocation.dtype.itemsize

@@ -33,7 +33,7 @@ from cp_ref.spec import Group, Problem
 
 __all__ = ["Forward", "Inputs", "run_backward", "run_forward"]
 
-_MOST = 8  # shapes that a plan's operations are kept for
+_MOST = 8  # Shapes whose operations a plan keeps.
 
 
 class Inputs(NamedTuple):
@@ -44,21 +44,21 @@ class Inputs(NamedTuple):
     backend: Backend
     group: Group
     kernels: Kernels
-    resolved: dict[Any, Any]  # the operations of earlier calls, by shape
+    resolved: dict[Any, Any]  # The operations of earlier calls, by shape.
 
 
 class Forward(NamedTuple):
     """A rank's results, sinks included; packed rows."""
 
-    out: torch.Tensor  # [t, h_q, d_v], in q's dtype, 0 where nothing was seen
-    lse: torch.Tensor  # [h_q, t], -inf where nothing was seen
-    max_logit: torch.Tensor | None  # [h_q], over this rank's launches; None if the kernel library has none
-    kept: list[torch.Tensor]  # what the backward pass needs of buffers that are not the rank's own
+    out: torch.Tensor  # [t, h_q, d_v], in q's dtype, 0 for rows that see nothing.
+    lse: torch.Tensor  # [h_q, t], -inf for rows that see nothing.
+    max_logit: torch.Tensor | None  # [h_q], over this rank's launches; None if the library lacks it.
+    kept: list[torch.Tensor]  # Tensors of other buffers for the backward pass.
 
 
 def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> Forward:
-    """Run the forward pass. q [t_q, h_q, d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v] are this rank's packed
-    slices, contiguous, a tail allowed; sink [h_q] has each head's sink logit.
+    """Run the forward pass. Its inputs are this rank's packed slices, contiguous, a tail allowed: `q` [t_q, h_q, d_qk],
+    k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]. The argument sink [h_q] has each head's sink logit.
     """
     plan = given.plan.forward
     options = LaunchOptions(given.problem.scale, given.problem.softcap)
@@ -85,7 +85,7 @@ def run_backward(
     *,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in the input's dtype, 0 in padding and tail.
+    """Compute dq, dk, dv in the input's dtype, 0 in padding and tail.
 
     Args:
         inputs: q, k, v as in `run_forward`; None where the plan does not need them.
@@ -114,7 +114,7 @@ def run_backward(
 
 
 def _result(given: Inputs, state: State, plan: PassPlan[Rows], kind: str, size: int, like: torch.Tensor) -> Tensors:
-    """The rank's own results of a kind: zeros where nothing was computed."""
+    """The rank's own results of a kind: zeros for rows without a result."""
     number = plan.results[kind]
     rows, columns = (
         state.buffers[number] or _shapes(given, (size, size), like, False).allocation(plan.buffers[number]).nothing()
@@ -125,7 +125,7 @@ def _result(given: Inputs, state: State, plan: PassPlan[Rows], kind: str, size: 
 
 
 def _largest(state: State, q: torch.Tensor) -> torch.Tensor | None:
-    """The largest logit of each head over all launches; None if the kernel library has none."""
+    """The largest logit of each head over all launches; None if the kernel library lacks it."""
     largest = None
     for first, part in state.max_logit:
         if part is None:
@@ -152,7 +152,7 @@ def _operations(
     given: Inputs, plan: PassPlan[Rows], sizes: tuple[int, int], like: torch.Tensor, *, has_dlse: bool
 ) -> list[Operation]:
     """A pass as operations: those of an earlier call of the same shape, or new ones."""
-    group: Prepares | None = given.group if prepares(given.group) else None  # others are not kept alive by a plan
+    group: Prepares | None = given.group if prepares(given.group) else None  # A plan does not keep other groups alive.
     key = plan.direction, group, sizes, like.dtype, like.device, has_dlse
     found = given.resolved.get(key)
     if found is None:
@@ -163,7 +163,7 @@ def _operations(
 
 
 def _resolve(given: Inputs, plan: PassPlan[Rows], shapes: Shapes) -> list[Operation]:
-    """Each instruction as an operation; messages that are posted together are one."""
+    """Each instruction as an operation; messages posted together form one."""
     writes = [number for one in plan.instructions for number in _written(one)]
     once = frozenset(number for number in set(writes) if writes.count(number) == 1)
     make = Operations(plan.buffers, shapes, given.backend, given.kernels, once, _zeroed(plan, shapes))
@@ -214,7 +214,7 @@ def _written(one: Instruction[Rows]) -> tuple[int, ...]:
 
 
 def _zeroed(plan: PassPlan[Rows], shapes: Shapes) -> frozenset[int]:
-    """Results and joined sums of which copies do not write every cell: they begin with zeros."""
+    """Results and joined sums with cells that no copy writes: they begin with zeros."""
     heads: dict[int, int] = {}
     for copy in plan.of(Copy):
         number, spec = copy.target.buffer, plan.buffers[copy.target.buffer]

@@ -1,4 +1,4 @@
-"""The tensors of buffers: how they are shaped and allocated, and views of their rows and heads."""
+"""The tensors of buffers: their shapes, their allocation, and views of their rows and heads."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Tensors(NamedTuple):
 
 
 class State:
-    """One call of a pass: what its buffers hold, and the messages under way."""
+    """One call of a pass: the tensors of its buffers, and the messages in flight."""
 
     __slots__ = ("arrived", "buffers", "gathered", "group", "max_logit", "options", "pending")
 
     def __init__(self, buffers: int, group: Group, options: LaunchOptions) -> None:
-        self.buffers: list[Any] = [None] * buffers  # Tensors, or None where there is nothing (any more)
+        self.buffers: list[Any] = [None] * buffers  # Tensors, or None before and after their use.
         self.gathered: dict[int, tuple[Any, Tensors]] = {}  # the last rows gathered from each own buffer
         self.pending: Pending | None = None
-        self.arrived: list[tuple[torch.Tensor, torch.Tensor]] = []  # columns to be filled when the messages are there
-        self.max_logit: list[tuple[int, torch.Tensor | None]] = []  # first head, and that of a launch
+        self.arrived: list[tuple[torch.Tensor, torch.Tensor]] = []  # Columns to be filled once messages arrive.
+        self.max_logit: list[tuple[int, torch.Tensor | None]] = []  # First head, and the logit of a launch.
         self.group, self.options = group, options
 
 
@@ -40,7 +40,7 @@ Operation = Callable[[State], None]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that results are accumulated in."""
+    """The dtype of accumulation."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -75,7 +75,7 @@ class Allocation(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the calls of one shape have in common.
+    """The sizes shared by all calls of one shape.
 
     Attributes:
         sizes: rows of the rank's q, and of its k and v.
@@ -102,7 +102,7 @@ class Shapes:
         return self.sizes[spec.kind in ("kv", "dkv")]
 
     def allocation(self, spec: BufferSpec, rows: int | None = None, *, stacked: bool = True) -> Allocation:
-        """How a buffer is allocated; or how a message carries this many rows of it, of one part if it is stacked."""
+        """The allocation of a buffer, or of a message with this many of its rows, of one part if it is stacked."""
         n, heads = self.rows(spec) if rows is None else rows, spec.heads[1] - spec.heads[0]
         parts = (spec.parts,) if spec.parts and stacked else ()
         by_row = tuple((*parts, n, heads, d) for d in self.dims[spec.kind])
