@@ -106,7 +106,7 @@ class Plan(OfThisProcess, plans.Plan):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The sends, receives and tiles of every rank, step by step; `instructions` was compiled from this rank's part."""
+        """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
         return self.custom or make_schedule(self.problem, {self.rank: self.steps}, self.fixed and self.fixed.stages)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What commands say of a problem: its picture, who has which heads, sizes."""
+"""Output of commands about a problem: its picture, the ranks of its heads, sizes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cp_ref.spec.picture import text_picture
 
 __all__ = ["heads_line", "picture", "size_text"]
 
-_FEW_SHARES = 4  # of the heads: up to here all are named
+_FEW_SHARES = 4  # Up to this number of head ranges, all are named.
 
 
 def heads_line(problem: Problem) -> str:
-    """Who attends with which query heads, where a schedule spreads them over the ranks; else nothing.
+    """The ranks of each range of query heads, if a schedule spreads heads over ranks; else empty.
 
     >>> heads_line(Problem(4, (), "a2a+p2p", 2, heads_q=4, heads_kv=2))
     'Query heads 0-1: ranks 0, 2; 2-3: ranks 1, 3. The tiles of a rank are of its heads.'

@@ -133,7 +133,7 @@ def _installed() -> list[Row]:
 
 
 def _numba_remark() -> str:
-    """Whether the kernels in Numba load and compute, where there is a GPU (or Numba simulates one)."""
+    """Whether the kernels in Numba load and compute, if there is a GPU (or Numba simulates one)."""
     device = "cpu" if SIMULATED else "cuda"
     return why_not("numba", device) or f"its kernels work on {device!r}"
 
@@ -144,7 +144,7 @@ def _kept_where() -> str:
 
 
 def _messages() -> tuple[str | None, str]:
-    """What carries messages between this machine's GPUs, and why not peers' memory."""
+    """The transport between this machine's GPUs, and the reason if it is not peers' memory."""
     try:
         choice = carried_by()
     except ValueError as error:
@@ -156,7 +156,7 @@ def _messages() -> tuple[str | None, str]:
 
 
 def _backends() -> list[Row]:
-    """Every backend on every device that it says it runs on, tried on small problems with known answers."""
+    """Every backend on every device that it supports, tried on small problems with known answers."""
     made: list[Row] = []
     for backend in map(installed, BACKENDS):
         for device in _devices(backend):
@@ -175,13 +175,13 @@ def _try(backend: Backend, device: str) -> str | None:
     if reason is None:
         try:
             reason = probe(backend, device)
-        except Exception as error:  # whatever a foreign library throws is the answer
+        except Exception as error:  # Any error of a foreign library is the answer.
             reason = f"{type(error).__name__}: {error}"
     return None if reason is None else " ".join(reason.split())
 
 
 def _kernels() -> list[Row]:
-    """For every device, which kernels move and merge there and why, and what there is of the native ones."""
+    """For every device, the kernels that move and merge there, the reason, and the state of the native ones."""
     made: list[Row] = []
     for device in build.DEVICES:
         try:
@@ -203,7 +203,7 @@ def _kernels() -> list[Row]:
 
 
 def _variables() -> dict[str, str]:
-    """What the environment says about this package, PyTorch and the libraries beside it."""
+    """The environment variables of this package, PyTorch and the other libraries."""
     prefixes = ("CP_", "CUDA_", "CXX", "NCCL_", "NUMBA_", "PYTORCH_", "TORCH_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
@@ -224,7 +224,7 @@ def _compiler() -> tuple[str | None, str]:
 
 
 def _tool(*names: str) -> tuple[str | None, str]:
-    """The first of these programs that is there: its version line and its path."""
+    """The first of these programs that is installed: its version line and its path."""
     for name in names:
         if name and (path := shutil.which(name)):
             try:

@@ -15,7 +15,7 @@ from cp_ref.spec import LAYOUTS, Problem
 
 __all__ = ["show_prediction"]
 
-_BALANCED_UP_TO = 256  # ranks: for more, deciding who has what takes longer than everything else
+_BALANCED_UP_TO = 256  # Ranks: with more, deciding the layout takes longer than everything else.
 
 _COLUMNS = (
     "ms of the forward pass and of both passes; time of the attention kernel alone on one GPU, over both; ms of the "
@@ -24,8 +24,8 @@ _COLUMNS = (
 
 
 def show_prediction(console: Console, request: Request, machine: Machine, messages: str) -> None:
-    """Print which layout and schedule to take, and then a line for each. Layout of the request: "" for all; its
-    schedule is not looked at.
+    """Print the best layout and schedule, and then a line for each. Layout of the request: "" for all; its schedule is
+    ignored.
 
     Raises:
         ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
@@ -35,7 +35,7 @@ def show_prediction(console: Console, request: Request, machine: Machine, messag
         layouts.remove("balanced")
         console.print(f"above {_BALANCED_UP_TO} ranks balanced is predicted only if --layout asks for it")
     problem = _problem(request, layouts[0])
-    machine.rates(problem)  # which raises before anything is counted
+    machine.rates(problem)  # Raises before anything is counted.
     shown = table(
         f"{len(problem.sequences):,} sequences, {sum(problem.lengths.len_q):,} tokens on {problem.cp_size} ranks of "
         f"{escape(machine.name)}, predicted",
@@ -78,7 +78,7 @@ def show_prediction(console: Console, request: Request, machine: Machine, messag
 
 
 def _problem(request: Request, layout: str) -> Problem:
-    """The problem, checked on one rank, as every layout and schedule has another one's rules; then for all ranks."""
+    """The problem, checked on one rank, because the rules depend on layout and schedule; then for all ranks."""
     alone = replace(request, cp_size=1, cp_comm_type="p2p", a2a_size=None, layout=layout)
     return replace(problem_of(alone), cp_size=request.cp_size)
 

@@ -1,4 +1,4 @@
-"""From the options of `plan` to a problem and its schedule, through the same door as a model's calls: `make_plan`."""
+"""From the options of `plan` to a problem and its schedule, by the same `make_plan` as a model's calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Request(ProblemOptions):
 
     @property
     def length(self) -> int:
-        """Of a sequence where no others are given."""
+        """The default length of a sequence."""
         return 8192 if self.seqlen is None else self.seqlen
 
 
@@ -49,18 +49,18 @@ def problem_of(request: Request) -> Problem:
     Raises:
         ValueError, TypeError: naming what is wrong.
     """
-    from cp_ref.common import plans  # which imports PyTorch: --help does without
+    from cp_ref.common import plans  # Imports PyTorch: --help works without it.
 
     agreement, _ = plans.read_plan_arguments(plans.make_plan.bind(_arguments(request)), cp_fast.ContextParallel)
     return agreement.problem
 
 
 def _arguments(request: Request) -> dict[str, Any]:
-    """Those of `make_plan`, for rank 0."""
+    """The arguments of `make_plan`, for rank 0."""
     size, inner = request.cp_size, request.exchanging
     pair = PaperGroup(inner), PaperGroup(size // inner)
     group = pair if request.cp_comm_type == "a2a+p2p" else PaperGroup(size)
-    words: Any = request.cp_comm_type, request.layout or "dual_chunk"  # any text; the context refuses others
+    words: Any = request.cp_comm_type, request.layout or "dual_chunk"  # Any text; the context refuses others.
     cp = cp_fast.ContextParallel(group, words[0], layout=words[1])
-    cp.comm = PaperGroup(size)  # a pair asks every rank where in the grid it is, and here all are rank 0
+    cp.comm = PaperGroup(size)  # A pair asks every rank for its place in the grid; here all are rank 0.
     return {"cp": cp, "device": "cpu", **request.said(), **request.sizes()}

@@ -1,9 +1,9 @@
-"""`build --shapes`: FlashAttention 4 compiles a kernel for each class of shapes; here ahead of the first call.
+"""`build --shapes`: compile FlashAttention 4's kernel for each class of shapes ahead of the first call.
 
-A class is what its kernels are compiled for: dtype, head dims, query heads a kv head, whether each side of the window
-is bounded, and the pass. Which classes there are follows from the schedules: own tiles are causal, others' are not, a
-window has edges of its own. So the launches of small problems of the same heads, mask and window are looked through,
-under all schedules and ranks, and one tiny launch of each class is made.
+A kernel is compiled for one class: dtype, head dims, query heads a kv head, whether each side of the window is bounded,
+and the pass. The schedules determine the classes: own tiles are causal, others' are not, a window adds edges. So the
+launches of small problems with the same heads, mask and window are listed under all schedules and ranks, and one tiny
+launch of each class is made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEVICE = "cuda"
 
 
 class LaunchClass(NamedTuple):
-    """What a launch is compiled for, beside head dims and dtype. `left`, `right`: the window, None for unbounded."""
+    """The class of a launch, without head dims and dtype. `left`, `right`: the window, None for unbounded."""
 
     heads_q: int
     heads_kv: int
@@ -47,7 +47,8 @@ class LaunchClass(NamedTuple):
 def compile_shapes(
     console: Console, texts: list[str], cp_size: int, mask: str, window: tuple[int, int], dtype: str
 ) -> bool:
-    """Compile every class of these shapes that is not compiled yet, and say so; whether FlashAttention 4 works here.
+    """Compile every class of these shapes that is not compiled yet, and report it; returns whether FlashAttention 4
+    works here.
 
     Args:
         texts: H_Q,H_KV,D_QK,D_V each.
@@ -73,7 +74,7 @@ def compile_shapes(
 
 
 def launch_classes(problem: Problem) -> list[LaunchClass]:
-    """What ranks launch for a problem like this, of several documents, under every schedule that takes its heads.
+    """The launches of all ranks for such a problem of several documents, under every schedule that supports its heads.
 
     >>> from cp_ref.spec import Sequence
     >>> small = Problem(2, (Sequence(64, 64, 64, 64),), heads_q=8, heads_kv=2, qkv_format="thd", window_size=(16, 0))
@@ -84,7 +85,7 @@ def launch_classes(problem: Problem) -> list[LaunchClass]:
 
 
 def _classes(problem: Problem) -> Iterator[LaunchClass]:
-    """With heads and windows that stand for all of their class: their ratio, and 0 or the problem's own side."""
+    """Classes with representative heads and windows: the ratio of heads, and 0 or the problem's own side."""
     kv, own = problem.heads_kv, problem.window_size
     for one in candidates(problem, domain=8):
         for rank in range(problem.cp_size) if not one.refused else ():
@@ -96,7 +97,7 @@ def _classes(problem: Problem) -> Iterator[LaunchClass]:
 
 
 def _problem(text: str, cp_size: int, mask: str, window: tuple[int, int], dtype: str) -> Problem:
-    """Of a long and a short document, much longer than a window would be."""
+    """A problem of a long and a short document, much longer than a window."""
     shape = lengths("--shapes", text)
     if len(shape) != 4:
         raise ValueError(f"--shapes is {text!r}; it must be H_Q,H_KV,D_QK,D_V, such as 32,8,128,128")

@@ -1,10 +1,10 @@
-"""A cost model: how long attention takes on a machine, and how much memory, before anything is run there.
+"""A cost model: predicts attention's time and memory on a machine before a run.
 
 machine   kernel rates, bandwidths, latencies and the host's times, as data: TOML (`cp_ref.spec.machine`)
-counts    what a rank does in each step, in numbers: from the schedule's tables
-memory    the most bytes that a rank holds
-predict   counts times a machine's prices; which schedule and layout to take
-measure   the machine that this runs on
+counts    the work of a rank in each step: the counted instructions of its plan.
+memory    the peak bytes of a rank.
+predict   counts times a machine's prices; the best schedule and layout.
+measure   measures this machine.
 """
 
 from __future__ import annotations

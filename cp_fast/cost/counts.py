@@ -1,6 +1,6 @@
-"""What a rank does in each step, in numbers: the instructions of its executable plan, counted.
+"""The work of a rank in each step: the counted instructions of its executable plan.
 
-Nothing is derived anew here. The plan is compiled as for a call, without a device, and each instruction has a price:
+The plan is compiled as for a call, without a device, and each instruction has a price:
 
     a launch       its heads, rows, keys and visible pairs
     a message      bytes to or from its peer, and once more through the sender's memory
@@ -42,8 +42,8 @@ class LaunchCounts(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """One step: launches; bytes by peer, both ways; tensors that are posted; bytes that the GPU reads and writes to
-    pack, gather and add up.
+    """One step: launches; bytes by peer, both ways; posted tensors; bytes that the GPU reads and writes to pack, gather
+    and add.
     """
 
     launches: tuple[LaunchCounts, ...]
@@ -72,7 +72,7 @@ class Sizes:
 
     @staticmethod
     def of(problem: Problem) -> Sizes:
-        """Those of a problem's dtype, and of the dtype that results are added up in."""
+        """The sizes for a problem's dtype, and for the dtype of its sums."""
         item = _ITEM[problem.dtype]
         return Sizes(problem, item, max(item, 4))
 
@@ -119,8 +119,8 @@ def count_rank(problem: Problem, rank: int, stages: tuple[int, ...] | None = Non
 
 
 def _low_precision(plan: PassPlan[Any]) -> PassPlan[Any]:
-    """The backward pass with gradients from single launches in the inputs' dtype. Those that arrive in the step in
-    which a rank sends some are taken to be so too, as ranks do alike.
+    """The backward pass with gradients from single launches in the inputs' dtype. If a rank sends such gradients in a
+    step, those that arrive in this step count as such too, since all ranks do the same.
     """
     sent = of_one_launch(plan)
     steps = {one.step for one in plan.of(Send) if one.source.buffer in sent}
@@ -154,7 +154,7 @@ class _Counting:
     tables: Tables
     sizes: Sizes
     steps: list[_Step]
-    begun: set[int] = field(default_factory=set)  # sums that have something
+    begun: set[int] = field(default_factory=set)  # Sums with a partial result.
 
     def count(self, one: Any) -> None:
         """One instruction."""

@@ -1,4 +1,4 @@
-"""The machine that this runs on, measured in seconds: kernels and copies by one rank, links by two or more.
+"""Measure this machine in seconds: kernels and copies by one rank, links by two or more.
 
     kernels   launches of one sequence of several lengths, and of many short ones, by the backend that a plan chooses
     copy      a copy of memory
@@ -7,8 +7,8 @@
     host      the host's time of a call with a plan, against what the machine to begin with says of it; on a CPU none,
               as its kernels run on the host
 
-What cannot be measured here (other links, what kernels lose beside NCCL, a step's small kernels) is that of the machine
-to begin with; `source` says so.
+Values that cannot be measured here (other links, the slowdown of kernels next to NCCL, a step's small kernels) are
+copied from the given machine; `source` states this.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def measure(cp: ContextParallel, start: Machine, *, d_qk: int, d_v: int, device:
     """Measure. Collective: all ranks of the context's group (schedule p2p) call it, and all get the same machine.
 
     Args:
-        start: the machine that what is not measured is taken from.
-        d_qk, d_v: the head dims of the kernels that are measured, in bfloat16 on a GPU and float32 on a CPU.
+        start: the machine that supplies the values not measured.
+        d_qk, d_v: the head dims of the measured kernels, in bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
         Unsupported: no backend takes these head dims here.
@@ -102,15 +102,15 @@ def _rates(plan: Plan, tokens: int) -> Rates:
     made: list[Kernel] = []
     for factor, seconds in ((1.0, [forward for _, forward, _ in found]), (2.5, [backward for *_, backward in found])):
         launch, pairs, edge = least_squares(columns, seconds)
-        if not pairs:  # the lengths differ by less than one measurement from the next
+        if not pairs:  # The difference of the lengths is below the noise of measurements.
             launch, pairs, edge = 0.0, least_squares([[column[1]] for column in columns], seconds)[0], 0.0
         made.append(Kernel(factor / pairs, edge / pairs, launch))
     return Rates(problem.d_qk, problem.d_v, problem.dtype, *made)
 
 
 def launch_calls(backend: Backend, problem: Problem, segments: Segments) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A launch of random operands of a problem's heads, head dims and dtype, forward and backward; the forward one has
-    been made once.
+    """A forward and a backward launch of random operands with a problem's heads, head dims and dtype; the forward one
+    has run once.
     """
     dtype, device = getattr(torch, problem.dtype), segments.device_cu_q.device
 
@@ -128,14 +128,16 @@ def launch_calls(backend: Backend, problem: Problem, segments: Segments) -> tupl
 
 
 def _copy(device: torch.device) -> float:
-    """GB/s that a copy reads and writes."""
+    """GB/s of a copy, reads plus writes."""
     size = 2**28 if device.type == "cuda" else 2**24
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2e-9 * size / _seconds(lambda: target.copy_(source), device)
 
 
 def _link(group: Group, device: torch.device, ring: int, slows: float, hop: int = 1) -> Link:
-    """What every rank sends to the next one of its `ring` ranks (of each host), or `hop` further where that is 1."""
+    """The link by which every rank sends to the next one of its `ring` ranks (of each host), or `hop` further if `ring`
+    is 1.
+    """
     first = group.rank // ring * ring
     to, of = (
         first + (group.rank - first + n) % ring if ring > 1 else (group.rank + n * hop) % group.size for n in (1, -1)
@@ -154,7 +156,7 @@ def _link(group: Group, device: torch.device, ring: int, slows: float, hop: int 
 
 
 def _host(cp: ContextParallel, plan: Plan, start: Machine, rates: Rates) -> Host:
-    """The host's times of the machine to begin with, times a factor: what calls need here over what they say."""
+    """The host's times of the given machine, times a factor: the measured time of calls over the predicted one."""
     problem, rows = plan.problem, plan.problem.lengths.slots_q[0] // cp.size
 
     def leaf(heads: int, d: int) -> torch.Tensor:
@@ -184,7 +186,7 @@ def _host(cp: ContextParallel, plan: Plan, start: Machine, rates: Rates) -> Host
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The median of several calls after one that warms up; on a GPU by events, each of several in a row."""
+    """The median of several calls after one warm-up; on a GPU by events, each around several calls."""
     call()
     if device.type != "cuda":
         taken: list[float] = []

@@ -1,8 +1,8 @@
-"""The most bytes that a rank holds above its inputs: its plan's buffers, from the instruction that fills each of them
-to the one that frees it.
+"""The peak bytes of a rank above its inputs: its plan's buffers, each from the instruction that fills it to the one
+that frees it.
 
-A launch's own memory is counted too: what a backward kernel adds up in, dq in float32, and with grouped heads dk and
-dv. Not counted: the lanes of peers' memory, tables, and what the allocator rounds.
+A launch's own memory counts too: the accumulators of a backward kernel, dq in float32, and with grouped heads dk and
+dv. Not counted: the lanes of peers' memory, tables, and the allocator's rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cp_ref.spec import Problem
 
 __all__ = ["most_bytes"]
 
-_WORKSPACE = 4  # bytes of a number
+_WORKSPACE = 4  # Bytes of a number.
 
 
 def most_bytes(problem: Problem, counts: RankCounts) -> int:
@@ -35,31 +35,33 @@ def most_bytes(problem: Problem, counts: RankCounts) -> int:
     out = forward.size_of(plan.forward.results["out"])
     backward = _Memory(plan.backward, tables, sizes)
     for number, other in plan.kept:
-        backward.hold(other, forward.size_of(number), shared=True)  # autograd has it until the end of the pass
+        backward.hold(other, forward.size_of(number), shared=True)  # Autograd keeps it until the end of the pass.
     backward.run()
     return max(forward.peak, out + backward.peak)
 
 
 @dataclass
 class _Memory:
-    """Plays the instructions of a pass with sizes for tensors. Buffers that share memory share a number in `memory`."""
+    """Runs the instructions of a pass with sizes instead of tensors. Buffers that share memory share a number in
+    `memory`.
+    """
 
     plan: PassPlan[Any]
     tables: Tables
     sizes: Sizes
-    memory: dict[int, int] = field(default_factory=dict)  # by buffer: which memory it has
-    bytes: dict[int, int] = field(default_factory=dict)  # by memory
-    users: dict[int, int] = field(default_factory=dict)  # by memory: how many buffers have it
-    wide: set[int] = field(default_factory=set)  # sums in the wide dtype
+    memory: dict[int, int] = field(default_factory=dict)  # By buffer: the number of its memory.
+    bytes: dict[int, int] = field(default_factory=dict)  # By memory.
+    users: dict[int, int] = field(default_factory=dict)  # By memory: the number of its buffers.
+    wide: set[int] = field(default_factory=set)  # Sums in the wide dtype.
     now: int = 0
     peak: int = 0
 
     def size_of(self, number: int) -> int:
-        """The bytes that a buffer has now."""
+        """The current bytes of a buffer."""
         return self.bytes[self.memory[number]] if number in self.memory else 0
 
     def hold(self, number: int, size: int, *, shared: bool = False) -> None:
-        """Give a buffer new memory; what it had goes. `shared`: something else has it too."""
+        """Give a buffer new memory and free its old one. `shared`: another owner keeps the new memory too."""
         self._release(number)
         new = len(self.bytes)
         self.memory[number], self.bytes[new], self.users[new] = new, size, 1 + shared
@@ -130,7 +132,7 @@ class _Memory:
             old = self.memory.pop(target)
             new = len(self.bytes)
             self.memory[target], self.bytes[new], self.users[new] = new, self._full(target, wide=True), 1
-            self._add(self.bytes[new])  # beside the old one
+            self._add(self.bytes[new])  # In addition to the old one.
             self.users[old] -= 1
             if not self.users[old]:
                 self.now -= self.bytes[old]
@@ -146,7 +148,7 @@ class _Memory:
         return not is_gathered(view) and whole_heads and rows == rows_of(self.sizes.problem, spec)
 
     def _gathered(self, view: View[Any]) -> int:
-        """The bytes that a launch copies of an operand: rows that it reads by index; of a slice the lse alone."""
+        """The bytes of an operand that a launch copies: rows read by index; of a slice only the lse."""
         if view.rows is None or self._covers(view):
             return 0
         kind, count = (
@@ -167,7 +169,9 @@ class _Memory:
             self.now -= gathered
 
     def _backward_launch(self, one: Launch[Any], free: tuple[int, ...], gathered: int) -> None:
-        """Its kernels read the operands and add up; then they go, and each accumulator is rounded and goes."""
+        """The kernels read the operands and accumulate. Then the operands are freed, and each accumulator is rounded
+        and freed.
+        """
         problem = self.sizes.problem
         (dq, dkv), (q, kv) = one.results, one.operands[:2]
         grouped = q.heads[1] - q.heads[0] > kv.heads[1] - kv.heads[0]

@@ -1,11 +1,11 @@
-"""From counts and a machine to times, memory, and the schedule and layout to take. Standard library and numpy.
+"""From counts and a machine to times, memory, and the best schedule and layout. Standard library and numpy.
 
-A step takes what is packed and added, and then the longer of its kernels and its messages: they travel while kernels
-run. So the first exchange of `a2a` and the last way home of dK and dV, beside which nothing runs, are exposed. A call
-takes the longer of what the GPU and what the host needs, as calls follow each other. Of all ranks the slowest counts.
+A step takes the time to pack and add, and then the longer of its kernels and its messages, since messages travel while
+kernels run. So the first exchange of `a2a` and the last return of dK and dV are exposed: no kernel runs with them. A
+call takes the longer of the GPU's and the host's time, since calls follow each other. The slowest rank counts.
 
 Not counted: ranks that wait for slower ones inside a step, the power limit, messages of several ranks that share a
-link, optimizers and layers beside attention.
+link, optimizers and other layers.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
     "recommended",
 ]
 
-_ALL_RANKS = 4  # up to so many ranks all are counted, else the first, a busiest one and the last
+_ALL_RANKS = 4  # Up to this number all ranks are counted, else the first, a busiest one and the last.
 MESSAGES = ("peers", "group")
 
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of one pass of one rank, if nobody else keeps it waiting: on the GPU (`kernels` is the part of them that
-    attention kernels need), and on the host.
+    """Seconds of one pass of one rank, without waits for others: on the GPU (`kernels` is the part of attention
+    kernels), and on the host.
     """
 
     gpu: float
@@ -53,7 +53,7 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a call takes on the slowest rank.
+    """Time and memory of a call on the slowest rank.
 
     Attributes:
         problem: what is computed, layout and schedule included.
@@ -92,7 +92,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Counts:
-    """A problem, what some of its ranks do, and what one GPU alone would."""
+    """A problem, the work of some of its ranks, and that of one GPU alone."""
 
     problem: Problem
     ranks: dict[int, RankCounts]
@@ -101,9 +101,9 @@ class Counts:
 
 
 def counted(problem: Problem, stages: tuple[int, ...] | None = None) -> Counts:
-    """Count what ranks do: all of few. Of many: the first one, which a hop between domains leads to, a busiest one, and
-    the last one, which holds most.
-    `stages`: kv heads that are exchanged at a time, None for what the planner chooses.
+    """Count the work of ranks: of all if they are few. Of many: the first one, which receives from another domain, a
+    busiest one, and the last one, which holds most. `stages`: kv heads exchanged at a time, None for the planner's
+    choice.
     """
     ranks = (
         range(problem.cp_size) if problem.cp_size <= _ALL_RANKS else sorted({0, _busiest(problem), problem.cp_size - 1})
@@ -113,7 +113,7 @@ def counted(problem: Problem, stages: tuple[int, ...] | None = None) -> Counts:
 
 
 def _busiest(problem: Problem) -> int:
-    """A rank whose queries see most keys, of the group that it exchanges heads with.
+    """A rank whose queries see most keys; the queries are those of its head-exchange group.
 
     >>> from cp_ref.spec import Sequence
     >>> two = Sequence(40, 40, 40, 40), Sequence(24, 24, 24, 24)  # 8 tokens a rank
@@ -128,11 +128,11 @@ def _busiest(problem: Problem) -> int:
 
 
 def predict(problem: Problem, machine: Machine, messages: str = "peers") -> Prediction:
-    """Time and memory of a problem, whose layout and schedule are given.
+    """Time and memory of a problem with its layout and schedule.
 
     Args:
-        messages: what carries them inside a domain: "peers" (`cp_fast.peers`), or "group", the process group. A group
-            of ranks in several domains takes "group".
+        messages: the transport inside a domain: "peers" (`cp_fast.peers`), or "group", the process group. A group of
+            ranks in several domains takes "group".
 
     Raises:
         ValueError: the machine has no kernel for the dtype.
@@ -141,7 +141,7 @@ def predict(problem: Problem, machine: Machine, messages: str = "peers") -> Pred
 
 
 def priced(counts: Counts, machine: Machine, messages: str = "peers") -> Prediction:
-    """What was counted, by a machine's prices; see `predict`."""
+    """The counts priced for a machine; see `predict`."""
     check_choice("messages", messages, MESSAGES)
     problem, rates = counts.problem, machine.rates(counts.problem)
     flops = 2.0 * (problem.d_qk + problem.d_v)
@@ -187,7 +187,7 @@ class _Pass:
         return PassTime(on_gpu, in_kernels, 1e-6 * on_host)
 
     def _travel(self, rank: int, step: StepCounts) -> tuple[float, float]:
-        """Seconds until all messages of a step are there, and how many of them kernels beside them lose."""
+        """Seconds until all messages of a step have arrived, and the seconds that concurrent kernels lose to them."""
         domain, times = rank // self.machine.domain, [(0.0, 0.0)]
         for link, here in ((self.inside, True), (self.machine.network, False)):
             ways = [
@@ -201,15 +201,15 @@ class _Pass:
 
 
 class Candidate(NamedTuple):
-    """The problem in one layout and schedule; `refused`: why it cannot be had, or nothing."""
+    """The problem in one layout and schedule; `refused`: why it is impossible, or empty."""
 
     problem: Problem
     refused: str
 
 
 def candidates(problem: Problem, domain: int, layouts: Iterable[str] = LAYOUTS) -> list[Candidate]:
-    """The problem in every layout and schedule. Ranks that exchange heads in "a2a+p2p" are as many as its heads and a
-    domain of GPUs allow.
+    """The problem in every layout and schedule. In "a2a+p2p" the largest number of ranks exchange heads that its heads
+    and a domain of GPUs allow.
 
     >>> from cp_ref.spec import Sequence
     >>> for found in candidates(Problem(4, (Sequence(64, 64, 64, 64),), heads_q=2, heads_kv=2), 8, ["dual_chunk"]):
@@ -241,7 +241,7 @@ def _candidate(problem: Problem, layout: str, name: str, domain: int) -> Candida
 
 
 def recommended(found: Iterable[Prediction]) -> Prediction:
-    """The fastest, forward and backward; of those within one per cent of it the one that needs least memory."""
+    """The fastest, forward and backward; among those within one per cent of it, the one with the least memory."""
     found = list(found)
     best = min(one.seconds for one in found)
     return min((one for one in found if one.seconds <= 1.01 * best), key=lambda one: one.peak_bytes)

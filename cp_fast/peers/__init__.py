@@ -1,15 +1,15 @@
-"""Messages without multiprocessors: bytes that copy engines pull out of the peers' memory.
+"""Messages without multiprocessors: copy engines pull the bytes from the peers' memory.
 
-An NCCL message is a kernel. Beside an attention kernel, which fills every multiprocessor, it costs more than its bytes.
-Where all ranks of a group are GPUs of one host that reach each other's memory, a message needs no kernel at all:
+An NCCL message is a kernel. Next to an attention kernel, which fills every multiprocessor, it costs more than its
+bytes. If all ranks of a group are GPUs of one host that reach each other's memory, a message needs no kernel:
 
     sender      filling   wait until the place in the lane is free; copy the tensor there; signal `ready`
     receiver    pulling   wait for `ready`; copy the bytes to where they are wanted; signal `done`
 
-Both are streams of the exchange, beside PyTorch's current one (`here`), whose kernels go on meanwhile. Where a tensor
-could go after the copy, and a kernel that is launched beside it wants the memory, `here` fills the lane itself. The
-copies are done by copy engines, and waits and signals by the streams themselves (cuStreamWaitValue32,
-cuStreamBatchMemOp): nothing spins on a multiprocessor.
+The exchange has two streams, in addition to PyTorch's current one (`here`), whose kernels run at the same time. If a
+tensor could be freed after the copy and a concurrent kernel needs the memory, `here` fills the lane itself. Copy
+engines do the copies, and the streams themselves do the waits and signals (cuStreamWaitValue32, cuStreamBatchMemOp):
+nothing spins on a multiprocessor.
 
     lanes     where in the sender's memory the bytes of each message lie: both ends count, and nobody asks
     streams   the operations on streams, and words of memory that streams wait for
@@ -19,11 +19,11 @@ cuStreamBatchMemOp): nothing spins on a multiprocessor.
     crossed   two groups that cross in a rank
     watch     a peer that does not answer within the time-out
 
-`CP_FAST_MESSAGES` says who carries: "auto" takes peers' memory where it can be had, "peers" insists on it, "group"
-takes what the process group has (NCCL). It must be the same on all ranks. `make_plan` makes the choice, for the plan.
-Whatever it is, the group's own messages carry what is captured in a CUDA graph (a replay would wait for numbers that
-are long past), what does not fit into a lane, a call without a plan, and a schedule of the user's own (whose two ends
-may cut their messages into steps differently).
+`CP_FAST_MESSAGES` chooses the transport: "auto" takes peers' memory if available, "peers" requires it, "group" takes
+the process group's (NCCL). It must be the same on all ranks. `make_plan` makes the choice for the plan. With any
+choice, the group's own messages carry: calls captured in a CUDA graph (a replay would wait for numbers of the past),
+messages larger than a lane, calls without a plan, and a user's own schedule (its two ends may cut their messages into
+steps differently).
 """
 
 from __future__ import annotations

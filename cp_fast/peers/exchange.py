@@ -17,19 +17,19 @@ from cp_ref.spec import Group, Parcel, Pending
 
 __all__ = ["PeerMessages", "Shared"]
 
-_FOR_EVER = 2**30  # a number that no exchange of a trial has
+_FOR_EVER = 2**30  # Larger than the number of any trial's exchange.
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The memory of all ranks of a group, as one of them sees it.
+    """The memory of all ranks of a group, in one rank's addresses.
 
     Attributes:
         lanes: by rank, the address of its lanes.
         ready: this rank's words that senders write, by sender; ready_of: the same words of every receiver.
         done: this rank's words that receivers write, by receiver; done_of: the same words of every sender.
         sizes: of the lanes of every rank, by the distance of the receiver from 1.
-        words: all words of this rank, int32; keeps: what owns the memory.
+        words: all words of this rank, int32; keeps: the owner of the memory.
     """
 
     lanes: Sequence[int]
@@ -43,13 +43,13 @@ class Shared:
 
 
 class PeerMessages:
-    """One rank's place in a group whose messages are pulled out of the peers' memory."""
+    """One rank of a group whose messages are pulled from the peers' memory."""
 
     def __init__(self, group: Group, shared: Shared, streams: Streams, watch: Watch) -> None:
         self.group, self.shared, self.streams, self.watch = group, shared, streams, watch
         self.rank, self.size = group.rank, group.size
         distances = [(peer - self.rank) % self.size for peer in range(self.size)]
-        starts = [sum(shared.sizes[: d - 1]) for d in range(self.size)]  # of the lane to a distance
+        starts = [sum(shared.sizes[: d - 1]) for d in range(self.size)]  # Of the lane to a distance.
         lanes = enumerate(distances)
         self.out = {p: (Lane(shared.sizes[d - 1]), shared.lanes[self.rank] + starts[d]) for p, d in lanes if d}
         back = [self.size - d for d in distances]
@@ -63,8 +63,8 @@ class PeerMessages:
         return self.group.all_gather_object(value)
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
-        """Post messages of contiguous tensors. Both ends of a pair post what they send each other in equal portions,
-        with the same tags.
+        """Post messages of contiguous tensors. Both ends of a pair post their messages in equal portions, with the same
+        tags.
         """
         out, back = ([Message(peer, tag, (x.nbytes,), True) for peer, tag, x in parcels] for parcels in (sends, recvs))
         return self.prepared("", out, back).post(self, [x.tensor for x in sends], [x.tensor for x in recvs])
@@ -74,13 +74,13 @@ class PeerMessages:
         return _Pulls(self, where, sends, recvs)
 
     def release(self) -> None:
-        """Let this rank's streams wait for nothing any more; what they then copy means nothing."""
+        """End all waits of this rank's streams; the bytes that they then copy are not valid."""
         self.shared.words.fill_(_FOR_EVER)
 
 
 class _Block(NamedTuple):
-    """What goes between two ranks in one exchange. `aside`: kernels go on while it is copied into the lane, and its
-    tensors are held. The words: what this rank waits for, and what it writes then.
+    """The bytes between two ranks in one exchange. `aside`: kernels run during the copy into the lane, and its tensors
+    are held. The words: one that this rank waits for, and one that it then writes.
     """
 
     peer: int
@@ -93,7 +93,9 @@ class _Block(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """Bytes of a tensor: which one, from which byte on, the address in a lane that begins at the block, how many."""
+    """Bytes of a tensor: its number, the first byte, the address in a lane that begins at the block, the number of
+    bytes.
+    """
 
     tensor: int
     offset: int
@@ -102,7 +104,9 @@ class _Copied(NamedTuple):
 
 
 class _Pulls:
-    """An exchange of the same messages in every call: blocks in lanes, and `rest`, what does not fit into one."""
+    """An exchange of the same messages in every call: blocks in lanes, and `rest`, the messages too large for a
+    lane.
+    """
 
     def __init__(self, messages: PeerMessages, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
         self._messages, self._where = messages, where
@@ -111,7 +115,7 @@ class _Pulls:
         out, rest_sends = _blocks(messages.out, sends, shared.done, shared.ready_of)
         self._first, self._aside = ([block for block in out if block.aside == aside] for aside in (False, True))
         self._back, rest_recvs = _blocks(messages.back, recvs, shared.ready, shared.done_of)
-        self._back.sort(key=lambda block: (block.peer - messages.rank) % messages.size)  # not all from one at first
+        self._back.sort(key=lambda block: (block.peer - messages.rank) % messages.size)  # Spread the first pulls.
         streams = messages.streams
         self._streams = (streams.filling, streams.pulling) if self._aside else (streams.pulling,)
         self._peers = sorted({block.peer for block in (*out, *self._back)})
@@ -129,7 +133,7 @@ class _Pulls:
         watch.check()
         if streams.capturing():
             return self._captured.post(messages.group, sends, recvs)
-        if messages.last is not None:  # an exchange that nobody waited for, as something was raised: its tensors go now
+        if messages.last is not None:  # An exchange without a wait, after an error: free its tensors.
             messages.last.wait()
         if self._peers:
             here = streams.here()
@@ -143,14 +147,14 @@ class _Pulls:
         if self._peers:
             ended = self._pull(streams, recvs)
             if self._aside:
-                streams.meet()  # before the signal: where a lane is never free again, the exchange has not ended
+                streams.meet()  # Before the signal: if a lane never gets free, the exchange has not ended.
             streams.signal(streams.pulling, *ended, watch.posted(self._peers, self._where))
             streams.mark()
         messages.last = _Pulled(messages, bool(self._peers), (*recvs, *sends) if self._aside else recvs, rest)
         return messages.last
 
     def _pull(self, streams: Streams, recvs: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
-        """Copy what is received out of the peers' lanes; the words that say so, and their numbers."""
+        """Copy the received bytes from the peers' lanes; returns the words to signal, and their numbers."""
         pulling, ended = streams.pulling, list[tuple[Any, int]]()
         for _, lane, size, parts, _, ready, done in self._back:
             start, number, _ = lane.place(size, len(parts))
@@ -163,7 +167,7 @@ class _Pulls:
 
 
 class _Pulled:
-    """An exchange under way, and the tensors that are copied on other streams than the current one."""
+    """An exchange in flight, and the tensors that are copied on other streams than the current one."""
 
     def __init__(
         self, messages: PeerMessages, marked: bool, tensors: Sequence[torch.Tensor], rest: Pending | None
@@ -185,7 +189,7 @@ class _Pulled:
 
 
 def _fill(streams: Streams, stream: Any, blocks: Sequence[_Block], sends: Sequence[torch.Tensor]) -> None:
-    """Copy what is sent into lanes."""
+    """Copy the sent tensors into lanes."""
     for _, lane, size, parts, _, done, ready in blocks:
         start, number, over = lane.place(size, len(parts))
         if over:
@@ -199,8 +203,8 @@ def _fill(streams: Streams, stream: Any, blocks: Sequence[_Block], sends: Sequen
 def _blocks(
     lanes: dict[int, tuple[Lane, int]], messages: Sequence[Message], awaited: Sequence[Any], written: Sequence[Any]
 ) -> tuple[list[_Block], list[Located]]:
-    """Messages by peer, in the order of their tags: a block for each lane that is large enough, and what is left. The
-    words by peer.
+    """Messages by peer, in the order of their tags: a block for each lane that is large enough, and the rest. The words
+    by peer.
     """
     by_peer: dict[int, list[Located]] = {}
     for located in by_tag(messages):

@@ -1,4 +1,4 @@
-"""Which groups can reach their peers' memory, and what carries a plan's messages."""
+"""Find the groups that can reach their peers' memory, and choose a plan's transport."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["VARIABLE", "Messages", "carried_by", "carries", "messages_for", "why
 
 VARIABLE = "CP_FAST_MESSAGES"
 CHOICES = ("auto", "peers", "group")
-_SHARE = 16  # at most this part of a GPU's memory for the lanes of a group
+_SHARE = 16  # The lanes of a group take at most this fraction (1 / 16) of a GPU's memory.
 
-Messages = Group  # what carries a plan's messages
+Messages = Group  # The transport of a plan.
 
 
 def carried_by() -> str:
-    """The choice, by the environment.
+    """The choice in the environment.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it names no transport.
     """
     choice = os.environ.get(VARIABLE) or CHOICES[0]
     check_choice(VARIABLE, choice, CHOICES)
@@ -42,7 +42,7 @@ def carried_by() -> str:
 
 def why_not() -> str | None:
     """Why this machine's GPUs cannot read each other's memory by copy engines; None if they can, as far as one process
-    sees. Runs nothing on a GPU.
+    can tell. Runs nothing on a GPU.
     """
     if (reason := why_not_driver()) is not None:
         return reason
@@ -58,36 +58,36 @@ def why_not() -> str | None:
 
 
 class _Facts(NamedTuple):
-    """What a rank says before anything is shared."""
+    """A rank's facts before memory is shared."""
 
     choice: str
     why_not: str | None
     host: str
-    most: int  # bytes that it gives
+    most: int  # The most bytes that it gives.
 
 
 @dataclass
 class _Place:
-    """What is known of one group on this rank: why it cannot, or the memory that was last shared."""
+    """This rank's knowledge of one group: why it cannot share memory, or the memory last shared."""
 
     why_not: str | None = None
     most: int = 0
     messages: PeerMessages | None = None
-    asked: tuple[int, ...] = ()  # the largest lanes that any plan asked for
+    asked: tuple[int, ...] = ()  # The largest lanes of any plan.
 
 
 _places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
 
 
 def carries(messages: Messages, comm: Group) -> bool:
-    """Whether they are messages of this group: a plan may be used with another one."""
+    """Whether these are messages of this group: a plan may be used with another group."""
     if messages is comm or (isinstance(messages, PeerMessages) and messages.group is comm):
         return True
     return _names(messages) == _names(comm) != ()
 
 
 def _names(comm: Group) -> tuple[str, ...]:
-    """The process groups behind it; none for a user's own."""
+    """The underlying process groups; none for a user's own group."""
     if isinstance(comm, PairGroup):
         return (*_names(comm.a2a), *_names(comm.p2p))
     member = comm.group if isinstance(comm, PeerMessages) else comm
@@ -95,14 +95,14 @@ def _names(comm: Group) -> tuple[str, ...]:
 
 
 def messages_for(comm: Group, problem: Problem, rows: tuple[int, int], device: torch.device) -> Messages:
-    """What carries the messages of a planner's schedule of this problem. Collective: all ranks call it at the same
-    place with the same problem, and all get the same answer.
+    """The transport for a planner's schedule of this problem. Collective: all ranks call it at the same place with the
+    same problem, and all get the same result.
 
     Args:
         rows: of q and of k and v on each rank, padding included.
 
     Raises:
-        ValueError: ranks choose differently. RuntimeError: peers' memory was asked for, and cannot be had.
+        ValueError: ranks choose differently. RuntimeError: peers' memory is required but not available.
     """
     if device.type != "cuda" or problem.cp_size == 1:
         return comm
@@ -129,7 +129,7 @@ def _member_messages(
     if asked != place.asked:
         total = sum(asked)
         fitting = asked if total <= place.most else tuple(s * place.most // total // 4096 * 4096 for s in asked)
-        place.messages, reason = share(member, fitting, device)  # plans that have the old ones keep them
+        place.messages, reason = share(member, fitting, device)  # Older plans keep the old ones.
         if place.messages is None:
             _refuse(place, reason)
         place.asked = asked
@@ -137,12 +137,12 @@ def _member_messages(
 
 
 def _on_gpus(member: ProcessMember) -> bool:
-    """Whether the group's messages between GPUs are NCCL's."""
+    """Whether NCCL carries the group's messages between GPUs."""
     return "nccl" in str(dist.get_backend_config(member.group))
 
 
 def _meet(member: ProcessMember, place: _Place) -> None:
-    """Find out together whether all ranks can share memory; collective."""
+    """Decide together whether all ranks can share memory. Collective."""
     error: Exception | None = None
     try:
         facts = _Facts(carried_by(), why_not(), socket.gethostname(), _most())

@@ -1,8 +1,8 @@
-"""Where the bytes of each message lie, from one rank to another: a number that both ends know without asking.
+"""The place of each message's bytes between two ranks: both ends compute it without communication.
 
-A lane is a ring of bytes in the sender's memory, for one receiver. All that goes to it in one exchange is one block.
-Both ends place the same blocks in the same order, so both know where each one lies. A large block has several parts:
-the first can be pulled while the next ones are still copied into the lane.
+A lane is a ring of bytes in the sender's memory, for one receiver. All messages to it in one exchange form one block.
+Both ends place the same blocks in the same order, so both know the place of each. A large block has several parts: the
+first can be pulled while the next ones are still copied into the lane.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from cp_ref.spec import Problem
 
 __all__ = ["ALIGNMENT", "PART", "Lane", "Place", "lane_sizes", "rounded"]
 
-ALIGNMENT = 256  # bytes, of tensors in a block
-PART = 2**25  # bytes of a part, but the last of a block
+ALIGNMENT = 256  # Bytes, of tensors in a block.
+PART = 2**25  # Bytes of each part except a block's last one.
 
 
 class Place(NamedTuple):
-    """A block: where it begins, the number of its last part (all parts of a lane are counted, from 1), and that of the
-    last block that lay there, 0 for none.
+    """A block: its start, the number of its last part (parts of a lane are counted from 1), and that of the last
+    earlier block at this place, 0 for none.
     """
 
     start: int
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 class Lane:
-    """One way between two ranks.
+    """The lane from one rank to another.
 
     >>> lane = Lane(1000)
     >>> [lane.place(400, 1), lane.place(400, 2), lane.place(300, 1), lane.place(300, 1)]
@@ -40,14 +40,14 @@ Place(start=300, number=5, over=3)]
     def __init__(self, size: int) -> None:
         self.size = size
         self._end = self._number = 0
-        self._lying: deque[tuple[int, int, int]] = deque()  # start, stop, number; the oldest first
+        self._lying: deque[tuple[int, int, int]] = deque()  # Start, stop, number; the oldest first.
 
     def place(self, size: int, parts: int) -> Place:
-        """The place of the next block, which is not larger than the lane."""
+        """The place of the next block, which must fit in the lane."""
         over, start = 0, self._end
         if start + size > self.size:
             start = 0
-            while self._lying and self._lying[0][0] >= self._end:  # of the lap before, behind what is left free
+            while self._lying and self._lying[0][0] >= self._end:  # Of the lap before, past the free bytes.
                 over = self._lying.popleft()[2]
         while self._lying and self._lying[0][0] < start + size and start < self._lying[0][1]:
             over = self._lying.popleft()[2]
@@ -57,7 +57,7 @@ Place(start=300, number=5, over=3)]
 
 
 def rounded(size: int) -> int:
-    """Bytes, rounded up to the alignment; not zero, so that every block lies somewhere.
+    """Bytes, rounded up to the alignment; never zero, so that every block has a place.
 
     >>> rounded(0), rounded(256), rounded(257)
     (256, 256, 512)
@@ -66,10 +66,9 @@ def rounded(size: int) -> int:
 
 
 def lane_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int) -> tuple[int, ...]:
-    """Bytes of the lanes to the ranks at distance 1, 2, ...: what an exchange of a planner's schedule may send there.
-
-    It is the largest exchange where all ranks own equally many rows. Elsewhere one may be larger: then that one goes by
-    the group's own messages.
+    """Bytes of the lanes to the ranks at distance 1, 2, ... for one exchange of a planner's schedule. This is the
+    largest exchange if all ranks own equal numbers of rows. Otherwise one may be larger: then the group's own messages
+    carry it.
 
     Args:
         rows: of q and of k and v on a rank, padding included.
@@ -86,7 +85,7 @@ def lane_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int) ->
     wide = max(element, 4)
     q, kv = rows
     head, slack = problem.d_qk + problem.d_v, 32 * ALIGNMENT
-    heads_kv = max(problem.heads_kv, problem.a2a_size)  # replicated where there are fewer than ranks
+    heads_kv = max(problem.heads_kv, problem.a2a_size)  # Replicated if there are fewer heads than ranks.
     if way == "heads":
         partial = wide if heads_kv > problem.heads_kv else element
         sized = q * problem.heads_q * (max(problem.d_qk, problem.d_v) * element + 2 * wide)

@@ -1,4 +1,4 @@
-"""The memory that the ranks of a group share, and the trial of it."""
+"""The memory that the ranks of a group share, and its trial."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from cp_ref.spec import Parcel
 
 __all__ = ["share"]
 
-_WORDS = 4096  # bytes in front of the lanes, for words
-_GRACE = 5.0  # seconds that a process has to end by itself when a peer is lost
-_TRIAL = 20.0  # seconds that the trial of a new group may take
+_WORDS = 4096  # Bytes in front of the lanes, for words.
+_GRACE = 5.0  # Seconds for a process to end by itself after a lost peer.
+_TRIAL = 20.0  # Seconds for the trial of a new group.
 
 
 def share(member: ProcessMember, sizes: tuple[int, ...], device: torch.device) -> tuple[PeerMessages | None, str]:
-    """Share lanes of these sizes, and try them. Collective: all ranks get messages, or all get the reason why not."""
+    """Share lanes of these sizes, and try them. Collective: all ranks get messages, or all get the reason for the
+    failure.
+    """
     with torch.cuda.device(device):
         made, reason = _attempt(member, "sharing memory", lambda: _memory(sizes))
         messages = None
@@ -43,11 +45,11 @@ def share(member: ProcessMember, sizes: tuple[int, ...], device: torch.device) -
 
 
 def _attempt(member: ProcessMember, what: str, act: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What `act` returns, or why it fails on some rank: the same on all of them."""
+    """The result of `act`, or the error of some rank: either on all ranks."""
     found, reason = None, None
     try:
         found = act()
-    except Exception as error:  # whatever it is, the ranks stay together
+    except Exception as error:  # After any error the ranks stay together.
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     for rank, its in enumerate(member.all_gather_object(reason)):
         if its is not None:
@@ -56,7 +58,7 @@ def _attempt(member: ProcessMember, what: str, act: Callable[[], Any]) -> tuple[
 
 
 def _memory(sizes: tuple[int, ...]) -> torch.Tensor:
-    from torch.distributed import _symmetric_memory as symmetric  # what it needs is not on every machine
+    from torch.distributed import _symmetric_memory as symmetric  # Its dependencies are not on every machine.
 
     made = symmetric.empty(_WORDS + sum(sizes), dtype=torch.uint8, device=torch.device("cuda"))
     made[:_WORDS].zero_()
@@ -68,7 +70,7 @@ def _messages(member: ProcessMember, memory: torch.Tensor, sizes: tuple[int, ...
     from torch.distributed import _symmetric_memory as symmetric
 
     before = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST")
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # nothing here needs it
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # Nothing here needs it.
     try:
         handle = symmetric.rendezvous(memory, member.group)
     finally:
@@ -107,9 +109,8 @@ def _limit(member: ProcessMember) -> float:
 
 
 class _Stop:
-    """Let everything on a GPU end in an error; and the process, where that does not free the host.
-
-    What it needs is made and loaded beforehand: while a stream waits, CUDA may load and allocate nothing.
+    """End all work of a GPU with an error; end the process if that does not free the host. Everything that it uses is
+    loaded and allocated beforehand: while a stream waits, CUDA may load and allocate nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -119,7 +120,7 @@ class _Stop:
         torch.cuda.synchronize(device)
 
     def __call__(self, complaint: str) -> None:
-        end = threading.Timer(_GRACE, _end_process)  # in a thread of its own: what follows may wait for ever too
+        end = threading.Timer(_GRACE, _end_process)  # In a separate thread: the next lines may also wait for ever.
         end.daemon = True
         end.start()
         with suppress(RuntimeError), torch.cuda.stream(self._stream):
@@ -132,7 +133,7 @@ def _end_process() -> None:
 
 
 def _try(messages: PeerMessages, device: torch.device) -> None:
-    """Send and receive a little, with other numbers each time, and wait for it; no stream is left waiting."""
+    """Send and receive a few bytes, different ones each time, and wait for them; no stream is left waiting."""
     others = [rank for rank in range(messages.size) if rank != messages.rank]
     for turn in range(3):
         sends, recvs = [], []
@@ -157,8 +158,8 @@ def _try(messages: PeerMessages, device: torch.device) -> None:
 
 
 def _first_messages(member: ProcessMember, device: torch.device) -> None:
-    """One small message of the group's own between every two ranks: NCCL connects them now, and not while a CUDA graph
-    is captured.
+    """Send one small group message between every two ranks, so that NCCL connects them now, and not during the capture
+    of a CUDA graph.
     """
     others = [rank for rank in range(member.size) if rank != member.rank]
     sends = [Parcel(peer, 0, torch.zeros(1, device=device)) for peer in others]

@@ -1,9 +1,8 @@
 """Operations on streams: copies, and words of memory that streams write and wait for.
 
-A word is waited for until it is a number or a later one. Waiting costs no multiprocessor: the stream itself waits.
-
-These are calls of the CUDA driver, on addresses: PyTorch's own take ten times the host's time each (a tensor's view, a
-stream's context, an event), and an exchange is made of a dozen of them.
+A stream waits until a word has a number or a later one. Waiting costs no multiprocessor: the stream itself waits. These
+are calls of the CUDA driver on addresses. PyTorch's equivalents take ten times the host time each (a tensor's view, a
+stream's context, an event), and an exchange has a dozen of them.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ import torch
 __all__ = ["CudaStreams", "Streams", "why_not_driver"]
 
 _WRITE = 2  # CU_STREAM_MEM_OP_WRITE_VALUE_32
-_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: the difference as int32 is not negative, so that numbers may wrap around
+_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: the difference as int32 is not negative, so numbers may wrap around.
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
 class Streams(Protocol):
-    """What an exchange does on a device, on two streams of its own. A word is whatever `signal` and `wait` of the
-    implementation take; memory is an address.
+    """The operations of an exchange on a device, on two separate streams. The type of a word is that of `signal` and
+    `wait` in the implementation; memory is an address.
     """
 
-    filling: Any  # the stream on which what is sent is copied into lanes
-    pulling: Any  # the stream on which what is received is copied out of the peers' lanes
+    filling: Any  # The stream that copies sent bytes into lanes.
+    pulling: Any  # The stream that copies received bytes from the peers' lanes.
 
     def here(self) -> Any:
         """PyTorch's current stream."""
@@ -38,27 +37,27 @@ class Streams(Protocol):
         ...
 
     def copy(self, stream: Any, to: int, source: int, size: int) -> None:
-        """Copy so many bytes."""
+        """Copy `size` bytes."""
         ...
 
     def signal(self, stream: Any, *words: tuple[Any, int]) -> None:
-        """Write a number to each of these words, of this rank or of a peer, when the stream has come so far."""
+        """Write a number to each of these words, of this rank or of a peer, in the order of the stream."""
         ...
 
     def wait(self, stream: Any, word: Any, number: int) -> None:
-        """Let a stream wait until a word of this rank is this number, or one after it."""
+        """Let a stream wait until a word of this rank has this number or a later one."""
         ...
 
     def fork(self, here: Any, *streams: Any) -> None:
-        """What these streams do from now on begins when the stream `here` has come so far."""
+        """Let further work of these streams wait for the work on the stream `here` so far."""
         ...
 
     def meet(self) -> None:
-        """What the pulling stream does from now on begins when the filling one has come so far."""
+        """Let further work of the pulling stream wait for the work on the filling one so far."""
         ...
 
     def mark(self) -> None:
-        """Mark how far the pulling stream has come."""
+        """Mark the current end of the pulling stream's work."""
         ...
 
     def join(self, here: Any) -> None:
@@ -67,7 +66,7 @@ class Streams(Protocol):
 
 
 _POINTER, _NUMBER, _ADDRESS = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64
-_FUNCTIONS = {  # and their arguments; every GPU since Volta has them with CUDA 12 and later
+_FUNCTIONS = {  # With their arguments; every GPU since Volta has them with CUDA 12 and later.
     "cuStreamWaitValue32_v2": (_POINTER, _ADDRESS, ctypes.c_uint32, _NUMBER),
     "cuStreamBatchMemOp_v2": (_POINTER, _NUMBER, _POINTER, _NUMBER),
     "cuMemcpyAsync": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _POINTER),
@@ -88,7 +87,7 @@ def _driver() -> Any:
 
 
 class _Write(ctypes.Structure):
-    """CUstreamBatchMemOpParams of a write: 6 words of 8 bytes, whatever the operation."""
+    """CUstreamBatchMemOpParams of a write: 6 words of 8 bytes, as for any operation."""
 
     _fields_ = (
         ("operation", ctypes.c_uint64),
@@ -114,8 +113,8 @@ def why_not_driver() -> str | None:
 class CudaStreams:
     """`Streams` of a GPU; words are addresses, streams their handles.
 
-    Three events serve all exchanges: who waits for an event waits for what was recorded last when it began to. The
-    driver reads the writes of a signal while it is called, so one table of them serves all signals of as many words.
+    Three events serve all exchanges: a wait for an event refers to its last record before the wait. The driver reads
+    the writes of a signal during the call, so one table serves all signals with the same number of words.
     """
 
     def __init__(self, device: torch.device) -> None:

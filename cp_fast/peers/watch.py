@@ -1,10 +1,10 @@
-"""A peer that does not answer: nothing waits for ever.
+"""A time-out for a peer that does not answer: nothing waits for ever.
 
-A stream that waits for a word cannot be given a time-out, so a thread looks. Behind every exchange the stream writes
-the exchange's number into memory of the host. Where exchanges are under way and none of them has ended for as long as
-the group's time-out, the thread says which one and whose messages are missing, and ends everything on the GPU by an
-assertion on it: whoever waits for the GPU gets an error, and no number that was computed from messages that never came.
-The next call raises the PeerError. A process that goes on waiting all the same is ended, as NCCL's own watchdog does.
+A stream's wait for a word has no time-out, so a thread watches. After every exchange the stream writes the exchange's
+number into host memory. If exchanges are in flight and none ends within the group's time-out, the thread reports the
+exchange and the missing peers. It then ends all work on the GPU by an assertion there. Code that waits for the GPU gets
+an error, never a result computed from missing messages. The next call raises the PeerError. A process that still waits
+is ended, as by NCCL's watchdog.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Watch"]
 
 _all: WeakSet[Watch] = WeakSet()
 _started = threading.Lock()
-_INTERVAL = 0.5  # seconds between looks
+_INTERVAL = 0.5  # Seconds between checks.
 
 
 class _Posted(NamedTuple):
@@ -34,15 +34,15 @@ class _Posted(NamedTuple):
 
 
 class Watch:
-    """The exchanges of one rank that are under way.
+    """The exchanges of one rank that are in flight.
 
     Args:
-        names: what every rank of the group is called.
+        names: the name of every rank of the group.
         rank: this one.
         limit: seconds of the time-out.
         ended: -> the number of the last exchange that ended.
         word: the word that the stream writes it to.
-        stop: end what waits, saying why.
+        stop: ends all waits with a reason.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Watch:
         _all.add(self)
 
     def posted(self, peers: Sequence[int], where: str = "") -> tuple[Any, int]:
-        """An exchange is posted, in this step: the word that says that it has ended, and its number."""
+        """Register a posted exchange of this step; returns the word that marks its end, and its number."""
         self._number += 1
         what = under_way()
         what = f"{what}: {where}" if what and where else what or where
@@ -76,7 +76,7 @@ class Watch:
             raise PeerError(self._failure)
 
     def late(self) -> str | None:
-        """Forget what has ended; what is to be said of an exchange that is late, None if none is. For one thread."""
+        """Forget ended exchanges; returns a message about a late one, or None. For one thread."""
         ended, queue = self._ended(), self._under_way
         while queue and queue[0].number <= ended:
             queue.popleft()
@@ -93,14 +93,14 @@ class Watch:
         )
 
     def end(self, complaint: str) -> None:
-        """Say so, and let nothing wait any longer."""
+        """Report it, and end all waits."""
         self._failure = complaint
         say(complaint)
         self._stop(complaint)
 
 
 def _start() -> None:
-    """The thread that looks, one a process."""
+    """Start the watching thread, one a process."""
     if not _started.locked() and _started.acquire(blocking=False):
         threading.Thread(target=_look, name="cp_fast peers", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""The demonstration's proof: every result against the oracle, document by document, and the padding against nothing."""
+"""The demonstration's check: every result against the oracle, document by document, and the padding against zero."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Something that has to hold to the last bit."""
+    """A condition that must hold to the last bit."""
 
     name: str
     wrong: int
@@ -28,12 +28,12 @@ class Exact:
 
 
 def check_exact(job: Job, got: dict[str, torch.Tensor]) -> list[Exact]:
-    """Tokens and positions came back as they were, and the padding, whose inputs were NaN, reached nothing."""
+    """Check that tokens and positions came back unchanged, and that the padding, with NaN inputs, reached no result."""
     ids = job.token_ids()
     real = ids >= 0
     positions = torch.cat([torch.arange(n) for n in job.slots])
     padding = {name: got[name][~real] for name in ("out", "dq", "dk", "dv")}
-    padding["lse"] = got["lse"][:, ~real].exp()  # -inf there
+    padding["lse"] = got["lse"][:, ~real].exp()  # -inf in padding.
     return [
         Exact("token ids", int((got["ids"] != ids).sum()), len(ids)),
         Exact("RoPE positions", int((got["positions"] != positions).sum()), len(ids)),
@@ -43,7 +43,7 @@ def check_exact(job: Job, got: dict[str, torch.Tensor]) -> list[Exact]:
 
 
 def spoiled(job: Job, got: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The results with one value of one of them changed a little, where a test asks for it: the check has to see it."""
+    """The results, with one value changed a little if a test requests it: the check must find it."""
     if job.spoil not in RESULTS:
         return got
     wrong = got[job.spoil].clone()
@@ -54,10 +54,10 @@ def spoiled(job: Job, got: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def check_results(
     job: Job, got: dict[str, torch.Tensor], device: torch.device, on_document: Callable[[int], None]
 ) -> list[Any]:
-    """The rows of `conformance.budgets.compare`: each result's error beside its bound.
+    """The rows of `conformance.budgets.compare`: each result's error and its bound.
 
-    The inputs are those that the ranks had. The yardstick is plain attention in the same dtype; `on_document` is told
-    each document's length when it is done.
+    The inputs are those of the ranks. The baseline is plain attention in the same dtype. `on_document` gets each
+    document's length when it is done.
     """
     from conformance.budgets import compare, eager_attention
     from conformance.reference import dense_attention
@@ -73,7 +73,7 @@ def check_results(
             parts["fast"][name].append(one[name])
         problem = _one_head_group(job, length)
         mask = {"attn_mask_type": problem.attn_mask_type, "window_size": problem.window_size}
-        wide = {name: x.double() for name, x in one.items()}  # a leaf's gradient has the leaf's dtype
+        wide = {name: x.double() for name, x in one.items()}  # A leaf's gradient has the leaf's dtype.
         for name, x in _attend(job, wide, partial(dense_attention, qkv_format="bshd", **mask)).items():
             parts["exact"][name].append(x)
         for name, x in _attend(job, one, partial(eager_attention, problem=problem)).items():
@@ -84,7 +84,7 @@ def check_results(
 
 
 def _one_head_group(job: Job, length: int) -> Problem:
-    """One document and one kv head, as a problem of its own. Alone it has no padding, so it needs no padding mask."""
+    """One document and one kv head as a separate problem. Alone it has no padding, so it needs no padding mask."""
     return Problem(
         cp_size=1,
         sequences=(Sequence(length, length, length, length),),

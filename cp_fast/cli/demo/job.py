@@ -1,4 +1,6 @@
-"""What every rank is told: the packed documents and the options. Plain values, so that it travels to any process."""
+"""The input of every rank: the packed documents and the options. Plain values, so that it can be sent to any
+process.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,28 @@ class Job:
     head_dim: int = 64
     layout: Layout = "dual_chunk"
     cp_comm_type: CPCommType = "p2p"
-    a2a_size: int = 1  # how many ranks exchange heads: all in a2a, the inner group in a2a+p2p
+    a2a_size: int = 1  # The number of ranks that exchange heads: all in a2a, the inner group in a2a+p2p.
     attn_mask_type: AttnMaskType = "padding_causal"
     window_size: tuple[int, int] = (-1, -1)
     backend: str = "auto"
     seed: int = 0
-    spoil: str = ""  # for tests: a result that is changed before it is checked, or "rank N", which then fails
+    spoil: str = ""  # For tests: a result to change before the check, or "rank N" to let that rank fail.
 
     lengths: tuple[int, ...] = field(init=False)
     slots: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Count the documents' bytes and the slots that they take."""
+        """Count the documents' bytes and their slots."""
         lengths = [len(d) for d in self.documents]
         object.__setattr__(self, "lengths", tuple(lengths))
         object.__setattr__(self, "slots", tuple(-(-n // (2 * self.ranks)) * 2 * self.ranks for n in lengths))
 
     @property
     def problem(self) -> Problem:
-        """What is computed, read as `make_plan` reads it on the ranks.
+        """The problem, read as `make_plan` reads it on the ranks.
 
         Raises:
-            ValueError, TypeError: an option is wrong. So that is known before any rank starts.
+            ValueError, TypeError: an option is wrong. It is raised before any rank starts.
         """
         return read_problem(
             cp_size=self.ranks,

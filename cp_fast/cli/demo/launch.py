@@ -28,11 +28,11 @@ from cp_ref.spec import Unsupported
 __all__ = ["RankFailed", "spawn", "torchrun_group", "under_torchrun"]
 
 _START = "forkserver"
-_LIMIT = timedelta(minutes=5)  # for any one message: a rank that hangs is an error, not a wait for ever
+_LIMIT = timedelta(minutes=5)  # For any one message: a rank that hangs is an error.
 
 
 class RankFailed(RuntimeError):
-    """A rank raised: which and what. `details` is its traceback; `about_arguments`: the message says it all."""
+    """A rank raised: its number and error. `details` is its traceback; `about_arguments`: the message is enough."""
 
     def __init__(self, rank: int, message: str, details: str = "", about_arguments: bool = False) -> None:
         self.rank, self.details, self.about_arguments = rank, details, about_arguments
@@ -49,7 +49,7 @@ def torchrun_group(job: Job) -> Iterator[torch.device]:
     """The default process group of the ranks that torchrun started, and this rank's device.
 
     Raises:
-        RankFailed: whatever this rank raises meanwhile. torchrun then ends the others.
+        RankFailed: this rank raised an error in the block. torchrun then ends the others.
     """
     rank = int(os.environ["RANK"])
     try:
@@ -62,20 +62,20 @@ def torchrun_group(job: Job) -> Iterator[torch.device]:
 
 
 def spawn(job: Job, on_progress: Callable[[list[int]], None]) -> Measured:
-    """Run every rank in a process of its own.
+    """Run every rank in a separate process.
 
     Args:
-        on_progress: called now and then with the number of the stage that each rank has reached.
+        on_progress: called from time to time with the stage number of each rank.
 
     Raises:
         RankFailed: a rank raised or died. The others have been ended.
     """
     with tempfile.TemporaryDirectory(prefix="cp_fast_demo_") as folder:
         context = mp.get_context(_START)
-        context.set_forkserver_preload([__name__])  # PyTorch is imported once, and not in every rank
+        context.set_forkserver_preload([__name__])  # PyTorch is imported once, not in every rank.
         reached = context.Array("i", job.ranks)
         processes = start_processes(_rank_process, (job, folder, reached), job.ranks, join=False, start_method=_START)
-        assert processes is not None  # only with join=True
+        assert processes is not None  # Only with join=True.
         try:
             while not processes.join(timeout=0.1, grace_period=2):
                 on_progress(reached[:])
@@ -86,7 +86,7 @@ def spawn(job: Job, on_progress: Callable[[list[int]], None]) -> Measured:
 
 
 def _rank_process(rank: int, job: Job, folder: str, reached: Any) -> None:
-    """One rank from start to end; what it raises is left in a file, with the time."""
+    """One rank from start to end; an error is written to a file, with its time."""
     try:
         _use_loopback()
         device = _device(job, rank)
@@ -103,7 +103,7 @@ def _rank_process(rank: int, job: Job, folder: str, reached: Any) -> None:
         report = (time.time(), rank, _words(error), traceback.format_exc(), _is_about_arguments(error))
         Path(folder, f"failed-{rank}").write_bytes(pickle.dumps(report))
         sys.stderr.flush()
-        # the parent shows it: no second copy by multiprocessing, and no last word of a gloo thread
+        # The parent shows it: no second copy by multiprocessing, and no output of a gloo thread.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         raise
 
@@ -130,7 +130,7 @@ def _words(error: Exception) -> str:
 
 
 def _is_about_arguments(error: Exception) -> bool:
-    """What the package says about arguments needs no traceback."""
+    """Whether the error is about arguments: then the package's message needs no traceback."""
     return isinstance(error, ValueError | Unsupported)
 
 
@@ -143,7 +143,7 @@ def _device(job: Job, index: int) -> torch.device:
 
 
 def _use_loopback() -> None:
-    """All ranks are on this machine: let gloo talk over the loopback, whatever the host's name resolves to."""
+    """All ranks are on this machine: let gloo use the loopback, for any name resolution of the host."""
     for name in ("lo", "lo0"):
         if name in (interface for _, interface in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

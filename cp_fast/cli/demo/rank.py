@@ -1,4 +1,4 @@
-"""What one rank does: its slice of the documents, attention forward and backward, the results put together again."""
+"""The work of one rank: its slice of the documents, attention forward and backward, and the gathered results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STAGES = ("starts", "slices", "plans", "warms up", "forward", "backward", "colle
 
 @dataclass(frozen=True)
 class Measured:
-    """What rank 0 has in the end: global tensors on the CPU, in sequence order, and every rank's times."""
+    """The final result on rank 0: global tensors on the CPU, in sequence order, and every rank's times."""
 
     tensors: dict[str, torch.Tensor]  # q, k, v, dout, out, dq, dk, dv [t, h, d]; lse [h_q, t]; positions, ids [t]
     forward_s: list[float]
@@ -34,7 +34,7 @@ class Measured:
 
 
 def run_rank(job: Job, device: torch.device, note: Callable[[str], None]) -> Measured:
-    """Run this rank of the default process group, which is there already. Collective; every rank gets all results."""
+    """Run this rank of the default process group, which must exist. Collective; every rank gets all results."""
     note("slices")
     cp = cp_fast.ContextParallel(_group(job, device), job.cp_comm_type, layout=job.layout, backend=job.backend)
     if job.spoil == f"rank {cp.rank}":
@@ -62,7 +62,7 @@ def run_rank(job: Job, device: torch.device, note: Callable[[str], None]) -> Mea
     for stage in (
         "warms up",
         "forward",
-    ):  # the first round compiles kernels and opens connections; the second is measured
+    ):  # The first round compiles kernels and opens connections; the second is measured.
         note(stage)
         q.grad = k.grad = v.grad = None
         began = _time(device, together=True)
@@ -94,7 +94,7 @@ def _group(job: Job, device: torch.device) -> Any:
 
 
 def _time(device: torch.device, together: bool = False) -> float:
-    """The time when this rank's device is done with everything so far; `together`: and all ranks have come here."""
+    """The time when this rank's device has finished; `together`: when all ranks have reached this line too."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if together:

@@ -1,4 +1,4 @@
-"""What the demonstration prints: the documents, each rank's share, each result's error and its bound, the picture."""
+"""The output of the demonstration: the documents, each rank's share, each result's error and its bound, the picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["show_checks", "show_documents", "show_picture", "show_ranks"]
 
 
 def show_documents(console: Console, documents: list[Document], job: Job) -> None:
-    """How many, how uneven, and a few names."""
+    """Show the number of documents, their spread, and a few names."""
     lengths, names = sorted(job.lengths), [d.name for d in documents]
     few = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     padding = sum(job.slots) - sum(lengths)
@@ -31,7 +31,7 @@ def show_documents(console: Console, documents: list[Document], job: Job) -> Non
 
 
 def show_ranks(console: Console, job: Job, measured: Measured) -> None:
-    """What each rank had, did, sent and needed. Verifies the schedule on the way."""
+    """Show each rank's rows, work, messages and memory. Also verifies the schedule."""
     costs = verify(measured.problem, measured.schedule)
     total = sum(r.pairs for r in costs.ranks) or 1
     ring = f" (a2a in groups of {job.a2a_size})" if job.cp_comm_type == "a2a+p2p" else ""
@@ -53,7 +53,7 @@ def show_ranks(console: Console, job: Job, measured: Measured) -> None:
 
 
 def show_checks(console: Console, rows: list[Any], exact: list[Exact]) -> bool:
-    """Each result's error beside its bound; True when all is well."""
+    """Show each result's error and its bound; True if all are within."""
     columns = ("result", ">largest error", ">bound", ">mean error", ">bound", "")
     made = table("against the oracle (dense attention in float64)", *columns)
     for row in rows:
