@@ -23,12 +23,12 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def widen(x: torch.Tensor, d: int) -> torch.Tensor:
-    """x [rows, heads, up to d] with zero columns up to d."""
+    """Widen x [rows, heads, up to d] with zero columns up to d."""
     return x if x.shape[2] == d else pad(x, (0, d - x.shape[2]))
 
 
 def trim(x: torch.Tensor, d: int) -> torch.Tensor:
-    """x [rows, heads, d or more] without its last columns, contiguous."""
+    """Trim x [rows, heads, d or more] to its first d columns, contiguous."""
     return x if x.shape[2] == d and x.is_contiguous() else x[..., :d].contiguous()
 
 

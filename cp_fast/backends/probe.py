@@ -1,4 +1,4 @@
-"""Check that a backend computes what `Segments` defines, by a few launches whose right results are counts.
+"""Check a backend against the definition in `Segments`, by a few launches whose right results are counts.
 
 With q = 0 every visible column weighs the same: exp(lse) is the number of visible columns, an indicator for v makes
 out say which ones, and an indicator for dout makes dv say which rows saw a column. One key too many is off by a whole

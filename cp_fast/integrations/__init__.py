@@ -1,5 +1,5 @@
-"""Context-parallel attention under the names that other libraries have for attention. Each module is imported when it
-is asked for, and needs the library that it is for only where it says so.
+"""Context-parallel attention under other libraries' names. Each module is imported on first use, and needs its library
+only if it says so.
 
     flash_attn           flash_attn_func, flash_attn_varlen_func
     ring_flash_attn      zigzag_ring_flash_attn_func and its varlen form, llama3_flash_attn_varlen_func
@@ -11,9 +11,9 @@ is asked for, and needs the library that it is for only where it says so.
     torchtitan           apply_cp_to_forward and prepare_context_parallel_input, for varlen attention
     loss                 token_mean: a loss over the tokens of all ranks
 
-What a function takes, it honours; what it cannot honour raises and is named. All of them plan once for a batch: a call
-with equal lengths finds the plan of the layer before. Lengths are best on the CPU: every call reads them there, and
-waits for a GPU that has them.
+A function honours every argument that it accepts, and raises with the name of any other. All of them plan once for a
+batch: a call with equal lengths finds the plan of the layer before. Keep lengths on the CPU: every call reads them on
+the host, and would wait for a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""A function of another library's signature, as a call of `cp_fast.attention`: every argument is read behind one door.
-
-What a rank refuses before the ranks agree, an unknown keyword too, is told to all ranks: all raise.
+"""A function of another library's signature, as a call of `cp_fast.attention`: one decorator reads every argument. An
+argument error on one rank before the ranks agree, an unknown keyword too, is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Asked(NamedTuple):
 
     Attributes:
         cp: the context.
-        arguments: of `attention`, but q, k, v and cp.
-        give: makes what the function returns of what `attention` returns.
+        arguments: of `attention`, without q, k, v and cp.
+        give: makes the function's result from that of `attention`.
     """
 
     q: torch.Tensor
@@ -48,13 +47,14 @@ def argument_cp(given: dict[str, Any]) -> Any:
 def drop_in(
     context_of: Callable[[dict[str, Any]], ContextParallel] = argument_cp,
 ) -> Callable[[Callable[P, Asked]], Callable[P, Any]]:
-    """A decorator for what reads a call's arguments into `Asked`, and sends nothing: the call itself. Collective.
+    """A decorator for a function that reads a call's arguments into `Asked` and sends nothing; returns the call itself.
+    Collective.
 
     Args:
-        context_of: finds the ranks to tell of a refusal, in the arguments by name, of which nothing has been checked.
+        context_of: finds the ranks to tell of an error, in the unchecked arguments by name.
 
     Raises:
-        Whatever the function raises. The other ranks, which are about to agree, raise a ValueError that quotes it.
+        Every error of the function. The other ranks, which are about to agree, raise a ValueError that quotes it.
 
     >>> from cp_ref import SimGroup
     >>> @drop_in()
@@ -74,7 +74,7 @@ def drop_in(
         @wraps(read)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
             if torch.compiler.is_compiling():
-                from cp_fast.outside_graphs import outside_graphs  # imports Dynamo, as long as importing PyTorch
+                from cp_fast.outside_graphs import outside_graphs  # Imports Dynamo, as slow as PyTorch's import.
 
                 return outside_graphs(call, *args, **kwargs)
             with told_to_all(context_of(dict(zip(names, args, strict=False)) | kwargs)):

@@ -1,8 +1,8 @@
-"""Layout "balanced" for the integrations: who holds which rows of a batch, decided once, for all of its layers.
+"""Layout "balanced" for the integrations: the rows of each rank of a batch, decided once for all layers.
 
 `make_plan` decides it by the mask of one kind of layer. A model may have several, with and without a window, and all
-have to find the same rows on each rank. So it is decided here by the lengths alone, as for a causal mask, and goes to
-every layer as a table: right for every mask, and balanced for causal ones.
+must have the same rows on each rank. So this module decides by the lengths alone, as for a causal mask, and passes
+every layer the table: right for every mask, and balanced for causal ones.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from cp_ref.spec import Sizes, table_of
 
 __all__ = ["LaidOut", "laid_out"]
 
-_KEPT = 16  # batches of an accumulation step
+_KEPT = 16  # Batches of an accumulation step.
 
 
 class LaidOut(plans.Plan):
     """One batch's rows on all ranks.
 
-    `shard`, `unshard`, `roll` and `position_ids` take it as their plan, with the context that it was made for.
+    `shard`, `unshard`, `roll` and `position_ids` take it as their plan, with its context.
     """
 
     def __init__(self, cp: ContextParallel, **lengths: Any) -> None:
-        heads = cp.a2a_size  # which no row depends on
+        heads = cp.a2a_size  # No row depends on it.
         sizes = Sizes(heads, heads, 1, 1, "float32", lengths.pop("batch_size", None), lengths.pop("seqlen", None))
         given: dict[str, Any] = {"cu_seqlens_kv": None, "cu_seqlens_kv_padded": None, "areas": None} | lengths
         given |= {"window_size": (-1, -1), "softmax_scale": None, "softcap": 0.0, "softmax_type": "vanilla"}
@@ -39,7 +39,7 @@ class LaidOut(plans.Plan):
         self._contexts: WeakKeyDictionary[ContextParallel, ContextParallel] = WeakKeyDictionary()
 
     def over(self, cp: ContextParallel) -> ContextParallel:
-        """The context for `attention` without a plan, of layers that have this one: its layout is the table.
+        """The context for `attention` without a plan, for layers with this one: its layout is the table.
 
         Raises:
             ValueError: it has another number of ranks.
@@ -62,7 +62,7 @@ def laid_out(
     *,
     seqlen: int | None = None,
 ) -> LaidOut:
-    """Who holds which rows of a batch. Sends nothing: equal lengths give equal tables on all ranks.
+    """The rows of each rank of a batch. Sends nothing: equal lengths give equal tables on all ranks.
 
     Args:
         cp: with layout "balanced".

@@ -4,8 +4,8 @@
 
     spec = use_cp_fast(get_gpt_layer_local_spec())  # or CoreAttention in a specification of your own
 
-A layer's settings are read where Megatron keeps them: sizes, softmax_type, windows and cp_comm_type in the
-TransformerConfig, groups in the ProcessGroupCollection, the lengths of packed batches in PackedSeqParams.
+A layer's settings come from Megatron's objects: sizes, softmax_type, windows and cp_comm_type from the
+TransformerConfig, groups from the ProcessGroupCollection, the lengths of packed batches from PackedSeqParams.
 Megatron's own get_batch_on_this_cp_rank cuts batches; the function of this name here cuts packed ones in layout
 "balanced". Needs megatron-core.
 """
@@ -33,9 +33,9 @@ _PACKED = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_k
 
 
 def use_cp_fast(spec: Any) -> Any:
-    """A transformer layer's ModuleSpec with `CoreAttention` in its self attention; the given one stays as it is.
+    """A transformer layer's ModuleSpec with `CoreAttention` in its self attention; the given one does not change.
 
-    Where its self attention is Megatron's SelfAttention, the layer takes batches of layout "balanced" too.
+    If its self attention is Megatron's SelfAttention, the layer takes batches of layout "balanced" too.
     """
     from megatron.core.transformer.attention import SelfAttention
 
@@ -50,8 +50,8 @@ def use_cp_fast(spec: Any) -> Any:
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any], packed_seq_params: Any, *, cp_group: Any = None
 ) -> tuple[dict[str, Any], Any]:
-    """This rank's part of a packed batch that every rank has whole, in layout "balanced": every document by the work
-    that it makes. Collective. Megatron's function of this name cuts all documents in 2 * cp_size chunks.
+    """This rank's part, in layout "balanced", of a packed batch that every rank has in full: documents are distributed
+    by their work. Collective. Megatron's function of this name cuts all documents in 2 * cp_size chunks.
 
     Args:
         batch: by name tensors [1, t, ...], such as tokens, labels, loss_mask and position_ids, which are cut, or None.
@@ -61,7 +61,7 @@ def get_batch_on_this_cp_rank(
 
     Returns:
         The batch with tensors [1, t / cp, ...], and packed_seq_params for the layers that `use_cp_fast` has changed. It
-        says who holds which rows; its lengths lie on the CPU.
+        has the table of each rank's rows; its lengths are on the CPU.
 
     Raises:
         ValueError, TypeError: another format or shape, t does not divide, or keys have other lengths than queries; here
@@ -128,7 +128,7 @@ class CoreAttention(torch.nn.Module):
 
         Args:
             query, key, value: [s/cp, b, h, d], or [t/cp, h, d] for packed batches.
-            attention_mask: Megatron hands one on for every mask; masks here go by their type.
+            attention_mask: Megatron passes one for every mask; only the mask's type counts here.
             attn_mask_type: no_mask, causal, causal_bottom_right; padding and padding_causal for packed batches.
             packed_seq_params: lengths are global, as Megatron has them. Its `cp_group` and `local_cp_size` choose
                 another group for this batch. That of `get_batch_on_this_cp_rank` says how the batch was cut.
@@ -181,7 +181,7 @@ class CoreAttention(torch.nn.Module):
         return Asked(query.squeeze(1), key.squeeze(1), value.squeeze(1), laid.over(cp), arguments, give)
 
     def _context(self, packed: Any) -> ContextParallel:
-        """The layer's context, or that of a batch which brings its own group."""
+        """The layer's context, or that of a batch with its own group."""
         from megatron.core.parallel_state import get_hierarchical_context_parallel_groups
 
         group = getattr(packed, "cp_group", None)

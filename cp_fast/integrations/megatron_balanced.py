@@ -1,7 +1,7 @@
-"""Megatron-LM with layout "balanced": packed batches whose documents lie where they balance the work.
+"""Megatron-LM with layout "balanced": packed batches with documents placed to balance the work.
 
-Megatron cuts every document in 2 * cp_size chunks, and its rotary embedding expects that. The self attention here is
-given the embedding of the rows that this rank really has.
+Megatron cuts every document in 2 * cp_size chunks, and its rotary embedding expects that. The self attention here gets
+the embedding of this rank's actual rows.
 """
 
 # pyright: reportMissingImports=false
@@ -31,7 +31,7 @@ def seq_params() -> type[Any]:
 
     @dataclass
     class LaidOutSeqParams(PackedSeqParams):
-        """Adds the table of rows; and the places of this rank's rows in documents and in the batch, int64 [t/cp]."""
+        """Adds the table of rows, and the positions of this rank's rows in documents and in the batch, int64 [t/cp]."""
 
         laid_out: LaidOut | None = None
         position_ids: torch.Tensor | None = None
@@ -44,8 +44,8 @@ def seq_params() -> type[Any]:
 def self_attention() -> type[torch.nn.Module]:
     """Megatron's SelfAttention, for batches of any layout.
 
-    It raises NotImplementedError for multi-token prediction, inference and positions of several axes, of a batch that
-    is laid out by a table: Megatron cuts these as for "dual_chunk".
+    For a batch laid out by a table it raises NotImplementedError for multi-token prediction, inference and positions of
+    several axes: Megatron cuts these as for "dual_chunk".
     """
     from megatron.core.transformer.attention import SelfAttention
 
@@ -77,7 +77,7 @@ def self_attention() -> type[torch.nn.Module]:
 
 
 def _of_rows(embedding: torch.Tensor | None, packed: Any) -> torch.Tensor | None:
-    """An embedding [s, 1, 1, d] of positions, or of all rows of the batch, as that of this rank's rows."""
+    """Select this rank's rows from an embedding [s, 1, 1, d] of positions or of all rows of the batch."""
     if embedding is None:
         return None
     lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
@@ -113,7 +113,7 @@ def balanced_batch(batch: Mapping[str, Any], packed_seq_params: Any, cp_group: A
 
 
 def _lengths(batch: Any, packed: Any, cp_size: int) -> list[list[int]]:
-    """Cumulative lengths of the documents, without and with padding; the batch has as many tokens."""
+    """Cumulative lengths of the documents, without and with padding; checked against the batch's number of tokens."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if not isinstance(packed, PackedSeqParams) or packed.qkv_format != "thd":

@@ -1,6 +1,4 @@
-"""What the integrations share: contexts that are kept for all layers of a model, arguments that are read, and refusals
-by name.
-"""
+"""Code shared by the integrations: cached contexts for all layers, checked arguments, refusals by name."""
 
 from __future__ import annotations
 
@@ -19,19 +17,19 @@ _contexts: dict[Any, ContextParallel] = {}
 
 
 def context_for(group: Any, cp_comm_type: Any, **options: Any) -> ContextParallel:
-    """One context for a group (or a list of two), a schedule and its options, however often they come."""
+    """One cached context for a group (or a list of two), a schedule and its options."""
     group = tuple(group) if isinstance(group, list) else group
     key = group, cp_comm_type, tuple(sorted(options.items()))
     try:
         if (found := _contexts.get(key)) is not None:
             return found
-    except TypeError:  # what has no hash is no group, or no option: the context says so
+    except TypeError:  # An object without a hash is not a group or option: the context raises.
         return ContextParallel(group, cp_comm_type, **options)
     return _contexts.setdefault(key, ContextParallel(group, cp_comm_type, **options))
 
 
 def refuse(where: str, **given: Any) -> None:
-    """Raise for the first argument that is not at a value which asks for nothing: None, False, 0 or "".
+    """Raise for the first argument with another value than None, False, 0 or "".
 
     Raises:
         NotImplementedError: naming it and its value.
@@ -51,7 +49,7 @@ def refuse(where: str, **given: Any) -> None:
 
 
 def check_tensors(axes: str, **tensors: Any) -> None:
-    """Tensors with these axes, whose values lie in memory.
+    """Check tensors with these axes and values in memory.
 
     >>> check_tensors("b h s/cp d", query=torch.zeros(2, 3))
     Traceback (most recent call last):
@@ -67,8 +65,8 @@ def check_tensors(axes: str, **tensors: Any) -> None:
 
 
 def lengths_on_host(**lengths: Any) -> dict[str, torch.Tensor]:
-    """Tensors of cumulative lengths on the CPU, by name; a GPU that has them is waited for, once for a tensor that is
-    given twice. The values are checked by `attention`.
+    """Tensors of cumulative lengths on the CPU, by name. Lengths on a GPU are waited for, once for a tensor passed
+    twice. `attention` checks the values.
 
     Raises:
         ValueError, TypeError: they are no such tensors.
@@ -80,8 +78,8 @@ def lengths_on_host(**lengths: Any) -> dict[str, torch.Tensor]:
 
 
 def check_longest(name: str, longest: Any, cu_seqlens: torch.Tensor) -> None:
-    """A stated longest length, or None, holds for the lengths. Those on a GPU are taken on trust: reading them waits
-    for it.
+    """Check that a stated longest length, or None, holds for the lengths. Lengths on a GPU are not checked: reading
+    them would wait for it.
 
     Raises:
         ValueError: a sequence is longer. TypeError: it is no integer.

@@ -2,8 +2,8 @@
 
     from cp_fast.integrations.ring_flash_attn import zigzag_ring_flash_attn_func
 
-Which rank holds what is as there: "zigzag" is the layout dual_chunk, "llama3" is contiguous. Whatever the name says of
-a ring or a gathering, the schedule is the context's.
+Each rank's rows are the same as there: "zigzag" is the layout dual_chunk, "llama3" is contiguous. A name may mention a
+ring or a gather, but the context chooses the schedule.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_func",
 ]
 
-_FURTHEST = 2**62 - 1  # where cumulative lengths may end
+_FURTHEST = 2**62 - 1  # The largest end of cumulative lengths.
 
 
 @drop_in()
@@ -97,8 +97,8 @@ def zigzag_ring_flash_attn_varlen_func(
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
-    """What `llama3_flash_attn_varlen_func` is to be given. There, lengths of what a rank sees; here the global ones, of
-    which each rank finds its part by itself.
+    """The arguments of `llama3_flash_attn_varlen_func`. In the original these are the lengths that a rank sees. Here
+    they are the global ones, and each rank finds its part itself.
 
     Args:
         cu_seqlens: GLOBAL cumulative lengths, int32 or int64 [b + 1].
@@ -139,7 +139,7 @@ def llama3_flash_attn_varlen_func(
 
     Args:
         cu_seqlens_q ... local_k_slice: from this module's `llama3_flash_attn_prepare_cu_seqlens`.
-        heads_k_stride: how many kv heads were to travel at once, a divisor of h_kv. Here all do.
+        heads_k_stride: how many kv heads to send at once, a divisor of h_kv. Here all are sent at once.
 
     Returns, Raises: as `zigzag_ring_flash_attn_func`; lse is [h, t/cp]. ValueError: lengths from elsewhere.
     """

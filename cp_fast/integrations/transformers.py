@@ -1,12 +1,12 @@
-"""Hugging Face transformers: models whose attention runs over sequences that are spread over ranks.
+"""Hugging Face transformers: models with attention over sequences that are sharded over ranks.
 
     from cp_fast.integrations import transformers as cp_transformers
 
     model = cp_transformers.prepare(AutoModelForCausalLM.from_pretrained(...), context)
     out = model(**cp_transformers.shard_batch(batch, cp=context))  # out.loss: see `shard_batch`
 
-The sequences of a batch go to every layer as the keyword `cp_batch`, which models hand on. Needs transformers 5;
-only `prepare` and `register` import it.
+The sequences of a batch reach every layer as the keyword `cp_batch`, which models pass on. Needs transformers 5; only
+`prepare` and `register` import it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["NAME", "CpBatch", "attention_forward", "prepare", "refuse_masks", "r
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-_SILENT = {  # keywords on their way through a model that change nothing about attention
+_SILENT = {  # Keywords that models pass on and that do not change attention.
     *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "shift_labels", "labels", "logits_to_keep"),
     *("output_hidden_states", "output_router_logits", "return_dict", "position_embeddings", "past_key_values"),
 }
@@ -40,11 +40,11 @@ _UNSAID = object()
 
 
 def prepare(model: Model, cp: ContextParallel) -> Model:
-    """Make a model of transformers ready for sequences that are spread over ranks; the same model is returned.
+    """Prepare a transformers model for sequences that are sharded over ranks; returns the same model.
 
-    Its attention becomes `cp_fast`'s. All else in it has to work on one token at a time. `prepare` first looks for
+    Its attention becomes `cp_fast`'s. All other modules must work on one token at a time. `prepare` first looks for
     known mixers of tokens: layer_types, state-space and linear layers, convolutions, pooling, batch norms, routers with
-    auxiliary losses. Then it runs the model on a dozen tokens, with attention that hands each token on alone. It
+    auxiliary losses. Then it runs the model on a dozen tokens, with attention that passes each token on alone. It
     compares the outputs of a slice with those of the whole. The same runs show how the task head uses labels.
 
     Args:
@@ -52,8 +52,8 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
         cp: the context of all batches that it will be called with.
 
     Raises:
-        NotImplementedError: what mixes tokens and cannot be spread, by its name in the model. ValueError: weights that
-        are not loaded yet. TypeError: not a model of transformers.
+        NotImplementedError: a module mixes tokens and cannot be sharded; the error has its name in the model.
+        ValueError: weights are not loaded yet. TypeError: not a model of transformers.
     """
     check_context(cp, ContextParallel)
     switch: Any = getattr(model, "set_attn_implementation", None)
@@ -84,7 +84,7 @@ def prepare(model: Model, cp: ContextParallel) -> Model:
 
 
 def register() -> None:
-    """Make `attn_implementation="cp_fast"` known to transformers; `prepare` does. Again does nothing more."""
+    """Register `attn_implementation="cp_fast"` with transformers, as `prepare` does. Further calls do nothing."""
     theirs = importlib.import_module("transformers")
     theirs.AttentionInterface.register(NAME, attention_forward)
     theirs.AttentionMaskInterface.register(NAME, refuse_masks)
@@ -153,7 +153,7 @@ def attention_forward(
 
 
 def refuse_masks(*_: Any, attention_mask: Any = None, mask_function: Callable[..., Any], **given: Any) -> None:
-    """No mask is built; `attention_forward` knows causal masks and windows. Raises for a mask that is none of them."""
+    """Build no mask: `attention_forward` knows causal masks and windows. Raises for any other mask."""
     refuse("cp_fast", attention_mask=attention_mask)
     if given.get("use_vmap") or "or_mask" in mask_function.__qualname__:
         raise NotImplementedError(
@@ -162,7 +162,7 @@ def refuse_masks(*_: Any, attention_mask: Any = None, mask_function: Callable[..
 
 
 def _window(module: torch.nn.Module, sliding_window: Any, causal: bool) -> tuple[int, int]:
-    """The layer's window. Raises where its configuration asks for attention that its arguments do not say."""
+    """The layer's window. Raises if its configuration requests attention that its arguments do not express."""
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else None

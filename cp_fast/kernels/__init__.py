@@ -1,8 +1,8 @@
 """The data-moving kernels, in three implementations behind two protocols.
 
-base, base_thd   what attention moves and merges (`Kernels`), what `cp_fast.thd` is made of (`ThdKernels`); who checks
-select           which implementation a device gets, and how to choose one
-ops              the registered operators (`torch.ops.cp_attention`) that `cp_fast.thd` calls
+base, base_thd   the kernels of attention (`Kernels`) and of `cp_fast.thd` (`ThdKernels`); who checks.
+select           the implementation for a device, and how to choose one.
+ops              the registered operators (`torch.ops.cp_attention`) for `cp_fast.thd`.
 native      C++ and CUDA          numba_cuda    Numba CUDA          torch_ops, torch_thd    PyTorch's operators
 """
 

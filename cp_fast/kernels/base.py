@@ -1,10 +1,11 @@
-"""What attention moves, merges and adds: one protocol, implemented natively, in Numba CUDA and by PyTorch's operators.
+"""The kernels that move, merge and add for attention: one protocol, implemented natively, in Numba CUDA and by
+PyTorch's operators.
 
-Who checks: an operator checks its own arguments, and nobody else does. A native operator looks at everything that could
-make a kernel touch memory outside a tensor, PyTorch's operators at their own arguments. The classes between only pass
-on, and so do their callers: `cp_fast.runtime` gives rows that the compiler has made. On a GPU nobody can look at
-row numbers without waiting for it: a kernel checks them where it runs, touches nothing outside a tensor, and ends a
-broken rule in a device-side assertion that names it.
+Checks: only an operator checks its own arguments. A native operator checks everything that could make a kernel touch
+memory outside a tensor, PyTorch's operators their own arguments. The classes in between only pass arguments on, and so
+do their callers: `cp_fast.runtime` passes the compiler's rows. The host cannot read row numbers on a GPU without
+waiting for it. So the kernel checks them: it touches nothing outside a tensor, and reports a broken rule by a
+device-side assertion that names it.
 
 No implementation waits for the device, allocates on the host path of a captured graph, or uses another stream than
 PyTorch's current one. Tensors may have any strides between tokens and heads unless said otherwise; the last axis has
@@ -33,19 +34,20 @@ class Kernels(Protocol):
     Movers take bytes of any dtype; the tensors of one call differ in row shape and dtype only, and share one launch.
     """
 
-    name: str  # "native", "numba", "torch"
+    name: str  # "native", "numba" or "torch".
 
     def take_rows(self, xs: Sequence[torch.Tensor], rows: Rows) -> list[torch.Tensor]:
         """Each x [t, ...] -> x[rows] [n, ...]; a view for a slice."""
         ...
 
     def put_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
-        """out[rows] = x, x [n, ...] of out's dtype."""
+        """Write out[rows] = x, x [n, ...] of out's dtype."""
         ...
 
     def heads_to_front(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
-        """x [t, h, ...] -> [p, n, heads, ...] with [i] = x[rows, first_heads[i] : first_heads[i] + heads]: what an
-        all-to-all sends, gathered and transposed in one pass. Head ranges may overlap (replicated K/V heads).
+        """Gather x [t, h, ...] into [p, n, heads, ...] with [i] = x[rows, first_heads[i] : first_heads[i] + heads]: the
+        rows to send in an all-to-all, gathered and transposed in one pass. Head ranges may overlap (replicated K/V
+        heads).
         """
         ...
 
@@ -66,8 +68,8 @@ class Kernels(Protocol):
         With new = log(exp(lse) + exp(lse_step)): out = out * exp(lse - new) + out_step * exp(lse_step - new), and
         lse = new. out [t, h, d] and out_step [n, h, d] of any float dtypes, computed with in float32 (float64) and
         rounded once; lse [h, t] and lse_step [h, n] in float32 or float64. A step row with lse -inf changes nothing,
-        whatever its out_step holds; an accumulator row with lse -inf counts as 0 (it may hold NaN), and where both are
-        -inf out becomes 0.
+        for any out_step. An accumulator row with lse -inf counts as 0 (it may hold NaN). If both are -inf, out becomes
+        0.
         """
         ...
 

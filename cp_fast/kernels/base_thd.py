@@ -1,10 +1,10 @@
-"""What the helpers of `cp_fast.thd` are made of: one protocol, implemented natively, in Numba CUDA and by PyTorch's
+"""The kernels of the helpers in `cp_fast.thd`: one protocol, implemented natively, in Numba CUDA and by PyTorch's
 operators.
 
-Who checks: the operators `torch.ops.cp_attention.*` (`ops`), before they come here, so that PyTorch's and Numba's trust
-shapes, dtypes, and the values of lengths that lie on the CPU. A native operator can be called directly, and looks at
-whatever could make it touch memory outside a tensor. Lengths on a GPU cannot be looked at without waiting for it: there
-kernels check them where they run, as in `base`.
+Checks: the operators `torch.ops.cp_attention.*` (`ops`) check arguments before a call here. So the implementations in
+PyTorch and Numba trust shapes, dtypes, and the values of lengths on the CPU. A native operator can be called directly,
+so it checks everything that could make it touch memory outside a tensor. The host cannot read lengths on a GPU without
+waiting for it: the kernels check them, as in `base`.
 
 Streams, captured graphs and strides are as in `base`.
 
@@ -29,10 +29,10 @@ class ThdKernels(Protocol):
     The tensors of one call differ in row shape and dtype only, and share one launch.
     """
 
-    name: str  # "native", "numba", "torch"
+    name: str  # "native", "numba" or "torch".
 
     def partition_indices(self, lengths: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-        """[total_tokens / cp_size], lengths' dtype: the global row of each row of a rank's slice (layout dual_chunk):
+        """The global row of each row of a rank's slice (layout dual_chunk), [total_tokens / cp_size] of lengths' dtype:
         chunks cp_rank and 2 * cp_size - 1 - cp_rank of every sequence, then the rank's part of the tail.
         """
         ...
@@ -46,7 +46,7 @@ class ThdKernels(Protocol):
         first_half: bool,
         second_half: bool,
     ) -> torch.Tensor:
-        """[b + 1], real_lengths' dtype: cumulative numbers of real tokens in a rank's early and / or late chunks."""
+        """Cumulative numbers of real tokens in a rank's early and / or late chunks, [b + 1] of real_lengths' dtype."""
         ...
 
     def partition(
@@ -58,7 +58,7 @@ class ThdKernels(Protocol):
     def reorder(
         self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, cp_size: int, to_rank_order: bool
     ) -> list[torch.Tensor]:
-        """Each x [t, ...] between sequence order and the ranks' slices one behind the other."""
+        """Each x [t, ...] between sequence order and the ranks' slices in order of ranks."""
         ...
 
     def read_half(self, xs: Sequence[torch.Tensor], lengths: torch.Tensor, half: int) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ class ThdKernels(Protocol):
     def read_second_half_lse(
         self, lse: torch.Tensor, lengths: torch.Tensor, lse_packed: bool, max_seqlen: int
     ) -> torch.Tensor:
-        """[h, t] -> [h, t / 2]; [b, h, s] -> [b, h, max_seqlen], 0 behind each half: see `cp_ref.thd`."""
+        """[h, t] -> [h, t / 2]; [b, h, s] -> [b, h, max_seqlen], 0 after each half: see `cp_ref.thd`."""
         ...
 
     def copy_valid_(
@@ -82,8 +82,8 @@ class ThdKernels(Protocol):
     def pad_sequences(
         self, x: torch.Tensor, real_lengths: torch.Tensor, lengths: torch.Tensor, padded_tokens: int, fill: int
     ) -> torch.Tensor:
-        """x [t] of integers -> [padded_tokens]: sequence s from lengths[s], `fill` behind it up to lengths[s + 1];
-        behind lengths[b] the tail of x (its rows from real_lengths[b] on), and `fill` where that is shorter.
+        """x [t] of integers -> [padded_tokens]: sequence s from lengths[s], then `fill` up to lengths[s + 1]; after
+        lengths[b] the tail of x (its rows from real_lengths[b] on), then `fill`.
         """
         ...
 

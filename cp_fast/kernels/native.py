@@ -1,8 +1,7 @@
 """The native kernels: C++ on the CPU, CUDA on a GPU, built on first use (`cp_fast.build`), called as operators.
 
-The operators check their arguments in C++ (see `base`): an error there is a RuntimeError that begins with the name of
-another exception, and becomes that exception here. Where there is no memory for a result, PyTorch's own
-exception is raised.
+The operators check their arguments in C++ (see `base`). An error there is a RuntimeError that begins with the name of
+another exception, and becomes that exception here. Without memory for a result, PyTorch's own exception is raised.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _KINDS: dict[str, type[Exception]] = {"ValueError: ": ValueError, "TypeError: ":
 
 @lru_cache
 def load(device: str) -> NativeKernels:
-    """The native kernels for a device, built if they have to be.
+    """The native kernels for a device, built if necessary.
 
     Args:
         device: "cpu" or "cuda".
 
     Raises:
-        cp_fast.build.Unavailable: they cannot be had here, and why. cp_fast.build.BuildError: the compiler failed, or
-            what it made cannot be loaded.
+        cp_fast.build.Unavailable: why they cannot be used here. cp_fast.build.BuildError: the compiler failed, or its
+        library cannot be loaded.
     """
     return NativeKernels(_namespace(device))
 
@@ -94,7 +93,7 @@ class NativeKernels(Kernels):
 
 
 class NativeThdKernels:
-    """`ThdKernels` by native operators: the methods that are not here are the operators of their names."""
+    """`ThdKernels` by native operators: every method not defined here is the operator of its name."""
 
     name = "native"
 
@@ -110,13 +109,13 @@ class NativeThdKernels:
 
 
 def _operators(ops: Any, protocol: type) -> dict[str, Callable[..., Any]]:
-    """The operators that have the names of the protocol's methods."""
+    """The operators with the names of the protocol's methods."""
     names = [name for name, method in vars(protocol).items() if callable(method) and not name.startswith("_")]
     return {name: _named(getattr(ops, name).default) for name in names}
 
 
 def _named(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator, raising what its messages name."""
+    """The operator; raises the exceptions that its messages name."""
 
     def call(*arguments: Any) -> Any:
         try:
@@ -134,14 +133,14 @@ def _named(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _allocate(sizes: str, item: int, arguments: Sequence[Any]) -> None:
-    """Ask PyTorch for the memory that an operator did not get for a result: it raises what it raises for its own."""
+    """Allocate in PyTorch the memory that an operator did not get for a result: PyTorch raises its own exception."""
     first = arguments[0]
     device = (first if isinstance(first, torch.Tensor) else first[0]).device
     torch.empty([*json.loads(sizes), item], dtype=torch.uint8, device=device)
 
 
 def _rows(rows: Rows, x: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:
-    """(index, first, count) of rows of x: the index is None for a slice."""
+    """`(index, first, count)` of rows of x: the index is None for a slice."""
     if not isinstance(rows, slice):
         return rows, 0, 0
     first, stop, step = rows.indices(x.shape[0])

@@ -1,13 +1,12 @@
-"""Which implementation of the kernels is in use: never a guess, and never another one than was asked for.
+"""Select the implementation of the kernels: never a guess, and never another one than requested.
 
     native   C++ and CUDA, built on first use         needs a C++ compiler; for a GPU nvcc too
     numba    Numba CUDA, compiled on first use        needs a GPU and the package numba-cuda
     torch    PyTorch's operators                      needs nothing
 
-Without a choice, a device takes the first of them whose needs are met, and where that is not the first of all its first
-use says so, once. A choice is made by `use("torch")`, or by the
-environment variable CP_FAST_KERNELS; what was chosen and cannot be had raises. So does a native build that fails: a
-compiler that is there is used.
+Without a choice, a device takes the first of them whose needs are met. If that is not the first of all, its first use
+reports it, once. Choose by `use("torch")`, or by the environment variable CP_FAST_KERNELS; a chosen implementation that
+is unavailable raises. So does a failed native build: an installed compiler is always used.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ __all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "thd_kernels", "us
 NAMES = ("native", "numba", "torch")
 VARIABLE = "CP_FAST_KERNELS"
 
-_MODULES = {  # with the functions `load` and `load_thd`
+_MODULES = {  # With the functions `load` and `load_thd`.
     "native": "cp_fast.kernels.native",
     "numba": "cp_fast.kernels.numba_cuda",
     "torch": "cp_fast.kernels.torch_thd",
 }
-_REASONS = {"native": "cp_fast.build", "numba": "cp_fast.kernels.numba_cuda"}  # with the function `why_not`
-_used: list[str] = []  # of `use`, the innermost last; for all threads, as autograd runs backward passes in its own
+_REASONS = {"native": "cp_fast.build", "numba": "cp_fast.kernels.numba_cuda"}  # With the function `why_not`.
+_used: list[str] = []  # Of `use`, the innermost last; for all threads, since autograd has its own.
 
 
 def why_not(name: str, device_type: str) -> str | None:
-    """Why an implementation cannot be had on a device ("cpu", "cuda"); None if its needs are met. A ValueError where
-    the environment names a compiler that is not there.
+    """Why an implementation cannot be used on a device ("cpu", "cuda"); None if its needs are met. A ValueError if the
+    environment names a missing compiler.
 
     >>> why_not("torch", "cpu") is None, why_not("numba", "cpu")
     (True, "numba is for 'cuda', not 'cpu'")
@@ -53,7 +52,7 @@ def chosen(device_type: str) -> tuple[str, str]:
     """(name, why) of the implementation that tensors on a device get; `doctor` prints it.
 
     Raises:
-        ValueError: a name was asked for that does not exist. RuntimeError: one whose needs are not met.
+        ValueError: the requested name does not exist. RuntimeError: its needs are not met.
 
     >>> with use("torch"):
     ...     chosen("cpu")
@@ -73,7 +72,7 @@ def chosen(device_type: str) -> tuple[str, str]:
 
 
 def kernels(device_type: str, name: str | None = None) -> Kernels:
-    """What attention moves and merges with, on a device: the implementation named, or else the `chosen` one.
+    """The kernels of attention on a device: the named implementation, or else the `chosen` one.
 
     Raises:
         ValueError: a name that does not exist. RuntimeError: one whose needs are not met, or whose build fails.
@@ -85,7 +84,7 @@ def kernels(device_type: str, name: str | None = None) -> Kernels:
 
 
 def thd_kernels(device_type: str, name: str | None = None) -> ThdKernels:
-    """What the helpers of `cp_fast.thd` are made of, by the same choice.
+    """The kernels of the helpers in `cp_fast.thd`, by the same choice.
 
     Raises:
         ValueError, RuntimeError: as `kernels`.
@@ -113,7 +112,7 @@ def use(name: str) -> Iterator[None]:
 
 
 def asked() -> tuple[str | None, str]:
-    """The name that was asked for, None where the choice is free, and how it was."""
+    """The requested name, or None without a choice, and the way of the request."""
     if _used:
         return _used[-1], f"use({_used[-1]!r})"
     if name := os.environ.get(VARIABLE):
@@ -124,7 +123,7 @@ def asked() -> tuple[str | None, str]:
 
 @lru_cache
 def _choice(device_type: str, asked_name: str | None, by: str) -> str:
-    """The name of the `chosen` one, looked up once for every way of asking."""
+    """The name of the `chosen` one, looked up once for every request."""
     taken, why = chosen(device_type)
     if asked_name is None and taken != NAMES[0]:
         say_once(
@@ -135,7 +134,7 @@ def _choice(device_type: str, asked_name: str | None, by: str) -> str:
 
 
 def _name(device_type: str, name: str | None) -> str:
-    """The name of an implementation that can be had: this one, or else the `chosen` one."""
+    """The name of an available implementation: the given one, or else the `chosen` one."""
     if name is None:
         return _choice(device_type, *asked())
     if (reason := why_not(name, device_type)) is not None:

@@ -12,7 +12,7 @@ INF = float("inf")
 
 
 def wide_dtype(*operands: torch.Tensor) -> torch.dtype:
-    """What sums are formed in: float32, or float64 where an operand is float64."""
+    """The dtype of sums: float32, or float64 if an operand is float64."""
     return torch.float64 if any(x.dtype == torch.float64 for x in operands) else torch.float32
 
 
@@ -38,17 +38,17 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_ste
 
 
 def log_add_exp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """log(exp(a) + exp(b)) of each pair, with the same bits wherever in the tensors it stands.
+    """log(exp(a) + exp(b)) of each pair, with the same bits at any position in the tensors.
 
-    On a processor `torch.logaddexp` rounds what fills no whole vector register, at the end, otherwise than the rest. On
-    a GPU it does not, and is one launch.
+    On a processor `torch.logaddexp` rounds the last values, which fill no whole vector register, differently. On a GPU
+    it does not, and is one launch.
 
     >>> log_add_exp(torch.tensor([0.0, -INF, -INF]), torch.tensor([0.0, 2.0, -INF]))
     tensor([0.6931, 2.0000,   -inf])
     """
     if a.is_cuda:
         return torch.logaddexp(a, b)
-    apart = (a - b).abs_().nan_to_num_(0.0)  # of two infinities
+    apart = (a - b).abs_().nan_to_num_(0.0)  # Of two infinities.
     return torch.maximum(a, b).add_(apart.neg_().exp_().log1p_())
 
 
@@ -63,5 +63,5 @@ def _merged(
 
 
 def _weighted(out: torch.Tensor, lse: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """out * exp(lse - new), 0 where lse is -inf, whatever out holds there."""
+    """out * exp(lse - new); 0 where lse is -inf, for any out."""
     return (out * torch.exp(lse - new)[..., None]).masked_fill_((lse == -INF)[..., None], 0.0)

@@ -21,9 +21,9 @@ nothing spins on a multiprocessor.
 
 `CP_FAST_MESSAGES` chooses the transport: "auto" takes peers' memory if available, "peers" requires it, "group" takes
 the process group's (NCCL). It must be the same on all ranks. `make_plan` makes the choice for the plan. With any
-choice, the group's own messages carry: calls captured in a CUDA graph (a replay would wait for numbers of the past),
-messages larger than a lane, calls without a plan, and a user's own schedule (its two ends may cut their messages into
-steps differently).
+choice, the group's own messages carry calls captured in a CUDA graph (a replay would wait for numbers of the past),
+calls without a plan, and messages larger than a lane. They also carry a user's own schedule: its two ends may cut their
+messages into steps differently.
 """
 
 from __future__ import annotations

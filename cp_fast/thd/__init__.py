@@ -1,21 +1,20 @@
-"""Helpers for packed sequences (thd): the small steps that context-parallel attention on variable lengths is made of.
+"""Helpers for packed sequences (thd): the small steps of context-parallel attention on variable lengths.
 
 The names, arguments and results of `cp_ref.thd`, at the speed of memory: registered operators (`torch.compile` goes
-through them), with implementations in CUDA, C++, Numba CUDA and PyTorch; `cp_fast.kernels` says which is in use, and
-chooses.
+through them), with implementations in CUDA, C++, Numba CUDA and PyTorch; `cp_fast.kernels` selects one.
 
-Lengths are called GLOBAL where they are those of the whole packed buffer, and LOCAL where they are those of a rank's
-slice: the global ones divided by cp_size. They lie on the device of the data, or on the CPU. No helper waits:
+GLOBAL lengths are those of the whole packed buffer. LOCAL lengths are those of a rank's slice: the global ones divided
+by cp_size. They are on the device of the data, or on the CPU. No helper waits:
 
     lengths on the CPU   their values are checked, and a ValueError names the sequence; they go to a GPU through pinned
                          memory (but not into the capture of a CUDA graph: a ValueError)
     lengths on a GPU     shapes and dtypes are checked; the kernels check the values where they run. A broken rule ends
                          in a device-side assertion, which PyTorch reports at the next call that waits
 
-Any number of sequences, sequences of length 0, a tail behind the last one, int32 and int64 lengths. Data has any
-strides; where the last axis is not dense, operands that are read are copied first, and those that are changed in place
-are refused, as are operands that overlap them. The helpers that change something in place are not differentiable, and
-refuse tensors that require grad; the two reorders and `thd_read_half_tensor` are differentiable.
+The helpers accept any number of sequences, sequences of length 0, a tail after the last one, int32 and int64 lengths.
+Data has any strides. If the last axis is not dense, operands to be read are copied first, and operands to be changed in
+place are refused. Operands that overlap the latter are refused too. The helpers that change something in place are not
+differentiable, and refuse tensors that require grad; the two reorders and `thd_read_half_tensor` are differentiable.
 """
 
 from cp_fast.thd.batches import get_batch_on_this_cp_rank, pad_thd_sequences_for_cp

@@ -1,6 +1,5 @@
-"""What no operator ever sees: arguments that are no tensors, integers or flags at all, and what autograd would lack.
-
-All else is refused by the operators (`cp_fast.kernels.ops`).
+"""Refuse arguments before an operator sees them: other types than tensors, integers or flags, and tensors whose
+gradient autograd would lack. The operators refuse everything else (`cp_fast.kernels.ops`).
 """
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ Check = Callable[[str, Any], None]
 
 
 def call(operator: str, *arguments: Any) -> Any:
-    """`torch.ops.cp_attention.<operator>`, once every argument is of the kind that the operator's schema says."""
+    """Call `torch.ops.cp_attention.<operator>`, after a check that every argument has the type of the operator's
+    schema.
+    """
     for (name, check), value in zip(_CHECKS[operator], arguments, strict=True):
         check(name, value)
     return getattr(torch.ops.cp_attention, operator)(*arguments)
 
 
 def _check_integer(name: str, value: Any) -> None:
-    """Raise unless `value` is an integer that an operator can be given."""
+    """Raise unless `value` is a valid integer for an operator."""
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     if isinstance(value, int) and not -MOST <= value <= MOST:
@@ -37,7 +38,7 @@ def _check_integer(name: str, value: Any) -> None:
 
 
 def _check_operand(name: str, x: Any) -> None:
-    """Raise unless x is a strided tensor of which autograd need not know the gradient: these helpers have none."""
+    """Raise unless x is a strided tensor that requires no gradient: these helpers have none."""
     check_tensor(name, x)
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(
@@ -51,7 +52,7 @@ def _check_action(name: str, value: Any) -> None:
 
 
 def _check_nothing(name: str, value: Any) -> None:
-    """The tensors of a tuple have been looked at, where they were made a list (`as_list`)."""
+    """No check: `as_list` has checked the tensors of a tuple."""
 
 
 _BY_TYPE: dict[str, Check] = {

@@ -26,8 +26,8 @@ _SAMPLE = 1024  # Spans.
 class LaunchTable(NamedTuple):
     """One launch: its window, its rows as spans of global rows, segment after segment, and the segments' lengths.
 
-    Each row of queries occurs once. Each row of keys also occurs once if `layer` is None. Else `layer` has a number for
-    each segment, and segments with the same number have no row of keys in common.
+    Each row of queries occurs once. Without `layer` each row of keys also occurs once. Otherwise `layer` has a number
+    for each segment, and segments with the same number have no row of keys in common.
     """
 
     left: int | None

@@ -1,5 +1,5 @@
-"""A model is run a few times on a handful of tokens, with attention that hands each token on alone. If the outputs of a
-token follow from this token and its position, then only attention mixes tokens.
+"""Run a model a few times on a handful of tokens, with attention that passes each token on alone. If a token's outputs
+depend only on this token and its position, then only attention mixes tokens.
 
 Three runs: the whole sequence as a user calls the model; a rank's slice of it with the positions that `shard_batch`
 gives; and the whole with NaN in place of one token, which must reach no other.
@@ -20,15 +20,15 @@ from cp_fast.integrations.hugging_face.known import token_axis
 
 __all__ = ["Probe", "Seen", "look_over"]
 
-SLICE = [1, 2, 6, 7, 9]  # a rank's tokens: two chunks and one more
+SLICE = [1, 2, 6, 7, 9]  # A rank's tokens: two chunks and one more.
 POISONED = 5
 
 
 class Probe:
-    """In place of a batch's sequences: attention writes down who called, and hands each token on alone."""
+    """Replaces a batch's sequences: attention records its callers, and passes each token on alone."""
 
     def __init__(self) -> None:
-        self.callers: dict[nn.Module, bool] = {}  # whether its attention is causal
+        self.callers: dict[nn.Module, bool] = {}  # Whether its attention is causal.
 
     def attend(
         self, module: nn.Module, causal: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -56,8 +56,8 @@ def look_over(model: nn.Module) -> Seen:
     """Run the model on a few tokens.
 
     Raises:
-        NotImplementedError: something besides attention mixes tokens, or positions come from elsewhere than
-        position_ids; what and where is named.
+        NotImplementedError: another module than attention mixes tokens, or positions do not come from position_ids; the
+        error names the module and the cause.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
@@ -78,7 +78,7 @@ def look_over(model: nn.Module) -> Seen:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and without gradients. Behind it the model has its own modes again."""
+    """The model in evaluation mode and without gradients; afterwards its own modes are restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -90,7 +90,7 @@ def at_rest(model: nn.Module) -> Iterator[None]:
 
 
 def _ids(model: nn.Module, device: torch.device) -> torch.Tensor:
-    """Token ids [1, t]; t is no size of a weight, so that an axis of tokens is known by its size."""
+    """Token ids [1, t]; t is not a size of any weight, so an axis of tokens is recognised by its size."""
     config: Any = model.config
     config = config.get_text_config()
     sizes = {size for weight in model.parameters() for size in weight.shape}
@@ -176,7 +176,7 @@ def _first_position(model: nn.Module, ids: torch.Tensor, given: dict[str, Any], 
 
 
 def _near(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Most tokens are the same but for rounding. A rounded router may choose another expert for a few."""
+    """Whether most tokens are equal up to rounding. A rounded router may choose another expert for a few."""
     if x.shape != y.shape:
         return False
     tolerance = 1e-3 if torch.finfo(x.dtype).bits >= 32 else 5e-2

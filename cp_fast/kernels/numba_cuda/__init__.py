@@ -26,7 +26,7 @@ __all__ = ["load", "load_thd", "why_not"]
 
 
 def why_not(device_type: str) -> str | None:
-    """Why these kernels cannot be had on a device; None if they can, which one of them shows: some releases raise only
+    """Why these kernels cannot be used on a device; None if they can. One kernel is tried: some releases raise only
     when kernels are loaded or compiled. The simulator has them on the CPU.
     """
     if device_type != ("cpu" if SIMULATED else "cuda"):
@@ -39,13 +39,13 @@ def why_not(device_type: str) -> str | None:
         if not SIMULATED and not cuda.is_available():
             return "Numba finds no GPU, or no CUDA libraries to compile with"
         found = load_thd(device_type).partition_indices(torch.tensor([0, 4], device=device_type), 4, 2, 0).tolist()
-    except Exception as error:  # such as a release that does not know the NumPy that is here
+    except Exception as error:  # Such as a release that does not support the installed NumPy.
         return f"numba-cuda is installed and does not work, {_cure()}: {type(error).__name__}: {error}"
     return None if found == [0, 3] else f"numba-cuda computes {found} where [0, 3] is right, {_cure()}"
 
 
 def _cure() -> str:
-    """What to install, with the versions that do not go together."""
+    """The packages to install, and the versions that conflict."""
     names = {"numba", "numba-cuda", "numpy"}
     here = sorted({f"{d.name} {d.version}" for d in metadata.distributions() if d.name.lower() in names})
     return f"try pip install --upgrade numba numba-cuda, or an older NumPy ({', '.join(here)} here)"

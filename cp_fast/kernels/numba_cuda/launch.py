@@ -27,7 +27,7 @@ def launch(kernel: Any, device: torch.device, blocks: int, *arguments: Any, laye
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Numba has a current device of its own."""
+    """Make a device current in Numba, which keeps a separate current device."""
     return nullcontext() if torch.cuda.device_count() == 1 else cuda.gpus[device.index]
 
 
@@ -37,7 +37,7 @@ def _stream(handle: int) -> Any:
 
 
 def quiet() -> None:
-    """Small launches are no mistake here."""
+    """Silence warnings about small launches, which are intended."""
     from numba.core.errors import NumbaPerformanceWarning
 
     warnings.filterwarnings("ignore", message="Grid size", category=NumbaPerformanceWarning)

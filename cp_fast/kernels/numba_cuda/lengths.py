@@ -45,7 +45,7 @@ def indices_kernel(size: int) -> Any:
 
 @lru_cache
 def held_kernel(size: int) -> Any:
-    """kernel(out, plan, cp_size, early, late): the real tokens of every sequence in a rank's chunks, behind a 0.
+    """kernel(out, plan, cp_size, early, late): a 0, then the real tokens of every sequence in a rank's chunks.
 
     plan[3], plan[4]: the real lengths. early, late: the number of a chunk, or -1.
     """

@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
 # (kernels are compiled by Numba: their types are not Python's)
-"""Which row goes where, on the device: the arithmetic of csrc/common/maps.h in Numba.
+"""The target of each row, computed on the device: the arithmetic of csrc/common/maps.h in Numba.
 
 A plan is 8 integers, the same for every kind of map, so that kernels have one signature:
 
@@ -11,7 +11,7 @@ A plan is 8 integers, the same for every kind of map, so that kernels have one s
     tokens          rows of the buffer that lengths count, or that an index leads into
     a, b            span: the first row; partition: cp_size, cp_rank; the two reorders: cp_size; half: which one
 
-A map gives the row for row i, or -1 where there is none, and never one past the buffer.
+A map gives the row for row i, or -1 for none, and never one past the buffer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find(data, wide, sequences, row):
 
 @cuda.jit(device=True)
 def find_near(data, wide, sequences, row, hint):
-    """The same, quickly where the answer is at `hint` or soon behind it; hint -1 for anywhere."""
+    """The same result as `find`, fast if it is at or soon after `hint`; hint -1 for anywhere."""
     if hint < 0 or entry(data, wide, hint) > row:
         return find(data, wide, sequences, row)
     low, step = hint, 1
@@ -72,8 +72,8 @@ def find_near(data, wide, sequences, row, hint):
 
 @cuda.jit(device=True)
 def lengths_are_right(data, wide, sequences, divisor, tail_divisor, tokens, from_zero, thread, threads):
-    """Whether those lengths that are this thread's share keep all rules. Neighbours are compared before they are
-    subtracted: the difference of any two may not fit.
+    """Whether this thread's share of the lengths obeys all rules. Neighbours are compared before they are subtracted:
+    the difference of any two may not fit.
     """
     right = True
     s = thread
@@ -94,7 +94,7 @@ def lengths_are_right(data, wide, sequences, divisor, tail_divisor, tokens, from
 
 @cuda.jit(device=True)
 def real_lengths_are_right(real, real_wide, data, wide, sequences, thread, threads):
-    """Whether they begin at 0 and fit into the slots."""
+    """Whether the real lengths begin at 0 and fit into the slots."""
     right = True
     s = thread
     while s < sequences:
@@ -241,7 +241,9 @@ def row_map(kind: str) -> Callable[..., Any]:
 
 @lru_cache
 def row_key(kind: str) -> Callable[..., Any]:
-    """key(i, plan), a device function: what row i searches the lengths for. It rises with i, but where a slice ends."""
+    """key(i, plan), a device function: the number that row i searches for in the lengths. It rises with i, except at a
+    slice's end.
+    """
     return {
         "partition": _key_of_slice_row,
         "to_rank_order": _key_in_rank_order,

@@ -1,8 +1,8 @@
-"""Memory by address, on a GPU: what Numba has no words for, written as LLVM instructions.
+"""Memory by address on a GPU, as LLVM instructions, which Numba's Python cannot express.
 
-Kernels get tensors as addresses and strides, so that one compiled kernel serves every shape, offsets have 64 bits, and
-a thread can load 16 bytes at once, several of them before it stores the first. `memory_sim` has the same functions for
-the simulator.
+Kernels get tensors as addresses and strides. So one compiled kernel serves every shape, offsets have 64 bits, and a
+thread can load 16 bytes at once, several times before its first store. `memory_sim` has the same functions for the
+simulator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-try:  # numba-cuda has its own since 0.20
+try:  # Numba-cuda has its own since 0.20.
     from numba.cuda.extending import intrinsic
 except ImportError:
     from numba.core.extending import intrinsic
@@ -25,7 +25,7 @@ F32, F64 = ir.FloatType(), ir.DoubleType()
 WORDS = {1: ir.IntType(8), 2: I16, 4: I32, 8: I64, 16: ir.VectorType(I32, 4)}
 WIDE = {"f32": (types.float32, F32), "f64": (types.float64, F64)}
 ITEM = {"f16": (I16, 2), "bf16": (I16, 2), "f32": (F32, 4), "f64": (F64, 8)}
-GLOBAL = 1  # the address space of device memory
+GLOBAL = 1  # The address space of device memory.
 
 address = types.int64
 
@@ -73,7 +73,7 @@ def store_int(size: int) -> Any:
 
 @lru_cache
 def copies(size: int) -> tuple[Any, Any]:
-    """copy(to, from) of one word, and copy4 of four: all loads before the first store, to have four under way."""
+    """`copy(to, from)` of one word, and copy4 of four: all loads before the first store, so that four are in flight."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         values = [builder.load(_at(builder, where, WORDS[size]), align=size) for where in args[1::2]]
@@ -112,7 +112,7 @@ def _rounded(builder: Any, value: Any, wide: str, dtype: str) -> Any:
     if dtype == "f16":
         kind, letter = (F32, "f") if wide == "f32" else (F64, "d")
         return _assembly(builder, I16, kind, f"cvt.rn.f16.{wide}", f"=h,{letter}", value)
-    if wide == "f64":  # to float32 with the last bit set where something was cut off, so that the next rounding sees it
+    if wide == "f64":  # To float32 with the last bit set if bits were cut off, so that the next rounding sees it.
         short = _assembly(builder, F32, F64, "cvt.rz.f32.f64", "=f,d", value)
         inexact = builder.fcmp_unordered("!=", builder.fpext(short, F64), value)
         value = builder.bitcast(builder.or_(builder.bitcast(short, I32), builder.zext(inexact, I32)), F32)

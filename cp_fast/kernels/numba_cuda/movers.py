@@ -1,15 +1,15 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
 # (kernels are compiled by Numba: their types are not Python's)
-"""The kernel that moves rows: every reorder, gather, scatter and transposition is this one with another map.
+"""The kernel that moves rows: every reorder, gather, scatter and transposition is this kernel with another map.
 
-A block takes some rows. Its threads find the sequence of the first together, then each the one of its own row, from
-there on, and leave the answers in shared memory. Then groups of `lanes` threads copy pieces of rows, in words of up to
-16 bytes, four under way at once.
+A block takes some rows. Its threads find the sequence of the first row together. From there each thread finds the
+sequence of its own row, and stores it in shared memory. Then groups of `lanes` threads copy pieces of rows, in words of
+up to 16 bytes, four in flight at once.
 
-A move is 10 integers of a table: the addresses it reads from and writes to, the strides of rows on both sides, the
-number of pieces in a row ("heads") and their strides on both sides, all in bytes; words in a piece, the binary
-logarithm of lanes, and one that is 0. One launch takes several moves, one for each index y of the grid.
+A move is 10 integers of a table. These are the source and target addresses, the row strides of both, the number of
+pieces in a row ("heads") and their strides on both sides, all in bytes. The last three: `words` in a piece, the binary
+logarithm of lanes, and 0. One launch takes several moves, one for each index y of the grid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["FIELDS", "INDEX_RULE", "LENGTHS_RULE", "THREADS", "move_kernel"]
 
 THREADS = 8 if SIMULATED else 256
 FIELDS = 10
-NEAR = 2 if SIMULATED else 8  # so few sequences, one thread searches alone
+NEAR = 2 if SIMULATED else 8  # Up to this many sequences, one thread searches alone.
 LENGTHS_RULE = "lengths must begin at 0, not decrease, divide, and end inside the tensor"
 INDEX_RULE = "row indices must lie inside the tensor"
 
@@ -35,7 +35,7 @@ INDEX_RULE = "row indices must lie inside the tensor"
 def move_kernel(helper: str, kind: str, scatter: bool, size: int) -> Any:
     """kernel(table, plan, count, divisor, tail_divisor, rows): move `count` rows, `rows` a block.
 
-    The map gives the row of the target where `scatter`, else of the source.
+    With `scatter` the map gives the row of the target, else of the source.
     """
     copy, copy4 = copies(size)
     mapped, key = row_map(kind), row_key(kind)
@@ -60,7 +60,7 @@ def move_kernel(helper: str, kind: str, scatter: bool, size: int) -> Any:
         first = block * rows
         here = min(rows, count - first)
         hint = -1
-        if by_lengths:  # all threads look for the first row's sequence together: two reads, where one has many
+        if by_lengths:  # All threads search the first row's sequence together: two reads instead of many.
             hint, left, wanted = 0, plan[2] + 1, key(first, plan)
             while left > NEAR:
                 step = divide(left + THREADS - 1, THREADS)
@@ -86,7 +86,7 @@ def move_kernel(helper: str, kind: str, scatter: bool, size: int) -> Any:
         groups = THREADS >> log_lanes
         pieces = here * heads
         piece = thread >> log_lanes
-        if words <= lanes:  # short pieces: one word of four pieces
+        if words <= lanes:  # Short pieces: one word of four pieces.
             if lane < words:
                 offset = lane * size
                 while piece < pieces:
@@ -136,7 +136,7 @@ def move_kernel(helper: str, kind: str, scatter: bool, size: int) -> Any:
                             copy(t + offset, s + offset)
                         piece += groups
             return
-        while piece < pieces:  # long pieces: four words of one
+        while piece < pieces:  # Long pieces: four words of one.
             row = piece if heads == 1 else divide(piece, heads)
             head = piece - row * heads
             other = found[row]

@@ -1,4 +1,4 @@
-"""From tensors to what `movers` takes: axes that lie one behind the other become one; words as wide as they can be."""
+"""From tensors to arguments of `movers`: consecutive axes become one; words are as wide as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cp_fast.kernels.numba_cuda.movers import FIELDS, THREADS
 
 __all__ = ["Folded", "Move", "fold", "moves_of", "rows_per_block", "table_of", "word_size"]
 
-BLOCK_BYTES = 32768  # what a block moves, about
+BLOCK_BYTES = 32768  # About the bytes that a block moves.
 
 
 class Folded(NamedTuple):
@@ -20,11 +20,11 @@ class Folded(NamedTuple):
     heads: int
     head_strides: tuple[int, int]
     dim: int
-    offsets: list[tuple[int, int]]  # of the indices of further axes
+    offsets: list[tuple[int, int]]  # Of the indices of further axes.
 
 
 def fold(a: torch.Tensor, b: torch.Tensor) -> Folded:
-    """The axes behind the first, which have the same sizes in both.
+    """Fold the axes after the first, which have the same sizes in both.
 
     >>> fold(torch.zeros(9, 4, 8), torch.zeros(9, 8, 8)[:, ::2])
     Folded(heads=4, head_strides=(8, 16), dim=8, offsets=[(0, 0)])
@@ -64,7 +64,7 @@ class Move(NamedTuple):
 
 
 def moves_of(source: torch.Tensor, target: torch.Tensor) -> Iterator[Move]:
-    """What moves the rows of one tensor to those of another of the same dtype."""
+    """The moves from the rows of one tensor to those of another of the same dtype."""
     folded, item = fold(source, target), source.element_size()
     for x, y in folded.offsets:
         yield Move(
@@ -103,6 +103,6 @@ def table_of(moves: Sequence[Move], size: int) -> tuple[int, ...]:
 
 
 def rows_per_block(moves: Sequence[Move]) -> int:
-    """Enough that a block has some work, and not more than it has threads to look rows up."""
+    """Enough rows for a block to have work, and at most one for each of its threads to look up."""
     row = max(move.heads * move.piece for move in moves)
     return min(max(BLOCK_BYTES // row, 1), THREADS)

@@ -1,4 +1,4 @@
-"""What a launch of a mover is told: which row goes where (see `maps`), and which tensors move."""
+"""The arguments of a mover's launch: the target of each row (see `maps`), and the tensors to move."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cp_fast.rows import Rows
 
 __all__ = ["gathered", "lengths_plan", "move", "row_plan"]
 
-MOST_MOVES = 16  # in one launch: arguments are 4 KB at most
+MOST_MOVES = 16  # In one launch: arguments are 4 KB at most.
 
 
 def lengths_plan(

@@ -1,4 +1,4 @@
-"""From tensors to what `values` and `weigh` take."""
+"""From tensors to arguments of `values` and `weigh`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _wide(*dtypes: str) -> str:
 
 
 def _width(ends: Sequence[tuple[int, torch.dtype]], elements: Sequence[int]) -> int:
-    """4 where addresses allow to read and write 4 numbers at once, else 1. `elements`: sizes and strides."""
+    """4 if addresses allow to read and write 4 numbers at once, else 1. `elements`: sizes and strides."""
     dense = all(number % 4 == 0 for number in elements)
     return 4 if dense and all(where % min(4 * dtype.itemsize, 16) == 0 for where, dtype in ends) else 1
 
 
 def _log_lanes(words: int) -> int:
-    """How many threads share a piece: 4 words each, but a warp where there are as many words."""
+    """The logarithm of the number of threads that share a piece: 4 words each, but a warp if there are enough words."""
     lanes = 1
     while lanes < THREADS and (lanes * 4 < words or (lanes < 32 and lanes < words)):
         lanes *= 2

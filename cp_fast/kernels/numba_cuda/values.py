@@ -1,10 +1,10 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
 # (kernels are compiled by Numba: their types are not Python's)
-"""The kernels that add: pairs of tensors added or converted, and heads that come from several ranks.
+"""The kernels that add: pairs of tensors added or converted, and heads from several ranks.
 
-Blocks work as in `movers`: rows are looked up once, by one thread each. Numbers are read four at a time where
-addresses allow (`width` 4), widened to `wide`, and rounded once, when they are stored.
+Blocks work as in `movers`: rows are looked up once, by one thread each. Numbers are read four at a time if addresses
+allow (`width` 4), widened to `wide`, and rounded once, at the store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pairs_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: str,
 
     kind "span" and "index": row i of the source is added to row plan.map(i). "valid": the valid rows are converted.
     "halves": row i of the target, with the action of its half, plan[6] or plan[7] (0 nothing, 1 add, 2 copy); the
-    source has half the rows where plan[3] is 1. The table is that of `movers`, target first, `words` in elements.
+    source has half the rows if plan[3] is 1. The table is that of `movers`, target first, `words` in elements.
     """
     load, load_step = load_values(dtype, wide, width), load_values(step_dtype, wide, width)
     store = store_values(dtype, wide, width)

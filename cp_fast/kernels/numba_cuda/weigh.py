@@ -3,9 +3,9 @@
 # (kernels are compiled by Numba: their types are not Python's)
 """The kernel that weighs partial results by their LSE, and merges LSEs.
 
-A block takes pairs of a row and a head. Rows are looked up once, by one thread each; then one thread a pair reads both
-LSEs and works out the weights; then groups of threads go over the numbers of each pair. In between, all of it lies in
-shared memory.
+A block takes pairs of a row and a head. Rows are looked up once, by one thread each. Then one thread a pair reads both
+LSEs and computes the weights. Then groups of threads process the numbers of each pair. Shared memory holds the
+intermediate results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cp_fast.kernels.numba_cuda.values import SIZES
 __all__ = ["PIECES", "weigh_kernel"]
 
 TYPES = {"f32": float32, "f64": float64}
-PIECES = THREADS  # pairs of a row and a head that a block takes
+PIECES = THREADS  # Pairs of a row and a head in a block.
 
 
 @lru_cache
@@ -38,7 +38,7 @@ def weigh_kernel(
     "padded", for LSEs alone: row i is position i % plan[6] of the second half of sequence i // plan[6].
     out, step: (address, row stride, head stride) in bytes; out also (heads, dim, log of lanes), dim 0 for none.
     lse, lse_step: (address, sequence stride, head stride, row stride) in bytes, and columns for a padded one, else 0.
-    Merges (see `Kernels.merge_`), or with `correct` adds exp(lse_step - lse) * step and leaves lse as it is.
+    The kernel merges (see `Kernels.merge_`), or with `correct` adds exp(lse_step - lse) * step and does not change lse.
     """
     wide = "f64" if "f64" in (dtype, step_dtype, lse_dtype, lse_step_dtype) else "f32"
     real = TYPES[wide]
@@ -55,10 +55,10 @@ def weigh_kernel(
 
     @cuda.jit
     def kernel(plan, count, divisor, out, step, lse, lse_step):
-        targets = cuda.shared.array(PIECES, int64)  # by row of the block
+        targets = cuda.shared.array(PIECES, int64)  # By row of the block.
         sequences = cuda.shared.array(PIECES, int64)
         starts = cuda.shared.array(PIECES, int64)
-        kept = cuda.shared.array(PIECES, real)  # by piece
+        kept = cuda.shared.array(PIECES, real)  # By piece.
         added = cuda.shared.array(PIECES, real)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
