@@ -90,8 +90,14 @@ class Plan(OfThisProcess, plans.Plan):
     bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # Operations by shape; see `cp_fast.runtime`.
 
     def __post_init__(self) -> None:
-        if self.fixed is not None:
+        in_place = self.instructions.spare_rows > 0
+        if in_place and self.fixed is not None and self.room is not None:
             self.fixed.take()
+        elif in_place or self.fixed is not None or self.room is not None:
+            raise TypeError(
+                "room, fixed and instructions of a cp_fast.Plan that is updated in place belong together, and to no "
+                "other plan; make another one by make_plan"
+            )
         object.__setattr__(self, "handle", handle_for(self))
         object.__setattr__(self, "kept", self.instructions.kept_tensors)
         object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)

@@ -70,7 +70,7 @@ def test_a_model_that_holds_a_plan_and_a_context_can_be_copied() -> None:
     alone(one)
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replace, lambda plan: replace(plan, room=None)])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, replace])
 def test_a_plan_that_is_updated_is_not_copied(way: Callable[[Any], Any]) -> None:
     def one(member: Any) -> None:
         plan = plan_of(cp_fast, cp_fast.ContextParallel(member), max_sequences=2)
@@ -78,6 +78,28 @@ def test_a_plan_that_is_updated_is_not_copied(way: Callable[[Any], Any]) -> None
             TypeError, match=r"^a cp_fast.Plan that is updated in place cannot be copied, as both would"
         ):
             way(plan)
+
+    alone(one)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        lambda plan, other: replace(plan, room=None),
+        lambda plan, other: replace(plan, fixed=None),
+        lambda plan, other: replace(plan, room=None, fixed=None),
+        lambda plan, other: replace(other, instructions=plan.instructions),
+        lambda plan, other: replace(other, room=plan.room),
+        lambda plan, other: replace(other, fixed=plan.fixed),
+        lambda plan, other: replace(other, room=plan.room, fixed=plan.fixed),
+    ],
+)
+def test_no_second_plan_gets_the_tables_of_one_that_is_updated(changes: Callable[[Any, Any], Any]) -> None:
+    def one(member: Any) -> None:
+        cp = cp_fast.ContextParallel(member)
+        plan, other = plan_of(cp_fast, cp, max_sequences=2), plan_of(cp_fast, cp)
+        with pytest.raises(TypeError, match="^room, fixed and instructions of a cp_fast.Plan that is updated in place"):
+            changes(plan, other)
 
     alone(one)
 

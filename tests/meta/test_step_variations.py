@@ -54,6 +54,8 @@ FRAMEWORKS: dict[str, tuple[Callable[..., Any], Callable[[], Any], dict[str, Any
     "accumulation under DDP": (partial(of.wrapped_step, wrapper="ddp", accumulate=2), of.ids_of, {}),
     "transformers": (of.transformers_step, of.transformers_batch, {}),
     "transformers, packed": (of.transformers_step, of.packed_batch, {}),
+    "transformers, packed, balanced": (of.transformers_step, of.packed_batch, {"layout": "balanced"}),
+    "transformers, padded, balanced": (of.transformers_step, of.transformers_batch, {"layout": "balanced"}),
     "accelerate": (partial(of.transformers_step, accelerated=True), of.transformers_batch, {}),
     "Trainer": (of.trainer_step, of.rows_of, {}),
     "Megatron": (of.megatron_step, of.megatron_batch, {"cp_comm_type": "all_gather"}),
