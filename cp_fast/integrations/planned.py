@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from cp_fast.api import attention as attend
 from cp_fast.context import ContextParallel
 from cp_ref.spec import check_data, check_lengths, kind_of, read_count
 
-__all__ = ["attend", "check_longest", "check_tensors", "context_for", "lengths_on_host", "refuse"]
+__all__ = ["check_longest", "check_tensors", "context_for", "lengths_on_host", "refuse"]
 
 _contexts: dict[Any, ContextParallel] = {}
 

@@ -20,7 +20,7 @@ from cp_ref.common.together import collective, together
 from cp_ref.spec import check_context, divisor
 from cp_ref.spec.values import read_count
 
-__all__ = ["CpBatch", "shard_batch"]
+__all__ = ["CpBatch", "raise_on_all_ranks", "shard_batch"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class CpBatch:
     cu_seqlens_padded: torch.Tensor | None = None  # packed batches
 
 
-def _tell(given: dict[str, Any], error: Exception) -> NoReturn:
+def raise_on_all_ranks(given: dict[str, Any], error: Exception) -> NoReturn:
     """Raise an error on all ranks that a call of `shard_batch` would meet."""
 
     def refuse() -> NoReturn:
@@ -44,7 +44,7 @@ def _tell(given: dict[str, Any], error: Exception) -> NoReturn:
     raise error
 
 
-@collective(_tell)
+@collective(raise_on_all_ranks)
 def shard_batch(
     batch: Mapping[str, torch.Tensor],
     *,

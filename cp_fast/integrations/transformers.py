@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from cp_fast.api import attention
 from cp_fast.context import ContextParallel
 from cp_fast.integrations.hugging_face.batches import shard_batch
 from cp_fast.integrations.hugging_face.edge import ALONE, Edge, Labelled, put_around, take_off
 from cp_fast.integrations.hugging_face.head import head_of
 from cp_fast.integrations.hugging_face.known import LAYERS, NAME, refuse_by_name
 from cp_fast.integrations.hugging_face.probe import Probe, at_rest, look_over
-from cp_fast.integrations.planned import attend, refuse
+from cp_fast.integrations.planned import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.spec import check_context
 
@@ -135,7 +136,7 @@ def attention_forward(
     packed = sequences.qkv_format == "thd"
     q, k, v = (x.transpose(1, 2)[0] if packed else x.transpose(1, 2) for x in (query, key, value))
     arguments: dict[str, Any] = {"qkv_format": sequences.qkv_format, "attn_mask_type": _mask(causal, sequences)}
-    out = attend(
+    out = attention(
         q,
         k,
         v,

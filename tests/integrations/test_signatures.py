@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import cp_fast
-from cp_fast.integrations import flash_attn, planned, ring_flash_attn, sdpa
+from cp_fast.integrations import flash_attn, ring_flash_attn, sdpa
 from cp_ref import SimGroup, dense_attention
 
 FLASH_ATTN: Any = flash_attn
@@ -190,10 +190,10 @@ def test_layers_of_a_batch_share_a_plan() -> None:
         for change in (False, False, True, False):
             if change:
                 lengths[1] = 8
-            planned.attend(q, k, v, cp=cp, qkv_format="thd", cu_seqlens_q=lengths)
+            cp_fast.attention(q, k, v, cp=cp, qkv_format="thd", cu_seqlens_q=lengths)
             made.append(len(cp.plans.agreements))
         with pytest.raises(ValueError, match="head dim"):
-            planned.attend(
+            cp_fast.attention(
                 q, k[..., :4] if member.rank else k, v, cp=cp, qkv_format="thd", cu_seqlens_q=CU, softcap=1.0
             )
         return made

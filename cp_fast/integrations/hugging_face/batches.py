@@ -17,7 +17,7 @@ __all__ = ["shard_batch"]
 _FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-@collective(token_batches._tell)
+@collective(token_batches.raise_on_all_ranks)
 def shard_batch(
     batch: Mapping[str, Any],
     *,
@@ -52,7 +52,7 @@ def shard_batch(
         edge = None if model is None else edge_of(model)
         rows = _positions_said(batch, 0 if edge is None else edge.first_position)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        token_batches._tell({"cp": cp, "over": over}, error)
+        token_batches.raise_on_all_ranks({"cp": cp, "over": over}, error)
     shifts = edge is None or edge.head is None or edge.head.shifts
     return token_batches.shard_batch(rows, cp=cp, pad_token_id=pad_token_id, shift_labels=shifts, over=over)
 
