@@ -67,7 +67,7 @@ def unshard(
 
     Differentiable, and so also collective in the backward pass: every rank's global tensor depends on a slice, so the
     gradient of the slice is the sum over all ranks of the gradients of its place. So if every rank computes the same
-    loss from it, gradients are cp_size times those of that loss.
+    loss from the global tensor, gradients are cp_size times those of that loss.
 
     Args:
         x: this rank's slice, as `shard` gives it; alike on all ranks.
@@ -166,7 +166,7 @@ def position_ids(
 
     Returns:
         int64, one per row of the slice: [s/cp] for bshd and sbhd, [t/cp] for thd, rounded up; 0 where thd has no token.
-            With a plan in bshd or sbhd whose layout does not cut all sequences alike, [b, s/cp] or [s/cp, b].
+        With a plan in bshd or sbhd whose layout does not cut all sequences alike, [b, s/cp] or [s/cp, b].
 
     Raises:
         ValueError, TypeError: the lengths are missing, or do not belong to the format.

@@ -82,8 +82,8 @@ def collective(tell: Callable[[dict[str, Any], Exception], Any]) -> Callable[[Ca
     TypeError and is told to the other ranks.
 
     Args:
-        tell: is given the call's keywords, which nobody has looked at, and the error; meets the other ranks where the
-            function would, and raises.
+        tell: gets the call's unchecked keywords and the error; meets the other ranks where the function would, and
+            raises.
 
     >>> from cp_ref import SimGroup
     >>> @collective(tell_context)

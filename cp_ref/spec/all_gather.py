@@ -2,7 +2,7 @@
 
     step 0    keys travel, everyone to everyone        tiles with the own keys
     step 1                                             tiles with everybody else's
-    step 2    (backward) dK/dV go home and are added up: a reduce-scatter
+    step 2    (backward) dK/dV go to their owners, which add them: a reduce-scatter
 
 A rank is sent only the rows that its queries see: under a causal mask or a window, less than all of K and V. The
 backward pass gathers again, so a rank keeps only its own slices between the passes.

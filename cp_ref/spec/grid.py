@@ -1,7 +1,7 @@
-"""Rows and heads as few cells, for `verify`: what a schedule does to one row or head of a cell, it does to all of them.
+"""Rows and heads as few cells, for `verify`: a schedule treats all rows and heads of a cell alike.
 
-The edges of everything that a schedule names cut the rows of a buffer, and its heads, into cells. So whatever the
-lengths, what a rank has is a small array of [cells of rows, cells of heads], here as one flat axis.
+The edges of everything that a schedule names cut the rows of a buffer, and its heads, into cells. So for any lengths,
+the rows of a rank are a small array of [cells of rows, cells of heads], here as one flat axis.
 
     rows    0     4     6        10        [0:6] [4:10] and heads 0:2 of 0:4 are named somewhere
             |-----|-----|---------|        cells of rows 0:4, 4:6, 6:10, of heads 0:2, 2:4: six cells in all

@@ -62,8 +62,8 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class PaperGroup:
-    """A group that exists on paper: every rank says what this one says, and no tensor can travel. Enough to plan with;
-    of one rank, to compute with.
+    """A group without processes, for planning: every rank's value is this one's, and no tensor can travel. With one
+    rank it can also compute.
 
     >>> PaperGroup(2).all_gather_object("yes")
     ['yes', 'yes']
@@ -163,7 +163,7 @@ _LISTS = ("sequences", "areas")
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:
-    """The first arguments in which two canonical texts differ; of sequences, and of areas, the first that do.
+    """The first arguments in which two canonical texts differ; of sequences and areas, the first different one.
 
     >>> _difference("Problem(cp_size=2, softcap=1.0)", "Problem(cp_size=2, softcap=2.0)")
     ('softcap=1.0', 'softcap=2.0')

@@ -64,7 +64,7 @@ class Fragments(Table):
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
-    """Who holds which rows on both sides, and the size of every rank's buffers (padding and tail included)."""
+    """The rows of each rank on both sides, and the size of every rank's buffers (padding and tail included)."""
 
     cp_size: int
     q: Fragments

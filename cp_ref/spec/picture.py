@@ -53,7 +53,7 @@ def text_picture(
     Args:
         sequence: a sequence's number; None for the longest; "all" for all of them, side by side on the diagonal. With
             areas always the whole buffer.
-        width: how many characters wide it may be. Below what one chunk per cell needs, cells hold more.
+        width: the most characters of a line. If it is too small for one chunk per cell, cells hold more.
         head: the query head that is looked at, where a schedule spreads the heads over the ranks.
     """
     everything = range(len(problem.sequences))
@@ -92,7 +92,7 @@ def _size(problem: Problem, number: int) -> int:
 
 
 def _what(problem: Problem, view: Plane, chosen: list[int], size: int) -> str:
-    """The second line: what is shown at which scale."""
+    """The second line: the part of the score matrix and its scale."""
     cell = "one query x one key" if size == 1 else f"{size} queries x {size} keys"
     if problem.areas is not None:
         return f"{view.rows} query rows x {view.columns} key rows of the packed buffer; a cell is {cell}"
@@ -173,7 +173,7 @@ def _touched(box: Box, size: int) -> list[tuple[int, int]]:
 
 
 def _owner(owners: tuple[Owner, ...], slot: int, size: int) -> str:
-    """Who owns the most of a cell's slots."""
+    """The owner of most of a cell's slots."""
     shares: dict[int, int] = {}
     for o in owners:
         if (count := min(o.stop, slot + size) - max(o.start, slot)) > 0:

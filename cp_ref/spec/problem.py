@@ -105,7 +105,7 @@ class Problem:
 
     @cached_property
     def slots(self) -> Ownership:
-        """Who holds which slots, padding included: the layout."""
+        """The owner of each slot, padding included: the layout."""
         from cp_ref.spec.layout import slots_of
 
         return slots_of(self)

@@ -27,7 +27,7 @@ class Sequence:
 
 
 class Sequences(Seq[Sequence]):
-    """A tuple of `Sequence` kept as four columns: each `Sequence` is made when somebody looks at it.
+    """A tuple of `Sequence` kept as four columns: each `Sequence` is made when it is read.
 
     Planning reads the columns, which are made in a millisecond for ten thousand sequences.
 

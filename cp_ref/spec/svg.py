@@ -123,7 +123,7 @@ class _Page:
         return y
 
     def _facts(self, x: float, y: float) -> float:
-        """Balance, bytes, and what else the colours mean. Returns where it ends."""
+        """Balance, bytes, and the other colours. Returns where it ends."""
         costs = report(self.problem, self.schedule)
         facts = [
             ("balance", f"{costs.balance:.3f} (mean rank / busiest)"),

@@ -29,7 +29,7 @@ class Matrix:
         self.out: list[str] = []
 
     def blocks(self) -> None:
-        """Every sequence's block: what stays uncovered is masked; padding is hatched."""
+        """Every sequence's block: its uncovered part is masked; padding is hatched."""
         for b in self.view.blocks:
             s = b.sequence
             name = f"sequence {b.number}: {s.len_q} queries x {s.len_kv} keys in {s.slots_q} x {s.slots_kv} slots"
@@ -75,7 +75,7 @@ class Matrix:
                 return
 
     def owners(self) -> None:
-        """Who owns the queries (left) and the keys (top), and the positions."""
+        """The owners of the queries (left) and the keys (top), and the positions."""
         view = self.view
         for o in view.owners_kv:
             self._strip(o, o.start * self.sx, -STRIP - 4, (o.stop - o.start) * self.sx, STRIP, across=True)

@@ -83,7 +83,7 @@ def read_count(name: str, value: Any, *, at_least: int, at_most: int = MOST) -> 
 
 
 def read_several(name: str, value: Any) -> list[Any]:
-    """The elements of what can be iterated over.
+    """The elements of an iterable.
 
     >>> read_several("layouts", 3)
     Traceback (most recent call last):

@@ -127,7 +127,7 @@ class _Names:
         return f"row {row}{place and f' ({place})'}"
 
     def owner(self, side: str, row: int) -> str:
-        """Who owns it."""
+        """The owner in words."""
         fragments = self.work.ownership.side(side)
         owners = fragments.rank[(fragments.start <= row) & (row < fragments.stop)].tolist()
         return f"rank {owners[0]}" if owners else "nobody"

@@ -90,7 +90,7 @@ def get_batch_on_this_cp_rank(
         qkv_format: "bshd" for [b, s, ...], "sbhd" for [s, b, ...], "thd" for [t, ...].
         cu_seqlens_padded: thd only: GLOBAL cumulative lengths with padding, int32 or int64 [b + 1], multiples of 2 *
             cp_size in layout dual_chunk, their sum one of cp_size in contiguous.
-        plan: says format, lengths (of any size) and layout instead; layout "balanced" needs it.
+        plan: gives format, lengths (of any size) and layout instead; layout "balanced" needs it.
 
     Returns:
         A new dict with the same keys in the same order.

@@ -57,8 +57,8 @@ def get_cu_seqlens_on_cp_rank(
         first_half, second_half: whether to count the rank's early chunk, and its late one.
 
     Returns:
-        [b + 1], of cu_seqlens' dtype and device: the cumulative numbers of real tokens. Where they lie in the slice is
-        said by cu_seqlens_padded // cp_size (of a half tensor: that // 2).
+        [b + 1], of cu_seqlens' dtype and device: the cumulative numbers of real tokens. Their place in the slice is
+        given by cu_seqlens_padded // cp_size (of a half tensor: that // 2).
 
     Raises:
         ValueError, TypeError: a length does not divide, or is less than the real one (naming the sequence).
