@@ -144,3 +144,19 @@ def test_the_rows_that_layouts_receive() -> None:
     rows = {cost.layout: f"{cost.kv_rows:,.0f}" for cost in costs}
     said = f"receives at most {rows['balanced']} rows under `balanced`, and {rows['dual_chunk']} under `dual_chunk`"
     assert said in CHOOSING
+
+
+def test_what_each_compiler_pass_is_worth() -> None:
+    rows = record("passes_2x_h200.csv")
+    lengths = ("32768", "16384 8192 4096 2048 2048")
+    for name in sorted({row["without"] for row in rows} - {"-"}):
+        cells: list[str] = []
+        for length, schedule in ((length, schedule) for length in lengths for schedule in SCHEDULES[:3]):
+            found = {row["without"]: row for row in rows if (row["lengths"], row["schedule"]) == (length, schedule)}
+            time, memory = (
+                float(found[name][column]) / float(found["-"][column])
+                for column in ("forward_backward_ms", "peak_gib_above_inputs")
+            )
+            cells.append(f"{time:.3f}, {memory:.2f}")
+        title = "all of them" if name == "all" else f"`{name}`"
+        assert f"| {title} | {' | '.join(cells)} |" in PAGE
