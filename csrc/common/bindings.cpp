@@ -39,5 +39,5 @@
 
 CP_LIBRARY(CP_NAME, m) { CP_OPERATORS(CP_DEFINE) }
 
-// for tensors of any device: the operators check devices themselves, and say what is wrong
+// for tensors of any device: the operators check devices themselves and name the error
 CP_LIBRARY_IMPL(CP_NAME, CompositeExplicitAutograd, m) { CP_OPERATORS(CP_IMPLEMENT) }

@@ -1,4 +1,4 @@
-// Axes that lie one behind the other become one, so that kernels see rows, pieces ("heads") and contiguous elements.
+// Consecutive contiguous axes become one, so that kernels see rows, pieces ("heads") and contiguous elements.
 #pragma once
 
 #include <vector>
@@ -88,7 +88,7 @@ inline void add_pairs(std::vector<Pair>& pairs, const Operand& to, const Operand
                                 folded.dim, from.strides[token_axis], folded.head_b}});
 }
 
-// [t, h, d] as it is; d contiguous.
+// [t, h, d] unchanged; d contiguous.
 inline Values values(const Operand& x) {
   if (x.ndim() != 3) x.refuse("[t, h, d]");
   if (x.sizes[2] > 1 && x.strides[2] != 1 && !x.empty())

@@ -1,5 +1,5 @@
-// Lengths and row sets as kernels take them. On the CPU their values are checked as well; on a GPU nobody can look at
-// them without waiting, so kernels check them where they run.
+// Lengths and row sets in the form for kernels. On the CPU their values are checked too. On a GPU the host cannot read
+// them without waiting, so the kernels check them.
 #pragma once
 
 #include "folding.h"
@@ -13,11 +13,11 @@ inline Lengths lengths(const Operand& x) {
   return Lengths{x.data, x.sizes[0] - 1, wide};
 }
 
-// What values have to be, where the CPU can look at them.
+// Rules for the values, checked if the CPU can read them.
 struct LengthsRule {
   int64_t tokens = INT64_MAX;  // of the buffer that holds the sequences
   int64_t divisor = 1;         // of every length
-  int64_t tail_divisor = 1;    // of what is behind the last sequence
+  int64_t tail_divisor = 1;    // of the tail after the last sequence
   bool from_zero = true;
 };
 
@@ -65,7 +65,7 @@ inline Lengths checked_lengths(const Operand& x, const LengthsRule& rule) {
   return made;
 }
 
-// Real lengths beside lengths with padding: as many, and none above its room.
+// Real lengths for lengths with padding: an equal number, and none above its padded length.
 inline Lengths checked_real(const Operand& x, const Operand& padded, const Lengths& room) {
   Lengths made = checked_lengths(x, {});
   if (made.sequences != room.sequences) value_error(x.shape() + " and " + padded.shape() + "; they must be as long");

@@ -10,7 +10,7 @@ namespace cp {
 template <typename T>
 struct Weights {
   T lse;            // the merged one
-  T kept, step;     // what the accumulator and the step are multiplied by
+  T kept, step;     // the factors of the accumulator and of the step
   bool reads_out;   // false: the accumulator holds nothing yet, and may be NaN: count it as 0
   bool reads_step;  // false: the step saw nothing, and may be NaN: count it as 0
 };

@@ -5,9 +5,9 @@
 //     place = locate(lengths, map.key(i), map.tokens)     the sequence that holds row i of the destination
 //     run   = map.run(i, place)                           its source row, and how many rows go on from there
 //
-// The tail behind the last sequence is one more sequence, number `sequences`. Maps trust that lengths do not decrease
-// and that they divide. On a GPU nobody has looked: compare `run.row` with the tensor's rows before it is used.
-// Searches stay inside `lengths` whatever it holds.
+// The tail after the last sequence is one more sequence, number `sequences`. Maps trust that lengths do not decrease
+// and that they divide. On a GPU this is unchecked: compare `run.row` with the tensor's rows before its use.
+// Searches stay inside `lengths` for any values.
 #pragma once
 
 #include "types.h"
@@ -88,7 +88,7 @@ struct PartitionMap {
   }
 };
 
-// Row i of CP rank order (the ranks' slices one behind the other) -> its row in sequence order.
+// Row i of CP rank order (the ranks' slices in order) -> its row in sequence order.
 struct ToRankOrderMap {
   int64_t tokens;
   int64_t cp_size;

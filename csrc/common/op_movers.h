@@ -151,7 +151,7 @@ inline Tensor pad_sequences(Tensor x_, Tensor real_lengths, Tensor lengths_, int
   return made.tensor;
 }
 
-// Heads of `whole` [t, h, ...] and parts [p, n, heads, ...]; what is behind the heads is contiguous on both sides.
+// Heads of `whole` [t, h, ...] and parts [p, n, heads, ...]; the axes after the heads are contiguous on both sides.
 inline HeadMove head_move(const Operand& whole, const Operand& parts, const Ints& first_heads) {
   int64_t dim = 1, heads = parts.sizes[2];
   for (int64_t i = whole.ndim() - 1; i >= 2; --i) {

@@ -32,7 +32,7 @@ inline std::string text(const Sizes& sizes) {
   return out + "]";
 }
 
-// A result for which there is no memory: Python raises what PyTorch itself raises then (cp_fast/kernels/native.py).
+// No memory for a result: Python raises PyTorch's own exception (cp_fast/kernels/native.py).
 [[noreturn]] inline void allocation_error(int64_t item, const Sizes& sizes) {
   throw std::runtime_error("AllocationError: " + text(sizes) + " of " + std::to_string(item) + " bytes");
 }
@@ -79,7 +79,7 @@ struct Operand {
     return found;
   }
 
-  // Whether the integers are int64; an error unless they are int32 or int64, [n], one behind the other.
+  // Whether the integers are int64; an error unless they are int32 or int64, [n], contiguous.
   bool wide_integers(const char* rule) const {
     bool wide = dtype == aoti_torch_dtype_int64();
     if (!wide && dtype != aoti_torch_dtype_int32()) type_error(shape() + " and another dtype than int32 and int64");
@@ -89,7 +89,7 @@ struct Operand {
     return wide;
   }
 
-  // Every element has a place of its own, as far as that is seen from a stride.
+  // Every element has a separate address, as far as a stride shows.
   void check_writable() const {
     for (size_t i = 0; i < sizes.size(); ++i)
       if (sizes[i] > 1 && strides[i] == 0 && !empty())

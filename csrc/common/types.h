@@ -1,7 +1,7 @@
-// What passes between the binding and the kernels: plain structs, the same for every device. No PyTorch in here.
+// The structs between the binding and the kernels, plain and the same for every device. No PyTorch in here.
 //
-// The binding has checked shapes, dtypes, devices and strides, has made the results, and has folded axes together where
-// they lie one behind the other, so that kernels see few shapes. Strides and offsets are 64 bits wide everywhere.
+// The binding has checked shapes, dtypes, devices and strides, has allocated the results, and has folded consecutive
+// contiguous axes, so that kernels see few shapes. Strides and offsets are 64 bits wide everywhere.
 #pragma once
 
 #include <cstdint>
@@ -110,7 +110,7 @@ CP_HD int access_bytes(const Move& m) {
   return static_cast<int>(all & (~all + 1));
 }
 
-// What a wrong caller did: Python sees a ValueError or a TypeError with this text (cp_fast.kernels.native).
+// An error of the caller: Python sees a ValueError or a TypeError with this text (cp_fast.kernels.native).
 [[noreturn]] inline void value_error(const std::string& text) { throw std::runtime_error("ValueError: " + text); }
 [[noreturn]] inline void type_error(const std::string& text) { throw std::runtime_error("TypeError: " + text); }
 

@@ -1,4 +1,4 @@
-// Heads of [t, h, ...] and parts [p, n, heads, ...]: what an all-to-all sends and gets.
+// Heads of [t, h, ...] and parts [p, n, heads, ...]: the operands of an all-to-all.
 #include <type_traits>
 
 #include "convert.h"
@@ -10,8 +10,8 @@ namespace cp {
 namespace cpu {
 namespace {
 
-// f(address in whole, address in the part, bytes) for every piece, row by row: the whole is one stream, and the parts
-// are as many others.
+// f(address in whole, address in the part, bytes) for every piece, row by row: the whole is one stream, and each part
+// is another.
 template <typename F>
 void each_piece(const HeadMove& m, const RowSet& rows, int64_t begin, int64_t end, F f) {
   bool joined = m.whole_head == m.head_bytes && m.part_head == m.head_bytes;

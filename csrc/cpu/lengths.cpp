@@ -1,4 +1,4 @@
-// Indices and lengths, and what is made of integers.
+// Indices, lengths and other integers.
 #include <algorithm>
 #include <type_traits>
 
@@ -12,8 +12,8 @@ namespace cpu {
 namespace {
 
 // The rows `row`, `row + 1`, ... in the places from to stop - 1, as far as these lie within begin to end - 1. Most runs
-// are short, and a processor cannot guess how short: the first block is written whole, at once. What it writes past
-// `stop` is written again by the runs behind it.
+// are short, and a processor cannot guess how short: the first block is written whole, at once. Later runs
+// overwrite its values past `stop`.
 template <typename I>
 void count_up(I* out, int64_t row, int64_t from, int64_t stop, int64_t begin, int64_t end) {
   using U = std::make_unsigned_t<I>;
@@ -29,8 +29,8 @@ void count_up(I* out, int64_t row, int64_t from, int64_t stop, int64_t begin, in
   for (; i < last; ++i) out[i] = static_cast<I>(value++);
 }
 
-// Sequence by sequence, with one division each, by a shift where that does it: with short sequences, divisions are
-// what takes the time.
+// Sequence by sequence, with one division each, by a shift if possible: with short sequences, divisions take most of
+// the time.
 template <typename I, typename Halve>
 void write_indices(I* out, const PartitionMap& map, const Lengths& lengths, Halve chunk_of) {
   int64_t cp_size = map.cp_size, rank = map.cp_rank, late = 2 * cp_size - 1 - rank;

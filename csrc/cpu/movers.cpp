@@ -9,7 +9,7 @@ namespace cp {
 namespace cpu {
 namespace {
 
-// Copies runs one behind the other; each is asked for before the one in front of it is copied.
+// Copies runs in order; each is prefetched before the previous one is copied.
 class Runs {
  public:
   explicit Runs(const Move& move) : move_(move) {}

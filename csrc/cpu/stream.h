@@ -1,6 +1,6 @@
-// Stores that go past the caches. A plain store to a line that no cache holds reads it first, which is a third of all
-// that a large copy moves; and what was written is gone from the caches before anyone reads it. It pays where heads
-// are exchanged, which is many streams at once; the movers of whole rows are faster with plain stores.
+// Stores that bypass the caches. A plain store to an uncached line reads it first, a third of all bytes of a large
+// copy; and the written bytes leave the caches before their first read. Bypassing pays for head exchanges, with many
+// streams at once; the movers of whole rows are faster with plain stores.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,7 @@ inline void stream_bytes(char* to, const char* from, int64_t bytes) {
   std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
-// Behind the last of a thread's streams: they are seen by whoever sees what the thread does next.
+// Called after the last of a thread's streams: a thread that sees later writes of this thread sees the streams too.
 inline void end_of_streams() {
 #if defined(__SSE2__)
   _mm_sfence();

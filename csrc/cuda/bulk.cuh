@@ -1,6 +1,6 @@
 // Copies by the copy engine of Hopper and later. Blocks of one warp and 4 KiB; many are in flight on a multiprocessor,
-// and as they begin in order the memory sees one narrow front move through the tensor. README.md has what else was
-// tried.
+// and as they begin in order the memory sees one narrow front move through the tensor. README.md lists other
+// variants.
 #pragma once
 
 #include "engine.cuh"

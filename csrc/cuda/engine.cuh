@@ -3,7 +3,7 @@
 //
 // One lane makes an Arrival and says how many bytes will come; after a __syncwarp any lane may load towards it, and
 // all wait. A load that was waited for is seen by ordinary reads of shared memory; ordinary writes are seen by a store
-// only behind `written`.
+// only after `written`.
 #pragma once
 
 #include "launch.cuh"
@@ -66,7 +66,7 @@ __device__ __forceinline__ void finish_stores() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// By every lane that wrote to shared memory, before the __syncwarp behind which a lane stores it.
+// Called by every lane that wrote to shared memory, before the __syncwarp that precedes a lane's store.
 __device__ __forceinline__ void written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #endif

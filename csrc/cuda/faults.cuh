@@ -109,7 +109,7 @@ __device__ inline const char* text_of(Rule rule) {
   return "?";
 }
 
-// `where`: the sequence, or the place in the row set; `value`: what is there; `limit`: the divisor or bound it breaks.
+// `where`: the sequence, or the place in the row set; `value`: its value; `limit`: the divisor or bound it breaks.
 static __device__ __noinline__ void fault(Helper helper, Rule rule, int64_t where, int64_t value, int64_t limit) {
   printf("cp_fast %s: %s: at %s %lld it is %lld, against %lld\n", name_of(helper), text_of(rule),
          rule == Rule::index ? "index" : "sequence", static_cast<long long>(where), static_cast<long long>(value),

@@ -20,7 +20,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 inline cudaStream_t stream_of(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle); }
 
-// After every launch: what went wrong, with the name of the kernel.
+// After every launch: throw its error, with the name of the kernel.
 inline void check_launch(const char* kernel) {
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) throw std::runtime_error(std::string(kernel) + ": CUDA: " + cudaGetErrorString(error));

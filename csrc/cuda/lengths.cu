@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) pad_sequences_kernel(const __grid_co
 
 constexpr int kScan = 1024;
 
-// One block: an inclusive sum over 1,024 sequences at a time, with what came before carried along.
+// One block: an inclusive sum over 1,024 sequences at a time, with the sum so far carried along.
 template <typename I>
 __global__ void __launch_bounds__(kScan)
     rank_lengths_kernel(I* out, Lengths real, Lengths lengths, Divider by_chunks, int64_t early, int64_t late) {

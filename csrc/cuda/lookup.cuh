@@ -2,8 +2,8 @@
 // that lies in registers.
 //
 // A search is 32-ary (or 128-ary, kEntries of a lane at once): of 100,000 sequences it reads four times in a row (three
-// times), where a thread alone would 17 times. N is the type that rows are counted in: int32_t where everything fits.
-// Reads stay inside `lengths` whatever it holds.
+// times), where one thread would need 17. N is the type of row numbers: int32_t if everything fits.
+// Reads stay inside `lengths` for any values.
 #pragma once
 
 #include <climits>
@@ -45,7 +45,7 @@ __device__ __forceinline__ Window<N, kEntries> window_at(const Lengths& lengths,
   return window;
 }
 
-// A window that holds the sequence of `row`, or begins behind it only where all of them do. All lanes ask for the same
+// A window that holds the sequence of `row`, or begins after it only if all sequences do. All lanes ask for the same
 // row.
 template <typename N, int kEntries>
 __device__ __forceinline__ Window<N, kEntries> seek(const Lengths& lengths, N row, int lane) {
@@ -75,7 +75,7 @@ struct Place {
   N begin, end;      // end means nothing in the tail
 };
 
-// What a lane finds alone, without its neighbours.
+// A lane's search alone, without its neighbours.
 template <typename N>
 static __device__ __noinline__ Place<N> find_alone(const Lengths& lengths, N row) {
   int32_t low = 0, high = sequences_of(lengths) + 1;

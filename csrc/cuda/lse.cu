@@ -14,7 +14,7 @@ constexpr int kHeads = 8;  // of a block
 struct LseJob {
   RowPlan plan;        // packed: rows of the half
   Lse lse, half;       // the whole one, and the step's or the result
-  int64_t row_blocks;  // blocks over the rows; the grid has as many for every kHeads heads
+  int64_t row_blocks;  // blocks over the rows; the grid has this number for every kHeads heads
 };
 
 // Rows and places of one thread: element `whole` of lse and `part` of half, without the head's share.

@@ -11,8 +11,7 @@ namespace cuda {
 constexpr int kRun = 256;      // elements of a token in a tile, at most
 constexpr int kPairHeads = 4;  // of a tile, at most: a lane has one token of one head
 
-// Whether heads lie one behind the other, where the engine can fetch them, and `heads` of them make a copy that is
-// worth it.
+// Whether heads are contiguous, the engine can fetch them, and `heads` of them make a copy that is large enough.
 inline bool engine_takes(const Values& v, int64_t heads) {
   uint64_t bytes =
       reinterpret_cast<uintptr_t>(v.data) | static_cast<uint64_t>((v.row_stride | v.dim) * size_of(v.dtype));

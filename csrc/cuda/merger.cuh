@@ -1,5 +1,5 @@
-// Merging partial results, out = out * kept + step * weight with weights from two log-sum-exps: what a launch is told,
-// where a token's rows lie, and its weights.
+// Merging partial results, out = out * kept + step * weight with weights from two log-sum-exps: the arguments of a
+// launch, the places of a token's rows, and its weights.
 //
 // Two kernels take the same job, a tile of 8 tokens and a few heads a block: merge_bulk.cuh lets the copy engine of
 // Hopper and later bring the rows, merges.cu has the one that loads them to registers, for any shape and any GPU. An
@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_lse(const Lse& lse, int64_t at, Wide x) {
     static_cast<double*>(lse.data)[at] = static_cast<double>(x);
 }
 
-// Where a token's rows lie, in elements; out is -1 where there is no such token.
+// The offsets of a token's rows, in elements; out is -1 if there is no such token.
 struct Token {
   int64_t out, step, lse, step_lse;
 };
@@ -74,7 +74,7 @@ struct Token {
 // For row `row` of the step, whose row of out is target.row.
 __device__ __forceinline__ Token token_of(const MergeJob& job, int64_t row, const Target& target) {
   const bool of_lengths = job.plan.kind == MapKind::half || job.plan.kind == MapKind::valid;
-  // Rows behind the last sequence are left alone.
+  // Rows after the last sequence do not change.
   if (target.row < 0 || (of_lengths && target.sequence >= sequences_of(job.plan.lengths))) return {-1, 0, 0, 0};
   int64_t lse_row = target.row, step_row = row, sequence = 0;
   if (!job.lse.packed) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ Token token_of(const MergeJob& job, int64_t row, cons
           sequence * job.step_lse.sequence_stride + step_row * job.step_lse.row_stride};
 }
 
-// For a whole warp: lane i has token i of the tile, the lanes behind the last one some token that is there.
+// For a whole warp: lane i has token i of the tile; lanes past the last token have any valid one.
 __device__ __forceinline__ Token token_of_lane(const MergeJob& job, const Tile& tile, int lane) {
   const int64_t row = min(tile.first_row + min(lane, kTokens - 1), job.plan.count - 1);
   Token token = token_of(job, row, look_up<false>(job.plan, row, lane));
@@ -96,7 +96,7 @@ __device__ __forceinline__ Token token_of_lane(const MergeJob& job, const Tile& 
   return token;
 }
 
-// What a token's head is multiplied by. kUnread: count the value as 0, and do not look at it, it may be NaN.
+// The factors of a token's head. kUnread: count the value as 0 without reading it, since it may be NaN.
 template <typename Wide>
 struct Factors {
   static constexpr Wide kUnread = -1;

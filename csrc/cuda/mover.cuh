@@ -1,4 +1,4 @@
-// Moving rows of any size: what a launch is told, and how a tensor is cut into copies.
+// Moving rows of any size: the arguments of a launch, and the copies that a tensor is cut into.
 //
 //     copy   a run of contiguous bytes on both sides: a row, a head of it, or a piece of either
 //     tile   the copies of one warp: up to 32, a lane looks up one each

@@ -1,5 +1,5 @@
 // add_rows, grad_correction, convert_valid: rows of one tensor added to, or put into, rows of another of any float
-// dtype; add_heads, the sum over what an all-to-all brought.
+// dtype; add_heads: the sum over the parts from an all-to-all.
 #include "entry_points.h"
 #include "row_plan.cuh"
 #include "typed.cuh"
@@ -24,8 +24,8 @@ struct PairPart {
 
 struct PairJob {
   RowPlan plan;
-  // What happens to a row, by the half of its sequence that it is in. `step_is_half`: the map leads from the step's
-  // rows into the half that is not none; else rows are the accumulator's, and the step has as many.
+  // The action on a row, by its half of the sequence. `step_is_half`: the map leads from the step's rows into the half
+  // that is not none; else rows are the accumulator's, and the step has equally many.
   Action first_half, second_half;
   int32_t parts;
   PairPart part[kPairs];

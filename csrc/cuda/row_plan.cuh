@@ -1,10 +1,10 @@
-// Which row goes where, as one struct that every kernel can take: the maps of common/maps.h, chosen at run time.
+// The target of each row, as one struct for every kernel: the maps of common/maps.h, chosen at run time.
 //
-// Kernels are compiled for word sizes and dtypes, not once more for every map; but for the ones that move most of the
-// data (bulk.cuh), which are told the map and so have no code but its own. For what is seen of a mover, next to the 63
-// us in which its 268 MB stream by, is its start: every instruction is fetched from memory then. So a warp finds the
-// sequences of its rows together (lookup.cuh), and the rest of a map is arithmetic on the sequence's bounds, in 32 bits
-// where everything fits, without a division by anything that the host knows.
+// Kernels are compiled for word sizes and dtypes, not again for every map. The kernels that move most of the data
+// (bulk.cuh) are the exception: they are compiled for their map and contain no other code. A mover streams 268 MB in 63
+// us, and next to that its start is visible, since every instruction is then fetched from memory. So a warp finds the
+// sequences of its rows together (lookup.cuh). The rest of a map is arithmetic on the sequence's bounds, in 32 bits if
+// everything fits, without a division by a number that the host knows.
 #pragma once
 
 #include "faults.cuh"
@@ -135,7 +135,7 @@ __device__ __forceinline__ void prefetch_lengths(const RowPlan& plan) {
   }
 }
 
-// In every kernel with a plan, last, behind its loads and stores: nothing waits for it. The grid is one-dimensional.
+// Every kernel with a plan calls it last, after loads and stores: nothing waits for it. The grid has one dimension.
 __device__ __forceinline__ void check_plan(const RowPlan& plan) {
   if (plan.kind == MapKind::span || plan.kind == MapKind::index) return;
   int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -154,7 +154,7 @@ __device__ __forceinline__ N quotient(N a, N b) {  // of numbers that are not ne
     return a / b;
 }
 
-// What is looked up in lengths for a row.
+// The result of a row's search in the lengths.
 template <typename N>
 __device__ __forceinline__ N key_of(const RowPlan& plan, MapKind kind, N row) {
   switch (kind) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ N rank_order_row(const RowPlan& plan, N row, const Pl
                                : (static_cast<N>(2) * plan.cp_size - 1 - number) * slice + start + chunk + rest;
 }
 
-// The map's row, from where its key lies; -1 where there is none.
+// The map's row, from the place of its key; -1 for none.
 template <typename N>
 __device__ __forceinline__ int64_t row_at(const RowPlan& plan, MapKind kind, N row, const Place<N>& place) {
   if (place.sequence < 0) return -1;
@@ -228,8 +228,8 @@ __device__ __forceinline__ int64_t row_at(const RowPlan& plan, MapKind kind, N r
   return result < plan.bound ? result : -1;  // out of bounds: check_plan says why
 }
 
-// A map's answer for one row: the row that it leads to, -1 where there is nothing to do or nothing that could be done
-// in bounds; and with lengths, where it lies.
+// A map's result for one row: its target row, or -1 if there is nothing to do or the target is out of bounds; with
+// lengths, also its place.
 struct Target {
   int64_t row;
   int32_t sequence;
