@@ -61,7 +61,7 @@ class Segments:
     cu_kv: Sequence[int]
     left: int | None
     right: int | None
-    device_cu_q: torch.Tensor  # Int32 [segments + 1], on the tiles' device.
+    device_cu_q: torch.Tensor  # int32 [segments + 1], on the tiles' device
     device_cu_kv: torch.Tensor  # int32 [segments + 1]
     max_q: int = field(init=False)  # the longest segment's query rows
     max_kv: int = field(init=False)  # the longest segment's key columns
@@ -173,9 +173,12 @@ class Backend(Protocol):
     def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
         """The launch's share of the gradients.
 
-        Let s be the scores, p = exp(s - lse), dp = dout . v and delta = sum(dout * out) - dlse. Then: `ds = p * (dp -
-        delta)` (times the softcap's slope), dq = scale * ds @ k, dk = scale * ds^T @ q, dv = p^T @ dout. Every library
-        computes delta itself, so it is not passed.
+        Let s be the scores, p = exp(s - lse), dp = dout . v and delta = sum(dout * out) - dlse. Then:
+
+            ds = p * (dp - delta), times the softcap's slope
+            dq = scale * ds @ k, dk = scale * ds^T @ q, dv = p^T @ dout
+
+        Every library computes delta itself, so it is not passed.
         """
         ...
 
