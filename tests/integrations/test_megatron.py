@@ -212,6 +212,7 @@ def balanced_refused() -> list[str]:
 
     from cp_fast.integrations.megatron import CoreAttention, get_batch_on_this_cp_rank, use_cp_fast
 
+    attention: Any = layer_of("p2p", 4, use_cp_fast).self_attention  # makes the groups too
     params, tokens, said = PackedSeqParams("thd", CU, CU, PADDED, PADDED, 24, 24), torch.zeros(1, 48), []
     wrong: list[tuple[dict[str, Any], Any]] = [
         ({"tokens": tokens[:, 1:]}, params),
@@ -229,6 +230,12 @@ def balanced_refused() -> list[str]:
         with pytest.raises(error, match=r".") as caught:
             layer(x, attention_mask=None, packed_seq_params=laid, rotary_pos_emb=None if core is CoreAttention else emb)
         said.append(str(caught.value))
+    for name, value in (("inference_context", "some"), ("mrope_section", [2, 1, 1]), ("mtp_num_layers", 1)):
+        setattr(attention.config, name, value)
+        given = {name: value} if name == "inference_context" else {}
+        with pytest.raises(NotImplementedError) as caught:
+            attention(x, None, packed_seq_params=laid, **given)
+        said.append(str(caught.value))
     return said
 
 
@@ -241,6 +248,9 @@ def test_what_balanced_documents_need_is_named(four: Processes) -> None:
         "packed_seq_params ends at 46 tokens; they must divide by cp_size = 4",
         "packed_seq_params has layout 'balanced', and this layer's self attention",
         "rotary_pos_emb has 9 positions, but a document has 24 tokens",
+        "inference_context is 'some', which layout 'balanced' does not support",
+        "mrope_section is [2, 1, 1], which layout 'balanced' does not support",
+        "mtp_num_layers is 1, which layout 'balanced' does not support",
     ]
     for mine, others, start in zip(said[1], said[0], starts, strict=True):
         assert mine.startswith(start)
