@@ -45,7 +45,7 @@ class Fa4Backend:
     """FlashAttention 4 on Hopper; float16 and bfloat16, head dims up to 256."""
 
     name: str = "fa4"
-    rounded_gradients: bool = True  # Always in q's dtype: see `planning.narrow`.
+    rounded_gradients: bool = True  # Always in q's dtype: see `compile.passes.low_precision_grads`.
     features: frozenset[Feature] = frozenset(
         {
             Feature.GQA,

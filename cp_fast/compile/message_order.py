@@ -1,6 +1,6 @@
 """Messages are sent in the order in which `verify` matched them, for any tags.
 
-A lowered program's messages are posted by their tags. A planner's tags give the order. The tags of a user's schedule
+A plan's messages are posted by their tags. A planner's tags give the order. The tags of a user's schedule
 may not: between two ranks the n-th message sent is the n-th received, so it gets n as its tag.
 """
 

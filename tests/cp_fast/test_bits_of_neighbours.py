@@ -22,7 +22,7 @@ def results(cp_size: int, comm: Any, first: list[torch.Tensor], others: list[int
     cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
     def one_rank(member: Any) -> dict[str, torch.Tensor]:
-        cp = cp_fast.ContextParallel(member, comm)
+        cp = cp_fast.ContextParallel(member.split(2) if comm == "a2a+p2p" else member, comm)
         how: dict[str, Any] = {"cp": cp, "qkv_format": "thd", "cu_seqlens_padded": cu}
         q, k, v, dout = (cp_fast.shard(x, **how) for x in whole)
         inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -43,6 +43,7 @@ def results(cp_size: int, comm: Any, first: list[torch.Tensor], others: list[int
         (4, "p2p", False, RESULTS),
         (8, "p2p", False, RESULTS),
         (3, "all_gather", False, RESULTS),
+        (4, "a2a+p2p", False, RESULTS),
     ],
 )
 def test_bits_beside_others(cp_size: int, comm: str, lengths_divide: bool, same: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Whole lowered programs: every visible pair is computed once, and ends at the owners of its query and its key."""
+"""Whole executable plans: every visible pair is computed once, and ends at the owners of its query and its key."""
 
 from __future__ import annotations
 
