@@ -154,8 +154,8 @@ class Gradients(NamedTuple):
 class Backend(Protocol):
     """One kernel library.
 
-    It may have `rounded_gradients` (see `compile.passes.low_precision_grads`), and `backward_letting_go` (the function of
-    this name).
+    It may have `rounded_gradients` (`compile.passes.low_precision_grads`), and `backward_letting_go`, the function of
+    this name.
     """
 
     name: str
