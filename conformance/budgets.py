@@ -47,15 +47,15 @@ MAX_FACTOR = 2.0
 MEAN_FACTOR = 1.2
 CAREFUL_FACTOR = 1.4
 CAREFUL_GRADIENT_FACTOR = 1.48
-_ONE_ROUNDING_FACTOR = 1.72  # of a gradient where the references round the result and nothing else,
-_ALIKE = 1.05  # which is so where their mean errors are as 1 to this at most
+_ONE_ROUNDING_FACTOR = 1.72  # Of a gradient if the references round only the result.
+_ALIKE = 1.05  # They do so if their mean errors are as 1 to this at most.
 GRADIENTS = ("dq", "dk", "dv", "d_offset")
 _SHARP = ("out", "dq", "dk", "dv")
-_WIDE = ("lse", "max_logit", "d_offset")  # float32 results of float16 and bfloat16 problems
+_WIDE = ("lse", "max_logit", "d_offset")  # Results in float32 for float16 and bfloat16 problems.
 
-# Allowances beside the factors. They come from theory, and from `conformance.rounded_reference`, which is float32
-# inside and independent of what is judged; never from the code under test. "needed" is the least with which 1,500 drawn
-# problems of that reference are within every budget (python -m tests.meta.calibration).
+# Allowances in addition to the factors. They come from theory and from `conformance.rounded_reference`, never from the
+# code under test. That reference is float32 inside and independent of the judged code. The "needed" value is the least
+# that keeps 1,500 drawn problems of that reference within every budget (python -m tests.meta.calibration).
 
 # Sums in another order, in units of the accumulation dtype's eps times the size of the largest values. Needed: 0.9.
 _NOISE = 4.0
@@ -210,6 +210,6 @@ def _largest(x: torch.Tensor) -> float:
 
 
 def _mean(x: torch.Tensor) -> float:
-    """Of the values that are not 0."""
+    """The mean size of the finite values that are not 0."""
     counted = x[x.isfinite() & (x != 0)]
     return counted.abs().mean().item() if counted.numel() else 0.0

@@ -190,8 +190,8 @@ def probe_by(
 
 
 def capabilities_of(impl: Any, device: str = "cpu") -> Capabilities:
-    """The capabilities that `probe` found, asked once of every `Implementation`; everything, where that fails: then all
-    is tried.
+    """The capabilities that `probe` found, asked once of every `Implementation`. If the probe fails, all
+    capabilities, so that everything is tried.
     """
     impl = as_implementation(impl)
     if device not in impl.probed:

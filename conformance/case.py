@@ -43,16 +43,16 @@ class Case:
     """
 
     problem: Problem
-    tail_q: int = 0  # slots after the last sequence, over all ranks; thd only, a multiple of cp_size
+    tail_q: int = 0  # Slots after the last sequence, over all ranks; thd only, a multiple of cp_size.
     tail_kv: int = 0
     seed: int = 0
     magnitude: float = 1.0
     return_lse: bool = False
     return_max_logit: bool = False
-    loss: str = "out"  # what the upstream gradients belong to: one of LOSSES
-    grads: str = "qkvo"  # which of q, k, v and the softmax offset require a gradient
-    strided: bool = False  # q, k, v and dout are views with odd strides into larger, NaN-filled buffers
-    use_plan: bool = False  # make_plan first, then attention(..., plan=plan)
+    loss: str = "out"  # The results with upstream gradients: one of LOSSES.
+    grads: str = "qkvo"  # The inputs that require a gradient, of q, k, v and the softmax offset.
+    strided: bool = False  # Make q, k, v and dout views with odd strides into larger, NaN-filled buffers.
+    use_plan: bool = False  # First make_plan, then attention(..., plan=plan).
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Case:
     def __str__(self) -> str:
         """One line that `parse` reads back: the problem, and every other field that differs from its default."""
         words = [f"{f.name}={v!r}" for f in fields(self)[1:] if (v := getattr(self, f.name)) != f.default]
-        return f"Case({', '.join([str(self.problem), *words])})".replace("'", '"')  # so that a shell's '...' holds it
+        return f"Case({', '.join([str(self.problem), *words])})".replace("'", '"')  # A shell's '...' holds it.
 
     @staticmethod
     def parse(text: str) -> Case:
@@ -122,7 +122,7 @@ def _looks_local(p: Problem, side: str, tail: int) -> bool:
 def _check_meaning(p: Problem) -> None:
     """Raise ValueError for a problem that no call can have; whether an implementation has it is another question."""
     for name, choices in _CHOICES.items():
-        if name != "layout" or isinstance(p.layout, str):  # which may be a table of ownership
+        if name != "layout" or isinstance(p.layout, str):  # A layout may be a table of ownership.
             check_choice(name, getattr(p, name), choices)
     for name in _POSITIVE:
         if type(value := getattr(p, name)) is not int or value < 1:

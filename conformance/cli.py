@@ -100,7 +100,7 @@ def main(
                 results += suite_run.strict(results)
             options = replay_options(runner.info.group_kind, cp_size, time_limit, isolate)
             meta = describe_run(impl, profile, suite_run, options)
-    except LoadError as error:  # it does not come back after a crash
+    except LoadError as error:  # it does not load again after a crash
         _not_loaded(error)
     except KnownFailuresError as error:
         raise typer.BadParameter(str(error), param_hint="--known-failures") from error
@@ -147,8 +147,8 @@ def _sizes_of_problem(repro: str | None) -> tuple[int, ...]:
 def _runner(
     impl: str, device: str, isolate: bool, time_limit: float, cp_size: str | None, needed: tuple[int, ...]
 ) -> Runner:
-    """The runner, of as many processes as --cp-size says or one problem needs; exits with 3 when there is no such
-    implementation.
+    """The runner, with --cp-size processes or the number that one problem needs. Exits with 3 if the implementation
+    does not exist.
     """
 
     def sizes(kind: str) -> tuple[int, ...]:
@@ -201,7 +201,7 @@ def _choices(option: str, given: list[str], choices: tuple[str, ...]) -> list[st
 
 
 def cp_sizes_of(text: str | None, group_kind: str, device: str) -> tuple[int, ...]:
-    """The group sizes; without --cp-size those of the suite, or fewer where every rank is a process or a GPU."""
+    """The group sizes. Without --cp-size: those of the suite, or fewer if every rank is a process or a GPU."""
     most = torch.cuda.device_count() if group_kind == "process" and device.startswith("cuda") else 1 << 30
     if text is None:
         return CP_SIZES if group_kind == "member" else tuple(n for n in (1, 2, 4) if n <= most)

@@ -24,7 +24,7 @@ _INDEX = {choice: n for n, choice in enumerate(CHOICES)}
 
 
 def played_cases(played: Played) -> tuple[tuple[Case, Verdict], ...]:
-    """The cases of what was played, and what became of each; none where it is about none (helpers, malformed calls)."""
+    """The cases that were played, and the verdict on each; empty if there are no cases (helpers, malformed calls)."""
     if played.text.startswith("Case("):
         return ((_parsed(played.text), played.verdict),)
     return tuple((_parsed(text), verdict) for text, verdict in played.cases)

@@ -19,13 +19,13 @@ from cp_ref.spec import Sequence as Lengths
 
 __all__ = ["covering", "goals_of"]
 
-_CANDIDATES = 24  # assignments that are tried for each goal
+_CANDIDATES = 24  # assignments tried for each goal
 _TRIPLE = ("schedule", "format", "mask")
 
 Assignment = dict[str, str]  # axis -> choice
 Goal = frozenset[Choice]
 
-# axis of the features -> axis of the capabilities, where every choice but those in `_ALWAYS` has to be asked for
+# axis of the features -> axis of the capabilities; choices outside `_ALWAYS` have to be asked for
 _ASKED = {
     "schedule": "cp_comm_type",
     "layout": "layout",
@@ -102,7 +102,7 @@ def _choices(capabilities: Capabilities, cp_sizes: Sequence[int]) -> dict[str, l
 
 
 def _fill(goal: Goal, choices: dict[str, list[str]], rng: random.Random) -> Assignment:
-    """The goal, and something on every other axis that is not known to be impossible beside what is there."""
+    """The goal, and a choice on every other axis that is not known to be impossible with those taken."""
     taken = list(goal)
     for axis in rng.sample(list(choices), len(choices)):
         if axis not in {choice.axis for choice in taken}:
@@ -113,8 +113,8 @@ def _fill(goal: Goal, choices: dict[str, list[str]], rng: random.Random) -> Assi
 
 
 def _case(a: Assignment, capabilities: Capabilities) -> Case | None:
-    """The case of an assignment; None where there is none, or the implementation is not asked for it."""
-    with_areas = a["mask"] == "areas"  # which have windows of their own
+    """The case of an assignment. None if it has no case, or if the implementation is not asked for it."""
+    with_areas = a["mask"] == "areas"  # areas bring their windows
     if a.keys() | ({"window"} if with_areas else set()) != AXES.keys():
         return None
     cp_size = int(a["cp_size"])
@@ -182,11 +182,11 @@ def _same(slots: int, slots_kv: int | None = None, times: int = 2) -> tuple[Leng
 
 
 def _real(slots: int, real: bool, *lengths: int) -> tuple[Lengths, ...]:
-    """Sequences of these lengths; where there can be no padding, of as many slots instead."""
+    """Sequences of these lengths. Without padding, the length is the number of slots."""
     return tuple(Lengths(n, n, slots, slots) if real else Lengths(slots, slots, slots, slots) for n in lengths)
 
 
-# the slots of one unit, which every layout can cut, and whether there may be padding -> the sequences
+# (slots of one unit that every layout can cut, whether padding is allowed) -> the sequences
 _LENGTHS: dict[str, Callable[[int, bool], tuple[Lengths, ...]]] = {
     "plain": lambda unit, real: _same(2 * unit),
     "no sequences": lambda unit, real: (),

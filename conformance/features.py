@@ -108,7 +108,7 @@ _LENGTHS = (
     *("cross", "different", "uneven", "padding", "tail"),
 )
 
-# axis -> its choices, and which of them a case has: one, several, or none (a group size of 16, say)
+# axis -> its choices, and those of a case: one, several, or none (a group size of 16)
 AXES: dict[str, tuple[tuple[str, ...], Callable[[Case], str | Iterable[str]]]] = {
     "schedule": (CP_COMM_TYPES, lambda c: c.problem.cp_comm_type),
     "format": (QKV_FORMATS, lambda c: c.problem.qkv_format),

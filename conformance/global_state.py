@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["changed", "kept", "state"]
 
-Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # getter, setter
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -74,7 +74,7 @@ def changed(before: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Whatever is changed inside is set back, so that one problem says nothing of the next."""
+    """Restore the settings changed inside, so that one problem does not affect the next."""
     before = state()
     try:
         yield

@@ -65,13 +65,13 @@ __all__ = [
 
 ENTRY_POINTS = "cp_attention.implementations"
 
-# this project's packages offer the levels merge and kernel through their adapters
+# This project's packages offer the levels merge and kernel through their adapters.
 _IN_FULL = {"cp_ref": "conformance.adapters.cp_ref", "cp_fast": "conformance.adapters.cp_fast:auto"}
 
 LEVEL_MEMBER: dict[Level, str] = {"helpers": "thd", "merge": "merge", "kernel": "tile", "schedule": "attention"}
 _SCHEDULE_MEMBERS = ("ContextParallel", "supports", "Unsupported", "shard", "make_plan", "unshard", "position_ids")
 
-# attention, merge and tile are looked at where they are called
+# The callers of attention, merge and tile check their results.
 _RETURNS: dict[str, type] = dict.fromkeys(("shard", "unshard", "position_ids"), torch.Tensor) | {"make_plan": object}
 _IN_WORDS = dict.fromkeys(_RETURNS, "a tensor") | {"make_plan": "a plan"}
 
@@ -117,7 +117,7 @@ def _number(group: Any, name: str) -> int:
 
 
 class Implementation:
-    """The implementation under test, with the members that it lacks filled in where that means something.
+    """The implementation under test. Members that it lacks are filled in if that makes sense.
 
     Any attribute is that of the module or object; a member that it does not offer raises `Missing` when it is called.
     """
@@ -125,7 +125,7 @@ class Implementation:
     def __init__(self, offered: Any, name: str = "") -> None:
         self.offered = offered
         self.name = name or getattr(offered, "__name__", type(offered).__name__)
-        self.probed: dict[str, Any] = {}  # by device, what `conformance.capabilities` found that it supports
+        self.probed: dict[str, Any] = {}  # By device: the capabilities found by `conformance.capabilities`.
 
     def offers(self, member: str) -> bool:
         """Whether the module or object has it. (A package may have a submodule called `merge`; that is no merge.)"""
@@ -145,17 +145,17 @@ class Implementation:
 
     @property
     def takes_areas(self) -> bool:
-        """Whether its `attention` says that it takes areas: it has a parameter of that name."""
+        """Whether its `attention` takes areas: it has a parameter of that name."""
         return "areas" in inspect.signature(self.attention).parameters
 
     @property
     def group_kind(self) -> str:
-        """ "member" or "process": what its `attention` takes for a group."""
+        """The group that its `attention` takes: "member" or "process"."""
         return getattr(self.offered, "group_kind", "member")
 
     @property
     def softmax_offset_grad(self) -> str:
-        """ "share" or "total": what its gradient of softmax_offset is."""
+        """Its gradient of softmax_offset: "share" or "total"."""
         return getattr(self.offered, "softmax_offset_grad", "share")
 
     @property
@@ -246,5 +246,5 @@ def context(impl: Any, problem: Problem, member: Any) -> Any:
     """One rank's ContextParallel for the problem; `member` is its place in the group."""
     split = getattr(member, "split", None) if problem.cp_comm_type == "a2a+p2p" else None
     group = member if split is None else split(problem.a2a_size)
-    named = {"layout": problem.layout} if isinstance(problem.layout, str) else {}  # a table belongs to a plan
+    named = {"layout": problem.layout} if isinstance(problem.layout, str) else {}  # A table belongs to a plan.
     return as_implementation(impl).ContextParallel(group, problem.cp_comm_type, **named)

@@ -55,7 +55,9 @@ def take_slice(
 
 
 def unsharded(problem: Problem, x: torch.Tensor, side: str, tail: int) -> torch.Tensor:
-    """The result of `unshard` for the slices of x: x, or for thd with a tail as many zeros as all slices have rows."""
+    """The result of `unshard` for the slices of x. It is x, except for thd with a tail: zeros fill x up to
+    the rows of all slices, or x ends before its tail.
+    """
     cut = _cut(problem, side, tail)
     if problem.qkv_format != "thd" or not tail:
         return x
@@ -74,7 +76,7 @@ def assemble(case: Case, parts: list[torch.Tensor], side: str, *, lse: bool = Fa
 
 
 def where(case: Case, side: str, batch: int | None, row: int) -> str:
-    """A row of the global tensor in words: its sequence, position and rank. `batch` is None in thd."""
+    """A row of the global tensor in words: its sequence, position and rank. For thd, `batch` has to be None."""
     p, tail = case.problem, case.tail_q if side == "q" else case.tail_kv
     cut, starts = _cut(p, side, tail), p.starts_q if side == "q" else p.starts_kv
     lined_up = row if cut.batch is None or batch is None else starts[batch] + row

@@ -49,7 +49,7 @@ class ProcessMember:
 
 
 _groups: dict[tuple[int, ...], Any] = {}
-_joined = 0  # how often this process has joined: every join has its own store
+_joined = 0  # Joins of this process so far: every join has its own store.
 
 
 def join(backend: str, store: str, rank: int, size: int) -> None:
@@ -64,7 +64,7 @@ def join(backend: str, store: str, rank: int, size: int) -> None:
         init_method=f"file://{store}.{_joined}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(hours=1),  # the driver is the watchdog
+        timeout=timedelta(hours=1),  # The driver is the watchdog.
     )
     wanted = []
     for cp_size in range(1, size + 1):
@@ -109,7 +109,7 @@ class ProcessRanks:
                 outcome = Outcome(None, error)
             finally:
                 self._inside = False
-        if os.getpid() != self._pid:  # the implementation forked; the copy must not answer for this rank
+        if os.getpid() != self._pid:  # The implementation forked: the copy must not answer for this rank.
             os._exit(0)
         error = describe_error(outcome.error) if outcome is not None and outcome.error is not None else ""
         self._connection.send(("outcome", error, None if outcome is None else _pack(outcome)))
@@ -125,7 +125,7 @@ def _pack(outcome: Outcome) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save((value, error), buffer)
-    except Exception:  # a plan with streams, for example; the receiver does not read it
+    except Exception:  # A plan with streams, for example; the receiver does not read it.
         buffer = io.BytesIO()
         torch.save((f"<{type(value).__name__}>", error), buffer)
     return buffer.getvalue()

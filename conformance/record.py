@@ -46,20 +46,18 @@ class Played:
 
     level: Level
     tier: str
-    text: str  # what --repro takes: "Case(...)", "error ID", "special ID", "known ID", "helper ...", ...
+    text: str  # The argument of --repro: "Case(...)", "error ID", "special ID", "known ID", "helper ...", ...
     verdict: Verdict
-    findings: tuple[str, ...] = ()  # sentences; for unsupported and missing the reason
+    findings: tuple[str, ...] = ()  # Sentences; for unsupported and missing, the reason.
     ratios: dict[str, float] = field(
         default_factory=dict
-    )  # of the budget tier: "out max", "dq mean", ...: error / bound
+    )  # Error / bound of the budget tier's "out max", "dq mean" and so on.
     seconds: float = 0.0
-    shrunk: bool = False  # the smallest failing problem that was found, and not one that was drawn
-    cases: tuple[
-        tuple[str, Verdict], ...
-    ] = ()  # of a problem whose text is a name: each "Case(...)" that it plays, and
-    # what became of it, so that the tables can count it
-    pairs: tuple[tuple[int, int], ...] | None = None  # who saw whom: (query row, key row) of the global packed
-    # buffers, padding and tails counted; None where no probe can say it
+    shrunk: bool = False  # The smallest failing problem found, and not one drawn.
+    cases: tuple[tuple[str, Verdict], ...] = ()  # For a text that is a name: each "Case(...)" played, and its verdict,
+    # so that the tables can count it.
+    pairs: tuple[tuple[int, int], ...] | None = None  # Who saw whom: (query row, key row) of the global packed
+    # buffers, padding and tails counted. None if no probe can tell.
 
     def __post_init__(self) -> None:
         """Messages of other libraries can be printed and written."""

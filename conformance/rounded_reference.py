@@ -110,7 +110,7 @@ class RoundedScope:
         self, dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, out = (x.to(self.q.dtype).transpose(0, 1) for x in (dout, out))
-        delta = (dout * out).sum(-1) - dlse  # [h, n], of the output as it was rounded
+        delta = (dout * out).sum(-1) - dlse  # [h, n], of the rounded output
         norm = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
         dq = torch.zeros_like(self.q)
         dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)

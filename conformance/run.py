@@ -18,7 +18,7 @@ from cp_ref.spec import Problem, divisor
 __all__ = ["Gathered", "UnsupportedCase", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
 
 
-LAYOUTS_OF_LENGTHS = ("dual_chunk", "contiguous")  # the others, tables among them, are known to a plan alone
+LAYOUTS_OF_LENGTHS = ("dual_chunk", "contiguous")  # Only a plan knows the others, such as tables.
 
 LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
 """When ranks that do not finish one call are given up, in seconds: on a GPU, libraries compile kernels on first use.
@@ -138,7 +138,7 @@ class _Inputs:
             self.offset = tensors.softmax_offset.detach().clone().requires_grad_("o" in case.wanted)
 
     def _embed(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """A copy of x as the inside of a larger buffer; every axis has NaN before and after, the last has stride 1."""
+        """A copy of x inside a larger buffer. Every axis has NaN before and after; the last has stride 1."""
         buffer = torch.full([n + 2 for n in x.shape], float("nan"), dtype=x.dtype, device=x.device)
         inside = buffer[tuple(slice(1, n + 1) for n in x.shape)]
         inside.copy_(x)
@@ -147,8 +147,8 @@ class _Inputs:
 
 
 def needs_plan(problem: Problem) -> bool:
-    """Whether tensors and masks do not say what a plan says: who has which rows, or where a sequence of bshd or sbhd
-    ends that has been lengthened to be cut.
+    """Whether a plan says more than tensors and masks: the rows of each rank, or the end of a bshd or sbhd sequence
+    that was lengthened for the cut.
     """
     parts, lengths = divisor(problem.layout, problem.cp_size), problem.lengths
     lengthened = any(n % parts for n in (*lengths.slots_q, *lengths.slots_kv))
@@ -181,7 +181,7 @@ def local_slice(
     cp: Any,
     rank: int,
 ) -> torch.Tensor:
-    """A rank's slice of q, k, v or dout, cut by the implementation's `shard`, or by the suite where there is none."""
+    """A rank's slice of q, k, v or dout, cut by the implementation's `shard` or, without one, by the suite."""
     p, whole = case.problem, getattr(tensors, name)
     side, tail = ("q", case.tail_q) if name in ("q", "dout") else ("kv", case.tail_kv)
     if not impl.offers("shard"):
@@ -253,7 +253,7 @@ def _collect(
             shape = list(model.shape)
             shape[token_axis] = slice_rows_of(case, side)
             part = values[name]
-            if part is None:  # autograd found no way from the loss to this input
+            if part is None:  # Autograd found no path from the loss to this input.
                 part = model.new_zeros(shape)
             if list(part.shape) != shape:
                 gathered.findings.append(f"{name} of rank {rank} has shape {list(part.shape)}, but should have {shape}")

@@ -27,10 +27,10 @@ from conformance.tiers.malformed import ERRORS, call_of
 __all__ = ["InProcess", "Offer", "Pairs", "Patience", "Runner", "Task", "pairs_of", "play_task", "task_of"]
 
 Pairs = tuple[tuple[int, int], ...]
-_MOST_HUNG = 2.5  # times the limit: three hangs, or dozens of problems in which one rank raised and the others wait
-_WHOLE: tuple[Verdict, ...] = ("unsupported", "missing")  # such a verdict on an entry holds for all its problems
+_MOST_HUNG = 2.5  # Times the limit: three hangs, or dozens of problems with one rank that raised while others wait.
+_WHOLE: tuple[Verdict, ...] = ("unsupported", "missing")  # Such a verdict on an entry holds for all its problems.
 
-# a tier that judges whichever of these are there; the others need `attention`
+# A tier that judges those of these members that exist; the other tiers need `attention`.
 _ANY_OF = {"plan": ("make_plan", "shard", "unshard", "position_ids")}
 
 
@@ -89,7 +89,7 @@ class Patience:
 
     def __init__(self, limit_s: float) -> None:
         self._most_s = _MOST_HUNG * limit_s
-        self._hung_s: dict[Level, float] = defaultdict(float)  # since the last problem that came to an end
+        self._hung_s: dict[Level, float] = defaultdict(float)  # Since the last problem that ended.
 
     def play(self, task: Task, play: Callable[[Task], Played]) -> Played:
         """`play(task)`; "missing" where the level is given up."""
@@ -140,12 +140,12 @@ class InProcess:
 
 def pairs_of(impl: Implementation, case: str, device: str, limit_s: float = float("inf")) -> Pairs | None:
     """The (query, key) pairs that carried weight in a small case; None where the runner cannot say."""
-    from conformance.report import observed_pairs  # which draws pages, and is not needed to play
+    from conformance.report import observed_pairs  # Play does not need it: it draws pages.
 
     try:
         with watching(limit_s):
             return observed_pairs(impl, Case.parse(case), device)
-    except Exception:  # a picture is an extra: what fails here has failed before, and been reported
+    except Exception:  # A picture is an extra: this failure has been reported before.
         return None
 
 
@@ -180,7 +180,7 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
             if table_entry(task.text) and str(error).startswith("there is no "):
                 raise
             verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
-        except (Exception, SystemExit) as error:  # the oracle refused what was drawn, or the suite itself is wrong
+        except (Exception, SystemExit) as error:  # The oracle refused the case, or the suite itself is wrong.
             verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
             if is_out_of_memory(error):
                 verdict, findings = "out of memory", [describe_error(error)]

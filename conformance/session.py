@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-_MOST_DRAWN = 5  # for an implementation that refuses most of what is drawn
+_MOST_DRAWN = 5  # for an implementation that refuses most problems
 _KEPT = ("cp_size", "sequences", "dtype", "heads_q", "heads_kv")
 _PLAIN: dict[str, dict[str, Any]] = {
     "case": {f.name: f.default for f in fields(Case) if f.name != "problem"},
@@ -122,9 +122,9 @@ def drawn_problems(
 ) -> TierResult:
     """Draw problems of one strategy and play them, until `profile.max_examples` were judged.
 
-    Other problems replace the refused ones, up to `_MOST_DRAWN` times as many. A failure is shrunk; then
-    drawing goes on without the problems that have all the features of the smallest one, until `profile.most_failures`
-    are found. A missing function is played once.
+    Other problems replace the refused ones, up to `_MOST_DRAWN` times `profile.max_examples` in all. A failure is
+    shrunk; then drawing goes on without the problems that have all the features of the smallest one, until
+    `profile.most_failures` are found. A missing function is played once.
     """
     result, began, explained = TierResult(tier_name), time.monotonic(), []
     for turn in count():
@@ -152,8 +152,8 @@ def drawn_problems(
 def _made_problems(
     runner: Runner, tier_name: str, made: Iterable[Case], profile: Profile, on_problem: OnProblem, judge: Judge
 ) -> TierResult:
-    """Play cases that were made, as many as a tier would draw at most; those with all features of the smallest of a
-    failure are left out from there on.
+    """Play given cases, at most the number that a tier would draw. After a failure, cases with all features of its
+    smallest problem are left out.
     """
     result, began, explained = TierResult(tier_name), time.monotonic(), []
     for case in islice(made, _MOST_DRAWN * profile.max_examples):

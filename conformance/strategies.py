@@ -24,12 +24,12 @@ from cp_ref.spec import Problem, Sequence, divisor
 __all__ = ["CP_SIZES", "cases", "problems", "tables"]
 
 CP_SIZES = (1, 2, 3, 4, 5, 6, 8)
-_HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2), (4, 1), (8, 4), (6, 3), (12, 2))  # (h_q, h_kv)
+_HEADS = ((1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2), (4, 1), (8, 4), (6, 3), (12, 2))  # (h_q, h_kv).
 _FEW_HEADS = ((1, 1), (2, 1), (2, 2))
-_FEW_ROWS = 250  # of queries and keys, in which areas are drawn
-_DIMS = ((8, 8), (8, 16), (16, 8), (24, 16), (5, 5), (1, 3))  # (d_qk, d_v): cheap, and all that most bugs need
-_REAL_DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (128, 192), (256, 256), (128, 64))  # those of models
-_ODD_DIMS = ((24, 24), (40, 40), (72, 72), (88, 56), (104, 104), (33, 17), (20, 12), (248, 8))  # those of nobody
+_FEW_ROWS = 250  # Areas are drawn for at most this many queries and keys.
+_DIMS = ((8, 8), (8, 16), (16, 8), (24, 16), (5, 5), (1, 3))  # (d_qk, d_v): cheap, and enough for most bugs.
+_REAL_DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (128, 192), (256, 256), (128, 64))  # Those of models.
+_ODD_DIMS = ((24, 24), (40, 40), (72, 72), (88, 56), (104, 104), (33, 17), (20, 12), (248, 8))  # Those of no model.
 
 
 @st.composite
@@ -42,7 +42,7 @@ def problems(
 ) -> Problem:
     """A problem with every feature inside `capabilities`; `dtypes` are further narrowed to what is supported."""
     has = capabilities.has
-    # the simplest choice is drawn most, and is what a failing case shrinks to: a group of 2 tells more than one of 1
+    # The simplest choice is drawn most, and a failing case shrinks to it: a group of 2 tells more than one of 1.
     cp_size = draw(st.sampled_from(sorted(cp_sizes, key=lambda n: (n == 1, n))))
     comm = draw(_choice(capabilities, "cp_comm_type"))
     layout = draw(_choice(capabilities, "layout"))
@@ -137,14 +137,14 @@ def _a2a_sizes(comm: str, cp_size: int) -> SearchStrategy[int]:
     if comm == "a2a":
         return st.just(cp_size)
     if comm == "a2a+p2p":
-        inner = [n for n in range(2, cp_size) if cp_size % n == 0]  # two levels that are both there
+        inner = [n for n in range(2, cp_size) if cp_size % n == 0]  # Two levels, both of several ranks.
         return st.sampled_from([*inner * 2, 1, cp_size])
     return st.just(1)
 
 
 @st.composite
 def _heads(draw: DrawFn, a2a_size: int, grouped: bool, choices: Seq[tuple[int, int]]) -> tuple[int, int]:
-    """(h_q, h_kv); with an a2a, h_q is a multiple of its size, and h_kv a multiple or a divisor."""
+    """(h_q, h_kv). With an a2a, h_q is a multiple of its size, and h_kv a multiple or a divisor."""
     heads_q, heads_kv = draw(st.sampled_from([h for h in choices if grouped or h[0] == h[1]]))
     if heads_kv % a2a_size and a2a_size % heads_kv:
         heads_kv = 1
@@ -154,7 +154,7 @@ def _heads(draw: DrawFn, a2a_size: int, grouped: bool, choices: Seq[tuple[int, i
 
 @st.composite
 def _dims(draw: DrawFn, capabilities: Capabilities, big: bool) -> tuple[int, int]:
-    """(d_qk, d_v): mostly small; those of models and odd ones where there are few tokens."""
+    """(d_qk, d_v): mostly small; those of models and odd ones with few tokens."""
     kind = "small" if big else draw(st.sampled_from(["small"] * 5 + ["real", "odd"]))
     choices = {"small": _DIMS[:3] if big else _DIMS, "real": _REAL_DIMS, "odd": _ODD_DIMS}[kind]
     return draw(st.sampled_from([dims for dims in choices if _has_dims(capabilities, *dims)] or [(8, 8)]))
@@ -172,11 +172,11 @@ def _chunk(sequences: tuple[Sequence, ...], cp_size: int) -> int:
 
 @st.composite
 def _windows(draw: DrawFn, capabilities: Capabilities, causal: bool, chunk: int) -> tuple[int, int]:
-    """(left, right): unbounded, nothing, one, at the border of a chunk, anything, more than there is."""
+    """(left, right): unbounded, 0, 1, at the border of a chunk, any size, beyond the sequence."""
     borders = [n for n in (chunk - 1, chunk, chunk + 1, 2 * chunk, 3 * chunk) if n >= 0]
     side = st.one_of(st.just(-1), st.sampled_from([0, 1, 200, *borders]), st.integers(0, 24))
     has = capabilities.has
-    if causal:  # the right side is 0, whatever is said
+    if causal:  # The right side is 0 for every argument.
         return (draw(side) if has("window", "left") else -1), draw(st.sampled_from([-1, 0, 5]))
     left = draw(side) if has("window", "left") else -1
     right = draw(side) if has("window", "both" if left >= 0 else "right") else -1

@@ -33,12 +33,12 @@ __all__ = [
 class GlobalTensors:
     """The global tensors that all ranks together compute on. `real_*` mark the real tokens: [b, s], [s, b] or [t]."""
 
-    q: torch.Tensor  # [b, s_q, h_q, d_qk], [s_q, b, h_q, d_qk] or [t_q, h_q, d_qk], in the problem's dtype
+    q: torch.Tensor  # [b, s_q, h_q, d_qk], [s_q, b, h_q, d_qk] or [t_q, h_q, d_qk], in the problem's dtype.
     k: torch.Tensor
     v: torch.Tensor
-    dout: torch.Tensor  # like q, with d_v
-    dlse: torch.Tensor  # [b, h_q, s_q] or [h_q, t_q]; float32, or float64 for float64 problems
-    softmax_offset: torch.Tensor | None  # [h_q], in dlse's dtype
+    dout: torch.Tensor  # Like q, with d_v.
+    dlse: torch.Tensor  # [b, h_q, s_q] or [h_q, t_q]; float32, or float64 for float64 problems.
+    softmax_offset: torch.Tensor | None  # [h_q], in dlse's dtype.
     real_q: torch.Tensor
     real_kv: torch.Tensor
 

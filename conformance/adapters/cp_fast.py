@@ -4,8 +4,8 @@
     python -m conformance --impl conformance.adapters.cp_fast:cpu
     python -m conformance --impl conformance.adapters.cp_fast:processes --cp-size 2,4       # over gloo, or NCCL
 
-`merge` goes through the kernels that are in use (CP_FAST_KERNELS or the first that can be had), `tile` through the
-backend's segments: one of them, cut to the rows and columns that see anything, as the program does it.
+`merge` calls the kernels in use: those of CP_FAST_KERNELS, or the first available. `tile` calls one segment of the
+backend, cut to the rows and columns that see anything, as in the program.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ for _device in ("cpu", "cuda") if pytorch.cuda.is_available() else ("cpu",):
 
 
 class OneBackend:
-    """`cp_fast` with one backend by name: what that lacks is unsupported, and nothing falls back. "auto" is the package
-    as it comes, which takes the first backend that has what a problem needs.
+    """`cp_fast` with one backend by name: features that the backend lacks are unsupported, without a fallback. The name
+    "auto" means the package's default: the first backend with all features of a problem.
     """
 
     batch_invariant = True

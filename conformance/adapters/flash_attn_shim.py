@@ -20,7 +20,7 @@ import torch
 
 __all__ = ["VERSION", "install"]
 
-VERSION = "2.8.3"  # whose private signatures these are
+VERSION = "2.8.3"  # the private signatures are those of this release
 
 
 def install() -> str:
@@ -178,7 +178,7 @@ def _cuda_backward(
 ) -> Any:  # fmt: skip
     if softcap:
         raise NotImplementedError("PyTorch's FlashAttention 2 has no softcap")
-    nothing = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of the random numbers of no dropout
+    nothing = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state, unused without dropout
     return torch.ops.aten._flash_attention_backward(
         dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, causal, nothing, nothing[:1], scale=scale,
         window_size_left=window[0], window_size_right=window[1],
@@ -206,7 +206,7 @@ def _scores(q: Any, k: Any, scale: float, causal: bool, window: tuple[int, int],
     return softcap * bent, 1 - bent**2, hidden
 
 
-@torch.autocast("cpu", enabled=False)  # which does not reach into a kernel
+@torch.autocast("cpu", enabled=False)  # autocast does not reach into a kernel
 def _tile(q: Any, k: Any, v: Any, scale: float, causal: bool, window: tuple[int, int], softcap: float) -> Any:
     scores, _, hidden = _scores(q, k, scale, causal, window, softcap)
     lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)

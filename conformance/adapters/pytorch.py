@@ -64,7 +64,7 @@ _SUPPORTED = SupportTable(
         ),
     ),
 )
-# "No available kernel", each of these
+# outside each of these, PyTorch raises "No available kernel"
 _FLASH = _SUPPORTED.having(dtype=("bfloat16", "float16"), dims=("equal",))
 _EFFICIENT = _SUPPORTED.having(heads=("equal",), head_dim=("multiple of 8",))
 _CUDNN = _SUPPORTED.having(dtype=("bfloat16", "float16"), head_dim=("multiple of 8",))
@@ -86,7 +86,7 @@ class PyTorch(Peer):
         try:
             return _Passes.apply(q, k, v, function, inside)
         except RuntimeError as error:
-            if "No available kernel" in str(error):  # its word for what the chosen kernel does not have
+            if "No available kernel" in str(error):  # PyTorch's text for features that the chosen kernel lacks
                 raise Unsupported(f"{self.supported.library}: {error}") from error
             raise
 
@@ -95,20 +95,20 @@ class PyTorch(Peer):
         mesh = _mesh(cp.group, device.type)
         _cp.set_rotate_method({"p2p": "alltoall", "all_gather": "allgather"}[cp.cp_comm_type])
         _cp._cp_options.enable_load_balance = cp.layout == "dual_chunk"
-        positions = torch.arange(local * number_of_ranks(cp.group), device=device)  # it wants something to shard
+        positions = torch.arange(local * number_of_ranks(cp.group), device=device)  # it needs a buffer to shard
         kernel = nullcontext() if self._kernel is None else sdpa_kernel(self._kernel)
         with kernel, _cp.context_parallel(mesh, buffers=[positions], buffer_seq_dims=[0]):
             yield
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    # by name and inside: `context_parallel` exchanges the function in its module
+    # looked up by name inside: `context_parallel` replaces the function in its module
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
 class _Passes(torch.autograd.Function):
-    """A function whose forward and whose backward pass run inside a context."""
+    """Run both the forward and the backward pass of a function inside a context."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, function: Any, inside: Any) -> Any:

@@ -18,7 +18,7 @@ __all__ = ["batch_lengths_kept", "flat_group_for_two_levels", "packed_qkv", "tra
 
 
 def packed_qkv(impl: Implementation, device: str = "cpu") -> list[str]:
-    """q, k and v are views of one tensor [b, s, 3, h, d]: results and gradients equal those of separate tensors."""
+    """Views of one tensor [b, s, 3, h, d] as q, k and v: results and gradients equal those of separate tensors."""
     found: list[str] = []
     for comm, a2a_size in (("p2p", 1), ("a2a", 2)):
         fields = {"cp_comm_type": comm, "a2a_size": a2a_size, "heads_kv": 4, "qkv_format": "bshd"}
@@ -38,7 +38,7 @@ def _check_packed_rank(call: Call) -> list[str]:
 
 
 def flat_group_for_two_levels(impl: Implementation, device: str = "cpu") -> list[str]:
-    """ "a2a+p2p" with one group and no sizes: a TypeError or ValueError, or all ranks take part; never a group of
+    """One group without sizes for "a2a+p2p": a TypeError or ValueError, or all ranks take part; never a group of
     one."""
 
     def one_rank(member: Any) -> int:

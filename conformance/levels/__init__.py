@@ -1,7 +1,7 @@
 """The levels below the whole attention: THD helpers, merging, one band tile.
 
 Each tier here plays one kind of problem, which has a text: Helper(...), Merge(...), Tile(...). The problems run in one
-process, and without a group except for `get_batch_on_this_cp_rank`. The definitions stand beside them.
+process, and without a group except for `get_batch_on_this_cp_rank`. The definitions are in this package too.
 
 helpers             every function of `thd`, well-formed calls
 helpers-malformed   calls that have no right answer: they must raise

@@ -47,8 +47,8 @@ _ACTIONS = ("add", "copy", "none")
 
 @dataclass
 class Built:
-    """A call: keyword arguments; the one that is changed in place, and which of its values may change; the one that
-    holds lengths and can be spoiled.
+    """A call: its keyword arguments; the argument changed in place, and the values of it that may change; the lengths
+    that can be spoiled.
     """
 
     arguments: dict[str, Any]
@@ -59,7 +59,7 @@ class Built:
 
 @dataclass(frozen=True)
 class HelperCall:
-    """A helper: how a call of it is made, whether it only moves data, and whether lengths of it can be spoiled."""
+    """A helper: how to build a call of it, whether it only moves data, and whether its lengths can be spoiled."""
 
     build: Callable[[Helper, str], Built]
     moves: bool = True
@@ -87,7 +87,7 @@ def _copy_valid(case: Helper, device: str) -> Built:
 
 
 def _token_shape(case: Helper, tokens: int) -> tuple[int, ...]:
-    """[t], [t, d], [t, h, d] or, where `packed` is not set, [2, t, h, d]."""
+    """[t], [t, d], [t, h, d] or, if `packed` is not set, [2, t, h, d]."""
     shape = (tokens, *case.dims)
     return (2, *shape) if len(case.dims) == 2 and not case.packed else shape
 
@@ -133,11 +133,11 @@ def _correct_out(case: Helper, device: str) -> Built:
     final = random_lse(shape, known, generator, wide_dtype(case), device)
     known = source.lse_values(dims[0], step_room, case.packed)
     step_lse = random_lse(step_shape, known, generator, wide_dtype(case), device)
-    # the final LSE is over all steps, so it is no less than any of them
+    # The final LSE is over all steps, so it is no less than the LSE of any step.
     final = torch.where(final.isnan(), final, final.nan_to_num(neginf=0.0) + 12.0)
     out_step = normal((source.tokens, *dims), generator, dtype_of(case.dtype), device)
     out_step = out_step.masked_fill(~source.rows()[:, None, None], torch.nan)
-    if case.packed:  # a step that saw nothing of a row may have left anything there
+    if case.packed:  # A step without keys for a row may leave any values there.
         out_step = out_step.masked_fill((step_lse.t() == -torch.inf)[..., None], torch.nan)
     rows = lengths.rows(halves)
     out = normal((lengths.tokens, *dims), generator, wide_dtype(case) if case.wide else dtype_of(case.dtype), device)
@@ -177,7 +177,7 @@ def _pad_sequences(case: Helper, device: str) -> Built:
     arguments = {"input_ids": ids, "labels": labels, "cu_seqlens": lengths.padded}
     factor = 2 * case.cp_size
     arguments |= {"divisibility_factor": factor, "padding_token_id": case.choices[0]}
-    if device != "cpu":  # where the sum of the lengths would have to be waited for
+    if device != "cpu":  # The host would have to wait for the sum of the lengths.
         arguments["padded_tokens"] = sum(-(-n // factor) * factor for n in lengths.slots) + lengths.tail
     return Built(arguments | {"padding_label_id": -100 + case.choices[1]}, lengths="cu_seqlens")
 

@@ -1,9 +1,9 @@
 """Level `helpers`: every THD helper against its definition by row numbers (`helper_definitions`), on buffers that show
 what a helper must not touch.
 
-A target that is changed in place lies inside a larger buffer, whose margins must stay; rows outside the sequences (the
-tail, a half that is not meant) keep their bits; what must not be read holds NaN. Helpers that move data have to give
-the same bits, helpers that compute have to be right to float32 (float64 for float64), with one rounding when they
+A target that is changed in place lies inside a larger buffer, and its margins must stay. Rows outside the sequences
+(the tail, the other half) keep their bits. Memory that must not be read holds NaN. Helpers that move data have to give
+the same bits. Helpers that compute have to be right to float32 (float64 for float64), with one rounding when they
 store.
 """
 
@@ -42,7 +42,7 @@ __all__ = [
 HELPER_NAMES = tuple(HELPERS)
 MAY_BE_MALFORMED = tuple(name for name, helper in HELPERS.items() if helper.lengths)
 _SPOILS = ("one too long", "decreasing", "beyond the buffer", "not from 0", "float", "2-d", "empty")
-_MARGIN = 3  # rows of a guard band
+_MARGIN = 3  # Rows of a guard band.
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Helper(LevelCase):
     slots: tuple[int, ...] = ()
     real: tuple[int, ...] = ()
     repeat: int = 1
-    tail: int = 0  # in units too
+    tail: int = 0  # In units too.
     cp_size: int = 1
     rank: int = 0
     index_dtype: str = "int32"
     dtype: str = "float32"
-    wide: bool = False  # accumulate into float32 what has another dtype
-    dims: tuple[int, ...] = ()  # of a row
-    packed: bool = True  # LSEs are [h, t], and not [b, h, s]
-    choices: tuple[int, ...] = (0, 0)  # which half, which action, which format: see the helper
-    spare: int = 0  # room beyond what is needed
+    wide: bool = False  # Accumulate into float32 from another dtype.
+    dims: tuple[int, ...] = ()  # Of a row.
+    packed: bool = True  # LSEs are [h, t], and not [b, h, s].
+    choices: tuple[int, ...] = (0, 0)  # The half, the actions or the format: see the helper.
+    spare: int = 0  # Room beyond what is needed.
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Malformed(Helper):
 @st.composite
 def _cases(draw: DrawFn, name: str) -> Helper:
     count = draw(st.integers(0, 6))
-    many = draw(st.sampled_from([False] * 15 + [True]))  # beyond 12,287 sequences, all of them tiny
+    many = draw(st.sampled_from([False] * 15 + [True]))  # More than 12,287 sequences, all tiny.
     cp_size = draw(st.sampled_from([1] if many else [1, 2, 3, 4, 8]))
     length = st.integers(0, 1) if many else st.one_of(st.integers(0, 4), st.just(17))
     dtypes = MOVED_DTYPES if HELPERS[name].moves else ("float32", "float64", "bfloat16", "float16")
@@ -259,7 +259,7 @@ def check_malformed(impl: Implementation, case: Malformed, device: str = "cpu") 
     kept = arguments[built.target].clone() if built.target else None
     why = broken_rule(case.name, arguments)
     if why is None:
-        return []  # the call has a right answer after all
+        return []  # The call has a right answer after all.
     try:
         getattr(impl.thd, case.name)(**arguments)
         end = context_error(device)

@@ -173,8 +173,8 @@ def _check_count(lse: torch.Tensor, exact: torch.Tensor) -> list[str]:
 
 
 def _rounded(case: Tile, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same in float32 inside, with delta from an output that was rounded: where few keys are seen, and gradients
-    are small differences, that error is larger than the baseline's.
+    """The same in float32 inside, with delta from a rounded output. With few visible keys, gradients are small
+    differences, and that error is larger than the baseline's.
     """
     q, k, v, dout = inputs.values()
     (heads_q, heads_kv), (d_qk, d_v), scale = case.heads, case.dims, case.options["scale"]

@@ -22,7 +22,7 @@ from conformance.levels.text import LevelCase
 
 __all__ = ["Merge", "check", "strategy"]
 
-_LARGEST = 5.0  # of the partial outputs
+_LARGEST = 5.0  # Of the partial outputs.
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Merge(LevelCase):
     rows: int = 1
     heads: int = 1
     dim: int = 1
-    dtype: str = "float32"  # of out
+    dtype: str = "float32"  # Of out.
     level: float = 0.0
     spread: float = 1.0
     blind: float = 0.0
@@ -89,10 +89,10 @@ def _judge(
     if found:
         return found
     eps = torch.finfo(wide).eps
-    size = abs(case.level) + 4 * case.spread + case.parts  # of the LSEs; their rounding is a relative error of weights
-    rounding = torch.finfo(out.dtype).eps / 2 * 1.01  # once, when the result is stored
+    size = abs(case.level) + 4 * case.spread + case.parts  # Of the LSEs: their rounding is a relative error of weights.
+    rounding = torch.finfo(out.dtype).eps / 2 * 1.01  # Once, when the result is stored.
     found += worst("lse", lse, exact_lse, 4 * eps * (1 + size))
-    # the weights of a part sum to 1, so errors are relative to the largest partial output
+    # The weights of a part sum to 1, so errors are relative to the largest partial output.
     bound = rounding * exact_out.abs() + 8 * eps * (1 + size) * _LARGEST
     return found + worst("out", out, exact_out, bound)
 

@@ -13,8 +13,8 @@ __all__ = ["exact_tile", "visible"]
 
 
 def visible(n: int, m: int, left: int | None, right: int | None) -> torch.Tensor:
-    """Which of n rows sees which of m columns, bool [n, m]: row i sees column j if i + (m - n) - left <= j and
-    j <= i + (m - n) + right; a side of None is unbounded.
+    """Whether each of n rows sees each of m columns, bool [n, m]. Row i sees column j if i + (m - n) - left <= j and
+    j <= i + (m - n) + right. A side of None is unbounded.
 
     >>> visible(2, 3, None, 0).int().tolist()
     [[1, 1, 0], [1, 1, 1]]

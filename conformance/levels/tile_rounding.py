@@ -35,7 +35,7 @@ def rounding(
 ) -> dict[str, torch.Tensor]:
     """One unit of rounding, in the dtype of q, of each value of `exact_tile`, which has the same arguments: float64.
 
-    A name that ends in _e is the unit of what is named before it; scores and weights are [h_q, n, m].
+    A name that ends in _e is the unit of the value named before it. Scores and weights are [h_q, n, m].
     """
     eps, tiny = torch.finfo(q.dtype).eps, torch.finfo(q.dtype).tiny
     n, m, heads_kv, group = len(q), len(k), k.shape[1], q.shape[1] // k.shape[1]
@@ -43,7 +43,7 @@ def rounding(
     keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
 
     def product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """a . b of each row of a and each row of b, [h, n, m], and its unit."""
+        """The product a . b of each row of a and each row of b, [h, n, m], and its unit."""
         exact, squares = (torch.einsum("nhd,mhd->hnm", x, y) for x, y in ((a, b), (a.square(), b.square())))
         return exact, eps * (exact.abs() + (a.shape[2] * squares).sqrt())
 

@@ -17,7 +17,7 @@ __all__ = ["COLUMNS", "GROUPS", "Cell", "Panel", "matrix"]
 
 COLUMNS: tuple[tuple[str, str], ...] = tuple((comm, fmt) for comm in CP_COMM_TYPES for fmt in QKV_FORMATS)
 
-GROUPS: dict[str, tuple[str, ...]] = {  # the page's groups of panels, and the axes in each
+GROUPS: dict[str, tuple[str, ...]] = {  # The page's groups of panels, and the axes in each.
     "window": ("window",),
     "lengths": ("lengths",),
     "heads": ("heads",),
@@ -28,12 +28,12 @@ GROUPS: dict[str, tuple[str, ...]] = {  # the page's groups of panels, and the a
     "ranks": ("layout", "cp_size", "a2a split"),
     "calls": ("strides", "plan", "deterministic"),
 }
-_PLAIN = {  # a feature that is off gets no panel
+_PLAIN = {  # A feature that is off gets no panel.
     *(("window", "none"), ("lengths", "plain"), ("heads", "MHA"), ("dims", "equal"), ("softmax", "vanilla")),
     *(("softcap", "off"), ("results", "out alone"), ("loss", "out"), ("gradients", "q, k, v"), ("strides", "plain")),
     *(("plan", "without"), ("deterministic", "no"), ("a2a split", "not split")),
 }
-_MOST_LINKS = 12  # failing problems that a cell names
+_MOST_LINKS = 12  # Failing problems that a cell names.
 
 
 @dataclass
@@ -41,8 +41,8 @@ class Cell:
     """The verdicts of the problems that have one schedule, format and mask, and maybe a feature."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    failing: list[int] = field(default_factory=list)  # numbers of failing problems, smallest first
-    impossible: str = ""  # why no problem can be here
+    failing: list[int] = field(default_factory=list)  # Numbers of failing problems, smallest first.
+    impossible: str = ""  # Why no problem can be here.
 
     @property
     def state(self) -> State:

@@ -55,8 +55,8 @@ __all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "case
 
 @dataclass(frozen=True)
 class Tier:
-    """A tier that runs on drawn cases, the dtypes that it is meant for, and those that it takes where an implementation
-    has none of these: there it sees less. With `made` the cases are these, and none are drawn.
+    """A tier of drawn cases, the dtypes that it is meant for, and the dtypes for implementations with none of these: in
+    those it sees less. With `made` the cases are these, and none are drawn.
     """
 
     name: str

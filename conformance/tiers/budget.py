@@ -1,5 +1,5 @@
-"""Tier `budget`: float32, bfloat16 and float16 against the oracle, in units of the error that plain PyTorch makes
-(or, where it is larger, a rounded reference that is float32 inside)."""
+"""Tier `budget`: float32, bfloat16 and float16 against the oracle. The unit is the error of plain PyTorch or, if
+larger, of a rounded reference that is float32 inside."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def check(impl: Implementation, entry_id: str, device: str = "cpu") -> list[str]
         ValueError: there is no such entry.
         UnsupportedCase: the malformed call is refused on every rank, for what the implementation does not have.
     """
-    if entry_id == "well-formed":  # the table means nothing if the calls that it changes are refused themselves
+    if entry_id == "well-formed":  # The table means nothing if its calls are refused unchanged.
         return _well_formed(impl, device)
     if entry_id.startswith("unsupported "):
         return _check_refusal(impl, entry_id.removeprefix("unsupported "), device)
@@ -79,7 +79,7 @@ def _check_everywhere(impl: Implementation, entry: ErrorCase, device: str) -> li
         outcomes = _run(impl, [entry.change(call_of(impl, entry.base, device)) for _ in range(2)])
     except Hang as hang:
         return [f"wrong on every rank: {hang}"]
-    if all(isinstance(o.error, impl.Unsupported) for o in outcomes):  # of what it does not have, it need not know more
+    if all(isinstance(o.error, impl.Unsupported) for o in outcomes):  # It need not know more of missing features.
         raise UnsupportedCase(str(outcomes[0].error))
     return [
         f"wrong on every rank: {finding}"
@@ -97,7 +97,7 @@ def _check_alone(impl: Implementation, entry: ErrorCase, device: str) -> list[st
     named = [
         entry.names if entry.one_rank_only else "",
         entry.names,
-    ]  # a rank that is right need not repeat what is wrong
+    ]  # A correct rank need not repeat the error.
     findings = [_judge(_who(n), o, names) for n, (o, names) in enumerate(zip(outcomes, named, strict=True))]
     return [f"wrong on rank 1 alone: {finding}" for finding in findings if finding]
 

@@ -60,7 +60,7 @@ def poisoned_memory() -> Iterator[None]:
     """`torch.empty` gives NaN (the largest value for integers) inside: PyTorch does so in deterministic mode."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that some operator is not deterministic, which is not the question here
+        warnings.simplefilter("ignore")  # nondeterministic operators are not the question here
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield

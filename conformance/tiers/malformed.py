@@ -28,7 +28,7 @@ class Call:
     arguments: dict[str, Any]
     context: dict[str, Any] = field(default_factory=dict)
     what: str = "attention"
-    plan_of: int = 0  # make a plan first, with the good call's arguments, in a group of this size
+    plan_of: int = 0  # Make a plan first, with the good call's arguments, in a group of this size.
     plan_context: dict[str, Any] = field(default_factory=dict)
     plan_dtype: torch.dtype = torch.float32
 
@@ -58,7 +58,7 @@ class Call:
         return replace(self, context=self.context | context)
 
     def planned(self, size: int, **context: Any) -> Call:
-        """The bshd call with nothing but tensors and a plan, made in a group of `size` with this ContextParallel."""
+        """The bshd call with tensors and a plan alone. The plan is of a group of `size` with this ContextParallel."""
         tensors = {name: x for name, x in self.arguments.items() if name in ("q", "k", "v")}
         dtype = tensors["q"].dtype
         return replace(self, arguments=tensors, plan_of=size, plan_context=context, plan_dtype=dtype)
@@ -115,9 +115,9 @@ class ErrorCase:
     base: str
     names: str
     change: Callable[[Call], Call]
-    alone: bool = True  # also change it on one rank alone
-    one_rank_only: bool = False  # well-formed by itself, but another problem than the other ranks'
-    layout: str = ""  # the only one in which it is malformed
+    alone: bool = True  # Also change it on one rank alone.
+    one_rank_only: bool = False  # Well-formed by itself, but another problem than the other ranks'.
+    layout: str = ""  # The only layout in which it is malformed.
 
 
 def _lengths(name: str, *values: int, names: str = "", **more: torch.Tensor) -> ErrorCase:
@@ -132,7 +132,7 @@ def _tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor], names: st
     return ErrorCase(base, names, lambda call: call.having(**{name: change(call.arguments[name])}))
 
 
-def _context(name: str, value: Any) -> ErrorCase:  # a constructor is no collective: the other ranks cannot know
+def _context(name: str, value: Any) -> ErrorCase:  # A constructor is no collective: the other ranks cannot know.
     return ErrorCase("bshd", rf"\b{name}\b", lambda call: call.using(**{name: value}), alone=False)
 
 
@@ -243,7 +243,7 @@ ERRORS: dict[str, ErrorCase] = {
     "plan-of-another-group-size": ErrorCase(
         "bshd",
         r"cp_size|size|group|rank",
-        # as long as what rank 0 of the larger group would have, so that the shapes alone do not show it
+        # The length of rank 0's slice in the larger group, so that the shapes alone do not show it.
         lambda call: call.planned(4).having(**{name: call.arguments[name][:, :2] for name in ("q", "k", "v")}),
         alone=False,
     ),
@@ -258,7 +258,7 @@ ERRORS: dict[str, ErrorCase] = {
     "shard-format": _function("shard", "qkv_format", x=torch.zeros(2, 8), qkv_format="hsbd"),
     "unshard-without-lengths": _function("unshard", "cu_seqlens_padded", x=torch.zeros(6), qkv_format="thd"),
     "positions-without-length": _function("position_ids", "seqlen"),
-    # well-formed, but not the other ranks' problem
+    # Well-formed, but not the other ranks' problem.
     "ranks-differ-in-softcap": _different("softcap", 2.0),
     "ranks-differ-in-window": _different("window_size", (2, 0), names="window"),
     "ranks-differ-in-mask": _different("attn_mask_type", "no_mask", names="mask"),

@@ -56,7 +56,7 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
         for other, other_tensors, expect in relation(case, tensors):
             try:
                 played = play(impl, other, other_tensors)
-            except UnsupportedCase as refusal:  # the others may still say something
+            except UnsupportedCase as refusal:  # the others may still find something
                 refused = refusal
                 continue
             judged += 1
@@ -72,7 +72,7 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     return found
 
 
-# the base's results and the other problem's -> what has to be equal, and whether to the last bit (None: if promised)
+# (results of the base, of the other problem) -> the pair to be equal, and whether bit by bit (None: if promised)
 Expectation = Callable[[Tensors, Tensors], tuple[Tensors, Tensors, bool | None]]
 Related = Iterator[tuple[Case, GlobalTensors, Expectation]]
 
@@ -83,7 +83,7 @@ def _alone(case: Case, tensors: GlobalTensors) -> Related:
 
 
 def _scaled(case: Case, tensors: GlobalTensors) -> Related:
-    if case.problem.dtype == "float16":  # its range is too small to be sure
+    if case.problem.dtype == "float16":  # the range of float16 is too small
         return
     factors = {"out": 2.0, "lse": 1.0, "max_logit": 1.0, "dv": 1.0}
     if case.loss == "out":
@@ -104,7 +104,7 @@ def _up_to_underflow(want: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
 
 
 def _regrouped(order: Callable[[int], Sequence[int]], extra: int = 0) -> Callable[[Case, GlobalTensors], Related]:
-    """Other sequences of the batch, by number, in the order given; then `extra` sequences of nothing but padding."""
+    """Other sequences of the batch, by number, in the order given; then `extra` sequences of padding alone."""
 
     def relation(case: Case, tensors: GlobalTensors) -> Related:
         count = len(case.problem.sequences)
@@ -151,7 +151,7 @@ def _cut_by_itself(problem: Problem) -> bool:
 
 
 def _with_sequences(problem: Problem, chosen: Sequence[int], extra: int) -> Problem | None:
-    """None where the layout cannot cut these, and where areas, whose rows are those of the whole buffer, would move."""
+    """None if the layout cannot cut these, or if areas would move: their rows are those of the whole buffer."""
     if problem.areas is not None:
         return None
     sequences = [problem.sequences[n] for n in chosen]
@@ -182,7 +182,7 @@ def _part(case: Case, name: str, x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _take(case: Case, tensors: GlobalTensors, chosen: Sequence[int], other: Case) -> GlobalTensors:
-    """The tensors of the other case: the chosen sequences' own, NaN for what is new, the tail as it was."""
+    """The tensors of the other case: those of the chosen sequences, NaN in new rows, the tail unchanged."""
     p, made = case.problem, {}
     axis = 0 if p.qkv_format != "sbhd" else 1
     for name in ("q", "k", "v", "dout", "dlse"):

@@ -1,5 +1,5 @@
-"""Tiers `special` and `known`: tables of named entries, which the other tiers play. The edges of what attention means,
-each under every schedule; and bugs that were reported of other systems, each under the schedules that had it.
+"""Tiers `special` and `known`: tables of named entries, which the other tiers play. `special`: edge cases
+of attention, each under every schedule. `known`: bugs reported of other systems, each under the schedules that had it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NamedEntries:
     entries: Callable[[], dict[str, TableEntry]]
 
     def ids(self, capabilities: Capabilities) -> list[str]:
-        """The ids that `check` takes: entries that the device is quick enough for; what is not supported says so."""
+        """The ids that `check` takes: entries quick enough for the device. An unsupported entry says so itself."""
         on_gpu = capabilities.device.startswith("cuda")
         return [name for name, entry in self.entries().items() if on_gpu or not entry.gpu]
 

@@ -26,7 +26,7 @@ from conformance.visibility import seen
 
 __all__ = ["check", "digits", "visible_pairs"]
 
-_BLOCK = 4096  # queries
+_BLOCK = 4096  # Queries.
 
 
 def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
@@ -37,14 +37,14 @@ def check(impl: Implementation, case: Case, device: str = "cpu") -> list[str]:
     """
     case = replace(case, return_lse=True, return_max_logit=False, loss="out", grads="v", magnitude=1.0)
     plain = build(case, device)
-    visible = visible_pairs(case).to(device)  # [rows of q, rows of kv], bool
-    blocks = visible.split(_BLOCK)  # of which each may be as wide as float64
+    visible = visible_pairs(case).to(device)  # [rows of q, rows of kv], bool.
+    blocks = visible.split(_BLOCK)  # Each may be as wide as float64.
     sink = 0.0 if case.problem.softmax_type == "vanilla" else 1.0
     count = visible.sum(1).double()
     tensors = _counting(case, plain, count + sink)
     try:
         played = play(impl, case, tensors)
-    except UnsupportedCase:  # perhaps for want of an lse: then n * out has to show it
+    except UnsupportedCase:  # Perhaps it lacks an lse: then n * out has to show it.
         played = play(impl, replace(case, return_lse=False), tensors)
     if played.findings:
         return played.findings
@@ -83,7 +83,7 @@ def digits(rows: int, dims: int) -> torch.Tensor:
     while base**dims <= rows:
         base += 1
     numbers = torch.arange(1, rows + 1)
-    powers = [min(base**n, rows + 1) for n in range(dims)]  # beyond the number's length all digits are 0
+    powers = [min(base**n, rows + 1) for n in range(dims)]  # Beyond the number's length all digits are 0.
     return torch.stack([numbers // power % base for power in powers], dim=1).double()
 
 
@@ -91,12 +91,12 @@ def _counting(case: Case, plain: GlobalTensors, denominators: torch.Tensor) -> G
     """The case's tensors with q = 0, v and dout as described above, the sink's logit 0; NaN in padding as before."""
     p = case.problem
     v = digits(p.starts_kv[-1] + case.tail_kv, p.d_v)[:, None].repeat(1, p.heads_kv, 1)
-    v *= torch.arange(1, p.heads_kv + 1)[None, :, None]  # the wrong kv head is seen too
+    v *= torch.arange(1, p.heads_kv + 1)[None, :, None]  # A wrong kv head is seen too.
     dout = digits(p.starts_q[-1] + case.tail_q, p.d_v)[:, None].repeat(1, p.heads_q, 1)
     dout = dout.to(denominators.device) * denominators[:, None, None]
     return replace(
         plain,
-        q=plain.q * 0.0,  # NaN stays
+        q=plain.q * 0.0,  # NaN stays.
         v=_like(case, v.to(plain.v.device), plain.v),
         dout=_like(case, dout, plain.dout),
         softmax_offset=None if plain.softmax_offset is None else torch.zeros_like(plain.softmax_offset),
