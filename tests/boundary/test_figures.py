@@ -160,3 +160,12 @@ def test_what_each_compiler_pass_is_worth() -> None:
             cells.append(f"{time:.3f}, {memory:.2f}")
         title = "all of them" if name == "all" else f"`{name}`"
         assert f"| {title} | {' | '.join(cells)} |" in PAGE
+
+
+def test_what_offload_costs() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "long_context_2x_h200.json").read_text())["runs"]
+    offloaded, kept = runs[:2]
+    page = " ".join((ROOT / "docs" / "long_context.md").read_text().split())
+    assert offloaded["losses"] == kept["losses"]
+    fewer = f"{100 - 100 * offloaded['tokens_per_s'] / kept['tokens_per_s']:.1f} %"
+    assert f"{offloaded['peak_gib']} GiB a GPU instead of {kept['peak_gib']}, at {fewer} fewer tokens" in page
