@@ -257,6 +257,7 @@ def megatron_step(cp: Any) -> Any:
         loss = (layer(batch["x"], attention_mask=None)[0] - batch["y"]).square().sum() / whole
         loss.backward()
         for weight in layer.parameters():
+            assert weight.grad is not None
             dist.all_reduce(weight.grad)
         dist.all_reduce(loss := loss.detach())
         return loss

@@ -228,6 +228,7 @@ def with_losses(cp: Any, cut_early: bool = False) -> Any:
         losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         (losses.sum() / 30).backward()
         for weight in model.parameters():
+            assert weight.grad is not None
             torch.distributed.all_reduce(weight.grad)
         torch.distributed.all_reduce(loss := losses.detach().sum())
         if cut_early:
