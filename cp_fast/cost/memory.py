@@ -8,6 +8,7 @@ dv. Not counted: the lanes of peers' memory, tables, and the allocator's roundin
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from cp_fast.compile.index_tables import Tables
@@ -127,7 +128,7 @@ class _Memory:
             else:
                 self.hold(target, self._full(target, wide=part_is_wide))
             self.wide |= {target} if part_is_wide else set()
-        elif target not in self.wide and not (self._is_last(one) and spec.dtype == "input"):
+        elif target not in self.wide and not (self._last[target] is one and spec.dtype == "input"):
             self.wide.add(target)
             old = self.memory.pop(target)
             new = len(self.bytes)
@@ -137,9 +138,10 @@ class _Memory:
             if not self.users[old]:
                 self.now -= self.bytes[old]
 
-    def _is_last(self, one: Accumulate[Any]) -> bool:
-        some = [other for other in self.plan.of(Accumulate) if other.source.buffer != OWN["sink"]]
-        return [other for other in some if other.target.buffer == one.target.buffer][-1] is one
+    @cached_property
+    def _last(self) -> dict[int, Accumulate[Any]]:
+        """The last accumulation into each sum, sinks aside."""
+        return {one.target.buffer: one for one in self.plan.of(Accumulate) if one.source.buffer != OWN["sink"]}
 
     def _covers(self, view: View[Any]) -> bool:
         spec = self.plan.buffers[view.buffer]
