@@ -1,34 +1,29 @@
-"""The failing problems of a run, smallest first, each once whatever tiers saw it."""
+"""The failing problems of a run, smallest first, and the reasons of the refused ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from conformance.case import Case
 from conformance.commands import replay_command
 from conformance.coverage import played_cases
-from conformance.features import choices_of
 from conformance.record import FAILING, Played, RunRecord
 from conformance.report.masks import Difference, visibility_difference
-from conformance.report.states import State, state_of
 
 __all__ = ["Failure", "Refusal", "failures", "refusals"]
-
-# how the page writes a feature, and which features it does not mention
-_BY_NAME = ("schedule", "format", "mask", "layout", "dtype", "lengths", "heads", "dims")
-_BY_AXIS = {
-    **dict.fromkeys(("window", "softmax", "strides", "loss", "gradients"), True),
-    **dict.fromkeys(("softcap", "plan", "deterministic"), False),
-}
-_PLAIN = ("none", "vanilla", "plain", "out", "q, k, v", "off", "without", "no")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One failing problem: `number` counts from 1 in the page, `played` is every play of it that failed.
+    """One failing problem.
 
-    `case` is the problem, or of an entry of a table the first that failed; None for what is about none.
+    Attributes:
+        number: its place on the page, from 1.
+        case: the problem, or the first that failed of an entry of a table; None if there is no case.
+        played: every failed play of it, one for each tier.
+        commands: the commands that replay it.
     """
 
     number: int
@@ -42,37 +37,19 @@ class Failure:
         return self.played[0].text
 
     @property
-    def state(self) -> State:
-        """The worst that happened."""
-        return state_of({p.verdict: 1 for p in self.played})
-
-    @property
     def shrunk(self) -> bool:
         """Whether it is the smallest that was found."""
         return any(p.shrunk for p in self.played)
 
     @property
     def size(self) -> str:
-        """In words: how large the problem is."""
+        """The number of tokens and ranks, in words."""
         if self.case is None:
             return ""
         p = self.case.problem
         queries, keys = sum(s.len_q for s in p.sequences), sum(s.len_kv for s in p.sequences)
         tokens = f"{queries:,}" if queries == keys else f"{queries:,} x {keys:,}"
         return f"{tokens} token{'' if tokens == '1' else 's'}, {p.cp_size} rank{'' if p.cp_size == 1 else 's'}"
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The features of the problem, in a few words."""
-        if self.case is None:
-            return ()
-        words = []
-        for axis, name in choices_of(self.case):
-            if axis in _BY_NAME and name not in ("plain", "equal", "MHA", "odd of 8"):
-                words.append(name)
-            elif axis in _BY_AXIS and name not in _PLAIN:
-                words.append(f"{axis} {name}" if _BY_AXIS[axis] else axis)
-        return tuple(words)
 
     @cached_property
     def difference(self) -> Difference | None:
@@ -83,33 +60,31 @@ class Failure:
 
 
 def failures(record: RunRecord) -> tuple[Failure, ...]:
-    """Every failing problem: those that were shrunk first, then by tokens and ranks; named entries last."""
+    """Every failing problem once: the shrunk ones first, then by tokens and ranks; named entries last."""
     found: dict[str, dict[str, Played]] = {}
     for played in record.played:
         if played.verdict in FAILING:  # the smallest problem was also drawn; the later findings are more complete
             found.setdefault(played.text, {})[played.tier] = played
-    groups = {text: list(by_tier.values()) for text, by_tier in found.items()}
+    groups = {text: tuple(by_tier.values()) for text, by_tier in found.items()}
     cases = {text: _failing_case(group) for text, group in groups.items()}
 
     def place(text: str) -> tuple[object, ...]:
         named = not text.startswith("Case(")
         return not any(p.shrunk for p in groups[text]), named, _size(cases[text]), len(text), text
 
-    order = sorted(groups, key=place)
     return tuple(
-        Failure(n, cases[text], tuple(groups[text]), _commands(record, groups[text])) for n, text in enumerate(order, 1)
+        Failure(n, cases[text], groups[text], _commands(record, groups[text]))
+        for n, text in enumerate(sorted(groups, key=place), 1)
     )
 
 
-def _commands(record: RunRecord, group: list[Played]) -> tuple[str, ...]:
-    """The replay commands; none for the complaint about known failures that pass, which is no problem."""
-    return tuple(
-        dict.fromkeys(replay_command(record.meta, played) for played in group if played.tier != "known failures")
-    )
+def _commands(record: RunRecord, group: Sequence[Played]) -> tuple[str, ...]:
+    """The replay commands; none for a known failure that passes, which is no problem."""
+    commands = (replay_command(record.meta, played) for played in group if played.tier != "known failures")
+    return tuple(dict.fromkeys(commands))
 
 
-def _failing_case(group: list[Played]) -> Case | None:
-    """The problem; of an entry of a table the first that failed."""
+def _failing_case(group: Sequence[Played]) -> Case | None:
     return next((case for played in group for case, verdict in played_cases(played) if verdict in FAILING), None)
 
 

@@ -11,6 +11,7 @@ from conformance.visibility import seen
 __all__ = ["MOST", "Difference", "Pair", "visibility_difference", "visible"]
 
 MOST = 64  # tokens on either side of a picture
+SEEN, HIDDEN, EXTRA, MISSING = "#.+-"  # the characters of a picture
 
 Pair = tuple[int, int]
 """(query row, key row) of the global packed buffers: sequence after sequence with their padding, then the tail. In bshd
@@ -36,9 +37,29 @@ class Difference:
     wrong: tuple[int, int] | None
 
     @property
-    def got(self) -> frozenset[Pair]:
-        """The observed pairs of this part."""
-        return (self.expected - self.missing) | self.extra
+    def sentence(self) -> str:
+        """The difference in words."""
+        if self.wrong is None:
+            return f"The observed pairs are not known; {SEEN} should be seen, {HIDDEN} should be hidden."
+        missing, extra = self.wrong
+        if not missing and not extra:
+            return f"Every query saw the keys that it should see ({SEEN}): the error is not in the mask."
+        parts = [f"{extra:,} {_pairs(extra)} seen that should be hidden ({EXTRA})"] if extra else []
+        parts += [f"{missing:,} {_pairs(missing)} not seen that should be visible ({MISSING})"] if missing else []
+        return f"{', '.join(parts)}; {SEEN} is seen, {HIDDEN} is hidden, as they should be."
+
+    @property
+    def picture(self) -> str:
+        """One line for each query, one character for each key.
+
+        >>> from cp_ref.spec import Problem, Sequence
+        >>> print(visibility_difference(Case(Problem(2, (Sequence(2, 2, 2, 2),))), [(0, 0), (0, 1), (1, 1)]).picture)
+        #+
+        -#
+        """
+        marks = dict.fromkeys(self.expected, SEEN) | dict.fromkeys(self.extra, EXTRA)
+        marks |= dict.fromkeys(self.missing, MISSING)
+        return "\n".join("".join(marks.get((q, k), HIDDEN) for k in self.columns) for q in self.rows)
 
     @property
     def whole(self) -> bool:
@@ -84,6 +105,10 @@ def visibility_difference(case: Case, got_pairs: Iterable[Pair] | None) -> Diffe
 
     wrong = None if got_pairs is None else (len(missing), len(extra))
     return Difference(case, rows, columns, inside(expected), inside(missing), inside(extra), wrong)
+
+
+def _pairs(count: int) -> str:
+    return "pair is" if count == 1 else "pairs are"
 
 
 def _sizes(case: Case) -> tuple[int, int]:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from base64 import b64encode
 from collections import Counter
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from conformance.coverage import Coverage, coverage
-from conformance.features import CHOICES
 from conformance.record import FAILING, LEVELS, VERDICTS, Played, RunRecord
 from conformance.report.failures import Failure, Refusal, failures, refusals
-from conformance.report.matrix import COLUMNS, GROUPS, Panel, matrix
-from conformance.report.pictures import LEVELS as SHADES
-from conformance.report.pictures import coverage_picture, histogram, mask_picture, masks_differ
-from conformance.report.ratios import Ratios, ratios
-from conformance.report.states import STATES, counted
+from conformance.report.matrix import COLUMNS, SYMBOLS, Panel, counted, matrix, worst
+from conformance.report.ratios import Ratios, histograms, ratios
 
 __all__ = ["Summary", "html", "summary"]
-
-_IN_FULL, _IN_BRIEF, _REASONS = 24, 300, 150  # of the failing problems, and of the reasons, on the page
 
 
 @dataclass(frozen=True)
@@ -38,14 +27,14 @@ class Summary:
     coverage: Coverage
 
     @property
-    def counts(self) -> Counter[str]:
-        """Over all levels and tiers."""
-        return Counter(p.verdict for p in self.drawn)
-
-    @property
     def drawn(self) -> tuple[Played, ...]:
         """The problems that count: all played problems without those found by shrinking."""
         return tuple(p for p in self.record.played if not p.shrunk) or self.record.played
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Over all levels and tiers."""
+        return Counter(p.verdict for p in self.drawn)
 
     @property
     def failed(self) -> int:
@@ -97,7 +86,9 @@ def summary(record: RunRecord) -> Summary:
 
 
 def html(found: Summary) -> str:
-    """The page: one text with its style and script inside, which asks nobody for anything."""
+    """The page: one text without scripts, which loads nothing. Raises ModuleNotFoundError without Jinja."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
         loader=PackageLoader("conformance.report"),
         autoescape=True,
@@ -105,51 +96,11 @@ def html(found: Summary) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"counted": counted, "number": "{:,}".format, "ratio": _ratio}
-    loader = environment.loader
-    assert loader is not None
-    style, script = (loader.get_source(environment, name)[0] for name in ("style.css", "script.js"))
-    shown = [panel for panel in found.panels[1:] if panel.cells]
+    environment.filters |= {"counted": counted, "worst": worst, "number": "{:,}".format, "ratio": "{:.3g}".format}
     return environment.get_template("report.html").render(
         found=found,
         meta={"impl": "", "command": "", "notes": ()} | found.record.meta,
-        groups={
-            name: panels for name, axes in GROUPS.items() if (panels := [p for p in shown if p.choice.axis in axes])
-        },
-        absent=[str(panel.choice) for panel in found.panels[1:] if not panel.cells],
         columns=COLUMNS,
-        states=STATES,
-        in_full=found.failures[:_IN_FULL],
-        in_brief=found.failures[_IN_FULL : _IN_FULL + _IN_BRIEF],
-        beyond=max(0, len(found.failures) - _IN_FULL - _IN_BRIEF),
-        reasons=found.refusals[:_REASONS],
-        more_reasons=max(0, len(found.refusals) - _REASONS),
-        shades=SHADES,
-        style=style,
-        script=script,
-        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
-        pair_counts=_pair_counts(found.coverage),
-        pictures={
-            "mask": mask_picture,
-            "differ": masks_differ,
-            "histogram": histogram,
-            "pairs": coverage_picture(found.coverage),
-        },
+        symbols=SYMBOLS,
+        histograms=histograms(found.ratios),
     )
-
-
-def _ratio(value: float) -> str:
-    """Three digits; NaN and infinity in words."""
-    if value != value:
-        return "NaN"
-    return "\u221e" if value == float("inf") else f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
-
-
-def _pair_counts(coverage: Coverage) -> str:
-    """The triangle of counts, for the line under the picture: a count, or a letter for refused, never, impossible."""
-    letters = {"refused": "r", "never": "n", "impossible": "i"}
-    rows = []
-    for i, a in enumerate(CHOICES):
-        states = [(b, coverage.state(a, b) if a.axis != b.axis else "impossible") for b in CHOICES[:i]]
-        rows.append([coverage.count(a, b) if s == "played" else letters[s] for b, s in states])
-    return json.dumps({"names": [str(c) for c in CHOICES], "counts": rows}, separators=(",", ":"))

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite
+from io import StringIO
+from math import isfinite
 from typing import Any
 
 from conformance.record import Played, RunRecord
 
-__all__ = ["BINS", "MOST", "Ratios", "ratios"]
+__all__ = ["Ratios", "histograms", "ratios"]
 
-MOST, BINS = 1.5, 30  # the histogram ends at 1.5 bounds; what is beyond is in its last bin
 _ORDER = ("out", "lse", "dq", "dk", "dv", "d_offset", "max_logit")
+_MOST = 1.5  # bounds; larger ratios, and NaN, are in the last bin of the histogram
 
 
 @dataclass(frozen=True)
 class Ratios:
-    """One result's ratios of one measure, sorted; `worst` is the problem of the last. Ratios that are no number come
-    last.
-    """
+    """One result's ratios of one measure, such as "dq max", sorted with NaN last; `worst` is the last one's problem."""
 
     name: str
     values: tuple[float, ...]
     worst: Played
-
-    @property
-    def result(self) -> str:
-        """Such as "dq"."""
-        return self.name.rpartition(" ")[0] or self.name
-
-    @property
-    def measure(self) -> str:
-        """ "max" or "mean"."""
-        return self.name.rpartition(" ")[2]
 
     @property
     def beyond(self) -> int:
@@ -43,14 +32,6 @@ class Ratios:
     def quantile(self, share: float) -> float:
         """The ratio that this share of the problems does not exceed."""
         return self.values[min(len(self.values) - 1, int(share * len(self.values)))]
-
-    @property
-    def histogram(self) -> Sequence[int]:
-        """How many are in each of `BINS` equal bins (a, b] of [0, MOST]; larger ones, and NaN, in the last."""
-        bins = [0] * BINS
-        for value in self.values:
-            bins[min(BINS - 1, max(0, ceil(value / MOST * BINS) - 1)) if isfinite(value) else BINS - 1] += 1
-        return bins
 
     def to_json(self) -> dict[str, Any]:
         """The numbers that the page shows."""
@@ -82,3 +63,24 @@ def _ratios(record: RunRecord, name: str, found: list[tuple[float, int]]) -> Rat
 def _place(name: str) -> tuple[int, str]:
     result = name.rpartition(" ")[0]
     return (_ORDER.index(result) if result in _ORDER else len(_ORDER)), name
+
+
+def histograms(found: Sequence[Ratios]) -> str:
+    """All ratios from 0 to 1.5 bounds as one SVG; empty without matplotlib, or without ratios."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        return ""
+    if not found:
+        return ""
+    rows, file = -(-len(found) // 4), StringIO()
+    with rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):  # the same bytes every time
+        figure = Figure((12, 1.8 * rows), layout="constrained")
+        for ratio, axes in zip(found, figure.subplots(rows, 4, squeeze=False).flat, strict=False):
+            values = [min(v, _MOST) if isfinite(v) else _MOST for v in ratio.values]
+            axes.hist(values, bins=30, range=(0, _MOST))
+            axes.axvline(1.0, color="red")
+            axes.set_title(ratio.name, fontsize=9, parse_math=False)
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue().partition("<svg")[1] + file.getvalue().partition("<svg")[2]
