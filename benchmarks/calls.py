@@ -27,10 +27,10 @@ import typer
 from planning import load, processor
 
 import cp_fast
-from cp_fast.unplanned import Call, on_host, plan_of_call
+from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
 from cp_ref import SimGroup
-from cp_ref.common.attention import problem_arguments
-from cp_ref.sim import SimMember
+from cp_ref.common.attention_call import problem_arguments
+from cp_ref.simulator.sim_group import SimMember
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ or a process for each GPU over NCCL.
 Every problem is played forward and backward in two tiers: `probes` (who sees which key, exactly) and `budget` (errors
 in units of plain PyTorch's). What is drawn, at cp 2, 3, 4 and 8 in bfloat16 and float16:
 
-    anything   `conformance.strategies`
+    anything   `conformance.draw.strategies`
     layouts    these without areas, with more self-attention; of it half has a table of the user's for a layout,
                where one can be
     areas      `tests.masks.problems`, every layout, of up to some 700 rows
@@ -45,11 +45,11 @@ from hypothesis import strategies as st
 
 from benchmarks.ranks import Commit, Device, JsonOut
 from conformance.adapters.cp_fast import OneBackend
-from conformance.capabilities import Capabilities
 from conformance.case import Case
-from conformance.runner import InProcess, Runner, Task
-from conformance.strategies import cases, tables
-from conformance.workers import WorkerRunner
+from conformance.draw.capabilities import Capabilities
+from conformance.draw.strategies import cases, tables
+from conformance.run.play_problem import InProcess, Runner, Task
+from conformance.run.workers import WorkerRunner
 from cp_fast.backends import by_name
 from cp_ref.spec import LAYOUTS, Problem
 from cp_ref.spec import Sequence as Lengths

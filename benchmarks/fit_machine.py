@@ -1,7 +1,7 @@
-r"""Fit a machine of the cost model (`cp_fast.cost`) to rows that `benchmarks/attention.py` measured.
+r"""Fit a machine of the cost model (`cp_fast.tools.cost`) to rows that `benchmarks/attention.py` measured.
 
     python benchmarks/fit_machine.py --records messages_2x_h200,layouts_2x_h200 \
-        --out cp_ref/spec/machines/h200-nvlink.toml
+        --out cp_ref/spec/planners/machines/h200-nvlink.toml
 
 Kernel rates by least squares of relative errors, from the columns of one GPU alone; the host's times from `host_ms`;
 what a launch and a step cost beside that by a search that begins with the machine as it is and changes one number at
@@ -20,10 +20,10 @@ from typing import Annotated
 
 import typer
 
-from cp_fast.cost import Host, Kernel, Machine, Rates, counted, priced, read_machine
-from cp_fast.cost.counts import count_alone
-from cp_fast.cost.least_squares import LIKELY, least_squares
-from cp_fast.cost.predict import Counts
+from cp_fast.tools.cost import Host, Kernel, Machine, Rates, counted, priced, read_machine
+from cp_fast.tools.cost.counts import count_alone
+from cp_fast.tools.cost.least_squares import LIKELY, least_squares
+from cp_fast.tools.cost.predict import Counts
 
 if __package__:
     from benchmarks.records import Record, read_records

@@ -29,7 +29,7 @@ else:
     from kernels_timing import medians, sets_for
     from ranks import Commit, Device
 
-from cp_fast.kernels import kernels, thd_kernels, why_not
+from cp_fast.movers import kernels, thd_kernels, why_not
 
 LIMIT = 4.2e12  # bytes a second, read and written, of an H200
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from cp_fast.kernels import Kernels, ThdKernels
+from cp_fast.movers import Kernels, ThdKernels
 from cp_ref.thd import thd_get_partitioned_indices
 
 __all__ = ["Case", "Implementation", "Target", "Work", "cases"]

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ref.spec import Areas, Fragments
-from cp_ref.spec.balanced import balanced, pairs_before
-from cp_ref.spec.table import Column
+from cp_ref.spec.layouts.balanced import balanced, pairs_before
+from cp_ref.spec.tables.table import Column
 
 ROWS = 16_384
 CASES = (

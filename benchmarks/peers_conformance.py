@@ -29,11 +29,11 @@ import typer
 from conformance.case import Case
 from conformance.commands import replay_command
 from conformance.implementation import LoadError
-from conformance.record import FAILING, Played
-from conformance.runner import Pairs, Task
-from conformance.session import PROFILES, TierResult
-from conformance.suite_run import SuiteRun, describe_run
-from conformance.workers import WorkerRunner
+from conformance.judge.run_record import FAILING, Played
+from conformance.run.play_problem import Pairs, Task
+from conformance.run.run_tiers import PROFILES, TierResult
+from conformance.run.suite_run import SuiteRun, describe_run
+from conformance.run.workers import WorkerRunner
 from cp_ref.spec import Problem, Sequence
 
 PEERS = {

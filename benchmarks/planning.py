@@ -38,11 +38,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cp_fast.backends.required_features import required
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.link import linked
 from cp_fast.compile.pipeline import lowered
-from cp_fast.features import required
-from cp_fast.packing import Packing
+from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.spec import (
     Agreement,
     PaperGroup,

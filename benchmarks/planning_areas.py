@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import typer
 
+from cp_fast.api.make_plan import lowered
 from cp_fast.compile.instructions import Launch
-from cp_fast.packing import Packing
-from cp_fast.plan import lowered
+from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.spec import PaperGroup, Problem, Sizes, make_program, read_problem, saved_kinds
 
 CASES = ("nested", "holes", "prefixes", "sparse", "squares")

@@ -2,7 +2,7 @@
 
     python benchmarks/predictions.py        # predictions.csv, predictions.png and predictions_1024.png in results
 
-Each row of the records is predicted by `cp_fast.cost` on the machine that was fitted to some of them
+Each row of the records is predicted by `cp_fast.tools.cost` on the machine that was fitted to some of them
 (`benchmarks/fit_machine.py`; its `source` says to which). `FARTHER` names what is more than 10 % off, and why.
 """
 
@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cp_fast.cost import Machine, candidates, counted, predict, priced, read_machine
-from cp_fast.cost.predict import MESSAGES
+from cp_fast.tools.cost import Machine, candidates, counted, predict, priced, read_machine
+from cp_fast.tools.cost.predict import MESSAGES
 from cp_ref.spec import Problem, Sequence
 
 if __package__:

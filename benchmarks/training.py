@@ -30,9 +30,9 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 import cp_fast
-from cp_fast.cli.demo.documents import read_documents
+from cp_fast.tools.cli.demo.documents import read_documents
 from cp_ref import SimGroup
-from cp_ref.common.collectives import all_reduce_sum
+from cp_ref.common.groups.collectives import all_reduce_sum
 
 if __package__:
     from benchmarks.ranks import Commit, Device, Schedules, connect

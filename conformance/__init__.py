@@ -7,19 +7,19 @@ python -m conformance --impl cp_fast --profile quick
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from conformance.baseline import eager_attention
-    from conformance.budgets import Row, compare
     from conformance.case import Case
     from conformance.implementation import Implementation, load
+    from conformance.judge.baseline import eager_attention
+    from conformance.judge.budgets import Row, compare
 
 __all__ = ["Case", "Implementation", "Row", "compare", "eager_attention", "load"]
 
 _WHERE = {
     "Case": "case",
     "Implementation": "implementation",
-    "Row": "budgets",
-    "compare": "budgets",
-    "eager_attention": "baseline",
+    "Row": "judge.budgets",
+    "compare": "judge.budgets",
+    "eager_attention": "judge.baseline",
     "load": "implementation",
 }
 

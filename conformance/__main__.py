@@ -4,7 +4,7 @@ import sys
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["step"]:
-        from conformance.step.cli import app as step_app
+        from conformance.step.step_command import app as step_app
 
         sys.argv = [sys.argv[0], *sys.argv[2:]]
         step_app(prog_name="python -m conformance step")

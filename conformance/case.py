@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass, fields
 
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, check_choice, local_lengths
-from cp_ref.spec.layout import slice_rows
+from cp_ref.spec.layouts.named_layouts import slice_rows
 
 __all__ = ["GRADS", "LOSSES", "Case"]
 
@@ -28,7 +28,7 @@ GRADS = ("qkvo", "q", "k", "v", "kv", "qo", "o", "")
 class Case:
     """A problem, and everything else that a call of `attention` and its backward pass depend on.
 
-    `seed` and `magnitude` make the tensors (see `conformance.tensors`): standard normal values, q and k times
+    `seed` and `magnitude` make the tensors (see `conformance.run.case_tensors`): standard normal values, q and k times
     `magnitude`.
 
     A tail that makes each slice as long as all sequences together becomes one row a slice longer, since `attention`

@@ -24,18 +24,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from conformance.commands import DEFAULT_TIME_LIMIT_S, replay_options
-from conformance.coverage import coverage
+from conformance.draw.feature_coverage import coverage
+from conformance.draw.strategies import CP_SIZES
 from conformance.folders import unwritable
 from conformance.implementation import LoadError, load
-from conformance.known_failures import KnownFailures, KnownFailuresError
+from conformance.judge.known_failures import KnownFailures, KnownFailuresError
+from conformance.judge.run_record import LEVELS, RunRecord
 from conformance.printing import print_coverage, print_failures, print_table
-from conformance.record import LEVELS, RunRecord
-from conformance.runner import InProcess, Runner, task_of
-from conformance.session import PROFILES, TierResult
-from conformance.strategies import CP_SIZES
-from conformance.suite_run import ALL_TIERS, SuiteRun, describe_run, level_of, nothing_tested
+from conformance.run.play_problem import InProcess, Runner, task_of
+from conformance.run.run_tiers import PROFILES, TierResult
+from conformance.run.suite_run import ALL_TIERS, SuiteRun, describe_run, level_of, nothing_tested
+from conformance.run.workers import start_runner
 from conformance.tiers import cases_of
-from conformance.workers import start_runner
 
 __all__ = ["app", "cp_sizes_of"]
 

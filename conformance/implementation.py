@@ -48,7 +48,7 @@ from typing import Any, cast
 
 import torch
 
-from conformance.record import Level, readable
+from conformance.judge.run_record import Level, readable
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, check_choice
 
 __all__ = [
@@ -125,7 +125,7 @@ class Implementation:
     def __init__(self, offered: Any, name: str = "") -> None:
         self.offered = offered
         self.name = name or getattr(offered, "__name__", type(offered).__name__)
-        self.probed: dict[str, Any] = {}  # By device: the capabilities found by `conformance.capabilities`.
+        self.probed: dict[str, Any] = {}  # By device: the capabilities found by `conformance.draw.capabilities`.
 
     def offers(self, member: str) -> bool:
         """Whether the module or object has it. (A package may have a submodule called `merge`; that is no merge.)"""
@@ -215,7 +215,7 @@ def load(name: str) -> Implementation:
     Args:
         name: an entry point of the group "cp_attention.implementations", or pkg.module, or pkg.module:object. A class
             is instantiated, without arguments. The bare names "cp_ref" and "cp_fast" mean these packages' adapters,
-            which offer all four levels; with an object behind them ("cp_fast.api:attention") they mean what they say.
+            which offer all four levels; with an object behind them ("cp_fast.api.attention:attention") they mean what they say.
 
     Raises:
         LoadError: it cannot be imported (whatever importing it raises), or it offers none of the levels.

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance.commands import replay_command
-from conformance.coverage import Coverage
-from conformance.record import FAILING, Played
-from conformance.session import TierResult
+from conformance.draw.feature_coverage import Coverage
+from conformance.judge.run_record import FAILING, Played
+from conformance.run.run_tiers import TierResult
 
 __all__ = ["print_coverage", "print_failures", "print_table"]
 

@@ -25,14 +25,14 @@ import torch
 
 from conformance.cli import cp_sizes_of
 from conformance.commands import replay_command, replay_options
+from conformance.draw.suite_parts import Part, play_part
 from conformance.implementation import load
-from conformance.known_failures import KnownFailures
-from conformance.parts import Part, play_part
+from conformance.judge.known_failures import KnownFailures
 from conformance.plugin import Settings, settings_of
-from conformance.runner import InProcess
-from conformance.session import PROFILES, TierResult
-from conformance.suite_run import SuiteRun, describe_run
-from conformance.workers import start_runner
+from conformance.run.play_problem import InProcess
+from conformance.run.run_tiers import PROFILES, TierResult
+from conformance.run.suite_run import SuiteRun, describe_run
+from conformance.run.workers import start_runner
 
 __all__ = ["conformance_settings", "conformance_suite_run", "impl", "test_conformance"]
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cp_fast import masks, thd
-    from cp_fast.api import attention
-    from cp_fast.checking import checked
-    from cp_fast.context import ContextParallel
-    from cp_fast.debugging import trace
-    from cp_fast.plan import Plan, make_plan, supports
+    from cp_fast.api.attention import attention
+    from cp_fast.api.checked_calls import checked
+    from cp_fast.api.fast_context import ContextParallel
+    from cp_fast.api.fast_trace import trace
+    from cp_fast.api.make_plan import Plan, make_plan, supports
     from cp_ref import SimGroup, Trace, compare, dense_attention
-    from cp_ref.common.slices import position_ids, roll, shard, unshard
+    from cp_ref.common.sharding.shard import position_ids, roll, shard, unshard
     from cp_ref.spec import Unsupported, compare_layouts
 
 __all__ = [
@@ -44,23 +44,23 @@ __all__ = [
 ]
 
 _WHERE = {
-    "ContextParallel": "cp_fast.context",
-    "Plan": "cp_fast.plan",
+    "ContextParallel": "cp_fast.api.fast_context",
+    "Plan": "cp_fast.api.make_plan",
     "SimGroup": "cp_ref",
     "Trace": "cp_ref",
     "Unsupported": "cp_ref.spec",
-    "attention": "cp_fast.api",
-    "checked": "cp_fast.checking",
+    "attention": "cp_fast.api.attention",
+    "checked": "cp_fast.api.checked_calls",
     "compare": "cp_ref",
     "compare_layouts": "cp_ref.spec",
     "dense_attention": "cp_ref",
-    "make_plan": "cp_fast.plan",
-    "position_ids": "cp_ref.common.slices",
-    "roll": "cp_ref.common.slices",
-    "shard": "cp_ref.common.slices",
-    "supports": "cp_fast.plan",
-    "trace": "cp_fast.debugging",
-    "unshard": "cp_ref.common.slices",
+    "make_plan": "cp_fast.api.make_plan",
+    "position_ids": "cp_ref.common.sharding.shard",
+    "roll": "cp_ref.common.sharding.shard",
+    "shard": "cp_ref.common.sharding.shard",
+    "supports": "cp_fast.api.make_plan",
+    "trace": "cp_fast.api.fast_trace",
+    "unshard": "cp_ref.common.sharding.shard",
 }
 
 

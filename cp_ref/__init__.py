@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cp_ref import masks, thd
-    from cp_ref.api import attention
-    from cp_ref.common.slices import position_ids, roll, shard, unshard
-    from cp_ref.comparison import compare
-    from cp_ref.context import ContextParallel
+    from cp_ref.api.reference_attention import attention
+    from cp_ref.api.reference_context import ContextParallel
+    from cp_ref.api.reference_plan import Plan, make_plan, supports
+    from cp_ref.common.sharding.shard import position_ids, roll, shard, unshard
     from cp_ref.oracle import dense_attention
-    from cp_ref.plan import Plan, make_plan, supports
-    from cp_ref.recorder import trace
-    from cp_ref.sim import SimGroup
+    from cp_ref.simulator.sim_group import SimGroup
     from cp_ref.spec import Unsupported, compare_layouts
-    from cp_ref.tracing import Trace
+    from cp_ref.tracing.compare_traces import compare
+    from cp_ref.tracing.recorder import trace
+    from cp_ref.tracing.trace_items import Trace
 
 __all__ = [
     "ContextParallel",
@@ -47,22 +47,22 @@ __all__ = [
 ]
 
 _WHERE = {
-    "ContextParallel": "context",
-    "Plan": "plan",
-    "SimGroup": "sim",
-    "Trace": "tracing",
+    "ContextParallel": "api.reference_context",
+    "Plan": "api.reference_plan",
+    "SimGroup": "simulator.sim_group",
+    "Trace": "tracing.trace_items",
     "Unsupported": "spec",
-    "attention": "api",
-    "compare": "comparison",
+    "attention": "api.reference_attention",
+    "compare": "tracing.compare_traces",
     "compare_layouts": "spec",
     "dense_attention": "oracle",
-    "make_plan": "plan",
-    "position_ids": "common.slices",
-    "roll": "common.slices",
-    "shard": "common.slices",
-    "supports": "plan",
-    "trace": "recorder",
-    "unshard": "common.slices",
+    "make_plan": "api.reference_plan",
+    "position_ids": "common.sharding.shard",
+    "roll": "common.sharding.shard",
+    "shard": "common.sharding.shard",
+    "supports": "api.reference_plan",
+    "trace": "tracing.recorder",
+    "unshard": "common.sharding.shard",
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from cp_ref.formats import lse_from_packed, to_format, to_packed
+from cp_ref.api.packed_formats import lse_from_packed, to_format, to_packed
 from cp_ref.spec import AreaRow, Problem, Sequence, check_offset, one_a_head, read_problem, read_sizes
 
 __all__ = ["dense_attention"]
@@ -125,7 +125,7 @@ def _inside(areas: Iterable[AreaRow], i: torch.Tensor, j: torch.Tensor) -> torch
 
 def _visible(problem: Problem, sequence: Sequence, device: torch.device) -> torch.Tensor:
     """The mask, bool [len_q, len_kv]: the definition itself, and on purpose not the arithmetic of
-    `cp_ref.spec.mask`.
+    `cp_ref.spec.tables.diagonal_band`.
     """
     i = torch.arange(sequence.len_q, device=device)[:, None]
     j = torch.arange(sequence.len_kv, device=device)[None, :]

@@ -16,9 +16,9 @@ import torch as pytorch
 
 import cp_fast as package
 from conformance.adapters.cp_fast_operators import operator_calls
-from conformance.adapters.tiles import crop, empty_tile, out_of_nothing
+from conformance.adapters.shared.band_tiles import crop, empty_tile, out_of_nothing
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments, choose
-from cp_fast.kernels import kernels
+from cp_fast.movers import kernels
 from cp_ref.spec import Feature
 
 __all__ = ["OneBackend", "auto", "cpu", "cudnn", "fa2", "fa4", "processes", "torch"]
@@ -60,7 +60,7 @@ class OneBackend:
 
     @staticmethod
     def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """By `cp_fast.kernels`' `merge_`, one part after the other."""
+        """By `cp_fast.movers`' `merge_`, one part after the other."""
         first_out, first_lse = parts[0]
         out, lse = first_out.to(first_lse.dtype, copy=True), first_lse.clone()
         for part_out, part_lse in parts[1:]:

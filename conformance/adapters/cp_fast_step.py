@@ -8,7 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import cp_fast
-from cp_fast import autograd, compiled
+from cp_fast.dispatch import autograd_function as autograd
+from cp_fast.dispatch import library_operators as compiled
 from cp_ref.spec import Problem
 
 __all__ = ["Seen", "context", "watched_attention"]

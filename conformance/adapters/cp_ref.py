@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 import cp_ref as package
-from conformance.adapters.tiles import empty_tile, out_of_nothing
-from cp_ref.merge import merge as merge_two
+from conformance.adapters.shared.band_tiles import empty_tile, out_of_nothing
+from cp_ref.executor.merge_partials import merge as merge_two
+from cp_ref.executor.tile_attention import tile_backward as exact_backward
+from cp_ref.executor.tile_attention import tile_forward, visible_pairs
 from cp_ref.spec import UNBOUNDED
-from cp_ref.tile import tile_backward as exact_backward
-from cp_ref.tile import tile_forward, visible_pairs
 
 __all__ = [
     "ContextParallel", "Unsupported", "attention", "make_plan", "merge", "position_ids", "shard", "supports", "thd",
@@ -24,7 +24,7 @@ shard, unshard, position_ids, thd = package.shard, package.unshard, package.posi
 
 
 def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """By `cp_ref.merge`, in the LSE's dtype, one part after the other."""
+    """By `cp_ref.executor.merge_partials`, in the LSE's dtype, one part after the other."""
     out, lse = parts[0][0].to(parts[0][1].dtype), parts[0][1].t()
     for out_step, lse_step in parts[1:]:
         out, lse = merge_two(out, lse, out_step.to(lse.dtype), lse_step.t())
@@ -32,7 +32,7 @@ def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
 
 
 def tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """By `cp_ref.tile.tile_forward`, in float32 or wider."""
+    """By `cp_ref.executor.tile_attention.tile_forward`, in float32 or wider."""
     if empty_tile(q, k):
         return out_of_nothing(q, v)
     wide_q, wide_k, wide_v, visible, kept = _operands(q, k, v, options)
@@ -44,7 +44,7 @@ def tile_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """By `cp_ref.tile.tile_backward`."""
+    """By `cp_ref.executor.tile_attention.tile_backward`."""
     if empty_tile(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     wide_q, wide_k, wide_v, visible, kept = _operands(q, k, v, options)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from conformance.adapters.peer import Peer
-from conformance.adapters.supported import SupportTable, Unsupported, library
+from conformance.adapters.shared.peer_adapter import Peer
+from conformance.adapters.shared.support_tables import SupportTable, Unsupported, library
 
 __all__ = ["Unsupported", "attention", "flash", "fused", "group_kind", "softmax_offset_grad", "supports"]
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from conformance.adapters import flash_attn_shim
-from conformance.adapters.peer import Peer, rank_in
-from conformance.adapters.supported import SupportTable, Unsupported, library
+from conformance.adapters.shared import flash_attn_shim
+from conformance.adapters.shared.peer_adapter import Peer, rank_in
+from conformance.adapters.shared.support_tables import SupportTable, Unsupported, library
 
 __all__ = ["Unsupported", "accepted", "attention", "fa", "group_kind", "supports", "torch_math"]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from conformance.entries import dense
 from conformance.implementation import Implementation
-from conformance.known.model import case
-from conformance.reference import Hang, describe_error, run_ranks
-from conformance.run import UnsupportedCase
-from conformance.tensors import build
-from conformance.tiers.local import Call, close, on_every_rank
+from conformance.judge.named_entries import dense
+from conformance.judge.reference import Hang, describe_error, run_ranks
+from conformance.known.known_bug import case
+from conformance.run.case_tensors import build
+from conformance.run.play_case import UnsupportedCase
+from conformance.tiers.malformed_calls.local import Call, close, on_every_rank
 
 __all__ = ["batch_lengths_kept", "flat_group_for_two_levels", "packed_qkv", "trailing_equal_lengths"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.entries import TableEntry, dense
+from conformance.judge.named_entries import TableEntry, dense
 from conformance.known.by_hand import batch_lengths_kept, flat_group_for_two_levels, trailing_equal_lengths
-from conformance.known.model import Known, case, reported
+from conformance.known.known_bug import Known, case, reported
 from cp_ref.spec import Sequence
 
 __all__ = ["REPORTS"]

@@ -4,9 +4,9 @@ built on them.
 
 from __future__ import annotations
 
-from conformance.entries import TableEntry, dense
+from conformance.judge.named_entries import TableEntry, dense
 from conformance.known.by_hand import packed_qkv
-from conformance.known.model import Known, case, reported
+from conformance.known.known_bug import Known, case, reported
 
 __all__ = ["REPORTS"]
 

@@ -19,11 +19,11 @@ from typing import Any
 from hypothesis.strategies import SearchStrategy
 
 from conformance.implementation import Implementation
+from conformance.judge.run_record import Level
 from conformance.levels import helpers, kernel, merge
-from conformance.levels.calls import Raised
 from conformance.levels.helpers import HELPER_NAMES
-from conformance.levels.text import LevelCase
-from conformance.record import Level
+from conformance.levels.level_calls import Raised
+from conformance.levels.problem_text import LevelCase
 
 __all__ = ["HELPER_NAMES", "LEVEL_TIERS", "LevelTier", "Raised"]
 

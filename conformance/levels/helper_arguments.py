@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from conformance.levels.calls import dtype_of
 from conformance.levels.helper_values import (
     Lengths,
     any_bits,
@@ -23,6 +22,7 @@ from conformance.levels.helper_values import (
     random_lse,
     wide_dtype,
 )
+from conformance.levels.level_calls import dtype_of
 
 if TYPE_CHECKING:
     from conformance.levels.helpers import Helper

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from conformance.levels.calls import dtype_of
+from conformance.levels.level_calls import dtype_of
 
 if TYPE_CHECKING:
     from conformance.levels.helpers import Helper

@@ -16,16 +16,16 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from conformance.comparing import same_bytes, worst
-from conformance.gpu_context import ASSERTED, context_error
 from conformance.implementation import Implementation, context
-from conformance.levels.calls import Raised, call, shape_findings
+from conformance.judge.compare_tensors import same_bytes, worst
+from conformance.judge.reference import Hang, describe_error, run_ranks
 from conformance.levels.helper_arguments import HELPERS, MOVED_DTYPES, Built
 from conformance.levels.helper_definitions import DEFINITIONS, batch_of_rank
 from conformance.levels.helper_rules import broken_rule
-from conformance.levels.text import LevelCase
-from conformance.reference import Hang, describe_error, run_ranks
-from conformance.run import UnsupportedCase
+from conformance.levels.level_calls import Raised, call, shape_findings
+from conformance.levels.problem_text import LevelCase
+from conformance.run.gpu_context import ASSERTED, context_error
+from conformance.run.play_case import UnsupportedCase
 from cp_ref.spec import Problem
 
 __all__ = [

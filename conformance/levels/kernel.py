@@ -18,15 +18,15 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from conformance.budgets import compare
-from conformance.comparing import same_bytes, worst
 from conformance.implementation import Implementation
-from conformance.judged import Judged
-from conformance.levels.calls import call, dtype_of, parts_of, shape_findings
-from conformance.levels.text import LevelCase
+from conformance.judge.budgets import compare
+from conformance.judge.compare_tensors import same_bytes, worst
+from conformance.judge.judged import Judged
+from conformance.judge.rounded_reference import RoundedScope
+from conformance.levels.level_calls import call, dtype_of, parts_of, shape_findings
+from conformance.levels.problem_text import LevelCase
 from conformance.levels.tile_definition import exact_tile, visible
 from conformance.levels.tile_rounding import UNITS, rounding
-from conformance.rounded_reference import RoundedScope
 from cp_ref.spec import Problem
 
 __all__ = ["Tile", "TileGradients", "check", "gradients_strategy", "strategy"]

@@ -15,10 +15,10 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from conformance.comparing import same_bytes, worst
 from conformance.implementation import Implementation
-from conformance.levels.calls import call, dtype_of, parts_of, shape_findings
-from conformance.levels.text import LevelCase
+from conformance.judge.compare_tensors import same_bytes, worst
+from conformance.levels.level_calls import call, dtype_of, parts_of, shape_findings
+from conformance.levels.problem_text import LevelCase
 
 __all__ = ["Merge", "check", "strategy"]
 

@@ -13,8 +13,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from conformance.record import RunRecord
-from conformance.report.masks import Difference, Pair, visibility_difference
+from conformance.judge.run_record import RunRecord
+from conformance.report.mask_differences import Difference, Pair, visibility_difference
 from conformance.report.observed import observed_pairs
 from conformance.report.page import html, summary
 

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from conformance.case import Case
 from conformance.commands import replay_command
-from conformance.coverage import played_cases
-from conformance.record import FAILING, Played, RunRecord
-from conformance.report.masks import Difference, visibility_difference
+from conformance.draw.feature_coverage import played_cases
+from conformance.judge.run_record import FAILING, Played, RunRecord
+from conformance.report.mask_differences import Difference, visibility_difference
 
 __all__ = ["Failure", "Refusal", "failures", "refusals"]
 

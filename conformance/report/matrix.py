@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformance.coverage import played_cases
-from conformance.features import CHOICES, Choice, choices_of
-from conformance.record import FAILING, RunRecord
+from conformance.draw.case_features import CHOICES, Choice, choices_of
+from conformance.draw.feature_coverage import played_cases
+from conformance.judge.run_record import FAILING, RunRecord
 from cp_ref.spec import CP_COMM_TYPES, MASKS, QKV_FORMATS
 
 __all__ = ["COLUMNS", "SYMBOLS", "Cell", "Panel", "counted", "matrix", "worst"]

@@ -8,9 +8,9 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation
-from conformance.report.masks import MOST, Pair
-from conformance.run import UnsupportedCase, play
-from conformance.tensors import GlobalTensors, build
+from conformance.report.mask_differences import MOST, Pair
+from conformance.run.case_tensors import GlobalTensors, build
+from conformance.run.play_case import UnsupportedCase, play
 
 __all__ = ["observed_pairs"]
 

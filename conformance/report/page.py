@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.coverage import Coverage, coverage
-from conformance.record import FAILING, LEVELS, VERDICTS, Played, RunRecord
+from conformance.draw.feature_coverage import Coverage, coverage
+from conformance.judge.run_record import FAILING, LEVELS, VERDICTS, Played, RunRecord
 from conformance.report.failures import Failure, Refusal, failures, refusals
 from conformance.report.matrix import COLUMNS, SYMBOLS, Panel, counted, matrix, worst
 from conformance.report.ratios import Ratios, histograms, ratios

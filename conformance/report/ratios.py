@@ -8,7 +8,7 @@ from io import StringIO
 from math import isfinite
 from typing import Any
 
-from conformance.record import Played, RunRecord
+from conformance.judge.run_record import Played, RunRecord
 
 __all__ = ["Ratios", "histograms", "ratios"]
 

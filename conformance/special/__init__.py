@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from conformance.entries import TableEntry
+from conformance.judge.named_entries import TableEntry
 from conformance.special.gradients import GRADIENTS
 from conformance.special.heads import HEADS
-from conformance.special.lengths import LENGTHS
-from conformance.special.masks import MASKS
-from conformance.special.values import VALUES
+from conformance.special.special_lengths import LENGTHS
+from conformance.special.special_masks import MASKS
+from conformance.special.special_values import VALUES
 
 __all__ = ["SPECIAL"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from conformance.case import Case
-from conformance.entries import Change, TableEntry, every_schedule, problem
-from conformance.tensors import GlobalTensors
+from conformance.judge.named_entries import Change, TableEntry, every_schedule, problem
+from conformance.run.case_tensors import GlobalTensors
 from cp_ref.spec import Sequence
 
 __all__ = ["PADDED", "entry", "one_dominant_key"]

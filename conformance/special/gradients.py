@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from conformance.entries import TableEntry, dense
+from conformance.judge.named_entries import TableEntry, dense
+from conformance.run.case_tensors import GlobalTensors
 from conformance.special.entry import entry, one_dominant_key
-from conformance.tensors import GlobalTensors
 
 __all__ = ["GRADIENTS"]
 

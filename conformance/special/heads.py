@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.entries import TableEntry, dense
+from conformance.judge.named_entries import TableEntry, dense
 from conformance.special.entry import entry
 from cp_ref.spec import Sequence
 

@@ -14,7 +14,7 @@
 docs/training.md has the mistakes that it knows by name.
 """
 
-from conformance.step.compare import compare_step
+from conformance.step.compare_step import compare_step
 from conformance.step.jobs import StepError
 from conformance.step.report import CAUSES, Finding, StepReport
 

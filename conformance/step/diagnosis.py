@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from conformance.step.evidence.first_module import of_modules
+from conformance.step.evidence.token_losses import of_losses
 from conformance.step.judge import factor_of, judge, norm_of, weighed
-from conformance.step.losses import of_losses
-from conformance.step.modules import of_modules
 from conformance.step.report import Finding
 
 __all__ = ["Diagnosis", "diagnose"]

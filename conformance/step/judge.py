@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.budgets import Row, compare
+from conformance.judge.budgets import Row, compare
 
 __all__ = ["Row", "factor_of", "judge", "norm_of", "weighed"]
 
@@ -17,7 +17,7 @@ _FEW = 64  # values
 
 
 def judge(name: str, got: Any, one: Any, noisy: Sequence[Any], dtype: torch.dtype) -> Row:
-    """One value's errors and bounds (`conformance.budgets`).
+    """One value's errors and bounds (`conformance.judge.budgets`).
 
     The baseline is the one process again, with weights moved by two roundings. A difference counts if rounding alone
     does not make as large a one.

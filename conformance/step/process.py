@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from conformance.adapters.cp_fast_step import context, watched_attention
+from conformance.step.evidence.step_record import Look
+from conformance.step.evidence.step_without import without
 from conformance.step.jobs import Job, StepError
-from conformance.step.look import Look
-from conformance.step.without import without
 
 __all__ = ["plain_name", "run"]
 

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from conformance.budgets import Row
+from conformance.judge.budgets import Row
 
 __all__ = ["CAUSES", "Finding", "StepReport"]
 
@@ -49,7 +49,7 @@ class StepReport:
 
     Attributes:
         title: ranks, schedule, layout, dtype.
-        rows: one for each number and tensor, with its errors and bounds (`conformance.budgets.Row`).
+        rows: one for each number and tensor, with its errors and bounds (`conformance.judge.budgets.Row`).
         findings: differences with a known signature.
         first: where the step goes wrong first, in words; "" where it is right, or where that cannot be told.
     """

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from conformance.step.evidence.token_places import Places
 from conformance.step.jobs import Job, run_jobs
-from conformance.step.places import Places
 from cp_ref.spec import Problem, Sequence
 
 __all__ = ["Measured", "Runs"]

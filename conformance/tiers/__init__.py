@@ -31,14 +31,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from conformance.capabilities import Capabilities
 from conformance.case import Case
-from conformance.covering import covering
+from conformance.draw.capabilities import Capabilities
+from conformance.draw.covering import covering
 from conformance.implementation import Implementation
 from conformance.tiers import (
     budget,
     determinism,
-    errors,
     hygiene,
     logic,
     metamorphic,
@@ -46,9 +45,9 @@ from conformance.tiers import (
     pairs,
     plan,
     probes,
-    spellings,
     torch_integration,
 )
+from conformance.tiers.malformed_calls import errors, spellings
 
 __all__ = ["CASE_TIERS", "TABLE_TIERS", "TIER_NAMES", "TableTier", "Tier", "cases_of", "table_entry"]
 

@@ -7,15 +7,15 @@ from functools import partial
 
 import torch
 
-from conformance.baseline import eager_attention
-from conformance.budgets import compare
 from conformance.case import Case
 from conformance.implementation import Implementation
-from conformance.judged import Judged
-from conformance.reference import exact_results, results_of
-from conformance.rounded_reference import rounded_results
-from conformance.run import play
-from conformance.tensors import GlobalTensors, build
+from conformance.judge.baseline import eager_attention
+from conformance.judge.budgets import compare
+from conformance.judge.judged import Judged
+from conformance.judge.reference import exact_results, results_of
+from conformance.judge.rounded_reference import rounded_results
+from conformance.run.case_tensors import GlobalTensors, build
+from conformance.run.play_case import play
 
 __all__ = ["check", "eager_results"]
 

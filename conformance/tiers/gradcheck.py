@@ -9,9 +9,9 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation
-from conformance.run import play
-from conformance.tensors import GlobalTensors, build
-from conformance.tiers.local import Tensors
+from conformance.run.case_tensors import GlobalTensors, build
+from conformance.run.play_case import play
+from conformance.tiers.malformed_calls.local import Tensors
 
 __all__ = ["gradcheck", "result_names"]
 

@@ -7,7 +7,7 @@
     aliases      no result lies in the memory of an input, or of another result
     strides      transposed memory, every second element, a dout of stride 0 (what out.sum().backward() gives)
     again        the same inputs a second time give the same results
-    state        PyTorch's settings and the random states are as they were (see `conformance.global_state`)
+    state        PyTorch's settings and the random states are as they were (see `conformance.run.global_state`)
 
 The implementation always runs before the oracle: a fresh allocation may hold the right answer.
 """
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from conformance.case import Case
-from conformance.global_state import changed, state
 from conformance.implementation import Implementation
-from conformance.reference import exact_results
-from conformance.run import play
-from conformance.tensors import build
+from conformance.judge.reference import exact_results
+from conformance.run.case_tensors import build
+from conformance.run.global_state import changed, state
+from conformance.run.play_case import play
 from conformance.tiers import logic
-from conformance.tiers.local import Call, Tensors, close, on_every_rank, same_bits
+from conformance.tiers.malformed_calls.local import Call, Tensors, close, on_every_rank, same_bits
 
 __all__ = ["check", "poisoned_memory"]
 

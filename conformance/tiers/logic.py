@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from conformance.case import Case
-from conformance.comparing import worst
 from conformance.implementation import Implementation
-from conformance.placement import where
-from conformance.reference import exact_results
-from conformance.run import play
-from conformance.tensors import GlobalTensors, batch_axis, build, sequence_axis
+from conformance.judge.compare_tensors import worst
+from conformance.judge.reference import exact_results
+from conformance.run.case_tensors import GlobalTensors, batch_axis, build, sequence_axis
+from conformance.run.placement import where
+from conformance.run.play_case import play
 
 __all__ = ["check", "check_tensors", "compare", "tolerance"]
 

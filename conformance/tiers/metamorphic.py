@@ -23,9 +23,9 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation
-from conformance.run import UnsupportedCase, play
-from conformance.tensors import GlobalTensors, build, real_tokens
-from conformance.tiers.local import Tensors, close, same_bits
+from conformance.run.case_tensors import GlobalTensors, build, real_tokens
+from conformance.run.play_case import UnsupportedCase, play
+from conformance.tiers.malformed_calls.local import Tensors, close, same_bits
 from cp_ref.spec import Problem, divisor
 from cp_ref.spec import Sequence as OneSequence
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from conformance.capabilities import Capabilities
 from conformance.case import Case
+from conformance.draw.capabilities import Capabilities
 from conformance.implementation import Implementation
-from conformance.judged import Judged
+from conformance.judge.judged import Judged
 
 if TYPE_CHECKING:
-    from conformance.entries import TableEntry
+    from conformance.judge.named_entries import TableEntry
 
 __all__ = ["KNOWN", "SPECIAL"]
 

@@ -12,10 +12,10 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation, context
-from conformance.placement import positions, take_slice, unsharded
-from conformance.reference import Hang, describe_error, run_ranks
-from conformance.run import UnsupportedCase, lengths_to_cut, needs_plan
-from conformance.tensors import plan_arguments, sequence_axis
+from conformance.judge.reference import Hang, describe_error, run_ranks
+from conformance.run.case_tensors import plan_arguments, sequence_axis
+from conformance.run.placement import positions, take_slice, unsharded
+from conformance.run.play_case import UnsupportedCase, lengths_to_cut, needs_plan
 from cp_ref.spec import InvalidSchedule, Problem, Schedule, verify
 
 __all__ = ["check"]

@@ -8,7 +8,7 @@ more with a sink of logit 0):
     n * out  = sum of v                v spells each key's number in digits, one per head dim: which keys it sees
     dv       = sum of dout / n         dout is n times each query's number in digits: which queries saw the key
 
-The right answers are integers, counted by the definition (`conformance.visibility`), with no oracle.
+The right answers are integers, counted by the definition (`conformance.judge.visibility`), with no oracle.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation
-from conformance.placement import where
-from conformance.run import UnsupportedCase, play
-from conformance.tensors import GlobalTensors, build
-from conformance.visibility import seen
+from conformance.judge.visibility import seen
+from conformance.run.case_tensors import GlobalTensors, build
+from conformance.run.placement import where
+from conformance.run.play_case import UnsupportedCase, play
 
 __all__ = ["check", "digits", "visible_pairs"]
 

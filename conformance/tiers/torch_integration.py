@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from conformance.adapted import adapted, judged_plainly
-from conformance.capabilities import Capabilities, capabilities_of
 from conformance.case import Case
+from conformance.draw.adapted import adapted, judged_plainly
+from conformance.draw.capabilities import Capabilities, capabilities_of
 from conformance.implementation import Implementation
-from conformance.judged import Judged
-from conformance.record import Verdict
-from conformance.run import UnsupportedCase
-from conformance.tensors import build
+from conformance.judge.judged import Judged
+from conformance.judge.run_record import Verdict
+from conformance.run.case_tensors import build
+from conformance.run.play_case import UnsupportedCase
 from conformance.tiers.gradcheck import gradcheck, result_names
-from conformance.tiers.local import Call, Tensors, close, on_every_rank, same_bits
+from conformance.tiers.malformed_calls.local import Call, Tensors, close, on_every_rank, same_bits
 from cp_ref.spec import Problem, Sequence
 
 __all__ = ["cases", "check", "ids"]

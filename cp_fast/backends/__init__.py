@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from cp_fast.api.log import say_once
 from cp_fast.backends import fa2
-from cp_fast.backends.base import Backend, BackwardOperands, Gradients, LaunchOptions, NotInstalled, Partial, Segments
-from cp_fast.backends.blockwise import BlockwiseBackend
-from cp_fast.backends.cudnn import CudnnBackend
+from cp_fast.backends.backend_probe import probe
+from cp_fast.backends.backend_protocol import (
+    Backend,
+    BackwardOperands,
+    Gradients,
+    LaunchOptions,
+    NotInstalled,
+    Partial,
+    Segments,
+)
+from cp_fast.backends.backend_variants import IN_PLACE_RULE, missing_in, variants
+from cp_fast.backends.blockwise.blockwise_backend import BlockwiseBackend
+from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize
+from cp_fast.backends.cudnn.cudnn_backend import CudnnBackend
 from cp_fast.backends.fa2 import BUILT_IN, Fa2Backend
-from cp_fast.backends.fa4 import Fa4Backend
-from cp_fast.backends.probe import probe
-from cp_fast.backends.score_blocks import ScoreBlockSize
-from cp_fast.backends.variants import IN_PLACE_RULE, missing_in, variants
-from cp_fast.remarks import say_once
+from cp_fast.backends.fa4.fa4_backend import Fa4Backend
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = [

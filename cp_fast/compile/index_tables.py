@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cp_fast.backends.lengths import Cumulative
-from cp_fast.rows import Rows
+from cp_fast.backends.host_lengths import Cumulative
+from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import Column, ranges
 
 __all__ = ["Key", "RowKey", "Tables", "Uploaded", "one_range"]

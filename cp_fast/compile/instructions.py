@@ -210,7 +210,7 @@ class PassPlan(Generic[R]):
         return (one for one in self.instructions if type(one) is kind)
 
     def __str__(self) -> str:
-        from cp_fast.compile.text import lines_of
+        from cp_fast.compile.instruction_text import lines_of
 
         return "\n".join(lines_of(self))
 

@@ -11,7 +11,7 @@ from cp_fast.backends import Segments
 from cp_fast.compile.index_tables import Uploaded
 from cp_fast.compile.instructions import Accumulate, Copy, ExecutablePlan, Instruction, Launch, PassPlan, Send, View
 from cp_fast.compile.tiles.groups import SegmentKeys
-from cp_fast.rows import Rows
+from cp_fast.runtime.row_selection import Rows
 
 __all__ = ["linked"]
 

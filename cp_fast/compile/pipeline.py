@@ -23,8 +23,8 @@ from cp_fast.compile.passes.free_early import free_early
 from cp_fast.compile.passes.hoist_copies import hoist_copies
 from cp_fast.compile.passes.recv_in_place import recv_in_place
 from cp_fast.compile.tiles.windows import WindowRule, own_window
-from cp_fast.packing import Packing
-from cp_fast.rows import Rows
+from cp_fast.runtime.packed_tensors import Packing
+from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import Problem, RankSchedule, make_program, saved_kinds
 
 __all__ = ["PASSES", "Pass", "Schedules", "compiled", "is_on", "lowered", "optimized", "switched_off", "upload"]

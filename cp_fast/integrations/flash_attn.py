@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from cp_fast.context import ContextParallel
-from cp_fast.integrations.drop_in import Asked, drop_in
-from cp_fast.integrations.planned import check_longest, check_tensors, lengths_on_host, refuse
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.shared.drop_in import Asked, drop_in
+from cp_fast.integrations.shared.shared_arguments import check_longest, check_tensors, lengths_on_host, refuse
 from cp_ref.spec import check_flag, read_window
 
 __all__ = ["asked_aligned", "flash_attn_func", "flash_attn_varlen_func"]

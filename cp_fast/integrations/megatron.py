@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from cp_fast.context import ContextParallel
-from cp_fast.integrations.drop_in import Asked, drop_in
-from cp_fast.integrations.megatron_balanced import balanced_batch, self_attention
-from cp_fast.integrations.planned import context_for, refuse
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.shared.drop_in import Asked, drop_in
+from cp_fast.integrations.shared.megatron_balanced import balanced_batch, self_attention
+from cp_fast.integrations.shared.shared_arguments import context_for, refuse
 from cp_ref.spec import PaperGroup
 
 __all__ = ["CoreAttention", "get_batch_on_this_cp_rank", "use_cp_fast"]

@@ -12,10 +12,10 @@ from itertools import pairwise
 
 import torch
 
-from cp_fast.context import ContextParallel
-from cp_fast.integrations.drop_in import Asked, drop_in
+from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.flash_attn import asked_aligned
-from cp_fast.integrations.planned import check_longest, check_tensors, lengths_on_host, refuse
+from cp_fast.integrations.shared.drop_in import Asked, drop_in
+from cp_fast.integrations.shared.shared_arguments import check_longest, check_tensors, lengths_on_host, refuse
 from cp_ref.spec import check_flag, read_count, read_lengths
 
 __all__ = [

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.context import ContextParallel
-from cp_fast.integrations.drop_in import Asked, drop_in
-from cp_fast.integrations.planned import check_tensors, refuse
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.shared.drop_in import Asked, drop_in
+from cp_fast.integrations.shared.shared_arguments import check_tensors, refuse
 from cp_ref.spec import check_flag
 
 __all__ = ["scaled_dot_product_attention"]

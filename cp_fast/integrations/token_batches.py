@@ -9,16 +9,16 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 
-from cp_fast.context import ContextParallel
-from cp_fast.integrations.laid_out import laid_out
-from cp_fast.integrations.ranks import check_holds, groups_of
-from cp_fast.integrations.token_rows import Digests, TokenRows, digests, read_rows
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.shared.balanced_table import laid_out
+from cp_fast.integrations.shared.rank_groups import check_holds, groups_of
+from cp_fast.integrations.shared.token_rows import Digests, TokenRows, digests, read_rows
 from cp_fast.thd import pad_thd_sequences_for_cp
-from cp_ref.common.slices import position_ids as positions_of
-from cp_ref.common.slices import shard
-from cp_ref.common.together import collective, together
+from cp_ref.common.collective_calls import collective, together
+from cp_ref.common.sharding.shard import position_ids as positions_of
+from cp_ref.common.sharding.shard import shard
 from cp_ref.spec import check_context, divisor
-from cp_ref.spec.values import read_count
+from cp_ref.spec.arguments.single_values import read_count
 
 __all__ = ["CpBatch", "raise_on_all_ranks", "shard_batch"]
 

@@ -17,12 +17,12 @@ from typing import Any, cast
 
 import torch
 
-from cp_fast.context import ContextParallel
-from cp_fast.integrations.drop_in import Asked, drop_in
-from cp_fast.integrations.laid_out import laid_out
-from cp_fast.integrations.planned import check_longest, check_tensors, lengths_on_host, refuse
-from cp_ref.common.slices import shard
-from cp_ref.common.together import together
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.shared.balanced_table import laid_out
+from cp_fast.integrations.shared.drop_in import Asked, drop_in
+from cp_fast.integrations.shared.shared_arguments import check_longest, check_tensors, lengths_on_host, refuse
+from cp_ref.common.collective_calls import together
+from cp_ref.common.sharding.shard import shard
 from cp_ref.spec import check_context
 
 __all__ = ["apply_cp_to_forward", "attention_forward", "prepare_context_parallel_input"]

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from cp_fast.context import ContextParallel
-from cp_fast.integrations.planned import refuse
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.shared.shared_arguments import refuse
 from cp_fast.integrations.transformers import prepare, shard_batch
-from cp_ref.common.collectives import all_reduce_sum
+from cp_ref.common.groups.collectives import all_reduce_sum
 from cp_ref.spec import check_context
 
 __all__ = ["ContextParallelMixin"]

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from cp_fast.context import ContextParallel
-from cp_fast.integrations.drop_in import Asked, drop_in
-from cp_fast.integrations.planned import context_for, refuse
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.shared.drop_in import Asked, drop_in
+from cp_fast.integrations.shared.shared_arguments import context_for, refuse
 from cp_ref.spec import MASKS, QKV_FORMATS, SOFTMAX_TYPES, check_choice, check_flag, kind_of
 
 __all__ = ["attn_forward_func_with_cp", "patch", "unpatch"]

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from cp_fast.api import attention
-from cp_fast.context import ContextParallel
-from cp_fast.integrations.hugging_face.batches import shard_batch
-from cp_fast.integrations.hugging_face.edge import ALONE, Edge, Labelled, put_around, take_off
-from cp_fast.integrations.hugging_face.head import head_of
-from cp_fast.integrations.hugging_face.known import LAYERS, NAME, refuse_by_name
-from cp_fast.integrations.hugging_face.probe import Probe, at_rest, look_over
-from cp_fast.integrations.planned import refuse
+from cp_fast.api.attention import attention
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations.hugging_face.model_batches import shard_batch
+from cp_fast.integrations.hugging_face.model_edge import ALONE, Edge, Labelled, put_around, take_off
+from cp_fast.integrations.hugging_face.slice_probe import Probe, at_rest, look_over
+from cp_fast.integrations.hugging_face.task_head import head_of
+from cp_fast.integrations.hugging_face.token_mixers import LAYERS, NAME, refuse_by_name
+from cp_fast.integrations.shared.shared_arguments import refuse
 from cp_fast.integrations.token_batches import CpBatch
 from cp_ref.spec import check_context
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from cp_fast.backends import Backend, BackwardOperands
-from cp_fast.backends.base import backward_letting_go
+from cp_fast.backends.backend_protocol import backward_letting_go
 from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Copy, Free, Launch, Recv, Send, View
-from cp_fast.exchanges import Message, prepare
-from cp_fast.kernels.base import Kernels
-from cp_fast.overlap import head_start
-from cp_fast.rows import Rows, columns_of, count, is_all, is_mask, put_columns, rows_of
+from cp_fast.movers.base import Kernels
+from cp_fast.runtime.head_start import head_start
+from cp_fast.runtime.prepared_exchange import Message, prepare
+from cp_fast.runtime.row_selection import Rows, columns_of, count, is_all, is_mask, put_columns, rows_of
 from cp_fast.runtime.sinks import add_sink
 from cp_fast.runtime.tensors import Allocation, Operation, Shapes, State, Tensors
 from cp_ref.spec import Group

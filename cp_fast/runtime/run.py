@@ -24,10 +24,10 @@ from cp_fast.compile.instructions import (
     Send,
     Wait,
 )
-from cp_fast.exchanges import Prepares, prepares
-from cp_fast.kernels.base import Kernels
-from cp_fast.rows import Rows, count
+from cp_fast.movers.base import Kernels
 from cp_fast.runtime.operations import Operations
+from cp_fast.runtime.prepared_exchange import Prepares, prepares
+from cp_fast.runtime.row_selection import Rows, count
 from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors, wide_dtype
 from cp_ref.spec import Group, Problem
 

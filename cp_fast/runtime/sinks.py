@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.kernels.torch_merges import log_add_exp
-from cp_fast.rows import Rows, is_mask
+from cp_fast.movers.torch_merges import log_add_exp
+from cp_fast.runtime.row_selection import Rows, is_mask
 
 __all__ = ["add_sink"]
 

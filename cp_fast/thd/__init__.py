@@ -1,7 +1,7 @@
 """Helpers for packed sequences (thd): the small steps of context-parallel attention on variable lengths.
 
 The names, arguments and results of `cp_ref.thd`, at the speed of memory: registered operators (`torch.compile` goes
-through them), with implementations in CUDA, C++, Numba CUDA and PyTorch; `cp_fast.kernels` selects one.
+through them), with implementations in CUDA, C++, Numba CUDA and PyTorch; `cp_fast.movers` selects one.
 
 GLOBAL lengths are those of the whole packed buffer. LOCAL lengths are those of a rank's slice: the global ones divided
 by cp_size. They are on the device of the data, or on the CPU. No helper waits:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from cp_fast.context import ContextParallel
-from cp_fast.kernels import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.kernels.checks import end_of, sizes_of
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.movers import ops_autograd  # noqa: F401  (registers the gradients)
+from cp_fast.movers.checks import end_of, sizes_of
 from cp_fast.thd.slices import cut_packed
-from cp_ref.common.plans import check_plan
-from cp_ref.common.slices import shard
+from cp_ref.common.plan_arguments import check_plan
+from cp_ref.common.sharding.shard import shard
 from cp_ref.common.thd import batches
 from cp_ref.common.thd.checks import check_room
 from cp_ref.spec import QKV_FORMATS, check_choice, check_context

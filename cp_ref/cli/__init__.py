@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cp_ref.cli.compare import compare
+from cp_ref.cli.compare_runs import compare
 from cp_ref.cli.explain import explain
 from cp_ref.cli.record import record
 

@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.text import Text
 from typer import Option
 
-from cp_ref.cli.problem import Request
+from cp_ref.cli.explained_problem import Request
 from cp_ref.cli.values import checked_position, show_values
 from cp_ref.cli.words import (
     BACKWARD,
@@ -28,7 +28,7 @@ from cp_ref.cli.words import (
 from cp_ref.common.cli.options import check_number, integers, with_options
 from cp_ref.common.cli.terminal import check_svg, coloured, table
 from cp_ref.spec import Problem, Schedule, Step, verify
-from cp_ref.spec.picture import svg_picture, text_picture
+from cp_ref.spec.pictures.text_pictures import svg_picture, text_picture
 
 __all__ = ["explain"]
 

@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 
-from cp_ref import execute
+from cp_ref.executor import play_schedule as execute
+from cp_ref.executor.rank_tensors import World
 from cp_ref.spec import Message, Parcel, check_choice
-from cp_ref.world import World
 
 __all__ = ["PLANTS", "planted"]
 

@@ -7,14 +7,14 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from cp_ref.cli.problem import Request
+from cp_ref.api.packed_formats import lse_to_packed, to_packed
+from cp_ref.cli.explained_problem import Request
 from cp_ref.cli.words import span
 from cp_ref.common.cli.terminal import table
-from cp_ref.formats import lse_to_packed, to_packed
-from cp_ref.merge import merge
+from cp_ref.executor.merge_partials import merge
 from cp_ref.oracle import dense_attention
 from cp_ref.spec import Problem
-from cp_ref.tracing import Item, Piece, Trace
+from cp_ref.tracing.trace_items import Item, Piece, Trace
 
 __all__ = ["checked_position", "show_values"]
 

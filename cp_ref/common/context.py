@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Self, cast
 
-from cp_ref.common.processes import as_group, during
+from cp_ref.common.groups.process_groups import as_group, during
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, CPCommType, Layout, OffsetGrad, check_choice
-from cp_ref.spec.layout import read_layout
+from cp_ref.spec.layouts.named_layouts import read_layout
 
 __all__ = ["ContextParallel"]
 

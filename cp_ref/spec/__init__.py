@@ -1,9 +1,6 @@
 """The contract that both implementations share: problems, areas, ownership and schedules as data. Needs numpy alone."""
 
-from cp_ref.spec.a2a import head_ranges
-from cp_ref.spec.areas import UNBOUNDED, Areas
-from cp_ref.spec.arguments import Sizes, check_offset, read_problem, read_sizes
-from cp_ref.spec.calls import (
+from cp_ref.spec.arguments.call_checks import (
     check_context,
     check_global_lengths,
     check_local_tensors,
@@ -11,28 +8,12 @@ from cp_ref.spec.calls import (
     check_settled,
     local_lengths,
 )
-from cp_ref.spec.comparing import BatchCost, compare_layouts
-from cp_ref.spec.custom import check_schedule
-from cp_ref.spec.features import Feature, Unsupported, describe
-from cp_ref.spec.gathering import agreed_cut
-from cp_ref.spec.given import AXES, check_placements, local_part, one_a_head
-from cp_ref.spec.given_areas import AreaRow, areas_of_rows
-from cp_ref.spec.group import Group, PaperGroup, Parcel, Pending, agree, read_together, tell
-from cp_ref.spec.layout import divisor, slice_rows, table_of
-from cp_ref.spec.mask import Band
-from cp_ref.spec.overlap import check_apart
-from cp_ref.spec.ownership import Fragments, Ownership, contiguous, dual_chunk
-from cp_ref.spec.pair import PairGroup
-from cp_ref.spec.planners import make_program, make_schedule, saved_kinds
-from cp_ref.spec.problem import Problem, Sequence, Sequences
-from cp_ref.spec.report import RankCost, Report, message_bytes, report, tile_pairs
-from cp_ref.spec.rolling import Roll, roll_of
-from cp_ref.spec.room import Agreement, Room, check_room_tensors, next_batch, read_room
-from cp_ref.spec.schedule import KINDS, OPERANDS, RESULTS, Message, Pieces, RankSchedule, Schedule, Step, Tiles, tag
-from cp_ref.spec.slices import Cut, planned_cut, planned_positions, read_cut, read_positions, sequences_of, slice_axis
-from cp_ref.spec.table import Column, Table, joined, ranges
-from cp_ref.spec.units import Units
-from cp_ref.spec.values import (
+from cp_ref.spec.arguments.feature_sets import Feature, Unsupported, describe
+from cp_ref.spec.arguments.given_tensors import AXES, check_placements, local_part, one_a_head
+from cp_ref.spec.arguments.read_problem import Sizes, check_offset, read_problem, read_sizes
+from cp_ref.spec.arguments.room import Agreement, Room, check_room_tensors, next_batch, read_room
+from cp_ref.spec.arguments.shared_elements import check_apart
+from cp_ref.spec.arguments.single_values import (
     check_choice,
     check_data,
     check_flag,
@@ -42,8 +23,27 @@ from cp_ref.spec.values import (
     read_lengths,
     read_window,
 )
-from cp_ref.spec.verify import InvalidSchedule, verify, verify_tables
-from cp_ref.spec.words import (
+from cp_ref.spec.groups.group import Group, PaperGroup, Parcel, Pending, agree, read_together, tell
+from cp_ref.spec.groups.pair_group import PairGroup
+from cp_ref.spec.layouts.agreed_cut import agreed_cut
+from cp_ref.spec.layouts.compare_layouts import BatchCost, compare_layouts
+from cp_ref.spec.layouts.named_layouts import divisor, slice_rows, table_of
+from cp_ref.spec.layouts.roll_rows import Roll, roll_of
+from cp_ref.spec.layouts.slice_rows import (
+    Cut,
+    planned_cut,
+    planned_positions,
+    read_cut,
+    read_positions,
+    sequences_of,
+    slice_axis,
+)
+from cp_ref.spec.masks.read_areas import AreaRow, areas_of_rows
+from cp_ref.spec.planners.a2a import head_ranges
+from cp_ref.spec.planners.custom_schedule import check_schedule
+from cp_ref.spec.planners.make_schedule import make_program, make_schedule, saved_kinds
+from cp_ref.spec.planners.ring_members import Units
+from cp_ref.spec.tables.argument_words import (
     CP_COMM_TYPES,
     LAYOUTS,
     MASKS,
@@ -57,7 +57,26 @@ from cp_ref.spec.words import (
     QKVFormat,
     SoftmaxType,
 )
-from cp_ref.spec.workload import Workload, areas_of, workload_of
+from cp_ref.spec.tables.attention_slices import UNBOUNDED, Areas
+from cp_ref.spec.tables.diagonal_band import Band
+from cp_ref.spec.tables.ownership import Fragments, Ownership, contiguous, dual_chunk
+from cp_ref.spec.tables.problem import Problem, Sequence, Sequences
+from cp_ref.spec.tables.schedule import (
+    KINDS,
+    OPERANDS,
+    RESULTS,
+    Message,
+    Pieces,
+    RankSchedule,
+    Schedule,
+    Step,
+    Tiles,
+    tag,
+)
+from cp_ref.spec.tables.table import Column, Table, joined, ranges
+from cp_ref.spec.tables.workload import Workload, areas_of, workload_of
+from cp_ref.spec.verify.proof import InvalidSchedule, verify, verify_tables
+from cp_ref.spec.verify.schedule_costs import RankCost, Report, message_bytes, report, tile_pairs
 
 __all__ = [
     "AXES",

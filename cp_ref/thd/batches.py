@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from cp_ref.common.plans import check_plan
-from cp_ref.common.slices import shard
+from cp_ref.api.reference_context import ContextParallel
+from cp_ref.common.plan_arguments import check_plan
+from cp_ref.common.sharding.shard import shard
 from cp_ref.common.thd import batches
 from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_room
-from cp_ref.context import ContextParallel
 from cp_ref.spec import QKV_FORMATS, check_choice, check_context
 from cp_ref.thd.rows import Runs, read_runs
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_ref.common.thd.checks import check_divisible
-from cp_ref.spec.values import read_lengths
+from cp_ref.spec.arguments.single_values import read_lengths
 
 __all__ = ["Runs", "as_list", "check_leaf", "read_halves", "read_runs"]
 

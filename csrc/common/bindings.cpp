@@ -1,5 +1,5 @@
 // The operators as PyTorch sees them: torch.ops.cp_attention_native_cpu and torch.ops.cp_attention_native_cuda, one for
-// each method of `Kernels` and `ThdKernels` (cp_fast/kernels/base.py, base_thd.py). Rows are (index, first, count): an
+// each method of `Kernels` and `ThdKernels` (cp_fast/movers/base.py, base_thd.py). Rows are (index, first, count): an
 // index, or a span where it is None.
 #include <torch/csrc/stable/library.h>
 

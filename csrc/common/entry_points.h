@@ -1,7 +1,7 @@
 // The kernels, one function each, the same list for every device: csrc/cpu defines them in namespace cp::cpu, csrc/cuda
 // in cp::cuda, and the binding calls those of the device it is compiled for (-DCP_DEVICE=cpu or cuda).
 //
-// The method of the same name in cp_fast/kernels/base.py or base_thd.py defines the result of each; this file has only
+// The method of the same name in cp_fast/movers/base.py or base_thd.py defines the result of each; this file has only
 // the form of its arguments. Nothing here allocates, waits, or uses another stream. Any size may be 0: then a function
 // does nothing.
 #pragma once

@@ -13,7 +13,7 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.handles import object_of
+from cp_fast.dispatch.opaque import object_of
 from cp_ref import SimGroup
 
 SIZES: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "d_qk": 8, "d_v": 8, "dtype": torch.float32, "device": "cpu"}

@@ -12,24 +12,24 @@ import typer
 from typer.testing import CliRunner
 
 import conformance.cli
-import conformance.step.cli
+import conformance.step.step_command
 import cp_fast
-import cp_fast.cli
+import cp_fast.tools.cli
 import cp_ref
 import cp_ref.cli
 from conformance.case import Case
-from cp_fast.features import backend_table
+from cp_fast.backends.required_features import backend_table
 from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence, make_schedule
-from cp_ref.spec.picture import text_picture
-from cp_ref.spec.table_pictures import areas_picture, ownership_picture
+from cp_ref.spec.pictures.table_pictures import areas_picture, ownership_picture
+from cp_ref.spec.pictures.text_pictures import text_picture
 from tests.dist.workers import run_program
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("csrc/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 )
-APPS = {"cp_fast": cp_fast.cli.app, "cp_ref": cp_ref.cli.app, "conformance": conformance.cli.app}
-STEP = conformance.step.cli.app
+APPS = {"cp_fast": cp_fast.tools.cli.app, "cp_ref": cp_ref.cli.app, "conformance": conformance.cli.app}
+STEP = conformance.step.step_command.app
 TREE = re.compile(r"(?:cp_ref|cp_fast|conformance|csrc|tests|benchmarks|docs)/[\w./*-]*\w")
 
 
@@ -104,7 +104,7 @@ PICTURES = {"plan": ["--seqlens", "96,32,56"]} | {
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_pictures_are_what_plan_draws(tmp_path: Path, name: str) -> None:
     drawn = tmp_path / "plan.svg"
-    done = CliRunner().invoke(cp_fast.cli.app, ["plan", "--cp-size", "4", *PICTURES[name], "--svg", str(drawn)])
+    done = CliRunner().invoke(cp_fast.tools.cli.app, ["plan", "--cp-size", "4", *PICTURES[name], "--svg", str(drawn)])
     assert done.exit_code == 0, done.output
     assert drawn.read_text() == (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
 
@@ -122,7 +122,7 @@ def test_the_bytes_in_the_choice_of_a_schedule_are_what_plan_says() -> None:
         sent = []
         for name in CP_COMM_TYPES:
             arguments = ["plan", "--cp-size", "8", "--seqlen", "65536", "--cp-comm-type", name, *options]
-            said = CliRunner(env={"COLUMNS": "200"}).invoke(cp_fast.cli.app, arguments).output
+            said = CliRunner(env={"COLUMNS": "200"}).invoke(cp_fast.tools.cli.app, arguments).output
             sent.append(re.findall(r"; ([\d.]+ .B) sent by all", said)[0])
         assert f"| {row} | {' | '.join(sent)} |" in text
 
@@ -133,7 +133,7 @@ def test_the_work_and_the_bytes_in_the_choice_of_a_layout_are_what_plan_says() -
     found = []
     for layout in ("dual_chunk", "contiguous", "balanced"):
         arguments = ["plan", "--cp-size", "8", "--seqlens", lengths, "--cp-comm-type", "all_gather", "--layout", layout]
-        said = CliRunner(env={"COLUMNS": "200"}).invoke(cp_fast.cli.app, arguments).output
+        said = CliRunner(env={"COLUMNS": "200"}).invoke(cp_fast.tools.cli.app, arguments).output
         found += re.findall(r"balance ([\d.]+) .*; ([\d.]+ .B) sent by all", said)
     for n, row in enumerate(("the mean rank's work over the busiest's", "sent by all ranks")):
         assert f"| {row} | {' | '.join(cells[n] for cells in found)} |" in text

@@ -14,7 +14,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.sim import SimMember
+from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import CP_COMM_TYPES, MASKS
 
 ROOT = Path(__file__).parents[2]

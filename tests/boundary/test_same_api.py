@@ -12,7 +12,8 @@ import torch
 import cp_fast
 import cp_ref
 from cp_fast.backends import BACKENDS
-from cp_ref.common import attention, plans
+from cp_ref.common import attention_call as attention
+from cp_ref.common import plan_arguments as plans
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import Declaration
 from cp_ref.common.thd import batches, corrections, halves, indices, valid

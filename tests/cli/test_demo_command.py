@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cp_fast.cli import app
-from cp_fast.cli.demo import command, launch
-from cp_fast.cli.demo.job import Job
-from cp_fast.cli.demo.rank import Measured
+from cp_fast.tools.cli import app
+from cp_fast.tools.cli.demo import command, launch
+from cp_fast.tools.cli.demo.job import Job
+from cp_fast.tools.cli.demo.rank import Measured
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})

@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from cp_fast.backends import BACKENDS
-from cp_fast.cli import app
-from cp_fast.cli.doctor import doctor
+from cp_fast.tools.cli import app
+from cp_fast.tools.cli.doctor import doctor
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1"})
@@ -93,9 +93,9 @@ def jit(*_, **__):
 """
 LOOK = """
 import json
-from cp_fast.kernels import chosen, use
+from cp_fast.movers import chosen, use
 from typer.testing import CliRunner
-from cp_fast.cli import app
+from cp_fast.tools.cli import app
 try:
     with use("numba"):
         chosen("cpu")

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import cp_fast
 import cp_ref
-from cp_fast.cli import app
+from cp_fast.tools.cli import app
 from cp_ref.spec import CP_COMM_TYPES, Schedule, Unsupported, verify
-from cp_ref.spec.problem import Problem, Sequence
+from cp_ref.spec.tables.problem import Problem, Sequence
 from tests.marks import HANGS_S
 
 runner = CliRunner(env={"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"})
@@ -212,7 +212,7 @@ def test_help_needs_no_pytorch() -> None:
     """Which alone takes longer to import than a reader waits."""
     code = (
         "import sys; sys.modules['torch'] = None; sys.argv = ['cp_fast', *sys.argv[1:]]\n"
-        "from cp_fast.cli import app\napp()"
+        "from cp_fast.tools.cli import app\napp()"
     )
     for words in (["--version"], ["plan", "--help"]):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)

@@ -14,11 +14,11 @@ from functools import lru_cache
 
 import torch
 
-from conformance.capabilities import Capabilities, probe
 from conformance.commands import replay_command
+from conformance.draw.capabilities import Capabilities, probe
 from conformance.implementation import Implementation, load
 from conformance.levels import LEVEL_TIERS
-from conformance.session import Profile, TierResult, run_level_tier, run_table, run_tier
+from conformance.run.run_tiers import Profile, TierResult, run_level_tier, run_table, run_tier
 from conformance.tiers import TABLE_TIERS, TIER_NAMES
 
 __all__ = ["LEVEL_TIERS", "TIER_NAMES", "check_tier"]

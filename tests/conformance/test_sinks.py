@@ -14,8 +14,8 @@ import cp_fast
 import cp_ref
 from conformance.case import Case
 from conformance.implementation import load
-from conformance.run import play
-from conformance.tensors import build
+from conformance.run.case_tensors import build
+from conformance.run.play_case import play
 from conformance.tiers import metamorphic
 from conformance.tiers.logic import check
 from cp_ref.spec import Problem, Sequence

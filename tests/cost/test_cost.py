@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from benchmarks.predictions import FARTHER, compared, why_farther, write
 from benchmarks.records import RESULTS
-from cp_fast.cli import app
-from cp_fast.cost import Kernel, Machine, candidates, predict, read_machine, recommended
-from cp_fast.cost.counts import count_rank
+from cp_fast.tools.cli import app
+from cp_fast.tools.cost import Kernel, Machine, candidates, predict, read_machine, recommended
+from cp_fast.tools.cost.counts import count_rank
 from cp_ref.spec import LAYOUTS, Problem, Sequence, make_schedule, message_bytes
 from tests.marks import examples
 

@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from cp_fast import ContextParallel
-from cp_fast.cli import app
-from cp_fast.cost import read_machine
-from cp_fast.cost.measure import measure
+from cp_fast.tools.cli import app
+from cp_fast.tools.cost import read_machine
+from cp_fast.tools.cost.measure_machine import measure
 from cp_ref import SimGroup
 
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb", "NO_COLOR": "1", "WORLD_SIZE": "1"})

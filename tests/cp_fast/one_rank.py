@@ -18,8 +18,8 @@ import cp_fast
 from cp_fast.backends import BackwardOperands, Gradients, Partial
 from cp_fast.compile.instructions import Send
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
-from cp_fast.peers.exchange import PeerMessages, Shared
-from cp_fast.peers.watch import Watch
+from cp_fast.transport.lane_exchange import PeerMessages, Shared
+from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
 from cp_ref.spec import PaperGroup
 

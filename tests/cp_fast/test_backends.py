@@ -17,7 +17,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast import backends
-from cp_fast.backends.base import (
+from cp_fast.api.log import say_once
+from cp_fast.backends.backend_probe import probe
+from cp_fast.backends.backend_protocol import (
     Backend,
     BackwardOperands,
     Gradients,
@@ -27,12 +29,10 @@ from cp_fast.backends.base import (
     Segments,
     backward_letting_go,
 )
-from cp_fast.backends.blockwise import BlockwiseBackend
-from cp_fast.backends.largest import LargestLogit, largest_logit
-from cp_fast.backends.lengths import Cumulative
-from cp_fast.backends.probe import probe
-from cp_fast.backends.score_blocks import ScoreBlockSize, score_blocks_on_device
-from cp_fast.remarks import say_once
+from cp_fast.backends.blockwise.blockwise_backend import BlockwiseBackend
+from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, score_blocks_on_device
+from cp_fast.backends.host_lengths import Cumulative
+from cp_fast.backends.max_logit_launch import LargestLogit, largest_logit
 from cp_ref.spec import Feature, Unsupported
 from tests.marks import examples, seeds
 
@@ -242,8 +242,8 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     roomy = Segments(stale_q, stale_kv, segments.left, segments.right, on_device[0], on_device[1])
     q, k, v, dout = (torch.cat([x, torch.randn(room, *x.shape[1:], dtype=F64)]) for x in (q, k, v, dout))
     dlse = functional.pad(dlse, (0, room))
-    monkeypatch.setattr("cp_fast.backends.blockwise.score_blocks", score_blocks_on_device)
-    monkeypatch.setattr("cp_fast.backends.largest.score_blocks", score_blocks_on_device)
+    monkeypatch.setattr("cp_fast.backends.blockwise.blockwise_backend.score_blocks", score_blocks_on_device)
+    monkeypatch.setattr("cp_fast.backends.max_logit_launch.score_blocks", score_blocks_on_device)
     backend = BlockwiseBackend("by the device", Feature.CPU, size)
     got = backend.forward(q, k, v, roomy, case)
     torch.testing.assert_close(Partial(got.out[:n], got.lse[:, :n], got.max_logit), want)

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.backends import by_name, cudnn, cudnn_graphs
-from cp_fast.backends.base import BackwardOperands, LaunchOptions, Segments
-from cp_fast.backends.probe import probe
+from cp_fast.backends import by_name
+from cp_fast.backends.backend_probe import probe
+from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, Segments
+from cp_fast.backends.cudnn import cudnn_backend as cudnn
+from cp_fast.backends.cudnn import cudnn_graphs
 from cp_ref.spec import Feature
 
 CPU = by_name("cpu")

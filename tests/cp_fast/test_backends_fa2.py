@@ -17,14 +17,16 @@ from typer.testing import CliRunner
 
 from cp_fast import backends
 from cp_fast.backends import by_name, fa2
-from cp_fast.backends.base import BackwardOperands, LaunchOptions, Segments
-from cp_fast.backends.fa2 import BUILT_IN, PACKAGE, Fa2Backend, built_in, varlen
-from cp_fast.backends.fa2 import backend as fa2_backend
-from cp_fast.backends.fa2 import package as flash_attn_adapter
-from cp_fast.backends.lengths import Cumulative
-from cp_fast.backends.probe import probe
-from cp_fast.backends.variants import missing_in, variants
-from cp_fast.cli import app
+from cp_fast.backends.backend_probe import probe
+from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, Segments
+from cp_fast.backends.backend_variants import missing_in, variants
+from cp_fast.backends.fa2 import BUILT_IN, PACKAGE, Fa2Backend
+from cp_fast.backends.fa2 import fa2_backend as fa2_backend
+from cp_fast.backends.fa2 import fa2_built_in as built_in
+from cp_fast.backends.fa2 import fa2_package as flash_attn_adapter
+from cp_fast.backends.fa2 import fa2_varlen as varlen
+from cp_fast.backends.host_lengths import Cumulative
+from cp_fast.tools.cli import app
 from cp_ref.spec import Feature, Unsupported
 from tests.cp_fast.fa2_stand_ins import Call, fake_aten, fake_package
 
@@ -366,7 +368,7 @@ def test_a_refused_softcap_says_why_the_package_does_not_work(install: Any, tmp_
 def test_doctor_says_whose_kernels(monkeypatch: Any, install: Any) -> None:
     calls: list[Call] = []
     install(package("2.8.3.post2"), fake_package(calls))
-    from cp_fast.cli.doctor import doctor
+    from cp_fast.tools.cli.doctor import doctor
 
     monkeypatch.setattr(sys.modules[doctor.__module__], "probe", lambda backend, device: None)
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"})

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.backends import by_name, dims, fa4
-from cp_fast.backends.base import BackwardOperands, Gradients, LaunchOptions, Segments
+from cp_fast.backends import by_name
+from cp_fast.backends import padded_head_dims as dims
+from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Segments
+from cp_fast.backends.fa4 import fa4_backend as fa4
 from cp_fast.backends.lse_gradient import lse_launch
 
 CPU = by_name("cpu")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cp_fast.backends import by_name
-from cp_fast.backends.base import BackwardOperands, Gradients, LaunchOptions, Partial, Segments
-from cp_fast.backends.probe import probe
+from cp_fast.backends.backend_probe import probe
+from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, Segments
 from cp_ref.spec import Feature
 
 CPU = by_name("cpu")

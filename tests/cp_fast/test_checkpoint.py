@@ -11,11 +11,11 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cp_fast
-from cp_fast import compiled
 from cp_fast.checkpoint import attention_forward, save_attention
+from cp_fast.dispatch import library_operators as compiled
 from cp_ref import SimGroup
-from cp_ref.sim import SimMember
-from cp_ref.sim_switch import Switch
+from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator.sim_switch import Switch
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 LAYERS, HEADS, DIM = 3, 4, 8

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
-from cp_fast import offload
-from cp_fast.checkpoint import save_attention
-from cp_ref.sim import SimMember
-from cp_ref.sim_switch import Switch
+from cp_fast.checkpoint import offload, save_attention
+from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator.sim_switch import Switch
 from tests.cp_fast.one_rank import Allocated
 
 TOKENS, HEADS, DIM = 256, 4, 16

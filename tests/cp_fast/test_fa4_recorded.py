@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cp_fast.backends.fa4_recorded import Launches
-from cp_fast.backends.recorded_order import Step, in_little_memory
+from cp_fast.backends.fa4.fa4_recorded import Launches
+from cp_fast.backends.fa4.recorded_order import Step, in_little_memory
 
 NAMES = ("x", "bias")
 

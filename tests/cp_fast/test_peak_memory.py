@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cp_fast.cost import predict, read_machine
+from cp_fast.tools.cost import predict, read_machine
 from cp_ref.spec import Problem, Sequence
 from tests.cp_fast.one_rank import Allocated, call_of
 

@@ -17,15 +17,15 @@ from hypothesis import given, settings
 import cp_fast
 from cp_fast.compile.instructions import Recv, Send
 from cp_fast.compile.pipeline import lowered
-from cp_fast.exchanges import Message
-from cp_fast.packing import Packing
-from cp_fast.peers import exchange
-from cp_fast.peers.exchange import PeerMessages, Shared
-from cp_fast.peers.group import carried_by
-from cp_fast.peers.lanes import lane_sizes
-from cp_fast.peers.watch import Watch
+from cp_fast.runtime.packed_tensors import Packing
+from cp_fast.runtime.prepared_exchange import Message
+from cp_fast.transport import lane_exchange as exchange
+from cp_fast.transport.lane_exchange import PeerMessages, Shared
+from cp_fast.transport.lanes import lane_sizes
+from cp_fast.transport.memory_group import carried_by
+from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
-from cp_ref.common.processes import PeerError, during
+from cp_ref.common.groups.process_groups import PeerError, during
 from cp_ref.spec import Parcel, Problem, make_program, saved_kinds
 from cp_ref.spec import Sequence as Lengths
 from tests.marks import examples

@@ -13,10 +13,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import cp_fast
-from cp_fast import plan_cache, unplanned
+from cp_fast.api import implicit_plan as unplanned
+from cp_fast.api import plan_cache
 from cp_fast.integrations import flash_attn
 from cp_ref import SimGroup, dense_attention
-from cp_ref.sim import SimMember
+from cp_ref.simulator.sim_group import SimMember
 
 CU = torch.tensor([0, 8, 24, 48], dtype=torch.int32)
 THD: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": CU}
@@ -234,7 +235,7 @@ def test_checkpointed_layers_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients it is another agreement, but the same plan."""
     plans: list[Any] = []
     monkeypatch.setattr(unplanned, "prepared", lambda *given: plans.append(prepared(*given)) or plans[-1])
-    prepared = cp_fast.plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
+    prepared = cp_fast.api.make_plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
 
     def one(member: SimMember) -> None:
         cp = cp_fast.ContextParallel(member)

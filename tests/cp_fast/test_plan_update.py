@@ -21,7 +21,7 @@ from cp_fast.backends import Backend, by_name
 from cp_fast.compile.instructions import Accumulate, Launch, Recv
 from cp_fast.compile.pipeline import lowered
 from cp_ref import SimGroup
-from cp_ref.sim import SimMember
+from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import Feature, Problem, local_lengths
 from tests.marks import examples
 
@@ -456,7 +456,7 @@ def test_a_library_is_asked_whether_it_serves_such_plans(monkeypatch: pytest.Mon
         asked.append(required)
         return by_name("cpu")
 
-    monkeypatch.setattr("cp_fast.plan.choose", choose)
+    monkeypatch.setattr("cp_fast.api.make_plan.choose", choose)
 
     def one(member: SimMember) -> None:
         case = typical()

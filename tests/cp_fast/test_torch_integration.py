@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
-from cp_fast.handles import handle_for, object_of
+from cp_fast.dispatch.opaque import handle_for, object_of
 from cp_ref import SimGroup
-from cp_ref.sim import SimMember
-from cp_ref.sim_switch import Switch
+from cp_ref.simulator.sim_group import SimMember
+from cp_ref.simulator.sim_switch import Switch
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 FORMATS = {"bshd": (2, 8, 4, 8), "sbhd": (8, 2, 4, 8), "thd": (20, 4, 8)}

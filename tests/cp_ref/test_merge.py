@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_ref import dense_attention
-from cp_ref.merge import add_sink, merge
+from cp_ref.executor.merge_partials import add_sink, merge
 
 INF = float("inf")
 Part = tuple[torch.Tensor, torch.Tensor]  # out [t, h, d_v], lse [t, h]

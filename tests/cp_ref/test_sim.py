@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cp_ref import SimGroup
-from cp_ref.sim import Deadlock, MessageError, SimMember
+from cp_ref.simulator.sim_group import Deadlock, MessageError, SimMember
 from cp_ref.spec import Parcel
 
 

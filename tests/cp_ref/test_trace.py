@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from cp_ref import ContextParallel, SimGroup, attention, dense_attention
 from cp_ref.cli import app
+from cp_ref.cli.explained_problem import Request
 from cp_ref.cli.plant import planted
-from cp_ref.cli.problem import Request
-from cp_ref.comparison import compare
-from cp_ref.merge import merge
-from cp_ref.recorder import trace
-from cp_ref.sim import SimMember
+from cp_ref.executor.merge_partials import merge
+from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import Schedule
-from cp_ref.tracing import OF_KEYS, Item, Trace
+from cp_ref.tracing.compare_traces import compare
+from cp_ref.tracing.recorder import trace
+from cp_ref.tracing.trace_items import OF_KEYS, Item, Trace
 
 PACKED: dict[str, Any] = {"seqlens": "13,0,5", "d_v": 6}
 REQUESTS = {

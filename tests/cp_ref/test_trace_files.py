@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from cp_ref.cli import app
-from cp_ref.cli.problem import Request
-from cp_ref.tracing import Trace
+from cp_ref.cli.explained_problem import Request
+from cp_ref.tracing.trace_items import Trace
 
 runner = CliRunner()
 Content = dict[str, Any]

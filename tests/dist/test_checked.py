@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
-from cp_fast import checking
-from cp_fast.modules import named_modules
+from cp_fast.api import checked_calls as checking
+from cp_fast.dispatch.module_names import named_modules
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import cp_fast
-from cp_fast import plan_cache
+from cp_fast.api import plan_cache
 from tests.dist.workers import Processes
 
 

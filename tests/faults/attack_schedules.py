@@ -29,11 +29,11 @@ import cp_fast
 import cp_ref
 from conformance.case import Case
 from conformance.implementation import as_implementation
-from conformance.reference import exact_results
-from conformance.run import Gathered, _collect, _one_rank  # pyright: ignore[reportPrivateUsage]
-from conformance.tensors import build
+from conformance.judge.reference import exact_results
+from conformance.run.case_tensors import build
+from conformance.run.play_case import Gathered, _collect, _one_rank  # pyright: ignore[reportPrivateUsage]
 from conformance.tiers import logic
-from cp_ref.common.processes import ProcessMember
+from cp_ref.common.groups.process_groups import ProcessMember
 from cp_ref.spec import InvalidSchedule, Problem, Schedule, Sequence, Step, Tiles, make_schedule, verify
 from tests.dist.workers import Processes
 from tests.faults.mutations import changed_objects, changed_text
@@ -143,7 +143,7 @@ class Attack:
         """On both packages, over the simulated group."""
         problem, schedule = base
         with patch(
-            "cp_ref.spec.custom.verify"
+            "cp_ref.spec.planners.custom_schedule.verify"
         ):  # `make_plan` calls it on every rank: most of the time, and it is known
             for package in PACKAGES:
                 if wrong := logic.check(_with(package, schedule), case_of(problem)):  # type: ignore[arg-type]

@@ -19,7 +19,8 @@ import torch
 
 from conformance.levels.helper_arguments import HELPERS
 from conformance.levels.helpers import Helper
-from cp_fast import kernels, thd
+from cp_fast import movers as kernels
+from cp_fast import thd
 
 __all__ = ["fuzz"]
 

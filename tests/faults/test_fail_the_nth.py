@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_fast
-import cp_fast.build
-from cp_fast.kernels import select
+import cp_fast.tools.build
+from cp_fast.movers import select
 from tests.dist.workers import Processes
 from tests.marks import needs_cxx
 
@@ -75,13 +75,13 @@ def full_disk() -> Exception:
 @contextmanager
 def operations(n: int) -> Iterator[Nth]:
     """Of making a plan; what an agreement itself needs is PyTorch's."""
-    nth, prepared = Nth(n, no_memory), cp_fast.plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
+    nth, prepared = Nth(n, no_memory), cp_fast.api.make_plan.prepared  # pyright: ignore[reportAttributeAccessIssue]
 
     def counted(*arguments: Any) -> Any:
         with Operations(nth):
             return prepared(*arguments)
 
-    with mock.patch("cp_fast.plan.prepared", counted):
+    with mock.patch("cp_fast.api.make_plan.prepared", counted):
         yield nth
 
 
@@ -89,7 +89,7 @@ def operations(n: int) -> Iterator[Nth]:
 def uploads(n: int) -> Iterator[Nth]:
     nth = Nth(n, no_memory)
     with (
-        mock.patch("cp_fast.plan.upload", nth.before(cp_fast.plan.upload)),  # pyright: ignore
+        mock.patch("cp_fast.api.make_plan.upload", nth.before(cp_fast.api.make_plan.upload)),  # pyright: ignore
         mock.patch(
             "cp_fast.compile.in_place.fixed_tables.linked", nth.before(cp_fast.compile.in_place.fixed_tables.linked)
         ),  # pyright: ignore
@@ -103,7 +103,7 @@ def files(n: int) -> Iterator[Nth]:
     nth = Nth(n, full_disk)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {select.VARIABLE: "native"}))
-        for forget in (select._choice, select._loaded, importlib.import_module("cp_fast.kernels.native").load):
+        for forget in (select._choice, select._loaded, importlib.import_module("cp_fast.movers.native").load):
             forget.cache_clear()
             stack.callback(forget.cache_clear)
         for owner, name in ((builtins, "open"), (io, "open"), (os, "open"), (os, "stat"), (os, "mkdir")):

@@ -12,12 +12,12 @@ import torch
 
 from cp_fast import backends
 from cp_fast.backends import fa2
-from cp_fast.backends.base import Backend, BackwardOperands, Gradients, LaunchOptions, Segments
-from cp_fast.backends.cudnn_graphs import backward_graph, forward_graph
-from cp_fast.backends.largest import LargestLogit
-from cp_fast.backends.lengths import Cumulative
-from cp_fast.backends.probe import probe, probe_segments
-from cp_fast.backends.variants import variants
+from cp_fast.backends.backend_probe import probe, probe_segments
+from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Segments
+from cp_fast.backends.backend_variants import variants
+from cp_fast.backends.cudnn.cudnn_graphs import backward_graph, forward_graph
+from cp_fast.backends.host_lengths import Cumulative
+from cp_fast.backends.max_logit_launch import LargestLogit
 from cp_ref.spec import Feature
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

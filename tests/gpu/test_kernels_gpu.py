@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from cp_fast.kernels import kernels, why_not
+from cp_fast.movers import kernels, why_not
 from tests.cp_fast.kernels.suite import (
     CHECKS,
     MERGED_SHAPES,
@@ -118,7 +118,7 @@ FAULTS = {
 }
 SCRIPT = """
 import torch
-from cp_fast.kernels import kernels, thd_kernels
+from cp_fast.movers import kernels, thd_kernels
 rows, thd, x = kernels("cuda", "native"), thd_kernels("cuda", "native"), torch.ones(16, 64, device="cuda")
 try:
     {call}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cp_fast
-from cp_fast.integrations.laid_out import laid_out
+from cp_fast.integrations.shared.balanced_table import laid_out
 from cp_fast.integrations.token_batches import shard_batch
 from cp_ref import SimGroup, dense_attention
 from cp_ref.spec import slice_rows

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from hypothesis import strategies as st
 
-from conformance.draw_areas import areas
+from conformance.draw.draw_areas import areas
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, SOFTMAX_TYPES, Problem, Sequence
 
 __all__ = ["problems"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from conformance.case import Case
+from conformance.judge.visibility import seen
 from conformance.tiers import logic
-from conformance.visibility import seen
 from cp_ref.spec import Problem, make_schedule, verify
 from tests.marks import examples
 from tests.masks.problems import problems

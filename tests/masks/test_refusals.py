@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import cp_fast
 import cp_ref
-from conformance.draw_areas import areas as drawn_areas
+from conformance.draw.draw_areas import areas as drawn_areas
 from cp_ref import SimGroup
 from cp_ref.spec import AreaRow, Sequence, areas_of_rows
-from cp_ref.spec.given_areas import common_pair
+from cp_ref.spec.masks.read_areas import common_pair
 
 CU = torch.tensor([0, 5, 12])
 PADDED = torch.tensor([0, 8, 16])

@@ -10,11 +10,11 @@ from textwrap import indent
 import pytest
 from typer.testing import CliRunner
 
-import cp_fast.cli
+import cp_fast.tools.cli
 import cp_ref.cli
 from cp_ref import masks
 from cp_ref.spec import Problem, Sequence, make_schedule
-from cp_ref.spec.picture import svg_picture, text_picture
+from cp_ref.spec.pictures.text_pictures import svg_picture, text_picture
 
 TWO = (Sequence(3, 3, 4, 4), Sequence(4, 4, 4, 4))
 ACROSS = Problem(2, TWO, qkv_format="thd", layout="contiguous", areas=((0, 8, 0, 8, -1, 0), (0, 2, 4, 6, -1, -1)))
@@ -53,7 +53,7 @@ R:S  computed by rank R at its step S, both from 0
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous", "balanced"])
 def test_commands_take_a_makers_call(layout: str, tmp_path: Path) -> None:
     options = ["--cp-size", "2", "--seqlens", "8,8", "--layout", layout, "--areas", "shared_prefix(6, [5, 5])"]
-    planned = runner.invoke(cp_fast.cli.app, ["plan", *options, "--svg", str(tmp_path / "plan.svg")])
+    planned = runner.invoke(cp_fast.tools.cli.app, ["plan", *options, "--svg", str(tmp_path / "plan.svg")])
     assert planned.exit_code == 0, planned.output
     assert "every visible pair (111 a head) is computed exactly once" in " ".join(planned.output.split())
     told = runner.invoke(cp_ref.cli.app, ["explain", *options, "--values"])
@@ -73,7 +73,7 @@ def test_commands_take_a_makers_call(layout: str, tmp_path: Path) -> None:
     ],
 )
 def test_calls_that_are_refused(call: str, words: str) -> None:
-    for app, command in ((cp_fast.cli.app, "plan"), (cp_ref.cli.app, "explain")):
+    for app, command in ((cp_fast.tools.cli.app, "plan"), (cp_ref.cli.app, "explain")):
         refused = runner.invoke(app, [command, "--cp-size", "2", "--seqlens", "16", "--areas", call])
         assert refused.exit_code == 2
         assert words.replace(" ", "") in "".join(refused.output.split())

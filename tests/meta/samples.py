@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import cp_ref
 from cp_ref import thd
-from cp_ref.merge import merge as merge_two
+from cp_ref.executor.merge_partials import merge as merge_two
+from cp_ref.executor.tile_attention import tile_backward, tile_forward, visible_pairs
 from cp_ref.spec import UNBOUNDED
-from cp_ref.tile import tile_backward, tile_forward, visible_pairs
 
 
 class Sick:

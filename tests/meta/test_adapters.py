@@ -14,13 +14,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from conformance.adapters import flash_attn_shim
-from conformance.adapters.supported import SupportTable, asked
-from conformance.adapters.tiles import crop
+from conformance.adapters.shared import flash_attn_shim
+from conformance.adapters.shared.band_tiles import crop
+from conformance.adapters.shared.support_tables import SupportTable, asked
 from conformance.cli import app
 from conformance.implementation import LoadError, load
 from conformance.levels import LEVEL_TIERS
-from conformance.session import Profile, run_level_tier
+from conformance.run.run_tiers import Profile, run_level_tier
 
 pytestmark = pytest.mark.thorough
 

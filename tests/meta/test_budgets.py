@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conformance import budgets
-from conformance.budgets import Row, compare
 from conformance.case import Case
-from conformance.reference import exact_results
-from conformance.rounded_reference import rounded_results
-from conformance.tensors import GlobalTensors, build
+from conformance.judge import budgets
+from conformance.judge.budgets import Row, compare
+from conformance.judge.reference import exact_results
+from conformance.judge.rounded_reference import rounded_results
+from conformance.run.case_tensors import GlobalTensors, build
 from conformance.tiers.budget import eager_results
 from cp_ref.spec import Problem, Sequence
 from tests.meta.calibration import measured, needed

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from conformance.case import Case
-from conformance.coverage import STATES, coverage
-from conformance.features import AXES, CHOICES, IMPOSSIBLE, Choice, choices_of, why_impossible
-from conformance.record import Played
-from conformance.strategies import CP_SIZES
+from conformance.draw.case_features import AXES, CHOICES, IMPOSSIBLE, Choice, choices_of, why_impossible
+from conformance.draw.feature_coverage import STATES, coverage
+from conformance.draw.strategies import CP_SIZES
+from conformance.judge.run_record import Played
 from cp_ref.spec import Problem, Sequence
 from tests.meta.report_records import drawn_cases
 

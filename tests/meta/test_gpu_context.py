@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import cp_ref
-from conformance.gpu_context import ASSERTED, context_error
 from conformance.implementation import as_implementation
+from conformance.judge.run_record import Played
 from conformance.levels import LEVEL_TIERS, helpers
-from conformance.record import Played
-from conformance.runner import InProcess, Task
-from conformance.session import PROFILES, run_level_tier
-from conformance.workers import Worker, WorkerRunner
+from conformance.run.gpu_context import ASSERTED, context_error
+from conformance.run.play_problem import InProcess, Task
+from conformance.run.run_tiers import PROFILES, run_level_tier
+from conformance.run.workers import Worker, WorkerRunner
 
 ASSERTION = f"CUDA error: {ASSERTED} triggered\nand much more"
 TASK = Task("helpers", "helpers-malformed", 'Malformed(name="thd_read_half_tensor", slots=(2,), real=(4,))')

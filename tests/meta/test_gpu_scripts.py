@@ -11,8 +11,8 @@ import pytest
 from benchmarks import conformance_gpu
 from benchmarks.conformance_gpu import Counts, Work, play, summary
 from conformance.adapters.cp_fast import cpu
-from conformance.record import Played
-from conformance.runner import InProcess, Task
+from conformance.judge.run_record import Played
+from conformance.run.play_problem import InProcess, Task
 from tests.gpu import lost_ranks, over_processes
 from tests.marks import HANGS_S
 

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from conformance.capabilities import EVERYTHING
+from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import Implementation, load
 from conformance.known import KNOWN
-from conformance.run import UnsupportedCase
+from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import TABLE_TIERS, table_entry
 from tests.meta.mutants import MUTANTS
 from tests.meta.mutants.reported import REPORTED

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from conformance.case import Case
-from conformance.known_failures import FIELDS, KnownFailures, KnownFailuresError, field_values
-from conformance.record import Played, RunRecord
+from conformance.judge.known_failures import FIELDS, KnownFailures, KnownFailuresError, field_values
+from conformance.judge.run_record import Played, RunRecord
 from cp_ref.spec import Problem, Sequence
 from tests.meta.report_records import drawn_cases
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from conformance.implementation import Implementation, load
 from conformance.levels import HELPER_NAMES, LEVEL_TIERS
-from conformance.runner import Task, play_task
-from conformance.session import Profile, TierResult, run_level_tier
+from conformance.run.play_problem import Task, play_task
+from conformance.run.run_tiers import Profile, TierResult, run_level_tier
 from cp_ref import thd
 from tests.meta.samples import Lower
 

@@ -47,7 +47,7 @@ def test_the_documents_name_mutants_of_every_tier() -> None:
 
 @pytest.mark.parametrize("tier", [name for name, tier in CASE_TIERS.items() if tier.made is None])
 def test_what_is_not_spoiled_passes(tier: str) -> None:
-    nothing = Mutant("nothing", "cp_ref.api.run_forward", lambda original: original, tier)
+    nothing = Mutant("nothing", "cp_ref.api.reference_attention.run_forward", lambda original: original, tier)
     found = hunt("nothing", nothing, tier, most=12)
     assert not found.killed, (found.text, found.findings)
     assert found.played >= 12
@@ -70,7 +70,7 @@ def test_mutants_are_of_every_kind() -> None:
 
 
 def test_a_planted_bug_is_gone_afterwards() -> None:
-    before = cp_ref.execute.visible_pairs  # pyright: ignore[reportAttributeAccessIssue]
+    before = cp_ref.executor.play_schedule.visible_pairs  # pyright: ignore[reportAttributeAccessIssue]
     with MUTANTS["window-off-by-one"].planted():
-        assert cp_ref.execute.visible_pairs is not before  # pyright: ignore[reportAttributeAccessIssue]
-    assert cp_ref.execute.visible_pairs is before  # pyright: ignore[reportAttributeAccessIssue]
+        assert cp_ref.executor.play_schedule.visible_pairs is not before  # pyright: ignore[reportAttributeAccessIssue]
+    assert cp_ref.executor.play_schedule.visible_pairs is before  # pyright: ignore[reportAttributeAccessIssue]

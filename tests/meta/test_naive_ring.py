@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.capabilities import Capabilities, probe
 from conformance.case import Case
-from conformance.session import Profile, run_tier
+from conformance.draw.capabilities import Capabilities, probe
+from conformance.run.run_tiers import Profile, run_tier
 from tests.meta.naive_ring import Flaws
 from tests.meta.naive_setup import Naive
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from conformance.case import Case
 from conformance.commands import replay_command
 from conformance.folders import unwritable
-from conformance.record import FAILING, VERDICTS, Played, RunRecord
+from conformance.judge.run_record import FAILING, VERDICTS, Played, RunRecord
 from conformance.report import read_record, write_report
 from conformance.report.__main__ import app
 from conformance.report.failures import failures, refusals

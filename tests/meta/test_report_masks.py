@@ -11,9 +11,9 @@ import torch
 
 from conformance.case import Case
 from conformance.implementation import Implementation, load
-from conformance.record import Played, RunRecord
+from conformance.judge.run_record import Played, RunRecord
 from conformance.report import observed_pairs, read_record, visibility_difference, write_report
-from conformance.report.masks import EXTRA, MISSING, MOST, SEEN, visible
+from conformance.report.mask_differences import EXTRA, MISSING, MOST, SEEN, visible
 from conformance.report.page import summary
 from conformance.tiers import probes
 from conformance.tiers.probes import visible_pairs

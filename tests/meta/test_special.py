@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance.capabilities import EVERYTHING
+from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import Implementation, load
-from conformance.run import UnsupportedCase
+from conformance.run.play_case import UnsupportedCase
 from conformance.special import SPECIAL
 from conformance.tiers import TABLE_TIERS, table_entry
 from tests.meta.mutants import MUTANTS

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from conformance.capabilities import AXES, EVERYTHING, Capabilities
 from conformance.case import Case
+from conformance.draw.capabilities import AXES, EVERYTHING, Capabilities
+from conformance.draw.strategies import CP_SIZES, cases
 from conformance.implementation import load
-from conformance.placement import assemble, global_rows, take_slice, where
-from conformance.session import PROFILES, run_tier
-from conformance.strategies import CP_SIZES, cases
-from conformance.tensors import build
+from conformance.run.case_tensors import build
+from conformance.run.placement import assemble, global_rows, take_slice, where
+from conformance.run.run_tiers import PROFILES, run_tier
 from conformance.tiers.probes import digits, visible_pairs
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
 from tests.meta.mutants import MUTANTS

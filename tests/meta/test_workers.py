@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from conformance.capabilities import Capabilities
+from conformance.draw.capabilities import Capabilities
 from conformance.implementation import LoadError
-from conformance.runner import Task, task_of
-from conformance.session import Profile, run_tier
-from conformance.workers import WorkerRunner, start_runner
+from conformance.run.play_problem import Task, task_of
+from conformance.run.run_tiers import Profile, run_tier
+from conformance.run.workers import WorkerRunner, start_runner
 
 pytestmark = pytest.mark.thorough
 
@@ -135,7 +135,7 @@ def test_a_fork_server_that_was_killed_is_started_again() -> None:
 
 HANGS = """
 import os, sys
-from conformance.workers import start_runner
+from conformance.run.workers import start_runner
 runner = start_runner("tests.meta.samples:HangsInC", "cpu", 600.0, lambda kind: (2,))
 print(runner.workers[0].pid, flush=True)
 from tests.meta.test_workers import BAD

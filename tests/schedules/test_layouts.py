@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from conformance.case import Case
+from conformance.draw.strategies import tables
 from conformance.implementation import Implementation
-from conformance.strategies import tables
-from conformance.tensors import plan_arguments
+from conformance.run.case_tensors import plan_arguments
 from conformance.tiers import logic, plan
 from cp_ref import SimGroup
-from cp_ref.sim import SimMember
+from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import Problem, Sequence
 from tests.marks import examples
 from tests.spec.random_schedules import small_problems

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from cp_ref import SimGroup
-from cp_ref.sim import SimMember
+from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import LAYOUTS
 from tests.marks import examples
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import cp_fast
 import cp_ref
 from conformance.case import Case
-from conformance.tensors import plan_arguments
+from conformance.run.case_tensors import plan_arguments
 from conformance.tiers import logic
 from cp_ref import ContextParallel, SimGroup, make_plan, supports
-from cp_ref.sim import SimMember
+from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import SOFTMAX_TYPES, InvalidSchedule, Problem, Schedule, Sequence, Workload, make_schedule
 from tests.marks import examples
 from tests.spec.other_rings import backward_ring, ring_of_rings

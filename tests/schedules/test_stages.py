@@ -17,7 +17,7 @@ from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.tiers import logic
 from cp_ref import SimGroup
-from cp_ref.sim import SimMember
+from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import SOFTMAX_TYPES, Problem
 from tests.marks import examples
 from tests.spec.staged import ALWAYS, costs, staged

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from cp_ref.spec import Message, Pieces, Schedule, Step, Units, Workload, tag
-from cp_ref.spec.p2p import tiles_of
-from cp_ref.spec.units import merged
+from cp_ref.spec.planners.p2p import tiles_of
+from cp_ref.spec.planners.ring_members import merged
 
 __all__ = ["backward_ring", "ring_of_rings"]
 

@@ -48,7 +48,7 @@ from cp_ref.spec import (
     verify_tables,
 )
 from cp_ref.spec import Sequence as Lengths
-from cp_ref.spec.areas import crop
+from cp_ref.spec.tables.attention_slices import crop
 
 __all__ = ["random_schedules", "random_workloads", "scheduled_problems", "small_problems"]
 

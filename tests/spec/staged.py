@@ -9,8 +9,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from cp_ref.spec import Problem
-from cp_ref.spec import stage_costs as rule
-from cp_ref.spec.stage_costs import COSTS, Costs
+from cp_ref.spec.planners import stage_costs as rule
+from cp_ref.spec.planners.stage_costs import COSTS, Costs
 from tests.spec.problems import problems
 
 __all__ = ["ALWAYS", "NEVER", "costs", "staged"]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.draw_areas import areas as drawn_areas
+from conformance.draw.draw_areas import areas as drawn_areas
 from cp_ref.spec import AreaRow, Areas, Fragments, areas_of_rows, contiguous
 from cp_ref.spec import Sequence as Lengths
-from cp_ref.spec.balanced import balanced, pairs_before
-from cp_ref.spec.table import Column
+from cp_ref.spec.layouts.balanced import balanced, pairs_before
+from cp_ref.spec.tables.table import Column
 from tests.marks import examples
 
 

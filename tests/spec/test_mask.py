@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.spec.mask import Band
+from cp_ref.spec.tables.diagonal_band import Band
 
 sides = st.one_of(st.none(), st.integers(-9, 9))
 

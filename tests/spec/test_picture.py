@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_ref.spec import UNBOUNDED, Problem, Schedule, Sequence, Step, Tiles, make_schedule
-from cp_ref.spec.drawing import Box, Point, area, band_edge, centre, plane, staircase
-from cp_ref.spec.picture import rank_colour, svg_picture, text_picture
+from cp_ref.spec.pictures.text_pictures import rank_colour, svg_picture, text_picture
+from cp_ref.spec.pictures.tile_polygons import Box, Point, area, band_edge, centre, plane, staircase
 
 SVG = "{http://www.w3.org/2000/svg}"
 

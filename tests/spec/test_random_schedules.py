@@ -12,8 +12,8 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from cp_ref.spec import Message, Problem, Schedule, Step, Units, Workload, verify, verify_tables
-from cp_ref.spec.all_gather import plan_all_gather_rank
-from cp_ref.spec.p2p import plan_p2p_rank
+from cp_ref.spec.planners.all_gather import plan_all_gather_rank
+from cp_ref.spec.planners.p2p import plan_p2p_rank
 from tests.marks import examples
 from tests.spec.other_rings import backward_ring, ring_of_rings
 from tests.spec.random_schedules import random_schedules, random_workloads, scheduled_problems, small_problems

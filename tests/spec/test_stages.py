@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from cp_ref.spec import Message, Problem, RankSchedule, Schedule, Sequence, make_program, make_schedule, report, verify
-from cp_ref.spec.stage_costs import head_stages, ways_to_cut
+from cp_ref.spec.planners.stage_costs import head_stages, ways_to_cut
 from tests.marks import examples
 from tests.spec.staged import ALWAYS, NEVER, costs, staged
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_ref.spec import UNBOUNDED, Areas, Fragments, Ownership, Problem, contiguous, dual_chunk, slice_rows
-from cp_ref.spec.ownership import grouped
-from cp_ref.spec.table_pictures import areas_picture, ownership_picture
+from cp_ref.spec.pictures.table_pictures import areas_picture, ownership_picture
+from cp_ref.spec.tables.ownership import grouped
 from tests.spec.problems import problems
 from tests.spec.random_schedules import small_problems
 

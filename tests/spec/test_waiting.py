@@ -18,7 +18,7 @@ from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import compiled
 from cp_ref import masks
 from cp_ref.spec import Problem, Sequence, Tiles, make_schedule, verify
-from cp_ref.spec.stage_costs import COSTS
+from cp_ref.spec.planners.stage_costs import COSTS
 from tests.marks import examples
 from tests.masks.problems import problems
 from tests.spec.staged import costs

@@ -9,10 +9,10 @@ from __future__ import annotations
 import warnings
 from functools import cache
 
-from cp_fast.backends.fa2.backend import Fa2Backend
-from cp_fast.backends.fa2.built_in import BuiltIn
-from cp_fast.backends.fa2.package import Package
-from cp_fast.backends.probe import probe
+from cp_fast.backends.backend_probe import probe
+from cp_fast.backends.fa2.fa2_backend import Fa2Backend
+from cp_fast.backends.fa2.fa2_built_in import BuiltIn
+from cp_fast.backends.fa2.fa2_package import Package
 
 __all__ = ["BUILT_IN", "PACKAGE", "Fa2Backend", "installed", "origin_of"]
 

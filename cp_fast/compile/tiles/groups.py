@@ -19,7 +19,7 @@ from cp_fast.compile.row_maps import Parts, RowMap, Spans, SpanSets
 from cp_fast.compile.tiles.launches import LaunchTable, keys_in_buffer_order, launch_tables, overlap
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_ref.spec import Tiles, Workload
-from cp_ref.spec.table import one_value
+from cp_ref.spec.tables.table import one_value
 
 __all__ = ["LaunchRows", "SegmentKeys", "TileGroup", "TileGroups"]
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, windowed
 from cp_ref.spec import UNBOUNDED, Column, Table, ranges
-from cp_ref.spec.areas import pairs
-from cp_ref.spec.table import constant, runs
+from cp_ref.spec.tables.attention_slices import pairs
+from cp_ref.spec.tables.table import constant, runs
 
 __all__ = ["SegmentSpans", "Segments", "boxes", "one_each", "squares", "strips"]
 

@@ -14,8 +14,8 @@ from cp_fast.compile.tiles.sharing import alike, apart, areas_meet, behind, laye
 from cp_fast.compile.tiles.spreading import spread
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, cut_to_windows
 from cp_ref.spec import Column
-from cp_ref.spec.table import one_value
-from cp_ref.spec.units import merged
+from cp_ref.spec.planners.ring_members import merged
+from cp_ref.spec.tables.table import one_value
 
 __all__ = ["LaunchTable", "keys_in_buffer_order", "launch_tables", "overlap"]
 

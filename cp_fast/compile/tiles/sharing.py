@@ -29,7 +29,7 @@ import numpy as np
 from cp_fast.compile.tiles.joins import Segments, SegmentSpans
 from cp_fast.compile.tiles.windows import BandTiles
 from cp_ref.spec import Column
-from cp_ref.spec.table import ranges, runs
+from cp_ref.spec.tables.table import ranges, runs
 
 __all__ = ["alike", "apart", "areas_meet", "behind", "layers", "staircases"]
 

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_ref.spec import UNBOUNDED, Areas, Column, Problem, Table, Tiles
-from cp_ref.spec.areas import crop
-from cp_ref.spec.table import in_blocks
+from cp_ref.spec.tables.attention_slices import crop
+from cp_ref.spec.tables.table import in_blocks
 
 __all__ = ["BandTiles", "WindowRule", "band_tiles", "cut_to_windows", "own_window", "windowed"]
 

@@ -13,12 +13,12 @@ any other: rows may be added by torch.cat, as long as no pair is in two of them.
 """
 
 from cp_ref.common.masks.blocks import block_causal, chunked, dilated_blocks
-from cp_ref.common.masks.calls import from_call
-from cp_ref.common.masks.documents import documents, packed, picture
+from cp_ref.common.masks.document_masks import documents, packed, picture
 from cp_ref.common.masks.flex import from_block_mask
 from cp_ref.common.masks.magi import from_magi
+from cp_ref.common.masks.mask_calls import from_call
 from cp_ref.common.masks.prefixes import prefix_lm, shared_prefix, tree
-from cp_ref.common.masks.windows import first_tokens_and_window
+from cp_ref.common.masks.window_masks import first_tokens_and_window
 
 __all__ = [
     "block_causal",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.common.masks.rows import FULL, causal, tensor, upper
+from cp_ref.common.masks.area_rows import FULL, causal, tensor, upper
 from cp_ref.spec import read_count
 
 __all__ = ["block_causal", "chunked", "dilated_blocks"]

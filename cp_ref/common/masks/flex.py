@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from cp_ref.common.masks.area_rows import listed, tensor
 from cp_ref.common.masks.flex_blocks import seen_rows
-from cp_ref.common.masks.rows import listed, tensor
 from cp_ref.spec import AreaRow, Feature, Unsupported
 
 __all__ = ["from_block_mask"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.common.masks.rows import listed
+from cp_ref.common.masks.area_rows import listed
 from cp_ref.spec import Feature, Unsupported
 
 __all__ = ["seen_rows"]

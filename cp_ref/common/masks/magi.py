@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cp_ref.common.masks.rows import listed, numbers, tensor
+from cp_ref.common.masks.area_rows import listed, numbers, tensor
 from cp_ref.spec import AreaRow, check_data
-from cp_ref.spec.values import read_several
+from cp_ref.spec.arguments.single_values import read_several
 
 __all__ = ["from_magi"]
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cp_ref.common.masks.rows import FULL, Lengths, causal, numbers, tensor, upper
+from cp_ref.common.masks.area_rows import FULL, Lengths, causal, numbers, tensor, upper
 from cp_ref.spec import AreaRow, read_count
 
 __all__ = ["prefix_lm", "shared_prefix", "tree"]

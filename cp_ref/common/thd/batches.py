@@ -9,7 +9,7 @@ import torch
 
 from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import declare
-from cp_ref.common.plans import Plan
+from cp_ref.common.plan_arguments import Plan
 from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_divisible, check_lengths, check_tensor
 from cp_ref.spec import QKV_FORMATS, check_choice, divisor
 

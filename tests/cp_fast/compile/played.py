@@ -31,7 +31,7 @@ from cp_fast.compile.instructions import (
     View,
     Wait,
 )
-from cp_fast.rows import Rows
+from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import Workload
 from tests.cp_fast.compile.pairs import Cells, Pairs
 

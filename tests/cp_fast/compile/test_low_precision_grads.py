@@ -13,7 +13,7 @@ from cp_fast.backends import Backend, BackwardOperands, Gradients
 from cp_fast.compile.instructions import Send
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
 from cp_ref import SimGroup
-from cp_ref.sim import SimMember
+from cp_ref.simulator.sim_group import SimMember
 from cp_ref.spec import CPCommType
 
 

@@ -24,8 +24,8 @@ from cp_fast.compile.instructions import (
 )
 from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import lowered, optimized, upload
-from cp_fast.packing import Packing
-from cp_fast.rows import Rows
+from cp_fast.runtime.packed_tensors import Packing
+from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import Problem, Schedule, Sequence, make_program, make_schedule, saved_kinds
 from tests.spec.other_rings import backward_ring
 from tests.spec.problems import SCHEDULES

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 import cp_fast
 from conformance.adapters import cp_fast as adapter
-from conformance.capabilities import Capabilities, probe
 from conformance.case import Case
+from conformance.draw.capabilities import Capabilities, probe
+from conformance.draw.strategies import cases
 from conformance.implementation import Implementation, load
-from conformance.strategies import cases
 from conformance.tiers import CASE_TIERS
 from cp_fast.compile.instructions import ExecutablePlan, Free
 from cp_fast.compile.pipeline import PASSES, switched_off
-from cp_fast.kernels.select import use
-from cp_fast.rows import Rows
+from cp_fast.movers.select import use
+from cp_fast.runtime.row_selection import Rows
 from cp_ref import SimGroup
 
 ALL = tuple(one.name for one in PASSES)

@@ -18,8 +18,8 @@ from cp_fast.compile.link import linked
 from cp_fast.compile.lower import Draft, lower
 from cp_fast.compile.pipeline import PASSES, lowered, optimized, switched_off, upload
 from cp_fast.compile.tiles.windows import WindowRule
-from cp_fast.packing import Packing
-from cp_fast.rows import Rows
+from cp_fast.runtime.packed_tensors import Packing
+from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import (
     Problem,
     Room,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planning_areas import measured
-from conformance.draw_areas import areas as drawn_areas
+from conformance.draw.draw_areas import areas as drawn_areas
 from cp_fast import masks
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import lowered
@@ -18,7 +18,7 @@ from cp_fast.compile.tiles.joins import one_each, strips
 from cp_fast.compile.tiles.launches import launch_tables
 from cp_fast.compile.tiles.sharing import apart, behind, staircases
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
-from cp_fast.packing import Packing
+from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.spec import Problem, Sequence, Tiles, areas_of_rows, make_program, saved_kinds
 from tests.cp_fast.compile.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from cp_fast.kernels import Kernels, ThdKernels, kernels, thd_kernels, use
+from cp_fast.movers import Kernels, ThdKernels, kernels, thd_kernels, use
 from tests.cp_fast.kernels.memory import Boxed
 
 MOVED = (

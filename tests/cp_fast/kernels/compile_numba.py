@@ -8,11 +8,11 @@ from typing import Any
 import numba.cuda.dispatcher
 from numba import cuda, types
 
-from cp_fast.kernels.numba_cuda.lengths import held_kernel, indices_kernel, lse_half_kernel, pad_kernel
-from cp_fast.kernels.numba_cuda.maps import MAPS
-from cp_fast.kernels.numba_cuda.movers import move_kernel
-from cp_fast.kernels.numba_cuda.values import add_heads_kernel, pairs_kernel
-from cp_fast.kernels.numba_cuda.weigh import weigh_kernel
+from cp_fast.movers.numba_cuda.lengths import held_kernel, indices_kernel, lse_half_kernel, pad_kernel
+from cp_fast.movers.numba_cuda.maps import MAPS
+from cp_fast.movers.numba_cuda.movers import move_kernel
+from cp_fast.movers.numba_cuda.values import add_heads_kernel, pairs_kernel
+from cp_fast.movers.numba_cuda.weigh import weigh_kernel
 
 SM_90 = (9, 0)
 INT = types.int64

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cp_fast import thd
-from cp_fast.kernels import kernels, thd_kernels
+from cp_fast.movers import kernels, thd_kernels
 
 
 def other_values(t: dict[str, torch.Tensor]) -> None:

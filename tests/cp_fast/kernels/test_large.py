@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_fast.kernels import why_not
+from cp_fast.movers import why_not
 from tests.cp_fast.kernels.case import bytes_of
 from tests.cp_fast.kernels.memory import Boxed
 from tests.cp_fast.kernels.suite import CHECKS, Case, Where

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import cp_fast.build
-from cp_fast import kernels as package
-from cp_fast.kernels import chosen, kernels, select, use, why_not
-from cp_fast.kernels.torch_ops import TorchKernels
-from cp_fast.kernels.torch_thd import TorchThdKernels
-from cp_fast.remarks import say_once
+import cp_fast.tools.build
+from cp_fast import movers as package
+from cp_fast.api.log import say_once
+from cp_fast.movers import chosen, kernels, select, use, why_not
+from cp_fast.movers.torch_ops import TorchKernels
+from cp_fast.movers.torch_thd import TorchThdKernels
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_without_a_compiler_pytorch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: "no C++ compiler")
+    monkeypatch.setattr(cp_fast.tools.build, "why_not", lambda device_type: "no C++ compiler")
     assert chosen("cpu") == ("torch", "not native: no C++ compiler; not numba: numba is for 'cuda', not 'cpu'")
     assert isinstance(kernels("cpu"), TorchKernels)
     with pytest.raises(RuntimeError, match=r"'native' cannot be had: no C\+\+ compiler"):
@@ -39,7 +39,7 @@ def test_without_a_compiler_pytorch_is_taken(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_first_use_of_a_slower_one_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: "no C++ compiler")
+    monkeypatch.setattr(cp_fast.tools.build, "why_not", lambda device_type: "no C++ compiler")
     say_once.cache_clear()
     for _ in range(2):
         kernels("cpu")
@@ -60,7 +60,7 @@ def test_the_first_use_of_a_slower_one_says_so_once(
 
 def test_a_compiler_that_is_not_there_is_no_reason_to_take_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    cp_fast.build.why_not.cache_clear()
+    cp_fast.tools.build.why_not.cache_clear()
     with pytest.raises(ValueError, match="CXX is 'no-such-compiler'; it must name a C"):
         kernels("cpu")
     with use("torch"):
@@ -71,8 +71,8 @@ def test_a_build_that_fails_is_no_reason_to_take_another(monkeypatch: pytest.Mon
     def load(device: str) -> None:
         raise RuntimeError("the build failed: error on line 3")
 
-    monkeypatch.setattr(cp_fast.build, "why_not", lambda device_type: None)
-    monkeypatch.setattr("cp_fast.kernels.native.load", load)
+    monkeypatch.setattr(cp_fast.tools.build, "why_not", lambda device_type: None)
+    monkeypatch.setattr("cp_fast.movers.native.load", load)
     with pytest.raises(RuntimeError, match="the build failed"):
         kernels("cpu")
 

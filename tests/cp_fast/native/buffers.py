@@ -7,8 +7,8 @@ from itertools import accumulate
 import torch
 from hypothesis import strategies as st
 
-from cp_fast.kernels.base_thd import ThdKernels
-from cp_fast.kernels.native import NativeKernels, load, load_thd
+from cp_fast.movers.base_thd import ThdKernels
+from cp_fast.movers.native import NativeKernels, load, load_thd
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from cp_fast.backends import LaunchOptions
 from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Copy, View
-from cp_fast.kernels.select import kernels
-from cp_fast.kernels.torch_merges import log_add_exp
-from cp_fast.rows import Rows
+from cp_fast.movers.select import kernels
+from cp_fast.movers.torch_merges import log_add_exp
 from cp_fast.runtime.operations import Operations
+from cp_fast.runtime.row_selection import Rows
 from cp_fast.runtime.tensors import Shapes, State, Tensors
 from cp_ref.spec import PaperGroup
 

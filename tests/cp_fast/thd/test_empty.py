@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.kernels import use
+from cp_fast.movers import use
 from tests.marks import needs_cxx
 
 CU = torch.tensor([0, 0, 0], dtype=torch.int32)

@@ -13,8 +13,8 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.kernels import use
-from cp_fast.kernels.native import load, load_thd
+from cp_fast.movers import use
+from cp_fast.movers.native import load, load_thd
 from tests.marks import needs_cxx
 
 LEAST, MOST = -(2**63), 2**63 - 1

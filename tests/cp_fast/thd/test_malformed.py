@@ -11,7 +11,7 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.kernels import use
+from cp_fast.movers import use
 from tests.marks import needs_cxx
 
 CU = torch.tensor([0, 8, 16])

@@ -10,13 +10,13 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
 
-from conformance.capabilities import Capabilities, probe
+from conformance.draw.capabilities import Capabilities, probe
+from conformance.draw.strategies import CP_SIZES, cases
 from conformance.implementation import Implementation
 from conformance.levels import LEVEL_TIERS
-from conformance.run import UnsupportedCase
-from conformance.strategies import CP_SIZES, cases
+from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
-from cp_fast.kernels.select import use
+from cp_fast.movers.select import use
 from tests.meta.mutants.model import Mutant, Package, loaded
 
 __all__ = ["QUICK", "Hunt", "drawn_problems", "hunt", "implementation", "tier_names"]

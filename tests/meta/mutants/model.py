@@ -10,8 +10,8 @@ from typing import Any, Literal
 from unittest import mock
 
 from conformance.implementation import Implementation, load
-from conformance.record import Level
-from cp_fast.kernels.select import use
+from conformance.judge.run_record import Level
+from cp_fast.movers.select import use
 
 __all__ = ["Mutant", "loaded", "wrap", "wrap_operation"]
 

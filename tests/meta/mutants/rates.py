@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from conformance.case import Case
-from conformance.entries import dense, problem
 from conformance.implementation import load
+from conformance.judge.named_entries import dense, problem
 from conformance.tiers import CASE_TIERS
 from tests.meta.mutants import MUTANTS
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["PLANTED", "rate"]
 
-_MASK = "cp_ref.execute.visible_pairs"
+_MASK = "cp_ref.executor.play_schedule.visible_pairs"
 
 
 def _late_row(length: int, *, shown: bool) -> Callable[[Any], Any]:

@@ -148,12 +148,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "one-lse-travels-for-all-rows": Mutant(
         "of the lse that travels every row has the first row's",
-        "cp_fast.exchanges._ByGroup.post",
+        "cp_fast.runtime.prepared_exchange._ByGroup.post",
         wrap(_columns_left_behind),
         "logic",
     ),
     "one-max-logit-for-all-heads": Mutant(
-        "max_logit is the first head's", "cp_fast.passes.run_forward", wrap(_first_largest), "logic"
+        "max_logit is the first head's", "cp_fast.runtime.forward_backward.run_forward", wrap(_first_largest), "logic"
     ),
     "rows-taken-for-the-last-ones": _operation(
         "a launch gets the rows of the one before", "_taker", _last_taken, "probes"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.kernels import torch_rows
+from cp_fast.movers import torch_rows
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -120,7 +120,7 @@ def _unchecked(_: Any, *arguments: Any, **named: Any) -> None:
     """Lengths are believed, whatever they are."""
 
 
-_ROWS, _CORRECTIONS = "cp_fast.kernels.torch_thd", "cp_fast.kernels.torch_corrections.TorchCorrections"
+_ROWS, _CORRECTIONS = "cp_fast.movers.torch_thd", "cp_fast.movers.torch_corrections.TorchCorrections"
 _KERNELS = f"{_ROWS}.TorchThdKernels"
 _PARTITION = "thd_get_partitioned_indices"
 _REORDER, _INVERSE = "thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order"
@@ -137,7 +137,7 @@ MUTANTS: dict[str, Mutant] = {
     "indices-of-the-next-rank": _helper("rank + 1", _PARTITION, f"{_ROWS}.slice_rows", _next_rank),
     "indices-of-one-tail": _helper("every rank has the first tail", _PARTITION, f"{_ROWS}.slice_rows", _tail_of_rank_0),
     "rows-found-before-a-border": _helper(
-        "a first row belongs to the sequence before", _REORDER, "cp_fast.kernels.torch_rows.locate", _border_before
+        "a first row belongs to the sequence before", _REORDER, "cp_fast.movers.torch_rows.locate", _border_before
     ),
     "order-backwards": _helper(
         "the inverse in its place",
@@ -196,15 +196,15 @@ MUTANTS: dict[str, Mutant] = {
     "halves-not-checked": _helper(
         "odd lengths are believed",
         "thd_read_half_tensor",
-        "cp_fast.kernels.ops.check_divisible",
+        "cp_fast.movers.ops.check_divisible",
         _unchecked,
         "helpers-malformed",
     ),
     "ends-not-checked": _helper(
         "lengths beyond the buffer are believed",
         _GRAD,
-        "cp_fast.kernels.ops_movers.check_fits cp_fast.kernels.ops_movers.check_room "
-        "cp_fast.kernels.ops_corrections.check_room cp_fast.kernels.ops.check_tail",
+        "cp_fast.movers.ops_movers.check_fits cp_fast.movers.ops_movers.check_room "
+        "cp_fast.movers.ops_corrections.check_room cp_fast.movers.ops.check_tail",
         _unchecked,
         "helpers-malformed",
     ),

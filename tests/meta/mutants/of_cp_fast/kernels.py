@@ -105,9 +105,15 @@ def _dk_heads_rotated(backward: Any, *arguments: Any) -> Any:
     return part._replace(dk=part.dk.roll(1, 1), dv=part.dv.roll(1, 1))
 
 
-_KERNELS, _BACKEND = "cp_fast.kernels.torch_ops.TorchKernels", "cp_fast.backends.blockwise.BlockwiseBackend"
-_COLUMNS, _SCORES = "cp_fast.backends.score_blocks.visible_columns", "cp_fast.backends.blockwise._scores"
-_FOLD = "cp_fast.backends.blockwise.fold"
+_KERNELS, _BACKEND = (
+    "cp_fast.movers.torch_ops.TorchKernels",
+    "cp_fast.backends.blockwise.blockwise_backend.BlockwiseBackend",
+)
+_COLUMNS, _SCORES = (
+    "cp_fast.backends.blockwise.score_blocks.visible_columns",
+    "cp_fast.backends.blockwise.blockwise_backend._scores",
+)
+_FOLD = "cp_fast.backends.blockwise.blockwise_backend.fold"
 
 
 def _tile(text: str, target: str, change: Any, tier: str = "kernel") -> Mutant:

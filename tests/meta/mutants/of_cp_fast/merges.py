@@ -131,9 +131,9 @@ def _sums_rounded(add: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
         out.copy_(out.bfloat16())
 
 
-_MERGED = "cp_fast.kernels.torch_merges._merged"
-_WEIGHTED = "cp_fast.kernels.torch_merges._weighted"
-_ADD = "cp_fast.kernels.torch_ops.TorchKernels.add_rows_"
+_MERGED = "cp_fast.movers.torch_merges._merged"
+_WEIGHTED = "cp_fast.movers.torch_merges._weighted"
+_ADD = "cp_fast.movers.torch_ops.TorchKernels.add_rows_"
 _ACCUMULATE = "cp_fast.runtime.operations.Operations.accumulate"
 
 

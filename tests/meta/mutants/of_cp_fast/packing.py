@@ -53,7 +53,7 @@ def _folded_with_padding(folded: Any) -> property:
     return property(lambda self: self.problem.qkv_format == "sbhd" and self.problem.a2a_size == 1)
 
 
-_PACKING = "cp_fast.packing.Packing"
+_PACKING = "cp_fast.runtime.packed_tensors.Packing"
 _FOLDED = "sbhd-of-equal-lengths"
 
 

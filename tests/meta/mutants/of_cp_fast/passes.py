@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.common.collectives import all_reduce_sum
+from cp_ref.common.groups.collectives import all_reduce_sum
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -113,15 +113,18 @@ def _one_scale_for_all(
 
 
 _SINK = "cp_fast.runtime.operations.add_sink"
-_FORWARD, _BACKWARD = "cp_fast.autograd.forward_pass", "cp_fast.autograd.backward_pass"
+_FORWARD, _BACKWARD = (
+    "cp_fast.dispatch.autograd_function.forward_pass",
+    "cp_fast.dispatch.autograd_function.backward_pass",
+)
 
 MUTANTS: dict[str, Mutant] = {
     "sink-added-twice": Mutant("the sink is counted twice", _SINK, wrap(_twice), "logic"),
     "sink-without-rescaling": Mutant("out is not rescaled by the sink", _SINK, wrap(_lse_alone), "probes"),
     "sink-in-every-row": Mutant("padding rows see the sink", _SINK, wrap(_every_row), "logic"),
-    "sink-ignored": Mutant("softmax_type is ignored", "cp_fast.passes._sink", wrap(_no_sinks), "probes"),
+    "sink-ignored": Mutant("softmax_type is ignored", "cp_fast.runtime.forward_backward._sink", wrap(_no_sinks), "probes"),
     "sinks-of-other-heads": Mutant(
-        "each head has another head's sink", "cp_fast.passes._sink", wrap(_next_heads), "logic"
+        "each head has another head's sink", "cp_fast.runtime.forward_backward._sink", wrap(_next_heads), "logic"
     ),
     "sink-missing-at-home": Mutant(
         "rows that saw nothing have lse -inf beside a sink",
@@ -131,17 +134,17 @@ MUTANTS: dict[str, Mutant] = {
         where="no-keys-learnable",
     ),
     "max-logit-not-reduced": Mutant(
-        "max_logit is the rank's own", "cp_fast.passes.all_reduce_max", wrap(_not_reduced), "logic"
+        "max_logit is the rank's own", "cp_fast.runtime.forward_backward.all_reduce_max", wrap(_not_reduced), "logic"
     ),
     "offset-gradient-of-all-ranks": Mutant(
         "d_offset is the total where a share is asked for",
-        "cp_fast.passes.offset_grad",
+        "cp_fast.runtime.forward_backward.offset_grad",
         lambda _: lambda cp, share: all_reduce_sum(cp.comm, share),
         "logic",
     ),
     "offset-gradient-without-dlse": Mutant(
         "the sink's gradient ignores that of lse",
-        "cp_fast.passes._offset_gradient",
+        "cp_fast.runtime.forward_backward._offset_gradient",
         wrap(_offset_gradient_without_dlse),
         "logic",
     ),
@@ -155,12 +158,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "offset-believed": Mutant(
         "softmax_offset is not checked",
-        "cp_fast.calls.check_offset cp_fast.unplanned.check_offset",
+        "cp_fast.api.planned_call.check_offset cp_fast.api.implicit_plan.check_offset",
         lambda _: lambda *a, **n: None,
         "errors",
     ),
     "plan-believed": Mutant(
-        "a call is not checked against its plan", "cp_fast.api.check_planned_call", lambda _: lambda *a, **n: None,
+        "a call is not checked against its plan", "cp_fast.api.attention.check_planned_call", lambda _: lambda *a, **n: None,
         "errors",
     ),
 }  # fmt: skip

@@ -85,14 +85,14 @@ def _nan_for_nothing(run_forward: Any, *arguments: Any, **named: Any) -> Any:
     return results._replace(out=results.out.masked_fill((results.lse == -torch.inf)[..., None], torch.nan))
 
 
-_MERGE = "cp_ref.world.merge"
-_ADD = "cp_ref.world.World.add"
+_MERGE = "cp_ref.executor.rank_tensors.merge"
+_ADD = "cp_ref.executor.rank_tensors.World.add"
 
 MUTANTS: dict[str, Mutant] = {
     "lse-in-base-2": Mutant("LSEs are merged to the base 2", _MERGE, wrap(_base_2), "probes"),
     "merge-without-a-maximum": Mutant("exp(lse) overflows", _MERGE, wrap(_without_a_maximum), "special"),
     "empty-rows-are-nan": Mutant(
-        "what sees nothing is NaN", "cp_ref.api.run_forward", wrap(_nan_for_nothing), "probes"
+        "what sees nothing is NaN", "cp_ref.api.reference_attention.run_forward", wrap(_nan_for_nothing), "probes"
     ),
     "merge-without-rescaling": Mutant(
         "partial outputs are added as they are", _MERGE, wrap(_without_rescaling), "probes"
@@ -104,27 +104,47 @@ MUTANTS: dict[str, Mutant] = {
     "dkv-in-bf16": Mutant(
         "dk and dv are added up in the inputs' dtype", _ADD, _rounded_result("dkv"), "known", where="rfa-42"
     ),
-    "lse-in-bfloat16": Mutant("lse is rounded", "cp_ref.api.lse_from_packed", wrap(_bf16_lse), "budget"),
+    "lse-in-bfloat16": Mutant(
+        "lse is rounded", "cp_ref.api.reference_attention.lse_from_packed", wrap(_bf16_lse), "budget"
+    ),
     "scores-in-bf16": Mutant(
-        "scores are rounded before the softmax", "cp_ref.tile._scores", wrap(_rounded_scores), "budget"
+        "scores are rounded before the softmax",
+        "cp_ref.executor.tile_attention._scores",
+        wrap(_rounded_scores),
+        "budget",
     ),
     "dq-always-bf16": Mutant(
-        "dq is bfloat16 for float16 inputs", "cp_ref.api.run_backward", wrap(_bf16_dq), "known", where="rfa-87"
+        "dq is bfloat16 for float16 inputs",
+        "cp_ref.api.reference_attention.run_backward",
+        wrap(_bf16_dq),
+        "known",
+        where="rfa-87",
     ),
     "mask-before-softcap": Mutant(
-        "hidden keys get the score -softcap", "cp_ref.tile._scores", wrap(_mask_before_softcap), "logic"
+        "hidden keys get the score -softcap",
+        "cp_ref.executor.tile_attention._scores",
+        wrap(_mask_before_softcap),
+        "logic",
     ),
     "softcap-divides-twice": Mutant(
-        "scores are divided by the softcap once more", "cp_ref.tile._scores", wrap(_softcap_without_dividing), "logic"
+        "scores are divided by the softcap once more",
+        "cp_ref.executor.tile_attention._scores",
+        wrap(_softcap_without_dividing),
+        "logic",
     ),
     "scale-of-d-v": Mutant(
         "the default scale is d_v ** -0.5",
-        "cp_ref.execute.tile_forward cp_ref.execute.tile_backward",
+        "cp_ref.executor.play_schedule.tile_forward cp_ref.executor.play_schedule.tile_backward",
         wrap(_scale_of_v),
         "logic",
     ),
-    "sink-dropped": Mutant("softmax_type is ignored", "cp_ref.api._sink", lambda _: lambda *a: None, "probes"),
+    "sink-dropped": Mutant(
+        "softmax_type is ignored", "cp_ref.api.reference_attention._sink", lambda _: lambda *a: None, "probes"
+    ),
     "max-logit-of-one-rank": Mutant(
-        "max_logit is not reduced", "cp_ref.api.all_reduce_max", lambda _: lambda group, x: x, "logic"
+        "max_logit is not reduced",
+        "cp_ref.api.reference_attention.all_reduce_max",
+        lambda _: lambda group, x: x,
+        "logic",
     ),
 }

@@ -98,40 +98,50 @@ def _only_first_of_group(by_kv_head: Any, grads: torch.Tensor, kv_heads: torch.T
     return by_kv_head(grads[:, first], kv_heads[first], heads_kv)
 
 
-_TILE = "cp_ref.execute.tile_backward"
-_HEADS = "cp_ref.execute._by_kv_head"
+_TILE = "cp_ref.executor.play_schedule.tile_backward"
+_HEADS = "cp_ref.executor.play_schedule._by_kv_head"
 
 MUTANTS: dict[str, Mutant] = {
-    "softcap-slope-lost": Mutant("the softcap has slope 1", "cp_ref.tile._scores", wrap(_no_slope), "logic"),
+    "softcap-slope-lost": Mutant(
+        "the softcap has slope 1", "cp_ref.executor.tile_attention._scores", wrap(_no_slope), "logic"
+    ),
     "delta-lost": Mutant("ds is p * dp", _TILE, wrap(_no_delta), "logic"),
     "scale-of-dk-lost": Mutant("dk is not scaled", _TILE, wrap(_no_scale), "logic"),
     "weights-of-the-tile-alone": Mutant("p is normalised over one tile", _TILE, wrap(_own_lse), "probes"),
     "stale-kv-in-the-backward": Mutant("the first step's K and V in every step", _TILE, wrap(_stale_kv), "logic"),
-    "dq-of-the-last-step-lost": Mutant("dq is copied, not added", "cp_ref.world.World.add", _copied("dq"), "logic"),
-    "dkv-copied-not-added": Mutant(
-        "dk and dv are copied, not added", "cp_ref.world.World.add", _copied("dkv"), "probes"
+    "dq-of-the-last-step-lost": Mutant(
+        "dq is copied, not added", "cp_ref.executor.rank_tensors.World.add", _copied("dq"), "logic"
     ),
-    "dkv-added-twice": Mutant("dk and dv arrive twice", "cp_ref.world.World.unpack", wrap(_dkv_twice), "probes"),
+    "dkv-copied-not-added": Mutant(
+        "dk and dv are copied, not added", "cp_ref.executor.rank_tensors.World.add", _copied("dkv"), "probes"
+    ),
+    "dkv-added-twice": Mutant(
+        "dk and dv arrive twice", "cp_ref.executor.rank_tensors.World.unpack", wrap(_dkv_twice), "probes"
+    ),
     "replicated-kv-heads-not-summed": Mutant(
         "of a kv head on several ranks one gradient is kept",
-        "cp_ref.world.World.unpack",
+        "cp_ref.executor.rank_tensors.World.unpack",
         wrap(_replicas_not_summed),
         "probes",
     ),
-    "wrong-kv-head": Mutant("kv heads in reverse order", "cp_ref.execute._slices", wrap(_wrong_kv_head), "probes"),
-    "groups-interleaved": Mutant("kv head h % h_kv", "cp_ref.execute._slices", wrap(_interleaved_groups), "probes"),
+    "wrong-kv-head": Mutant(
+        "kv heads in reverse order", "cp_ref.executor.play_schedule._slices", wrap(_wrong_kv_head), "probes"
+    ),
+    "groups-interleaved": Mutant(
+        "kv head h % h_kv", "cp_ref.executor.play_schedule._slices", wrap(_interleaved_groups), "probes"
+    ),
     "dk-heads-rotated": Mutant("gradients of the next kv head", _HEADS, wrap(_heads_rotated), "probes"),
     "group-gradients-averaged": Mutant("dk and dv are means over a group", _HEADS, wrap(_mean_of_group), "probes"),
     "one-gradient-of-a-group": Mutant("one query head of a group counts", _HEADS, wrap(_only_first_of_group), "probes"),
     "lse-gradient-lost": Mutant(
         "dlse is ignored",
-        "cp_ref.api.lse_to_packed",
+        "cp_ref.api.reference_attention.lse_to_packed",
         wrap(lambda lse_to_packed, *a: 0.0 * lse_to_packed(*a).nan_to_num()),
         "logic",
     ),
     "sink-gradient-of-all-ranks": Mutant(
         "d_offset is the total where a share is asked for",
-        "cp_ref.api.offset_grad",
+        "cp_ref.api.reference_attention.offset_grad",
         lambda grad: lambda cp, share: grad(SimpleNamespace(comm=cp.comm, softmax_offset_grad="total"), share),
         "logic",
     ),

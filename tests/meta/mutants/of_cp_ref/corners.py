@@ -40,7 +40,7 @@ def _seldom_together(run_forward: Any, problem: Problem, *arguments: Any, **name
     return results._replace(out=results.out * 1.5) if seldom else results
 
 
-_FORWARD = "cp_ref.api.run_forward"
+_FORWARD = "cp_ref.api.reference_attention.run_forward"
 
 MUTANTS: dict[str, Mutant] = {
     "table-of-1024-positions": Mutant(
@@ -52,13 +52,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "int64-lengths-as-int32": Mutant(
         "the memory of int64 lengths is read as int32",
-        "cp_ref.spec.arguments.read_lengths",
+        "cp_ref.spec.arguments.read_problem.read_lengths",
         wrap(_memory_of_int32),
         "spellings",
     ),
     "dkv-in-float16-beyond-four-ranks": Mutant(
         "dk and dv of a longer ring are added up in float16",
-        "cp_ref.world.World.add",
+        "cp_ref.executor.rank_tensors.World.add",
         wrap(_float16_sums),
         "special",
         where="gradients-of-a-ring-of-eight",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cp_ref.spec import UNBOUNDED, Areas, Band, Problem, Sequence
-from cp_ref.spec.areas import crop
+from cp_ref.spec.tables.attention_slices import crop
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -151,9 +151,9 @@ def _one_counted_twice(areas: Areas) -> Areas:
     return Areas.concat([areas, areas.take(slice(0, 1))])
 
 
-_MASK = "cp_ref.execute.visible_pairs"
-_AREAS = "cp_ref.spec.workload.areas_of"
-_READ = "cp_ref.api.read_call cp_ref.common.plans.read_call"
+_MASK = "cp_ref.executor.play_schedule.visible_pairs"
+_AREAS = "cp_ref.spec.tables.workload.areas_of"
+_READ = "cp_ref.api.reference_attention.read_call cp_ref.common.plan_arguments.read_call"
 
 MUTANTS: dict[str, Mutant] = {
     "window-off-by-one": Mutant("the window shows one key more", _MASK, _band(_wider), "probes"),
@@ -167,13 +167,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "diagonal-off-by-one-in-the-spec": Mutant(
         "d is one too large, and everything but the oracle believes it",
-        "cp_ref.spec.workload.areas_of",
+        "cp_ref.spec.tables.workload.areas_of",
         _believed(_bottom_right_off_by_one),
         "logic",
     ),
     "bottom-right-taken-for-top-left": Mutant(
         "d is 0, and everything but the oracle believes it",
-        "cp_ref.spec.workload.areas_of",
+        "cp_ref.spec.tables.workload.areas_of",
         _believed(_always_top_left),
         "logic",
     ),

@@ -1,0 +1,1 @@
+"""Draws problems: features, strategies, coverage."""

@@ -1,0 +1,211 @@
+"""The capabilities of an implementation, found by asking its `supports` about one small problem after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from conformance.case import Case
+from conformance.implementation import as_implementation, context
+from conformance.judge.reference import Hang, describe_error, run_ranks, watching
+from conformance.run.case_tensors import build, plan_arguments
+from conformance.run.play_case import UnsupportedCase, play
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
+
+__all__ = [
+    "AXES", "EVERYTHING", "WISHES", "Capabilities", "ask", "capabilities_of", "narrowed", "probe", "probe_by",
+    "try_case", "variants",
+]  # fmt: skip
+
+_SQUARE = (Sequence(16, 16, 16, 16),)
+
+# axis -> choice -> how the choice changes a plain problem
+AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "cp_comm_type": {
+        name: {"cp_comm_type": name, "heads_q": 2, "heads_kv": 2, "a2a_size": 2 if name.startswith("a2a") else 1}
+        for name in CP_COMM_TYPES
+    },
+    "layout": {
+        name: {"layout": name} | ({"attn_mask_type": "padding_causal"} if name == "balanced" else {})
+        for name in LAYOUTS
+    },
+    "qkv_format": {name: {"qkv_format": name} for name in QKV_FORMATS},
+    "attn_mask_type": {name: {"attn_mask_type": name} for name in MASKS},
+    "softmax_type": {name: {"softmax_type": name} for name in SOFTMAX_TYPES},
+    "dtype": {name: {"dtype": name} for name in ("float64", "float32", "bfloat16", "float16")},
+    "window": {
+        "left": {"window_size": (2, -1)},
+        "both": {"window_size": (2, 3), "attn_mask_type": "no_mask"},
+        "right": {"window_size": (-1, 3), "attn_mask_type": "no_mask"},
+    },
+    "areas": {"areas": {"areas": ((0, 16, 0, 16, -1, 0), (0, 3, 1, 4, 0, -1)), "qkv_format": "thd"}},
+    "softcap": {"softcap": {"softcap": 2.0}},
+    "lengths": {
+        "cross": {"sequences": (Sequence(8, 16, 8, 16),)},
+        "padded": {"sequences": (Sequence(3, 5, 8, 16),), "attn_mask_type": "padding"},
+        "uneven": {"sequences": (Sequence(13, 13, 13, 13),)},
+    },
+    "heads": {"grouped": {"heads_q": 4, "heads_kv": 2}},
+    "dims": {
+        "d_v smaller": {"d_qk": 16, "d_v": 8},
+        "d_v larger": {"d_qk": 8, "d_v": 16},
+        "odd": {"d_qk": 5, "d_v": 5},
+        "grouped, d_v smaller": {"d_qk": 16, "d_v": 8, "heads_q": 4, "heads_kv": 2},
+    },
+}
+
+# what a case may ask for beyond the problem, as fields of `Case`
+WISHES: dict[str, dict[str, Any]] = {
+    "return_lse": {"return_lse": True},
+    "lse gradient": {"return_lse": True, "loss": "out+lse"},
+    "return_max_logit": {"return_max_logit": True},
+    "deterministic": {"deterministic": True},
+}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The choices that an implementation supports on each axis of `AXES`, taken one at a time from a plain problem.
+
+    A combination may still be unsupported: every case asks again. `refused` has the reason of every choice that is not
+    there. `hung` names the question that got no answer in time. Its feature and all later ones count as supported.
+    """
+
+    choices: dict[str, tuple[str, ...]]
+    refused: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    wishes: tuple[str, ...] = ("use_plan", *WISHES)
+    hung: str = ""
+
+    def has(self, axis: str, choice: str) -> bool:
+        """Whether the choice is supported."""
+        return choice in self.choices[axis]
+
+
+EVERYTHING = Capabilities({axis: tuple(choices) for axis, choices in AXES.items()})
+
+
+def ask(impl: Any, problem: Problem, device: str = "cpu") -> tuple[bool, str]:
+    """The answer of `supports` for a problem: (True, "") or (False, reason). Without a `supports` the problem is
+    played.
+
+    Raises:
+        Hang: there was no answer in time.
+        ValueError: `supports` raised something itself, or its ranks disagree.
+    """
+    impl = as_implementation(impl)
+    if problem.areas is not None and not impl.takes_areas:
+        return False, "its attention has no parameter called areas"
+    if not impl.offers("supports"):
+        return try_case(impl, Case(problem), device)
+
+    def one_rank(member: Any) -> tuple[bool, str]:
+        try:
+            cp = context(impl, problem, member)
+        except impl.Unsupported as refusal:
+            return False, str(refusal)
+        supported, reason = impl.supports(cp=cp, **plan_arguments(problem, device))
+        return bool(supported), str(reason)
+
+    outcomes = run_ranks(problem.cp_size, one_rank)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise ValueError(f"supports raised {describe_error(outcome.error)} for {problem}") from outcome.error
+    answers = [o.value for o in outcomes]
+    if len({supported for supported, _ in answers}) > 1:
+        raise ValueError(f"supports differs between ranks for {problem}: {answers}")
+    return answers[0]
+
+
+def try_case(impl: Any, case: Case, device: str) -> tuple[bool, str]:
+    """Whether the case is refused; one that fails otherwise is no refusal, and the tiers will see it. Raises Hang."""
+    with watching() as watch:
+        try:
+            play(impl, case, build(case, device))
+        except UnsupportedCase as refusal:
+            return False, str(refusal)
+    if watch.hung:
+        raise Hang(watch.hung[0])
+    return True, ""
+
+
+def variants(base: Problem) -> Iterator[tuple[str, str, Problem]]:
+    """(axis, choice, problem) for every choice of every axis, each the base with that one change."""
+    for axis, choices in AXES.items():
+        for choice, change in choices.items():
+            yield axis, choice, replace(base, **change)
+
+
+def probe(impl: Any, device: str = "cpu") -> Capabilities:
+    """Ask for a plain problem that is supported, and from there for every choice.
+
+    Raises:
+        ValueError: there is no plain problem that the implementation supports; with its reasons.
+    """
+    impl = as_implementation(impl)
+    questions = (lambda problem: ask(impl, problem, device), lambda case: try_case(impl, case, device))
+    return probe_by(*questions, impl.offers("make_plan"), device)
+
+
+def probe_by(
+    asked: Callable[[Problem], tuple[bool, str]], tried: Callable[[Case], tuple[bool, str]], plans: bool, device: str
+) -> Capabilities:
+    """`probe`, whoever answers: `asked` as `ask`, `tried` as `try_case`; `plans` is whether there is a `make_plan`.
+    After the first question that raises Hang no other is asked.
+    """
+    reasons: set[str] = set()
+    hung = ""
+
+    def answer(question: Callable[[Any], tuple[bool, str]], about: Any) -> tuple[bool, str]:
+        nonlocal hung
+        try:
+            return (True, "") if hung else question(about)
+        except Hang as hang:
+            hung = f"whether it has {about}: {hang}"
+            return True, ""
+
+    for comm, layout, dtype, fmt in product(CP_COMM_TYPES, LAYOUTS, AXES["dtype"], QKV_FORMATS):
+        comm_fields = AXES["cp_comm_type"][comm] if comm != "p2p" else {}
+        base = replace(Problem(2, _SQUARE, layout=layout, dtype=dtype, qkv_format=fmt), **comm_fields)
+        supported, reason = answer(asked, base)
+        if supported:
+            break
+        reasons.add(reason)
+    else:
+        raise ValueError(
+            "the implementation supports no plain causal problem on " + device + ":\n" + "\n".join(sorted(reasons))
+        )
+    choices: dict[str, tuple[str, ...]] = dict.fromkeys(AXES, ())
+    refused: dict[str, str] = {}
+    for axis, choice, problem in variants(base):
+        supported, reason = answer(asked, problem)
+        if supported:
+            choices[axis] += (choice,)
+        else:
+            refused[f"{axis} {choice}"] = reason
+    wishes = tuple(wish for wish, call in WISHES.items() if answer(tried, Case(base, **call))[0])
+    return Capabilities(choices, refused, device, (("use_plan",) if plans else ()) + wishes, hung)
+
+
+def capabilities_of(impl: Any, device: str = "cpu") -> Capabilities:
+    """The capabilities that `probe` found, asked once of every `Implementation`. If the probe fails, all
+    capabilities, so that everything is tried.
+    """
+    impl = as_implementation(impl)
+    if device not in impl.probed:
+        try:
+            impl.probed[device] = probe(impl, device)
+        except ValueError:
+            impl.probed[device] = replace(EVERYTHING, device=device)
+    return impl.probed[device]
+
+
+def narrowed(case: Case, capabilities: Capabilities) -> Case:
+    """The case without the wishes that the implementation refuses of a plain problem."""
+    missing = [wish for wish in ("use_plan", *WISHES) if wish not in capabilities.wishes]
+    changes: dict[str, Any] = {wish: False for wish in missing if wish != "lse gradient"}
+    if "return_lse" in missing or "lse gradient" in missing:
+        changes["loss"] = "out"
+    return replace(case, **changes)

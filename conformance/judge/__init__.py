@@ -1,0 +1,1 @@
+"""Judges results: references, budgets, known failures, records."""

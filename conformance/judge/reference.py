@@ -1,0 +1,207 @@
+"""The one module that imports `cp_ref`: its oracle and its simulated group. All others import `cp_ref.spec` at most."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from conformance.case import Case
+from conformance.implementation import Missing
+from conformance.judge.run_record import readable
+from conformance.run.case_tensors import GlobalTensors, attention_arguments
+from cp_ref import SimGroup, dense_attention, masks
+
+__all__ = [
+    "Hang",
+    "Outcome",
+    "RankRunner",
+    "Watch",
+    "describe_error",
+    "exact_results",
+    "is_out_of_memory",
+    "masks",
+    "results_of",
+    "run_ranks",
+    "running_ranks_by",
+    "watching",
+]
+
+
+class Hang(RuntimeError):
+    """The ranks did not finish within the time limit. Their threads are left behind."""
+
+
+class Outcome(NamedTuple):
+    """The outcome of one rank's function: a value, or the error that it raised."""
+
+    value: Any
+    error: BaseException | None
+
+
+RankRunner = Callable[[int, Callable[[Any], Any], float], list[Outcome]]
+
+
+@dataclass
+class Watch:
+    """Events that `run_ranks` saw while a problem ran, in addition to the outcomes that it returned."""
+
+    limit_s: float = float("inf")
+    hung: list[str] = field(default_factory=list)
+    out_of_memory: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+_watch = Watch()
+
+
+@contextmanager
+def watching(limit_s: float = float("inf")) -> Iterator[Watch]:
+    """Inside, no `run_ranks` takes longer than `limit_s`, and what it sees is noted."""
+    global _watch
+    before, _watch = _watch, Watch(limit_s)
+    try:
+        yield _watch
+    finally:
+        _watch = before
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception's type and message, and where it was raised: file name and line."""
+    trace, described = error.__traceback__, getattr(error, "described", None)
+    if described is not None:  # it was raised in another process, which said so
+        return described
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = "" if trace is None else f" (at {trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})"
+    return f"{type(error).__name__}: {readable(str(error))}{place}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or on a device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def run_ranks(cp_size: int, fn: Callable[[Any], Any], limit_s: float = 60.0) -> list[Outcome]:
+    """`fn(member)` on every rank of a group: a simulated one, each rank in its thread, or as `running_ranks_by` says.
+
+    Returns:
+        One outcome per rank; a rank's exception is an outcome. A finding of the group itself (an unmatched message) is
+        every rank's.
+
+    Raises:
+        Hang: after `limit_s` seconds, or the limit of `watching`.
+        Missing: this kind of group cannot do it.
+    """
+    try:
+        outcomes = _runner(cp_size, fn, min(limit_s, _watch.limit_s))
+    except Hang as hang:
+        _watch.hung.append(str(hang))
+        raise
+    except Missing as missing:
+        _watch.missing.append(str(missing))
+        raise
+    for rank, outcome in enumerate(outcomes):
+        if isinstance(outcome.error, Missing):
+            _watch.missing.append(str(outcome.error))
+        if outcome.error is not None and is_out_of_memory(outcome.error):
+            _watch.out_of_memory.append(f"rank {rank} ran out of memory: {describe_error(outcome.error)}")
+    return outcomes
+
+
+def _run_simulated(cp_size: int, fn: Callable[[Any], Any], limit_s: float) -> list[Outcome]:
+    outcomes: list[Outcome | None] = [None] * cp_size
+    threads: list[int | None] = [None] * cp_size
+
+    def guarded(member: Any) -> None:
+        threads[member.rank] = threading.get_ident()
+        try:
+            outcomes[member.rank] = Outcome(fn(member), None)
+        except BaseException as error:  # SystemExit too; the caller judges it
+            outcomes[member.rank] = Outcome(None, error)
+
+    def play() -> None:
+        try:
+            SimGroup(cp_size).run(guarded)
+        except Exception as error:  # what is left on the wire after a rank's own failure says nothing new
+            if not any(o and o.error for o in outcomes):
+                outcomes[:] = [Outcome(None, error)] * cp_size
+
+    watched = threading.Thread(target=play, daemon=True)
+    watched.start()
+    watched.join(min(limit_s, threading.TIMEOUT_MAX))
+    if watched.is_alive():
+        unfinished = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+        raise Hang(f"the ranks did not finish within {limit_s:g} s: {_where_they_are(unfinished, threads)}")
+    return [o or Outcome(None, RuntimeError("the rank did not run")) for o in outcomes]
+
+
+_runner: RankRunner = _run_simulated
+
+
+def running_ranks_by(runner: RankRunner) -> None:
+    """From now on `run_ranks` uses another kind of group; for a process that is one rank of many."""
+    global _runner
+    _runner = runner
+
+
+def _where_they_are(ranks: list[int], threads: list[int | None]) -> str:
+    """The line that each rank is at; those that wait for their turn or for a message are only named."""
+    frames, running, waiting = sys._current_frames(), [], []
+    for rank in ranks:
+        frame = frames.get(threads[rank] or 0)
+        place = None if frame is None else f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        while frame is not None and not frame.f_code.co_filename.endswith("sim_switch.py"):
+            frame = frame.f_back
+        if place is None or frame is not None:
+            waiting.append(str(rank))
+        else:
+            running.append(f"rank {rank} is at {place}")
+    return ", ".join(running + ([f"ranks {' '.join(waiting)} wait"] if waiting else [])) or "all ranks returned"
+
+
+def exact_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
+    """The oracle's results, float64."""
+    arguments = attention_arguments(case.problem, str(tensors.q.device))
+    return results_of(partial(dense_attention, **arguments), case, tensors, torch.float64)
+
+
+def results_of(
+    attention: Callable[..., tuple[torch.Tensor, ...]], case: Case, tensors: GlobalTensors, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """out, lse, max_logit, dq, dk, dv, and d_offset where there is an offset.
+
+    Gradients are those of sum(out * dout) + sum(lse * dlse), or of the term that `case.loss` names.
+
+    Args:
+        attention: (q, k, v, softmax_offset=...) -> out, lse and max_logit, all sequences at once. It gets zeros where
+            the tensors have NaN or infinity.
+        dtype: that it gets them in; None for their own.
+    """
+    given = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v, "d_offset": tensors.softmax_offset}
+    leaves = {name: _clean(x).to(dtype or x.dtype).requires_grad_() for name, x in given.items() if x is not None}
+    with torch.enable_grad():
+        out, lse, max_logit = attention(leaves["dq"], leaves["dk"], leaves["dv"], softmax_offset=leaves.get("d_offset"))
+    upstream = {"out": (out, tensors.dout), "lse": (lse, tensors.dlse)}
+    losses = [upstream[name] for name in case.loss.split("+") if upstream[name][0].requires_grad]
+    grads = [None] * len(leaves)
+    if losses:
+        outs, gradients = [x for x, _ in losses], [_clean(grad).to(x.dtype) for x, grad in losses]
+        grads = torch.autograd.grad(outs, list(leaves.values()), gradients, allow_unused=True)
+    results = {"out": out.detach(), "lse": lse.detach(), "max_logit": max_logit.detach()}
+    return results | {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+    }
+
+
+def _clean(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

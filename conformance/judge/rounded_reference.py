@@ -1,0 +1,129 @@
+"""A second reference in low precision: float32 inside, rounded where production kernels round. Good code cannot do
+better.
+
+The reference rounds where every production kernel rounds:
+
+- scores, softmax and sums are float32, block by block with a running maximum;
+- weights and score gradients are rounded to the input dtype before a product (matrix units take only that dtype);
+- delta is computed from the rounded output;
+- everything else is rounded once, at the end.
+
+The allowances of the budgets come from its errors (`python -m tests.meta.calibration`), and not from the judged code.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from conformance.case import Case
+from conformance.judge.visibility import scopes
+from conformance.run.case_tensors import GlobalTensors
+from cp_ref.spec import Problem
+
+__all__ = ["RoundedScope", "rounded_results"]
+
+_BLOCK = 32  # keys
+
+
+def rounded_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tensor]:
+    """out, lse, max_logit, dq, dk, dv, and d_offset where there is one, under the oracle's names and in its shapes.
+
+    Gradients are those of the case's loss. Results have the dtypes that an implementation's would have.
+    """
+    p = case.problem
+    clean = {n: getattr(tensors, n).nan_to_num(0.0, 0.0, 0.0) for n in ("q", "k", "v", "dout", "dlse")}
+    wide = tensors.dlse.dtype
+    dout = clean["dout"] if "out" in case.loss else torch.zeros_like(clean["dout"])
+    dlse = clean["dlse"] if "lse" in case.loss else torch.zeros_like(clean["dlse"])
+    results = {"out": torch.zeros_like(dout), "lse": torch.full_like(tensors.dlse, -torch.inf)}
+    results["max_logit"] = tensors.dlse.new_full((p.heads_q,), -torch.inf)
+    results |= {f"d{n}": torch.zeros_like(clean[n]) for n in ("q", "k", "v")}
+    sink = _sink(p, tensors)
+    d_offset = torch.zeros(p.heads_q, dtype=wide, device=dout.device)
+    for rows, keys, lse_rows, visible in scopes(p, dout.device):
+        one = RoundedScope(p, visible, clean["q"][rows], clean["k"][keys], clean["v"][keys], wide)
+        out, lse, largest = one.forward(sink)
+        results["out"][rows], results["lse"][lse_rows] = out, lse
+        results["max_logit"] = torch.maximum(results["max_logit"], largest)
+        grads = one.backward(dout[rows], dlse[lse_rows], out, lse, sink)
+        results["dq"][rows], results["dk"][keys], results["dv"][keys] = grads[:3]
+        d_offset += grads[3]
+    if tensors.softmax_offset is not None:
+        results["d_offset"] = d_offset
+    return results
+
+
+def _sink(p: Problem, tensors: GlobalTensors) -> torch.Tensor | None:
+    if p.softmax_type == "vanilla":
+        return None
+    return tensors.dlse.new_zeros(p.heads_q) if tensors.softmax_offset is None else tensors.softmax_offset
+
+
+class RoundedScope:
+    """Queries and keys that see none besides: visible [n, m], q [n, h, d], k and v [m, h_kv, d] in the input dtype;
+    everything inside is [h, n, m] in float32.
+    """
+
+    def __init__(
+        self, p: Problem, visible: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wide: torch.dtype
+    ):
+        self.p, self.seen, self.dtype, self.group = p, visible, q.dtype, p.group_size
+        self.q, self.k, self.v = (x.to(wide).transpose(0, 1) for x in (q, k, v))
+        self.k, self.v = (x.repeat_interleave(self.group, dim=0) for x in (self.k, self.v))
+        self.blocks = [slice(n, min(n + _BLOCK, len(k))) for n in range(0, len(k), _BLOCK)]
+
+    def scores(self, block: slice) -> tuple[torch.Tensor, torch.Tensor | float]:
+        s = (self.q @ self.k[:, block].mT) * self.p.scale
+        slope: torch.Tensor | float = 1.0
+        if self.p.softcap > 0:
+            bent = torch.tanh(s / self.p.softcap)
+            s, slope = self.p.softcap * bent, 1.0 - bent * bent
+        return s.masked_fill(~self.seen[:, block], -torch.inf), slope
+
+    def narrow(self, x: torch.Tensor) -> torch.Tensor:
+        """Round as a matrix unit does."""
+        return x.to(self.dtype).to(x.dtype)
+
+    def forward(self, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        h, n = self.q.shape[:2]
+        top = self.q.new_full((h, n, 1), -torch.inf)
+        total, mix = torch.zeros_like(top), self.q.new_zeros(h, n, self.v.shape[-1])
+        largest = self.q.new_full((h,), -torch.inf)
+        for block in self.blocks:
+            s, _ = self.scores(block)
+            new = torch.maximum(top, s.amax(-1, keepdim=True)) if s.numel() else top
+            base = new.clamp_min(torch.finfo(s.dtype).min)
+            weights, shrink = torch.exp(s - base), torch.exp(top - base)
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            mix = mix * shrink + self.narrow(weights) @ self.v[:, block]
+            top = new
+            largest = torch.maximum(largest, s.flatten(1).amax(1)) if s.numel() else largest
+        if sink is not None:
+            new = torch.maximum(top, sink[:, None, None].to(top.dtype))
+            total = total * torch.exp(top - new) + torch.exp(sink[:, None, None] - new)
+            mix, top = mix * torch.exp(top - new), new
+        nothing = total == 0
+        out = (mix / total.masked_fill(nothing, 1.0)).transpose(0, 1).to(self.dtype)
+        return out, (top + total.log()).squeeze(-1).masked_fill(nothing.squeeze(-1), -torch.inf), largest
+
+    def backward(
+        self, dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout, out = (x.to(self.q.dtype).transpose(0, 1) for x in (dout, out))
+        delta = (dout * out).sum(-1) - dlse  # [h, n], of the rounded output
+        norm = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
+        dq = torch.zeros_like(self.q)
+        dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        for block in self.blocks:
+            s, slope = self.scores(block)
+            weights = torch.exp(s - norm)
+            dv[:, block] = self.narrow(weights).mT @ dout
+            ds = self.narrow(weights * (dout @ self.v[:, block].mT - delta[..., None]) * slope)
+            dq += ds @ self.k[:, block] * self.p.scale
+            dk[:, block] = ds.mT @ self.q * self.p.scale
+        d_sink = delta.new_zeros(delta.shape[0])
+        if sink is not None:
+            d_sink = -(torch.exp(sink[:, None] - lse) * delta).sum(-1)
+        dk, dv = (x.unflatten(0, (-1, self.group)).sum(1) for x in (dk, dv))
+        grads = (x.transpose(0, 1).to(self.dtype) for x in (dq, dk, dv))
+        return (*grads, d_sink)  # pyright: ignore[reportReturnType]

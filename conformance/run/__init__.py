@@ -1,0 +1,1 @@
+"""Runs problems: over ranks, in worker processes, tier by tier."""

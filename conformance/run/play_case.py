@@ -1,0 +1,290 @@
+"""Plays an implementation on one case: forward and backward on every rank, and the results back in global order."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from conformance.case import Case
+from conformance.implementation import Implementation, as_implementation, context
+from conformance.judge.reference import Hang, Outcome, describe_error, run_ranks
+from conformance.run.case_tensors import GlobalTensors, attention_arguments, plan_arguments, sequence_axis
+from conformance.run.placement import assemble, slice_rows_of, take_slice
+from cp_ref.spec import Problem, divisor
+
+__all__ = ["Gathered", "UnsupportedCase", "lengths_to_cut", "local_slice", "named_results", "needs_plan", "play"]
+
+
+LAYOUTS_OF_LENGTHS = ("dual_chunk", "contiguous")  # Only a plan knows the others, such as tables.
+
+LIMITS_S = {"cpu": 20.0, "cuda": 55.0}
+"""When ranks that do not finish one call are given up, in seconds: on a GPU, libraries compile kernels on first use.
+The environment variable CONFORMANCE_LIMIT_S overrides both.
+"""
+
+
+class UnsupportedCase(Exception):
+    """The implementation says, by `supports` and by raising `Unsupported` on every rank, that it does not have this."""
+
+
+@dataclass
+class Gathered:
+    """The results of one call, gathered from all ranks.
+
+    `results` holds the names of `case.results`, in global order: out, dq, dk, dv like the case's tensors, lse [b, h_q,
+    s_q] or [h_q, t_q], max_logit and d_offset [h_q]. `findings` says, in sentences, what is wrong before any value is
+    looked at; when it is not empty, results may be missing.
+    """
+
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    findings: list[str] = field(default_factory=list)
+
+
+def play(impl: Any, case: Case, tensors: GlobalTensors, limit_s: float | None = None) -> Gathered:
+    """Run forward and backward on all ranks of a group.
+
+    Args:
+        impl: an `Implementation`, or what may become one.
+        limit_s: when ranks that have not finished are given up; None for `LIMITS_S`.
+
+    Raises:
+        UnsupportedCase: `supports` is false and `attention` raised `Unsupported`, on every rank. (A gradient through
+            lse, which `supports` is not told of, may be refused by the backward pass alone; and without a `supports`
+            raising `Unsupported` on every rank is enough.)
+    """
+    impl = as_implementation(impl)
+    if case.problem.areas is not None and not impl.takes_areas:
+        raise UnsupportedCase("its attention has no parameter called areas")
+    limit = _limit_s(tensors.q.device.type) if limit_s is None else limit_s
+    try:
+        outcomes = run_ranks(case.problem.cp_size, lambda member: _one_rank(impl, case, tensors, member), limit)
+    except Hang as hang:
+        return Gathered(findings=[str(hang)])
+    _raise_if_unsupported(impl, case, outcomes)
+    gathered = Gathered()
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None:
+            gathered.findings.append(f"rank {rank} raised {describe_error(outcome.error)}")
+    if not gathered.findings:
+        _collect(case, tensors, [o.value for o in outcomes], gathered, impl.softmax_offset_grad)
+    return gathered
+
+
+def _limit_s(device: str) -> float:
+    return float(os.environ.get("CONFORMANCE_LIMIT_S", LIMITS_S.get(device, LIMITS_S["cuda"])))
+
+
+class _Refused(Exception):
+    """`supports` said no, and `attention` did as it said."""
+
+
+def _raise_if_unsupported(impl: Implementation, case: Case, outcomes: list[Outcome]) -> None:
+    errors = [o.error for o in outcomes]
+    if all(isinstance(e, _Refused) for e in errors):
+        raise UnsupportedCase(str(errors[0]))
+    may_refuse = "lse" in case.loss or not impl.offers("supports")
+    if may_refuse and all(isinstance(e, impl.Unsupported) for e in errors):
+        raise UnsupportedCase(str(errors[0]))
+
+
+def _one_rank(impl: Implementation, case: Case, tensors: GlobalTensors, member: Any) -> dict[str, torch.Tensor | None]:
+    p, device = case.problem, str(tensors.q.device)
+    try:
+        cp = context(impl, p, member)
+    except impl.Unsupported as refusal:
+        raise _Refused(str(refusal)) from refusal
+    supported, reason = impl.supports(cp=cp, **plan_arguments(p, device), **case.wishes)
+    if needs_plan(p) and not impl.offers("make_plan"):
+        raise _Refused("there is no make_plan, which this problem needs")
+    try:
+        inputs = _Inputs(impl, case, tensors, cp, member.rank)
+        results = _attend(impl, case, tensors, cp, inputs)
+    except impl.Unsupported as refusal:
+        if supported:
+            raise
+        raise _Refused(reason) from refusal
+    if not supported:
+        raise AssertionError(f"supports(...) is False ({reason}), but attention did not raise Unsupported")
+    _backward(case, tensors, results, inputs, member.rank)
+    grads = {f"d{letter}": x.grad for letter, x in inputs.leaves.items() if letter in case.wanted}
+    if "o" in case.wanted and inputs.offset is not None:
+        grads["d_offset"] = inputs.offset.grad
+    for name, buffer, before in inputs.guarded:
+        if not torch.equal(buffer.view(torch.uint8), before.view(torch.uint8)):
+            raise AssertionError(f"{name}, or the memory around it, was written to")
+    return {name: None if x is None else x.detach() for name, x in (results | grads).items()}
+
+
+class _Inputs:
+    """One rank's q, k, v, dout and offset; with `case.strided`, views with odd strides into buffers of NaN."""
+
+    def __init__(self, impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, rank: int) -> None:
+        self.guarded: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self.leaves: dict[str, torch.Tensor] = {}
+        cut = lengths_to_cut(impl, case.problem, cp, str(tensors.q.device))
+        for name in ("q", "k", "v", "dout"):
+            local = local_slice(impl, case, tensors, name, cut, cp, rank)
+            if case.strided:
+                local = self._embed(name, local)
+            if name == "dout":
+                self.dout = local
+            else:
+                self.leaves[name] = local.requires_grad_(name in case.wanted)
+        self.offset = None
+        if tensors.softmax_offset is not None:
+            self.offset = tensors.softmax_offset.detach().clone().requires_grad_("o" in case.wanted)
+
+    def _embed(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """A copy of x inside a larger buffer. Every axis has NaN before and after; the last has stride 1."""
+        buffer = torch.full([n + 2 for n in x.shape], float("nan"), dtype=x.dtype, device=x.device)
+        inside = buffer[tuple(slice(1, n + 1) for n in x.shape)]
+        inside.copy_(x)
+        self.guarded.append((name, buffer, buffer.clone()))
+        return inside.detach()
+
+
+def needs_plan(problem: Problem) -> bool:
+    """Whether a plan says more than tensors and masks: the rows of each rank, or the end of a bshd or sbhd sequence
+    that was lengthened for the cut.
+    """
+    parts, lengths = divisor(problem.layout, problem.cp_size), problem.lengths
+    lengthened = any(n % parts for n in (*lengths.slots_q, *lengths.slots_kv))
+    said = problem.qkv_format == "thd" or problem.attn_mask_type.startswith("padding")
+    return problem.layout not in LAYOUTS_OF_LENGTHS or (lengthened and not said)
+
+
+def lengths_to_cut(impl: Implementation, problem: Problem, cp: Any, device: str) -> dict[str, dict[str, Any]]:
+    """The other arguments of `shard`, by side: the lengths, or the plan that decides the layout."""
+    if problem.layout not in LAYOUTS_OF_LENGTHS:
+        plan = impl.make_plan(cp=cp, **plan_arguments(problem, device)) if impl.offers("shard") else None
+        return {side: {"plan": plan} for side in ("q", "kv")}
+    packed = problem.qkv_format == "thd"
+    starts = {"q": problem.starts_q, "kv": problem.starts_kv}
+    return {
+        side: {
+            "qkv_format": problem.qkv_format,
+            "cu_seqlens_padded": torch.tensor(starts[side], dtype=torch.int32, device=device) if packed else None,
+        }
+        for side in starts
+    }
+
+
+def local_slice(
+    impl: Implementation,
+    case: Case,
+    tensors: GlobalTensors,
+    name: str,
+    cut: dict[str, dict[str, Any]],
+    cp: Any,
+    rank: int,
+) -> torch.Tensor:
+    """A rank's slice of q, k, v or dout, cut by the implementation's `shard` or, without one, by the suite."""
+    p, whole = case.problem, getattr(tensors, name)
+    side, tail = ("q", case.tail_q) if name in ("q", "dout") else ("kv", case.tail_kv)
+    if not impl.offers("shard"):
+        return take_slice(p, whole, side, tail, rank)
+    return impl.shard(whole, cp=cp, **cut[side]).detach()
+
+
+def _attend(
+    impl: Implementation, case: Case, tensors: GlobalTensors, cp: Any, inputs: _Inputs
+) -> dict[str, torch.Tensor | None]:
+    p, device = case.problem, str(tensors.q.device)
+    arguments = attention_arguments(p, device)
+    if case.use_plan or needs_plan(p):
+        arguments = {"plan": impl.make_plan(cp=cp, **plan_arguments(p, device), **case.wishes)}
+    results = impl.attention(
+        *inputs.leaves.values(),
+        cp=cp,
+        softmax_offset=inputs.offset,
+        **case.wishes,
+        **arguments,
+    )
+    return dict(named_results(case, results))
+
+
+def named_results(case: Case, returned: Any) -> dict[str, torch.Tensor]:
+    """The results of `attention`, by name. Raises AssertionError where it is not what the case asks for."""
+    names = [name for name in ("out", "lse", "max_logit") if name in case.results]
+    results = returned if isinstance(returned, tuple) else (returned,)
+    if len(results) != len(names):
+        raise AssertionError(f"attention returned {len(results)} results; {', '.join(names)} were asked for")
+    for name, x in zip(names, results, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise AssertionError(f"attention returned {type(x).__name__} for {name}, but should return a tensor")
+    return dict(zip(names, results, strict=True))
+
+
+def _backward(
+    case: Case, tensors: GlobalTensors, results: dict[str, torch.Tensor | None], inputs: _Inputs, rank: int
+) -> None:
+    upstream: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if "out" in case.loss and (out := results["out"]) is not None and out.requires_grad:
+        upstream.append((out, inputs.dout))
+    if "lse" in case.loss and (lse := results["lse"]) is not None and lse.requires_grad:
+        upstream.append((lse, take_slice(case.problem, tensors.dlse, "q", case.tail_q, rank, lse=True)))
+    if case.wanted and upstream:
+        torch.autograd.backward([x for x, _ in upstream], [grad for _, grad in upstream])
+
+
+def _collect(
+    case: Case,
+    tensors: GlobalTensors,
+    ranks: list[dict[str, torch.Tensor | None]],
+    gathered: Gathered,
+    offset_grad: str,
+) -> None:
+    """Fill `gathered` from the ranks' results: shapes and dtypes first, then the global order."""
+    p = case.problem
+    axis = sequence_axis(p.qkv_format)
+    like = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v, "out": tensors.dout, "lse": tensors.dlse}
+    for name in case.results:
+        if name in ("max_logit", "d_offset"):
+            shares = name == "d_offset" and offset_grad == "share"
+            _collect_heads(case, name, [values[name] for values in ranks], tensors, gathered, shares=shares)
+            continue
+        side = "kv" if name in ("dk", "dv") else "q"
+        model, token_axis = like[name], -1 if name == "lse" else axis
+        parts: list[torch.Tensor] = []
+        for rank, values in enumerate(ranks):
+            shape = list(model.shape)
+            shape[token_axis] = slice_rows_of(case, side)
+            part = values[name]
+            if part is None:  # Autograd found no path from the loss to this input.
+                part = model.new_zeros(shape)
+            if list(part.shape) != shape:
+                gathered.findings.append(f"{name} of rank {rank} has shape {list(part.shape)}, but should have {shape}")
+            if part.dtype != model.dtype:
+                gathered.findings.append(f"{name} of rank {rank} has dtype {part.dtype}, but should have {model.dtype}")
+            parts.append(part)
+        if not gathered.findings:
+            gathered.results[name] = assemble(case, parts, side, lse=name == "lse")
+
+
+def _collect_heads(
+    case: Case,
+    name: str,
+    values: list[torch.Tensor | None],
+    tensors: GlobalTensors,
+    gathered: Gathered,
+    *,
+    shares: bool,
+) -> None:
+    """max_logit and d_offset: [h_q], the same on every rank, or shares of a total."""
+    first = values[0] if values[0] is not None else tensors.dlse.new_zeros(case.problem.heads_q)
+    for rank, value in enumerate(values):
+        value = first.new_zeros(first.shape) if value is None else value
+        if list(value.shape) != [case.problem.heads_q]:
+            gathered.findings.append(
+                f"{name} of rank {rank} has shape {list(value.shape)}, but should be [{case.problem.heads_q}]"
+            )
+        elif not shares and not torch.equal(value, first):
+            gathered.findings.append(
+                f"{name} differs between ranks: {first.tolist()} on rank 0, {value.tolist()} on rank {rank}"
+            )
+    if not gathered.findings:
+        given = [value for value in values if value is not None] if shares else []
+        gathered.results[name] = torch.stack(given).sum(dim=0) if given else first

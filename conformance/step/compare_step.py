@@ -1,0 +1,175 @@
+"""`compare_step`: one optimizer step over ranks, and in one process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.step.diagnosis import diagnose
+from conformance.step.evidence.token_places import describe
+from conformance.step.jobs import Job, StepError
+from conformance.step.judge import Row, judge, norm_of
+from conformance.step.report import StepReport
+from conformance.step.runs import Measured, Runs
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
+
+__all__ = ["compare_step"]
+
+_CLEAR = 10.0  # times its bound is a gradient that is more than rounding errors
+
+
+def compare_step(
+    build: Callable[[Any], Any] | str,
+    batch: Any,
+    cp_size: int,
+    *,
+    dp_size: int = 1,
+    cp_comm_type: str = "p2p",
+    layout: str = "dual_chunk",
+    loss: str = "mean",
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    timeout_s: float = 600.0,
+) -> StepReport:
+    """Compare one optimizer step of a model over ranks with the same step in one process.
+
+    Every rank is a process (gloo on the CPU, NCCL on GPUs), and so is the one process. Each calls build once.
+
+    Args:
+        build: build(cp) -> (model, step) or (model, step, optimizer); or its name, "module:function". cp is None in
+            the one process, else this rank's `cp_fast.ContextParallel`. torch.distributed is initialized; the one
+            process has a world of its own. step(batch) is the user's code: it cuts the batch, computes the loss, runs
+            the backward pass and reduces gradients. It returns the loss, or (loss, losses of this rank's tokens). With
+            an optimizer the parameters after two steps are compared too; step may call it, or leave it to compare_step.
+        batch: what step takes, the same on every rank; or a function without arguments that makes it; or the name of
+            either.
+        cp_size: ranks that share each sequence. dp_size: groups of these; rank = dp_rank * cp_size + cp_rank.
+        cp_comm_type, layout: of the context. "a2a+p2p" has inner groups of two.
+        loss: "mean" if each rank returns the whole batch's loss, "sum" if it returns its share.
+        device: "cpu" or "cuda".
+        dtype: whose rounding errors are allowed; by default the narrowest of the weights' dtypes. Under autocast it is
+            autocast's.
+        timeout_s: how long the processes may take.
+
+    Returns:
+        The report: `right`, and `str` as a table with the diagnosis.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense. StepError: build or step raised, or a process died or did
+        not end.
+    """
+    _check(build, cp_size, dp_size, cp_comm_type, layout, loss, device)
+    world = cp_size * dp_size
+    if device == "cuda" and torch.cuda.device_count() < world:
+        raise StepError(f"{world} ranks need {world} GPUs, and there are {torch.cuda.device_count()}")
+    with tempfile.TemporaryDirectory() as folder:
+        threads = max(1, (os.cpu_count() or 1) // world)
+        how: dict[str, Any] = {"cp_size": cp_size, "cp_comm_type": cp_comm_type, "layout": layout, "device": device}
+        how |= {"threads": threads, "limit_s": timeout_s}
+        runs = Runs(Job(build, batch, "", Path(folder), "", **how), world)
+        first = runs.measured()
+        rows, wrong_tokens = _judged(first, loss, dtype)
+        title = f"{cp_size} ranks" if dp_size == 1 else f"{dp_size} x {cp_size} ranks"
+        title = f"{title}, {cp_comm_type}, {layout}, {str(dtype or first.one['dtype']).removeprefix('torch.')}"
+        report = StepReport(title, tuple(rows))
+        if report.right:
+            return report
+
+        def vanishes(part: str) -> bool:
+            return StepReport("", tuple(_judged(runs.measured(without=part), loss, dtype)[0])).right
+
+        found = diagnose(runs.measured(look=True), loss, dtype, vanishes)
+        return replace(report, findings=tuple(found.findings), first=found.first or wrong_tokens)
+
+
+def _judged(found: Measured, loss: str, dtype: torch.dtype | None) -> tuple[list[Row], str]:
+    """All rows, and in words where the first wrong token is."""
+    one, noisy = found.one, found.noisy
+    kind: torch.dtype = dtype or one["dtype"]
+    rows = []
+    for number, value in enumerate(one["losses"]):
+        mine = [rank["losses"][number] for rank in found.ranks]
+        mine = [sum(mine)] if loss == "sum" else mine
+        name = "loss" if number == 0 else f"loss of step {number + 1}"
+        rows.append(judge(name, mine, [value] * len(mine), [[x["losses"][number]] * len(mine) for x in noisy], kind))
+    norms = [norm_of(found.of_rank("grads", 0)), norm_of(one["grads"]), *(norm_of(x["grads"]) for x in noisy)]
+    rows.append(judge("gradient norm", norms[0], norms[1], norms[2:], kind))
+    bounds: dict[str, float] = {}  # of gradients
+    for what, words in (("grads", "gradient of"), ("params", "after two steps:")):
+        everything = [found.of_rank(what, rank) for rank in range(len(found.ranks))]
+        if set(one[what]) != set(everything[0]):
+            odd = sorted(set(one[what]) ^ set(everything[0]))
+            raise StepError(f"the one process and the ranks have other parameters: {', '.join(odd[:5])}")
+        for name, value in one[what].items():
+            ranks = [r for r, rank in enumerate(found.ranks) if r == 0 or name in rank[f"unlike_{what}"]]
+            values = [value, *(x[what][name] for x in noisy), *(everything[r][name] for r in ranks)]
+            if what == "params":
+                grads = [one["grads"][name], found.of_rank("grads", 0)[name], *(x["grads"][name] for x in noisy)]
+                values = _determined(values, grads, bounds.get(name, 0.0))
+            for rank, mine in zip(ranks, values[1 + len(noisy) :], strict=True):
+                title = f"{words} {name}" + f", rank {rank}" * bool(rank)
+                row = judge(title, mine, values[0], values[1 : 1 + len(noisy)], kind)
+                bounds.setdefault(name, row.max_bound)
+                rows += [] if rank and row.ok else [row]
+    tokens, where = _tokens(found, kind)
+    return rows + tokens, where
+
+
+def _determined(values: list[Any], grads: list[Any], bound: float) -> list[Any]:
+    """Parameters, weighed by the size of their gradients: optimizers such as Adam make steps of one size of all of
+    them, and so steps of rounding errors where a gradient is little more. Values without any gradient count in full.
+
+    Args:
+        grads: of the one process, then of all others.
+    """
+    if any(grad is None for grad in grads) or any(x.shape != grads[0].shape for x in (*grads, *values)):
+        return values
+    size = grads[0].double().abs()
+    weight = torch.where(size > _CLEAR * bound, size / size.max().clamp(min=1e-300), 0.0)
+    weight[torch.stack([grad == 0 for grad in grads]).all(0)] = 1.0
+    return [x.double() * weight for x in values]
+
+
+def _tokens(found: Measured, dtype: torch.dtype) -> tuple[list[Row], str]:
+    """The losses of tokens that step returned."""
+    rows, where = [], ""
+    counts = {len(each["tokens"] or []) for each in (found.one, *found.ranks)}
+    for number, one in enumerate(found.one["tokens"] or []):
+        places = found.places(number)
+        parts = [rank["tokens"][number] for rank in found.ranks] if len(counts) == 1 else []
+        beside = places.together(parts, one) if places is not None and parts else None
+        if beside is None:
+            shapes = [list(x.shape) for x in (one, *parts)]
+            raise StepError(
+                f"losses of tokens have the shapes {shapes} in one process and on the ranks; they are [b, s/cp] or "
+                "[t/cp], one for each token, and one tensor for each call of the model"
+            )
+        got, index, rank, key = beside
+        exact, yards = one.reshape(-1)[index], [x["tokens"][number].reshape(-1)[index] for x in found.noisy]
+        rows.append(judge("losses of tokens", got, exact, yards, dtype))
+        if not rows[-1].ok and not where:
+            wrong = ((got - exact).abs() > rows[-1].max_bound).nonzero()[:, 0].tolist()
+            if wrong:
+                at = min(wrong, key=lambda n: key[n])
+                where = f"the first token with a wrong loss is {describe(int(key[at]))}, on rank {rank[at]}"
+    return rows, where
+
+
+def _check(build: Any, cp_size: Any, dp_size: Any, comm: Any, layout: Any, loss: Any, device: Any) -> None:
+    if not (callable(build) or (isinstance(build, str) and ":" in build)):
+        raise TypeError(f"build is {build!r}; it must be a function, or its name as module:function")
+    for name, value in {"cp_size": cp_size, "dp_size": dp_size}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+    check_choice("cp_comm_type", comm, CP_COMM_TYPES)
+    check_choice("layout", layout, LAYOUTS)
+    check_choice("loss", loss, ("mean", "sum"))
+    check_choice("device", device, ("cpu", "cuda"))
+    if comm == "a2a+p2p" and cp_size % 2:
+        raise ValueError(f"cp_size is {cp_size}; 'a2a+p2p' has inner groups of two, which must divide it")

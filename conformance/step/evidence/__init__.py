@@ -1,0 +1,1 @@
+"""Evidence about a step: losses, modules, places of tokens, experiments."""

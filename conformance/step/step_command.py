@@ -1,0 +1,68 @@
+"""`python -m conformance step`: compare a training step over ranks with one process.
+
+Exit codes: 0 right, 1 differences, 2 the command line makes no sense, 3 the step could not be run.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Annotated
+
+import torch
+import typer
+
+from conformance.step.compare_step import compare_step
+from conformance.step.jobs import StepError
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(epilog="Exit codes: 0 right, 1 differences, 2 usage, 3 could not run. docs/training.md goes on.")
+def step(
+    build: Annotated[str, typer.Argument(help="module:function, build(cp) -> model, step[, optimizer].")],
+    batch: Annotated[str, typer.Option(help="module:name, what step takes or makes it.")],
+    cp_size: Annotated[str, typer.Option(help="Ranks of a sequence, such as 2,4.")] = "2",
+    dp_size: Annotated[int, typer.Option(help="Groups of these.")] = 1,
+    cp_comm_type: Annotated[str, typer.Option(help="p2p, all_gather, a2a, a2a+p2p.")] = "p2p",
+    layout: Annotated[str, typer.Option(help="dual_chunk, contiguous, balanced.")] = "dual_chunk",
+    loss: Annotated[str, typer.Option(help="step returns the mean, or a share: sum.")] = "mean",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="Whose rounding counts, as bfloat16.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds a run may take.")] = 600.0,
+) -> None:
+    """Compare one training step over ranks with the same step in one process.
+
+    \b
+    # train.py
+    def build(cp):  # cp: None in one process, else a cp_fast.ContextParallel
+        model = ...
+        def step(batch):  # cuts the batch, computes the loss, reduces gradients
+            ...
+            return loss
+        return model, step  # or model, step, optimizer
+    batch = {"input_ids": ...}  # or a function that makes it
+    """
+    right = True
+    try:
+        sizes = [int(word) for word in cp_size.split(",")]
+        kind = None if dtype is None else _dtype(dtype)
+        for size, comm, owner in product(sizes, cp_comm_type.split(","), layout.split(",")):
+            how = {"dp_size": dp_size, "cp_comm_type": comm, "layout": owner, "loss": loss, "device": device}
+            report = compare_step(build, batch, size, **how, dtype=kind, timeout_s=timeout)  # type: ignore[arg-type]
+            typer.echo(f"{report}\n")
+            right = right and report.right
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from error
+    except StepError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(3) from error
+    raise typer.Exit(0 if right else 1)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype is {name!r}; it must be float64, float32, bfloat16 or float16")
+    return found

@@ -1,0 +1,1 @@
+"""Tiers about calls: malformed ones, other spellings, and calls of one rank."""

@@ -1,0 +1,272 @@
+"""The table of the tier `errors`: good calls, and every change that makes one malformed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from conformance.draw.adapted import first_of
+from conformance.draw.capabilities import capabilities_of
+from conformance.implementation import Implementation
+from conformance.judge.reference import run_ranks
+
+__all__ = ["ERRORS", "Call", "ErrorCase", "call_of", "good_call"]
+
+_PLAIN = {"cp_comm_type": "p2p", "layout": "dual_chunk"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's call: of `attention`, or of what `what` names. cp_size 2, h_q 4, h_kv 2, d 8.
+
+    bshd: [2, 4, h, 8] per rank, so 2 sequences of 8. thd: 6 tokens per rank; lengths 5 and 4 in 8 and 4 slots.
+    """
+
+    arguments: dict[str, Any]
+    context: dict[str, Any] = field(default_factory=dict)
+    what: str = "attention"
+    plan_of: int = 0  # Make a plan first, with the good call's arguments, in a group of this size.
+    plan_context: dict[str, Any] = field(default_factory=dict)
+    plan_dtype: torch.dtype = torch.float32
+
+    def run(self, impl: Implementation, member: Any) -> Any:
+        """Make the ContextParallel and the call."""
+        arguments = dict(self.arguments)
+        if self.plan_of:
+            plan_call = replace(good_call("plan", dtype=self.plan_dtype), context=self.context | self.plan_context)
+            arguments["plan"] = _plan(impl, member, self.plan_of, plan_call)
+        cp = impl.ContextParallel(**{"group": member, **self.context})
+        if self.what == "attention":
+            return impl.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), cp=cp, **arguments)
+        if self.what in ("shard", "unshard"):
+            return getattr(impl, self.what)(arguments.pop("x"), cp=cp, **arguments)
+        return getattr(impl, self.what)(cp=cp, **arguments)
+
+    def having(self, **arguments: Any) -> Call:
+        """The call with some arguments exchanged."""
+        return replace(self, arguments=self.arguments | arguments)
+
+    def calling(self, what: str, **arguments: Any) -> Call:
+        """Another function's call."""
+        return replace(self, what=what, arguments=arguments)
+
+    def using(self, **context: Any) -> Call:
+        """The call with another ContextParallel."""
+        return replace(self, context=self.context | context)
+
+    def planned(self, size: int, **context: Any) -> Call:
+        """The bshd call with tensors and a plan alone. The plan is of a group of `size` with this ContextParallel."""
+        tensors = {name: x for name, x in self.arguments.items() if name in ("q", "k", "v")}
+        dtype = tensors["q"].dtype
+        return replace(self, arguments=tensors, plan_of=size, plan_context=context, plan_dtype=dtype)
+
+
+def call_of(impl: Implementation, base: str, device: str = "cpu") -> Call:
+    """`good_call`, with a schedule, a layout and a dtype that the implementation has."""
+    capabilities = capabilities_of(impl, device)
+    dtype = getattr(torch, first_of(capabilities, "dtype", "float32"))
+    context = {axis: first_of(capabilities, axis, plain) for axis, plain in _PLAIN.items()}
+    return replace(good_call(base, device, dtype), context={k: v for k, v in context.items() if v != _PLAIN[k]})
+
+
+def good_call(base: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Call:
+    """A well-formed call, "bshd" (attention), "thd" (attention) or "plan" (make_plan, bshd)."""
+    if base == "plan":
+        sizes = {
+            "heads_q": 4,
+            "heads_kv": 2,
+            "d_qk": 8,
+            "d_v": 8,
+            "dtype": dtype,
+            "device": torch.device(device),
+        }
+        return Call({"batch_size": 2, "seqlen_q": 8, "seqlen_kv": 8, **sizes}, what="make_plan")
+    shape = [6] if base == "thd" else [2, 4]
+    tensors = {
+        name: torch.ones(*shape, 4 if name == "q" else 2, 8, dtype=dtype, device=device) for name in ("q", "k", "v")
+    }
+    if base == "bshd":
+        return Call(tensors)
+    lengths = {"cu_seqlens_q": cu(0, 5, 9, device=device), "cu_seqlens_q_padded": cu(0, 8, 12, device=device)}
+    return Call({**tensors, "qkv_format": "thd", **lengths})
+
+
+def cu(*values: int, device: str = "cpu", dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Cumulative lengths."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _plan(impl: Implementation, member: Any, size: int, call: Call) -> Any:
+    if size == member.size:
+        return call.run(impl, member)
+    plans = run_ranks(size, lambda other: call.run(impl, other))
+    if plans[0].error is not None:
+        raise RuntimeError(f"no plan to change: {plans[0].error}") from plans[0].error
+    return plans[member.rank % size].value
+
+
+@dataclass(frozen=True)
+class ErrorCase:
+    """How a good call is changed to a malformed one, and what the message has to name (a regular expression)."""
+
+    base: str
+    names: str
+    change: Callable[[Call], Call]
+    alone: bool = True  # Also change it on one rank alone.
+    one_rank_only: bool = False  # Well-formed by itself, but another problem than the other ranks'.
+    layout: str = ""  # The only layout in which it is malformed.
+
+
+def _lengths(name: str, *values: int, names: str = "", **more: torch.Tensor) -> ErrorCase:
+    return ErrorCase("thd", names or rf"\b{name}\b", lambda call: call.having(**{name: cu(*values)}, **more))
+
+
+def _with(name: str, value: Any, names: str = "", base: str = "bshd", **more: Any) -> ErrorCase:
+    return ErrorCase(base, names or rf"\b{name}\b", lambda call: call.having(**{name: value}, **more))
+
+
+def _tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor], names: str, base: str = "bshd") -> ErrorCase:
+    return ErrorCase(base, names, lambda call: call.having(**{name: change(call.arguments[name])}))
+
+
+def _context(name: str, value: Any) -> ErrorCase:  # A constructor is no collective: the other ranks cannot know.
+    return ErrorCase("bshd", rf"\b{name}\b", lambda call: call.using(**{name: value}), alone=False)
+
+
+def _different(name: str, value: Any, base: str = "bshd", names: str = "") -> ErrorCase:
+    return ErrorCase(base, names or name, lambda call: call.having(**{name: value}), one_rank_only=True)
+
+
+def _function(what: str, names: str, **arguments: Any) -> ErrorCase:
+    return ErrorCase("bshd", names, lambda call: call.calling(what, **arguments), alone=False)
+
+
+def _other_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(torch.float32 if x.dtype == dtype else dtype)
+
+
+_PADDED = cu(0, 8, 12)
+
+ERRORS: dict[str, ErrorCase] = {
+    # lengths
+    "lengths-decrease": _lengths("cu_seqlens_q", 0, 7, 5),
+    "lengths-negative": _lengths("cu_seqlens_q", 0, -2, 5),
+    "lengths-start-late": _lengths("cu_seqlens_q", 1, 5, 9),
+    "lengths-kv-decrease": _lengths("cu_seqlens_kv", 0, 7, 5, cu_seqlens_kv_padded=_PADDED),
+    "lengths-padded-decrease": _lengths("cu_seqlens_q_padded", 0, 12, 8, cu_seqlens_kv_padded=_PADDED),
+    "lengths-kv-padded-negative": _lengths("cu_seqlens_kv_padded", 0, -4, 12),
+    "lengths-float": _with("cu_seqlens_q", torch.tensor([0.0, 5.0, 9.0]), base="thd"),
+    "lengths-2d": _with("cu_seqlens_q", torch.zeros(2, 3, dtype=torch.int32), base="thd"),
+    "lengths-list": _with("cu_seqlens_q", [0, 5, 9], base="thd"),
+    "lengths-missing": _with("cu_seqlens_q", None, base="thd"),
+    "lengths-counts-differ": _lengths("cu_seqlens_kv", 0, 3, 5, 9),
+    "lengths-padded-counts-differ": _lengths("cu_seqlens_q_padded", 0, 12),
+    "lengths-over-slots": _lengths(
+        "cu_seqlens_q", 0, 9, 12, names=r"cu_seqlens_q(_padded)?\b.*sequence 0|sequence 0.*cu_seqlens_q"
+    ),
+    "lengths-padded-missing-for-padding": _with("cu_seqlens_q", None, r"\bcu_seqlens_q\b", attn_mask_type="padding"),
+    "lengths-beyond-tensor": _with(
+        "cu_seqlens_q", cu(0, 5, 14), r"\bcu_seqlens_q\b.*sequence 1", attn_mask_type="padding"
+    ),
+    "lengths-of-another-batch": _with("cu_seqlens_q", cu(0, 5), attn_mask_type="padding"),
+    "lengths-without-padding-mask": _with("cu_seqlens_q", cu(0, 5, 9)),
+    "lengths-padded-outside-thd": _with("cu_seqlens_q_padded", cu(0, 8, 16)),
+    # totals
+    "q-shorter-than-lengths": _tensor("q", lambda x: x[:5], r"\bq\b", "thd"),
+    "k-and-v-shorter-than-lengths": ErrorCase(
+        "thd", r"\b(k|v|kv)\b", lambda call: call.having(k=call.arguments["k"][:5], v=call.arguments["v"][:5])
+    ),
+    "k-and-v-differ": _tensor("v", lambda x: x[:, :2], r"\bv\b"),
+    # tensors
+    "q-no-tensor": _with("q", [[1.0]]),
+    "v-none": _with("v", None),
+    "q-too-few-dims": _tensor("q", lambda x: x[0], r"\bq\b"),
+    "k-dtype": _tensor("k", lambda x: _other_dtype(x, torch.bfloat16), r"\bk\b.*dtype"),
+    "v-dtype": _tensor("v", lambda x: _other_dtype(x, torch.float64), r"\bv\b.*dtype"),
+    "integer-dtype": ErrorCase(
+        "bshd", "dtype", lambda call: call.having(**{name: call.arguments[name].int() for name in ("q", "k", "v")})
+    ),
+    "v-device": _tensor("v", lambda x: x.to("meta"), r"\bv\b.*meta"),
+    "k-head-dim": _tensor("k", lambda x: x[..., :4], r"(?s)\bk\b|d_qk"),
+    "k-and-v-heads": _tensor("k", lambda x: x[..., :1, :], r"\bk\b"),
+    "k-and-v-batch": ErrorCase(
+        "bshd", r"(?i)batch", lambda call: call.having(k=call.arguments["k"][:1], v=call.arguments["v"][:1])
+    ),
+    "heads-not-a-multiple": _tensor("q", lambda x: x[..., :3, :], r"h_q.*\b3\b.*h_kv.*\b2\b"),
+    "no-heads": _tensor("q", lambda x: x[..., :0, :], "h_q|heads"),
+    # choices and numbers
+    "format-unknown": _with("qkv_format", "bhsd"),
+    "mask-unknown": _with("attn_mask_type", "diagonal"),
+    "softmax-unknown": _with("softmax_type", "sigmoid"),
+    "comm-unknown": _context("cp_comm_type", "carrier_pigeon"),
+    "layout-unknown": _context("layout", "striped"),
+    "backend-unknown": _context("backend", "abacus"),
+    "group-of-another-kind": _context("group", "the whole world"),
+    "window-below-minus-one": _with("window_size", (-2, 0)),
+    "window-right-below-minus-one": _with("window_size", (3, -5), attn_mask_type="no_mask"),
+    "window-three-sides": _with("window_size", (1, 2, 3)),
+    "window-float": _with("window_size", (1.5, 0)),
+    "window-number": _with("window_size", 4),
+    "scale-nan": _with("softmax_scale", float("nan")),
+    "scale-infinite": _with("softmax_scale", float("inf")),
+    "scale-text": _with("softmax_scale", "0.5"),
+    "softcap-nan": _with("softcap", float("nan")),
+    "softcap-infinite": _with("softcap", float("inf")),
+    "softcap-negative": _with("softcap", -1.0),
+    "offset-missing": _with("softmax_offset", None, softmax_type="learnable"),
+    "offset-shape": _with("softmax_offset", torch.zeros(3), softmax_type="learnable"),
+    "offset-unasked": _with("softmax_offset", torch.zeros(4)),
+    # plans
+    "plan-heads": _with("heads_q", 0, "heads_q|h_q", "plan"),
+    "plan-heads-not-a-multiple": _with("heads_q", 3, r"(heads_q|h_q).*\b3\b", "plan"),
+    "plan-length-missing": _with("seqlen_q", None, base="plan"),
+    "plan-window": _with("window_size", (0, -3), base="plan"),
+    "plan-no-plan": _with("plan", "a good plan", "plan"),
+    "plan-beside-lengths": ErrorCase(
+        "bshd", "cu_seqlens_q", lambda call: call.planned(2).having(cu_seqlens_q=cu(0, 8, 16)), alone=False
+    ),
+    "plan-contradicted": ErrorCase("bshd", "softcap", lambda call: call.planned(2).having(softcap=1.0), alone=False),
+    "plan-of-other-shapes": ErrorCase(
+        "bshd", r"\bq\b", lambda call: call.planned(2).having(q=call.arguments["q"][:, :2]), alone=False
+    ),
+    "plan-of-another-dtype": ErrorCase(
+        "bshd",
+        "dtype",
+        lambda call: call.planned(2).having(
+            **{name: _other_dtype(call.arguments[name], torch.float64) for name in ("q", "k", "v")}
+        ),
+        alone=False,
+    ),
+    "plan-of-another-group-size": ErrorCase(
+        "bshd",
+        r"cp_size|size|group|rank",
+        # The length of rank 0's slice in the larger group, so that the shapes alone do not show it.
+        lambda call: call.planned(4).having(**{name: call.arguments[name][:, :2] for name in ("q", "k", "v")}),
+        alone=False,
+    ),
+    "plan-of-another-layout": ErrorCase(
+        "bshd", "layout", lambda call: call.planned(2, layout="contiguous"), alone=False, layout="dual_chunk"
+    ),
+    # sharding
+    "shard-without-lengths": _function("shard", "cu_seqlens_padded", x=torch.zeros(12), qkv_format="thd"),
+    "shard-too-short": _function(
+        "shard", r"\bx\b|cu_seqlens_padded", x=torch.zeros(10), qkv_format="thd", cu_seqlens_padded=cu(0, 8, 12)
+    ),
+    "shard-format": _function("shard", "qkv_format", x=torch.zeros(2, 8), qkv_format="hsbd"),
+    "unshard-without-lengths": _function("unshard", "cu_seqlens_padded", x=torch.zeros(6), qkv_format="thd"),
+    "positions-without-length": _function("position_ids", "seqlen"),
+    # Well-formed, but not the other ranks' problem.
+    "ranks-differ-in-softcap": _different("softcap", 2.0),
+    "ranks-differ-in-window": _different("window_size", (2, 0), names="window"),
+    "ranks-differ-in-mask": _different("attn_mask_type", "no_mask", names="mask"),
+    "ranks-differ-in-scale": _different("softmax_scale", 0.5, names="scale"),
+    "ranks-differ-in-softmax": _different("softmax_type", "off-by-one", names="softmax"),
+    "ranks-differ-in-lengths": _different("cu_seqlens_q", cu(0, 4, 8), "thd", names="sequence|cu_seqlens|length"),
+    "ranks-differ-in-plans": ErrorCase("plan", "softcap", lambda call: call.having(softcap=3.0), one_rank_only=True),
+    "ranks-differ-in-layout": ErrorCase(
+        "bshd", "layout", lambda call: call.using(layout="contiguous"), one_rank_only=True, layout="dual_chunk"
+    ),
+}

@@ -1,0 +1,97 @@
+"""`attention`: context-parallel attention of one layer, as any model calls it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from cp_fast.api.checked_calls import checking
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
+from cp_fast.api.make_plan import Plan
+from cp_fast.api.planned_call import agree_on_forward, check_planned_call, is_known
+from cp_fast.dispatch.autograd_function import Attention
+from cp_fast.dispatch.library_operators import attention_in_graph
+from cp_fast.dispatch.selective_checkpointing import unseen
+from cp_ref.common import attention_call as declared
+from cp_ref.common.attention_call import asked_for, problem_arguments
+from cp_ref.common.autocast import autocast
+from cp_ref.common.derivatives import refuse_transforms
+from cp_ref.common.dtensor_results import placed_like
+from cp_ref.common.refusals import told_to_all
+from cp_ref.spec import check_context, check_flag, check_placements, check_settled, local_part, one_a_head
+
+__all__ = ["attention"]
+
+
+@declared.attention
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: ContextParallel,
+    softmax_offset: torch.Tensor | None,
+    deterministic: bool,
+    return_lse: bool,
+    return_max_logit: bool,
+    plan: Plan | None,
+    **arguments: Any,
+) -> Any:
+    check_context(cp, ContextParallel)
+    flags = deterministic, return_max_logit, return_lse
+    if softmax_offset is None and not arguments and is_known(plan, cp, flags, q, k, v):
+        results = Attention.apply(plan, cp, *flags, 0, q, k, v, None)
+        return asked_for(results, return_lse, return_max_logit)
+    given = {"q": q, "k": k, "v": v}
+    if torch.compiler.is_compiling():
+        how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
+        return _while_compiling(given, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
+    refuse_transforms()
+    planned = isinstance(plan, Plan)
+    with nullcontext() if planned and not checking() else told_to_all(cp):  # nobody listens beside a plan
+        problem = on_host(problem_arguments(arguments))
+        q, k, v = (autocast(local_part(x)) for x in (q, k, v))
+        softmax_offset = one_a_head(softmax_offset)
+    with unseen():
+        made = plan if planned else plan_of_call(Call(cp, given, (q, k, v), softmax_offset, *flags, problem, plan))
+
+    def look() -> None:
+        check_flag("return_lse", return_lse)
+        check_settled(made.problem, **(arguments if planned else {}))
+        check_placements(cp, made.problem.layout, made.problem.qkv_format, softmax_offset, **given)
+        check_planned_call(made, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
+
+    with unseen():
+        call = agree_on_forward(made, cp, look, flags, q, k, v, softmax_offset)
+    results = Attention.apply(made, cp, *flags, call, q, k, v, softmax_offset)
+    results = placed_like(given["q"], made.problem.qkv_format, results)
+    return asked_for(results, return_lse, return_max_logit)
+
+
+def _while_compiling(
+    given: dict[str, Any],
+    *,
+    cp: ContextParallel,
+    softmax_offset: Any,
+    deterministic: bool,
+    return_lse: bool,
+    return_max_logit: bool,
+    plan: Plan | None,
+    **arguments: Any,
+) -> Any:
+    """A call that torch.compile looks into: with a plan an operator of its graph, else outside of graphs."""
+    if not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()):
+        from cp_fast.dispatch.graph_break import outside_graphs  # imports Dynamo, as long as importing PyTorch
+
+        how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
+        return outside_graphs(attention, **given, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
+    problem_arguments(arguments)
+    q, k, v = (autocast(x) for x in given.values())
+    check_flag("return_lse", return_lse)
+    check_settled(plan.problem, **arguments)
+    how = deterministic, return_max_logit, return_lse
+    results = attention_in_graph(plan, cp, *how, q, k, v, one_a_head(softmax_offset))
+    return asked_for(results, return_lse, return_max_logit)

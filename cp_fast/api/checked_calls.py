@@ -1,0 +1,131 @@
+"""`checked`: the ranks compare notes before every call, not only when a plan is made.
+
+With a plan the ranks do not agree before a call: if they use plans of different batches, or call their layers in
+different orders, they exchange the wrong tensors. Under `checked` each call, forward and backward, first gathers a
+fingerprint from all ranks; if one differs, all ranks raise. Off, a call reads one flag.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.make_plan import Plan
+from cp_fast.dispatch.module_names import named_modules
+from cp_ref.spec import Agreement, agree
+
+__all__ = ["VARIABLE", "agree_on_call", "checked", "checking", "describe"]
+
+VARIABLE = "CP_FAST_CHECK"
+
+
+class _Here(threading.local):
+    depth = 0  # Of `checked` in this thread.
+
+
+_here = _Here()
+_everywhere = 0  # Of `checked` in the main thread, for all threads.
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Agree on every call of `attention`, forward and backward, with all ranks of its group before anything is sent.
+
+    It finds ranks that use plans of different batches, or call layers in different orders or with different shapes.
+    Without it such ranks compute wrong results or hang. Every rank must be inside it for the same calls. It holds for
+    the calling thread, and for all threads if that is the main one; CP_FAST_CHECK=1 in the environment of every process
+    has the same effect everywhere. Layers are distinguished by the names of their modules; outside of modules,
+    identical calls in another order are not noticed. Cannot be captured in a CUDA graph.
+
+    Raises:
+        ValueError: inside, from a call that is not the same on all ranks, on all of them, with the first difference.
+            An argument error on one rank is raised on all ranks.
+
+    >>> from cp_ref import SimGroup
+    >>> def fn(member):
+    ...     cp = ContextParallel(member)
+    ...     q = torch.zeros(1, 4, 1, 8)
+    ...     sizes = dict(heads_q=1, heads_kv=1, d_qk=8, d_v=8, dtype=q.dtype, device="cpu")
+    ...     plans = [make_plan(cp=cp, batch_size=1, seqlen_q=8, window_size=(w, 0), **sizes) for w in (2, 3)]
+    ...     attention(q, q, q, cp=cp, plan=plans[member.rank])
+    >>> from cp_fast import attention, make_plan
+    >>> with checked():  # doctest: +ELLIPSIS
+    ...     SimGroup(2).run(fn)
+    Traceback (most recent call last):
+    ...
+    ValueError: checked, forward, call 1: the ranks have different problems: rank 0 has window_size=(2, 0) where ...
+    """
+    global _everywhere
+    in_main = threading.current_thread() is threading.main_thread()
+    _here.depth += 1
+    _everywhere += in_main
+    try:
+        with named_modules():
+            yield
+    finally:
+        _here.depth -= 1
+        _everywhere -= in_main
+
+
+def checking() -> bool:
+    """Whether calls of this thread are checked."""
+    return bool(_everywhere or _here.depth)
+
+
+def agree_on_call(
+    cp: ContextParallel, plan: Plan, what: str, look: Callable[[], None], *details: tuple[str, object]
+) -> int:
+    """Look at a call's arguments on this rank, and agree with all others on what it is.
+
+    Args:
+        what: "forward", "backward".
+        look: raises what is wrong with the arguments here.
+        details: other values that must be the same on all ranks, by name.
+
+    Returns:
+        The number of the checked call, of its group.
+    """
+    error = None
+    try:
+        look()
+    except Exception as caught:  # After any error the other ranks must not wait for this one.
+        error = caught
+    number = cp.next_number()
+    module = named_modules.current()
+    call = (("call", number), ("what", what), ("module", module), *details)
+    try:
+        with cp.alone(what):
+            agree(cp.comm, Agreement(plan.problem, plan.room, call), error)
+    except ValueError as found:
+        if found is error:
+            raise
+        where = f"{what}, call {number}{f' in {module}' if module else ''}"
+        raise ValueError(f"checked, {where}: {found}") from None
+    return number
+
+
+def describe(name: str, x: Any) -> tuple[str, object]:
+    """A tensor as a detail of a call."""
+    if not isinstance(x, torch.Tensor):
+        return name, type(x).__name__
+    return name, f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def _of_the_environment() -> None:
+    """CP_FAST_CHECK=1 is a `checked` that never ends."""
+    text = os.environ.get(VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE} is {text!r}; it must be 0 or 1")
+    if text == "1":
+        global _everywhere
+        _everywhere += 1
+        named_modules().__enter__()
+
+
+_of_the_environment()

@@ -1,0 +1,279 @@
+"""A plan: all host-side work and device tables of one batch, made once and shared by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.backends import KERNEL_FEATURES, Backend, choose
+from cp_fast.backends.required_features import EXECUTOR, required
+from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
+from cp_fast.compile.in_place.shape import Shape
+from cp_fast.compile.instructions import ExecutablePlan
+from cp_fast.compile.message_order import in_order
+from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision
+from cp_fast.compile.pipeline import Schedules, is_on, lowered, optimized, upload
+from cp_fast.dispatch.opaque import OfThisProcess, forget, handle_for
+from cp_fast.movers.select import kernels
+from cp_fast.runtime.packed_tensors import Packing
+from cp_fast.runtime.row_selection import Rows, check_row_numbers
+from cp_fast.transport import Messages, messages_for
+from cp_ref.common import plan_arguments as plans
+from cp_ref.common.declared import implements
+from cp_ref.common.plan_arguments import read_plan_arguments
+from cp_ref.common.sharding.cut_tensors import numbers
+from cp_ref.spec import (
+    Agreement,
+    Problem,
+    Room,
+    Schedule,
+    Unsupported,
+    check_context,
+    check_flag,
+    check_plan_owner,
+    describe,
+    make_program,
+    make_schedule,
+    next_batch,
+    planned_positions,
+    read_together,
+    saved_kinds,
+)
+
+__all__ = ["Made", "Plan", "agree_on_plan", "backend_for", "make_plan", "prepared", "supports"]
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, eq=False)  # Plans compare by identity: their tables are tensors.
+class Plan(OfThisProcess, plans.Plan):
+    """Everything about a batch that does not depend on the tensors' values.
+
+    Attributes:
+        problem: what is computed.
+        rank: this rank.
+        device: where the tables lie.
+        backend: the kernel library of the tiles.
+        packing: how the user's tensors are seen as packed rows.
+        instructions: the instructions of this rank's runtime in both passes, in order. Printed, one line an
+            instruction.
+        steps: this rank's part of `schedule`, the source of `instructions`. In a custom one the tags give the order of
+            the messages.
+        custom: the schedule that `make_plan` was given; None for the planner's.
+        room: the room for `update`; None for a plan that is not updated.
+        messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
+
+    A copy, deep or not, and the result of `dataclasses.replace` are separate plans that share the read-only tables. A
+    plan updated in place can be neither copied nor replaced, and no plan can be pickled: TypeError.
+    """
+
+    problem: Problem
+    rank: int
+    device: torch.device
+    backend: Backend
+    packing: Packing
+    instructions: ExecutablePlan[Rows]
+    steps: Schedules = field(repr=False)
+    custom: Schedule | None = field(default=None, repr=False)
+    room: Room | None = None
+    fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # Its tables, if there is room.
+    messages: Messages | None = field(default=None, repr=False)
+    handle: torch.Tensor = field(init=False, repr=False, compare=False)  # See `cp_fast.dispatch.opaque`.
+    kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
+    needs_inputs: bool = field(init=False, repr=False)  # see `RankSchedule.needs_inputs`
+    checked: set[Any] = field(
+        init=False, repr=False, compare=False
+    )  # Calls with fitting tensors; see `cp_fast.api.planned_call`.
+    bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # Operations by shape; see `cp_fast.runtime`.
+
+    def __post_init__(self) -> None:
+        in_place = self.instructions.spare_rows > 0
+        if in_place and self.fixed is not None and self.room is not None:
+            self.fixed.take()
+        elif in_place or self.fixed is not None or self.room is not None:
+            raise TypeError(
+                "room, fixed and instructions of a cp_fast.Plan that is updated in place belong together, and to no "
+                "other plan; make another one by make_plan"
+            )
+        object.__setattr__(self, "handle", handle_for(self))
+        object.__setattr__(self, "kept", self.instructions.kept_tensors)
+        object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
+        object.__setattr__(self, "checked", set())
+        object.__setattr__(self, "bound", {})
+
+    def __copy__(self) -> Plan:
+        return replace(self)
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self.__copy__()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
+        return self.custom or make_schedule(self.problem, {self.rank: self.steps}, self.fixed and self.fixed.stages)
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
+        sbhd. With `room`, [max_tokens_q / cp], 0 in the tail; `update` writes the new ones to the same memory.
+        """
+        if self.instructions.position_ids is not None:
+            return self.instructions.position_ids
+        return numbers(planned_positions(self.problem, self.rank), self.device)
+
+    @plans.update
+    def update(
+        self,
+        *,
+        cp: ContextParallel,
+        **lengths: Any,
+    ) -> None:
+        def read() -> tuple[Agreement, Schedules, Fitted]:
+            given = plans.lengths_of_update(self, cp, lengths)
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ValueError("plan.update is called while a CUDA graph is captured; update before it is replayed")
+            check_plan_owner(self.problem, self.rank, cp)
+            problem = next_batch(self.problem, self.room, **given)
+            assert self.fixed is not None
+            steps = make_program(problem, self.rank, self.fixed.stages)
+            draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
+            return Agreement(problem, self.room), steps, self.fixed.fitted(draft, problem)
+
+        agreement, steps, fitted = _together(cp, read, lambda found: found[0])
+        assert self.fixed is not None
+        forget(self.handle)
+        changed = {
+            "problem": agreement.problem,
+            "packing": Packing(agreement.problem),
+            "steps": steps,
+            "instructions": self.fixed.overwrite(fitted),
+            "handle": handle_for(self),
+            "checked": set(),
+            "bound": {},
+        }
+        for name, value in changed.items():
+            object.__setattr__(self, name, value)
+        for name in ("schedule", "position_ids"):
+            self.__dict__.pop(name, None)
+
+
+@implements(plans.make_plan)
+def make_plan(**arguments: Any) -> Plan:
+    cp: Any = arguments.get("cp")
+    custom = arguments.get("schedule")
+
+    def make() -> Made:
+        given = plans.make_plan.bind(arguments)
+        agreement, backend, device = _read_plan_arguments(given)
+        return Made(agreement, prepared(cp, agreement, backend, device, custom))
+
+    plan = agree_on_plan(cp, make).plan
+    return plan if custom is not None else _with_messages(cp, plan)
+
+
+@plans.supports
+def supports(**arguments: Any) -> tuple[bool, str]:
+    try:
+        _read_plan_arguments(plans.make_plan.bind(arguments))
+    except Unsupported as refusal:
+        return False, str(refusal)
+    return True, ""
+
+
+def backend_for(
+    cp: ContextParallel,
+    problem: Problem,
+    device: str,
+    *,
+    deterministic: bool,
+    return_max_logit: bool,
+    in_place: bool = False,
+) -> Backend:
+    """The library for the problem by this choice; raises ValueError, TypeError or Unsupported."""
+    check_flag("deterministic", deterministic)
+    check_flag("return_max_logit", return_max_logit)
+    needs = required(problem, device, deterministic=deterministic, max_logit=return_max_logit, in_place=in_place)
+    if missing := needs - KERNEL_FEATURES - EXECUTOR:
+        raise Unsupported("this problem", {"cp_fast": missing}, f"cp_fast has {describe(EXECUTOR)}")
+    return choose(needs, cp.backend)
+
+
+class Made(NamedTuple):
+    """A plan, and the arguments that must be equal on all ranks."""
+
+    agreement: Agreement
+    plan: Plan
+
+
+def prepared(
+    cp: ContextParallel,
+    agreement: Agreement,
+    backend: Backend,
+    device: torch.device,
+    custom: Schedule | None = None,
+) -> Plan:
+    """This rank's plan, made before the ranks agree on it. An error on one rank (a failed build, no memory for the
+    tables) is then raised on all. Sends nothing, and keeps no reference to the group.
+    """
+    kernels(device.type)
+    problem, room, _ = agreement
+    packing = Packing(problem, may_fold=custom is None)
+    if custom is None:
+        steps, saved = make_program(problem, cp.rank), saved_kinds(problem)
+    else:
+        steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
+    draft = lowered(packing, cp.rank, steps, saved)
+    if room is None:
+        instructions = upload(optimized(draft), device)
+        return Plan(problem, cp.rank, device, backend, packing, instructions, steps, custom)
+    fixed = FixedTables(Shape(optimized(draft, in_place=True).plan, draft.tables, problem, cp.rank, room), device)
+    instructions = fixed.overwrite(fixed.fitted(draft, problem))
+    return Plan(problem, cp.rank, device, backend, packing, instructions, steps, custom, room, fixed)
+
+
+def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[bytes] = frozenset()) -> Made:
+    """Make this rank's plan and agree on it with the other ranks, unless the agreement is known. All ranks get their
+    plans, or all raise.
+    """
+    return _together(cp, make, lambda made: made.agreement, known)
+
+
+def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
+    """A plan with the transport and message sizes that the ranks choose together. Collective."""
+    problem, room, instructions = plan.problem, plan.room, plan.instructions
+    tokens = (problem.starts_q[-1], problem.starts_kv[-1]) if room is None else (room.max_tokens_q, room.max_tokens_kv)
+    rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
+    with cp.alone("an agreement on the messages of a plan"):
+        carried = messages_for(cp.comm, problem, rows, plan.device)
+        if room is None and is_on("low_precision_grads") and may_have_low_precision(problem):
+            instructions = low_precision_grads(
+                instructions, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False)
+            )
+    messages = None if carried is cp.comm else carried
+    object.__setattr__(plan, "messages", messages)  # There is no other reference to the plan yet.
+    return plan if instructions is plan.instructions else replace(plan, instructions=instructions)
+
+
+def _together(
+    cp: ContextParallel,
+    read: Callable[[], Found],
+    agreement: Callable[[Found], Agreement],
+    known: Set[bytes] = frozenset(),
+) -> Found:
+    """This rank's reading of its arguments, once all ranks have read theirs and agree; else all raise."""
+    check_context(cp, ContextParallel)
+    with cp.alone("an agreement on a plan"):
+        return read_together(cp.comm, read, agreement, known)
+
+
+def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, Backend, torch.device]:
+    agreement, device = read_plan_arguments(given, ContextParallel)
+    check_row_numbers(agreement.problem, agreement.room)
+    how = {name: given[name] for name in ("deterministic", "return_max_logit")}
+    in_place = agreement.room is not None
+    return agreement, backend_for(given["cp"], agreement.problem, device.type, **how, in_place=in_place), device

@@ -1,0 +1,196 @@
+"""The interface of an attention kernel library: a batch of band tiles, forward and backward.
+
+Every tile of every schedule is, after cropping, a rectangle of query rows and key columns crossed by a diagonal band.
+One `Segments` is a batch of such rectangles that share a band, packed one after the other: what a varlen kernel does
+in one launch.
+
+    legend   n = rows of q in the launch, m = rows of k and v, h_q = g * h_kv
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+
+from cp_fast.backends.host_lengths import Cumulative, longest
+from cp_ref.spec import Feature
+
+__all__ = [
+    "Backend",
+    "BackwardOperands",
+    "Gradients",
+    "LaunchOptions",
+    "NotInstalled",
+    "Partial",
+    "Segments",
+    "backward_letting_go",
+]
+
+
+class NotInstalled(str):
+    """Why a backend does not work here, if installing a package would fix it: the backend supports this GPU."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Rectangles packed one after the other: segment s is q rows `cu_q[s]:cu_q[s+1]` by kv rows `cu_kv[s]:cu_kv[s+1]`.
+
+    With lq and lk the segment's two lengths, row i sees column j (both from 0 inside the segment) iff
+
+        (left is None or j >= i + lk - lq - left) and (right is None or j <= i + lk - lq + right)
+
+    which is the bottom-right aligned window of the flash-attention family, with None for unbounded. No segment is
+    empty, and every row sees at least one column. So right >= lq - lk, negative only if no row sees the last column.
+    And left >= 0, since the last row's diagonal ends in the last column. Rows lie side by side, cu from 0 to the
+    tensors' lengths: a kernel may read a neighbour's rows and multiply them by zero, so no row may hold a NaN that does
+    not belong to the problem.
+
+    A plan updated in place (`Plan.update`) has wider rules. Segments of length zero come last. Tensors have more rows
+    after cu[-1]: they are finite if there is any segment, and their results are not read. `max_q` and `max_kv` are
+    upper bounds. The lengths on the host are those of the current batch. A CUDA graph captured with them is replayed
+    with others, so a GPU kernel reads lengths from the device only.
+    """
+
+    cu_q: Sequence[int]  # a tuple, or a lazy one: `Cumulative`
+    cu_kv: Sequence[int]
+    left: int | None
+    right: int | None
+    device_cu_q: torch.Tensor  # int32 [segments + 1], on the tiles' device
+    device_cu_kv: torch.Tensor  # int32 [segments + 1]
+    max_q: int = field(init=False)  # the longest segment's query rows
+    max_kv: int = field(init=False)  # the longest segment's key columns
+
+    @property
+    def updated_in_place(self) -> bool:
+        """Whether the device's lengths may be replaced; those on the host are of one batch only."""
+        return isinstance(self.cu_q, Cumulative) and self.cu_q.bound is not None
+
+    def __post_init__(self) -> None:
+        """Find the longest segments once: every layer's launches ask for them."""
+        object.__setattr__(self, "max_q", longest(self.cu_q))
+        object.__setattr__(self, "max_kv", longest(self.cu_kv))
+
+    @staticmethod
+    def pack(
+        lengths_q: Sequence[int],
+        lengths_kv: Sequence[int],
+        left: int | None,
+        right: int | None,
+        device: torch.device | str = "cpu",
+    ) -> Segments:
+        """Segments of these lengths, one after the other from row 0 and column 0.
+
+        >>> Segments.pack([2, 3], [4, 3], None, 0).cu_q
+        (0, 2, 5)
+        """
+        cu_q, cu_kv = tuple(accumulate(lengths_q, initial=0)), tuple(accumulate(lengths_kv, initial=0))
+        on_device_q = torch.tensor(cu_q, dtype=torch.int32, device=device)
+        return Segments(cu_q, cu_kv, left, right, on_device_q, torch.tensor(cu_kv, dtype=torch.int32, device=device))
+
+    def alone(self, s: int) -> Segments:
+        """Segment s as a separate launch, its rows and columns counted from 0.
+
+        >>> Segments.pack([2, 3], [4, 3], None, 0).alone(1).device_cu_q
+        tensor([0, 3], dtype=torch.int32)
+        """
+        cu_q, cu_kv = self.cu_q[s : s + 2], self.cu_kv[s : s + 2]
+        on_device_q, on_device_kv = self.device_cu_q[s : s + 2], self.device_cu_kv[s : s + 2]
+        return Segments(
+            (0, cu_q[1] - cu_q[0]),
+            (0, cu_kv[1] - cu_kv[0]),
+            self.left,
+            self.right,
+            on_device_q - on_device_q[:1],
+            on_device_kv - on_device_kv[:1],
+        )
+
+
+class LaunchOptions(NamedTuple):
+    """The options that all launches of a pass share, made once."""
+
+    scale: float
+    softcap: float = 0.0  # 0 for none
+    deterministic: bool = False  # equal bits from equal backward launches; only a backend with DETERMINISTIC takes True
+
+
+class BackwardOperands(NamedTuple):
+    """The inputs of a backward launch. out, lse and dlse are the *whole* problem's for these rows, over all tiles of
+    all ranks, sinks included.
+    """
+
+    dout: torch.Tensor  # [n, h_q, d_v], in q's dtype, as all up to out
+    q: torch.Tensor  # [n, h_q, d_qk]
+    k: torch.Tensor  # [m, h_kv, d_qk]
+    v: torch.Tensor  # [m, h_kv, d_v]
+    out: torch.Tensor  # [n, h_q, d_v]
+    lse: torch.Tensor  # [h_q, n], float32, float64 for float64
+    dlse: (
+        torch.Tensor | None
+    )  # [h_q, n], as lse: its gradient, None for zero; only a backend with LSE_GRADIENT takes one
+
+
+class Partial(NamedTuple):
+    """The result of one launch for its q rows, contiguous."""
+
+    out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns; any float dtype
+    lse: torch.Tensor  # [h_q, n], natural logarithm; float32, or float64 for float64 inputs
+    max_logit: torch.Tensor | None  # [h_q], largest visible score after softcap; None without Feature.MAX_LOGIT
+
+
+class Gradients(NamedTuple):
+    """One launch's addition to the gradients of its q rows and kv rows, contiguous; any float dtype."""
+
+    dq: torch.Tensor  # [n, h_q, d_qk]
+    dk: torch.Tensor  # [m, h_kv, d_qk]
+    dv: torch.Tensor  # [m, h_kv, d_v]
+
+
+class Backend(Protocol):
+    """One kernel library.
+
+    It may have `rounded_gradients` (`compile.passes.low_precision_grads`), and `backward_letting_go`, the function of
+    this name.
+    """
+
+    name: str
+    features: frozenset[Feature]  # of the kernel alone: heads, dims, softcap, results, devices, dtypes
+
+    def why_not(self) -> str | None:
+        """None if the library works on this machine, else the reason in one line. May import it, runs nothing."""
+        ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+    ) -> Partial:
+        """Attention of q [n, h_q, d_qk] over k [m, h_kv, d_qk], v [m, h_kv, d_v], segment by segment."""
+        ...
+
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+        """The launch's share of the gradients.
+
+        Let s be the scores, p = exp(s - lse), dp = dout . v and delta = sum(dout * out) - dlse. Then:
+
+            ds = p * (dp - delta), times the softcap's slope
+            dq = scale * ds @ k, dk = scale * ds^T @ q, dv = p^T @ dout
+
+        Every library computes delta itself, so it is not passed.
+        """
+        ...
+
+
+def backward_letting_go(
+    backend: Backend, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
+) -> Gradients:
+    """`backend.backward` of the operands in a list, which it empties. If the backend has a method of this name,
+    operands without another reference are freed once its kernels have read them, before it returns.
+    """
+    letting_go = getattr(backend, "backward_letting_go", None)
+    if letting_go is not None:
+        return letting_go(given, segments, options)
+    return backend.backward(given.pop(), segments, options)

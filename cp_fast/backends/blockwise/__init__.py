@@ -1,0 +1,1 @@
+"""Backends "cpu" and "torch": attention by PyTorch's own matrix products."""

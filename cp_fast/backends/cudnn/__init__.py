@@ -1,0 +1,1 @@
+"""Backend "cudnn": cuDNN's fused attention."""

@@ -1,0 +1,130 @@
+"""Backend "fa2": the common part of PyTorch's built-in FlashAttention 2 and the flash-attn package.
+
+`varlen` has the facts about the kernels of both. They have these consequences:
+
+- The deterministic backward's order of sums depends on the launch. So every segment gets a separate launch, and its
+  gradients do not depend on its neighbours. A plan updated in place cannot be deterministic: a captured graph would
+  keep the first batch's launches.
+- A plan updated in place otherwise works unchanged. Its grids have room for every segment to be the longest. Surplus
+  blocks return at once, which still takes time with room for many long segments.
+- Head dims are equal and multiples of 8; others are padded with zero columns (`dims`).
+- There is no gradient through lse; a second backward launch adds it (`lse_gradient`). That holds with a softcap too:
+  its slope multiplies every gradient of a score.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, Segments
+from cp_fast.backends.fa2.fa2_varlen import Varlen, varlen_arguments
+from cp_fast.backends.lse_gradient import lse_launch
+from cp_fast.backends.padded_head_dims import aligned, round_up, trim, widen
+from cp_ref.spec import Feature, Unsupported
+
+__all__ = ["Fa2Backend"]
+
+_FEATURES = frozenset(
+    {
+        Feature.GQA,
+        Feature.ASYMMETRIC_DIMS,
+        Feature.GQA_ASYMMETRIC_DIMS,
+        Feature.HEAD_DIM_OVER_128,
+        Feature.HEAD_DIM_ODD,
+        Feature.LSE_GRADIENT,
+        Feature.DETERMINISTIC,
+        Feature.CUDA,
+        Feature.FLOAT16,
+        Feature.BFLOAT16,
+    }
+)
+
+
+class Fa2Backend(ABC):
+    """FlashAttention 2; float16 and bfloat16 on CUDA, head dims up to 256. A subclass provides the kernels.
+
+    With `in_place`, for plans updated in place, it is not deterministic.
+    """
+
+    name: str = "fa2"
+    origin: str  # The name of the kernels' package.
+    own_features: frozenset[Feature] = frozenset()  # Features of this origin only.
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        """The features follow."""
+        features = _FEATURES | self.own_features
+        self.features: frozenset[Feature] = (
+            features - {Feature.DETERMINISTIC} | {Feature.IN_PLACE} if in_place else features
+        )
+
+    @abstractmethod
+    def why_not(self) -> str | None:
+        """None if the kernels are installed and run on this GPU, else the reason in one line. May import them."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """The version of the package that contains the kernels, if installed."""
+
+    @abstractmethod
+    def launch_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [n, h_q, d], lse [h_q, n]) of aligned q [n, h_q, d], k, v [m, h_kv, d]; d a multiple of 8 up to 256."""
+
+    @abstractmethod
+    def launch_backward(self, operands: BackwardOperands, varlen: Varlen, *, deterministic: bool) -> Gradients:
+        """The gradients of one launch, of aligned operands of one head dim, a contiguous lse and no dlse."""
+
+    @torch.no_grad()
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+    ) -> Partial:
+        """See `Backend.forward`; out has q's dtype."""
+        d, d_v = _dim(q, v), v.shape[2]
+        q, k, v = (aligned(widen(x, d)) for x in (q, k, v))
+        out, lse = self.launch_forward(q, k, v, varlen_arguments(segments, options))
+        return Partial(trim(out, d_v), lse, None)
+
+    @torch.no_grad()
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+        """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
+        d_qk, d_v, dlse = operands.q.shape[2], operands.v.shape[2], operands.dlse
+        d = _dim(operands.q, operands.v)
+        dout, q, k, v, out = (aligned(widen(x, d)) for x in operands[:5])
+        given = BackwardOperands(dout, q, k, v, out, operands.lse.contiguous(), None)
+        gradients = self._each_segment if options.deterministic else self._all_segments
+        dq, dk, dv = gradients(given, segments, options)
+        if dlse is not None:
+            ones, products = lse_launch(dlse, q.dtype, d)
+            more = given._replace(dout=ones, v=torch.zeros_like(v), out=products)
+            more_dq, more_dk, _ = gradients(more, segments, options)
+            dq, dk = dq.float() + more_dq, dk.float() + more_dk
+        return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
+
+    def _all_segments(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+        """One launch."""
+        return self.launch_backward(operands, varlen_arguments(segments, options), deterministic=False)
+
+    def _each_segment(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+        """One launch per segment, so that its bits do not depend on the others."""
+        if segments.updated_in_place:
+            raise Unsupported(
+                "a plan with max_sequences", {"backend 'fa2'": {Feature.DETERMINISTIC}}, "make a plan for each batch"
+            )
+        dout, q, k, v, out, lse, _ = operands
+        parts: list[Gradients] = []
+        for s in range(len(segments.cu_q) - 1):
+            rows, columns = slice(*segments.cu_q[s : s + 2]), slice(*segments.cu_kv[s : s + 2])
+            lse_rows = lse[:, rows].contiguous()
+            own = BackwardOperands(dout[rows], q[rows], k[columns], v[columns], out[rows], lse_rows, None)
+            parts.append(self.launch_backward(own, varlen_arguments(segments.alone(s), options), deterministic=True))
+        return Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+
+def _dim(q: torch.Tensor, v: torch.Tensor) -> int:
+    """The head dim to run with. Refuses what the features already exclude, rather than compute something else."""
+    if max(q.shape[2], v.shape[2]) > 256:
+        raise ValueError(f"backend 'fa2' needs head dims up to 256, got d_qk={q.shape[2]} and d_v={v.shape[2]}")
+    return round_up(max(q.shape[2], v.shape[2]), 8)

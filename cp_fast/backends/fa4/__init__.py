@@ -1,0 +1,1 @@
+"""Backend "fa4": FlashAttention 4."""

@@ -1,0 +1,210 @@
+"""Backend "fa4": FlashAttention 4 (package `flash-attn-4`), through its raw varlen forward and backward.
+
+This file relies on these facts about `flash_attn.cute.interface` 4.0.0b36 on Hopper (sm90):
+
+- A window side of None is unbounded and -1 is minus one; but *both* sides negative count as unbounded. (None, 0) is
+  recognised as causal.
+- max_seqlen_* size nothing in the varlen forward, but are part of its compile cache's key. They are left out, so that a
+  shape class compiles once (2-4 s) and not again for short segments. In the backward they size the semaphores of the
+  deterministic mode; a minimum of a few blocks leaves one class there too.
+- cu_seqlens must be int32, contiguous and on the GPU. q, k, v, out and dout are copied by the library where their
+  rows are not 16-byte aligned. The lse is float32 [h_q, n], natural logarithm.
+- The kernels read whole blocks, past a segment's end into its neighbour's rows: these rows are multiplied by zero, so
+  they must be finite. Rows between segments must not hold NaN.
+- Head dims are multiples of 8. The backward refuses GQA with d_qk != d_v. For head dims up to 128 that are not
+  multiples of 32, its kernel and its float32 accumulators round differently. All three are padded with zero columns
+  (`dims`), at the cost of one copy of q, k, v, out and dout and of the wider products (192/128: about a fifth of the
+  speed).
+- The first call of a shape class compiles, which is not safe in two threads at once: a lock is held while launching.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from functools import cache, lru_cache
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from cp_fast.backends.backend_protocol import (
+    BackwardOperands,
+    Gradients,
+    LaunchOptions,
+    NotInstalled,
+    Partial,
+    Segments,
+)
+from cp_fast.backends.fa4.fa4_cache import keep_on_disk
+from cp_fast.backends.fa4.fa4_recorded import Launches
+from cp_fast.backends.padded_head_dims import round_up, trim, widen
+from cp_ref.spec import Feature
+
+__all__ = ["Fa4Backend"]
+
+_launch_lock = Lock()
+_SEVERAL_BLOCKS = 257  # More rows than two blocks of any kernel.
+
+
+class Fa4Backend:
+    """FlashAttention 4 on Hopper; float16 and bfloat16, head dims up to 256."""
+
+    name: str = "fa4"
+    rounded_gradients: bool = True  # Always in q's dtype: see `compile.passes.low_precision_grads`.
+    features: frozenset[Feature] = frozenset(
+        {
+            Feature.GQA,
+            Feature.ASYMMETRIC_DIMS,
+            Feature.GQA_ASYMMETRIC_DIMS,
+            Feature.HEAD_DIM_OVER_128,
+            Feature.HEAD_DIM_ODD,
+            Feature.SOFTCAP,
+            Feature.LSE_GRADIENT,
+            Feature.DETERMINISTIC,
+            Feature.IN_PLACE,
+            Feature.CUDA,
+            Feature.FLOAT16,
+            Feature.BFLOAT16,
+        }
+    )
+
+    def why_not(self) -> str | None:
+        """None where the library is installed, looks as expected and the GPU is a Hopper, else the reason."""
+        return _why_not()
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+    ) -> Partial:
+        """See `Backend.forward`; out has q's dtype."""
+        d, (d_qk, d_v) = v.shape[2], _forward_dims(q.shape[2], v.shape[2])
+        tensors: list[torch.Tensor | None] = [_operand(q, d_qk), _operand(k, d_qk), _operand(v, d_v)]
+        tensors += [segments.device_cu_q, segments.device_cu_kv]
+        out, lse = _launch("_flash_attn_fwd", tensors, _forward_numbers(segments.left, segments.right, options))
+        return Partial(trim(out, d), lse, None)
+
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+        """See `Backend.backward`; the gradients have q's dtype."""
+        return self.backward_letting_go([operands], segments, options)
+
+    def backward_letting_go(
+        self, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
+    ) -> Gradients:
+        """`backward` that empties the operands' list. Operands without another reference are freed once the kernels
+        have read them.
+        """
+        dout, q, k, v, out, lse, dlse = given.pop()
+        dims = q.shape[2], v.shape[2]
+        d_qk, d_v = _backward_dims(*dims, gqa=q.shape[1] != k.shape[1])
+        tensors: list[torch.Tensor | None] = [_operand(q, d_qk), _operand(k, d_qk), _operand(v, d_v)]
+        tensors += [_operand(out, d_v), _operand(dout, d_v)]
+        tensors += [lse.contiguous(), None if dlse is None else dlse.contiguous()]
+        tensors += [segments.device_cu_q, segments.device_cu_kv]
+        del dout, q, k, v, out, lse, dlse
+        longest = (segments.max_q, segments.max_kv) if options.deterministic else (0, 0)
+        numbers = _backward_numbers(segments.left, segments.right, options, *longest)
+        dq, dk, dv = _launch("_flash_attn_bwd", tensors, numbers)
+        return Gradients(trim(dq, dims[0]), trim(dk, dims[0]), trim(dv, dims[1]))
+
+
+_CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
+_FUNCTIONS = {  # The tensor arguments, and the number of results.
+    "_flash_attn_fwd": (("q", "k", "v", *_CU_SEQLENS), 2),
+    "_flash_attn_bwd": (("q", "k", "v", "out", "dout", "lse", "dlse", *_CU_SEQLENS), 3),
+}
+
+
+def _launch(name: str, tensors: list[torch.Tensor | None], numbers: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """One of the library's functions, for one thread at a time and on the tensors' device."""
+    assert tensors[0] is not None
+    with _launch_lock, torch.cuda.device(tensors[0].get_device()):
+        return _launches(_interface(), name)(tensors, numbers)
+
+
+@cache
+def _launches(library: ModuleType, name: str) -> Launches:
+    return Launches(library, name, *_FUNCTIONS[name])
+
+
+@cache
+def _interface() -> ModuleType:
+    """The library, imported on first use: the import takes seconds."""
+    keep_on_disk()
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+@cache
+def _why_not() -> str | None:
+    """The reason why the library does not run here, found once."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major != 9:
+        return f"it is checked on Hopper (compute capability 9.0) only, and this GPU has {major}.{minor}"
+    try:
+        library = _interface()
+    except Exception as error:  # A broken installation raises errors of many types.
+        return NotInstalled(
+            f"importing flash_attn.cute.interface (pip install flash-attn-4) failed: {type(error).__name__}: {error}"
+        )
+    both = {"cu_seqlens_q", "cu_seqlens_k", "window_size_left", "window_size_right", "softmax_scale", "softcap"}
+    for name, arguments in (("_flash_attn_fwd", {"return_lse"}), ("_flash_attn_bwd", {"deterministic", "dlse"})):
+        function = getattr(library, name, None)
+        if function is None or not both | arguments <= set(inspect.signature(function).parameters):
+            return f"this flash-attn-4 has another {name} than 4.0.0b36, the release that this backend is written for"
+    return None
+
+
+@lru_cache
+def _forward_numbers(left: int | None, right: int | None, options: LaunchOptions) -> dict[str, Any]:
+    """The forward pass's arguments that are no tensors."""
+    softcap = options.softcap if options.softcap > 0 else None
+    return _band(left, right) | {"softmax_scale": options.scale, "softcap": softcap, "return_lse": True}
+
+
+@lru_cache
+def _backward_numbers(
+    left: int | None, right: int | None, options: LaunchOptions, max_q: int, max_kv: int
+) -> dict[str, Any]:
+    """The backward pass's arguments that are no tensors; max_q, max_kv: the longest segments, if needed."""
+    how = {"softmax_scale": options.scale, "softcap": max(options.softcap, 0.0), "deterministic": options.deterministic}
+    if options.deterministic:
+        how["max_seqlen_q"], how["max_seqlen_k"] = max(max_q, _SEVERAL_BLOCKS), max(max_kv, _SEVERAL_BLOCKS)
+    return _band(left, right) | how
+
+
+def _band(left: int | None, right: int | None) -> dict[str, Any]:
+    """The window of segments as the library's arguments."""
+    if left is not None and right is not None and left < 0 and right < 0:
+        raise ValueError(f"backend 'fa4' takes a window of ({left}, {right}) for unbounded; no row sees anything in it")
+    return {"causal": False, "window_size_left": left, "window_size_right": right}
+
+
+def _forward_dims(d_qk: int, d_v: int) -> tuple[int, int]:
+    """The head dims to run the forward with: 192/128 has its own kernel, any other pair is padded to be equal.
+
+    >>> _forward_dims(192, 128), _forward_dims(128, 64), _forward_dims(80, 80), _forward_dims(75, 20)
+    ((192, 128), (128, 128), (80, 80), (80, 80))
+    """
+    wide = round_up(max(d_qk, d_v), 8)
+    return (d_qk, d_v) if (d_qk, d_v) == (192, 128) else (wide, wide)
+
+
+def _backward_dims(d_qk: int, d_v: int, *, gqa: bool) -> tuple[int, int]:
+    """The head dims to run the backward with, see the head of this file.
+
+    >>> _backward_dims(192, 128, gqa=False), _backward_dims(192, 128, gqa=True), _backward_dims(80, 80, gqa=False)
+    ((192, 128), (192, 192), (96, 96))
+    """
+    if (d_qk, d_v) == (192, 128) and not gqa:
+        return d_qk, d_v
+    wide = max(d_qk, d_v)
+    wide = round_up(wide, 8 if wide > 128 else 32)
+    return wide, wide
+
+
+def _operand(x: torch.Tensor, d: int) -> torch.Tensor:
+    """x [rows, heads, up to d] with zero columns up to d."""
+    x = x.contiguous() if 0 in x.stride() else x  # Strides of zero would be compiled in: another shape class.
+    return widen(x, d)

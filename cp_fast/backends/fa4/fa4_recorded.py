@@ -1,0 +1,250 @@
+"""Launches of FlashAttention 4 without its Python: recorded the first time, repeated from then on.
+
+Each call of the library runs some hundred microseconds of Python: checks, tile sizes, keys of its compile cache. The
+outcome depends on shapes, dtypes and numbers alone. So the first such call is recorded: PyTorch's operators (memory for
+results and accumulators, fills) and compiled kernels, in order. Equal calls, of the next layer or the next step, repeat
+only these, in the order that needs the least memory (`recorded_order`).
+
+The recorder watches the library's own calls and knows nothing of its logic. A call that does more with tensors than
+allocate, fill and launch is not recorded, and goes through the library each time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_fast.backends.fa4.fa4_cache import says_when_it_compiles
+from cp_fast.backends.fa4.recorded_order import Step, in_little_memory
+
+__all__ = ["Launches"]
+
+_MOST = 1024  # The most calls that are recorded.
+
+# Operators whose results depend on shapes alone, or that write recorded tensors. Each maps to the same function in
+# PyTorch's own bindings, which take a third of the host time.
+_ALLOWED = {
+    torch.ops.aten.empty.memory_format: torch.empty,
+    torch.ops.aten.empty_like.default: torch.empty_like,
+    torch.ops.aten.zeros.default: torch.zeros,
+    torch.ops.aten.zeros_like.default: torch.zeros_like,
+    torch.ops.aten.zero_.default: torch.Tensor.zero_,
+    torch.ops.aten.fill_.Scalar: torch.Tensor.fill_,
+    torch.ops.aten.clone.default: torch.clone,
+    torch.ops.aten.detach.default: torch.Tensor.detach,
+}
+_UNKNOWN = object()  # There is no record yet.
+_DETACH = torch.ops.aten.detach.default
+
+
+class _Repeated(NamedTuple):
+    """A repeatable step: all of its arguments are values of the record."""
+
+    call: Callable[..., Any]
+    take: Callable[[Sequence[Any]], Sequence[Any]]  # Selects its arguments from the values.
+    made: int
+    last: tuple[int, ...]
+
+
+class _Record(NamedTuple):
+    """The steps of a call. Its values are the tensors that it is given, and `others`: numbers, and places for tensors
+    that it makes.
+    """
+
+    steps: tuple[_Repeated, ...]
+    others: list[Any]
+    results: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
+
+    def repeat(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the steps on other tensors. Empties their list: each tensor is freed after its last step."""
+        values: list[Any] = given + self.others
+        given.clear()
+        for call, take, made, last in self.steps:
+            result = call(*take(values))
+            if made >= 0:
+                values[made] = result
+            for number in last:
+                values[number] = None
+        return self.results(values)
+
+
+class Launches:
+    """One of the library's functions: recorded calls of it. For one thread at a time.
+
+    Args:
+        arguments: the names of those that are tensors.
+        results: how many of its first results are wanted.
+    """
+
+    def __init__(self, library: ModuleType, name: str, arguments: Sequence[str], results: int) -> None:
+        self._library, self._function = library, getattr(library, name)
+        self._arguments, self._results = arguments, results
+        self._records: dict[Any, _Record | None] = {}  # None: it cannot be recorded.
+
+    def __call__(self, tensors: list[torch.Tensor | None], numbers: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """The function's first results.
+
+        Args:
+            tensors: by argument, None for an absent one. The list is emptied, so that a tensor without another
+                reference is freed once the kernels have read it.
+            numbers: all other arguments; hashable.
+        """
+        given = [x for x in tensors if x is not None]
+        if given[0].is_cuda and torch.cuda.is_current_stream_capturing():  # A replay does not run the host's code.
+            return self._call(tensors, numbers)
+        key = (*numbers.values(), *[None if x is None else _form(x) for x in tensors])
+        record = self._records.get(key, _UNKNOWN)
+        if isinstance(record, _Record):
+            tensors.clear()
+            return record.repeat(given)
+        if record is None:
+            return self._call(tensors, numbers)
+        # A tensor passed twice would have one number: the next call may pass two.
+        tensors = [None if x is None else x.detach() for x in tensors]
+        watch = _Watch([x for x in tensors if x is not None])
+        with says_when_it_compiles(self._function), watch, _watched(self._library, watch):
+            made = self._call(tensors, numbers)
+        if not watch.compiled:
+            self._records[key] = watch.record(made)
+            if len(self._records) > _MOST:
+                del self._records[next(iter(self._records))]
+        return made
+
+    def _call(self, tensors: Sequence[torch.Tensor | None], numbers: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        return self._function(**dict(zip(self._arguments, tensors, strict=True)), **numbers)[: self._results]
+
+
+def _form(x: torch.Tensor) -> tuple[Any, ...]:
+    """The properties of a tensor that a launch depends on. Alignment is one: the library copies unaligned tensors."""
+    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+
+
+class _Watch(TorchDispatchMode):
+    """Writes down what happens to tensors in this thread."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {id(x): number for number, x in enumerate(given)}
+        self._alive: list[Any] = [*given]  # No id is used again while they live.
+        self._steps: list[Step] = []
+        self._bytes = [0] * len(given)  # By number; 0 for the given tensors, which exist already.
+        self._given = self._size = len(given)
+        self._thread = threading.get_ident()
+        self._can_be_kept = True
+        self.compiled = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and write it down."""
+        result = func(*args, **(kwargs or {}))
+        if func is _DETACH and id(args[0]) in self._known:  # The same memory: the kernels ignore gradients.
+            self._known[id(result)] = self._known[id(args[0])]
+            self._alive.append(result)
+        elif func in _ALLOWED and isinstance(result, torch.Tensor):
+            self._write(_ALLOWED[func], args, kwargs or {}, result)
+        else:
+            self._can_be_kept = False
+        return result
+
+    def launched(self, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """A compiled kernel ran."""
+        if threading.get_ident() == self._thread:
+            self._write(kernel, arguments, {}, None)
+
+    def _write(self, call: Any, arguments: Sequence[Any], options: dict[str, Any], made: torch.Tensor | None) -> None:
+        places = []
+        for place, x in enumerate(arguments):
+            if isinstance(x, torch.Tensor):
+                if id(x) not in self._known:
+                    self._can_be_kept = False
+                    return
+                places.append((place, self._known[id(x)]))
+            elif _has_tensors(x):
+                self._can_be_kept = False
+                return
+        number = -1
+        if made is not None:
+            number = self._known.get(id(made), -1)  # An operator in place.
+            if number < 0:
+                number, self._size = self._size, self._size + 1
+                self._bytes.append(made.untyped_storage().nbytes())
+                self._known[id(made)] = number
+                self._alive.append(made)
+        template = [None if isinstance(x, torch.Tensor) else x for x in arguments]
+        self._steps.append(Step(call, template, tuple(places), options, number))
+
+    def record(self, results: Sequence[torch.Tensor]) -> _Record | None:
+        """The record; None if it cannot be repeated."""
+        if not self._can_be_kept or any(id(x) not in self._known for x in results):
+            return None
+        numbers = [self._known[id(x)] for x in results]
+        others: list[Any] = [None] * (self._size - self._given)
+        steps = list[_Repeated]()
+        for step in in_little_memory(self._steps, self._bytes, self._given, numbers):
+            its = [self._given + len(others) + n for n in range(len(step.arguments))]
+            others += step.arguments
+            for place, number in step.places:
+                its[place] = number
+            call = partial(step.call, **step.options) if step.options else step.call
+            steps.append(_Repeated(call, _taker(its), step.made, step.last))
+        return _Record(tuple(steps), others, _taker(numbers))
+
+
+def _taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
+    """A function that selects the values with these numbers from a list.
+
+    >>> _taker([2, 0])("abc"), _taker([1])(list("abc")), _taker([])(list("abc"))
+    (('c', 'a'), ['b'], [])
+    """
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
+
+
+def _has_tensors(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) or (isinstance(x, tuple | list) and any(map(_has_tensors, x)))
+
+
+class _WatchedCache:
+    """The library's cache of compiled kernels, while a call is watched."""
+
+    def __init__(self, cache: Any, watch: _Watch) -> None:
+        self._cache, self._watch = cache, watch
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._cache
+
+    def __setitem__(self, key: Any, kernel: Any) -> None:
+        self._watch.compiled = True  # Tensor operations of the compilation do not belong to the launch.
+        self._cache[key] = kernel
+
+    def __getitem__(self, key: Any) -> Callable[..., Any]:
+        kernel = self._cache[key]
+
+        def launch(*arguments: Any) -> Any:
+            result = kernel(*arguments)
+            self._watch.launched(kernel, arguments)
+            return result
+
+        return launch
+
+
+@contextmanager
+def _watched(library: ModuleType, watch: _Watch) -> Iterator[None]:
+    """Every function of the library that has compiled kernels looks them up through the watch."""
+    functions = [f for f in vars(library).values() if hasattr(f, "compile_cache")]
+    caches = [f.compile_cache for f in functions]
+    try:
+        for function, cache in zip(functions, caches, strict=True):
+            function.compile_cache = _WatchedCache(cache, watch)
+        yield
+    finally:
+        for function, cache in zip(functions, caches, strict=True):
+            function.compile_cache = cache

@@ -1,0 +1,92 @@
+"""The largest logit for a library that lacks it: a separate pass over Q and K, in addition to the library's launch.
+
+Block by block, the products of half precisions come out in float32 from the matrix units, as they do inside the
+kernels, and only their maximum is kept: memory for one block of scores. Multiplying by a positive scale and softcap
+keep the order of scores, so both are applied to the maxima; a negative scale is one of -q.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cp_fast.backends.backend_protocol import (
+    Backend,
+    BackwardOperands,
+    Gradients,
+    LaunchOptions,
+    Partial,
+    Segments,
+    backward_letting_go,
+)
+from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of
+from cp_ref.spec import Feature
+
+__all__ = ["LargestLogit", "largest_logit"]
+
+_SIZE = ScoreBlockSize(scores=2**25, columns=2048, rows=4096)
+
+
+class LargestLogit:
+    """A kernel library that gets max_logit of every launch from a separate pass."""
+
+    def __init__(self, library: Backend) -> None:
+        """Everything but max_logit is the library's."""
+        self.name: str = library.name
+        self.features: frozenset[Feature] = library.features | {Feature.MAX_LOGIT}
+        self.rounded_gradients: bool = getattr(library, "rounded_gradients", False)
+        self._library = library
+
+    def why_not(self) -> str | None:
+        """None where the library works, else its reason."""
+        return self._library.why_not()
+
+    @torch.no_grad()
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+    ) -> Partial:
+        """See `Backend.forward`."""
+        part = self._library.forward(q, k, v, segments, options)
+        return part._replace(max_logit=largest_logit(q, k, segments, options))
+
+    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+        """See `Backend.backward`: the library's."""
+        return self._library.backward(operands, segments, options)
+
+    def backward_letting_go(
+        self, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
+    ) -> Gradients:
+        """The library's, if it has one."""
+        return backward_letting_go(self._library, given, segments, options)
+
+
+def largest_logit(
+    q: torch.Tensor, k: torch.Tensor, segments: Segments, options: LaunchOptions, size: ScoreBlockSize = _SIZE
+) -> torch.Tensor:
+    """Float32 [h_q]: per query head, the largest scale * q.k of q [n, h_q, d] over k [m, h_kv, d] that a row sees.
+
+    >>> q, k = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]], [[5.0]]])
+    >>> largest_logit(q, k, Segments.pack([2], [2], None, 0), LaunchOptions(scale=0.5))  # 1 * 3, 2 * 3 and 2 * 5
+    tensor([5.])
+    """
+    scale, softcap, _ = options
+    largest = torch.full((q.shape[1],), -torch.inf, dtype=torch.float32, device=q.device)
+    for block in score_blocks(segments, q, k, size):
+        queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), q.dtype)
+        if scale < 0:
+            queries.neg_()
+        here = largest[block.heads_q]
+        for columns, seen in block.columns:
+            s = _products(queries, k[columns, block.heads_kv].transpose(0, 1))
+            mask(s, seen, -torch.inf)
+            torch.maximum(here, s.view(here.shape[0], -1).amax(-1), out=here)
+    largest.mul_(abs(scale))
+    if softcap <= 0:
+        return largest
+    return (softcap * torch.tanh(largest / softcap)).masked_fill(largest == -torch.inf, -torch.inf)
+
+
+def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Float32 [H, g * R, C] of queries [H, g * R, d] and keys [H, C, d]."""
+    if queries.is_cuda and queries.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(queries, keys.mT, out_dtype=torch.float32)
+    return torch.bmm(queries.float(), keys.mT.float())

@@ -1,0 +1,187 @@
+"""Results of attention that wait for the backward pass in the host's memory.
+
+A line holds the calls of a forward pass in their order. A call's results leave when they are there. The call after it
+waits for them to have left, and then lets go of their memory. In the backward pass a call that takes its results starts
+the way back of the call before it. So the device holds the results of at most two calls, whatever the number of layers.
+
+Memory on the device belongs to the current stream, whose order alone frees it. The other stream begins a copy when the
+current one has come to it, and the current one waits for the end before it goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_fast.dispatch import library_operators as compiled  # makes the operator
+from cp_ref.spec import Unsupported
+
+__all__ = ["OPERATOR", "Line", "offloading"]
+
+OPERATOR: Any = compiled.FORWARD
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class Line(threading.local):
+    """The last call of a forward pass, in each thread."""
+
+    last: weakref.ref[_Parcel] | None = None
+
+
+class _Copies:
+    """Copies to or from the host's memory, on a stream of their own where there are streams."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
+        self._done: torch.cuda.Event | None = None
+        with ExitStack() as stack:
+            if device.type == "cuda":
+                if device not in _streams:
+                    _streams[device] = torch.cuda.Stream(device)
+                stream = _streams[device]
+                stream.wait_stream(torch.cuda.current_stream(device))
+                stack.enter_context(torch.cuda.stream(stream))
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+            if device.type == "cuda":
+                self._done = torch.cuda.Event()
+                self._done.record()
+
+    def wait(self) -> None:
+        """What the current stream does from now on comes after them."""
+        if self._done is not None:
+            self._done.wait()
+
+
+class _Parcel:
+    """The results of one call, on their way to the host's memory and back."""
+
+    def __init__(self, results: Sequence[torch.Tensor], line: Line) -> None:
+        self._device = results[0].device
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Unsupported("save_attention(offload=True) in a CUDA graph", {}, "capture without offload")
+        self._before = line.last
+        if (before := self._call_before()) is not None:
+            before.leave()
+        self._there: list[torch.Tensor] | None = [_alias(x) for x in results]
+        self._versions = [x._version for x in self._there]
+        self._host = [on_host(x) for x in self._there]
+        self._way: _Copies | None = _Copies(list(zip(self._host, self._there, strict=True)), self._device)
+        line.last = weakref.ref(self)
+
+    def leave(self) -> None:
+        """Let go of the memory on the device: the results have left it."""
+        if self._there is None:
+            return
+        if [x._version for x in self._there] != self._versions:
+            raise RuntimeError(
+                "attention's results were changed in place while save_attention(offload=True) copied them; change a "
+                "copy, or use save_attention()"
+            )
+        if self._way is not None:
+            self._way.wait()
+        self._there = self._way = None
+
+    def start_back(self) -> None:
+        """Begin the way back to the device, if it has not begun."""
+        if self._there is None:
+            self._there = [torch.empty_like(x, device=self._device) for x in self._host]
+            self._way = _Copies(list(zip(self._there, self._host, strict=True)), self._device)
+            self._versions = [x._version for x in self._there]
+
+    def take(self) -> list[torch.Tensor]:
+        """The results, on the device; those of the call before begin their way back."""
+        self.start_back()
+        results = self._there
+        assert results is not None
+        self.leave()
+        if (before := self._call_before()) is not None:
+            before.start_back()
+        return results
+
+    def _call_before(self) -> _Parcel | None:
+        return None if self._before is None else self._before()
+
+
+def _alias(x: torch.Tensor) -> torch.Tensor:
+    """The same memory and version, without the graph that x will belong to, which would hold the parcel."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
+def on_host(x: torch.Tensor) -> torch.Tensor:
+    """Memory of the host for a tensor, pinned where copies from and to its device need that."""
+    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+
+
+class _Sends(TorchDispatchMode):
+    """The first pass of a region: the results of each call go to the host's memory."""
+
+    def __init__(self, line: Line, parcels: list[_Parcel]) -> None:
+        super().__init__()
+        self._line, self._parcels = line, parcels
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if func is OPERATOR:
+            self._parcels.append(_Parcel(results, self._line))
+        return results
+
+
+class _Takes(TorchDispatchMode):
+    """A region's recomputation: each call has its results already."""
+
+    def __init__(self, parcels: list[_Parcel]) -> None:
+        super().__init__()
+        self._parcels, self._number = parcels, 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self._number = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not OPERATOR:
+            return func(*args, **(kwargs or {}))
+        if self._number == len(self._parcels):
+            raise RuntimeError("a checkpointed region calls attention more often when it is recomputed than before")
+        self._number += 1
+        return self._parcels[self._number - 1].take()
+
+
+class _Both:
+    """Two contexts as one, the second inside the first. It may be entered again after its end."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._contexts, self._stack = (outer, inner), ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *raised: Any) -> Any:
+        return self._stack.__exit__(*raised)
+
+
+def offloading(line: Line, around: tuple[Any, Any] | None) -> tuple[Any, Any]:
+    """The two contexts of one checkpointed region: of its first pass, and of its recomputation.
+
+    Args:
+        line: that of all regions of a model.
+        around: the two contexts that decide about all other operators; None where all of them are recomputed.
+    """
+    parcels: list[_Parcel] = []
+    first, again = _Sends(line, parcels), _Takes(parcels)
+    return (first, again) if around is None else (_Both(around[0], first), _Both(around[1], again))

@@ -1,5 +1,0 @@
-"""`demo`: context-parallel attention on real documents over real processes, checked against the oracle."""
-
-from cp_fast.cli.demo.command import demo
-
-__all__ = ["demo"]

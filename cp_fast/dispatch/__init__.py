@@ -1,0 +1,1 @@
+"""Attention as PyTorch sees it: an autograd function, operators for torch.compile, a graph break."""

@@ -1,0 +1,92 @@
+"""`passes` as an autograd function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cp_fast.api.checked_calls import agree_on_call
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.make_plan import Plan
+from cp_fast.dispatch.library_operators import forward_as_operator
+from cp_fast.dispatch.selective_checkpointing import is_selective
+from cp_fast.runtime.forward_backward import backward_pass, forward_pass
+from cp_ref.common.autocast import no_autocast
+from cp_ref.common.derivatives import differentiable_once
+
+__all__ = ["Attention"]
+
+
+class Attention(torch.autograd.Function):
+    """(q, k, v, offset) -> (out, lse, max_logit or None), differentiable but for max_logit.
+
+    `call`: the number of a checked call, whose backward pass is checked too; 0 for one that is not.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        cp: ContextParallel,
+        deterministic: bool,
+        return_max_logit: bool,
+        return_lse: bool,
+        call: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        offset: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        # saved like this, the backward pass need not do it again
+        q, k, v = q.detach(), k.detach(), v.detach()
+        if is_selective():
+            flags = deterministic, return_max_logit, return_lse
+            out, lse, max_logit, kept = forward_as_operator(plan, cp, flags, q, k, v, offset)
+        else:
+            with cp.alone("attention, forward"), no_autocast(q.device):
+                out, lse, max_logit, kept = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
+        ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *((q, k, v) if plan.needs_inputs else ()))
+        ctx.plan, ctx.handle, ctx.cp, ctx.deterministic, ctx.lse_given = (
+            plan,
+            plan.handle,
+            cp,
+            deterministic,
+            return_lse,
+        )
+        ctx.kept, ctx.call = len(kept), call
+        ctx.rows = plan.packing.rows(q.shape), plan.packing.rows(k.shape)
+        ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
+        if max_logit is not None:
+            ctx.mark_non_differentiable(max_logit)
+        return out, lse, max_logit
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        def look() -> None:
+            if ctx.plan.handle is not ctx.handle:  # every batch of a plan has its own
+                raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
+
+        if ctx.call:
+            details = ("of_call", ctx.call), ("deterministic", ctx.deterministic), ("wants", ctx.needs_input_grad[9])
+            agree_on_call(ctx.cp, ctx.plan, "backward", look, *details)
+        look()
+        out, lse, offset, *tensors = ctx.saved_tensors
+        with ctx.cp.alone("attention, backward"), no_autocast(out.device):
+            dq, dk, dv, doffset = backward_pass(
+                ctx.plan,
+                ctx.cp,
+                tuple(tensors[ctx.kept :]) or None,
+                tensors[: ctx.kept],
+                out,
+                lse,
+                offset,
+                grads[0],
+                grads[1],
+                ctx.rows,
+                deterministic=ctx.deterministic,
+                wants_offset=ctx.needs_input_grad[9],
+                lse_given=ctx.lse_given,
+            )
+        return None, None, None, None, None, None, dq, dk, dv, doffset

@@ -1,0 +1,180 @@
+"""`passes` as operators of torch.library, for torch.compile: a layer that calls `attention` with a plan is one graph.
+
+    attention_forward    (q, k, v, offset, plan, cp) -> (out, lse, max_logit, what only the backward pass needs)
+    attention_backward   (that, dout, dlse) -> (dq, dk, dv, doffset)
+
+Both are opaque to the compiler, which sees shapes alone. In eager mode `autograd.Attention` does the same with less
+overhead; it calls the forward operator only where selective checkpointing looks at operators (`selective_checkpointing.py`). An
+operator's results must not share memory with its arguments, so the forward operator gives back only what the backward
+pass cannot find among them: the group's rows, in the a2a schedules. How many these are is known to the plan alone, so
+the compiler takes them for unknown sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cp_fast.api.checked_calls import agree_on_call, checking
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.make_plan import Plan
+from cp_fast.api.planned_call import agree_on_forward, check_planned_call
+from cp_fast.dispatch.opaque import object_of
+from cp_fast.runtime.forward_backward import Results, backward_pass, forward_pass
+from cp_fast.runtime.tensors import wide_dtype
+from cp_ref.common.autocast import no_autocast
+
+__all__ = ["FORWARD", "attention_in_graph", "forward_as_operator"]
+
+Tensor = torch.Tensor
+
+
+def attention_in_graph(
+    plan: Plan,
+    cp: ContextParallel,
+    deterministic: bool,
+    return_max_logit: bool,
+    return_lse: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Attention.apply` as one operator. The call's arguments are checked when it runs."""
+    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, deterministic, return_max_logit, return_lse
+    out, lse, max_logit, *_ = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
+    return out, lse, max_logit
+
+
+def forward_as_operator(
+    plan: Plan,
+    cp: ContextParallel,
+    flags: tuple[bool, bool, bool],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor | None,
+) -> Results:
+    """`forward_pass` as the one operator that selective checkpointing sees. flags: deterministic, return_max_logit,
+    return_lse.
+    """
+    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
+    out, lse, max_logit, *kept = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
+    return Results(out, lse, max_logit if max_logit.numel() else None, kept)
+
+
+@torch.library.custom_op("cp_attention::attention_forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offset: Tensor | None,
+    plan: Tensor,
+    cp: Tensor,
+    qkv_format: str,
+    kept: str,
+    needs_inputs: bool,
+    deterministic: bool,
+    return_max_logit: bool,
+    return_lse: bool,
+) -> list[Tensor]:
+    the_plan, context = object_of(plan), object_of(cp)
+
+    def look() -> None:
+        check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
+
+    agree_on_forward(the_plan, context, look, (deterministic, return_max_logit, return_lse), q, k, v, offset)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    with context.alone("attention, forward"), no_autocast(q.device):
+        done = forward_pass(the_plan, context, q, k, v, offset, return_max_logit=return_max_logit)
+    max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
+    return [done.out.contiguous(), done.lse.contiguous(), max_logit, *done.kept]
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    _, _, _, qkv_format, kept, _, _, return_max_logit, _ = others
+    wide, (*tokens, heads, _) = wide_dtype(q.dtype), q.shape
+    lse_shape = {"bshd": (*tokens[:1], heads, *tokens[1:]), "sbhd": (*tokens[1:], heads, *tokens[:1])}
+    out, lse = q.new_empty(*tokens, heads, v.shape[-1]), lse_shape.get(qkv_format, (heads, *tokens))
+    results = [out, q.new_empty(lse, dtype=wide), q.new_empty(heads if return_max_logit else 0, dtype=wide)]
+    for letter in kept:  # sizes that only the plan knows
+        new_size = torch.library.get_ctx().new_dynamic_size
+        axes, dtype = (3, q.dtype) if letter == "x" else (2, wide)
+        results.append(q.new_empty([new_size() for _ in range(axes)], dtype=dtype))
+    return results
+
+
+@torch.library.custom_op("cp_attention::attention_backward", mutates_args=())
+def _backward(
+    inputs: list[Tensor],
+    kept: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    offset: Tensor | None,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    plan: Tensor,
+    cp: Tensor,
+    q_shape: list[int],
+    k_shape: list[int],
+    v_shape: list[int],
+    deterministic: bool,
+    wants_offset: bool,
+    lse_given: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    the_plan, context = object_of(plan), object_of(cp)
+    if checking():
+        agree_on_call(context, the_plan, "backward", lambda: None, ("wants", wants_offset))
+    packing = the_plan.packing
+    inputs, kept, (out, lse) = ([x.detach() for x in some] for some in (inputs, kept, (out, lse)))
+    with context.alone("attention, backward"), no_autocast(out.device):
+        dq, dk, dv, doffset = backward_pass(
+            the_plan,
+            context,
+            (inputs[0], inputs[1], inputs[2]) if inputs else None,
+            kept,
+            out,
+            lse,
+            offset,
+            dout,
+            dlse,
+            (packing.rows(q_shape), packing.rows(k_shape)),
+            deterministic=deterministic,
+            wants_offset=wants_offset,
+            lse_given=lse_given,
+        )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), out.new_empty(0) if doffset is None else doffset
+
+
+@_backward.register_fake
+def _(inputs: list[Tensor], kept: list[Tensor], out: Tensor, lse: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    offset, _, _, _, _, q_shape, k_shape, v_shape, _, wants_offset, _ = others
+    doffset = out.new_empty(0) if offset is None or not wants_offset else torch.empty_like(offset)
+    return out.new_empty(q_shape), out.new_empty(k_shape), out.new_empty(v_shape), doffset
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, offset, plan, cp, _, kept_kinds, needs_inputs, deterministic, _, lse_given = inputs
+    out, lse, max_logit, *kept = output
+    ctx.save_for_backward(out, lse, offset, plan, cp, *kept, *((q, k, v) if needs_inputs else ()))
+    ctx.shapes = [list(x.shape) for x in (q, k, v)]
+    ctx.kept, ctx.deterministic, ctx.lse_given = len(kept_kinds), deterministic, lse_given
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(max_logit, *kept)
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> Any:
+    out, lse, offset, plan, cp, *rest = ctx.saved_tensors
+    kept, inputs = rest[: ctx.kept], rest[ctx.kept :]
+    dout, dlse = grads[:2]
+    wants_offset = offset is not None and ctx.needs_input_grad[3]
+    how = ctx.deterministic, wants_offset, ctx.lse_given
+    dq, dk, dv, doffset = _backward(inputs, kept, out, lse, offset, dout, dlse, plan, cp, *ctx.shapes, *how)
+    return dq, dk, dv, doffset if wants_offset else None, *(None,) * 8
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+FORWARD: Any = torch.ops.cp_attention.attention_forward.default

@@ -1,0 +1,90 @@
+"""A rank's part of a batch as a collator of Hugging Face makes it, with labels as the model's head wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cp_fast.api.fast_context import ContextParallel
+from cp_fast.integrations import token_batches
+from cp_fast.integrations.hugging_face.model_edge import edge_of
+from cp_ref.common.collective_calls import collective
+
+__all__ = ["shard_batch"]
+
+_FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@collective(token_batches.raise_on_all_ranks)
+def shard_batch(
+    batch: Mapping[str, Any],
+    *,
+    cp: ContextParallel,
+    model: torch.nn.Module | None = None,
+    pad_token_id: int = 0,
+    over: Any = None,
+) -> dict[str, Any]:
+    """This rank's part of a batch that every rank of a context has whole, as arguments of a prepared model. Collective.
+
+    Args:
+        batch: input_ids [b, s], and any of
+            position_ids [1, t]: the batch is packed; each document starts at the model's first position.
+            cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx: the same said again, or instead, as
+                `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` returns it.
+            attention_mask [b, s]: 1 for tokens, 0 for padding behind them.
+            labels [b, s]: as the model takes them alone, -100 where nothing is to be learnt.
+        cp: the group, the schedule and the layout.
+        model: the prepared model, which knows whether a token learns the label of the next one or its own, and how
+            positions are numbered. None: a decoder, whose labels are the next tokens', and whose positions begin at 0.
+        pad_token_id: what lengths are filled up with until they divide.
+        over: the ranks that share a step, as in `cp_fast.integrations.token_batches.shard_batch`.
+
+    Returns:
+        What that function returns: input_ids, position_ids, cp_batch; with labels also labels, num_items_in_batch, and
+        shift_labels where they are the next tokens'.
+
+    Raises:
+        ValueError, TypeError: as there; a model that was not prepared; lengths that contradict the positions.
+    """
+    try:
+        edge = None if model is None else edge_of(model)
+        rows = _positions_said(batch, 0 if edge is None else edge.first_position)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        token_batches.raise_on_all_ranks({"cp": cp, "over": over}, error)
+    shifts = edge is None or edge.head is None or edge.head.shifts
+    return token_batches.shard_batch(rows, cp=cp, pad_token_id=pad_token_id, shift_labels=shifts, over=over)
+
+
+def _positions_said(batch: Any, first: int) -> Any:
+    """The batch with its documents as position_ids from 0, and without what says the same again."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        return batch  # for token_batches to refuse
+    flat = {name: x for name, x in batch.items() if name in _FLAT}
+    batch = {name: x for name, x in batch.items() if name not in _FLAT}
+    given: torch.Tensor | None = batch.get("position_ids")
+    positions = None if given is None else given - first
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if (lengths := flat.get(name)) is None:
+            continue
+        said = torch.cat([torch.arange(n) for n in lengths.flatten().diff().tolist()] or [torch.arange(0)])[None]
+        if said.shape != batch["input_ids"].shape:
+            raise ValueError(f"{name} is of {said.shape[1]} tokens; input_ids is {list(batch['input_ids'].shape)}")
+        if positions is not None and not torch.equal(said, positions.cpu()):
+            raise ValueError(f"{name} and position_ids say different documents")
+        positions = said
+    if positions is None:
+        if flat:
+            raise ValueError(
+                f"{', '.join(flat)} are given without position_ids or cu_seq_lens_q, which say the documents"
+            )
+        return batch
+    for name in ("max_length_q", "max_length_k"):
+        if name in flat and int(flat[name]) != int(positions.max()) + 1:
+            raise ValueError(f"{name} is {int(flat[name])}; the longest document has {int(positions.max()) + 1} tokens")
+    if (which := flat.get("seq_idx")) is not None:
+        starts = which.diff(dim=-1).ne(0).cpu()
+        if not torch.equal(starts, positions[:, 1:].cpu() == 0):
+            raise ValueError("seq_idx and position_ids say different documents")
+    return batch | {"position_ids": positions.to(batch["input_ids"].device)}

@@ -1,0 +1,90 @@
+"""The task head's loss: whose token a label belongs to, and whether the model computes a rank's part of the mean."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cp_fast.integrations.hugging_face.slice_probe import SLICE, Seen
+
+__all__ = ["Head", "head_of", "part_of_the_mean"]
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a model uses labels.
+
+    Args:
+        shifts: a label is that of the token before it, as in a language model.
+        native: the model's own loss, of a rank's tokens, is their part of the mean over all ranks' tokens.
+    """
+
+    shifts: bool
+    native: bool
+
+
+def head_of(model: nn.Module, seen: Seen) -> Head | None:
+    """The head, found by the loss that it computes; None where the model has no argument `labels`.
+
+    Raises:
+        NotImplementedError: the loss is not the mean cross entropy of tokens.
+    """
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return None
+    name, ids = type(model).__name__, seen.ids
+    labels = (torch.arange(ids.shape[1], device=ids.device) * 5 % 7 % 2)[None]
+    labels[:, 4] = IGNORED
+    try:
+        out = model(input_ids=ids, labels=labels, **seen.arguments)
+    except (ValueError, RuntimeError, TypeError, IndexError, KeyError) as error:
+        raise NotImplementedError(f"{name} computes no loss from one label a token: {error}") from error
+    logits, loss = out.get("logits"), out.get("loss")
+    if loss is None or logits is None or logits.dim() != 3:
+        shape = None if logits is None else list(logits.shape)
+        raise NotImplementedError(f"{name}'s loss is not of logits [b, s, classes] (logits are {shape})")
+    own, shifted = labels, F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    for shifts, targets in ((True, shifted), (False, own)):
+        if _same(loss, part_of_the_mean(logits, targets, (targets != IGNORED).sum())):
+            return Head(shifts, _is_native(model, seen, labels, targets))
+    raise NotImplementedError(
+        f"{name}'s loss ({float(loss):.4f}) is not the mean cross entropy of its tokens; cp_fast cannot "
+        "tell the ranks' parts of it"
+    )
+
+
+def part_of_the_mean(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """The summed cross entropy of these tokens over `count`, as a scalar of float32 or wider.
+
+    Args:
+        logits: [b, s, classes].
+        targets: [b, s], int64, -100 where nothing is to be learnt.
+        count: the counted tokens of all ranks.
+
+    >>> part_of_the_mean(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]]), 4)  # two tokens of four, ln 2 each
+    tensor(0.3466)
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = targets.flatten().to(wide.device)
+    total = F.cross_entropy(wide.flatten(0, -2), targets, ignore_index=IGNORED, reduction="sum")
+    return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
+
+
+def _is_native(model: nn.Module, seen: Seen, labels: torch.Tensor, targets: torch.Tensor) -> bool:
+    kept = torch.tensor(SLICE, device=labels.device)
+    mine = targets[:, kept]
+    count = (targets != IGNORED).sum()
+    arguments = {**seen.arguments, "position_ids": seen.arguments["position_ids"][:, kept]}
+    given = {"labels": mine, "shift_labels": mine, "num_items_in_batch": count}
+    out = model(input_ids=seen.ids[:, kept], **arguments, **given)
+    return _same(out["loss"], part_of_the_mean(out["logits"], mine, count))
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    coarse = x.dtype in (torch.bfloat16, torch.float16)
+    return x.dim() == 0 and bool(torch.isclose(x.double(), y.double(), rtol=1e-2 if coarse else 1e-4, atol=1e-7))

@@ -1,0 +1,155 @@
+"""Megatron-LM with layout "balanced": packed batches with documents placed to balance the work.
+
+Megatron cuts every document in 2 * cp_size chunks, and its rotary embedding expects that. The self attention here gets
+the embedding of this rank's actual rows.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from cp_fast.integrations.shared.balanced_table import LaidOut, laid_out
+from cp_fast.integrations.shared.shared_arguments import context_for, lengths_on_host, refuse
+from cp_ref.common.collective_calls import together
+from cp_ref.common.sharding.shard import position_ids, shard
+from cp_ref.spec.arguments.single_values import kind_of
+
+__all__ = ["balanced_batch", "self_attention", "seq_params"]
+
+
+@cache
+def seq_params() -> type[Any]:
+    """Megatron's PackedSeqParams, of a batch that is laid out by a table."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    @dataclass
+    class LaidOutSeqParams(PackedSeqParams):
+        """Adds the table of rows, and the positions of this rank's rows in documents and in the batch, int64 [t/cp]."""
+
+        laid_out: LaidOut | None = None
+        position_ids: torch.Tensor | None = None
+        rows: torch.Tensor | None = None
+
+    return LaidOutSeqParams
+
+
+@cache
+def self_attention() -> type[torch.nn.Module]:
+    """Megatron's SelfAttention, for batches of any layout.
+
+    For a batch laid out by a table it raises NotImplementedError for multi-token prediction, inference and positions of
+    several axes: Megatron cuts these as for "dual_chunk".
+    """
+    from megatron.core.transformer.attention import SelfAttention
+
+    class BalancedSelfAttention(SelfAttention):
+        def forward(
+            self,
+            hidden_states: torch.Tensor,
+            attention_mask: Any,
+            key_value_states: torch.Tensor | None = None,
+            inference_context: Any = None,
+            rotary_pos_emb: Any = None,
+            *more: Any,
+            packed_seq_params: Any = None,
+            **others: Any,
+        ) -> Any:
+            if isinstance(packed_seq_params, seq_params()):
+                config = self.config
+                refused = {"mtp_num_layers": config.mtp_num_layers, "mrope_section": config.mrope_section}
+                refuse("layout 'balanced'", inference_context=inference_context, **refused)
+                both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+                if rotary_pos_emb is not None:
+                    rotary_pos_emb = tuple(_of_rows(x, packed_seq_params) for x in both)
+                # one sequence [t/cp, 1, h, d] to Megatron
+                packed_seq_params = replace(packed_seq_params, qkv_format="sbhd")
+            given = hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, *more
+            return super().forward(*given, packed_seq_params=packed_seq_params, **others)
+
+    return BalancedSelfAttention
+
+
+def _of_rows(embedding: torch.Tensor | None, packed: Any) -> torch.Tensor | None:
+    """Select this rank's rows from an embedding [s, 1, 1, d] of positions or of all rows of the batch."""
+    if embedding is None:
+        return None
+    lengths = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    total, longest = int(lengths[-1]), int(lengths.diff().max())
+    if len(embedding) == total:
+        return embedding.index_select(0, packed.rows.to(embedding.device))
+    if len(embedding) < longest:
+        raise ValueError(
+            f"rotary_pos_emb has {len(embedding)} positions, but a document has {longest} tokens, padding included; "
+            "max_seqlen_q and max_seqlen_kv of packed_seq_params are of the whole documents"
+        )
+    return embedding.index_select(0, packed.position_ids.to(embedding.device))
+
+
+def balanced_batch(batch: Mapping[str, Any], packed_seq_params: Any, cp_group: Any) -> tuple[dict[str, Any], Any]:
+    """See `cp_fast.integrations.megatron.get_batch_on_this_cp_rank`."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    group = cp_group or getattr(packed_seq_params, "cp_group", None) or parallel_state.get_context_parallel_group()
+    cp = context_for(group, "p2p", layout="balanced")
+    with cp.alone("get_batch_on_this_cp_rank"):
+        both = together([cp.comm], lambda: _lengths(batch, packed_seq_params, cp.size), _the_same)
+    real, padded = (torch.tensor(lengths, dtype=torch.int32) for lengths in both)
+    laid = laid_out(cp, "thd", real, padded)
+    local = {name: x if x is None else shard(x[0], cp=cp, plan=laid)[None] for name, x in batch.items()}
+    device = next((x.device for x in batch.values() if x is not None), torch.device("cpu"))
+    own: dict[str, Any] = {field.name: getattr(packed_seq_params, field.name) for field in fields(PackedSeqParams)}
+    own |= {"cu_seqlens_q": real, "cu_seqlens_kv": real, "cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
+    positions = position_ids(cp=cp, plan=laid, device=device)
+    rows = shard(torch.arange(int(padded[-1]), device=device), cp=cp, plan=laid)
+    return local, seq_params()(**own, laid_out=laid, position_ids=positions, rows=rows)
+
+
+def _lengths(batch: Any, packed: Any, cp_size: int) -> list[list[int]]:
+    """Cumulative lengths of the documents, without and with padding; checked against the batch's number of tokens."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if not isinstance(packed, PackedSeqParams) or packed.qkv_format != "thd":
+        what = (
+            f"has qkv_format {packed.qkv_format!r}" if isinstance(packed, PackedSeqParams) else f"is {kind_of(packed)}"
+        )
+        raise ValueError(f"packed_seq_params {what}; layout 'balanced' is for packed batches, qkv_format 'thd'")
+    names = {"cu_seqlens_q": packed.cu_seqlens_q}
+    optional = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    names |= {name: x for name in optional if (x := getattr(packed, name)) is not None}
+    lengths = {name: x.tolist() for name, x in lengths_on_host(**names).items()}
+    real = lengths["cu_seqlens_q"]
+    slots = lengths.get("cu_seqlens_q_padded", real)
+    keys = lengths.get("cu_seqlens_kv", real), lengths.get("cu_seqlens_kv_padded", slots)
+    if keys != (real, slots):
+        raise ValueError(
+            "packed_seq_params has other lengths for keys than for queries; documents attend to themselves"
+        )
+    tokens = slots[-1]
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch is {kind_of(batch)}; it must be a dict of tensors [1, t, ...]")
+    for name, x in batch.items():
+        if x is not None and (not isinstance(x, torch.Tensor) or tuple(x.shape[:2]) != (1, tokens)):
+            what = f"has shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"is {kind_of(x)}"
+            raise ValueError(
+                f"batch[{name!r}] {what}; it must be [1, {tokens}, ...], as packed_seq_params says, or None"
+            )
+    if tokens % cp_size:
+        raise ValueError(f"packed_seq_params ends at {tokens} tokens; they must divide by cp_size = {cp_size}")
+    return [real, slots]
+
+
+def _the_same(found: list[list[list[int]]]) -> list[list[int]]:
+    for rank, lengths in enumerate(found):
+        if lengths != found[0]:
+            raise ValueError(
+                f"packed_seq_params has other lengths on rank {rank} than on rank 0; give all the same batch"
+            )
+    return found[0]

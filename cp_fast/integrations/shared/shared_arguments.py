@@ -1,0 +1,92 @@
+"""Code shared by the integrations: cached contexts for all layers, checked arguments, refusals by name."""
+
+from __future__ import annotations
+
+from numbers import Number
+from typing import Any
+
+import torch
+
+from cp_fast.api.fast_context import ContextParallel
+from cp_ref.spec import check_data, check_lengths, kind_of, read_count
+
+__all__ = ["check_longest", "check_tensors", "context_for", "lengths_on_host", "refuse"]
+
+_contexts: dict[Any, ContextParallel] = {}
+
+
+def context_for(group: Any, cp_comm_type: Any, **options: Any) -> ContextParallel:
+    """One cached context for a group (or a list of two), a schedule and its options."""
+    group = tuple(group) if isinstance(group, list) else group
+    key = group, cp_comm_type, tuple(sorted(options.items()))
+    try:
+        if (found := _contexts.get(key)) is not None:
+            return found
+    except TypeError:  # An object without a hash is not a group or option: the context raises.
+        return ContextParallel(group, cp_comm_type, **options)
+    return _contexts.setdefault(key, ContextParallel(group, cp_comm_type, **options))
+
+
+def refuse(where: str, **given: Any) -> None:
+    """Raise for the first argument with another value than None, False, 0 or "".
+
+    Raises:
+        NotImplementedError: naming it and its value.
+
+    >>> refuse("flash_attn_func", dropout_p=0.0, alibi_slopes=None)
+    >>> refuse("flash_attn_func", dropout_p=[])
+    Traceback (most recent call last):
+        ...
+    NotImplementedError: dropout_p is [], which flash_attn_func does not support under context parallelism
+    """
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, Number | str) or value):
+            shown = repr(value)
+            if isinstance(value, torch.Tensor):
+                shown = "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)}"
+            raise NotImplementedError(f"{name} is {shown}, which {where} does not support under context parallelism")
+
+
+def check_tensors(axes: str, **tensors: Any) -> None:
+    """Check tensors with these axes and values in memory.
+
+    >>> check_tensors("b h s/cp d", query=torch.zeros(2, 3))
+    Traceback (most recent call last):
+        ...
+    ValueError: query has shape [2, 3]; it must be [b, h, s/cp, d]
+    """
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor [{axes.replace(' ', ', ')}]")
+        check_data(name, x)
+        if x.ndim != len(axes.split()):
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [{axes.replace(' ', ', ')}]")
+
+
+def lengths_on_host(**lengths: Any) -> dict[str, torch.Tensor]:
+    """Tensors of cumulative lengths on the CPU, by name. Lengths on a GPU are waited for, once for a tensor passed
+    twice. `attention` checks the values.
+
+    Raises:
+        ValueError, TypeError: they are no such tensors.
+    """
+    for name, x in lengths.items():
+        check_lengths(name, x)
+    copies = {id(x): x.cpu() for x in lengths.values()}
+    return {name: copies[id(x)] for name, x in lengths.items()}
+
+
+def check_longest(name: str, longest: Any, cu_seqlens: torch.Tensor) -> None:
+    """Check that a stated longest length, or None, holds for the lengths. Lengths on a GPU are not checked: reading
+    them would wait for it.
+
+    Raises:
+        ValueError: a sequence is longer. TypeError: it is no integer.
+    """
+    if longest is None:
+        return
+    longest = read_count(name, longest, at_least=0, at_most=2**62)
+    if cu_seqlens.device.type == "cpu" and len(cu_seqlens) > 1:
+        found = int(cu_seqlens.diff().max())
+        if found > longest:
+            raise ValueError(f"{name} is {longest}, but a sequence has {found} tokens")

@@ -1,0 +1,138 @@
+"""The rows of a batch of token ids, checked: tokens, documents and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.nn.functional as F
+
+from cp_ref.spec.arguments.single_values import check_data, check_flag, kind_of
+
+__all__ = ["Digests", "TokenRows", "digests", "read_rows"]
+
+Digests = dict[str, tuple[list[int], int]]  # shape and checksum of each entry
+
+_ENTRIES = ("input_ids", "position_ids", "attention_mask", "labels")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """A batch that every rank has whole.
+
+    Attributes:
+        ids: [b, s]; [1, t] of a packed batch.
+        targets: like ids: what each token is to learn, -100 for nothing; None without labels.
+        cu_seqlens: int32 [b + 1] on the CPU: the documents of the packed row, or the tokens before each row's padding.
+        packed: whether the one row has several documents.
+    """
+
+    ids: torch.Tensor
+    targets: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    packed: bool
+
+
+def read_rows(batch: Any, shift_labels: bool) -> TokenRows:
+    """The rows of a batch. The arguments are those of `shard_batch`. Sends nothing.
+
+    Raises:
+        ValueError, TypeError: naming the entry, the row and the rule.
+
+    >>> rows = read_rows({"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])}, True)
+    >>> rows.targets.tolist(), rows.cu_seqlens.tolist()
+    ([[6, 7, -100]], [0, 3])
+    """
+    check_flag("shift_labels", shift_labels)
+    _check_entries(batch)
+    ids, labels = batch["input_ids"], batch.get("labels")
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if positions is not None and (mask is not None or len(ids) != 1):
+        raise ValueError(
+            f"position_ids is given with input_ids {list(ids.shape)}{' and attention_mask' * (mask is not None)}; "
+            "it says where the documents of one packed row [1, t] start, and needs no mask"
+        )
+    if positions is not None:
+        cu_seqlens = _documents(positions[0].cpu())
+    else:
+        lengths = torch.full((len(ids),), ids.shape[1]) if mask is None else _lengths(mask.cpu())
+        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    if labels is None:
+        return TokenRows(ids, None, cu_seqlens, positions is not None)
+    targets = labels if mask is None else labels.masked_fill(mask == 0, -100)
+    if shift_labels:
+        targets = F.pad(targets[:, 1:], (0, 1), value=-100)
+        if positions is not None:
+            targets[0, (cu_seqlens[1:] - 1).long().to(targets.device)] = -100
+    return TokenRows(ids, targets, cu_seqlens, positions is not None)
+
+
+def digests(batch: Mapping[str, torch.Tensor]) -> Digests:
+    """Each entry of a checked batch in a few bytes, to be compared between ranks."""
+    return {name: (list(x.shape), crc32(x.cpu().contiguous().numpy().tobytes())) for name, x in sorted(batch.items())}
+
+
+def _check_entries(batch: Any) -> None:
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch is {kind_of(batch)}; it must be a dict of tensors")
+    if set(batch) - set(_ENTRIES) or "input_ids" not in batch:
+        raise ValueError(
+            f"batch has {', '.join(sorted(map(str, batch)))}; it must have input_ids, and may have position_ids, "
+            "attention_mask and labels"
+        )
+    shape: list[int] = []
+    for name in (name for name in _ENTRIES if name in batch):  # input_ids first
+        x = batch[name]
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {kind_of(x)}; it must be a tensor of integers")
+        check_data(name, x)
+        if x.dtype.is_floating_point or x.dtype.is_complex or (x.dtype == torch.bool and name != "attention_mask"):
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be an integer dtype")
+        shape = shape or list(x.shape)
+        if len(shape) != 2:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [b, s]")
+        if x.ndim == 2 and x.shape[0] == shape[0] and x.shape[1] != shape[1]:
+            raise ValueError(
+                f"row 0 of {name} has {x.shape[1]} entries for {shape[1]} tokens of input_ids; it must have as many"
+            )
+        if list(x.shape) != shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be that of input_ids, {shape}")
+
+
+def _documents(positions: torch.Tensor) -> torch.Tensor:
+    """Cumulative lengths, int32 [b + 1], of documents whose positions are 0, 1, 2 and so on."""
+    if len(positions) == 0 or positions[0] != 0:
+        raise ValueError(
+            "row 0 of position_ids does not begin with 0; each document of a packed batch starts at position 0"
+        )
+    wrong = ((positions[1:] != 0) & (positions[1:] != positions[:-1] + 1)).nonzero()[:, 0]
+    if len(wrong):
+        at = int(wrong[0]) + 1
+        raise ValueError(
+            f"row 0 of position_ids has {int(positions[at])} at token {at}, behind {int(positions[at - 1])}; positions "
+            "of a document go 0, 1, 2 and so on, and 0 begins the next one"
+        )
+    starts = (positions == 0).nonzero()[:, 0]
+    return torch.cat((starts, torch.tensor([len(positions)]))).to(torch.int32)
+
+
+def _lengths(mask: torch.Tensor) -> torch.Tensor:
+    """How many tokens each row has before its padding, int64 [b]."""
+    odd = ((mask != 0) & (mask != 1)).nonzero()
+    if len(odd):
+        row, at = odd[0].tolist()
+        raise ValueError(
+            f"row {row} of attention_mask has {mask[row, at].item()} at token {at}; it must be 1 for a token and 0 for "
+            "padding"
+        )
+    lengths = mask.sum(dim=1)
+    gaps = (mask.bool() != (torch.arange(mask.shape[1]) < lengths[:, None])).nonzero()
+    if len(gaps):
+        raise ValueError(
+            f"row {int(gaps[0, 0])} of attention_mask has padding before or between tokens; pad behind them "
+            "(padding_side='right')"
+        )
+    return lengths

@@ -1,0 +1,251 @@
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
+# (kernels are compiled by Numba: their types are not Python's)
+"""The target of each row, computed on the device: the arithmetic of csrc/common/maps.h in Numba.
+
+A plan is 8 integers, the same for every kind of map, so that kernels have one signature:
+
+    data, wide      address of the cumulative lengths or of the row index; 1 if they have 64 bits
+    sequences       how many there are
+    other, other_wide   the real lengths of `valid`
+    tokens          rows of the buffer that lengths count, or that an index leads into
+    a, b            span: the first row; partition: cp_size, cp_rank; the two reorders: cp_size; half: which one
+
+A map gives the row for row i, or -1 for none, and never one past the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from numba import cuda
+
+from cp_fast.movers.numba_cuda.memory import divide, load_int
+
+__all__ = ["MAPS", "entry", "find", "half_place", "lengths_are_right", "real_lengths_are_right", "row_key", "row_map"]
+
+_load32, _load64 = load_int(4), load_int(8)
+
+
+@cuda.jit(device=True)
+def entry(data, wide, s):
+    """lengths[s]"""
+    if wide:
+        return _load64(data + 8 * s)
+    return _load32(data + 4 * s)
+
+
+@cuda.jit(device=True)
+def find(data, wide, sequences, row):
+    """The last s with lengths[s] <= row: never an empty sequence; `sequences` in the tail, -1 in front of all."""
+    low, high = 0, sequences + 1
+    while low < high:
+        middle = (low + high) >> 1
+        if entry(data, wide, middle) <= row:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@cuda.jit(device=True)
+def find_near(data, wide, sequences, row, hint):
+    """The same result as `find`, fast if it is at or soon after `hint`; hint -1 for anywhere."""
+    if hint < 0 or entry(data, wide, hint) > row:
+        return find(data, wide, sequences, row)
+    low, step = hint, 1
+    while low + step <= sequences and entry(data, wide, low + step) <= row:
+        low += step
+        step += step
+    high = min(low + step, sequences + 1)
+    low += 1
+    while low < high:
+        middle = (low + high) >> 1
+        if entry(data, wide, middle) <= row:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@cuda.jit(device=True)
+def lengths_are_right(data, wide, sequences, divisor, tail_divisor, tokens, from_zero, thread, threads):
+    """Whether this thread's share of the lengths obeys all rules. Neighbours are compared before they are subtracted:
+    the difference of any two may not fit.
+    """
+    right = True
+    s = thread
+    while s <= sequences:
+        here = entry(data, wide, s)
+        if s == 0 and (here < 0 or (from_zero and here != 0)):
+            right = False
+        if s == sequences:
+            if here > tokens or (tokens - here) % tail_divisor != 0:
+                right = False
+        else:
+            following = entry(data, wide, s + 1)
+            if following < here or (following - here) % divisor != 0:
+                right = False
+        s += threads
+    return right
+
+
+@cuda.jit(device=True)
+def real_lengths_are_right(real, real_wide, data, wide, sequences, thread, threads):
+    """Whether the real lengths begin at 0 and fit into the slots."""
+    right = True
+    s = thread
+    while s < sequences:
+        here = entry(real, real_wide, s)
+        following = entry(real, real_wide, s + 1)
+        if (s == 0 and here != 0) or following < here:
+            right = False
+        if following - here > entry(data, wide, s + 1) - entry(data, wide, s):
+            right = False
+        s += threads
+    return right
+
+
+@cuda.jit(device=True)
+def _inside(row, tokens):
+    return row if row >= 0 and row < tokens else -1
+
+
+@cuda.jit(device=True)
+def _span(i, plan, hint):
+    return plan[6] + i
+
+
+@cuda.jit(device=True)
+def _index(i, plan, hint):
+    return _inside(entry(plan[0], plan[1], i), plan[5])
+
+
+@cuda.jit(device=True)
+def _slice_row(i, data, wide, sequences, tokens, cp_size, cp_rank, hint):
+    s = find_near(data, wide, sequences, i * cp_size, hint)
+    if s < 0:
+        return -1
+    start = entry(data, wide, s)
+    offset = i - divide(start, cp_size)
+    if s == sequences:
+        return _inside(start + cp_rank * divide(tokens - start, cp_size) + offset, tokens)
+    chunk = divide(entry(data, wide, s + 1) - start, 2 * cp_size)
+    if offset < chunk:
+        return _inside(start + cp_rank * chunk + offset, tokens)
+    return _inside(start + (2 * cp_size - 2 - cp_rank) * chunk + offset, tokens)
+
+
+@cuda.jit(device=True)
+def _partition(i, plan, hint):
+    return _slice_row(i, plan[0], plan[1], plan[2], plan[5], plan[6], plan[7], hint)
+
+
+@cuda.jit(device=True)
+def _to_rank_order(i, plan, hint):
+    share = divide(plan[5], plan[6])
+    rank = divide(i, share)
+    return _slice_row(i - rank * share, plan[0], plan[1], plan[2], plan[5], plan[6], rank, hint)
+
+
+@cuda.jit(device=True)
+def _to_sequence_order(i, plan, hint):
+    data, wide, tokens, cp_size = plan[0], plan[1], plan[5], plan[6]
+    s = find_near(data, wide, plan[2], i, hint)
+    if s < 0:
+        return -1
+    start, share = entry(data, wide, s), divide(tokens, cp_size)
+    offset, own = i - start, divide(start, cp_size)
+    if s == plan[2]:
+        part = divide(tokens - start, cp_size)
+        if part == 0:
+            return -1
+        rank = divide(offset, part)
+        return _inside(rank * share + own + offset - rank * part, tokens)
+    chunk = divide(entry(data, wide, s + 1) - start, 2 * cp_size)
+    if chunk == 0:
+        return -1
+    number = divide(offset, chunk)
+    rest = offset - number * chunk
+    if number < cp_size:
+        return _inside(number * share + own + rest, tokens)
+    return _inside((2 * cp_size - 1 - number) * share + own + chunk + rest, tokens)
+
+
+@cuda.jit(device=True)
+def _half(i, plan, hint):
+    s = find_near(plan[0], plan[1], plan[2], 2 * i, hint)
+    if s < 0:
+        return -1
+    start = entry(plan[0], plan[1], s)
+    stop = plan[5] if s == plan[2] else entry(plan[0], plan[1], s + 1)
+    return _inside(start + plan[6] * divide(stop - start, 2) + i - divide(start, 2), plan[5])
+
+
+@cuda.jit(device=True)
+def _valid(i, plan, hint):
+    s = find_near(plan[0], plan[1], plan[2], i, hint)
+    if s < 0 or s == plan[2]:
+        return -1
+    size = entry(plan[3], plan[4], s + 1) - entry(plan[3], plan[4], s)
+    return i if i - entry(plan[0], plan[1], s) < size else -1
+
+
+@cuda.jit(device=True)
+def half_place(i, plan):
+    """For row i of the whole: 2 * its row in a half tensor, + 1 in a second half; -1 in the tail."""
+    s = find(plan[0], plan[1], plan[2], i)
+    if s < 0 or s == plan[2]:
+        return -1
+    start = entry(plan[0], plan[1], s)
+    half = divide(entry(plan[0], plan[1], s + 1) - start, 2)
+    offset = i - start
+    if offset < half:
+        return 2 * (divide(start, 2) + offset)
+    return 2 * (divide(start, 2) + offset - half) + 1 if offset < 2 * half else -1
+
+
+@cuda.jit(device=True)
+def _key_of_row(i, plan):
+    return i
+
+
+@cuda.jit(device=True)
+def _key_of_slice_row(i, plan):
+    return i * plan[6]
+
+
+@cuda.jit(device=True)
+def _key_in_rank_order(i, plan):
+    share = divide(plan[5], plan[6])
+    return (i - divide(i, share) * share) * plan[6]
+
+
+@cuda.jit(device=True)
+def _key_of_half_row(i, plan):
+    return 2 * i
+
+
+MAPS = ("span", "index", "partition", "to_rank_order", "to_sequence_order", "half", "valid")
+
+
+@lru_cache
+def row_map(kind: str) -> Callable[..., Any]:
+    """map(i, plan, hint), a device function; the hint is a sequence at or before that of row i, or -1."""
+    return dict(zip(MAPS, (_span, _index, _partition, _to_rank_order, _to_sequence_order, _half, _valid), strict=True))[
+        kind
+    ]
+
+
+@lru_cache
+def row_key(kind: str) -> Callable[..., Any]:
+    """key(i, plan), a device function: the number that row i searches for in the lengths. It rises with i, except at a
+    slice's end.
+    """
+    return {
+        "partition": _key_of_slice_row,
+        "to_rank_order": _key_in_rank_order,
+        "half": _key_of_half_row,
+    }.get(kind, _key_of_row)

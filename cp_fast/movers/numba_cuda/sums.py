@@ -1,0 +1,127 @@
+"""From tensors to arguments of `values` and `weigh`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cp_fast.movers.numba_cuda.launch import launch
+from cp_fast.movers.numba_cuda.movers import FIELDS, THREADS
+from cp_fast.movers.numba_cuda.moves import fold
+from cp_fast.movers.numba_cuda.values import add_heads_kernel, pairs_kernel
+from cp_fast.movers.numba_cuda.weigh import PIECES, weigh_kernel
+
+__all__ = ["add_heads_", "pairs_", "weigh_"]
+
+DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
+BLOCK_BYTES = 32768
+
+
+def _wide(*dtypes: str) -> str:
+    return "f64" if "f64" in dtypes else "f32"
+
+
+def _width(ends: Sequence[tuple[int, torch.dtype]], elements: Sequence[int]) -> int:
+    """4 if addresses allow to read and write 4 numbers at once, else 1. `elements`: sizes and strides."""
+    dense = all(number % 4 == 0 for number in elements)
+    return 4 if dense and all(where % min(4 * dtype.itemsize, 16) == 0 for where, dtype in ends) else 1
+
+
+def _log_lanes(words: int) -> int:
+    """The logarithm of the number of threads that share a piece: 4 words each, but a warp if there are enough words."""
+    lanes = 1
+    while lanes < THREADS and (lanes * 4 < words or (lanes < 32 and lanes < words)):
+        lanes *= 2
+    return lanes.bit_length() - 1
+
+
+def pairs_(
+    helper: str, kind: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int, plan: tuple[int, ...]
+) -> None:
+    """Each (target, source): one launch for all of the same dtypes."""
+    groups: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for target, source in pairs:
+        if target.numel() and source.numel() and count:
+            groups.setdefault((DTYPES[target.dtype], DTYPES[source.dtype]), []).append((target, source))
+    for dtypes, group in groups.items():
+        rows: list[tuple[int, ...]] = []
+        ends: list[tuple[int, torch.dtype]] = []
+        elements: list[int] = []
+        for target, source in group:
+            folded = fold(target, source)
+            sizes = target.element_size(), source.element_size()
+            strides = target.stride(0), source.stride(0)
+            elements += [folded.dim, *strides, *folded.head_strides]
+            for x, y in folded.offsets:
+                where = target.data_ptr() + x * sizes[0], source.data_ptr() + y * sizes[1]
+                ends += [(where[0], target.dtype), (where[1], source.dtype)]
+                row_strides = strides[0] * sizes[0], strides[1] * sizes[1]
+                head_strides = folded.head_strides[0] * sizes[0], folded.head_strides[1] * sizes[1]
+                rows.append((*where, *row_strides, folded.heads, *head_strides, folded.dim))
+        width = _width(ends, elements)
+        kernel = pairs_kernel(helper, kind, *dtypes, _wide(*dtypes), width)
+        table = [number for row in rows for number in (*row, _log_lanes(-(-row[7] // width)), 0)]
+        assert len(table) == FIELDS * len(rows)
+        bytes_of_row = max(row[4] * row[7] for row in rows) * group[0][0].element_size()
+        block = min(max(BLOCK_BYTES // bytes_of_row, 1), THREADS)
+        divisor = 2 if kind == "halves" else 1
+        arguments = tuple(table), plan, count, divisor, block
+        launch(kernel, group[0][0].device, -(-count // block), *arguments, layers=len(rows))
+
+
+def add_heads_(
+    out: torch.Tensor, x: torch.Tensor, kind: str, count: int, plan: tuple[int, ...], first_heads: tuple[int, ...]
+) -> None:
+    """x [p, n, heads, ...] added to heads of out [t, h, ...], whose axes behind the heads are dense."""
+    target, parts = out.flatten(2) if out.ndim > 2 else out[..., None], x.flatten(3) if x.ndim > 3 else x[..., None]
+    dtypes = DTYPES[out.dtype], DTYPES[x.dtype]
+    size, step_size, dim = out.element_size(), x.element_size(), target.shape[2]
+    ends = [(out.data_ptr(), out.dtype), (x.data_ptr(), x.dtype)]
+    width = _width(ends, [dim, *target.stride()[:2], *parts.stride()[:3]])
+    kernel = add_heads_kernel("heads_to_back_", kind, *dtypes, _wide(*dtypes), width)
+    block = min(max(BLOCK_BYTES // (target.shape[1] * dim * size), 1), THREADS)
+    shape = count, block, target.shape[1], parts.shape[2], dim, _log_lanes(-(-dim // width))
+    to = out.data_ptr(), target.stride(0) * size, target.stride(1) * size
+    source = x.data_ptr(), *(stride * step_size for stride in parts.stride()[:3])
+    launch(kernel, out.device, -(-count // block), first_heads, plan, *shape, *to, *source)
+
+
+def weigh_(
+    helper: str,
+    kind: str,
+    correct: bool,
+    out: torch.Tensor | None,
+    step: torch.Tensor | None,
+    lse: torch.Tensor,
+    lse_step: torch.Tensor,
+    packed: bool,
+    count: int,
+    plan: tuple[int, ...],
+) -> None:
+    """`weigh.weigh_kernel`; out and step [t, h, d], or None for LSEs alone."""
+    heads = lse.shape[-2]
+    if not count or not heads or not lse.numel():
+        return
+    dtypes, width, dim = ("f32", "f32"), 4, 0
+    target = source = (0, 0, 0)
+    if out is not None and step is not None and out.numel():
+        dim, dtypes = out.shape[2], (DTYPES[out.dtype], DTYPES[step.dtype])
+        elements = [dim, *out.stride()[:2], *step.stride()[:2]]
+        width = _width([(out.data_ptr(), out.dtype), (step.data_ptr(), step.dtype)], elements)
+        target, source = (
+            (x.data_ptr(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()) for x in (out, step)
+        )
+    kernel = weigh_kernel(helper, kind, correct, *dtypes, DTYPES[lse.dtype], DTYPES[lse_step.dtype], width)
+    divisor = 1 if kind == "whole" else 2
+    blocks = -(-count * heads // PIECES)
+    target = (*target, heads, dim, _log_lanes(-(-dim // width)))
+    ends = target, source, _lse_end(lse, packed), _lse_end(lse_step, packed)
+    launch(kernel, lse.device, blocks, plan, count, divisor, *ends)
+
+
+def _lse_end(lse: torch.Tensor, packed: bool) -> tuple[int, int, int, int, int]:
+    """Address, strides of sequences, heads and rows in bytes, and the columns of a padded one."""
+    size = lse.element_size()
+    sequence, columns = (0, 0) if packed else (lse.stride(0) * size, lse.shape[-1])
+    return lse.data_ptr(), sequence, lse.stride(-2) * size, lse.stride(-1) * size, columns

@@ -1,0 +1,177 @@
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
+# (kernels are compiled by Numba: their types are not Python's)
+"""The kernels that add: pairs of tensors added or converted, and heads from several ranks.
+
+Blocks work as in `movers`: rows are looked up once, by one thread each. Numbers are read four at a time if addresses
+allow (`width` 4), widened to `wide`, and rounded once, at the store.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from numba import cuda, int64
+
+from cp_fast.movers.numba_cuda.maps import half_place, lengths_are_right, real_lengths_are_right, row_map
+from cp_fast.movers.numba_cuda.memory import divide, fault, load_values, store_values
+from cp_fast.movers.numba_cuda.movers import FIELDS, INDEX_RULE, LENGTHS_RULE, THREADS
+
+__all__ = ["SIZES", "add_heads_kernel", "pairs_kernel"]
+
+SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+
+
+@lru_cache
+def pairs_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: str, width: int) -> Any:
+    """kernel(table, plan, count, divisor, rows): target[row] = or += source, `rows` rows a block.
+
+    kind "span" and "index": row i of the source is added to row plan.map(i). "valid": the valid rows are converted.
+    "halves": row i of the target, with the action of its half, plan[6] or plan[7] (0 nothing, 1 add, 2 copy); the
+    source has half the rows if plan[3] is 1. The table is that of `movers`, target first, `words` in elements.
+    """
+    load, load_step = load_values(dtype, wide, width), load_values(step_dtype, wide, width)
+    store = store_values(dtype, wide, width)
+    size, step_size = SIZES[dtype], SIZES[step_dtype]
+    halves, by_lengths, by_index = kind == "halves", kind in ("valid", "halves"), kind == "index"
+    mapped = row_map("valid" if halves else kind)
+    from_zero = int(halves)
+    default_action = 2 if kind == "valid" else 1
+    fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
+
+    @cuda.jit
+    def kernel(table, plan, count, divisor, rows):
+        targets = cuda.shared.array(THREADS, int64)
+        sources = cuda.shared.array(THREADS, int64)
+        actions = cuda.shared.array(THREADS, int64)
+        thread = cuda.threadIdx.x
+        block = cuda.blockIdx.x
+        if by_lengths and cuda.blockIdx.y == 0:
+            number, threads = block * THREADS + thread, cuda.gridDim.x * THREADS
+            if not lengths_are_right(plan[0], plan[1], plan[2], divisor, 1, plan[5], from_zero, number, threads):
+                fail()
+            if not halves and not real_lengths_are_right(plan[3], plan[4], plan[0], plan[1], plan[2], number, threads):
+                fail()
+        first = block * rows
+        here = min(rows, count - first)
+        if thread < here:
+            i = first + thread
+            if halves:
+                place = half_place(i, plan)
+                action = 0
+                if place >= 0:
+                    action = plan[7] if place & 1 else plan[6]
+                step = place >> 1 if plan[3] else i
+                if step >= (plan[5] >> 1 if plan[3] else plan[5]):
+                    action = 0
+                targets[thread] = i
+                sources[thread] = step
+                actions[thread] = action
+            else:
+                row = mapped(i, plan, -1)
+                if by_index and row < 0:
+                    fail()
+                targets[thread] = row
+                sources[thread] = i
+                actions[thread] = default_action if row >= 0 else 0
+        cuda.syncthreads()
+
+        at = cuda.blockIdx.y * FIELDS
+        target, source, target_row, source_row = table[at], table[at + 1], table[at + 2], table[at + 3]
+        heads, target_head, source_head = table[at + 4], table[at + 5], table[at + 6]
+        dim, log_lanes = table[at + 7], table[at + 8]
+        lanes = 1 << log_lanes
+        pieces = here * heads
+        piece = thread >> log_lanes
+        while piece < pieces:
+            row = piece if heads == 1 else divide(piece, heads)
+            head = piece - row * heads
+            action = actions[row]
+            if action != 0:
+                t = target + targets[row] * target_row + head * target_head
+                s = source + sources[row] * source_row + head * source_head
+                element = (thread & (lanes - 1)) * width
+                while element < dim:
+                    a, b, c, d = load_step(s + element * step_size)
+                    if action == 1:
+                        e, f, g, h = load(t + element * size)
+                        a += e
+                        b += f
+                        c += g
+                        d += h
+                    store(t + element * size, a, b, c, d)
+                    element += lanes * width
+            piece += THREADS >> log_lanes
+
+    return kernel
+
+
+@lru_cache
+def add_heads_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: str, width: int) -> Any:
+    """kernel(firsts, plan, count, rows, heads, part_heads, dim, log_lanes, target, target_row, target_head, source,
+    part, source_row, source_head): to every head the parts that hold it, in order; strides in bytes.
+    """
+    load, load_step = load_values(dtype, wide, width), load_values(step_dtype, wide, width)
+    store = store_values(dtype, wide, width)
+    size, step_size = SIZES[dtype], SIZES[step_dtype]
+    mapped, by_index = row_map(kind), kind == "index"
+    fail = fault(f"cp_fast {helper}: {INDEX_RULE}")
+
+    @cuda.jit
+    def kernel(
+        firsts,
+        plan,
+        count,
+        rows,
+        heads,
+        part_heads,
+        dim,
+        log_lanes,
+        target,
+        target_row,
+        target_head,
+        source,
+        part,
+        source_row,
+        source_head,
+    ):
+        found = cuda.shared.array(THREADS, int64)
+        thread = cuda.threadIdx.x
+        first = cuda.blockIdx.x * rows
+        here = min(rows, count - first)
+        if thread < here:
+            row = mapped(first + thread, plan, -1)
+            if by_index and row < 0:
+                fail()
+            found[thread] = row
+        cuda.syncthreads()
+        lanes = 1 << log_lanes
+        pieces = here * heads
+        piece = thread >> log_lanes
+        while piece < pieces:
+            row = divide(piece, heads)
+            head = piece - row * heads
+            other = found[row]
+            held = False
+            for i in range(len(firsts)):
+                if firsts[i] <= head and head < firsts[i] + part_heads:
+                    held = True
+            if other >= 0 and held:
+                t = target + other * target_row + head * target_head
+                element = (thread & (lanes - 1)) * width
+                while element < dim:
+                    a, b, c, d = load(t + element * size)
+                    for i in range(len(firsts)):
+                        if firsts[i] <= head and head < firsts[i] + part_heads:
+                            s = source + i * part + (first + row) * source_row + (head - firsts[i]) * source_head
+                            e, f, g, h = load_step(s + element * step_size)
+                            a += e
+                            b += f
+                            c += g
+                            d += h
+                    store(t + element * size, a, b, c, d)
+                    element += lanes * width
+            piece += THREADS >> log_lanes
+
+    return kernel

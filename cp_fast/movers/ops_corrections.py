@@ -1,0 +1,113 @@
+"""The operators that read and merge LSEs, and put partial results together."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_fast.movers.checks import end_of, sizes_of
+from cp_fast.movers.layouts import lengths_on, plain, plain_out, touched
+from cp_fast.movers.ops import check_halves, nothing, operator
+from cp_fast.movers.select import thd_kernels
+from cp_ref.common.thd.checks import check_columns, check_room
+from cp_ref.common.thd.corrections import check_grad_correction, check_lse_correction, check_out_correction
+from cp_ref.common.thd.halves import check_read_second_half_lse
+from cp_ref.spec import check_apart
+
+__all__: list[str] = []
+
+Tensor = torch.Tensor
+
+
+def _lse_room(lengths: Tensor, divisor: int, lse_packed: bool) -> int | None:
+    """How many columns an LSE of these sequences (of their halves: divisor 2) needs at least."""
+    if lengths.device.type != "cpu":
+        return None
+    if lse_packed:
+        return int(lengths[-1]) // divisor
+    return int(lengths.diff().max()) // divisor if len(lengths) > 1 else 0
+
+
+def _check_lse_room(name: str, lse: Tensor, lengths: Tensor, divisor: int, lse_packed: bool) -> None:
+    needed = _lse_room(lengths, divisor, lse_packed)
+    if needed is not None:
+        check_columns(name, lse, needed, lse_packed)
+
+
+@operator(
+    "read_second_half_lse(Tensor lse, Tensor cu_seqlens_padded, bool lse_packed, SymInt max_seqlen) -> Tensor",
+    check_read_second_half_lse,
+    lambda lse, cu_seqlens_padded, lse_packed, max_seqlen: lse.new_empty(*lse.shape[:-1], max_seqlen),
+)
+def _read_second_half_lse(lse: Tensor, cu_seqlens_padded: Tensor, lse_packed: bool, max_seqlen: int) -> Tensor:
+    check_halves(cu_seqlens_padded)
+    _check_lse_room("lse", lse, cu_seqlens_padded, 1, lse_packed)
+    needed = _lse_room(cu_seqlens_padded, 2, lse_packed)
+    if needed is not None and max_seqlen < needed:
+        raise ValueError(f"max_seqlen is {max_seqlen}; it must be at least {needed}")
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, lse.device)
+    return thd_kernels(lse.device.type).read_second_half_lse(plain(lse), lengths, lse_packed, max_seqlen)
+
+
+@operator(
+    "lse_correction_(Tensor(a!) lse, Tensor lse_step, Tensor cu_seqlens_padded, bool lse_packed) -> ()",
+    check_lse_correction,
+    nothing,
+)
+def _lse_correction_(lse: Tensor, lse_step: Tensor, cu_seqlens_padded: Tensor, lse_packed: bool) -> None:
+    check_halves(cu_seqlens_padded)
+    _check_lse_room("lse", lse, cu_seqlens_padded, 1, lse_packed)
+    _check_lse_room("lse_step", lse_step, cu_seqlens_padded, 2, lse_packed)
+    check_apart("lse", lse, lse_step=lse_step)
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, lse.device)
+    thd_kernels(lse.device.type).lse_correction_(plain_out("lse", lse), plain(lse_step), lengths, lse_packed)
+    touched(lse)
+
+
+@operator(
+    "out_correction_(Tensor(a!) out, Tensor out_step, Tensor lse, Tensor lse_step, Tensor cu_seqlens_padded, "
+    "bool only_second_half, bool lse_packed) -> ()",
+    check_out_correction,
+    nothing,
+)
+def _out_correction_(
+    out: Tensor,
+    out_step: Tensor,
+    lse: Tensor,
+    lse_step: Tensor,
+    cu_seqlens_padded: Tensor,
+    only_second_half: bool,
+    lse_packed: bool,
+) -> None:
+    if only_second_half:
+        check_halves(cu_seqlens_padded)
+    else:
+        sizes_of("cu_seqlens_padded", cu_seqlens_padded)
+    check_room("out", out.shape[0], "cu_seqlens_padded", end_of(cu_seqlens_padded))
+    _check_lse_room("lse", lse, cu_seqlens_padded, 1, lse_packed)
+    _check_lse_room("lse_step", lse_step, cu_seqlens_padded, 1 + only_second_half, lse_packed)
+    check_apart("out", out, out_step=out_step, lse=lse, lse_step=lse_step)
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
+    thd_kernels(out.device.type).out_correction_(
+        plain_out("out", out), plain(out_step), plain(lse), plain(lse_step), lengths, only_second_half, lse_packed
+    )
+    touched(out)
+
+
+@operator(
+    "grad_correction_(Tensor(a!) grad, Tensor grad_step, Tensor cu_seqlens_padded, str first_half, "
+    "str second_half) -> ()",
+    check_grad_correction,
+    nothing,
+)
+def _grad_correction_(
+    grad: Tensor, grad_step: Tensor, cu_seqlens_padded: Tensor, first_half: str, second_half: str
+) -> None:
+    check_halves(cu_seqlens_padded)
+    check_room("grad", grad.shape[int(grad.ndim == 4)], "cu_seqlens_padded", end_of(cu_seqlens_padded))
+    check_apart("grad", grad, grad_step=grad_step)
+    if first_half == second_half == "none":
+        return
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, grad.device)
+    target, step = plain_out("grad", grad), plain(grad_step)
+    thd_kernels(grad.device.type).grad_correction_(target, step, lengths, first_half, second_half)
+    touched(grad)

@@ -1,0 +1,159 @@
+"""The operators that move rows and count them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cp_fast.movers.checks import end_of, sizes_of
+from cp_fast.movers.layouts import lengths_on, plain, rows, rows_out, touched
+from cp_fast.movers.ops import check_chunks, check_halves, nothing, operator
+from cp_fast.movers.select import thd_kernels
+from cp_ref.common.thd.checks import MOST_ROWS, check_both, check_count, check_divisible, check_fits, check_room
+from cp_ref.common.thd.halves import check_read_half
+from cp_ref.common.thd.indices import check_partition, check_reorder
+from cp_ref.common.thd.valid import check_copy, check_rank_lengths
+from cp_ref.spec import check_apart
+
+__all__: list[str] = []
+
+Tensor = torch.Tensor
+
+
+# ---- lengths and indices
+
+
+@operator(
+    "partition_indices(Tensor cu_seqlens_padded, SymInt total_tokens, int cp_size, int cp_rank) -> Tensor",
+    check_partition,
+    lambda cu_seqlens_padded, total_tokens, cp_size, cp_rank: cu_seqlens_padded.new_empty(total_tokens // cp_size),
+)
+def _partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+    check_chunks(cu_seqlens_padded, "total_tokens", total_tokens, cp_size)
+    use = thd_kernels(cu_seqlens_padded.device.type)
+    return use.partition_indices(cu_seqlens_padded.contiguous(), total_tokens, cp_size, cp_rank)
+
+
+@operator(
+    "rank_lengths(Tensor cu_seqlens, Tensor cu_seqlens_padded, int cp_size, int cp_rank, bool first_half, "
+    "bool second_half) -> Tensor",
+    check_rank_lengths,
+    lambda cu_seqlens, *rest: cu_seqlens.new_empty(cu_seqlens.shape),
+)
+def _rank_lengths(
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int, first_half: bool, second_half: bool
+) -> Tensor:
+    real, slots = sizes_of("cu_seqlens", cu_seqlens), sizes_of("cu_seqlens_padded", cu_seqlens_padded)
+    check_divisible("cu_seqlens_padded", slots, 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
+    check_fits(real, slots)
+    padded = lengths_on("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens.device)
+    use = thd_kernels(cu_seqlens.device.type)
+    return use.rank_lengths(cu_seqlens.contiguous(), padded, cp_size, cp_rank, first_half, second_half)
+
+
+# ---- movers
+
+
+def _given(xs: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    """As a helper is given them: one tensor, or a tuple."""
+    return xs[0] if len(xs) == 1 else tuple(xs)
+
+
+def _check_partition(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> None:
+    check_reorder(_given(xs), cu_seqlens_padded, cp_size)
+    check_count("cp_rank", cp_rank, 0, below=cp_size)
+
+
+def _check_reorder(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, to_rank_order: bool) -> None:
+    check_reorder(_given(xs), cu_seqlens_padded, cp_size)
+
+
+@operator(
+    "partition(Tensor[] xs, Tensor cu_seqlens_padded, int cp_size, int cp_rank) -> Tensor[]",
+    _check_partition,
+    lambda xs, cu_seqlens_padded, cp_size, cp_rank: [x.new_empty(x.shape[0] // cp_size, *x.shape[1:]) for x in xs],
+)
+def _partition(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> list[Tensor]:
+    check_chunks(cu_seqlens_padded, "x.shape[0]", xs[0].shape[0], cp_size)
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
+    results = thd_kernels(xs[0].device.type).partition([rows(x) for x in xs], lengths, cp_size, cp_rank)
+    return [result.view(x.shape[0] // cp_size, *x.shape[1:]) for x, result in zip(xs, results, strict=True)]
+
+
+@operator(
+    "reorder(Tensor[] xs, Tensor cu_seqlens_padded, int cp_size, bool to_rank_order) -> Tensor[]",
+    _check_reorder,
+    lambda xs, *rest: [x.new_empty(x.shape) for x in xs],
+)
+def _reorder(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, to_rank_order: bool) -> list[Tensor]:
+    check_chunks(cu_seqlens_padded, "x.shape[0]", xs[0].shape[0], cp_size)
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
+    results = thd_kernels(xs[0].device.type).reorder([rows(x) for x in xs], lengths, cp_size, to_rank_order)
+    return [result.view(x.shape) for x, result in zip(xs, results, strict=True)]
+
+
+def _half_shape(x: Tensor) -> list[int]:
+    axis = int(x.ndim == 4)
+    return [*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :]]
+
+
+@operator(
+    "read_half(Tensor[] xs, Tensor cu_seqlens_padded, int half) -> Tensor[]",
+    lambda xs, *rest: check_read_half(_given(xs), *rest),
+    lambda xs, *rest: [x.new_empty(_half_shape(x)) for x in xs],
+)
+def _read_half(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, half: int) -> list[Tensor]:
+    """All xs [t, ...], or all [2, t, h, d], which are read as one buffer of 2 t rows: its sequences are the first
+    tensor's, the tail between, and the second tensor's.
+    """
+    check_halves(cu_seqlens_padded)
+    axis = int(xs[0].ndim == 4)
+    tokens = xs[0].shape[axis]
+    check_room("x", tokens, "cu_seqlens_padded", end_of(cu_seqlens_padded))
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
+    if axis:
+        lengths = lengths.long() if 2 * tokens > torch.iinfo(lengths.dtype).max else lengths
+        lengths = torch.cat([lengths, lengths + tokens])
+    sources = [plain(x.flatten(0, 1) if axis else x) for x in xs]
+    results = thd_kernels(xs[0].device.type).read_half(sources, lengths, half)
+    return [result.view(_half_shape(x)) for x, result in zip(xs, results, strict=True)]
+
+
+@operator(
+    "copy_valid_(Tensor(a!) out, Tensor inp, Tensor cu_seqlens_padded, Tensor cu_seqlens) -> ()",
+    check_copy,
+    nothing,
+)
+def _copy_valid_(out: Tensor, inp: Tensor, cu_seqlens_padded: Tensor, cu_seqlens: Tensor) -> None:
+    slots = sizes_of("cu_seqlens_padded", cu_seqlens_padded, from_zero=False)
+    check_fits(sizes_of("cu_seqlens", cu_seqlens), slots)
+    check_room("out", out.shape[0], "cu_seqlens_padded", end_of(cu_seqlens_padded))
+    check_apart("out", out, inp=inp)
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
+    real = lengths_on("cu_seqlens", cu_seqlens, out.device)
+    thd_kernels(out.device.type).copy_valid_(rows_out("out", out), rows(inp), lengths, real)
+    touched(out)
+
+
+def _check_pad(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, padded_tokens: int, fill: int) -> None:
+    if x.ndim != 1 or x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+        raise TypeError(f"input_ids has dtype {x.dtype} and shape {list(x.shape)}; it must be [t] of an integer dtype")
+    check_count("padded_tokens", padded_tokens, 0, at_most=MOST_ROWS)
+    check_both(cu_seqlens, cu_seqlens_padded, x.device)
+
+
+@operator(
+    "pad_sequences(Tensor x, Tensor cu_seqlens, Tensor cu_seqlens_padded, SymInt padded_tokens, int fill) -> Tensor",
+    _check_pad,
+    lambda x, cu_seqlens, cu_seqlens_padded, padded_tokens, fill: x.new_empty(padded_tokens),
+)
+def _pad_sequences(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, padded_tokens: int, fill: int) -> Tensor:
+    check_fits(sizes_of("cu_seqlens", cu_seqlens), sizes_of("cu_seqlens_padded", cu_seqlens_padded))
+    check_room("input_ids", x.shape[0], "cu_seqlens", end_of(cu_seqlens))
+    end = end_of(cu_seqlens_padded)
+    if end is not None and padded_tokens < end:
+        raise ValueError(f"padded_tokens is {padded_tokens}; the padded sequences have {end}")
+    real = lengths_on("cu_seqlens", cu_seqlens, x.device)
+    lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, x.device)
+    return thd_kernels(x.device.type).pad_sequences(x.contiguous(), real, lengths, padded_tokens, fill)

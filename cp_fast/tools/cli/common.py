@@ -1,0 +1,45 @@
+"""Output of commands about a problem: its picture, the ranks of its heads, sizes."""
+
+from __future__ import annotations
+
+from rich.filesize import decimal
+from rich.text import Text
+
+from cp_ref.common.cli.terminal import coloured
+from cp_ref.spec import Problem, Schedule, head_ranges
+from cp_ref.spec.pictures.text_pictures import text_picture
+
+__all__ = ["heads_line", "picture", "size_text"]
+
+_FEW_SHARES = 4  # Up to this number of head ranges, all are named.
+
+
+def heads_line(problem: Problem) -> str:
+    """The ranks of each range of query heads, if a schedule spreads heads over ranks; else empty.
+
+    >>> heads_line(Problem(4, (), "a2a+p2p", 2, heads_q=4, heads_kv=2))
+    'Query heads 0-1: ranks 0, 2; 2-3: ranks 1, 3. The tiles of a rank are of its heads.'
+    """
+    if problem.a2a_size == 1:
+        return ""
+    shares = []
+    for place in range(min(problem.a2a_size, _FEW_SHARES)):
+        (first, stop), _ = head_ranges(problem.workload, place)
+        ranks = [str(rank) for rank in range(place, problem.cp_size, problem.a2a_size)]
+        heads = str(first) if stop - first == 1 else f"{first}-{stop - 1}"
+        shares.append(f"{heads}: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
+    more = "; and so on" if problem.a2a_size > _FEW_SHARES else ""
+    stages = problem.workload.stages
+    cut = f" Stages of {', '.join(map(str, stages))} kv heads of each rank go one by one." if len(stages) > 1 else ""
+    return f"Query heads {'; '.join(shares)}{more}. The tiles of a rank are of its heads.{cut}"
+
+
+def picture(problem: Problem, schedule: Schedule, width: int, head: int) -> Text:
+    """The text picture of a query head, in colour."""
+    steps = 1 + max((n for program in schedule.forward for n, step in enumerate(program) if len(step.tiles)), default=0)
+    return coloured(text_picture(problem, schedule, width=width, head=head), steps)
+
+
+def size_text(count: int) -> str:
+    """A number of bytes, in decimal units."""
+    return decimal(count)

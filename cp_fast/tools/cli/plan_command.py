@@ -1,0 +1,153 @@
+"""`plan`: the schedule of a problem, as tables, picture and text, and the proof on integers that it is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cp_fast.tools.cli.common import heads_line, picture, size_text
+from cp_fast.tools.cli.layouts_command import comparison
+from cp_fast.tools.cli.planned_problem import Request, plan_of
+from cp_ref.common.cli.options import check_number, with_options
+from cp_ref.common.cli.terminal import check_svg, table
+from cp_ref.spec import Message, Problem, RankSchedule, Report, Schedule, message_bytes, tile_pairs, verify
+from cp_ref.spec.pictures.text_pictures import svg_picture
+from cp_ref.spec.planners.machine import built_in, read_machine
+
+__all__ = ["plan"]
+
+_FEW_RANKS = 4  # up to here the steps of all ranks are shown unasked
+
+
+@with_options
+def plan(
+    request: Request,
+    rank: Annotated[int | None, typer.Option(help="Show the steps of this rank only.")] = None,
+    head: Annotated[int, typer.Option(help="The picture's query head, where heads are spread over the ranks.")] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture to this file too.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="What every layout and schedule costs instead.")] = False,
+    prediction: Annotated[
+        bool, typer.Option("--predict", help="Time and memory of every layout and schedule instead, on --machine.")
+    ] = False,
+    machine: Annotated[
+        str,
+        typer.Option(help=f"{', '.join(built_in())} (unless given), or a TOML file of doctor --measure --out FILE."),
+    ] = "",
+    messages: Annotated[
+        str,
+        typer.Option(help="What carries messages where all ranks share NVLink: peers (unless given), group (NCCL)."),
+    ] = "",
+    text: Annotated[bool, typer.Option("--text", help="Print the schedule's canonical text and nothing else.")] = False,
+) -> None:
+    """Print the schedule of a problem, its balance and bytes, and verify it. No GPU and no other process is needed.
+
+    Exit code: 0, or 2 for a problem that is refused.
+    """
+    console = Console()
+    of_plans = {"--rank": rank, "--head": head or None, "--svg": svg, "--text": text or None}
+    of_times = {"--machine": machine or None, "--messages": messages or None}
+    if prediction:
+        from cp_fast.tools.cli.predict_command import show_prediction  # which imports PyTorch: --help does without
+
+        _refuse("--predict", **of_plans, **{"--compare": compare or None})
+        show_prediction(console, request, read_machine(machine or "h200-nvlink"), messages or "peers")
+        return
+    _refuse("--compare" if compare else "a plan without --predict", **of_times, **(of_plans if compare else {}))
+    if compare:
+        console.print(comparison(request))
+        return
+    check_svg(svg)
+    if rank is not None:
+        check_number("--rank", rank, request.cp_size)
+    problem, schedule = plan_of(request)
+    check_number("--head", head, problem.heads_q)
+    if svg is not None:
+        svg.write_text(svg_picture(problem, schedule, head), encoding="utf-8")
+    if text:
+        typer.echo(_canonical(schedule, rank), nl=False)
+        return
+    costs = verify(problem, schedule)
+    _show(console, problem, schedule, costs, rank, head)
+    if svg is not None:
+        console.print(f"picture written to {svg}", soft_wrap=True)
+
+
+def _refuse(by: str, **options: object) -> None:
+    """Raise ValueError for an option that is given, and would be ignored."""
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(f"{option} is {value}, which {by} does not look at; leave it out")
+
+
+def _show(console: Console, problem: Problem, schedule: Schedule, costs: Report, rank: int | None, head: int) -> None:
+    console.print(picture(problem, schedule, console.width, head))
+    if heads := heads_line(problem):
+        console.print(heads)
+    console.print()
+    shown = range(problem.cp_size) if rank is None else [rank]
+    if rank is None and problem.cp_size > _FEW_RANKS:
+        shown = [0]
+        console.print(f"The steps of rank 0 follow; --rank R shows another's (0 to {problem.cp_size - 1}).")
+    for direction, programs in (("forward", schedule.forward), ("backward", schedule.backward)):
+        steps_table = table(
+            f"{direction}, step by step", ">rank", ">step", "sends", "receives", ">tiles", ">pairs a head"
+        )
+        for r in shown:
+            _add_steps(steps_table, problem, r, programs[r])
+        console.print(steps_table)
+    console.print(_cost_table(problem, costs))
+    console.print(
+        f"balance {costs.balance:.3f} (the mean rank's work over the busiest's); "
+        f"{size_text(costs.sent_bytes)} sent by all ranks, forward and backward"
+    )
+    console.print(
+        f"[green]verified[/]: every visible pair ({problem.pairs:,} a head) is computed exactly once, forward and "
+        "backward; every operand is there when it is used, every message is expected, every gradient comes home, "
+        "nothing deadlocks"
+    )
+
+
+def _add_steps(steps_table: Table, problem: Problem, rank: int, program: RankSchedule) -> None:
+    for n, step in enumerate(program):
+        pairs = int(tile_pairs(problem.workload.areas, step.tiles).sum())
+        steps_table.add_row(
+            str(rank),
+            str(n),
+            "\n".join(_message(problem, m, "to") for m in step.sends) or "-",
+            "\n".join(_message(problem, m, "from") for m in step.recvs) or "-",
+            str(len(step.tiles)),
+            f"{pairs:,}",
+            end_section=n == len(program) - 1,
+        )
+
+
+def _message(problem: Problem, message: Message, towards: str) -> str:
+    rows, size = message.pieces.size, size_text(message_bytes(problem, message))
+    return f"{message.kind} {rows:,} rows {towards} {message.peer} ({size})"
+
+
+def _cost_table(problem: Problem, costs: Report) -> Table:
+    columns = (">rank", ">tokens", ">tiles", ">work share", ">sent forward", ">sent backward", ">most kv rows held")
+    made = table("cost of each rank", *columns)
+    total = sum(r.pairs for r in costs.ranks) or 1
+    for r, cost in enumerate(costs.ranks):
+        sizes = size_text(cost.forward_bytes), size_text(cost.backward_bytes)
+        work = f"{cost.tokens:,}", f"{cost.tiles:,}", f"{cost.pairs / total:.1%}"
+        made.add_row(str(r), *work, *sizes, f"{cost.held_rows:,}")
+    return made
+
+
+def _canonical(schedule: Schedule, rank: int | None) -> str:
+    """The whole text, or the parts of one rank."""
+    if rank is None:
+        return str(schedule)
+    lines, keep = [], True
+    for line in str(schedule).splitlines():
+        if line.startswith(("forward", "backward")):
+            keep = line.endswith(f" rank {rank}")
+        lines += [line] if keep else []
+    return "\n".join(lines) + "\n"

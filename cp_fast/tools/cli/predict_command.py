@@ -1,0 +1,88 @@
+"""`plan --predict`: time and memory of a batch in each layout and schedule on a machine, and which to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rich.console import Console
+from rich.markup import escape
+
+from cp_fast.tools.cli.planned_problem import Request, problem_of
+from cp_fast.tools.cost import Machine, Prediction, candidates, predict, recommended
+from cp_ref.common.cli.terminal import table
+from cp_ref.spec import LAYOUTS, Problem
+
+__all__ = ["show_prediction"]
+
+_BALANCED_UP_TO = 256  # Ranks: with more, deciding the layout takes longer than everything else.
+
+_COLUMNS = (
+    "ms of the forward pass and of both passes; time of the attention kernel alone on one GPU, over both; ms of the "
+    "host; peak memory above the inputs. a2a+p2p: ranks that exchange heads x ranks of the ring"
+)
+
+
+def show_prediction(console: Console, request: Request, machine: Machine, messages: str) -> None:
+    """Print the best layout and schedule, and then a line for each. Layout of the request: "" for all; its schedule is
+    ignored.
+
+    Raises:
+        ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
+    """
+    layouts = [request.layout] if request.layout else list(LAYOUTS)
+    if not request.layout and request.cp_size > _BALANCED_UP_TO:
+        layouts.remove("balanced")
+        console.print(f"above {_BALANCED_UP_TO} ranks balanced is predicted only if --layout asks for it")
+    problem = _problem(request, layouts[0])
+    machine.rates(problem)  # Raises before anything is counted.
+    shown = table(
+        f"{len(problem.sequences):,} sequences, {sum(problem.lengths.len_q):,} tokens on {problem.cp_size} ranks of "
+        f"{escape(machine.name)}, predicted",
+        *("layout", "schedule", ">forward", ">both", ">efficiency", ">host", ">peak GiB"),
+    )
+    found: list[Prediction] = []
+    refused: dict[str, None] = {}
+    with console.status("counting what ranks do"):
+        for one in candidates(problem, machine.domain, layouts):
+            name = one.problem.cp_comm_type
+            if one.refused:
+                shown.add_row(one.problem.layout_name, name, "refused")
+                refused[f"refused: {escape(one.refused)}"] = None
+                continue
+            said = predict(one.problem, machine, messages)
+            found.append(said)
+            numbers = (
+                1e3 * said.forward_s,
+                1e3 * said.seconds,
+                said.efficiency,
+                1e3 * said.host_s,
+                said.peak_bytes / 2**30,
+            )
+            inner = f" {one.problem.a2a_size} x {problem.cp_size // one.problem.a2a_size}" if name == "a2a+p2p" else ""
+            shown.add_row(one.problem.layout_name, name + inner, *_cells(numbers))
+    if found:
+        best = recommended(found)
+        console.print(
+            f"[green]take[/] {best.problem.cp_comm_type}, {best.problem.layout_name}: "
+            f"{1e3 * best.seconds:.2f} ms, {best.peak_bytes / 2**30:.2f} GiB"
+        )
+    shown.caption = "\n".join((_COLUMNS, *refused))
+    console.print(shown)
+    if not found:
+        raise ValueError("no layout and schedule takes this problem; the table says why")
+    rates = machine.rates(problem)
+    if (rates.d_qk, rates.d_v) != (problem.d_qk, problem.d_v):
+        console.print(f"kernels of {rates.d_qk}/{rates.d_v} stand in for {problem.d_qk}/{problem.d_v}, not measured")
+    console.print(f"[dim]{escape(machine.source)}[/]")
+
+
+def _problem(request: Request, layout: str) -> Problem:
+    """The problem, checked on one rank, because the rules depend on layout and schedule; then for all ranks."""
+    alone = replace(request, cp_size=1, cp_comm_type="p2p", a2a_size=None, layout=layout)
+    return replace(problem_of(alone), cp_size=request.cp_size)
+
+
+def _cells(numbers: tuple[float, ...]) -> Iterator[str]:
+    for number in numbers:
+        yield f"{number:.3f}" if number < 10 else f"{number:.1f}"

@@ -1,0 +1,241 @@
+"""An exchange of parcels through lanes: see the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from cp_fast.runtime.prepared_exchange import Exchange, Located, Message, by_tag, places, prepare
+from cp_fast.transport.lanes import PART, Lane, rounded
+from cp_fast.transport.streams import Streams
+from cp_fast.transport.watch import Watch
+from cp_ref.spec import Group, Parcel, Pending
+
+__all__ = ["PeerMessages", "Shared"]
+
+_FOR_EVER = 2**30  # Larger than the number of any trial's exchange.
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The memory of all ranks of a group, in one rank's addresses.
+
+    Attributes:
+        lanes: by rank, the address of its lanes.
+        ready: this rank's words that senders write, by sender; ready_of: the same words of every receiver.
+        done: this rank's words that receivers write, by receiver; done_of: the same words of every sender.
+        sizes: of the lanes of every rank, by the distance of the receiver from 1.
+        words: all words of this rank, int32; keeps: the owner of the memory.
+    """
+
+    lanes: Sequence[int]
+    ready: Sequence[Any]
+    ready_of: Sequence[Any]
+    done: Sequence[Any]
+    done_of: Sequence[Any]
+    sizes: tuple[int, ...]
+    words: torch.Tensor
+    keeps: Any
+
+
+class PeerMessages:
+    """One rank of a group whose messages are pulled from the peers' memory."""
+
+    def __init__(self, group: Group, shared: Shared, streams: Streams, watch: Watch) -> None:
+        self.group, self.shared, self.streams, self.watch = group, shared, streams, watch
+        self.rank, self.size = group.rank, group.size
+        distances = [(peer - self.rank) % self.size for peer in range(self.size)]
+        starts = [sum(shared.sizes[: d - 1]) for d in range(self.size)]  # Of the lane to a distance.
+        lanes = enumerate(distances)
+        self.out = {p: (Lane(shared.sizes[d - 1]), shared.lanes[self.rank] + starts[d]) for p, d in lanes if d}
+        back = [self.size - d for d in distances]
+        self.back = {
+            p: (Lane(shared.sizes[d - 1]), shared.lanes[p] + starts[d]) for p, d in enumerate(back) if p != self.rank
+        }
+        self.last: _Pulled | None = None
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        return self.group.all_gather_object(value)
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Pending:
+        """Post messages of contiguous tensors. Both ends of a pair post their messages in equal portions, with the same
+        tags.
+        """
+        out, back = ([Message(peer, tag, (x.nbytes,), True) for peer, tag, x in parcels] for parcels in (sends, recvs))
+        return self.prepared("", out, back).post(self, [x.tensor for x in sends], [x.tensor for x in recvs])
+
+    def prepared(self, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Exchange:
+        """See `cp_fast.runtime.prepared_exchange.Prepares`."""
+        return _Pulls(self, where, sends, recvs)
+
+    def release(self) -> None:
+        """End all waits of this rank's streams; the bytes that they then copy are not valid."""
+        self.shared.words.fill_(_FOR_EVER)
+
+
+class _Block(NamedTuple):
+    """The bytes between two ranks in one exchange. `aside`: kernels run during the copy into the lane, and its tensors
+    are held. The words: one that this rank waits for, and one that it then writes.
+    """
+
+    peer: int
+    lane: Lane
+    size: int
+    parts: tuple[tuple[_Copied, ...], ...]
+    aside: bool
+    awaited: Any
+    written: Any
+
+
+class _Copied(NamedTuple):
+    """Bytes of a tensor: its number, the first byte, the address in a lane that begins at the block, the number of
+    bytes.
+    """
+
+    tensor: int
+    offset: int
+    address: int
+    size: int
+
+
+class _Pulls:
+    """An exchange of the same messages in every call: blocks in lanes, and `rest`, the messages too large for a
+    lane.
+    """
+
+    def __init__(self, messages: PeerMessages, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+        self._messages, self._where = messages, where
+        self._captured = prepare(messages.group, where, sends, recvs)
+        shared = messages.shared
+        out, rest_sends = _blocks(messages.out, sends, shared.done, shared.ready_of)
+        self._first, self._aside = ([block for block in out if block.aside == aside] for aside in (False, True))
+        self._back, rest_recvs = _blocks(messages.back, recvs, shared.ready, shared.done_of)
+        self._back.sort(key=lambda block: (block.peer - messages.rank) % messages.size)  # Spread the first pulls.
+        streams = messages.streams
+        self._streams = (streams.filling, streams.pulling) if self._aside else (streams.pulling,)
+        self._peers = sorted({block.peer for block in (*out, *self._back)})
+        self._rest = None
+        if rest_sends or rest_recvs:
+            self._rest = prepare(
+                messages.group, where, *([x.message for x in rest] for rest in (rest_sends, rest_recvs))
+            )
+        self._rest_sends, self._rest_recvs = places(rest_sends), places(rest_recvs)
+
+    def post(self, group: Group, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> Pending:
+        messages = self._messages
+        assert group is messages
+        streams, watch = messages.streams, messages.watch
+        watch.check()
+        if streams.capturing():
+            return self._captured.post(messages.group, sends, recvs)
+        if messages.last is not None:  # An exchange without a wait, after an error: free its tensors.
+            messages.last.wait()
+        if self._peers:
+            here = streams.here()
+            _fill(streams, here, self._first, sends)
+            streams.fork(here, *self._streams)
+            _fill(streams, streams.filling, self._aside, sends)
+        rest = None
+        if self._rest is not None:
+            some = [sends[n] for n in self._rest_sends], [recvs[n] for n in self._rest_recvs]
+            rest = self._rest.post(messages.group, *some)
+        if self._peers:
+            ended = self._pull(streams, recvs)
+            if self._aside:
+                streams.meet()  # Before the signal: if a lane never gets free, the exchange has not ended.
+            streams.signal(streams.pulling, *ended, watch.posted(self._peers, self._where))
+            streams.mark()
+        messages.last = _Pulled(messages, bool(self._peers), (*recvs, *sends) if self._aside else recvs, rest)
+        return messages.last
+
+    def _pull(self, streams: Streams, recvs: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
+        """Copy the received bytes from the peers' lanes; returns the words to signal, and their numbers."""
+        pulling, ended = streams.pulling, list[tuple[Any, int]]()
+        for _, lane, size, parts, _, ready, done in self._back:
+            start, number, _ = lane.place(size, len(parts))
+            for number_of_part, part in enumerate(parts, number - len(parts) + 1):
+                streams.wait(pulling, ready, number_of_part)
+                for n, offset, address, count in part:
+                    streams.copy(pulling, recvs[n].data_ptr() + offset, address + start, count)
+            ended.append((done, number))
+        return ended
+
+
+class _Pulled:
+    """An exchange in flight, and the tensors that are copied on other streams than the current one."""
+
+    def __init__(
+        self, messages: PeerMessages, marked: bool, tensors: Sequence[torch.Tensor], rest: Pending | None
+    ) -> None:
+        self._messages, self._marked, self._tensors, self._rest = messages, marked, tensors, rest
+        self.by_copies = rest is None
+
+    def wait(self) -> None:
+        """Let the current stream wait until everything has arrived."""
+        messages = self._messages
+        if self._marked:
+            messages.streams.join(messages.streams.here())
+        if messages.last is self:
+            messages.last = None
+        self._marked, self._tensors = False, ()
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest.wait()
+
+
+def _fill(streams: Streams, stream: Any, blocks: Sequence[_Block], sends: Sequence[torch.Tensor]) -> None:
+    """Copy the sent tensors into lanes."""
+    for _, lane, size, parts, _, done, ready in blocks:
+        start, number, over = lane.place(size, len(parts))
+        if over:
+            streams.wait(stream, done, over)
+        for number_of_part, part in enumerate(parts, number - len(parts) + 1):
+            for n, offset, address, count in part:
+                streams.copy(stream, address + start, sends[n].data_ptr() + offset, count)
+            streams.signal(stream, (ready, number_of_part))
+
+
+def _blocks(
+    lanes: dict[int, tuple[Lane, int]], messages: Sequence[Message], awaited: Sequence[Any], written: Sequence[Any]
+) -> tuple[list[_Block], list[Located]]:
+    """Messages by peer, in the order of their tags: a block for each lane that is large enough, and the rest. The words
+    by peer.
+    """
+    by_peer: dict[int, list[Located]] = {}
+    for located in by_tag(messages):
+        by_peer.setdefault(located.message.peer, []).append(located)
+    blocks, rest = list[_Block](), list[Located]()
+    for peer, some in by_peer.items():
+        (lane, address), size = lanes[peer], 0
+        parts: dict[int, list[_Copied]] = {}
+        for (_, _, pieces, _), first in some:
+            starts = accumulate(pieces, initial=size)
+            for n, (at, count) in enumerate(zip(starts, pieces, strict=False), first):
+                for part, begin, end in _cut(at, at + count):
+                    parts.setdefault(part, []).append(_Copied(n, begin - at, address + begin, end - begin))
+            size += rounded(sum(pieces))
+        if size > lane.size:
+            rest += some
+        else:
+            by_part = tuple(tuple(parts.get(part, ())) for part in range(-(-size // PART)))
+            aside = all(message.held for message, _ in some)
+            blocks.append(_Block(peer, lane, size, by_part, aside, awaited[peer], written[peer]))
+    return blocks, rest
+
+
+def _cut(begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Bytes of a block by parts: (part, begin, end).
+
+    >>> list(_cut(PART - 4, 2 * PART)) == [(0, PART - 4, PART), (1, PART, 2 * PART)], list(_cut(8, 8))
+    (True, [])
+    """
+    while begin < end:
+        part = begin // PART
+        upto = min(end, (part + 1) * PART)
+        yield part, begin, upto
+        begin = upto

@@ -1,0 +1,1 @@
+"""The reference's API: attention, its context and its plan."""

@@ -1,0 +1,109 @@
+"""A plan: the problem of one batch and the schedule that computes it, made once and used by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from cp_ref.api.reference_context import ContextParallel
+from cp_ref.common import plan_arguments as plans
+from cp_ref.common.declared import implements
+from cp_ref.common.named_device import check_usable
+from cp_ref.common.plan_arguments import read_plan_arguments
+from cp_ref.common.sharding.cut_tensors import numbers
+from cp_ref.spec import (
+    Agreement,
+    Problem,
+    Room,
+    Schedule,
+    Unsupported,
+    check_context,
+    check_plan_owner,
+    make_schedule,
+    next_batch,
+    planned_positions,
+    read_together,
+)
+
+__all__ = ["Plan", "make_plan", "plan_together", "supports"]
+
+
+@dataclass(frozen=True)
+class Plan(plans.Plan):
+    """Everything about a batch that does not depend on the tensors' values.
+
+    Attributes:
+        problem: the problem to compute.
+        rank: this rank.
+        device: where `position_ids` lie.
+        room: the largest sizes for `update`; None for a plan that is not updated.
+        custom: the schedule that `make_plan` was given; None for the planner's.
+    """
+
+    problem: Problem
+    rank: int
+    device: torch.device
+    room: Room | None = None
+    custom: Schedule | None = field(default=None, hash=False)  # tables have no hash
+
+    @cached_property
+    def schedule(self) -> Schedule:  # pyright: ignore[reportIncompatibleMethodOverride]  # a property too, kept
+        """The messages and tiles of every rank, step by step."""
+        return make_schedule(self.problem) if self.custom is None else self.custom
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        """This rank's query positions inside each sequence, for RoPE: int64 [t/cp] for thd, [s/cp] for bshd and
+        sbhd. With `room`, [max_tokens_q / cp], 0 in the tail.
+        """
+        ids = numbers(planned_positions(self.problem, self.rank), self.device)
+        return ids if self.room is None else torch.nn.functional.pad(ids, (0, self.room.rows_q - len(ids)))
+
+    @plans.update
+    def update(
+        self,
+        *,
+        cp: ContextParallel,
+        **lengths: Any,
+    ) -> None:
+        def read() -> Agreement:
+            given = plans.lengths_of_update(self, cp, lengths)
+            check_plan_owner(self.problem, self.rank, cp)
+            return Agreement(next_batch(self.problem, self.room, **given), self.room)
+
+        made = plan_together(cp, lambda: (read(), self.device))
+        object.__setattr__(self, "problem", made.problem)
+        for name in ("schedule", "position_ids"):
+            self.__dict__.pop(name, None)
+
+
+@implements(plans.make_plan)
+def make_plan(**arguments: Any) -> Plan:
+    plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(plans.make_plan.bind(arguments)))
+    return replace(plan, custom=arguments.get("schedule"))
+
+
+@plans.supports
+def supports(**arguments: Any) -> tuple[bool, str]:
+    try:
+        _read_plan_arguments(plans.make_plan.bind(arguments))
+    except Unsupported as refusal:
+        return False, str(refusal)
+    return True, ""
+
+
+def _read_plan_arguments(given: dict[str, Any]) -> tuple[Agreement, torch.device]:
+    agreement, device = read_plan_arguments(given, ContextParallel)
+    check_usable(device)
+    return agreement, device
+
+
+def plan_together(cp: Any, read: Callable[[], tuple[Agreement, torch.device]]) -> Plan:
+    """Read this rank's arguments and compare them with the other ranks': all get their plan, or all raise."""
+    check_context(cp, ContextParallel)
+    (problem, room, _), device = read_together(cp.comm, read, lambda found: found[0])
+    return Plan(problem, cp.rank, device, room)

@@ -1,0 +1,1 @@
+"""Process groups, collectives, and lost ranks, for both packages."""

@@ -1,0 +1,227 @@
+"""`make_plan`, `supports` and `Plan.update`, declared; and readers of their arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cp_ref.common.context import ContextParallel
+from cp_ref.common.declared import declare, parameters_of
+from cp_ref.common.named_device import read_device
+from cp_ref.spec import (
+    Agreement,
+    AttnMaskType,
+    Problem,
+    QKVFormat,
+    Schedule,
+    Sizes,
+    SoftmaxType,
+    check_context,
+    check_flag,
+    check_schedule,
+    kind_of,
+    read_problem,
+    read_room,
+    report,
+)
+
+__all__ = [
+    "OF_THE_PROBLEM",
+    "Plan",
+    "check_plan",
+    "lengths_of_update",
+    "make_plan",
+    "read_call",
+    "read_plan_arguments",
+    "supports",
+    "update",
+]
+
+OF_THE_PROBLEM = frozenset(inspect.signature(read_problem).parameters)  # arguments that make a problem, by name
+_FEW = 8  # sequences whose lengths a summary names
+_SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqlen_kv")
+
+
+class Plan:
+    """A plan of either package: the problem, the rank that the plan is for, the device of `position_ids`.
+
+    `print(plan)` is a summary; `print(plan.schedule)` has every message and every tile.
+    """
+
+    problem: Problem
+    rank: int
+    device: torch.device
+
+    @property
+    def schedule(self) -> Schedule:
+        """The messages and tiles of every rank, step by step."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        p = self.problem
+        found = report(p, self.schedule)
+        lengths = [str(n) if n == m else f"{n}x{m}" for n, m in zip(p.lengths.len_q, p.lengths.len_kv, strict=True)]
+        more = f" and {len(lengths) - _FEW} more" if len(lengths) > _FEW else ""
+        steps = len(self.schedule.forward[self.rank])
+        return "\n".join(
+            (
+                f"plan of rank {self.rank}, on {self.device}: {p.cp_comm_type}, cp_size {p.cp_size}, {p.layout_name}",
+                f"  {p.qkv_format}, {'areas' if p.areas else p.attn_mask_type}, window {p.window_size}, {p.dtype}, "
+                f"{p.heads_q} query heads over {p.heads_kv}, head dims {p.d_qk} and {p.d_v}",
+                f"  {sum(p.lengths.len_q):,} tokens in sequences of {', '.join(lengths[:_FEW]) or 'none'}{more}",
+                f"  {steps} steps forward; balance {found.balance:.3f}; {found.sent_bytes:,} bytes sent by all ranks",
+                "  plan.schedule has every message and every tile",
+            )
+        )
+
+
+@declare
+def make_plan(
+    *,
+    cp: ContextParallel,
+    qkv_format: QKVFormat = "bshd",
+    attn_mask_type: AttnMaskType | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    areas: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_type: SoftmaxType = "vanilla",
+    deterministic: bool = False,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    batch_size: int | None = None,
+    seqlen_q: int | None = None,
+    seqlen_kv: int | None = None,
+    heads_q: int,
+    heads_kv: int,
+    d_qk: int,
+    d_v: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_sequences: int | None = None,
+    max_tokens_q: int | None = None,
+    max_tokens_kv: int | None = None,
+    layout: torch.Tensor | Sequence[Sequence[int]] | None = None,
+    schedule: Schedule | None = None,
+) -> Plan:
+    """Plan one batch. Collective: every rank calls it, and all ranks raise if their problems differ.
+
+    Args:
+        cp ... return_max_logit: as in `attention`.
+        batch_size, seqlen_q, seqlen_kv: bshd and sbhd only; global. seqlen_kv defaults to seqlen_q; with a padding mask
+            the batch size may be left to `cu_seqlens_q`.
+        heads_q, heads_kv, d_qk, d_v, dtype, device: of the tensors to come.
+        max_sequences: thd only; makes a plan for `plan.update`, with up to this many sequences.
+        max_tokens_q, max_tokens_kv: with max_sequences; global, tails included: every rank's q (k, v) then has exactly
+            max_tokens_q / cp_size rows. Default to this batch's rows; max_tokens_kv to max_tokens_q without
+            `cu_seqlens_kv`.
+        layout: the owner of each row of this batch, instead of the context's layout: rows (rank, sequence, start,
+            stop), integers [n, 4], positions inside the sequences, padding included; every position has one rank. A
+            rank's slice has its rows in the order given, without gaps; all slices are as long as the longest. Give the
+            plan to `shard`, `unshard` and `position_ids`. For self-attention; in bshd and sbhd with a padding mask.
+        schedule: for all ranks; any that `cp_ref.spec.verify` accepts for this problem, such as `Schedule.parse(text)`.
+            By default the one that `cp_comm_type` names. Not with max_sequences.
+
+    Returns:
+        The plan, for `attention(q, k, v, cp=cp, plan=plan)`, which in `cp_fast` then reads no device value on the host;
+        `plan.schedule`, `plan.position_ids`, `str(plan)`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, here or on another rank. Unsupported: naming what is missing, by
+        backend. InvalidSchedule: `schedule` does not compute this problem; it has every finding.
+    """
+    raise NotImplementedError
+
+
+@declare
+@parameters_of(make_plan)
+def supports(**arguments: Any) -> tuple[bool, str]:
+    """Whether `make_plan` and `attention` take these arguments (those of `make_plan`) here, and if not, why. Sends
+    nothing.
+
+    Raises:
+        ValueError, TypeError: the arguments are no problem at all.
+    """
+    raise NotImplementedError
+
+
+@declare
+def update(
+    self: Any,
+    *,
+    cp: ContextParallel,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+) -> None:
+    """Give the plan another batch, in place: the same problem with other lengths. Collective, like `make_plan`.
+
+    For plans made with `max_sequences`. `cp_ref` makes a new plan. `cp_fast` overwrites all tables by one copy, on the
+    current stream, without waiting for the device: earlier launches still read the old batch, and a CUDA graph of
+    `attention` that is replayed later computes the new one. Addresses, sizes, messages and launches stay those of the
+    batch that the plan was made with; that batch should need all of them, such as one sequence of the full length.
+
+    A backward pass belongs to the batch of its forward pass: do not update between the two (an eager call raises
+    RuntimeError; activation checkpointing and a replayed graph cannot tell).
+
+    Args:
+        cp ... cu_seqlens_kv_padded: as in `make_plan`. The lengths are read on the host: give them on the CPU.
+
+    Raises:
+        ValueError, TypeError: the lengths are wrong, here or on another rank; a CUDA graph is being captured; the
+        plan has no room for them (more sequences or tokens, or a message or launch that the first batch did not
+        have, such as another window of a large tile); or it was made without `max_sequences`. The plan is then as
+        it was, on every rank.
+    """
+    raise NotImplementedError
+
+
+def check_plan(plan: Any) -> None:
+    """Raise TypeError for anything but None and a plan of either package."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan is {kind_of(plan)}; it must be a Plan, as make_plan gives it")
+
+
+def lengths_of_update(plan: Plan, cp: ContextParallel, given: dict[str, Any]) -> dict[str, Any]:
+    """The lengths that `update` was given, by name, with defaults; raises TypeError for an unknown name."""
+    arguments = update.bind({"self": plan, "cp": cp, **given})
+    return {name: value for name, value in arguments.items() if name not in ("self", "cp")}
+
+
+def read_plan_arguments(given: dict[str, Any], kind: type) -> tuple[Agreement, torch.device]:
+    """All arguments of `make_plan` by name -> the values that all ranks must agree on, and the plan's device. Sends
+    nothing.
+
+    kind: the package's own ContextParallel. Options of the computation and of the results are only checked.
+    """
+    cp = given["cp"]
+    check_context(cp, kind)
+    for name in ("deterministic", "return_lse", "return_max_logit"):
+        check_flag(name, given[name])
+    device = read_device(given["device"])
+    sizes = Sizes(dtype=str(given["dtype"]).removeprefix("torch."), **{name: given[name] for name in _SIZES})
+    if isinstance(given["layout"], str):
+        raise ValueError(f"layout is {given['layout']!r}; a layout's name belongs to the ContextParallel, a table here")
+    problem = read_call(cp, sizes, **{name: value for name, value in given.items() if name in OF_THE_PROBLEM})
+    room = read_room(problem, given)
+    return Agreement(problem, room, check_schedule(given["schedule"], problem, room, cp.comm)), device
+
+
+def read_call(cp: ContextParallel, sizes: Sizes, layout: Any = None, **arguments: Any) -> Problem:
+    """The problem of one call; raises ValueError or TypeError. Sends nothing."""
+    return read_problem(
+        cp_size=cp.size,
+        cp_comm_type=cp.cp_comm_type,
+        a2a_size=cp.a2a_size,
+        layout=cp.layout if layout is None else layout,
+        sizes=sizes,
+        **arguments,
+    )

@@ -1,0 +1,1 @@
+"""Global tensors and slices, for both packages."""

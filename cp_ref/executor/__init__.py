@@ -1,0 +1,1 @@
+"""The reference's executor: it plays a schedule in plain PyTorch."""

@@ -1,0 +1,1 @@
+"""A simulated group: every rank a thread of one process."""

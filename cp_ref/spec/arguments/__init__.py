@@ -1,0 +1,1 @@
+"""Arguments of calls: read, checked, and refused before anything is sent."""

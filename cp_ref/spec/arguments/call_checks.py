@@ -1,0 +1,163 @@
+"""Checks of one call against the problem it was planned for: shapes, tails, and arguments that the plan already
+settled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cp_ref.spec.arguments.read_problem import Sizes, read_sizes
+from cp_ref.spec.arguments.single_values import check_choice, kind_of, read_number, read_window
+from cp_ref.spec.layouts.named_layouts import slice_rows
+from cp_ref.spec.tables.argument_words import MASKS, QKV_FORMATS, SOFTMAX_TYPES
+from cp_ref.spec.tables.problem import Problem
+
+__all__ = [
+    "check_context",
+    "check_global_lengths",
+    "check_local_tensors",
+    "check_plan_owner",
+    "check_settled",
+    "local_lengths",
+]
+
+# The defaults of `attention`'s arguments.
+_DEFAULTS: dict[str, Any] = {
+    "qkv_format": "bshd",
+    "attn_mask_type": None,
+    "window_size": (-1, -1),
+    "softmax_scale": None,
+    "softcap": 0.0,
+    "softmax_type": "vanilla",
+}
+_CHOICES = {"qkv_format": QKV_FORMATS, "attn_mask_type": MASKS, "softmax_type": SOFTMAX_TYPES}
+
+
+def check_context(cp: Any, kind: type) -> None:
+    """Raise TypeError unless `cp` is a `kind`: the package's own ContextParallel, or what both packages' are."""
+    if not isinstance(cp, kind):
+        package = kind.__module__.split(".")[0]
+        wanted = "ContextParallel" if kind.__module__.startswith("cp_ref.common.") else f"{package}.ContextParallel"
+        raise TypeError(f"cp is {kind_of(cp)}; it must be a {wanted}, made of a group")
+
+
+def check_plan_owner(problem: Problem, plan_rank: int, cp: Any) -> None:
+    """A plan is for the rank, the group size, the schedule and the layout that it was made with (unless it was given a
+    table, which is the plan's alone).
+
+    Raises:
+        ValueError: `cp` is another.
+    """
+    made = {"rank": plan_rank, "size": problem.cp_size, "cp_comm_type": problem.cp_comm_type}
+    made["a2a_size"] = problem.a2a_size
+    if isinstance(problem.layout, str):
+        made["layout"] = problem.layout
+    for name, value in made.items():
+        if getattr(cp, name, value) != value:
+            raise ValueError(
+                f"plan was made for {name} {value!r}, but cp has {name} {getattr(cp, name)!r}; make a new plan"
+            )
+
+
+def check_settled(problem: Problem, **arguments: Any) -> None:
+    """Arguments given together with a plan: each has its default value, or the plan's.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the tensors of lengths or areas
+        that only the plan may have.
+    """
+    for name, value in arguments.items():
+        if name in _DEFAULTS:
+            value = _read(name, value)
+            if value == _DEFAULTS[name]:
+                continue  # The plan's own value is not read: a compiled graph would be for this plan alone.
+            if value != (settled := getattr(problem, name)):
+                raise ValueError(
+                    f"{name} is {value!r}, but the plan was made for {settled!r}; leave it out beside a plan"
+                )
+        elif value is not None:
+            raise ValueError(f"{name} is given beside a plan, which has its own; leave it out, or make a new plan")
+
+
+def check_global_lengths(problem: Problem, room: Any, q: Any, k: Any) -> None:
+    """Packed lengths are those of the whole batch, and not of this rank's slices alone.
+
+    Lengths that end at this rank's number of rows mean a buffer cp_size times too large: a tail of exactly that length
+    is much rarer than this mistake. A plan with room fixes the size of its buffers, so there it is no mistake.
+
+    Raises:
+        ValueError: naming the lengths, and the cure.
+    """
+    if room is not None or problem.qkv_format != "thd":
+        return
+    lengths = problem.lengths
+    for side, name, tensor, slots, real in (
+        ("q", "q", q, lengths.slots_q, lengths.len_q),
+        ("kv", "k", k, lengths.slots_kv, lengths.len_kv),
+    ):
+        rows = tensor.shape[0]
+        if local_lengths(problem, side, rows):
+            which = f"cu_seqlens_{side}{'' if slots == real else '_padded'}"
+            raise ValueError(
+                f"{which} ends at {rows}, and {name} has {rows} rows on this rank alone; cu_seqlens are global, so "
+                f"that of slices without a tail they end at {rows * problem.cp_size} on {problem.cp_size} ranks. Give "
+                f"the lengths of the whole batch. If {rows - slice_rows(problem, side)} rows of {name} are a tail, "
+                f"give it another row, or make a plan with max_sequences and max_tokens_{side}"
+            )
+
+
+def local_lengths(problem: Problem, side: str, rows: int) -> bool:
+    """Whether packed lengths end at the number of rows of one rank's buffer, of which it needs fewer."""
+    slots = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
+    return rows == sum(slots) and rows > slice_rows(problem, side)
+
+
+def _read(name: str, value: Any) -> Any:
+    """One of the arguments in _DEFAULTS as a problem has it."""
+    if name == "window_size":
+        return read_window(value)
+    if value is None and name in ("attn_mask_type", "softmax_scale"):
+        return None
+    if name in _CHOICES:
+        check_choice(name, value, _CHOICES[name])
+        return value
+    return read_number(name, value, positive=name != "softcap")
+
+
+def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> None:
+    """This rank's slices must have the shapes that the problem gives them; in thd they may be longer (a tail).
+
+    Raises:
+        ValueError, TypeError: naming the tensor, its shape and the expected one.
+    """
+    got = read_sizes(q, k, v, problem.qkv_format, problem.cp_size)
+    wanted = Sizes(problem.heads_q, problem.heads_kv, problem.d_qk, problem.d_v, problem.dtype)
+    for name in ("heads_q", "heads_kv", "d_qk", "d_v", "dtype"):
+        if getattr(got, name) != getattr(wanted, name):
+            raise ValueError(
+                f"{name} of q, k, v is {getattr(got, name)}, but the plan was made for {getattr(wanted, name)}"
+            )
+    lengths = problem.lengths
+    for name, side, tensor, slots, real in (
+        ("q", "q", q, lengths.slots_q, lengths.len_q),
+        ("k", "kv", k, lengths.slots_kv, lengths.len_kv),
+    ):
+        rows, shape = slice_rows(problem, side), list(tensor.shape)
+        if problem.qkv_format == "thd":
+            if shape[0] < rows:
+                padded = "" if slots == real else "_padded"
+                raise ValueError(
+                    f"{name} has {shape[0]} tokens; by the global lengths, cu_seqlens_{side}{padded}, which end at "
+                    f"{sum(slots)}, rank {rank} of a group of {problem.cp_size} holds {rows} (more is a tail, fewer is "
+                    "a mistake)"
+                )
+            continue
+        batch_axis, axis = (0, 1) if problem.qkv_format == "bshd" else (1, 0)
+        batch = len(problem.sequences)
+        if shape[batch_axis] != batch or shape[axis] != rows:
+            longest = max(slots, default=0)
+            rest = f": a sequence of {longest} is cut as if padded to {rows * problem.cp_size}"
+            raise ValueError(
+                f"{name} has shape {shape}; rank {rank} of a group of {problem.cp_size} needs batch size {batch} and "
+                f"local sequence length {rows}{rest if longest < rows * problem.cp_size else ''}"
+            )

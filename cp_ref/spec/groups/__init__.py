@@ -1,0 +1,1 @@
+"""A group of ranks as a schedule needs it."""

@@ -1,0 +1,1 @@
+"""Layouts: the rows of each rank, and the cuts, shifts and costs that follow from them."""

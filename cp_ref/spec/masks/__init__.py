@@ -1,0 +1,1 @@
+"""Masks as users give them."""

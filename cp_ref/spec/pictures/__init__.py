@@ -1,0 +1,1 @@
+"""Pictures of tables and schedules, as text and as SVG."""

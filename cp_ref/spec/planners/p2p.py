@@ -1,0 +1,138 @@
+"""The p2p schedule: K/V blocks visit the ranks while every rank computes on the block it has (ring attention).
+
+Without a window the blocks travel round a ring. At step s unit u has the block of unit u - s and passes it on:
+
+    step      unit 0    unit 1    unit 2    unit 3          4 units, the number is the owner of the current block;
+      0          0         1         2         3            during each step, every block travels to the next unit
+      1          3         0         1         2
+      2          2         3         0         1
+      3          1         2         3         0
+
+In the backward pass the gradients of a block travel one step behind it. Each unit adds its part, and they end at the
+owner of the block.
+
+With a window on both sides, or documents that lie on a few units, a unit sees little of most blocks and nothing of
+many. Then every unit receives only the rows that it sees (the halo), directly from their owner: unit u receives from
+unit u - s at step s - 1, and its gradients of these rows go directly back. In both cases, rows that no later unit needs
+are not sent, and a tile that sees nothing is not computed.
+
+A unit is a rank. In `a2a+p2p` it is a group of ranks: each of its ranks is in another ring, with its heads.
+
+From Ring Attention (Liu et al., 2023); the dual_chunk balance from Striped Attention and from Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from cp_ref.spec.planners.ring_members import Sights, Spans, Units, merged
+from cp_ref.spec.tables.schedule import Heads, Message, Pieces, RankSchedule, Step, Tiles, tag
+from cp_ref.spec.tables.table import constant
+
+__all__ = ["RingMember", "plan_p2p_rank", "ring_programs", "tiles_of"]
+
+
+class RingMember(NamedTuple):
+    """A rank in a ring of units: its unit, its peer in another unit, its heads, the number of its first step."""
+
+    unit: int
+    rank_of: Callable[[int], int]
+    q_heads: Heads
+    kv_heads: Heads
+    first_step: int = 0
+
+
+class Hop(NamedTuple):
+    """A message to or from a unit, and the rows that travel, by the distance 1, 2, ... of the block."""
+
+    unit_at: Callable[[int], int]
+    rows: list[Spans]
+
+
+class Route(NamedTuple):
+    """The ways of blocks and of their gradients: the block at distance h arrives at step h - 1, its gradients leave at
+    step h + 1.
+    """
+
+    kv_out: Hop
+    kv_in: Hop
+    dkv_out: Hop
+    dkv_in: Hop
+
+
+def plan_p2p_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
+    """One rank's forward and backward program."""
+    work = units.workload
+    return ring_programs(units, RingMember(rank, int, (0, work.heads_q), (0, work.heads_kv)))  # a unit is a rank
+
+
+def ring_programs(units: Units, member: RingMember) -> tuple[RankSchedule, RankSchedule]:
+    """The forward and backward steps of one rank: at step s it computes on the block of unit - s."""
+    count = units.count
+    sees = units.sees(member.unit, (member.unit - np.arange(count)) % count)  # by distance
+    tiles = [tiles_of(some, member.q_heads) for some in sees]
+    if count == 1:
+        return (Step(tiles=tiles[0]),), (Step(tiles=tiles[0]),)
+    route = _halo(units, member.unit, sees) if units.sparse else _ring(units, member.unit)
+
+    def messages(kind: str, hop: Hop, h: int, step: int) -> tuple[Message, ...]:
+        if not 0 < h < count:
+            return ()
+        start, stop = hop.rows[h - 1]
+        if not len(start):
+            return ()
+        peer = member.rank_of(hop.unit_at(h) % count)
+        return (Message(kind, peer, tag(member.first_step + step, kind), Pieces.spans(start, stop, member.kv_heads)),)
+
+    kv = [(messages("kv", route.kv_out, s + 1, s), messages("kv", route.kv_in, s + 1, s)) for s in range(count + 1)]
+    dkv = [
+        (messages("dkv", route.dkv_out, s - 1, s), messages("dkv", route.dkv_in, s - 1, s)) for s in range(count + 1)
+    ]
+    forward = [Step(*kv[s], tiles[s]) for s in range(count)]
+    backward = [Step(kv[s][0] + dkv[s][0], kv[s][1] + dkv[s][1], tiles[s]) for s in range(count)]
+    return tuple(forward), (*backward, Step(*dkv[count]))
+
+
+def tiles_of(sees: Sights, heads: Heads) -> Tiles:
+    """The rectangles that are seen, as tiles."""
+    edges = (constant(head, sees.area) for head in heads)
+    return Tiles(sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop, *edges)
+
+
+def _halo(units: Units, unit: int, sees: list[Sights]) -> Route:
+    """Every unit receives the rows that it sees of the unit h behind it directly, and sends their gradients back."""
+    seen = units.seen(unit, (np.arange(units.count) - unit) % units.count)
+
+    def ahead(h: int) -> int:
+        return unit + h
+
+    def behind(h: int) -> int:
+        return unit - h
+
+    received, given = ([merged(some.k_start, some.k_stop) for some in side[1:]] for side in (sees, seen))
+    return Route(Hop(ahead, given), Hop(behind, received), Hop(behind, received), Hop(ahead, given))
+
+
+def _ring(units: Units, unit: int) -> Route:
+    """The current block goes on to the next unit: the rows that this or a later unit still needs. Gradients follow: the
+    rows that a unit on the way has seen.
+    """
+    count, n = units.count, np.arange(units.count)
+    from_next, from_here = units.reach(unit + 1 + n), units.reach(unit + n)  # the way that a block still has to go
+    here_back, last_back = units.reach(unit - n), units.reach(unit - 1 - n)  # and the way back to its owner
+
+    def to_next(_: int) -> int:
+        return unit + 1
+
+    def from_last(_: int) -> int:
+        return unit - 1
+
+    return Route(
+        Hop(to_next, [units.needed(unit + 1 - h, from_next, count - 1 - h) for h in range(1, count)]),
+        Hop(from_last, [units.needed(unit - h, from_here, count - 1 - h) for h in range(1, count)]),
+        Hop(to_next, [units.needed(unit - h, here_back, h - 1) for h in range(1, count)]),
+        Hop(from_last, [units.needed(unit - 1 - h, last_back, h - 1) for h in range(1, count)]),
+    )

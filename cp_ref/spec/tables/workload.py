@@ -1,0 +1,130 @@
+"""A problem as two tables, areas and ownership: all that planners, `verify` and executors know of its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_ref.spec.masks.read_areas import areas_of_rows
+from cp_ref.spec.planners.stage_costs import head_stages
+from cp_ref.spec.tables.attention_slices import UNBOUNDED, Areas, crop
+from cp_ref.spec.tables.ownership import Fragments, Ownership
+from cp_ref.spec.tables.problem import Problem
+from cp_ref.spec.tables.table import Column, joined
+
+__all__ = ["Workload", "areas_of", "workload_of"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Areas, ownership of real tokens (padding is nobody's), heads, how many ranks exchange heads for sequence, and how
+    many kv heads of each at a time (`head_chunks.py`; all at once where it is empty).
+    """
+
+    areas: Areas
+    ownership: Ownership
+    heads_q: int = 1
+    heads_kv: int = 1
+    a2a_size: int = 1
+    stages: tuple[int, ...] = ()
+
+    @property
+    def cp_size(self) -> int:
+        """How many ranks there are."""
+        return self.ownership.cp_size
+
+    @property
+    def group_size(self) -> int:
+        """How many query heads share a kv head."""
+        return self.heads_q // self.heads_kv
+
+
+def workload_of(problem: Problem) -> Workload:
+    """The tables of a problem.
+
+    >>> from cp_ref.spec.tables.problem import Sequence
+    >>> tables = workload_of(Problem(2, (Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal"))
+    >>> print(str(tables.areas) + str(tables.ownership), end="")
+    area q[0:7] k[0:7] band *:0
+    ownership cp_size 2
+    rank 0 q[0:2] row 0
+    rank 0 q[6:7] row 2
+    rank 1 q[2:4] row 0
+    rank 1 q[4:6] row 2
+    rank 0 kv[0:2] row 0
+    rank 0 kv[6:7] row 2
+    rank 1 kv[2:4] row 0
+    rank 1 kv[4:6] row 2
+    """
+    areas = areas_of(problem)
+    stages = head_stages(problem, int(areas.pairs.sum())) if problem.a2a_size > 1 else ()
+    heads = problem.heads_q, problem.heads_kv
+    return Workload(areas, _ownership_of(problem), *heads, problem.a2a_size, stages)
+
+
+def areas_of(problem: Problem) -> Areas:
+    """The areas: those that the user gave, or one per sequence, for its mask and window. They cover real tokens alone
+    and are cut down to the rows and columns that see anything; a sequence without a visible pair has no area.
+    """
+    if problem.areas is not None:
+        return _between_tokens(areas_of_rows(problem.areas), problem)
+    (q_start, q_len), (k_start, k_len) = _tokens(problem, "q"), _tokens(problem, "kv")
+    left, right = problem.window_size
+    diagonal = k_start - q_start + (k_len - q_len if problem.bottom_right else 0)  # of the mask, in global rows
+    right = 0 if problem.causal else right
+    lo = np.full_like(diagonal, -UNBOUNDED) if left < 0 else diagonal - min(left, UNBOUNDED // 2)
+    hi = np.full_like(diagonal, UNBOUNDED) if right < 0 else diagonal + min(right, UNBOUNDED // 2)
+    q0, q1, k0, k1 = crop(q_start, q_start + q_len, k_start, k_start + k_len, lo, hi)
+    there = (q0 < q1) & (k0 < k1) & (q_len > 0) & (k_len > 0) & (lo <= hi)
+    areas = Areas(q0, q1, k0, k1, lo, hi)
+    return areas if there.all() else areas.take(there)
+
+
+def _between_tokens(areas: Areas, problem: Problem) -> Areas:
+    """The pairs of real tokens: areas are cut where they reach over padding."""
+    area, q0, q1 = _cut(areas.q_start, areas.q_stop, *_stretches(problem, "q"))
+    part, k0, k1 = _cut(areas.k_start[area], areas.k_stop[area], *_stretches(problem, "kv"))
+    area = area[part]
+    lo, hi = areas.lo[area], areas.hi[area]
+    q0, q1, k0, k1 = crop(q0[part], q1[part], k0, k1, lo, hi)
+    return Areas(q0, q1, k0, k1, lo, hi).take((q0 < q1) & (k0 < k1))
+
+
+def _cut(start: Column, stop: Column, first: Column, last: Column) -> tuple[Column, Column, Column]:
+    """Spans cut to stretches [first, last): (number of the span, start, stop)."""
+    span, stretch = joined(start, stop, first, last)
+    return span, np.maximum(start[span], first[stretch]), np.minimum(stop[span], last[stretch])
+
+
+def _stretches(problem: Problem, side: str) -> tuple[Column, Column]:
+    """The real tokens of one side as few spans: (start, stop)."""
+    start, length = _tokens(problem, side)
+    start, stop = start[length > 0], (start + length)[length > 0]
+    apart = start[1:] != stop[:-1]
+    return start[np.append(True, apart)[: len(start)]], stop[np.append(apart, True)[: len(stop)]]
+
+
+def _ownership_of(problem: Problem) -> Ownership:
+    lengths, q = problem.lengths, _real(problem, "q")
+    same = lengths.len_q == lengths.len_kv and lengths.slots_q == lengths.slots_kv
+    return Ownership(problem.cp_size, q, q if same else _real(problem, "kv"))
+
+
+def _real(problem: Problem, side: str) -> Fragments:
+    """The owners of the real tokens."""
+    slots, (start, length) = problem.slots.side(side), _tokens(problem, side)
+    padded = bool((start + length < _starts(problem, side)[1:]).any())
+    return slots.within(start, start + length) if padded else slots
+
+
+def _starts(problem: Problem, side: str) -> Column:
+    """Where each sequence begins in the global buffer, padding included, and where the last ends."""
+    slots = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
+    return np.append(0, np.cumsum(np.array(slots, dtype=np.int64)))
+
+
+def _tokens(problem: Problem, side: str) -> tuple[Column, Column]:
+    """Where the real tokens of each sequence begin in the global buffer, and how many there are."""
+    lengths = problem.lengths.len_q if side == "q" else problem.lengths.len_kv
+    return _starts(problem, side)[:-1], np.array(lengths, dtype=np.int64)

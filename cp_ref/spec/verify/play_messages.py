@@ -1,0 +1,209 @@
+"""One pass (forward or backward) of all ranks, played on sets of rows until it ends or nothing moves.
+
+A send and its receive are a rendezvous: a step ends when all its messages have met their counterparts. Between two
+ranks the n-th message that one sends is the n-th that the other receives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from cp_ref.spec.tables.schedule import OPERANDS, RESULTS, Message, RankSchedule, Schedule, Tiles
+from cp_ref.spec.tables.table import Column
+from cp_ref.spec.verify.complete_results import Contributions
+from cp_ref.spec.verify.grid import Cells, Grid, boxes_of, side_of
+from cp_ref.spec.verify.pair_coverage import TileUses
+
+__all__ = ["Play", "Store"]
+
+Store = dict[str, Column]  # By kind of operand: whether the rank has each cell of the grid, [cells], bool.
+
+_NEEDS = {"forward": ("q", "kv"), "backward": ("q", "kv", "do")}
+_GIVES = {"forward": ("out",), "backward": ("dq", "dkv")}
+
+
+class Sent(NamedTuple):
+    """A message that was posted, and its content."""
+
+    message: Message
+    cells: Cells
+    tiles: Column  # Of results: the number of a tile in each cell's sum, or -1.
+    where: str
+
+
+@dataclass
+class _Rank:
+    """Where one rank is in its program."""
+
+    program: RankSchedule
+    step: int = 0
+    waiting: list[tuple[str, Message, int]] = field(
+        default_factory=list[tuple[str, Message, int]]
+    )  # verb, message, its number between the two ranks
+
+
+class Play:
+    """Play a pass: `run`, then read the findings.
+
+    Attributes:
+        errors: a sentence for each finding.
+        stuck: whether a rank did not reach its end.
+        has, results: the cells that each rank has at the end, by kind; of results the number of a tile in each cell's
+            sum.
+        contributions: what happened to the results.
+        uses: the tiles of all ranks.
+    """
+
+    def __init__(
+        self,
+        name: Literal["forward", "backward"],
+        schedule: Schedule,
+        grids: Mapping[str, Grid],
+        has: Sequence[Store],
+        describe: Callable[[str, int, int], str],
+    ) -> None:
+        """`has`: the cells that each rank starts with; `describe(kind, start, stop)`: words for rows of a kind."""
+        self.name, self.schedule, self.grids, self.describe = name, schedule, grids, describe
+        programs = schedule.forward if name == "forward" else schedule.backward
+        self.ranks = [_Rank(program) for program in programs]
+        self.has = [{k: start.get(k, self._new(k, False)) for k in OPERANDS} for start in has]
+        self.results = [{k: self._new(k, -1) for k in RESULTS} for _ in programs]
+        self.contributions = Contributions(grids, len(programs))
+        self.errors: list[str] = []
+        self.stuck = False
+        self._tiles: list[tuple[Tiles, int, int]] = []
+        self._count = 0
+        channels = [(a, b) for a in range(len(programs)) for b in range(len(programs))]
+        self._sent: dict[tuple[int, int], list[Sent]] = {channel: [] for channel in channels}
+        self._awaited: dict[tuple[int, int], int] = dict.fromkeys(channels, 0)  # how many receives were posted
+
+    @property
+    def uses(self) -> TileUses:
+        """The tiles that were computed, in the order of their numbers."""
+        place = [np.array([[rank, step]] * len(tiles), dtype=np.int64) for tiles, rank, step in self._tiles]
+        places = np.concatenate([np.zeros((0, 2), dtype=np.int64), *place])
+        return TileUses(Tiles.concat([tiles for tiles, _, _ in self._tiles]), places[:, 0], places[:, 1])
+
+    def run(self) -> None:
+        """Run every rank as far as it goes."""
+        ready = deque(range(len(self.ranks)))
+        for rank in ready:
+            self._post(rank)
+        while ready:
+            rank = ready.popleft()
+            moved = False
+            while self._finished_step(rank):
+                moved = True
+            if moved:
+                ready.extend(r for r in range(len(self.ranks)) if r != rank and r not in ready)
+        self._look_for_stuck()
+
+    def _new(self, kind: str, value: int) -> Column:
+        return np.full(self.grids[side_of(kind)].size, value)
+
+    def _where(self, rank: int) -> str:
+        return f"{self.name} rank {rank} step {self.ranks[rank].step}"
+
+    def _post(self, rank: int) -> None:
+        """Begin the rank's current step: post its messages, compute its tiles."""
+        state = self.ranks[rank]
+        if state.step >= len(state.program):
+            return
+        step = state.program[state.step]
+        for message in step.sends:
+            channel = self._sent[rank, message.peer]
+            state.waiting.append(("send", message, len(channel)))
+            channel.append(self._take(rank, message))
+        for message in step.recvs:
+            state.waiting.append(("recv", message, self._awaited[message.peer, rank]))
+            self._awaited[message.peer, rank] += 1
+        if len(step.tiles):
+            self._compute(rank, step.tiles)
+
+    def _take(self, rank: int, message: Message) -> Sent:
+        """The rows that the rank sends; results leave the rank."""
+        cells = self.grids[side_of(message.kind)].cells(*message.pieces.columns)
+        if message.kind in RESULTS:
+            tiles = self.results[rank][message.kind][cells.cell]
+            self.results[rank][message.kind][cells.cell] = -1
+            self.contributions.send(rank, message.kind, cells)
+            lacking = tiles < 0
+        else:
+            tiles, lacking = cells.cell[:0], ~self.has[rank][message.kind][cells.cell]
+        pieces = message.pieces
+        for n in np.unique(cells.box[lacking]).tolist():
+            rows = self.describe(message.kind, int(pieces.start[n]), int(pieces.stop[n]))
+            self.errors.append(f"{self._where(rank)}: sends {rows} to rank {message.peer}, but does not have it")
+        return Sent(message, cells, tiles, self._where(rank))
+
+    def _compute(self, rank: int, tiles: Tiles) -> None:
+        """Check that the operands are there, and leave results."""
+        cells = {side: self.grids[side].cells(*boxes_of(side, tiles, self.schedule)) for side in ("q", "kv")}
+        for kind in _NEEDS[self.name]:
+            of_kind = cells[side_of(kind)]
+            lacking = ~self.has[rank][kind][of_kind.cell]
+            for n in np.unique(of_kind.box[lacking]).tolist():
+                tile = next(tiles.take(slice(n, n + 1)).rows())
+                rows = self.describe(kind, *(tile[3:5] if kind == "kv" else tile[1:3]))
+                text = self.schedule.tile_text(tile)
+                self.errors.append(f"{self._where(rank)}: {text} needs {rows}, which is not there")
+        for kind in _GIVES[self.name]:
+            of_kind = cells[side_of(kind)]
+            self.results[rank][kind][of_kind.cell] = self._count + of_kind.box
+            self.contributions.compute(rank, kind, of_kind)
+        self._tiles.append((tiles, rank, self.ranks[rank].step))
+        self._count += len(tiles)
+
+    def _finished_step(self, rank: int) -> bool:
+        """End the rank's step if all its messages are matched, and begin the next."""
+        state = self.ranks[rank]
+        if state.step >= len(state.program) or not all(self._matched(rank, *waiting) for waiting in state.waiting):
+            return False
+        for verb, message, number in state.waiting:
+            if verb == "recv":
+                self._receive(rank, message, self._sent[message.peer, rank][number])
+        state.waiting = []
+        state.step += 1
+        self._post(rank)
+        return True
+
+    def _matched(self, rank: int, verb: str, message: Message, number: int) -> bool:
+        """Whether the peer has posted the other half of a message."""
+        if verb == "send":
+            return number < self._awaited[rank, message.peer]
+        return number < len(self._sent[message.peer, rank])
+
+    def _receive(self, rank: int, message: Message, sent: Sent) -> None:
+        arrives = replace(sent.message, peer=message.peer)
+        kind = arrives.kind
+        if arrives != message:
+            self.errors.append(
+                f"{self._where(rank)}: expects {self.schedule.message_text(message, 'recv')!r}, but the next message "
+                f"is {self.schedule.message_text(sent.message, 'send')!r} ({sent.where})"
+            )
+        if kind in RESULTS:
+            there = sent.tiles >= 0
+            self.results[rank][kind][sent.cells.cell[there]] = sent.tiles[there]
+            self.contributions.receive(rank, arrives, sent.cells, self._where(rank))
+        else:
+            self.has[rank][kind][sent.cells.cell] = True
+
+    def _look_for_stuck(self) -> None:
+        """Name the messages that the ranks wait for when nothing moves any more."""
+        done = [state.step >= len(state.program) for state in self.ranks]
+        self.stuck = not all(done)
+        blocked: list[str] = []
+        for rank, state in enumerate(self.ranks):
+            for verb, message, number in state.waiting:
+                if not self._matched(rank, verb, message, number):
+                    lone = "a receive without a send" if verb == "recv" else "a send without a receive"
+                    line = f"{self._where(rank)}: {self.schedule.message_text(message, verb)!r}"
+                    blocked.append(f"{line}: {lone if done[message.peer] else 'waits'}")
+        if blocked and not any("without" in line for line in blocked):
+            blocked = [f"{line} in a deadlock" for line in blocked]
+        self.errors += blocked

@@ -1,0 +1,1 @@
+"""Traces of runs: recorded, saved, and compared."""

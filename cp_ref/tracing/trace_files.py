@@ -1,0 +1,127 @@
+"""Files of traces, read with care: all content is checked before it is used.
+
+A file may come from another version, or be cut off. So this module looks first at the kind of file, at the numbers in
+its header and at every item's place. It raises ValueError with the file's name where they do not fit together.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Any, NamedTuple
+
+import torch
+
+from cp_ref.spec import Problem, Schedule, read_count
+from cp_ref.spec.arguments.single_values import FURTHEST, MOST_RANKS
+from cp_ref.spec.verify.well_formed import malformed
+
+__all__ = ["DIRECTIONS", "KINDS", "OF_KEYS", "Content", "read_content"]
+
+DIRECTIONS = ("forward", "backward")
+KINDS = ("given", "received", "tile", "merged", "final")
+_FIELDS = {"direction", "step", "rank", "kind", "source", "name", "piece", "tensor"}
+_DIMS = {  # the head dim of each name's tensors; None where they have none
+    **dict.fromkeys(("q", "k", "dq", "dk"), "d_qk"),
+    **dict.fromkeys(("v", "out", "dout", "dv"), "d_v"),
+    **dict.fromkeys(("lse", "delta"), None),
+}
+OF_KEYS = ("k", "v", "dk", "dv")  # the names of items whose rows are rows of keys
+_PER_HEAD = ("max_logit", "softmax_offset", "dsoftmax_offset")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Content(NamedTuple):
+    """The content of a file. `items` have the fields of `cp_ref.tracing.trace_items.Item`; a piece is a tuple of four numbers."""
+
+    call: int
+    problem: Problem
+    schedule: Schedule
+    calls: dict[int, int]
+    items: list[dict[str, Any]]
+
+
+def read_content(path: str) -> Content:
+    """The content of a file that `Trace.save` wrote.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is no plain file, or it holds no trace; with the reason.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f"{path} is no plain file; a trace is saved in one")
+    with open(path, "rb") as file:
+        try:
+            return _checked(torch.load(file, map_location="cpu", weights_only=True))
+        except Exception as error:  # torch and pickle have many ways to say it
+            raise ValueError(f"{path} holds no trace: {error or type(error).__name__}") from error
+
+
+def _checked(content: Any) -> Content:
+    """The content, once everything in it has been looked at."""
+    problem = Problem.parse(content["problem"])
+    _check_sizes(problem)
+    schedule = Schedule.parse(content["schedule"])
+    if errors := next(malformed(problem.workload, schedule), ""):
+        raise ValueError(errors)
+    last = problem.cp_size - 1
+    calls = {
+        read_count("rank", rank, at_least=0, at_most=last): read_count("calls", number, at_least=0)
+        for rank, number in content["calls"].items()
+    }
+    items: list[dict[str, Any]] = list(content["items"])
+    for n, values in enumerate(items):
+        try:
+            _check_item(problem, schedule, values)
+        except Exception as error:
+            raise ValueError(f"item {n} has no meaning: {error or type(error).__name__}") from error
+    return Content(read_count("call", content["call"], at_least=0), problem, schedule, calls, items)
+
+
+def _check_sizes(problem: Problem) -> None:
+    """Raise unless lengths, sizes and edges are integers within bounds: they decide how much memory is taken."""
+    read_count("cp_size", problem.cp_size, at_least=1, at_most=MOST_RANKS)
+    read_count("a2a_size", problem.a2a_size, at_least=1, at_most=problem.cp_size)
+    for name in ("heads_q", "heads_kv", "d_qk", "d_v"):
+        read_count(name, getattr(problem, name), at_least=1)
+    for sequence in problem.sequences:
+        for value in (sequence.len_q, sequence.len_kv, sequence.slots_q, sequence.slots_kv):
+            read_count("a length", value, at_least=0, at_most=FURTHEST)
+    if max(sum(s.slots_q for s in problem.sequences), sum(s.slots_kv for s in problem.sequences)) > FURTHEST:
+        raise ValueError(f"the sequences have more than {FURTHEST} tokens")
+    if any(s.len_q > s.slots_q or s.len_kv > s.slots_kv for s in problem.sequences):
+        raise ValueError("a sequence is longer than its slots")
+    tables = (problem.areas or (), () if isinstance(problem.layout, str) else problem.layout, (problem.window_size,))
+    for value in (value for table in tables for row in table for value in row):
+        read_count("an edge", value, at_least=-1, at_most=FURTHEST)
+    if getattr(torch, problem.dtype) not in _FLOATS:
+        raise ValueError(f"dtype is {problem.dtype!r}")
+
+
+def _check_item(problem: Problem, schedule: Schedule, values: Any) -> None:
+    """Raise unless an item has its fields, a place in the schedule, and a tensor of the shape that its piece says."""
+    if set(values) != _FIELDS:
+        raise ValueError(f"its fields are {sorted(values)}")
+    if values["direction"] not in DIRECTIONS or values["kind"] not in KINDS or not isinstance(values["source"], str):
+        raise ValueError(f"it is {values['direction']!r} {values['kind']!r} of {values['source']!r}")
+    rank = read_count("rank", values["rank"], at_least=0, at_most=problem.cp_size - 1)
+    program = (schedule.forward if values["direction"] == "forward" else schedule.backward)[rank]
+    read_count("step", values["step"], at_least=0, at_most=len(program))
+    tensor, name = values["tensor"], values["name"]
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FLOATS or not tensor.is_contiguous():
+        raise ValueError(f"its tensor is {type(tensor).__name__}; it must be of floating-point numbers, in their order")
+    if (shape := _shape(problem, name, values["piece"])) != list(tensor.shape):
+        raise ValueError(f"{name} of {values['piece']} has shape {list(tensor.shape)}; it must have {shape}")
+
+
+def _shape(problem: Problem, name: Any, piece: Any) -> list[int]:
+    """The shape of a tensor of this name and these rows and heads."""
+    if name in _PER_HEAD and piece is None:
+        return [problem.heads_q]
+    rows = (problem.starts_kv if name in OF_KEYS else problem.starts_q)[-1]
+    heads = problem.heads_kv if name in OF_KEYS else problem.heads_q
+    start, stop, head_start, head_stop = piece
+    for what, first, last, end in (("rows", start, stop, rows), ("heads", head_start, head_stop, heads)):
+        last = read_count(f"the end of its {what}", last, at_least=0, at_most=end)
+        read_count(f"the first of its {what}", first, at_least=0, at_most=last)
+    dim = _DIMS[name]
+    return [stop - start, head_stop - head_start, *([] if dim is None else [getattr(problem, dim)])]
