@@ -215,7 +215,7 @@ def load(name: str) -> Implementation:
     Args:
         name: an entry point of the group "cp_attention.implementations", or pkg.module, or pkg.module:object. A class
             is instantiated, without arguments. The bare names "cp_ref" and "cp_fast" mean these packages' adapters,
-            which offer all four levels; with an object behind them ("cp_fast.api.attention:attention") they mean what they say.
+            which offer all four levels; with an object behind them ("cp_fast:attention") they mean what they say.
 
     Raises:
         LoadError: it cannot be imported (whatever importing it raises), or it offers none of the levels.

@@ -1,7 +1,8 @@
 """Which features the problems of a run exercised, one by one and in pairs.
 
 Bugs of context parallelism live in the seams between features, so a run is measured by the pairs that occurred in one
-problem. A pair that can occur and never did is a hole in the run. Features are those of `conformance.draw.case_features`.
+problem. A pair that can occur and never did is a hole in the run. Features are those of
+`conformance.draw.case_features`.
 """
 
 from __future__ import annotations

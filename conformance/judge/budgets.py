@@ -53,9 +53,9 @@ GRADIENTS = ("dq", "dk", "dv", "d_offset")
 _SHARP = ("out", "dq", "dk", "dv")
 _WIDE = ("lse", "max_logit", "d_offset")  # Results in float32 for float16 and bfloat16 problems.
 
-# Allowances in addition to the factors. They come from theory and from `conformance.judge.rounded_reference`, never from the
-# code under test. That reference is float32 inside and independent of the judged code. The "needed" value is the least
-# that keeps 1,500 drawn problems of that reference within every budget (python -m tests.meta.calibration).
+# Allowances in addition to the factors. They come from theory and from `conformance.judge.rounded_reference`, never
+# from the code under test. That reference is float32 inside and independent of the judged code. The "needed" value is
+# the least that keeps 1,500 drawn problems of that reference within every budget (python -m tests.meta.calibration).
 
 # Sums in another order, in units of the accumulation dtype's eps times the size of the largest values. Needed: 0.9.
 _NOISE = 4.0

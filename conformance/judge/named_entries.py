@@ -42,7 +42,8 @@ class TableEntry:
         errors: entries of the tier `errors`: calls that have to raise.
         by_hand: `by_hand(impl, device) -> findings`, for what is no case.
         gpu: whether a GPU alone is quick enough.
-        free: fields of the problems that may be others for an implementation that has less; see `conformance.draw.adapted`.
+        free: fields of the problems that may be others for an implementation that has less; see
+            `conformance.draw.adapted`.
     """
 
     text: str

@@ -1,7 +1,7 @@
 """Running tiers: draws problems with Hypothesis, plays them, and looks for the smallest that fails.
 
-Hypothesis runs in `conformance.draw.draw_problems`; where a problem is played is the runner's affair (`conformance.run.play_problem`,
-`conformance.run.workers`).
+Hypothesis runs in `conformance.draw.draw_problems`; where a problem is played is the runner's affair
+(`conformance.run.play_problem`, `conformance.run.workers`).
 """
 
 from __future__ import annotations

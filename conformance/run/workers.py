@@ -1,8 +1,8 @@
 """Worker processes run the problems: a crash or a hang ends one problem, and the run goes on.
 
-The driver (this process) sends a problem as text; a worker (`conformance.run.worker_process`) answers with a `Played`. With
-`group_kind = "member"` one worker runs all ranks as threads. With `group_kind = "process"` every rank is a worker, and
-the ranks exchange results through the driver, so the driver always knows which rank it waits for.
+The driver (this process) sends a problem as text; a worker (`conformance.run.worker_process`) answers with a `Played`.
+With `group_kind = "member"` one worker runs all ranks as threads. With `group_kind = "process"` every rank is a worker,
+and the ranks exchange results through the driver, so the driver always knows which rank it waits for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tier `pairs`: every possible pair of features in one problem, and every schedule with every format and mask.
 
-The cases are not drawn but made (`conformance.draw.covering`); each is judged by logic, or by the budget in low precision.
+The cases are not drawn but made (`conformance.draw.covering`); each is judged by logic, or by the budget in low
+precision.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     attention_backward   (that, dout, dlse) -> (dq, dk, dv, doffset)
 
 Both are opaque to the compiler, which sees shapes alone. In eager mode `autograd.Attention` does the same with less
-overhead; it calls the forward operator only where selective checkpointing looks at operators (`selective_checkpointing.py`). An
-operator's results must not share memory with its arguments, so the forward operator gives back only what the backward
+overhead; it calls the forward operator only where selective checkpointing looks at operators
+(`selective_checkpointing.py`). An operator's results must not share memory with its arguments, so the forward operator
+gives back only what the backward
 pass cannot find among them: the group's rows, in the a2a schedules. How many these are is known to the plan alone, so
 the compiler takes them for unknown sizes.
 """

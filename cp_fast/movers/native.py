@@ -34,8 +34,8 @@ def load(device: str) -> NativeKernels:
         device: "cpu" or "cuda".
 
     Raises:
-        cp_fast.tools.build.Unavailable: why they cannot be used here. cp_fast.tools.build.BuildError: the compiler failed, or its
-        library cannot be loaded.
+        cp_fast.tools.build.Unavailable: why they cannot be used here. cp_fast.tools.build.BuildError: the compiler
+        failed, or its library cannot be loaded.
     """
     return NativeKernels(_namespace(device))
 

@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.movers import (
-    ops_autograd,
-    ops_corrections,  # noqa: F401  (register the operators and their gradients)
-)
+from cp_fast.movers import ops_autograd, ops_corrections  # noqa: F401  (register the operators and their gradients)
 from cp_ref.common.thd.checks import check_given, check_tensor
 from cp_ref.common.thd.corrections import ACTIONS
 from cp_ref.spec import check_choice, check_flag

@@ -32,7 +32,9 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Content(NamedTuple):
-    """The content of a file. `items` have the fields of `cp_ref.tracing.trace_items.Item`; a piece is a tuple of four numbers."""
+    """The content of a file. `items` have the fields of `cp_ref.tracing.trace_items.Item`; a piece is a tuple of four
+    numbers.
+    """
 
     call: int
     problem: Problem

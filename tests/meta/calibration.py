@@ -1,8 +1,8 @@
 """How the budgets' allowances were found: python -m tests.meta.calibration [PROBLEMS]
 
-Drawn problems are computed by `rounded_results`. For each allowance of `conformance.judge.budgets` this prints the smallest
-value with which every result is within its budget, the others being what they are. The allowances are twice that, or
-more where a comment says why. No implementation under test takes part.
+Drawn problems are computed by `rounded_results`. For each allowance of `conformance.judge.budgets` this prints the
+smallest value with which every result is within its budget, the others being what they are. The allowances are twice
+that, or more where a comment says why. No implementation under test takes part.
 """
 
 from __future__ import annotations

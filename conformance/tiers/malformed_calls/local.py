@@ -1,5 +1,5 @@
-"""One rank's call by hand, for tiers that want more of it than `conformance.run.play_case.play`: other strides, two backward
-passes, autocast around it, the tensors themselves.
+"""One rank's call by hand, for tiers that want more of it than `conformance.run.play_case.play`: other strides, two
+backward passes, autocast around it, the tensors themselves.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ def predict(problem: Problem, machine: Machine, messages: str = "peers") -> Pred
     """Time and memory of a problem with its layout and schedule.
 
     Args:
-        messages: the transport inside a domain: "peers" (`cp_fast.transport`), or "group", the process group. A group of
-            ranks in several domains takes "group".
+        messages: the transport inside a domain: "peers" (`cp_fast.transport`), or "group", the process group. A group
+            of ranks in several domains takes "group".
 
     Raises:
         ValueError: the machine has no kernel for the dtype.

@@ -11,8 +11,8 @@ its heads. Attention then needs no merging inside the group, whatever the mask.
 `a2a` is one group of all ranks. `a2a+p2p` has cp_size / a2a_size groups: global rank = p2p_rank * a2a_size + a2a_rank,
 and the ranks with equal a2a_rank form a ring across the groups.
 
-Heads are exchanged all at once, or in stages where that takes less time (`head_chunks.py`): one stage attends while the next
-stage's rows arrive and the previous stage's results return to their owners.
+Heads are exchanged all at once, or in stages where that takes less time (`head_chunks.py`): one stage attends while the
+next stage's rows arrive and the previous stage's results return to their owners.
 
 With fewer kv heads than ranks in the group, a kv head goes to every rank that has one of its query heads, and its
 gradients are added up at its owner. The exchanged q and kv are kept for the backward pass.

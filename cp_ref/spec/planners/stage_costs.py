@@ -1,4 +1,5 @@
-"""How many kv heads of a rank an a2a schedule exchanges at a time (`head_chunks.py`): the number that takes the least time.
+"""How many kv heads of a rank an a2a schedule exchanges at a time (`head_chunks.py`): the number that takes the least
+time.
 
 Stages hide all messages except the first stage's inputs and the last stage's results, so these two stages are small.
 Each stage adds a launch, whose last tiles leave multiprocessors idle, and work for the host. So heads are cut where, by

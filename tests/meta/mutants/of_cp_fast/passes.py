@@ -122,7 +122,9 @@ MUTANTS: dict[str, Mutant] = {
     "sink-added-twice": Mutant("the sink is counted twice", _SINK, wrap(_twice), "logic"),
     "sink-without-rescaling": Mutant("out is not rescaled by the sink", _SINK, wrap(_lse_alone), "probes"),
     "sink-in-every-row": Mutant("padding rows see the sink", _SINK, wrap(_every_row), "logic"),
-    "sink-ignored": Mutant("softmax_type is ignored", "cp_fast.runtime.forward_backward._sink", wrap(_no_sinks), "probes"),
+    "sink-ignored": Mutant(
+        "softmax_type is ignored", "cp_fast.runtime.forward_backward._sink", wrap(_no_sinks), "probes"
+    ),
     "sinks-of-other-heads": Mutant(
         "each head has another head's sink", "cp_fast.runtime.forward_backward._sink", wrap(_next_heads), "logic"
     ),
@@ -163,7 +165,9 @@ MUTANTS: dict[str, Mutant] = {
         "errors",
     ),
     "plan-believed": Mutant(
-        "a call is not checked against its plan", "cp_fast.api.attention.check_planned_call", lambda _: lambda *a, **n: None,
+        "a call is not checked against its plan",
+        "cp_fast.api.attention.check_planned_call",
+        lambda _: lambda *a, **n: None,
         "errors",
     ),
 }  # fmt: skip
