@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 __all__ = ["app"]
 
-_COMMANDS = ("demo", "doctor", "plan", "build")
+_COMMANDS = {"demo": "demo", "doctor": "doctor", "plan": "plan_command", "build": "build"}  # and their modules
 
 
 class _Commands(TyperGroup):
@@ -23,7 +23,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _COMMANDS and cmd_name not in self.commands:
             own = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, context_settings=_SETTINGS)
-            function = getattr(importlib.import_module(f"cp_fast.tools.cli.{cmd_name}"), cmd_name)
+            function = getattr(importlib.import_module(f"cp_fast.tools.cli.{_COMMANDS[cmd_name]}"), cmd_name)
             own.command(cmd_name)(function)
             self.commands[cmd_name] = typer.main.get_command(own)
         return super().get_command(ctx, cmd_name)
