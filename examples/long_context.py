@@ -47,14 +47,14 @@ OUT_OF_MEMORY = "OutOfMemoryError"
 class WithLoss(torch.nn.Module):
     """A prepared model, and the sum of its tokens' losses without the logits of all tokens."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, liger: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.liger = model, liger
 
     def forward(self, shift_labels: torch.Tensor, **batch: Any) -> torch.Tensor:
         hidden = self.model.model(**batch, use_cache=False).last_hidden_state.flatten(0, 1)
         weight, labels = self.model.lm_head.weight, shift_labels.flatten()
-        if hidden.is_cuda and importlib.util.find_spec("liger_kernel"):
+        if self.liger:
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
             return LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, labels)
@@ -67,6 +67,14 @@ class WithLoss(torch.nn.Module):
 def chunk_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The sum of the losses of some tokens, hidden [t, d]; labels of -100 do not count."""
     return torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, ignore_index=-100, reduction="sum")
+
+
+def shard_weights(model: Any, *, liger: bool = False) -> Any:
+    """The model with its loss, its weights sharded over all ranks by FSDP2: one group of weights for each layer."""
+    mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(WithLoss(model, liger=liger), mesh=mesh)
 
 
 def optimizer_of(name: str, parameters: Any) -> Any:
@@ -117,10 +125,7 @@ def train(given: argparse.Namespace) -> None:
     saving: dict[str, Any] = {"use_reentrant": False, "context_fn": save_attention(offload=not given.no_offload)}  # 3
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=saving)  # 4
     weights = sum(p.numel() for p in model.parameters())
-    mesh = init_device_mesh(device.type, (size,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    whole: Any = fully_shard(WithLoss(model), mesh=mesh)
+    whole = shard_weights(model, liger=on_gpu and importlib.util.find_spec("liger_kernel") is not None)
     optimizer = optimizer_of(given.optimizer, whole.parameters())
 
     seconds, losses = [], []
