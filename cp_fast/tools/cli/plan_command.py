@@ -41,6 +41,18 @@ def plan(
         str,
         typer.Option(help="What carries messages where all ranks share NVLink: peers (unless given), group (NCCL)."),
     ] = "",
+    model: Annotated[
+        str, typer.Option(help="With --predict, a whole step's memory: layers,hidden,ffn,vocabulary of a decoder.")
+    ] = "",
+    saved: Annotated[
+        str,
+        typer.Option(
+            help="With --model, for the backward pass: offload (unless given), attention, layers (inputs), all."
+        ),
+    ] = "",
+    fsdp: Annotated[
+        int | None, typer.Option(help="With --model: ranks that share the weights; --cp-size unless given.", min=1)
+    ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print the schedule's canonical text and nothing else.")] = False,
 ) -> None:
     """Print the schedule of a problem, its balance and bytes, and verify it. No GPU and no other process is needed.
@@ -49,12 +61,19 @@ def plan(
     """
     console = Console()
     of_plans = {"--rank": rank, "--head": head or None, "--svg": svg, "--text": text or None}
-    of_times = {"--machine": machine or None, "--messages": messages or None}
+    of_steps = {"--saved": saved or None, "--fsdp": fsdp}
+    of_times = {"--machine": machine or None, "--messages": messages or None, "--model": model or None} | of_steps
     if prediction:
-        from cp_fast.tools.cli.predict_command import show_prediction  # which imports PyTorch: --help does without
+        from cp_fast.tools.cli.predict_command import (
+            Step,
+            show_prediction,
+        )  # which imports PyTorch: --help does without
 
         _refuse("--predict", **of_plans, **{"--compare": compare or None})
-        show_prediction(console, request, read_machine(machine or "h200-nvlink"), messages or "peers")
+        if not model:
+            _refuse("--predict without --model", **of_steps)
+        step = Step.read(model, saved or "offload", fsdp or request.cp_size) if model else None
+        show_prediction(console, request, read_machine(machine or "h200-nvlink"), messages or "peers", step)
         return
     _refuse("--compare" if compare else "a plan without --predict", **of_times, **(of_plans if compare else {}))
     if compare:

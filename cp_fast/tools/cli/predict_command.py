@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.markup import escape
 
 from cp_fast.tools.cli.planned_problem import Request, problem_of
 from cp_fast.tools.cost import Machine, Prediction, candidates, predict, recommended
+from cp_fast.tools.cost.step_memory import SAVED, ModelShape, step_memory
 from cp_ref.common.cli.terminal import table
-from cp_ref.spec import LAYOUTS, Problem
+from cp_ref.spec import LAYOUTS, Problem, check_choice
 
-__all__ = ["show_prediction"]
+__all__ = ["Step", "show_prediction"]
 
 _BALANCED_UP_TO = 256  # Ranks: with more, deciding the layout takes longer than everything else.
 
@@ -23,9 +24,26 @@ _COLUMNS = (
 )
 
 
-def show_prediction(console: Console, request: Request, machine: Machine, messages: str) -> None:
-    """Print the best layout and schedule, and then a line for each. Layout of the request: "" for all; its schedule is
-    ignored.
+@dataclass(frozen=True)
+class Step:
+    """What of a training step its memory depends on, besides attention; see `step_memory`."""
+
+    model: ModelShape
+    saved: str
+    sharded_over: int
+
+    @staticmethod
+    def read(model: str, saved: str, sharded_over: int) -> Step:
+        """From options; a ValueError says which one is wrong."""
+        check_choice("--saved", saved, SAVED)
+        return Step(ModelShape.read(model), saved, sharded_over)
+
+
+def show_prediction(
+    console: Console, request: Request, machine: Machine, messages: str, step: Step | None = None
+) -> None:
+    """Print the best layout and schedule, a line for each, and of the best one the memory of a whole step. Layout of
+    the request: "" for all; its schedule is ignored.
 
     Raises:
         ValueError, TypeError: naming what is wrong. Unsupported: naming what is missing.
@@ -69,12 +87,23 @@ def show_prediction(console: Console, request: Request, machine: Machine, messag
         )
     shown.caption = "\n".join((_COLUMNS, *refused))
     console.print(shown)
+    if found and step is not None:
+        _show_step(console, recommended(found), step)
     if not found:
         raise ValueError("no layout and schedule takes this problem; the table says why")
     rates = machine.rates(problem)
     if (rates.d_qk, rates.d_v) != (problem.d_qk, problem.d_v):
         console.print(f"kernels of {rates.d_qk}/{rates.d_v} stand in for {problem.d_qk}/{problem.d_v}, not measured")
     console.print(f"[dim]{escape(machine.source)}[/]")
+
+
+def _show_step(console: Console, best: Prediction, step: Step) -> None:
+    memory = step_memory(best.problem, best.peak_bytes, step.model, saved=step.saved, sharded_over=step.sharded_over)
+    name = f"{best.problem.cp_comm_type}, {best.problem.layout_name}"
+    shown = table(f"GiB of a rank where a step of {step.model.layers} layers is fullest, with {name}", "", ">GiB")
+    for part, size in (*memory.parts.items(), ("all", memory.total)):
+        shown.add_row(part, f"{size / 2**30:.2f}")
+    console.print(shown)
 
 
 def _problem(request: Request, layout: str) -> Problem:
