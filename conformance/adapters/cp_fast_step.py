@@ -27,9 +27,9 @@ def watched_attention(seen: Seen) -> Iterator[None]:
     """While it lasts, `seen(problem, softmax_offset)` is called before every forward pass, eager and compiled."""
     original = autograd.forward_pass
 
-    def watched(plan: Any, cp: Any, q: Any, k: Any, v: Any, offset: Any, **how: Any) -> Any:
-        seen(plan.problem, offset)
-        return original(plan, cp, q, k, v, offset, **how)
+    def watched(call: Any, cp: Any, q: Any, k: Any, v: Any, offset: Any, **how: Any) -> Any:
+        seen(call.packing.problem, offset)
+        return original(call, cp, q, k, v, offset, **how)
 
     with ExitStack() as stack:
         for module in (autograd, compiled):

@@ -11,7 +11,7 @@ from cp_fast.api.checked_calls import checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
 from cp_fast.api.make_plan import Plan
-from cp_fast.api.planned_call import agree_on_forward, check_planned_call, is_known
+from cp_fast.api.planned_call import agree_on_forward, check_planned_call, compiled_call, known_call
 from cp_fast.dispatch.autograd_function import Attention
 from cp_fast.dispatch.library_operators import attention_in_graph
 from cp_fast.dispatch.selective_checkpointing import unseen
@@ -42,8 +42,9 @@ def attention(
 ) -> Any:
     check_context(cp, ContextParallel)
     flags = deterministic, return_max_logit, return_lse
-    if softmax_offset is None and not arguments and is_known(plan, cp, flags, q, k, v):
-        results = Attention.apply(plan, cp, *flags, 0, q, k, v, None)
+    known = None if arguments or softmax_offset is not None else known_call(plan, cp, flags, q, k, v)
+    if known is not None:
+        results = Attention.apply(plan, known, cp, *flags, 0, q, k, v, None)
         return asked_for(results, return_lse, return_max_logit)
     given = {"q": q, "k": k, "v": v}
     if torch.compiler.is_compiling():
@@ -66,7 +67,7 @@ def attention(
 
     with unseen():
         call = agree_on_forward(made, cp, look, flags, q, k, v, softmax_offset)
-    results = Attention.apply(made, cp, *flags, call, q, k, v, softmax_offset)
+    results = Attention.apply(made, compiled_call(made, cp, q, k, v), cp, *flags, call, q, k, v, softmax_offset)
     results = placed_like(given["q"], made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
 

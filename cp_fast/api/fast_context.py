@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from cp_fast.api.group_lock import AloneIn, Turn, turns_of
-from cp_fast.api.plan_cache import cache_of
+from cp_fast.api.plan_cache import agreements_of
 from cp_fast.backends import BACKENDS
 from cp_fast.dispatch.opaque import OfThisProcess, handle_for
 from cp_ref.common import context
@@ -23,7 +23,7 @@ class ContextParallel(OfThisProcess, context.ContextParallel):
         super().__post_init__()
         self.handle = handle_for(self)  # what torch.compile knows this context by
         self._turns = turns_of(self.group)
-        self.plans = cache_of(self._turns)  # of all contexts of the group
+        self.agreements = agreements_of(self._turns)  # of all contexts of the group
 
     def alone(self, what: str) -> AbstractContextManager[None]:
         """While a call is made, also: RuntimeError where another thread is inside one on the same group."""

@@ -46,12 +46,12 @@ def plan_of_call(call: Call) -> Plan:
     if checking() or (call.on_gpu and torch.cuda.is_current_stream_capturing()):  # A graph keeps its plan.
         return agree_on_plan(cp, lambda: call.made(())).plan
     signature = call.signature()
-    if (found := cp.plans.plan_of(signature)) is not None:
+    kept = cp.agreements
+    if (found := kept.plan_of(signature)) is not None:
         return found
 
-    agreement, plan = agree_on_plan(cp, lambda: call.made(cp.plans.plans(signature.stream)), cp.plans.agreements)
-    cp.plans.agree(agreement.fingerprint)
-    cp.plans.keep(agreement.fingerprint, signature, plan)
+    agreement, plan = agree_on_plan(cp, lambda: call.made(kept.plans(signature.stream)), kept.fingerprints)
+    kept.keep(agreement.fingerprint, signature, plan)
     return plan
 
 
@@ -128,7 +128,7 @@ class Call(NamedTuple):
         lengths = {name: x for name, x in self.problem.items() if isinstance(x, torch.Tensor)}
         settings = [x for name, x in self.problem.items() if name not in lengths]
         settings += [self.plan, self.deterministic, self.return_max_logit, self.return_lse]
-        items = [item for x in settings for item in (x if type(x) in (tuple, list) else (x,))]
+        items = (*(item for x in settings for item in (x if type(x) in (tuple, list) else (x,))),)
         types = *map(type, settings), *map(type, items)  # Since True == 1 == 1.0.
         if self.plan is None and _PLAIN.issuperset(types) and {type(q), type(k), type(v)} <= PLAIN_TENSORS:
             try:

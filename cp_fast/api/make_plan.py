@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.plan_cache import PlanCache
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
 from cp_fast.backends.required_features import EXECUTOR, required
 from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
@@ -22,6 +23,7 @@ from cp_fast.dispatch.opaque import OfThisProcess, forget, handle_for
 from cp_fast.movers.select import kernels
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows, check_row_numbers
+from cp_fast.runtime.run import CompiledCall
 from cp_fast.transport import Messages, messages_for
 from cp_ref.common import plan_arguments as plans
 from cp_ref.common.declared import implements
@@ -48,6 +50,7 @@ from cp_ref.spec import (
 __all__ = ["Made", "Plan", "agree_on_plan", "backend_for", "make_plan", "prepared", "supports"]
 
 Found = TypeVar("Found")
+_CALLS = 8  # Shapes of calls that a plan keeps.
 
 
 @dataclass(frozen=True, eq=False)  # Plans compare by identity: their tables are tensors.
@@ -86,10 +89,7 @@ class Plan(OfThisProcess, plans.Plan):
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # See `cp_fast.dispatch.opaque`.
     kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `RankSchedule.needs_inputs`
-    checked: set[Any] = field(
-        init=False, repr=False, compare=False
-    )  # Calls with fitting tensors; see `cp_fast.api.planned_call`.
-    bound: dict[Any, Any] = field(init=False, repr=False, compare=False)  # Operations by shape; see `cp_fast.runtime`.
+    calls: PlanCache[Any, CompiledCall] = field(init=False, repr=False, compare=False)  # By shape.
 
     def __post_init__(self) -> None:
         in_place = self.instructions.spare_rows > 0
@@ -103,8 +103,7 @@ class Plan(OfThisProcess, plans.Plan):
         object.__setattr__(self, "handle", handle_for(self))
         object.__setattr__(self, "kept", self.instructions.kept_tensors)
         object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
-        object.__setattr__(self, "checked", set())
-        object.__setattr__(self, "bound", {})
+        object.__setattr__(self, "calls", PlanCache(_CALLS))
 
     def __copy__(self) -> Plan:
         return replace(self)
@@ -153,8 +152,7 @@ class Plan(OfThisProcess, plans.Plan):
             "steps": steps,
             "instructions": self.fixed.overwrite(fitted),
             "handle": handle_for(self),
-            "checked": set(),
-            "bound": {},
+            "calls": PlanCache(_CALLS),
         }
         for name, value in changed.items():
             object.__setattr__(self, name, value)

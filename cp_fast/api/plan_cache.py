@@ -1,19 +1,22 @@
-"""The one cache of plans: those of a group's last few batches, for calls of `attention` without a plan.
+"""The one cache of plans and compiled calls. A value is found by the values of everything that it depends on.
 
-Calls are compared by value, lengths too, never by a tensor's address or version. Threads may use it at the same time.
+No key has a tensor's address or version: a replayed CUDA graph can change the values of a tensor without changing
+either. The oldest entry is dropped first, even if it is used often. Threads may use a cache at the same time.
+
+A plan has a cache of compiled calls, by the shapes of q, k and v. A group has a cache of agreements, by fingerprint.
+Each agreement has a cache of this rank's plans, by signature.
 
 All ranks must make the same decision whether to send messages to agree. It depends only on whether this agreement (the
-problem and the flags, as a fingerprint) is among their last `KEPT` ones. An agreement is stored when all ranks have it,
-and the oldest is dropped first, even if it is used often. So all ranks always have the same ones. Each rank then
-chooses the plan of a call alone, by its device, its stream and its kernel library. A rank without a plan makes one,
-without a message.
+problem and the flags) is in the group's cache. An agreement is stored when all ranks have it, and the oldest is dropped
+first, so all ranks always have the same ones. Each rank then chooses the plan of a call alone, by its device, its
+stream and its kernel library. A rank without a plan makes one, without a message.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from cp_fast.api.group_lock import Turn
@@ -21,10 +24,46 @@ from cp_fast.api.group_lock import Turn
 if TYPE_CHECKING:
     from cp_fast.api.make_plan import Plan
 
-__all__ = ["KEPT", "PlanCache", "Signature", "cache_of"]
+__all__ = ["Agreements", "PlanCache", "Signature", "agreements_of"]
 
-KEPT = 16  # Agreements: a model's kinds of layers, with and without gradients, for the batches of an accumulation step.
-_CALLS = 8  # Calls of an agreement: the same problem written in several ways, or on several streams.
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class PlanCache(Generic[K, V]):
+    """The values of the last few new keys.
+
+    >>> cache = PlanCache(2)
+    >>> [cache.find(key, lambda key=key: key.upper()) for key in "abac"]
+    ['A', 'B', 'A', 'C']
+    >>> cache.get("a"), cache.get("b")
+    (None, 'B')
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._values: dict[K, V] = {}  # The oldest first.
+
+    def get(self, key: K) -> V | None:
+        """The value of a key; None without one."""
+        return self._values.get(key)
+
+    def find(self, key: K, make: Callable[[], V]) -> V:
+        """The value of a key, made if there is none."""
+        if (found := self._values.get(key)) is not None:
+            return found
+        made = make()
+        with self._lock:
+            found = self._values.setdefault(key, made)
+            while len(self._values) > self._size:
+                del self._values[next(iter(self._values))]
+            return found
+
+    def items(self) -> list[tuple[K, V]]:
+        """The keys and values, the newest first."""
+        with self._lock:
+            return [*self._values.items()][::-1]
 
 
 class Signature(NamedTuple):
@@ -37,58 +76,43 @@ class Signature(NamedTuple):
     lengths: tuple[Any, ...]  # Of every sequence, by value.
 
 
-class PlanCache:
-    """A group's last agreements, and this rank's plans for them."""
+class Agreements(PlanCache[bytes, PlanCache[Signature, "Plan"]]):
+    """A group's last agreements by fingerprint, the same on all ranks, each with this rank's plans for it."""
+
+    SIZE = 16  # a model's kinds of layers, with and without gradients, for the batches of an accumulation step.
+    CALLS = 8  # the same problem written in several ways, or on several streams.
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: dict[bytes, list[tuple[Signature, Plan]]] = {}  # By the agreement's fingerprint, oldest first.
+        super().__init__(self.SIZE)
 
     @property
-    def agreements(self) -> Set[bytes]:
-        """The fingerprints of the last agreements, the same on all ranks."""
-        with self._lock:
-            return frozenset(self._calls)
-
-    def agree(self, fingerprint: bytes) -> None:
-        """Store an agreement of all ranks."""
-        with self._lock:
-            self._calls.setdefault(fingerprint, [])
-            while len(self._calls) > KEPT:
-                del self._calls[next(iter(self._calls))]
+    def fingerprints(self) -> frozenset[bytes]:
+        """Those of the agreements."""
+        return frozenset(fingerprint for fingerprint, _ in self.items())
 
     def plan_of(self, signature: Signature) -> Plan | None:
         """The plan of an equal call."""
-        with self._lock:
-            for calls in reversed(self._calls.values()):
-                for known, plan in calls:
-                    if known == signature:
-                        return plan
-        return None
+        return next((plan for _, calls in self.items() if (plan := calls.get(signature)) is not None), None)
 
     def plans(self, stream: int) -> list[Plan]:
         """All plans whose tables were written on a stream."""
-        with self._lock:
-            return [plan for kept in self._calls.values() for known, plan in kept if known.stream == stream]
+        return [plan for _, calls in self.items() for known, plan in calls.items() if known.stream == stream]
 
     def keep(self, fingerprint: bytes, signature: Signature, plan: Plan) -> None:
-        """Keep a call's plan for as long as its agreement."""
-        with self._lock:
-            calls = self._calls.get(fingerprint, [])
-            calls.append((signature, plan))
-            del calls[:-_CALLS]
+        """Keep the plan of a call for as long as its agreement, which all ranks have."""
+        self.find(fingerprint, lambda: PlanCache(self.CALLS)).find(signature, lambda: plan)
 
 
-_caches: WeakKeyDictionary[Turn, WeakKeyDictionary[Turn, PlanCache]] = WeakKeyDictionary()  # Freed with their groups.
+_caches: WeakKeyDictionary[Turn, WeakKeyDictionary[Turn, Agreements]] = WeakKeyDictionary()  # Freed with their groups.
 _making = threading.Lock()
 
 
-def cache_of(turns: tuple[Turn, ...]) -> PlanCache:
-    """The cache of the group, or the pair of groups, that these turns belong to.
+def agreements_of(turns: tuple[Turn, ...]) -> Agreements:
+    """The agreements of the group, or the pair of groups, that these turns belong to.
 
     >>> one, other = Turn(), Turn()
-    >>> cache_of((one,)) is cache_of((one,)), cache_of((one, other)) is cache_of((one,))
+    >>> agreements_of((one,)) is agreements_of((one,)), agreements_of((one, other)) is agreements_of((one,))
     (True, False)
     """
     with _making:
-        return _caches.setdefault(turns[0], WeakKeyDictionary()).setdefault(turns[-1], PlanCache())
+        return _caches.setdefault(turns[0], WeakKeyDictionary()).setdefault(turns[-1], Agreements())

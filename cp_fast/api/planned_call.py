@@ -1,8 +1,8 @@
-"""The checks of a call of `attention` with a plan, before anything is sent."""
+"""A call of `attention` with a plan: its checks before anything is sent, and the plan compiled for its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ import torch
 from cp_fast.api.checked_calls import agree_on_call, checking, describe
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan
+from cp_fast.runtime.prepared_exchange import prepares
+from cp_fast.runtime.run import CompiledCall
+from cp_fast.transport import carries
 from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.spec import (
     Feature,
@@ -22,10 +25,18 @@ from cp_ref.spec import (
     check_room_tensors,
 )
 
-__all__ = ["PLAIN_TENSORS", "agree_on_forward", "check_planned_call", "is_known", "requires_grad"]
+__all__ = [
+    "PLAIN_TENSORS",
+    "agree_on_forward",
+    "call_of_kinds",
+    "check_planned_call",
+    "compiled_call",
+    "known_call",
+    "requires_grad",
+]
 
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
-_MOST_KINDS = 64  # Of calls that one plan remembers.
+Kind = tuple[Sequence[int], torch.dtype, torch.device, torch.layout]  # Of a tensor: all that the checks read.
 
 
 def requires_grad(*tensors: torch.Tensor | None) -> bool:
@@ -64,50 +75,82 @@ def check_planned_call(
         ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
     """
     check_plan_owner(plan.problem, plan.rank, cp)
-    kind = _kind_of_call(deterministic, max_logit, q, k, v) if offset is None else None
-    if kind in plan.checked:
-        return
     check_flag("deterministic", deterministic)
     check_flag("return_max_logit", max_logit)
-    check_local_tensors(plan.problem, cp.rank, q, k, v)
-    check_room_tensors(plan.room, q, k)
-    check_global_lengths(plan.problem, plan.room, q, k)
+    if not _are_plain(q, k, v) or plan.calls.get(_key(plan, cp, *_kinds(q, k, v))) is None:
+        check_local_tensors(plan.problem, cp.rank, q, k, v)
+        check_room_tensors(plan.room, q, k)
+        check_global_lengths(plan.problem, plan.room, q, k)
+        if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
+            raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")
     check_offset(plan.problem, offset, q)
-    if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
-        raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")
-    asked = {f for f, wanted in ((Feature.DETERMINISTIC, deterministic), (Feature.MAX_LOGIT, max_logit)) if wanted}
-    if missing := asked - plan.backend.features:
+    if missing := _missing(plan, deterministic, max_logit):
         raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
-    if kind is not None and len(plan.checked) < _MOST_KINDS:
-        plan.checked.add(kind)
 
 
-def is_known(plan: Any, cp: ContextParallel, flags: tuple[Any, Any, Any], q: Any, k: Any, v: Any) -> bool:
-    """Whether an equal call, of another layer or the step before, was checked already, so that this one needs no
-    checks. Only for plain tensors in plain eager mode. flags: as in `agree_on_forward`.
+def known_call(
+    plan: Any, cp: ContextParallel, flags: tuple[Any, Any, Any], q: Any, k: Any, v: Any
+) -> CompiledCall | None:
+    """The compiled call of an equal call before, of another layer or step, if this one needs no more checks. Only for
+    plain tensors in plain eager mode, without an offset. flags: as in `agree_on_forward`.
 
     Raises:
         ValueError: the plan is another context's. NotImplementedError: inside a transform of torch.func.
     """
-    if torch.compiler.is_compiling() or not isinstance(plan, Plan) or not plan.checked or checking():
-        return False
+    if torch.compiler.is_compiling() or not isinstance(plan, Plan) or checking():
+        return None
     deterministic, max_logit, return_lse = flags
-    if type(return_lse) is not bool or torch.is_autocast_enabled(plan.device.type):
-        return False
-    if _kind_of_call(deterministic, max_logit, q, k, v) not in plan.checked:
-        return False
+    if not type(deterministic) is type(max_logit) is type(return_lse) is bool or not _are_plain(q, k, v):
+        return None
+    if plan.problem.softmax_type == "learnable" or torch.is_autocast_enabled(plan.device.type):
+        return None
+    found = plan.calls.get(_key(plan, cp, *_kinds(q, k, v)))
+    if found is None or ((deterministic or max_logit) and _missing(plan, deterministic, max_logit)):
+        return None
     refuse_transforms()
     check_plan_owner(plan.problem, plan.rank, cp)
-    return True
+    return found
 
 
-def _kind_of_call(deterministic: Any, max_logit: Any, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    flags = deterministic, type(deterministic), max_logit, type(max_logit)
-    return *flags, _kind(q), _kind(k), _kind(v)
+def compiled_call(plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any) -> CompiledCall:
+    """The plan compiled for checked tensors."""
+    return call_of_kinds(plan, cp, *_kinds(q, k, v))
 
 
-def _kind(x: Any) -> tuple[Any, ...]:
-    """All properties of an argument that the checks read; an argument that is not a plain tensor itself."""
-    if type(x) not in PLAIN_TENSORS:
-        return (object(),)
-    return x.shape, x.dtype, x.device, x.layout
+def call_of_kinds(plan: Plan, cp: ContextParallel, q: Kind, k: Kind, v: Kind) -> CompiledCall:
+    """The plan compiled for checked tensors of these kinds."""
+    key = _key(plan, cp, q, k, v)
+
+    def make() -> CompiledCall:
+        packing, (_, dtype, device, _) = plan.packing, q
+        sizes = packing.rows(q[0]), packing.rows(k[0])
+        return CompiledCall(packing, plan.instructions, plan.backend, key[0], sizes, dtype, device)
+
+    return plan.calls.find(key, make)
+
+
+def _key(plan: Plan, cp: ContextParallel, *kinds: Kind) -> Any:
+    """All values that a compiled call depends on. The transport comes first, if it prepares exchanges."""
+    comm = cp.comm
+    if plan.messages is not None and carries(plan.messages, comm):
+        comm = plan.messages
+    return comm if prepares(comm) else None, *kinds
+
+
+def _are_plain(q: Any, k: Any, v: Any) -> bool:
+    """Whether the checks of these tensors read their kinds alone."""
+    return type(q) in PLAIN_TENSORS and type(k) in PLAIN_TENSORS and type(v) in PLAIN_TENSORS
+
+
+def _kinds(q: Any, k: Any, v: Any) -> tuple[Kind, Kind, Kind]:
+    return (
+        (q.shape, q.dtype, q.device, q.layout),
+        (k.shape, k.dtype, k.device, k.layout),
+        (v.shape, v.dtype, v.device, v.layout),
+    )
+
+
+def _missing(plan: Plan, deterministic: bool, max_logit: bool) -> set[Feature]:
+    """The features of a call that the plan's kernel library lacks."""
+    asked = {f for f, wanted in ((Feature.DETERMINISTIC, deterministic), (Feature.MAX_LOGIT, max_logit)) if wanted}
+    return asked - plan.backend.features

@@ -12,6 +12,7 @@ from cp_fast.api.make_plan import Plan
 from cp_fast.dispatch.library_operators import forward_as_operator
 from cp_fast.dispatch.selective_checkpointing import is_selective
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
+from cp_fast.runtime.run import CompiledCall
 from cp_ref.common.autocast import no_autocast
 from cp_ref.common.derivatives import differentiable_once
 
@@ -28,6 +29,7 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: Plan,
+        compiled: CompiledCall,
         cp: ContextParallel,
         deterministic: bool,
         return_max_logit: bool,
@@ -45,17 +47,12 @@ class Attention(torch.autograd.Function):
             out, lse, max_logit, kept = forward_as_operator(plan, cp, flags, q, k, v, offset)
         else:
             with cp.alone("attention, forward"), no_autocast(q.device):
-                out, lse, max_logit, kept = forward_pass(plan, cp, q, k, v, offset, return_max_logit=return_max_logit)
+                out, lse, max_logit, kept = forward_pass(
+                    compiled, cp, q, k, v, offset, return_max_logit=return_max_logit
+                )
         ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *((q, k, v) if plan.needs_inputs else ()))
-        ctx.plan, ctx.handle, ctx.cp, ctx.deterministic, ctx.lse_given = (
-            plan,
-            plan.handle,
-            cp,
-            deterministic,
-            return_lse,
-        )
-        ctx.kept, ctx.call = len(kept), call
-        ctx.rows = plan.packing.rows(q.shape), plan.packing.rows(k.shape)
+        ctx.plan, ctx.handle, ctx.compiled, ctx.cp, ctx.call = plan, plan.handle, compiled, cp, call
+        ctx.kept, ctx.deterministic, ctx.lse_given = len(kept), deterministic, return_lse
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
             ctx.mark_non_differentiable(max_logit)
@@ -69,13 +66,13 @@ class Attention(torch.autograd.Function):
                 raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
         if ctx.call:
-            details = ("of_call", ctx.call), ("deterministic", ctx.deterministic), ("wants", ctx.needs_input_grad[9])
+            details = ("of_call", ctx.call), ("deterministic", ctx.deterministic), ("wants", ctx.needs_input_grad[10])
             agree_on_call(ctx.cp, ctx.plan, "backward", look, *details)
         look()
         out, lse, offset, *tensors = ctx.saved_tensors
         with ctx.cp.alone("attention, backward"), no_autocast(out.device):
             dq, dk, dv, doffset = backward_pass(
-                ctx.plan,
+                ctx.compiled,
                 ctx.cp,
                 tuple(tensors[ctx.kept :]) or None,
                 tensors[: ctx.kept],
@@ -84,9 +81,8 @@ class Attention(torch.autograd.Function):
                 offset,
                 grads[0],
                 grads[1],
-                ctx.rows,
                 deterministic=ctx.deterministic,
-                wants_offset=ctx.needs_input_grad[9],
+                wants_offset=ctx.needs_input_grad[10],
                 lse_given=ctx.lse_given,
             )
-        return None, None, None, None, None, None, dq, dk, dv, doffset
+        return *(None,) * 7, dq, dk, dv, doffset

@@ -20,7 +20,7 @@ import torch
 from cp_fast.api.checked_calls import agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan
-from cp_fast.api.planned_call import agree_on_forward, check_planned_call
+from cp_fast.api.planned_call import agree_on_forward, call_of_kinds, check_planned_call, compiled_call
 from cp_fast.dispatch.opaque import object_of
 from cp_fast.runtime.forward_backward import Results, backward_pass, forward_pass
 from cp_fast.runtime.tensors import wide_dtype
@@ -87,8 +87,9 @@ def _forward(
 
     agree_on_forward(the_plan, context, look, (deterministic, return_max_logit, return_lse), q, k, v, offset)
     q, k, v = q.detach(), k.detach(), v.detach()
+    call = compiled_call(the_plan, context, q, k, v)
     with context.alone("attention, forward"), no_autocast(q.device):
-        done = forward_pass(the_plan, context, q, k, v, offset, return_max_logit=return_max_logit)
+        done = forward_pass(call, context, q, k, v, offset, return_max_logit=return_max_logit)
     max_logit = q.new_empty(0) if done.max_logit is None else done.max_logit
     return [done.out.contiguous(), done.lse.contiguous(), max_logit, *done.kept]
 
@@ -128,11 +129,12 @@ def _backward(
     the_plan, context = object_of(plan), object_of(cp)
     if checking():
         agree_on_call(context, the_plan, "backward", lambda: None, ("wants", wants_offset))
-    packing = the_plan.packing
+    shapes = tuple(q_shape), tuple(k_shape), tuple(v_shape)
+    call = call_of_kinds(the_plan, context, *((shape, out.dtype, out.device, out.layout) for shape in shapes))
     inputs, kept, (out, lse) = ([x.detach() for x in some] for some in (inputs, kept, (out, lse)))
     with context.alone("attention, backward"), no_autocast(out.device):
         dq, dk, dv, doffset = backward_pass(
-            the_plan,
+            call,
             context,
             (inputs[0], inputs[1], inputs[2]) if inputs else None,
             kept,
@@ -141,7 +143,6 @@ def _backward(
             offset,
             dout,
             dlse,
-            (packing.rows(q_shape), packing.rows(k_shape)),
             deterministic=deterministic,
             wants_offset=wants_offset,
             lse_given=lse_given,

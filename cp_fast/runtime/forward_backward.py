@@ -11,12 +11,10 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.api.make_plan import Plan
-from cp_fast.movers.select import kernels
+from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import is_mask, take
-from cp_fast.runtime.run import Inputs, run_backward, run_forward
+from cp_fast.runtime.run import CompiledCall
 from cp_fast.runtime.tensors import wide_dtype
-from cp_fast.transport import carries
 from cp_ref.common.groups.collectives import all_reduce_max, offset_grad
 from cp_ref.spec import Feature, Unsupported
 
@@ -33,7 +31,7 @@ class Results(NamedTuple):
 
 
 def forward_pass(
-    plan: Plan,
+    call: CompiledCall,
     cp: ContextParallel,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -46,10 +44,9 @@ def forward_pass(
     `backward_pass`, except dout and dlse, are detached: kernel libraries that take addresses refuse tensors that
     require a gradient.
     """
-    packing = plan.packing
-    sink = _sink(plan, offset, wide_dtype(q.dtype), q.device)
-    packed = packing.pack(q), packing.pack(k), packing.pack(v)
-    done = run_forward(_inputs(plan, cp, q.device), *packed, sink)
+    packing = call.packing
+    sink = _sink(packing, offset, wide_dtype(q.dtype), q.device)
+    done = call.forward(cp.comm, packing.pack(q), packing.pack(k), packing.pack(v), sink)
     largest = None
     if return_max_logit and done.max_logit is not None:
         largest = all_reduce_max(cp.comm, packing.heads_out(done.max_logit).amax(dim=0))
@@ -57,7 +54,7 @@ def forward_pass(
 
 
 def backward_pass(
-    plan: Plan,
+    call: CompiledCall,
     cp: ContextParallel,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     kept: Sequence[torch.Tensor],
@@ -66,7 +63,6 @@ def backward_pass(
     offset: torch.Tensor | None,
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
-    rows: tuple[int, int],
     *,
     deterministic: bool,
     wants_offset: bool,
@@ -74,57 +70,43 @@ def backward_pass(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v in the user's format, and of offset [h_q], as the context says. Collective.
 
-    inputs: q, k, v if `plan.needs_inputs`. out, lse, kept: the forward pass's results. dout, dlse: their gradients,
-    None for zero. rows: the numbers of packed rows of q and k on this rank. lse_given: whether the caller has lse. Then
-    some rank may have its gradient, and if its rows are sent, all ranks send one.
+    inputs: q, k, v if `Plan.needs_inputs`. out, lse, kept: the forward pass's results. dout, dlse: their gradients,
+    None for zero. lse_given: whether the caller has lse. Then some rank may have its gradient, and if its rows are
+    sent, all ranks send one.
     """
-    packing = plan.packing
-    if dlse is not None and Feature.LSE_GRADIENT not in plan.backend.features:
-        raise Unsupported("a gradient through lse", {f"backend {plan.backend.name!r}": {Feature.LSE_GRADIENT}})
+    packing = call.packing
+    if dlse is not None and Feature.LSE_GRADIENT not in call.backend.features:
+        raise Unsupported("a gradient through lse", {f"backend {call.backend.name!r}": {Feature.LSE_GRADIENT}})
     packed_out, packed_lse = packing.pack(out), packing.pack_lse(lse).contiguous()
     dlse = None if dlse is None else packing.pack_lse(dlse.detach()).contiguous()
-    if dlse is None and lse_given and plan.instructions.sends_do:
+    if dlse is None and lse_given and call.instructions.sends_do:
         dlse = torch.zeros_like(packed_lse)
     dout = torch.zeros_like(packed_out) if dout is None else packing.pack(dout.detach())
     doffset = None
     if offset is not None and wants_offset:
-        mine = _offset_gradient(plan, offset, dout, packed_out, packed_lse, dlse)
+        mine = _offset_gradient(call, offset, dout, packed_out, packed_lse, dlse)
         doffset = offset_grad(cp, mine).to(offset.dtype)
     given = None
     if inputs is not None:
         q, k, v = inputs
         given = packing.pack(q), packing.pack(k), packing.pack(v)
-    results = run_backward(
-        _inputs(plan, cp, out.device),
-        given,
-        rows,
-        dout,
-        dlse,
-        packed_out,
-        packed_lse,
-        kept,
-        deterministic=deterministic,
-    )
+    results = call.backward(cp.comm, given, dout, dlse, packed_out, packed_lse, kept, deterministic=deterministic)
     dq, dk, dv = (packing.unpack(x) for x in results)
     return dq, dk, dv, doffset
 
 
-def _inputs(plan: Plan, cp: ContextParallel, device: torch.device) -> Inputs:
-    messages = plan.messages
-    comm = messages if messages is not None and carries(messages, cp.comm) else cp.comm
-    return Inputs(plan.packing.packed_problem, plan.instructions, plan.backend, comm, kernels(device.type), plan.bound)
-
-
-def _sink(plan: Plan, offset: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+def _sink(
+    packing: Packing, offset: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
     """Each packed head's sink logit; None without a sink."""
-    if plan.problem.softmax_type == "vanilla":
+    if packing.problem.softmax_type == "vanilla":
         return None
-    zeros = torch.zeros(plan.problem.heads_q, dtype=dtype, device=device)
-    return plan.packing.heads_in(zeros if offset is None else offset.to(dtype))
+    zeros = torch.zeros(packing.problem.heads_q, dtype=dtype, device=device)
+    return packing.heads_in(zeros if offset is None else offset.to(dtype))
 
 
 def _offset_gradient(
-    plan: Plan,
+    call: CompiledCall,
     offset: torch.Tensor,
     dout: torch.Tensor,
     out: torch.Tensor,
@@ -134,15 +116,15 @@ def _offset_gradient(
     """This rank's share of d softmax_offset [h_q]: minus the sink's weight times delta = sum(dout * out) - dlse, over
     the real rows; dout and out [t, h, d_v], lse and dlse [h, t].
     """
-    real = plan.instructions.real_q_rows
+    real = call.instructions.real_q_rows
     rows = slice(None) if is_mask(real) else real
     delta = (take(dout, rows).to(lse.dtype) * take(out, rows).to(lse.dtype)).sum(dim=-1)  # [n, h]
     if dlse is not None:
         delta = delta - take(dlse.t(), rows)
-    sink = _sink(plan, offset, lse.dtype, lse.device)
+    sink = _sink(call.packing, offset, lse.dtype, lse.device)
     assert sink is not None
     weight = torch.exp(sink - take(lse.t(), rows)).masked_fill(sink == float("-inf"), 0.0)
     share = weight * delta
     if is_mask(real):
         share = share.masked_fill(~real[:, None], 0.0)  # Padding may hold any value, NaN included.
-    return plan.packing.heads_out(-share.sum(dim=0)).sum(dim=0)
+    return call.packing.heads_out(-share.sum(dim=0)).sum(dim=0)

@@ -1,12 +1,13 @@
 """Running an executable plan: one loop over the operations of a pass.
 
-A plan's operations are resolved on its first call of a shape, and kept with the plan for all calls of that shape.
+The operations of a pass are resolved on the first call of a shape. A plan keeps them for all calls of this shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -24,27 +25,15 @@ from cp_fast.compile.instructions import (
     Send,
     Wait,
 )
-from cp_fast.movers.base import Kernels
+from cp_fast.movers.select import kernels
 from cp_fast.runtime.operations import Operations
-from cp_fast.runtime.prepared_exchange import Prepares, prepares
+from cp_fast.runtime.packed_tensors import Packing
+from cp_fast.runtime.prepared_exchange import Prepares
 from cp_fast.runtime.row_selection import Rows, count
 from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors, wide_dtype
-from cp_ref.spec import Group, Problem
+from cp_ref.spec import Group
 
-__all__ = ["Forward", "Inputs", "run_backward", "run_forward"]
-
-_MOST = 8  # Shapes whose operations a plan keeps.
-
-
-class Inputs(NamedTuple):
-    """A plan, and the libraries and the group that run it."""
-
-    problem: Problem
-    plan: ExecutablePlan[Rows]
-    backend: Backend
-    group: Group
-    kernels: Kernels
-    resolved: dict[Any, Any]  # The operations of earlier calls, by shape.
+__all__ = ["CompiledCall", "Forward"]
 
 
 class Forward(NamedTuple):
@@ -56,72 +45,112 @@ class Forward(NamedTuple):
     kept: list[torch.Tensor]  # Tensors of other buffers for the backward pass.
 
 
-def run_forward(given: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> Forward:
-    """Run the forward pass. Its inputs are this rank's packed slices, contiguous, a tail allowed: `q` [t_q, h_q, d_qk],
-    k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]. The argument sink [h_q] has each head's sink logit.
-    """
-    plan = given.plan.forward
-    options = LaunchOptions(given.problem.scale, given.problem.softcap)
-    state = State(len(plan.buffers), given.group, options)
-    state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors((q,), ()), Tensors((k, v), ())
-    state.buffers[OWN["sink"]] = sink
-    sizes = q.shape[0], k.shape[0]
-    for operation in _operations(given, plan, sizes, q, has_dlse=False):
-        operation(state)
-    (out,), lse = _result(given, state, plan, "out", q.shape[0], q)
-    kept = [x for number, _ in given.plan.kept for some in state.buffers[number] for x in some]
-    return Forward(out, lse[0], _largest(state, q), kept)
-
-
-def run_backward(
-    given: Inputs,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    sizes: tuple[int, int],
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    kept: Sequence[torch.Tensor],
-    *,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute dq, dk, dv in the input's dtype, 0 in padding and tail.
+class CompiledCall:
+    """A plan's two passes, compiled for tensors of one shape, dtype and device.
 
     Args:
-        inputs: q, k, v as in `run_forward`; None where the plan does not need them.
-        sizes: the rows of q and of k.
-        dout, out: [t_q, h_q, d_v], all own rows; out is final.
-        dlse, lse: [h_q, t_q]; dlse is None for zero on every rank.
-        kept: see `Forward`.
+        transport: the group of the messages, if it prepares exchanges. Any other group is given with each call, so that
+            a plan does not keep it alive.
+        sizes: the packed rows of q, and of k and v.
     """
-    plan = given.plan.backward
-    options = LaunchOptions(given.problem.scale, given.problem.softcap, deterministic)
-    state = State(len(plan.buffers), given.group, options)
-    if inputs is not None:
-        state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors(inputs[:1], ()), Tensors(inputs[1:], ())
-    state.buffers[OWN["do"]] = Tensors((dout,), () if dlse is None else (dlse,))
-    state.buffers[OWN["res"]] = Tensors((out,), (lse,))
-    rest = iter(kept)
-    for _, number in given.plan.kept:
-        kind = plan.buffers[number].kind
-        rows = [next(rest) for _ in range(2 if kind == "kv" else 1)]
-        state.buffers[number] = Tensors(rows, [next(rest)] if kind == "res" else ())
-    for operation in _operations(given, plan, sizes, out, has_dlse=dlse is not None):
-        operation(state)
-    (dq,), _ = _result(given, state, plan, "dq", sizes[0], out)
-    (dk, dv), _ = _result(given, state, plan, "dkv", sizes[1], out)
-    return dq, dk, dv
 
+    __slots__ = ("_operations", "_shapes", "backend", "instructions", "packing", "transport")
 
-def _result(given: Inputs, state: State, plan: PassPlan[Rows], kind: str, size: int, like: torch.Tensor) -> Tensors:
-    """The rank's own results of a kind: zeros for rows without a result."""
-    number = plan.results[kind]
-    rows, columns = (
-        state.buffers[number] or _shapes(given, (size, size), like, False).allocation(plan.buffers[number]).nothing()
-    )
-    if given.plan.spare_rows:
-        return Tensors([x[:size] for x in rows], [x[:, :size].contiguous() for x in columns])
-    return Tensors(rows, columns)
+    def __init__(
+        self,
+        packing: Packing,
+        instructions: ExecutablePlan[Rows],
+        backend: Backend,
+        transport: Prepares | None,
+        sizes: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.packing, self.instructions, self.backend, self.transport = packing, instructions, backend, transport
+        d_qk, d_v = packing.problem.d_qk, packing.problem.d_v
+        dims = {"q": (d_qk,), "kv": (d_qk, d_v), "do": (d_v,), "res": (d_v,), "out": (d_v,), "sink": ()}
+        dims |= {"dq": (d_qk,), "dkv": (d_qk, d_v)}
+        shapes = Shapes(sizes, dims, instructions.spare_rows, dtype, device, has_dlse=False)
+        self._shapes = shapes, replace(shapes, has_dlse=True)
+        self._operations: dict[tuple[str, bool], list[Operation]] = {}
+
+    def forward(
+        self, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+    ) -> Forward:
+        """Run the forward pass. Its inputs are this rank's packed slices, contiguous, a tail allowed: `q` [t_q, h_q,
+        d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]. The argument sink [h_q] has each head's sink logit.
+        """
+        plan = self.instructions.forward
+        state = self._state(plan, group)
+        state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors((q,), ()), Tensors((k, v), ())
+        state.buffers[OWN["sink"]] = sink
+        for operation in self._pass(plan, group):
+            operation(state)
+        (out,), lse = self._result(state, plan, "out")
+        kept = [x for number, _ in self.instructions.kept for some in state.buffers[number] for x in some]
+        return Forward(out, lse[0], _largest(state, q), kept)
+
+    def backward(
+        self,
+        group: Group,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        kept: Sequence[torch.Tensor],
+        *,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute dq, dk, dv in the input's dtype, 0 in padding and tail.
+
+        Args:
+            inputs: q, k, v as in `forward`; None where the plan does not need them.
+            dout, out: [t_q, h_q, d_v], all own rows; out is final.
+            dlse, lse: [h_q, t_q]; dlse is None for zero on every rank.
+            kept: see `Forward`.
+        """
+        plan = self.instructions.backward
+        state = self._state(plan, group, deterministic=deterministic)
+        if inputs is not None:
+            state.buffers[OWN["q"]], state.buffers[OWN["kv"]] = Tensors(inputs[:1], ()), Tensors(inputs[1:], ())
+        state.buffers[OWN["do"]] = Tensors((dout,), () if dlse is None else (dlse,))
+        state.buffers[OWN["res"]] = Tensors((out,), (lse,))
+        rest = iter(kept)
+        for _, number in self.instructions.kept:
+            kind = plan.buffers[number].kind
+            rows = [next(rest) for _ in range(2 if kind == "kv" else 1)]
+            state.buffers[number] = Tensors(rows, [next(rest)] if kind == "res" else ())
+        for operation in self._pass(plan, group, has_dlse=dlse is not None):
+            operation(state)
+        (dq,), _ = self._result(state, plan, "dq")
+        (dk, dv), _ = self._result(state, plan, "dkv")
+        return dq, dk, dv
+
+    def _state(self, plan: PassPlan[Rows], group: Group, *, deterministic: bool = False) -> State:
+        problem = self.packing.problem
+        options = LaunchOptions(problem.scale, problem.softcap, deterministic)
+        return State(len(plan.buffers), self.transport or group, options)
+
+    def _pass(self, plan: PassPlan[Rows], group: Group, *, has_dlse: bool = False) -> list[Operation]:
+        """A pass as operations: those of an earlier call, or new ones."""
+        key = plan.direction, has_dlse
+        found = self._operations.get(key)
+        if found is None:
+            found = self._operations[key] = _resolve(
+                plan, self._shapes[has_dlse], self.backend, self.transport or group
+            )
+        return found
+
+    def _result(self, state: State, plan: PassPlan[Rows], kind: str) -> Tensors:
+        """The rank's own results of a kind: zeros for rows without a result."""
+        number, (shapes, _) = plan.results[kind], self._shapes
+        spec = plan.buffers[number]
+        rows, columns = state.buffers[number] or shapes.allocation(spec).nothing()
+        if self.instructions.spare_rows:
+            size = shapes.own_rows(spec)
+            return Tensors([x[:size] for x in rows], [x[:, :size].contiguous() for x in columns])
+        return Tensors(rows, columns)
 
 
 def _largest(state: State, q: torch.Tensor) -> torch.Tensor | None:
@@ -141,32 +170,11 @@ def _no_logit(q: torch.Tensor) -> torch.Tensor:
     return torch.full((q.shape[1],), float("-inf"), dtype=wide_dtype(q.dtype), device=q.device)
 
 
-def _shapes(given: Inputs, sizes: tuple[int, int], like: torch.Tensor, has_dlse: bool) -> Shapes:
-    d_qk, d_v = given.problem.d_qk, given.problem.d_v
-    dims = {"q": (d_qk,), "kv": (d_qk, d_v), "do": (d_v,), "res": (d_v,), "out": (d_v,), "sink": ()}
-    dims |= {"dq": (d_qk,), "dkv": (d_qk, d_v)}
-    return Shapes(sizes, dims, given.plan.spare_rows, like.dtype, like.device, has_dlse)
-
-
-def _operations(
-    given: Inputs, plan: PassPlan[Rows], sizes: tuple[int, int], like: torch.Tensor, *, has_dlse: bool
-) -> list[Operation]:
-    """A pass as operations: those of an earlier call of the same shape, or new ones."""
-    group: Prepares | None = given.group if prepares(given.group) else None  # A plan does not keep other groups alive.
-    key = plan.direction, group, sizes, like.dtype, like.device, has_dlse
-    found = given.resolved.get(key)
-    if found is None:
-        while len(given.resolved) >= _MOST:
-            given.resolved.pop(next(iter(given.resolved)))
-        found = given.resolved[key] = _resolve(given, plan, _shapes(given, sizes, like, has_dlse))
-    return found
-
-
-def _resolve(given: Inputs, plan: PassPlan[Rows], shapes: Shapes) -> list[Operation]:
+def _resolve(plan: PassPlan[Rows], shapes: Shapes, backend: Backend, group: Group) -> list[Operation]:
     """Each instruction as an operation; messages posted together form one."""
     writes = [number for one in plan.instructions for number in _written(one)]
     once = frozenset(number for number in set(writes) if writes.count(number) == 1)
-    make = Operations(plan.buffers, shapes, given.backend, given.kernels, once, _zeroed(plan, shapes))
+    make = Operations(plan.buffers, shapes, backend, kernels(shapes.device.type), once, _zeroed(plan, shapes))
     last = {one.target.buffer: one for one in plan.of(Accumulate) if one.source.buffer != OWN["sink"]}
     found: list[Operation] = []
     sends, recvs = list[Send[Rows]](), list[Recv]()
@@ -191,7 +199,7 @@ def _resolve(given: Inputs, plan: PassPlan[Rows], shapes: Shapes) -> list[Operat
             found.append(make.free(one))
         if (sends or recvs) and not isinstance(following, Send | Recv):
             where = f"{plan.direction}, step {one.step} of {plan.steps}"
-            found.append(make.exchange(where, sends, recvs, given.group, hidden=_is_hidden(instructions[n + 1 :])))
+            found.append(make.exchange(where, sends, recvs, group, hidden=_is_hidden(instructions[n + 1 :])))
             sends, recvs = [], []
     return found
 

@@ -133,7 +133,7 @@ def test_random_calls_are_those_with_a_plan() -> None:
         for comm in ("p2p", "a2a", "all_gather")
         for _ in range(2)
     ]
-    assert len(problems) > plan_cache.KEPT
+    assert len(problems) > plan_cache.Agreements.SIZE
     order = [choice.choice(problems) for _ in range(80)]
 
     def one(member: SimMember) -> int:
@@ -171,13 +171,13 @@ def test_the_oldest_agreement_is_forgotten_first() -> None:
             cp_fast.attention(x, x, x, cp=cp, **THD, window_size=(window, 0))
             found.append(counts.agreements - before)
 
-        for window in range(plan_cache.KEPT):
+        for window in range(plan_cache.Agreements.SIZE):
             call(window)
         call(0)  # is there, and stays the oldest
-        call(plan_cache.KEPT)
+        call(plan_cache.Agreements.SIZE)
         call(1)
         call(0)
-        return found[plan_cache.KEPT :]
+        return found[plan_cache.Agreements.SIZE :]
 
     assert SimGroup(2).run(one) == [[0, 1, 0, 1]] * 2
 
@@ -255,7 +255,7 @@ def test_a_group_is_not_kept_alive() -> None:
         cp = cp_fast.ContextParallel(member)
         x = draw(cp)
         cp_fast.attention(x, x, x, cp=cp, **THD)
-        gone.extend([weakref.ref(member), weakref.ref(cp.plans)])
+        gone.extend([weakref.ref(member), weakref.ref(cp.agreements)])
 
     SimGroup(2).run(one)
     gc.collect()
@@ -264,21 +264,20 @@ def test_a_group_is_not_kept_alive() -> None:
 
 def test_threads_share_a_cache() -> None:
     """Many more agreements than are kept, noted, kept and looked for by eight threads at once."""
-    cache: Any = plan_cache.PlanCache()
+    cache: Any = plan_cache.Agreements()
     wrong: list[Any] = []
 
     def work(seed: int) -> None:
         choice = random.Random(seed)
         for _ in range(4000):
-            number = choice.randrange(3 * plan_cache.KEPT)
+            number = choice.randrange(3 * plan_cache.Agreements.SIZE)
             signature = plan_cache.Signature((number,), 0, ())
             if (found := cache.plan_of(signature)) is None:
-                cache.agree(bytes([number]))
                 cache.keep(bytes([number]), signature, number)
             elif found != number:
                 wrong.append((number, found))
-            if len(cache.agreements) > plan_cache.KEPT:
-                wrong.append(len(cache.agreements))
+            if len(cache.items()) > plan_cache.Agreements.SIZE:
+                wrong.append(len(cache.items()))
 
     in_threads(work)
     assert wrong == []

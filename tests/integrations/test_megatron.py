@@ -135,9 +135,9 @@ def over_ranks(comm: str, packed: bool, more: dict[str, Any]) -> str:
         if not torch.allclose(mine.grad, want.grad, rtol=1e-9, atol=1e-9):
             wrong.append(name)
     attention = next(module for module in ours.modules() if isinstance(module, CoreAttention))
-    kept = attention._context(params).plans.agreements
+    kept = attention._context(params).agreements.fingerprints
     run(ours, local, params)  # another layer of the batch: no other plan
-    return ", ".join(wrong) + ("" if kept and attention._context(params).plans.agreements == kept else " plans")
+    return ", ".join(wrong) + ("" if kept and attention._context(params).agreements.fingerprints == kept else " plans")
 
 
 MORE: dict[str, dict[str, Any]] = {

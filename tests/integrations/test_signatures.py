@@ -191,7 +191,7 @@ def test_layers_of_a_batch_share_a_plan() -> None:
             if change:
                 lengths[1] = 8
             cp_fast.attention(q, k, v, cp=cp, qkv_format="thd", cu_seqlens_q=lengths)
-            made.append(len(cp.plans.agreements))
+            made.append(len(cp.agreements.fingerprints))
         with pytest.raises(ValueError, match="head dim"):
             cp_fast.attention(
                 q, k[..., :4] if member.rank else k, v, cp=cp, qkv_format="thd", cu_seqlens_q=CU, softcap=1.0

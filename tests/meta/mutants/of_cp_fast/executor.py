@@ -153,7 +153,7 @@ MUTANTS: dict[str, Mutant] = {
         "logic",
     ),
     "one-max-logit-for-all-heads": Mutant(
-        "max_logit is the first head's", "cp_fast.runtime.forward_backward.run_forward", wrap(_first_largest), "logic"
+        "max_logit is the first head's", "cp_fast.runtime.run.CompiledCall.forward", wrap(_first_largest), "logic"
     ),
     "rows-taken-for-the-last-ones": _operation(
         "a launch gets the rows of the one before", "_taker", _last_taken, "probes"

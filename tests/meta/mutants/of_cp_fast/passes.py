@@ -43,9 +43,9 @@ def _not_reduced(_: Any, group: Any, x: Tensor) -> Tensor:
 
 
 def _offset_gradient_without_dlse(
-    gradient: Any, plan: Any, offset: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Any
+    gradient: Any, call: Any, offset: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Any
 ) -> Tensor:
-    return gradient(plan, offset, dout, out, lse, None)
+    return gradient(call, offset, dout, out, lse, None)
 
 
 def _nothing_stays(add_sink: Any, out: Tensor, lse: Tensor, sink: Tensor, rows: Any) -> None:
@@ -55,24 +55,24 @@ def _nothing_stays(add_sink: Any, out: Tensor, lse: Tensor, sink: Tensor, rows: 
 
 
 def _without_dlse(
-    backward: Any, plan: Any, cp: Any, saved: Any, out: Any, lse: Any, offset: Any, dout: Any, _: Any, *rest: Any,
+    backward: Any, call: Any, cp: Any, saved: Any, out: Any, lse: Any, offset: Any, dout: Any, _: Any, *rest: Any,
     **named: Any,
 ) -> Any:  # fmt: skip
-    return backward(plan, cp, saved, out, lse, offset, dout, None, *rest, **named)
+    return backward(call, cp, saved, out, lse, offset, dout, None, *rest, **named)
 
 
 def _dout_overwritten(
-    backward: Any, plan: Any, cp: Any, saved: Any, out: Any, lse: Any, offset: Any, dout: Any, *rest: Any, **named: Any
+    backward: Any, call: Any, cp: Any, saved: Any, out: Any, lse: Any, offset: Any, dout: Any, *rest: Any, **named: Any
 ) -> Any:
-    results = backward(plan, cp, saved, out, lse, offset, dout, *rest, **named)
+    results = backward(call, cp, saved, out, lse, offset, dout, *rest, **named)
     if dout is not None:
         dout.mul_(0.5)
     return results
 
 
-def _k_overwritten(forward: Any, plan: Any, cp: Any, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Any:
+def _k_overwritten(forward: Any, call: Any, cp: Any, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Any:
     """K is scaled in place, and scaled back after, where it is not rounded quite as before."""
-    results = forward(plan, cp, q, k, *rest, **named)
+    results = forward(call, cp, q, k, *rest, **named)
     with torch.no_grad():
         k.mul_(1.0 / 3.0).mul_(3.0)
     return results
@@ -94,22 +94,22 @@ def _plan_with_a_memory(forward: Any) -> Any:
     """A plan's first K is used in all its calls."""
     kept: dict[int, tuple[Any, Tensor]] = {}
 
-    def wrong(plan: Any, cp: Any, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Any:
-        _, first = kept.setdefault(id(plan), (plan, k.detach().clone()))
-        return forward(plan, cp, q, first if first.shape == k.shape else k, *rest, **named)
+    def wrong(call: Any, cp: Any, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Any:
+        _, first = kept.setdefault(id(call), (call, k.detach().clone()))
+        return forward(call, cp, q, first if first.shape == k.shape else k, *rest, **named)
 
     return wrong
 
 
 def _one_scale_for_all(
-    forward: Any, plan: Any, cp: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any
+    forward: Any, call: Any, cp: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any
 ) -> Any:
     """V is quantised by one scale for all sequences on a rank, so that they leak into each other."""
     real = v.nan_to_num(0.0).abs()
     if real.numel() and real.max():
         step = real.max() * 2.0**-16
         v = (v / step).round() * step
-    return forward(plan, cp, q, k, v, *rest, **named)
+    return forward(call, cp, q, k, v, *rest, **named)
 
 
 _SINK = "cp_fast.runtime.operations.add_sink"
