@@ -42,7 +42,7 @@ def fitted(start: Machine, records: Iterable[Record]) -> Machine:
 def with_counts(records: Iterable[Record]) -> Measured:
     """Each row and what its ranks do; equal problems are counted once."""
     once = cache(counted)
-    return [(one, once(one.problem, one.stages)) for one in records]
+    return [(one, once(one.problem, one.head_chunks)) for one in records]
 
 
 def _kernels(start: Machine, rows: Measured) -> tuple[Rates, ...]:

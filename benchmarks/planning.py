@@ -1,4 +1,4 @@
-"""How long a plan takes on the host, stage by stage.
+"""How long a plan takes on the host, part by part.
 
     python benchmarks/planning.py --out benchmarks/results/planning.csv
 
@@ -6,16 +6,17 @@ A plan is made as `make_plan` makes it, for one rank of a group that is only pre
 
     read      arguments to a checked problem, from cu_seqlens tensors on the host
     agree     the fingerprint that the ranks compare; without the network
-    program   this rank's steps: messages and tiles, of both passes; for `balanced` also who has which rows
+    program   this rank's steps: messages and tiles, of both passes; for `balanced` also who has which rows; for an
+              a2a also the choice of its head chunks
     lower     rows of buffers, windows, launches
     pack      the tables into one buffer on the host
     spread    the buffer to the device, and there the row numbers of its spans; with --device cpu the host spreads them
     link      the plan that refers to them
 
 Sequences are packed (thd), causal, of random lengths around --mean tokens, padded to a multiple of 2 * cp_size; with
-`lengths full` they need no padding. The medians of several plans are reported: wall time by stage and, because other
+`lengths full` they need no padding. The medians of several plans are reported: wall time by part and, because other
 work may share the processor, the time that this thread had it, which is nearer to what an idle machine takes: for all
-stages but `spread` (`host_cpu_ms`), and for `spread` (`spread_cpu_ms`), which is a GPU's work where there is one.
+parts but `spread` (`host_cpu_ms`), and for `spread` (`spread_cpu_ms`), which is a GPU's work where there is one.
 A machine that is shared is slow for seconds at a time: with --repeats the whole table is measured several times, and
 each line is the fastest of its repeats.
 """
@@ -42,6 +43,8 @@ from cp_fast.backends.required_features import required
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.link import linked
 from cp_fast.compile.pipeline import lowered
+from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
+from cp_fast.compile.planning.chosen_schedule import chosen_program
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.spec import (
     Agreement,
@@ -49,13 +52,12 @@ from cp_ref.spec import (
     Problem,
     Sizes,
     agree,
-    make_program,
     read_problem,
     saved_kinds,
 )
 
 SCHEDULES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-STAGES = ("read", "agree", "program", "lower", "pack", "spread", "link")
+PARTS = ("read", "agree", "program", "lower", "pack", "spread", "link")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Row:
     spread_ms: float
     link_ms: float
     total_ms: float
-    host_cpu_ms: float  # of all stages but spread
+    host_cpu_ms: float  # of all parts but spread
     spread_cpu_ms: float
     launches: int  # of the forward pass
     device: str
@@ -135,7 +137,7 @@ def _measure(
         marks.append(_now())
         agree(group, Agreement(problem), None)
         marks.append(_now())
-        steps = make_program(problem, rank)
+        steps = chosen_program(problem, rank, choose_head_chunks(problem))
         marks.append(_now())
         draft = lowered(Packing(problem), rank, steps, saved_kinds(problem))
         marks.append(_now())
@@ -148,8 +150,8 @@ def _measure(
         plan = linked(draft.plan, tables)
         marks.append(_now())
         wall, cpu = (1e3 * np.diff(column) for column in zip(*marks, strict=True))
-        spread = STAGES.index("spread")
-        spent = dict(zip(STAGES, wall.tolist(), strict=True)) | {"total": float(wall.sum())}
+        spread = PARTS.index("spread")
+        spent = dict(zip(PARTS, wall.tolist(), strict=True)) | {"total": float(wall.sum())}
         times.append(spent | {"host_cpu": float(cpu.sum() - cpu[spread]), "spread_cpu": float(cpu[spread])})
         launches = sum(1 for _ in plan.forward.of(Launch))
         del host, tables, draft, plan  # so that giving their memory back is not in the next plan's time
@@ -203,12 +205,12 @@ def _table(rows: Sequence[Row]) -> Table:
     table = Table(title=f"One rank's plan, milliseconds: {first.device}, {first.processor}, load {first.load}")
     for name in ("sequences", "cp", "schedule", "layout", "window", "lengths"):
         table.add_column(name)
-    for name in (*STAGES, "total", "cpu", "launches"):
+    for name in (*PARTS, "total", "cpu", "launches"):
         table.add_column(name, justify="right")
     for row in rows:
         window = "-" if row.window < 0 else row.window
         names = (row.sequences, row.cp_size, row.cp_comm_type, row.layout, window, row.lengths)
-        times = [getattr(row, f"{stage}_ms") for stage in (*STAGES, "total")]
+        times = [getattr(row, f"{part}_ms") for part in (*PARTS, "total")]
         cpu = row.host_cpu_ms + row.spread_cpu_ms
         table.add_row(*map(str, names), *(f"{x:.2f}" for x in (*times, cpu)), str(row.launches))
     return table

@@ -65,7 +65,7 @@ def compared(machine: Machine, names: Iterable[str] = FILES) -> list[Compared]:
     """Every row of cp_fast's in these files."""
     once, found = cache(counted), []
     for record in (one for name in names for one in read_records(name) if _ours(one)):
-        said = priced(once(record.problem, record.stages), machine, record.messages)
+        said = priced(once(record.problem, record.head_chunks), machine, record.messages)
         found.append(Compared(record, 1e3 * said.forward_s, 1e3 * said.seconds, said.peak_bytes / 2**30))
     return found
 

@@ -10,7 +10,7 @@ from cp_ref.spec import Problem, Sequence
 
 __all__ = ["RESULTS", "Record", "read_records"]
 
-_ALL_HEADS_AT_ONCE = ("8cac8b6", "591eac7", "c5159b5", "d73cb83", "d847298")  # commits before there were stages
+_ALL_HEADS_AT_ONCE = ("8cac8b6", "591eac7", "c5159b5", "d73cb83", "d847298")  # commits before there were head chunks
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -32,9 +32,9 @@ class Record:
     efficiency: float
 
     @property
-    def stages(self) -> tuple[int, ...] | None:
-        """The kv heads that an a2a schedule exchanged at a time: all, or what the planner chooses (None)."""
-        return (max(1, self.problem.heads_kv // self.problem.a2a_size),) if self.commit in _ALL_HEADS_AT_ONCE else None
+    def head_chunks(self) -> tuple[int, ...] | None:
+        """The head chunks of its a2a schedule: all heads at once, or those that are chosen today (None)."""
+        return () if self.commit in _ALL_HEADS_AT_ONCE else None
 
     @property
     def name(self) -> str:

@@ -19,6 +19,8 @@ from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.message_order import in_order
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision
 from cp_fast.compile.pipeline import Schedules, is_on, lowered, optimized, upload
+from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
+from cp_fast.compile.planning.chosen_schedule import chosen_program, chosen_schedule
 from cp_fast.dispatch.opaque import OfThisProcess, forget, handle_for
 from cp_fast.movers.select import kernels
 from cp_fast.runtime.packed_tensors import Packing
@@ -39,8 +41,6 @@ from cp_ref.spec import (
     check_flag,
     check_plan_owner,
     describe,
-    make_program,
-    make_schedule,
     next_batch,
     planned_positions,
     read_together,
@@ -67,6 +67,8 @@ class Plan(OfThisProcess, plans.Plan):
             instruction.
         steps: this rank's part of `schedule`, the source of `instructions`. In a custom one the tags give the order of
             the messages.
+        head_chunks: the kv heads of each rank that an a2a schedule exchanges at a time; () for all at once. A plan that
+            is updated in place keeps those of its first batch.
         custom: the schedule that `make_plan` was given; None for the planner's.
         room: the room for `update`; None for a plan that is not updated.
         messages: the transport: the memory of the group's ranks (`cp_fast.transport`), or None for the group itself.
@@ -82,6 +84,7 @@ class Plan(OfThisProcess, plans.Plan):
     packing: Packing
     instructions: ExecutablePlan[Rows]
     steps: Schedules = field(repr=False)
+    head_chunks: tuple[int, ...] = ()
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # Its tables, if there is room.
@@ -114,7 +117,7 @@ class Plan(OfThisProcess, plans.Plan):
     @cached_property
     def schedule(self) -> Schedule:
         """The sends, receives and tiles of every rank, step by step; `instructions` comes from this rank's part."""
-        return self.custom or make_schedule(self.problem, {self.rank: self.steps}, self.fixed and self.fixed.stages)
+        return self.custom or chosen_schedule(self.problem, self.head_chunks, {self.rank: self.steps})
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
@@ -139,7 +142,7 @@ class Plan(OfThisProcess, plans.Plan):
             check_plan_owner(self.problem, self.rank, cp)
             problem = next_batch(self.problem, self.room, **given)
             assert self.fixed is not None
-            steps = make_program(problem, self.rank, self.fixed.stages)
+            steps = chosen_program(problem, self.rank, self.head_chunks)
             draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
             return Agreement(problem, self.room), steps, self.fixed.fitted(draft, problem)
 
@@ -221,17 +224,18 @@ def prepared(
     kernels(device.type)
     problem, room, _ = agreement
     packing = Packing(problem, may_fold=custom is None)
+    head_chunks = choose_head_chunks(problem) if custom is None else ()
     if custom is None:
-        steps, saved = make_program(problem, cp.rank), saved_kinds(problem)
+        steps, saved = chosen_program(problem, cp.rank, head_chunks), saved_kinds(problem)
     else:
         steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
     draft = lowered(packing, cp.rank, steps, saved)
     if room is None:
         instructions = upload(optimized(draft), device)
-        return Plan(problem, cp.rank, device, backend, packing, instructions, steps, custom)
+        return Plan(problem, cp.rank, device, backend, packing, instructions, steps, head_chunks, custom)
     fixed = FixedTables(Shape(optimized(draft, in_place=True).plan, draft.tables, problem, cp.rank, room), device)
     instructions = fixed.overwrite(fixed.fitted(draft, problem))
-    return Plan(problem, cp.rank, device, backend, packing, instructions, steps, custom, room, fixed)
+    return Plan(problem, cp.rank, device, backend, packing, instructions, steps, head_chunks, custom, room, fixed)
 
 
 def agree_on_plan(cp: ContextParallel, make: Callable[[], Made], known: Set[bytes] = frozenset()) -> Made:

@@ -1,5 +1,6 @@
 """The compiler: a rank's schedule becomes an executable plan.
 
+planning       the schedule that runs: its head chunks, and own keys that wait, by a machine's numbers.
 instructions   the executable plan: buffers and a flat list of instructions.
 lower          one rank's schedule as such a plan: right but slow.
 buffers, sums  the buffers of operands; the sums of partial results.

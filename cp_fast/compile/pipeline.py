@@ -22,14 +22,15 @@ from cp_fast.compile.passes.accumulate_late import accumulate_late
 from cp_fast.compile.passes.free_early import free_early
 from cp_fast.compile.passes.hoist_copies import hoist_copies
 from cp_fast.compile.passes.recv_in_place import recv_in_place
+from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
+from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_program
 from cp_fast.compile.tiles.windows import WindowRule, own_window
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows
-from cp_ref.spec import Problem, RankSchedule, make_program, saved_kinds
+from cp_ref.spec import Problem, saved_kinds
 
 __all__ = ["PASSES", "Pass", "Schedules", "compiled", "is_on", "lowered", "optimized", "switched_off", "upload"]
 
-Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward pass
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
 
 
@@ -70,10 +71,10 @@ def lowered(packing: Packing, rank: int, schedules: Schedules, saved: tuple[str,
     return lower(packed.workload, rank, *schedules, saved, rule, sink=problem.softmax_type != "vanilla")
 
 
-def compiled(problem: Problem, rank: int, stages: tuple[int, ...] | None = None) -> Draft:
-    """The plan of one rank that a planner's schedule of the problem becomes. `stages`: see `make_program`."""
-    draft = lowered(Packing(problem), rank, make_program(problem, rank, stages), saved_kinds(problem))
-    return optimized(draft)
+def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = None) -> Draft:
+    """The plan of one rank, made as for a call. `head_chunks`: see `make_schedule`; None for the chosen ones."""
+    head_chunks = choose_head_chunks(problem) if head_chunks is None else head_chunks
+    return optimized(lowered(Packing(problem), rank, chosen_program(problem, rank, head_chunks), saved_kinds(problem)))
 
 
 _off: frozenset[str] = frozenset()

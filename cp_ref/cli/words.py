@@ -101,7 +101,7 @@ def step_words(direction: str, steps: Iterable[Step]) -> str:
 
     >>> from cp_ref.spec import Sequence, make_schedule
     >>> problem = Problem(2, (Sequence(8, 8, 8, 8),), "a2a", 2, heads_q=4, heads_kv=4)
-    >>> print(step_words("forward", [program[1] for program in make_schedule(problem, stages=(1, 1)).forward]))
+    >>> print(step_words("forward", [program[1] for program in make_schedule(problem, head_chunks=(1, 1)).forward]))
     Every rank computes partial outputs from the rows that it has at the start of the step. Meanwhile query rows go to \
 the rank that has their heads; key and value rows go to ranks that need them.
     """

@@ -54,6 +54,7 @@ class Plan:
     problem: Problem
     rank: int
     device: torch.device
+    head_chunks: tuple[int, ...] = ()  # see `make_schedule`
 
     @property
     def schedule(self) -> Schedule:
@@ -66,13 +67,15 @@ class Plan:
         lengths = [str(n) if n == m else f"{n}x{m}" for n, m in zip(p.lengths.len_q, p.lengths.len_kv, strict=True)]
         more = f" and {len(lengths) - _FEW} more" if len(lengths) > _FEW else ""
         steps = len(self.schedule.forward[self.rank])
+        chunks = f", in head chunks of {', '.join(map(str, self.head_chunks))} kv heads" if self.head_chunks else ""
         return "\n".join(
             (
                 f"plan of rank {self.rank}, on {self.device}: {p.cp_comm_type}, cp_size {p.cp_size}, {p.layout_name}",
                 f"  {p.qkv_format}, {'areas' if p.areas else p.attn_mask_type}, window {p.window_size}, {p.dtype}, "
                 f"{p.heads_q} query heads over {p.heads_kv}, head dims {p.d_qk} and {p.d_v}",
                 f"  {sum(p.lengths.len_q):,} tokens in sequences of {', '.join(lengths[:_FEW]) or 'none'}{more}",
-                f"  {steps} steps forward; balance {found.balance:.3f}; {found.sent_bytes:,} bytes sent by all ranks",
+                f"  {steps} steps forward{chunks}; balance {found.balance:.3f}; "
+                f"{found.sent_bytes:,} bytes sent by all ranks",
                 "  plan.schedule has every message and every tile",
             )
         )

@@ -156,3 +156,23 @@ assert not late & set(sys.modules), late & set(sys.modules)
 """
     environment = {"PATH": "", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(p for p in sys.path if p)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_the_reference_plans_without_a_machine() -> None:
+    """No numbers of a machine decide its schedules: it has no such module, and reads no such file."""
+    assert [path for path in FOLDERS["cp_ref"].rglob("*") if "machine" in path.name] == []
+    program = """
+import sys
+
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+
+import cp_ref
+from cp_ref.spec import Problem, Sequence, make_schedule
+
+for comm, size in (("p2p", 1), ("all_gather", 1), ("a2a", 4), ("a2a+p2p", 2)):
+    make_schedule(Problem(4, (Sequence(2**20, 2**20, 2**20, 2**20),), comm, size, heads_q=32, heads_kv=32))
+print(len(opened) > 0, [name for name in opened if name.endswith(".toml")])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True []\n"

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 import cp_fast
 from cp_fast.compile.instructions import Recv, Send
 from cp_fast.compile.pipeline import lowered
+from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import Message
 from cp_fast.transport import lane_exchange as exchange
@@ -28,9 +29,9 @@ from cp_ref import SimGroup
 from cp_ref.common.groups.process_groups import PeerError, during
 from cp_ref.spec import Parcel, Problem, make_program, saved_kinds
 from cp_ref.spec import Sequence as Lengths
+from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.marks import examples
 from tests.spec.problems import problems
-from tests.spec.staged import ALWAYS, costs
 
 PATIENCE = 20.0  # seconds that a thread waits before the test fails
 
@@ -296,11 +297,12 @@ def test_a_captured_exchange_goes_by_the_group() -> None:
 @given(problems())
 def test_both_ends_cut_their_messages_into_the_same_steps(problem: Problem) -> None:
     """Which is what a lane's two ends rest on: a block is all that goes to a rank in one step."""
-    with costs(ALWAYS):  # exchanges in stages, where there can be any
-        plans = [
-            lowered(Packing(problem), rank, make_program(problem, rank), saved_kinds(problem)).plan
-            for rank in range(problem.cp_size)
-        ]
+    with planned_at(ALWAYS_CHUNKS):
+        chunks = choose_head_chunks(problem)
+    plans = [
+        lowered(Packing(problem), rank, make_program(problem, rank, chunks), saved_kinds(problem)).plan
+        for rank in range(problem.cp_size)
+    ]
     for name in ("forward", "backward"):
         sent: dict[Any, list[int]] = {}
         received: dict[Any, list[int]] = {}

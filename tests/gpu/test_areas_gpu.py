@@ -19,10 +19,9 @@ from conformance.tiers import budget, logic, probes
 from cp_fast import masks
 from cp_fast.backends import by_name
 from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence
+from tests.cp_fast.compile.planned_at import ALWAYS_WAIT, planned_at
 from tests.cp_fast.compile.test_spreading import always as always_spread
 from tests.masks.problems import problems
-from tests.spec.staged import costs
-from tests.spec.test_waiting import SOON
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -65,7 +64,7 @@ def test_named_masks(backend: str, name: str, comm: str) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_keys_that_wait_and_keys_that_are_spread(name: str, comm: str) -> None:
     """As with many rows, of which these have too few."""
-    with always_spread(), costs(SOON):
+    with always_spread(), planned_at(ALWAYS_WAIT):
         test_named_masks("fa4", name, comm)
 
 

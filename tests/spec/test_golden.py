@@ -35,15 +35,15 @@ PROBLEMS = {
     "a2a_gqa_cp2": Problem(2, same(8), "a2a", 2, heads_q=4, heads_kv=2),
     "a2a_replicated_kv_window_cp4": Problem(4, same(16), "a2a", 4, window_size=(5, 0), heads_q=8, heads_kv=2),
     "a2a_p2p_causal_cp4": Problem(4, same(16), "a2a+p2p", 2, heads_q=2, heads_kv=2),
-    "a2a_in_stages_cp2": Problem(2, same(8), "a2a", 2, heads_q=16, heads_kv=8),
+    "a2a_head_chunks_cp2": Problem(2, same(8), "a2a", 2, heads_q=16, heads_kv=8),
 }
-STAGES = {"a2a_in_stages_cp2": (1, 2, 1)}  # of heads, where the costs of so few tokens would not choose them
+HEAD_CHUNKS = {"a2a_head_chunks_cp2": (1, 2, 1)}
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_golden(name: str) -> None:
     problem, path = PROBLEMS[name], FOLDER / f"{name}.txt"
-    schedule = make_schedule(problem, stages=STAGES.get(name))
+    schedule = make_schedule(problem, head_chunks=HEAD_CHUNKS.get(name, ()))
     verify(problem, schedule)
     text = f"{problem}\n{schedule}"
     if os.environ.get("CP_GOLDEN") == "write":

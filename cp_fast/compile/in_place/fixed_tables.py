@@ -41,11 +41,6 @@ class FixedTables:
             )
         self._taken = True
 
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The heads exchanged at a time: those of the first batch, even if a later one would choose others."""
-        return self._shape.problem.workload.stages
-
     def fitted(self, draft: Draft, problem: Problem) -> Fitted:
         """A batch's plan in the plan's shape, and its tables in their device layout. For a GPU they are in new pinned
         memory each time, which PyTorch keeps until the copy from it is done.

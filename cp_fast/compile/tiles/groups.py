@@ -1,7 +1,7 @@
 """A step's tiles by heads, as launches.
 
-Results are cached by tiles: both passes of the usual schedule have the same tiles, and so have the stages of an a2a
-schedule, for other heads.
+Results are cached by tiles: both passes of the usual schedule have the same tiles, and so have the head chunks of an
+a2a schedule, for other heads.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.filesize import decimal
 from rich.text import Text
 
+from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_ref.common.cli.terminal import coloured
 from cp_ref.spec import Problem, Schedule, head_ranges
 from cp_ref.spec.pictures.text_pictures import text_picture
@@ -29,8 +30,8 @@ def heads_line(problem: Problem) -> str:
         heads = str(first) if stop - first == 1 else f"{first}-{stop - 1}"
         shares.append(f"{heads}: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
     more = "; and so on" if problem.a2a_size > _FEW_SHARES else ""
-    stages = problem.workload.stages
-    cut = f" Stages of {', '.join(map(str, stages))} kv heads of each rank go one by one." if len(stages) > 1 else ""
+    chunks = ", ".join(map(str, choose_head_chunks(problem)))
+    cut = f" Head chunks of {chunks} kv heads of each rank go one by one." if chunks else ""
     return f"Query heads {'; '.join(shares)}{more}. The tiles of a rank are of its heads.{cut}"
 
 

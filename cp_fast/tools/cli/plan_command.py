@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cp_fast.compile.planning.machine import built_in, read_machine
 from cp_fast.tools.cli.common import heads_line, picture, size_text
 from cp_fast.tools.cli.layouts_command import comparison
 from cp_fast.tools.cli.planned_problem import Request, plan_of
@@ -16,7 +17,6 @@ from cp_ref.common.cli.options import check_number, with_options
 from cp_ref.common.cli.terminal import check_svg, table
 from cp_ref.spec import Message, Problem, RankSchedule, Report, Schedule, message_bytes, tile_pairs, verify
 from cp_ref.spec.pictures.text_pictures import svg_picture
-from cp_ref.spec.planners.machine import built_in, read_machine
 
 __all__ = ["plan"]
 

@@ -100,8 +100,8 @@ def _distinct(start: Column, stop: Column) -> int:
     return int((end - begin).sum())
 
 
-def count_rank(problem: Problem, rank: int, stages: tuple[int, ...] | None = None) -> RankCounts:
-    """Both passes of one rank, as the compiler plans them. `stages`: see `make_program`.
+def count_rank(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = None) -> RankCounts:
+    """Both passes of one rank, as the compiler plans them. `head_chunks`: see `compiled`.
 
     >>> from cp_ref.spec import Sequence
     >>> ring = Problem(2, (Sequence(8, 8, 8, 8),), heads_q=2, d_qk=4, d_v=4, dtype="bfloat16")
@@ -110,7 +110,7 @@ def count_rank(problem: Problem, rank: int, stages: tuple[int, ...] | None = Non
     (LaunchCounts(heads=2, heads_kv=1, rows=4, keys=4, pairs=10),) {1: 64}
     (LaunchCounts(heads=2, heads_kv=1, rows=2, keys=4, pairs=8),) {}
     """
-    draft, sizes = compiled(problem, rank, stages), Sizes.of(problem)
+    draft, sizes = compiled(problem, rank, head_chunks), Sizes.of(problem)
     if may_have_low_precision(problem):
         draft = replace(draft, plan=replace(draft.plan, backward=_low_precision(draft.plan.backward)))
     passes = draft.plan.forward, draft.plan.backward

@@ -29,11 +29,11 @@ from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan, make_plan
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments
+from cp_fast.compile.planning.machine import Host, Kernel, Link, Machine, Rates
 from cp_fast.tools.cost.counts import LaunchCounts, count_alone
 from cp_fast.tools.cost.least_squares import least_squares
 from cp_fast.tools.cost.predict import predict
 from cp_ref.spec import Group, Parcel, Problem, Sequence
-from cp_ref.spec.planners.machine import Host, Kernel, Link, Machine, Rates
 
 __all__ = ["launch_calls", "measure"]
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cp_fast.compile.planning.machine import Kernel, Link, Machine
 from cp_fast.tools.cost.counts import LaunchCounts, RankCounts, StepCounts, count_alone, count_rank
 from cp_fast.tools.cost.predicted_memory import most_bytes
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, Unsupported, check_choice, joined
 from cp_ref.spec.layouts.named_layouts import check_layout
-from cp_ref.spec.planners.machine import Kernel, Link, Machine
 from cp_ref.spec.tables.attention_slices import pairs
 
 __all__ = [
@@ -100,15 +100,14 @@ class Counts:
     peak_bytes: int
 
 
-def counted(problem: Problem, stages: tuple[int, ...] | None = None) -> Counts:
+def counted(problem: Problem, head_chunks: tuple[int, ...] | None = None) -> Counts:
     """Count the work of ranks: of all if they are few. Of many: the first one, which receives from another domain, a
-    busiest one, and the last one, which holds most. `stages`: kv heads exchanged at a time, None for the planner's
-    choice.
+    busiest one, and the last one, which holds most. `head_chunks`: see `compiled`.
     """
     ranks = (
         range(problem.cp_size) if problem.cp_size <= _ALL_RANKS else sorted({0, _busiest(problem), problem.cp_size - 1})
     )
-    done = {rank: count_rank(problem, rank, stages) for rank in ranks}
+    done = {rank: count_rank(problem, rank, head_chunks) for rank in ranks}
     return Counts(problem, done, count_alone(problem), max(most_bytes(problem, one) for one in done.values()))
 
 

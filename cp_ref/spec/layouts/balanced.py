@@ -167,7 +167,7 @@ class _Solver:
         """The spans that one rank takes of the parts, and the remaining parts."""
         line, missing = _Line(self, parts), need * _CLOSE
         whole: list[int] = []  # numbers of parts that are taken
-        stages: list[_Stage] = []
+        choices: list[_Choice] = []
         end, cut = len(parts), -1  # All from number `end` on are taken or do not fit.
 
         def fits(n: int) -> bool:
@@ -180,10 +180,10 @@ class _Solver:
             else:  # The densest part that does not fit now never will: it is cut first.
                 n = bisect_right(range(end), False, key=lambda n: not fits(n)) - 1 if whole else -1
             first = n + 1 if whole or n >= 0 else end - 1
-            stages.append(_Stage(len(whole), room, need, range(first, min(first + _CHOICES, end))))
+            choices.append(_Choice(len(whole), room, need, range(first, min(first + _CHOICES, end))))
             if n < 0 or parts[n].density * room < need:  # All that fit from here on are too light.
-                count, cut = self.best_cut(parts, line, stages[-_CHOICES:], missing)
-                room, need = stages[count].room, stages[count].need
+                count, cut = self.best_cut(parts, line, choices[-_CHOICES:], missing)
+                room, need = choices[count].room, choices[count].need
                 del whole[count:]
                 break
             whole.append(n)
@@ -194,12 +194,12 @@ class _Solver:
         more, left = _Line(self, others if cut < 0 else [*others, parts[cut]]).ends(room, need if cut >= 0 else 0)
         return spans + more, left
 
-    def best_cut(self, parts: list[Part], line: _Line, stages: list[_Stage], missing: float) -> tuple[int, int]:
+    def best_cut(self, parts: list[Part], line: _Line, choices: list[_Choice], missing: float) -> tuple[int, int]:
         """How many whole parts to take, and the number of the part to cut after them. Of the choices that meet the
         need, the one with the fewest rows before the cut: the late rows receive these.
         """
         found: list[tuple[float, int, int, int]] = []
-        for count, room, need, candidates in stages:
+        for count, room, need, candidates in choices:
             for n in candidates:
                 part = parts[n]
 
@@ -210,7 +210,7 @@ class _Solver:
                 if late > 0:
                     short = need - pairs(late)
                     found.append((short if short > missing else 0, part.rows - late, count, n))
-        return min(found)[2:] if found else (stages[-1].whole, -1)
+        return min(found)[2:] if found else (choices[-1].whole, -1)
 
     def level(self, ranks: list[Spans]) -> list[Spans]:
         """The ranks with the most and the fewest pairs redistribute theirs, until none has much more than the mean."""
@@ -228,7 +228,7 @@ class _Solver:
         return ranks
 
 
-class _Stage(NamedTuple):
+class _Choice(NamedTuple):
     """A rank after `whole` whole documents: the room and the need that remain, and the documents that could be cut."""
 
     whole: int

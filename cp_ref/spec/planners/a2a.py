@@ -11,8 +11,8 @@ its heads. Attention then needs no merging inside the group, whatever the mask.
 `a2a` is one group of all ranks. `a2a+p2p` has cp_size / a2a_size groups: global rank = p2p_rank * a2a_size + a2a_rank,
 and the ranks with equal a2a_rank form a ring across the groups.
 
-Heads are exchanged all at once, or in stages where that takes less time (`head_chunks.py`): one stage attends while the
-next stage's rows arrive and the previous stage's results return to their owners.
+Heads are exchanged all at once, or in head chunks (`head_chunks.py`): one chunk attends while the next chunk's rows
+arrive and the previous chunk's results return to their owners.
 
 With fewer kv heads than ranks in the group, a kv head goes to every rank that has one of its query heads, and its
 gradients are added up at its owner. The exchanged q and kv are kept for the backward pass.
@@ -26,7 +26,6 @@ from functools import cache
 
 import numpy as np
 
-from cp_ref.spec.planners.head_chunks import in_stages
 from cp_ref.spec.planners.p2p import RingMember, ring_programs
 from cp_ref.spec.planners.ring_members import Spans, Units, merged
 from cp_ref.spec.tables.ownership import Fragments
@@ -50,9 +49,7 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
 
 
 def plan_a2a_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
-    """One rank's forward and backward program: exchange, ring across the groups (one step in `a2a`), exchange back;
-    stage by stage.
-    """
+    """One rank's forward and backward program: exchange, ring across the groups (one step in `a2a`), exchange back."""
     size, work = units.size, units.workload
     unit, a2a_rank = divmod(rank, size)
     heads = [head_ranges(work, other) for other in range(size)]
@@ -90,7 +87,7 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
 
     forward = Step(*rows_for_heads(("q", "kv"), 0)), *ring_forward, results_home(("out",), len(ring_forward) + 1)
     backward = Step(*rows_for_heads(("do",), 0)), *ring_backward, results_home(("dq", "dkv"), len(ring_backward) + 1)
-    return in_stages(forward, units.count, work), in_stages(backward, units.count, work)
+    return forward, backward
 
 
 def _active_rows(units: Units, unit: int) -> tuple[list[Fragments], list[Fragments]]:

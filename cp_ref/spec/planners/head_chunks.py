@@ -1,20 +1,22 @@
-"""Heads one after the other: most messages of an a2a schedule then travel while something is computed.
+"""Head chunks: an a2a schedule exchanges a few heads at a time, and most messages travel while something is computed.
 
-Before attention every row goes to the ranks that have its heads, and the results go back after it. In stages, the first
-heads attend while the rows of the next arrive, and the next attend while the results of the first go home:
+Before attention every row goes to the ranks that have its heads, and the results go back after it. In head chunks, the
+first heads attend while the rows of the next arrive, and the next attend while the results of the first return:
 
     all 4 kv heads of a rank at once        step 0    rows 0:4
                                             step 1                attend 0:4
                                             step 2                              results 0:4
 
-    in stages of 1, 2 and 1                 step 0    rows 0:1
+    head chunks of 1, 2 and 1               step 0    rows 0:1
                                             step 1    rows 1:3    attend 0:1
                                             step 2    rows 3:4    attend 1:3    results 0:1
                                             step 3                attend 3:4    results 1:3
                                             step 4                              results 3:4
 
-A stage is the whole program for some of each rank's heads. So stages are a rewrite of a program, whatever its rows. In
-a ring of a2a groups a stage attends in one step per group, and the next stage's rows arrive in the last of these steps.
+A head chunk is the whole program for some of each rank's heads, whatever the rows. In a ring of a2a groups a chunk
+attends in one step per group, and the next chunk's rows arrive in the last of these steps.
+
+The sizes of the chunks are a parameter of the planner. All heads at once is the default.
 """
 
 from __future__ import annotations
@@ -24,28 +26,43 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import KINDS, Heads, Message, Pieces, RankSchedule, Step, Tiles
 from cp_ref.spec.tables.table import constant
-from cp_ref.spec.tables.workload import Workload
 
-__all__ = ["in_stages"]
+__all__ = ["check_head_chunks", "in_head_chunks"]
 
 
-def in_stages(program: RankSchedule, every: int, work: Workload) -> RankSchedule:
-    """A rank's program for `work.stages` kv heads of each rank at a time; each stage begins `every` steps after the one
-    before. The messages and tiles of `program` are for all heads of their rank.
+def check_head_chunks(problem: Problem, head_chunks: tuple[int, ...]) -> None:
+    """Check the kv heads of each rank that are exchanged at a time. The empty tuple means all at once.
+
+    Raises:
+        ValueError: the sizes are no integers from 1 that add up to the kv heads of a rank; or there are sizes, and the
+            schedule exchanges no heads, or its ranks share a kv head.
     """
-    if len(work.stages) < 2:
+    size, heads_kv = problem.a2a_size, problem.heads_kv
+    own = heads_kv // size if size > 1 and heads_kv % size == 0 else 0
+    integers = all(type(n) is int and n >= 1 for n in head_chunks)
+    if head_chunks and not (integers and sum(head_chunks) == own):
+        needs = f"(), or integers from 1 with sum {own}" if own else "(): no rank has kv heads of its own to exchange"
+        raise ValueError(f"head_chunks is {head_chunks}; it must be {needs}")
+
+
+def in_head_chunks(program: RankSchedule, every: int, group_size: int, head_chunks: tuple[int, ...]) -> RankSchedule:
+    """A rank's program in these head chunks. Each one begins `every` steps after the one before. The messages and tiles
+    of `program` are for all heads of their rank.
+    """
+    if len(head_chunks) < 2:
         return program
-    steps = [Step()] * ((len(work.stages) - 1) * every + len(program))
-    for n, heads in enumerate(pairwise(accumulate(work.stages, initial=0))):
+    steps = [Step()] * ((len(head_chunks) - 1) * every + len(program))
+    for n, heads in enumerate(pairwise(accumulate(head_chunks, initial=0))):
         for number, step in enumerate(program, n * every):
-            steps[number] = _together(steps[number], _of_heads(step, heads, n * every, work.group_size))
+            steps[number] = _together(steps[number], _of_heads(step, heads, n * every, group_size))
     return tuple(steps)
 
 
 def _together(one: Step, other: Step) -> Step:
-    assert not len(one.tiles) or not len(other.tiles), "one stage attends at a time"
+    assert not len(one.tiles) or not len(other.tiles), "one head chunk attends at a time"
     return Step(one.sends + other.sends, one.recvs + other.recvs, one.tiles if len(one.tiles) else other.tiles)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from cp_ref.spec.planners.a2a import plan_a2a_rank
 from cp_ref.spec.planners.all_gather import plan_all_gather_rank
+from cp_ref.spec.planners.head_chunks import check_head_chunks, in_head_chunks
 from cp_ref.spec.planners.p2p import plan_p2p_rank
 from cp_ref.spec.planners.ring_members import Units
-from cp_ref.spec.planners.waiting_keys import own_keys_wait
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import RankSchedule, Schedule
-from cp_ref.spec.tables.workload import Workload
 
 __all__ = ["make_program", "make_schedule", "saved_kinds"]
 
@@ -28,9 +26,16 @@ _SAVED = {"p2p": (), "all_gather": (), "a2a": ("q", "kv"), "a2a+p2p": ("q", "kv"
 def make_schedule(
     problem: Problem,
     known: Mapping[int, tuple[RankSchedule, RankSchedule]] | None = None,
-    stages: tuple[int, ...] | None = None,
+    head_chunks: tuple[int, ...] = (),
 ) -> Schedule:
-    """The schedule of all ranks. `known`: the results of `make_program` for some of them, with the same `stages`.
+    """The schedule of all ranks.
+
+    Args:
+        known: the results of `make_program` for some ranks, with the same `head_chunks`.
+        head_chunks: the kv heads of each rank that an a2a schedule exchanges at a time; () for all at once.
+
+    Raises:
+        ValueError: `head_chunks` does not fit; see `check_head_chunks`.
 
     >>> from cp_ref.spec.tables.problem import Sequence
     >>> print(str(make_schedule(Problem(2, (Sequence(4, 4, 4, 4),)))).split("forward rank 1")[0].strip())
@@ -46,8 +51,9 @@ def make_schedule(
         tile 0 q[3:4] k[1:2]
         tile 0 q[3:4] k[2:3]
     """
-    units, known = Units(_staged(problem, stages)), known or {}
-    programs = [known.get(rank) or _of_rank(problem, units, rank) for rank in range(problem.cp_size)]
+    check_head_chunks(problem, head_chunks)
+    units, known = Units(problem.workload), known or {}
+    programs = [known.get(rank) or _of_rank(problem, units, rank, head_chunks) for rank in range(problem.cp_size)]
     heads = problem.heads_q, problem.heads_kv
     forward, backward = tuple(f for f, _ in programs), tuple(b for _, b in programs)
     return Schedule(problem.cp_comm_type, heads, forward, backward, saved_kinds(problem))
@@ -58,19 +64,15 @@ def saved_kinds(problem: Problem) -> tuple[str, ...]:
     return _SAVED[problem.cp_comm_type]
 
 
-def make_program(
-    problem: Problem, rank: int, stages: tuple[int, ...] | None = None
+def make_program(problem: Problem, rank: int, head_chunks: tuple[int, ...] = ()) -> tuple[RankSchedule, RankSchedule]:
+    """One rank's forward and backward program, as in `make_schedule`, without planning the other ranks."""
+    check_head_chunks(problem, head_chunks)
+    return _of_rank(problem, Units(problem.workload), rank, head_chunks)
+
+
+def _of_rank(
+    problem: Problem, units: Units, rank: int, head_chunks: tuple[int, ...]
 ) -> tuple[RankSchedule, RankSchedule]:
-    """One rank's forward and backward program, as in `make_schedule`, without planning the other ranks. `stages`: kv
-    heads at a time in an a2a schedule; None for those of the least time (`stage_costs.py`).
-    """
-    return _of_rank(problem, Units(_staged(problem, stages)), rank)
-
-
-def _of_rank(problem: Problem, units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
-    programs = _RANK_PLANNERS[problem.cp_comm_type](units, rank)
-    return programs if problem.areas is None else own_keys_wait(problem, programs)
-
-
-def _staged(problem: Problem, stages: tuple[int, ...] | None) -> Workload:
-    return problem.workload if stages is None else replace(problem.workload, stages=stages)
+    forward, backward = _RANK_PLANNERS[problem.cp_comm_type](units, rank)
+    chunks = units.count, problem.group_size, head_chunks
+    return in_head_chunks(forward, *chunks), in_head_chunks(backward, *chunks)

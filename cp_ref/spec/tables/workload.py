@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ref.spec.masks.read_areas import areas_of_rows
-from cp_ref.spec.planners.stage_costs import head_stages
 from cp_ref.spec.tables.attention_slices import UNBOUNDED, Areas, crop
 from cp_ref.spec.tables.ownership import Fragments, Ownership
 from cp_ref.spec.tables.problem import Problem
@@ -18,16 +17,13 @@ __all__ = ["Workload", "areas_of", "workload_of"]
 
 @dataclass(frozen=True)
 class Workload:
-    """Areas, ownership of real tokens (padding is nobody's), heads, how many ranks exchange heads for sequence, and how
-    many kv heads of each at a time (`head_chunks.py`; all at once where it is empty).
-    """
+    """Areas, ownership of real tokens (padding is nobody's), heads, and how many ranks exchange heads for sequence."""
 
     areas: Areas
     ownership: Ownership
     heads_q: int = 1
     heads_kv: int = 1
     a2a_size: int = 1
-    stages: tuple[int, ...] = ()
 
     @property
     def cp_size(self) -> int:
@@ -57,10 +53,8 @@ def workload_of(problem: Problem) -> Workload:
     rank 1 kv[2:4] row 0
     rank 1 kv[4:6] row 2
     """
-    areas = areas_of(problem)
-    stages = head_stages(problem, int(areas.pairs.sum())) if problem.a2a_size > 1 else ()
     heads = problem.heads_q, problem.heads_kv
-    return Workload(areas, _ownership_of(problem), *heads, problem.a2a_size, stages)
+    return Workload(areas_of(problem), _ownership_of(problem), *heads, problem.a2a_size)
 
 
 def areas_of(problem: Problem) -> Areas:

@@ -218,11 +218,11 @@ def test_a2a_has_its_outs_and_queries_again_in_the_backward_pass() -> None:
         assert plan.sends_do
 
 
-def test_a_stage_of_a2a_has_its_own_buffers_and_one_launch() -> None:
+def test_a_head_chunk_of_a2a_has_its_own_buffers_and_one_launch() -> None:
     """Its rows are put together once, kept for the backward pass, and freed after their only launch there."""
     problem = Problem(2, same(64, 32), "a2a", 2, qkv_format="thd", heads_q=16, heads_kv=8)
     for rank in range(2):
-        whole = plan_of(problem, rank, make_schedule(problem, stages=(1, 2, 1)))
+        whole = plan_of(problem, rank, make_schedule(problem, head_chunks=(1, 2, 1)))
         for plan in passes_of(whole):
             assert [len(some) for some in launches_by_step(plan)] == [0, 1, 1, 1, 0]
             assert [launch.first_head for launch in plan.of(Launch)] == [8 * rank, 8 * rank + 2, 8 * rank + 6]

@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from cp_ref.spec.tables.problem import Problem
+from cp_ref.spec import Problem
 
 __all__ = ["Host", "Kernel", "Link", "Machine", "Rates", "built_in", "read_machine"]
 

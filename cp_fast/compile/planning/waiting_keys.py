@@ -19,21 +19,16 @@ do not change: gradients of own keys stay on the rank, at any step. Tiles of the
 - Several tiles that stay have queries that see these keys. With only one, the keys would be the first of its segment.
 - Their queries are more than half of the later step's. Otherwise the queries of that step are one segment with the
   arriving keys, and these few are another segment with the own keys at either step.
-- The tiles that stay still hide the step's messages in the forward pass, the shorter one, by the costs of
-  `stage_costs.py`.
+- The tiles that stay still hide the step's messages in the forward pass, the shorter one, by `machine_costs.py`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from cp_ref.spec.planners import stage_costs
+from cp_fast.compile.planning import machine_costs
+from cp_ref.spec import Areas, Column, Problem, RankSchedule, Step, Tiles, message_bytes, tile_pairs
 from cp_ref.spec.planners.ring_members import merged
-from cp_ref.spec.tables.attention_slices import Areas
-from cp_ref.spec.tables.problem import Problem
-from cp_ref.spec.tables.schedule import RankSchedule, Step, Tiles
-from cp_ref.spec.tables.table import Column
-from cp_ref.spec.verify.schedule_costs import message_bytes, tile_pairs
 
 __all__ = ["own_keys_wait"]
 
@@ -108,7 +103,7 @@ def _queries(tiles: Tiles) -> int:
 
 def _hidden(problem: Problem, step: Step, tiles: Tiles) -> bool:
     """Whether these tiles take as long as the step's messages, forward."""
-    costs = stage_costs.COSTS
+    costs = machine_costs.costs()
     seen = int(tile_pairs(problem.workload.areas, tiles).sum())
     computed = 2 * problem.heads_q * seen * (problem.d_qk + problem.d_v) / costs.flops_per_us
     travels = max(sum(message_bytes(problem, m) for m in messages) for messages in (step.sends, step.recvs))

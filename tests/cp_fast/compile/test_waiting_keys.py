@@ -1,5 +1,5 @@
-"""Own keys that wait for the others: the rewrite is proven on trees and on any areas, by both packages too; it adds no
-launch and no row to one, and hides what was hidden.
+"""Own keys that wait for the others: the rewrite is proven on trees and on any areas. It adds no launch and no row to
+one, and the messages that were hidden stay hidden.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cp_fast
-import cp_ref
 from conformance.case import Case
 from conformance.tiers import logic
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import compiled
+from cp_fast.compile.planning.chosen_schedule import chosen_schedule
 from cp_ref import masks
-from cp_ref.spec import Problem, Sequence, Tiles, make_schedule, verify
-from cp_ref.spec.planners.stage_costs import COSTS
+from cp_ref.spec import Problem, Schedule, Sequence, Tiles, make_schedule, verify
+from tests.cp_fast.compile.planned_at import ALWAYS_WAIT, NEVER_WAIT, planned_at
 from tests.marks import examples
 from tests.masks.problems import problems
-from tests.spec.staged import costs
+from tests.schedules.test_schedules import check
 
-SOON = replace(COSTS, flops_per_us=1e-9, exchange_us=0.0)  # whatever is computed hides every message
-NEVER = replace(COSTS, flops_per_us=1e30)
+
+def planned(problem: Problem) -> Schedule:
+    """Without head chunks."""
+    return chosen_schedule(problem, (), {})
 
 
 @st.composite
@@ -48,9 +50,9 @@ def trees(draw: st.DrawFn) -> Problem:
 @given(trees())
 def test_no_launch_more_and_none_with_more_rows(problem: Problem) -> None:
     found = []
-    for of in (NEVER, SOON):
-        with costs(of):
-            schedule = make_schedule(problem)
+    for costs in (NEVER_WAIT, ALWAYS_WAIT):
+        with planned_at(costs):
+            schedule = planned(problem)
             verify(problem, schedule)
             plans = [compiled(problem, rank).plan.forward for rank in range(problem.cp_size)]
             launches = [list(plan.of(Launch)) for plan in plans]
@@ -63,11 +65,11 @@ def test_no_launch_more_and_none_with_more_rows(problem: Problem) -> None:
 @settings(max_examples=examples(50))
 @given(problems((2, 3, 4, 6)))
 def test_any_areas_verify_with_the_same_messages_and_tiles(problem: Problem) -> None:
-    schedules = []
-    for of in (NEVER, SOON):
-        with costs(of):
-            schedules.append(make_schedule(problem, stages=()))
-    before, after = schedules
+    with planned_at(NEVER_WAIT):
+        before = planned(problem)
+    with planned_at(ALWAYS_WAIT):
+        after = planned(problem)
+    assert before == make_schedule(problem)
     assert verify(problem, before).sent_bytes == verify(problem, after).sent_bytes
     for one, other in zip((*before.forward, *before.backward), (*after.forward, *after.backward), strict=True):
         assert [step[:2] for step in one] == [step[:2] for step in other]
@@ -75,14 +77,22 @@ def test_any_areas_verify_with_the_same_messages_and_tiles(problem: Problem) -> 
         assert tiles[0] == tiles[1]
 
 
-@pytest.mark.parametrize("package", [cp_ref, cp_fast])
+@settings(max_examples=examples(20))
+@given(trees())
+def test_plans_meet_the_oracle(problem: Problem) -> None:
+    small = replace(problem, heads_q=2, d_qk=3, d_v=2, dtype="float64")
+    with planned_at(ALWAYS_WAIT):
+        case = Case(small, return_lse=True, return_max_logit=True, loss="out+lse")
+        assert logic.check(cp_fast, case) == []  # type: ignore[arg-type]
+
+
 @settings(max_examples=examples(10))
 @given(trees())
-def test_both_packages_meet_the_oracle(package: object, problem: Problem) -> None:
+def test_the_reference_plays_such_schedules_too(problem: Problem) -> None:
     small = replace(problem, heads_q=2, d_qk=3, d_v=2, dtype="float64")
-    with costs(SOON):
-        case = Case(small, return_lse=True, return_max_logit=True, loss="out+lse")
-        assert logic.check(package, case) == []  # type: ignore[arg-type]
+    with planned_at(ALWAYS_WAIT):
+        schedule = planned(small)
+    check("cp_ref", small, schedule)
 
 
 def prompt(answers: int, answer: int, comm: str) -> Problem:
@@ -97,8 +107,6 @@ def prompt(answers: int, answer: int, comm: str) -> Problem:
 @pytest.mark.parametrize(("answers", "answer", "wait"), [(28, 1024, True), (16, 32, False)])
 def test_keys_wait_where_the_rest_hides_the_messages(answers: int, answer: int, wait: bool, comm: str) -> None:
     problem = prompt(answers, answer, comm)
-    with costs(NEVER):
-        before = make_schedule(problem)
-    for one, other in zip(before.forward, make_schedule(problem).forward, strict=True):
+    for one, other in zip(make_schedule(problem).forward, planned(problem).forward, strict=True):
         assert (one != other) == wait
         assert (len(one[1].tiles) < len(other[1].tiles)) == wait

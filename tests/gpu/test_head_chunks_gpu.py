@@ -1,4 +1,4 @@
-"""Heads that are exchanged in stages, on one GPU over the simulated group: exact counts and errors within budget."""
+"""Head chunks on one GPU over the simulated group: exact counts and errors within budget."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 from conformance.case import Case
 from conformance.tiers import budget, probes
+from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_ref.spec import Problem
+from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.gpu.test_attention_gpu import BACKENDS, HEADS, implementation, packed
-from tests.spec.staged import ALWAYS, costs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -33,7 +34,7 @@ def check(backend: str, comm: str, window: int, device: str) -> None:
     case = Case(
         replace(problem, softmax_type="vanilla" if window < 0 else "learnable"), cp_size, cp_size, use_plan=True
     )
-    with costs(ALWAYS):
-        assert len(replace(problem).workload.stages) > 1
+    with planned_at(ALWAYS_CHUNKS):
+        assert len(choose_head_chunks(problem)) > 1
         assert budget.check(implementation(backend), case, device) == []
         assert probes.check(implementation(backend), case, device) == []

@@ -1,0 +1,30 @@
+"""Plans at other costs: head chunks are then chosen always or never, and keys wait always or never."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from cp_fast.compile.planning import machine_costs
+from cp_fast.compile.planning.machine_costs import Costs
+
+__all__ = ["ALWAYS_CHUNKS", "ALWAYS_WAIT", "NEVER_CHUNKS", "NEVER_WAIT", "planned_at"]
+
+_COSTS = machine_costs.costs()
+# Much to hide behind, and chunks for nothing.
+ALWAYS_CHUNKS = Costs(1e-3, 1.0, exchange_us=1.0, launch_us=0.0, idle_rows=0.0, host_us=0.0, least_gain=0.0)
+NEVER_CHUNKS = replace(_COSTS, launch_us=1e9)
+ALWAYS_WAIT = replace(_COSTS, flops_per_us=1e-9, exchange_us=0.0)  # Any computation hides every message.
+NEVER_WAIT = replace(_COSTS, flops_per_us=1e30)
+
+
+@contextmanager
+def planned_at(costs: Costs) -> Iterator[None]:
+    """Inside, plans are made as if a machine had these costs."""
+    before = machine_costs.costs
+    machine_costs.costs = lambda: costs  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        machine_costs.costs = before
