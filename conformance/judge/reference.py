@@ -63,9 +63,9 @@ _watch = Watch()
 
 @contextmanager
 def watching(limit_s: float = float("inf")) -> Iterator[Watch]:
-    """Inside, no `run_ranks` takes longer than `limit_s`, and what it sees is noted."""
+    """Inside, no `run_ranks` takes longer than `limit_s`, or the limit around it. `Watch` has what it sees."""
     global _watch
-    before, _watch = _watch, Watch(limit_s)
+    before, _watch = _watch, Watch(min(limit_s, _watch.limit_s))
     try:
         yield _watch
     finally:

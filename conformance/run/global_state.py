@@ -1,4 +1,4 @@
-"""The state of a process that a call of attention must not change: PyTorch's settings, and random numbers.
+"""The state of a process that a call of attention must not change: PyTorch's settings, random numbers, its copies.
 
 Grad mode and default device belong to a thread, so what looks at them has to be in the thread that made the call.
 """
@@ -9,12 +9,13 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["changed", "kept", "state"]
+__all__ = ["changed", "forked", "forks_of", "kept", "state"]
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # getter, setter
 
@@ -80,3 +81,25 @@ def kept() -> Iterator[None]:
         yield
     finally:
         changed(before)
+
+
+def forked(copies: set[int]) -> str:
+    """The finding about copies that a call left."""
+    return f"a call forked the process, and left {len(copies)} copies of it behind"
+
+
+def forks_of(pid: int) -> set[int]:
+    """The children of a process that are copies of it, running or ended; none without /proc.
+
+    A running child is a copy if it has its parent's command line. Of an ended child only the name is left to compare.
+    """
+
+    def words(of: int | str, file: str) -> str:
+        try:
+            return Path("/proc", str(of), file).read_text().strip("\0\n ")
+        except OSError:  # it is gone
+            return ""
+
+    listed = Path("/proc", str(pid), "task").glob("*/children")
+    children = {int(child) for file in listed for child in words(pid, str(file.relative_to(f"/proc/{pid}"))).split()}
+    return {c for c in children if words(pid, f := "cmdline" if words(c, "cmdline") else "comm") == words(c, f)}

@@ -5,9 +5,12 @@ Task("schedule", "logic", "Case(...)")    ->    Played(..., verdict="right")
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +21,7 @@ from conformance.judge.judged import Judged
 from conformance.judge.reference import Hang, Watch, describe_error, is_out_of_memory, run_ranks, watching
 from conformance.judge.run_record import FAILING, Level, Played, Verdict
 from conformance.levels import LEVEL_TIERS, Raised
-from conformance.run.global_state import kept
+from conformance.run.global_state import forked, forks_of, kept
 from conformance.run.gpu_context import context_error
 from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
@@ -159,7 +162,7 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
         ValueError: there is no such tier or entry, or the text cannot be read.
     """
     check = _check_of(task)
-    began = time.monotonic()
+    began, forks = time.monotonic(), forks_of(os.getpid())
     if absent := _absent(impl, task):
         reason = f"the implementation does not offer {absent}"
         return Played(task.level, task.tier, task.text, "missing", (reason,), cases=_cases(task, "missing", None))
@@ -184,6 +187,13 @@ def play_task(impl: Implementation, task: Task, device: str = "cpu", limit_s: fl
             verdict, findings = "wrong", [f"the suite could not judge this case: {describe_error(error)}"]
             if is_out_of_memory(error):
                 verdict, findings = "out of memory", [describe_error(error)]
+    if copies := forks_of(os.getpid()) - forks:
+        findings.insert(0, forked(copies))
+        verdict = "wrong"
+        for pid in copies:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
     more = judged if isinstance(judged, Judged) else Judged()
     seconds = round(time.monotonic() - began, 4)
     cases = _cases(task, verdict, more)

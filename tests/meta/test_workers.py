@@ -51,7 +51,6 @@ def test_a_sick_implementation(name: str, limit_s: float, verdict: str, words: l
         for word in words:
             assert word in "; ".join(played.findings)
         assert runner.play(GOOD).verdict == "right"
-        assert runner.restarts == (verdict != "wrong")
 
 
 def test_a_killed_worker_ran_out_of_memory() -> None:
@@ -78,7 +77,7 @@ def test_a_crash_is_shrunk_and_the_run_goes_on() -> None:
     [
         ("no_such_module", "No module named"),
         ("tests.meta.samples:NoSuchThing", "no attribute"),
-        ("tests.meta.exits_when_imported", "died while it loaded"),
+        ("tests.meta.exits_when_imported", "died"),
         ("math", "offers nothing"),
     ],
 )
@@ -187,14 +186,12 @@ def test_a_plain_all_gather_over_gloo(gathering: Capabilities) -> None:
         assert not result.smallest
         assert result.passed >= 10
         assert run_tier(runner, "plan", gathering, Profile(3, derandomize=True)).count("missing") == 1
-        assert runner.restarts == 0
 
 
 def test_its_planted_bug(gathering: Capabilities) -> None:
     with sample("AllGatherWithABug") as runner:
         result = run_tier(runner, "logic", gathering, Profile(40, derandomize=True), cp_sizes=(2,), shrink=False)
         assert [p.verdict for p in result.smallest] == ["wrong"]
-        assert runner.restarts == 0  # groups are renewed; that is enough
 
 
 def test_the_reference_over_gloo() -> None:
