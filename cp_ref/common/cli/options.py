@@ -163,14 +163,14 @@ def exchanging(cp_comm_type: str, a2a_size: int | None, ranks: int) -> int:
     return size
 
 
-def integers(option: str, text: str, rule: str, separator: str = ",") -> list[int]:
-    """Integers; ValueError naming the option, its value and the rule.
+def integers(option: str, text: str, rule: str) -> list[int]:
+    """Integers separated by commas; ValueError naming the option, its value and the rule.
 
-    >>> integers("--query", "0:13", "SEQ:POS", ":")
-    [0, 13]
+    >>> integers("--window", "128,0", "LEFT,RIGHT")
+    [128, 0]
     """
     try:
-        return [int(word) for word in text.split(separator)]
+        return [int(word) for word in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} is {text!r}; it must be {rule}") from None
 
