@@ -85,10 +85,10 @@ def _while_compiling(
 ) -> Any:
     """A call that torch.compile looks into: with a plan an operator of its graph, else outside of graphs."""
     if not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()):
-        from cp_fast.dispatch.graph_break import outside_graphs  # imports Dynamo, as long as importing PyTorch
+        from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as long as importing PyTorch
 
         how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
-        return outside_graphs(attention, **given, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
+        return graph_break(attention, **given, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
     problem_arguments(arguments)
     q, k, v = (autocast(x) for x in given.values())
     check_flag("return_lse", return_lse)

@@ -12,10 +12,12 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AloneIn", "Turn", "turns_of"]
+from cp_ref.common.groups.process_groups import during
+
+__all__ = ["GroupLock", "HoldLocks", "locks_of"]
 
 
-class Turn:
+class GroupLock:
     """The lock of one group: the thread inside a call, and the call's name."""
 
     def __init__(self) -> None:
@@ -29,7 +31,7 @@ class Turn:
         self._number += 1
         return self._number
 
-    def take(self, what: str) -> bool:
+    def acquire_for(self, what: str) -> bool:
         """Take it, for `what`; False if this thread already has it.
 
         Raises:
@@ -49,54 +51,63 @@ class Turn:
         self._thread, self._what = here, what
         return True
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release it."""
         self._thread = None
         self._lock.release()
 
 
-_turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[Any, GroupLock] = WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def turns_of(group: Any) -> tuple[Turn, ...]:
-    """The turns of a user's group; contexts of the same group share them."""
+def locks_of(group: Any) -> tuple[GroupLock, ...]:
+    """The locks of a user's group; contexts of the same group share them."""
     if isinstance(group, DeviceMesh):
         group = tuple(group.get_all_groups())
     parts = group if isinstance(group, tuple | list) else (group,)
     with _making:
-        return tuple(_turn_of(part) for part in parts)
+        return tuple(_lock_of(part) for part in parts)
 
 
-def _turn_of(part: Any) -> Turn:
+def _lock_of(part: Any) -> GroupLock:
     try:
-        return _turns.setdefault(part, Turn())
-    except TypeError:  # A user's group without a hash or weak references: a turn for each context.
-        return Turn()
+        return _locks.setdefault(part, GroupLock())
+    except TypeError:  # A user's group without a hash or weak references: a lock for each context.
+        return GroupLock()
 
 
-class AloneIn:
-    """Hold all of a context's turns while `what` is called; turns that this thread already has stay with it.
+class HoldLocks:
+    """Hold all of a context's locks while `what` is called, which errors of messages then name. Locks that this thread
+    already has stay with it.
 
     Raises:
         RuntimeError: another thread has one of them.
     """
 
-    __slots__ = ("_taken", "_turns", "_what")
+    __slots__ = ("_during", "_locks", "_taken", "_what")
 
-    def __init__(self, turns: tuple[Turn, ...], what: str) -> None:
-        self._turns, self._what = turns, what
-        self._taken: list[Turn] = []
+    def __init__(self, locks: tuple[GroupLock, ...], what: str) -> None:
+        self._locks, self._what = locks, what
+        self._taken: list[GroupLock] = []
+        self._during = during(what)
 
     def __enter__(self) -> None:
         try:
-            for turn in self._turns:
-                if turn.take(self._what):
-                    self._taken.append(turn)
+            for lock in self._locks:
+                if lock.acquire_for(self._what):
+                    self._taken.append(lock)
         except RuntimeError:
-            self.__exit__()
+            self._release()
             raise
+        self._during.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._during.__exit__(*error)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         while self._taken:
-            self._taken.pop().give_back()
+            self._taken.pop().release()

@@ -21,7 +21,7 @@ from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_
 from cp_fast.compile.pipeline import Schedules, is_on, lowered, optimized, upload
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.compile.planning.chosen_schedule import chosen_program, chosen_schedule
-from cp_fast.dispatch.opaque import OfThisProcess, forget, handle_for
+from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
 from cp_fast.movers.select import kernels
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows, check_row_numbers
@@ -103,7 +103,7 @@ class Plan(OfThisProcess, plans.Plan):
                 "room, fixed and instructions of a cp_fast.Plan that is updated in place belong together, and to no "
                 "other plan; make another one by make_plan"
             )
-        object.__setattr__(self, "handle", handle_for(self))
+        object.__setattr__(self, "handle", opaque_for(self))
         object.__setattr__(self, "kept", self.instructions.kept_tensors)
         object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
         object.__setattr__(self, "calls", PlanCache(_CALLS))
@@ -154,7 +154,7 @@ class Plan(OfThisProcess, plans.Plan):
             "packing": Packing(agreement.problem),
             "steps": steps,
             "instructions": self.fixed.overwrite(fitted),
-            "handle": handle_for(self),
+            "handle": opaque_for(self),
             "calls": PlanCache(_CALLS),
         }
         for name, value in changed.items():

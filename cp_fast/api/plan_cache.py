@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from cp_fast.api.group_lock import Turn
+from cp_fast.api.group_lock import GroupLock
 
 if TYPE_CHECKING:
     from cp_fast.api.make_plan import Plan
@@ -103,16 +103,17 @@ class Agreements(PlanCache[bytes, PlanCache[Signature, "Plan"]]):
         self.find(fingerprint, lambda: PlanCache(self.CALLS)).find(signature, lambda: plan)
 
 
-_caches: WeakKeyDictionary[Turn, WeakKeyDictionary[Turn, Agreements]] = WeakKeyDictionary()  # Freed with their groups.
+# A cache is freed with its groups.
+_caches: WeakKeyDictionary[GroupLock, WeakKeyDictionary[GroupLock, Agreements]] = WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def agreements_of(turns: tuple[Turn, ...]) -> Agreements:
-    """The agreements of the group, or the pair of groups, that these turns belong to.
+def agreements_of(locks: tuple[GroupLock, ...]) -> Agreements:
+    """The agreements of the group, or the pair of groups, that these locks belong to.
 
-    >>> one, other = Turn(), Turn()
+    >>> one, other = GroupLock(), GroupLock()
     >>> agreements_of((one,)) is agreements_of((one,)), agreements_of((one, other)) is agreements_of((one,))
     (True, False)
     """
     with _making:
-        return _caches.setdefault(turns[0], WeakKeyDictionary()).setdefault(turns[-1], Agreements())
+        return _caches.setdefault(locks[0], WeakKeyDictionary()).setdefault(locks[-1], Agreements())

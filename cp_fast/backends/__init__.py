@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cp_fast.api.log import say_once
+from cp_fast.api.log import log_once
 from cp_fast.backends import fa2
 from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.backend_protocol import (
@@ -87,7 +87,7 @@ def choose(required: frozenset[Feature], backend: str) -> Backend:
                 missed.append(f"{candidate.name}: {reason}")
         elif (served := next((v for v in variants(candidate) if wanted <= v.features), None)) is not None:
             if missed:
-                say_once(
+                log_once(
                     f"attention runs on {candidate.name}; what this GPU prefers is not installed "
                     f"({'; '.join(missed)}); "
                     f"ContextParallel(backend={candidate.name!r}) takes it without a word"

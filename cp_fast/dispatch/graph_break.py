@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["outside_graphs"]
+__all__ = ["graph_break"]
 
 
 @torch.compiler.disable(
     reason="attention makes plans and looks at DTensors outside of graphs: call make_plan outside, give local tensors"
 )
-def outside_graphs(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
+def graph_break(function: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
     """Call `attention`, or a function that calls it, with the same arguments."""
     return function(*given, **arguments)

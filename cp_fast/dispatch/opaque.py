@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-__all__ = ["OfThisProcess", "forget", "handle_for", "object_of"]
+__all__ = ["OfThisProcess", "forget", "object_of", "opaque_for"]
 
 _numbers = count(1)
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -27,7 +27,7 @@ class OfThisProcess:
         raise TypeError(f"a cp_fast.{kind} belongs to its process and cannot be pickled; make one in every process")
 
 
-def handle_for(thing: Any) -> torch.Tensor:
+def opaque_for(thing: Any) -> torch.Tensor:
     """A new handle, int64 [], of an object; it does not keep the object alive."""
     number = next(_numbers)
     _objects[number] = thing
@@ -47,7 +47,7 @@ def object_of(handle: torch.Tensor) -> Any:
 
     >>> class Thing: pass
     >>> thing = Thing()
-    >>> object_of(handle_for(thing)) is thing
+    >>> object_of(opaque_for(thing)) is thing
     True
     """
     found = _objects.get(int(handle))

@@ -140,8 +140,8 @@ class CoreAttention(torch.nn.Module):
             NotImplementedError: attention_bias, a mask that has only a tensor (arbitrary, padding without packing).
         """
         refuse("CoreAttention", attention_bias=attention_bias)
-        laid = getattr(packed_seq_params, "laid_out", None)
-        packed = laid is not None or (packed_seq_params is not None and packed_seq_params.qkv_format == "thd")
+        table = getattr(packed_seq_params, "table", None)
+        packed = table is not None or (packed_seq_params is not None and packed_seq_params.qkv_format == "thd")
         mask = (attn_mask_type or self.attn_mask_type).name
         mask = mask.removeprefix("padding_") if packed and mask != "padding" else mask
         mask = "no_mask" if packed and mask == "padding" else mask
@@ -150,7 +150,7 @@ class CoreAttention(torch.nn.Module):
                 f"attn_mask_type is {mask!r}, whose mask is a tensor; it must be one of {', '.join(_MASKS)}, or the "
                 "lengths of a packed batch in packed_seq_params"
             )
-        if laid is not None and getattr(packed_seq_params, "qkv_format", None) == "thd":
+        if table is not None and getattr(packed_seq_params, "qkv_format", None) == "thd":
             raise ValueError(
                 "packed_seq_params has layout 'balanced', and this layer's self attention has positions for "
                 "'dual_chunk'; make its specification by use_cp_fast, of one with SelfAttention"
@@ -174,11 +174,11 @@ class CoreAttention(torch.nn.Module):
             if self.wants_max_logit:
                 before, largest = self.current_max_attn_logits, results[1]
                 self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
-            return out.flatten(-2) if laid is None else out.flatten(-2)[:, None]
+            return out.flatten(-2) if table is None else out.flatten(-2)[:, None]
 
-        if laid is None:
+        if table is None:
             return Asked(query, key, value, cp, arguments, give)
-        return Asked(query.squeeze(1), key.squeeze(1), value.squeeze(1), laid.over(cp), arguments, give)
+        return Asked(query.squeeze(1), key.squeeze(1), value.squeeze(1), table.over(cp), arguments, give)
 
     def _context(self, packed: Any) -> ContextParallel:
         """The layer's context, or that of a batch with its own group."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.shared.balanced_table import laid_out
+from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.shared.rank_groups import check_holds, groups_of
 from cp_fast.integrations.shared.token_rows import Digests, TokenRows, digests, read_rows
 from cp_fast.thd import pad_thd_sequences_for_cp
@@ -174,12 +174,12 @@ def _balanced(rows: TokenRows, targets: torch.Tensor, cp: ContextParallel, pad_t
     if rows.packed:
         cu_padded = rows.cu_seqlens.clone()
         cu_padded[-1] += missing
-        laid = laid_out(cp, "thd", rows.cu_seqlens, cu_padded)
-        sequences = CpBatch(laid.over(cp), "thd", rows.cu_seqlens, cu_padded)
-        ids, targets = (shard(x[0], cp=cp, plan=laid)[None] for x in (ids, targets))
+        table = table_of_batch(cp, "thd", rows.cu_seqlens, cu_padded)
+        sequences = CpBatch(table.over(cp), "thd", rows.cu_seqlens, cu_padded)
+        ids, targets = (shard(x[0], cp=cp, plan=table)[None] for x in (ids, targets))
     else:
-        laid = laid_out(cp, "bshd", rows.cu_seqlens, seqlen=ids.shape[1])
-        sequences = CpBatch(laid.over(cp), "bshd", rows.cu_seqlens)
-        ids, targets = (shard(x, cp=cp, plan=laid) for x in (ids, targets))
-    positions = positions_of(cp=cp, plan=laid, device=ids.device)
+        table = table_of_batch(cp, "bshd", rows.cu_seqlens, seqlen=ids.shape[1])
+        sequences = CpBatch(table.over(cp), "bshd", rows.cu_seqlens)
+        ids, targets = (shard(x, cp=cp, plan=table) for x in (ids, targets))
+    positions = positions_of(cp=cp, plan=table, device=ids.device)
     return ids, targets, positions[None] if rows.packed else positions, sequences

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.integrations.shared.balanced_table import laid_out
+from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
 from cp_fast.integrations.shared.shared_arguments import check_longest, check_tensors, lengths_on_host, refuse
 from cp_ref.common.collective_calls import together
@@ -81,7 +81,7 @@ def prepare_context_parallel_input(
         lengths = torch.tensor(together([cp.comm], read, _the_same), dtype=torch.int32)
     cut: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_padded": lengths}
     if cp.layout == "balanced":
-        cut = {"plan": laid_out(cp, "thd", lengths)}
+        cut = {"plan": table_of_batch(cp, "thd", lengths)}
     rows = inputs, labels, extra_kwargs["positions"]
     parts = [shard(x.flatten(), cp=cp, **cut)[None] for x in rows]
     masks = extra_kwargs["attention_masks"]._replace(cu_seq_q=lengths, cu_seq_k=lengths)
@@ -144,7 +144,7 @@ def attention_forward(
         out, lse = results
         return out_transform(out[None].to(q_BLNH.dtype), lse.transpose(0, 1)[None])
 
-    of_batch = laid_out(cp, "thd", cu_q).over(cp) if cp.layout == "balanced" else cp
+    of_batch = table_of_batch(cp, "thd", cu_q).over(cp) if cp.layout == "balanced" else cp
     return Asked(q, k, v, of_batch, arguments, give)
 
 

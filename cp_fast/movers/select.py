@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from cp_fast.api.log import say_once
+from cp_fast.api.log import log_once
 from cp_fast.movers.base import Kernels
 from cp_fast.movers.base_thd import ThdKernels
 from cp_ref.spec import check_choice
@@ -126,7 +126,7 @@ def _choice(device_type: str, asked_name: str | None, by: str) -> str:
     """The name of the `chosen` one, looked up once for every request."""
     taken, why = chosen(device_type)
     if asked_name is None and taken != NAMES[0]:
-        say_once(
+        log_once(
             f"on {device_type!r} the kernels {taken!r} move and merge, slower than {NAMES[0]!r} ones ({why}); "
             f"{VARIABLE}={taken} takes them without a word"
         )

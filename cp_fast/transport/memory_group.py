@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from cp_fast.api.log import say_once
+from cp_fast.api.log import log_once
 from cp_fast.transport.crossed import Crossed
 from cp_fast.transport.lane_exchange import PeerMessages
 from cp_fast.transport.lanes import lane_sizes
@@ -173,7 +173,7 @@ def _refuse(place: _Place, reason: str) -> None:
     if carried_by() == "peers":
         raise RuntimeError(f"{VARIABLE}=peers asks for messages through peers' memory, which cannot be had: {reason}")
     place.why_not = reason
-    say_once(
+    log_once(
         f"messages go through NCCL kernels, slower than peers' memory ({reason}); {VARIABLE}=group takes them "
         "without a word"
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_fast.api.log import say
+from cp_fast.api.log import log
 from cp_fast.transport.lane_exchange import PeerMessages, Shared
 from cp_fast.transport.streams import CudaStreams
 from cp_fast.transport.watch import Watch
@@ -128,7 +128,7 @@ class _Stop:
 
 
 def _end_process() -> None:
-    say(f"the process did not end within {_GRACE:g} s of that, and is ended")
+    log(f"the process did not end within {_GRACE:g} s of that, and is ended")
     os._exit(1)
 
 

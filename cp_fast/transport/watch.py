@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from cp_fast.api.log import say
+from cp_fast.api.log import log
 from cp_ref.common.groups.process_groups import PeerError, under_way
 
 __all__ = ["Watch"]
@@ -95,7 +95,7 @@ class Watch:
     def end(self, complaint: str) -> None:
         """Report it, and end all waits."""
         self._failure = complaint
-        say(complaint)
+        log(complaint)
         self._stop(complaint)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_fast import backends
-from cp_fast.api.log import say_once
+from cp_fast.api.log import log_once
 from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.backend_protocol import (
     Backend,
@@ -424,7 +424,7 @@ def test_a_faster_library_that_is_not_installed_is_named_once(
     missing = NotInstalled("importing one failed")
     listed = (Stub("one", {Feature.CUDA}, missing), Stub("two", {Feature.CUDA, Feature.GQA}))
     monkeypatch.setattr(backends, "BACKENDS", listed)
-    say_once.cache_clear()
+    log_once.cache_clear()
     assert backends.choose(frozenset({Feature.CUDA, Feature.GQA}), "auto") is listed[1]
     backends.choose(frozenset({Feature.CUDA}), "two")
     assert capfd.readouterr().err == ""  # it lacks what the problem needs; the other was asked for

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from cp_fast.api.log import say_once
+from cp_fast.api.log import log_once
 from cp_fast.backends.fa4 import fa4_cache
 from cp_fast.backends.fa4.fa4_cache import ENABLED, FOLDER, keep_on_disk, kept_where, says_when_it_compiles
 from cp_fast.tools.build.cache import own_folder
@@ -83,7 +83,7 @@ def test_a_compilation_is_said_once(
 ) -> None:
     keep_on_disk()
     monkeypatch.setattr(fa4_cache, "_LONG", 0.0)
-    say_once.cache_clear()
+    log_once.cache_clear()
     launch = SimpleNamespace(compile_cache=SimpleNamespace(cache={}))
     for key in (1, 1, 2):
         with says_when_it_compiles(launch):

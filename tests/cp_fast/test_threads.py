@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.api.group_lock import AloneIn, turns_of
+from cp_fast.api.group_lock import HoldLocks, locks_of
 from cp_ref import SimGroup
 from cp_ref.simulator.sim_group import SimMember
 
@@ -98,15 +98,15 @@ def test_threads_that_take_turns_are_served() -> None:
     SimGroup(1).run(one)
 
 
-def test_an_error_gives_the_turn_back() -> None:
-    turns = turns_of(object_with_references())
-    with pytest.raises(KeyError), AloneIn(turns, "one"):
+def test_an_error_gives_the_lock_back() -> None:
+    locks = locks_of(object_with_references())
+    with pytest.raises(KeyError), HoldLocks(locks, "one"):
         raise KeyError
-    with AloneIn(turns, "two"), AloneIn(turns, "two again"):
+    with HoldLocks(locks, "two"), HoldLocks(locks, "two again"):
         pass
-    with AloneIn(turns, "three"):
-        assert not turns[0].take("four")
-    assert turns[0].take("five")
+    with HoldLocks(locks, "three"):
+        assert not locks[0].acquire_for("four")
+    assert locks[0].acquire_for("five")
 
 
 def object_with_references() -> Any:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 import cp_ref
-from cp_fast.dispatch.opaque import handle_for, object_of
+from cp_fast.dispatch.opaque import object_of, opaque_for
 from cp_ref import SimGroup
 from cp_ref.simulator.sim_group import SimMember
 from cp_ref.simulator.sim_switch import Switch
@@ -180,6 +180,6 @@ def test_an_object_that_is_gone_is_named() -> None:
     class Thing:
         pass
 
-    handle = handle_for(Thing())
+    handle = opaque_for(Thing())
     with pytest.raises(RuntimeError, match="no longer exists"):
         object_of(handle)

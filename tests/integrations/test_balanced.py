@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cp_fast
-from cp_fast.integrations.shared.balanced_table import laid_out
+from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.token_batches import shard_batch
 from cp_ref import SimGroup, dense_attention
 from cp_ref.spec import slice_rows
@@ -165,9 +165,9 @@ def test_a_model_of_transformers() -> None:
 def test_a_batch_is_laid_out_once() -> None:
     def one(member: Any) -> None:
         cp, lengths = cp_fast.ContextParallel(member, layout="balanced"), torch.tensor([0, 30, 33, 48])
-        found = laid_out(cp, "thd", lengths)
-        assert laid_out(cp, "thd", lengths.clone()) is found
-        assert laid_out(cp, "thd", lengths + torch.tensor([0, 0, 1, 0])) is not found
+        found = table_of_batch(cp, "thd", lengths)
+        assert table_of_batch(cp, "thd", lengths.clone()) is found
+        assert table_of_batch(cp, "thd", lengths + torch.tensor([0, 0, 1, 0])) is not found
         assert slice_rows(found.problem, "q") == 24
         laid = found.over(cp)
         assert found.over(cp) is laid

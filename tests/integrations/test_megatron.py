@@ -189,7 +189,7 @@ def balanced_over_ranks(comm: str, exact: bool, more: dict[str, Any]) -> str:
     for name, part, want in (("out", found, expected), ("dx", mine.grad, whole.grad)):
         assert part is not None
         assert want is not None
-        if not torch.allclose(cp_fast.unshard(part.detach(), cp=cp, plan=laid.laid_out)[real], want[real], atol=1e-9):
+        if not torch.allclose(cp_fast.unshard(part.detach(), cp=cp, plan=laid.table)[real], want[real], atol=1e-9):
             wrong.append(name)
     for (name, weight), want in zip(ours.named_parameters(), alone.parameters(), strict=True):
         dist.all_reduce(weight.grad)

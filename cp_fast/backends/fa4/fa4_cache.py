@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any
 
-from cp_fast.api.log import say_once
+from cp_fast.api.log import log_once
 
 __all__ = ["keep_on_disk", "kept_where", "says_when_it_compiles"]
 
@@ -56,7 +56,7 @@ def says_when_it_compiles(function: Any) -> Iterator[None]:
     before, began = len(known), monotonic()
     yield
     if len(known) > before and (took := monotonic() - began) > _LONG:
-        say_once(
+        log_once(
             f"FlashAttention 4 compiles its kernels on the first call of each shape class (the first one took "
             f"{took:.0f} s); they are kept {'in ' if kept_where()[0] == '/' else ''}{kept_where()}"
         )

@@ -7,23 +7,23 @@ every layer the table: right for every mask, and balanced for causal ones.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
+from cp_fast.api.plan_cache import PlanCache
 from cp_ref.common import plan_arguments as plans
 from cp_ref.common.plan_arguments import read_call
 from cp_ref.spec import Sizes, table_of
 
-__all__ = ["LaidOut", "laid_out"]
+__all__ = ["BalancedTable", "table_of_batch"]
 
 _KEPT = 16  # Batches of an accumulation step.
 
 
-class LaidOut(plans.Plan):
+class BalancedTable(plans.Plan):
     """One batch's rows on all ranks.
 
     `shard`, `unshard`, `roll` and `position_ids` take it as their plan, with its context.
@@ -51,17 +51,17 @@ class LaidOut(plans.Plan):
         return self._contexts[cp]
 
 
-_kept: WeakKeyDictionary[ContextParallel, OrderedDict[Any, LaidOut]] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[ContextParallel, PlanCache[Any, BalancedTable]] = WeakKeyDictionary()
 
 
-def laid_out(
+def table_of_batch(
     cp: ContextParallel,
     qkv_format: str,
     cu_seqlens: torch.Tensor,
     cu_seqlens_padded: torch.Tensor | None = None,
     *,
     seqlen: int | None = None,
-) -> LaidOut:
+) -> BalancedTable:
     """The rows of each rank of a batch. Sends nothing: equal lengths give equal tables on all ranks.
 
     Args:
@@ -77,7 +77,7 @@ def laid_out(
     >>> from cp_ref import SimGroup
     >>> def one(member):
     ...     cp = ContextParallel(member, layout="balanced")
-    ...     return laid_out(cp, "thd", torch.tensor([0, 6, 8, 10, 12])).problem.layout
+    ...     return table_of_batch(cp, "thd", torch.tensor([0, 6, 8, 10, 12])).problem.layout
     >>> SimGroup(2).run(one)[0]  # rank, sequence, start, stop
     ((0, 0, 5, 6), (0, 1, 0, 2), (0, 2, 0, 2), (0, 3, 0, 1), (1, 0, 0, 5), (1, 3, 1, 2))
     """
@@ -85,11 +85,10 @@ def laid_out(
         (qkv_format, seqlen),
         *(None if x is None else (x.dtype, x.numpy().tobytes()) for x in (cu_seqlens, cu_seqlens_padded)),
     )
-    kept = _kept.setdefault(cp, OrderedDict())
-    if given not in kept:
+
+    def make() -> BalancedTable:
         sizes: dict[str, Any] = {} if qkv_format == "thd" else {"batch_size": len(cu_seqlens) - 1, "seqlen": seqlen}
         lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_q_padded": cu_seqlens_padded}
-        kept[given] = LaidOut(cp, qkv_format=qkv_format, **sizes, **lengths)
-        while len(kept) > _KEPT:
-            kept.popitem(last=False)
-    return kept[given]
+        return BalancedTable(cp, qkv_format=qkv_format, **sizes, **lengths)
+
+    return _tables.setdefault(cp, PlanCache(_KEPT)).find(given, make)

@@ -74,9 +74,9 @@ def drop_in(
         @wraps(read)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
             if torch.compiler.is_compiling():
-                from cp_fast.dispatch.graph_break import outside_graphs  # Imports Dynamo, as slow as PyTorch's import.
+                from cp_fast.dispatch.graph_break import graph_break  # Imports Dynamo, as slow as PyTorch's import.
 
-                return outside_graphs(call, *args, **kwargs)
+                return graph_break(call, *args, **kwargs)
             with told_to_all(context_of(dict(zip(names, args, strict=False)) | kwargs)):
                 asked = read(*args, **kwargs)
             return asked.give(attention(asked.q, asked.k, asked.v, cp=asked.cp, **asked.arguments))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.integrations.shared.balanced_table import LaidOut, laid_out
+from cp_fast.integrations.shared.balanced_table import BalancedTable, table_of_batch
 from cp_fast.integrations.shared.shared_arguments import context_for, lengths_on_host, refuse
 from cp_ref.common.collective_calls import together
 from cp_ref.common.sharding.shard import position_ids, shard
@@ -26,25 +26,25 @@ __all__ = ["balanced_batch", "self_attention", "seq_params"]
 
 @cache
 def seq_params() -> type[Any]:
-    """Megatron's PackedSeqParams, of a batch that is laid out by a table."""
+    """Megatron's PackedSeqParams, of a batch whose layout is a table."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     @dataclass
-    class LaidOutSeqParams(PackedSeqParams):
+    class BalancedSeqParams(PackedSeqParams):
         """Adds the table of rows, and the positions of this rank's rows in documents and in the batch, int64 [t/cp]."""
 
-        laid_out: LaidOut | None = None
+        table: BalancedTable | None = None
         position_ids: torch.Tensor | None = None
         rows: torch.Tensor | None = None
 
-    return LaidOutSeqParams
+    return BalancedSeqParams
 
 
 @cache
 def self_attention() -> type[torch.nn.Module]:
     """Megatron's SelfAttention, for batches of any layout.
 
-    For a batch laid out by a table it raises NotImplementedError for multi-token prediction, inference and positions of
+    For a batch with a table it raises NotImplementedError for multi-token prediction, inference and positions of
     several axes: Megatron cuts these as for "dual_chunk".
     """
     from megatron.core.transformer.attention import SelfAttention
@@ -102,14 +102,14 @@ def balanced_batch(batch: Mapping[str, Any], packed_seq_params: Any, cp_group: A
     with cp.alone("get_batch_on_this_cp_rank"):
         both = together([cp.comm], lambda: _lengths(batch, packed_seq_params, cp.size), _the_same)
     real, padded = (torch.tensor(lengths, dtype=torch.int32) for lengths in both)
-    laid = laid_out(cp, "thd", real, padded)
-    local = {name: x if x is None else shard(x[0], cp=cp, plan=laid)[None] for name, x in batch.items()}
+    table = table_of_batch(cp, "thd", real, padded)
+    local = {name: x if x is None else shard(x[0], cp=cp, plan=table)[None] for name, x in batch.items()}
     device = next((x.device for x in batch.values() if x is not None), torch.device("cpu"))
     own: dict[str, Any] = {field.name: getattr(packed_seq_params, field.name) for field in fields(PackedSeqParams)}
     own |= {"cu_seqlens_q": real, "cu_seqlens_kv": real, "cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
-    positions = position_ids(cp=cp, plan=laid, device=device)
-    rows = shard(torch.arange(int(padded[-1]), device=device), cp=cp, plan=laid)
-    return local, seq_params()(**own, laid_out=laid, position_ids=positions, rows=rows)
+    positions = position_ids(cp=cp, plan=table, device=device)
+    rows = shard(torch.arange(int(padded[-1]), device=device), cp=cp, plan=table)
+    return local, seq_params()(**own, table=table, position_ids=positions, rows=rows)
 
 
 def _lengths(batch: Any, packed: Any, cp_size: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.api.log import say as _say
+from cp_fast.api.log import log
 from cp_fast.tools.build import cache, tools
 from cp_fast.tools.build.build_errors import BuildError, Unavailable
 from cp_fast.tools.build.recipe import Recipe, Target, recipe, target
@@ -70,7 +70,7 @@ def build(device: str, archs: tuple[int, ...] | None = None, say: Callable[[str]
         raise
 
     def build_in(folder: Path) -> None:
-        (say or _say)(f"building the native kernels for {_SAID_OF[device]}, once, into {cache.root()}")
+        (say or log)(f"building the native kernels for {_SAID_OF[device]}, once, into {cache.root()}")
         _run(program, made, folder)
 
     return cache.cached(key, wanted.file_name, build_in)

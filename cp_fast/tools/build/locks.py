@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cp_fast.api.log import say
+from cp_fast.api.log import log
 from cp_fast.tools.build import trust
 
 __all__ = ["VARIABLE", "place", "turn"]
@@ -75,11 +75,11 @@ def _wait(descriptor: int, path: Path, done: Callable[[], bool], limit: float) -
             return True
         seconds = time.monotonic() - began
         if seconds >= limit:
-            say(f"{_holder(descriptor)} has not built the native kernels in {seconds:.0f} s; this process builds them")
+            log(f"{_holder(descriptor)} has not built the native kernels in {seconds:.0f} s; this process builds them")
             return False
         if not said and seconds >= _SAY_AFTER:
             said = True
-            say(
+            log(
                 f"waiting for {_holder(descriptor)}, which builds the native kernels and holds {path}; "
                 f"after {limit:g} s ({VARIABLE}) this process builds them itself"
             )

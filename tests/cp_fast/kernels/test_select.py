@@ -9,7 +9,7 @@ import torch
 
 import cp_fast.tools.build
 from cp_fast import movers as package
-from cp_fast.api.log import say_once
+from cp_fast.api.log import log_once
 from cp_fast.movers import chosen, kernels, select, use, why_not
 from cp_fast.movers.torch_ops import TorchKernels
 from cp_fast.movers.torch_thd import TorchThdKernels
@@ -40,7 +40,7 @@ def test_the_first_use_of_a_slower_one_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cp_fast.tools.build, "why_not", lambda device_type: "no C++ compiler")
-    say_once.cache_clear()
+    log_once.cache_clear()
     for _ in range(2):
         kernels("cpu")
         select._choice.cache_clear()
@@ -48,11 +48,11 @@ def test_the_first_use_of_a_slower_one_says_so_once(
         "cp-attention: on 'cpu' the kernels 'torch' move and merge, slower than 'native' ones (not native: no C++ "
         "compiler; not numba: numba is for 'cuda', not 'cpu'); CP_FAST_KERNELS=torch takes them without a word\n"
     )
-    say_once.cache_clear()
+    log_once.cache_clear()
     monkeypatch.setenv("LOCAL_RANK", "1")  # the first process of a node speaks for all
     kernels("cpu")
     monkeypatch.delenv("LOCAL_RANK")
-    say_once.cache_clear()
+    log_once.cache_clear()
     monkeypatch.setenv(select.VARIABLE, "torch")
     kernels("cpu")
     assert capfd.readouterr().err == ""
