@@ -11,7 +11,8 @@ differ nothing is reported. `host_ms` is what the host needs to launch one call,
 
     --layouts dual_chunk,balanced   each schedule under each layout, in turns too
     --messages peers,group,graph   each schedule with messages by peers' memory, by NCCL, and by NCCL in a CUDA graph
-    --without -,free_early,all     each without a compiler pass (`cp_fast.compile.pipeline.PASSES`), in turns too
+    --without -,free_early,all     each without a compiler pass (`cp_fast.compile.pass_table`), in turns too; `each`
+                             stands for -, every pass, and all
     --peers                  ring-flash-attention, PyTorch's `context_parallel` and TransformerEngine (`others.py`), in
                              turns too, each compared with the single GPU; which are left out and why, each row says
     --trace FOLDER           a Chrome trace of every rank and one picture with its kernels, transfers and gaps
@@ -40,17 +41,18 @@ from torch.multiprocessing.spawn import spawn
 
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments, by_name
-from cp_fast.compile.pipeline import PASSES, switched_off
 from cp_ref.spec import Problem, Sequence
 
 if __package__:
     from benchmarks import timeline
     from benchmarks.others import Other, others
     from benchmarks.ranks import Commit, Schedules, connect, largest, seconds
+    from benchmarks.switches import passes_of, switched
 else:
     import timeline
     from others import Other, others
     from ranks import Commit, Schedules, connect, largest, seconds
+    from switches import passes_of, switched
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,10 @@ def parallel(
     """cp_fast's; `messages`: "auto", "group", "peers", or "graph" for calls that are replayed. `without`: see
     `Contender`.
     """
-    off = {"-": (), "all": tuple(one.name for one in PASSES)}.get(without, (without,))
+    off = switched(without)
     cp = cp_fast.ContextParallel(group, schedule, layout=layout, backend=job.backend)
     cu = torch.tensor([sum(job.lengths[:n]) for n in range(len(job.lengths) + 1)], dtype=torch.int32)
-    with switched_off(*off):
+    with off():
         plan = cp_fast.make_plan(
             cp=cp,
             qkv_format="thd",
@@ -191,7 +193,7 @@ def parallel(
     if messages == "graph":
         return Contender("cp_fast", schedule, layout, "graph", without, slices, captured(forward), captured(both))
     carried = "group" if by_group else "peers"
-    return Contender("cp_fast", schedule, layout, carried, without, slices, forward, both)
+    return Contender("cp_fast", schedule, layout, carried, without, slices, forward, both, off)
 
 
 def other(way: Other, x: dict[str, torch.Tensor]) -> Contender:
@@ -380,7 +382,9 @@ def main(
     schedules: Schedules = "p2p,all_gather,a2a",
     layouts: Annotated[str, typer.Option(help="Layouts, several with commas.")] = "dual_chunk",
     messages: Annotated[str, typer.Option(help="auto, or some of peers, group and graph, with commas.")] = "auto",
-    without: Annotated[str, typer.Option(help="Compiler passes switched off: -, all or names, with commas.")] = "-",
+    without: Annotated[
+        str, typer.Option(help="Compiler passes switched off: each, or -, all, names, with commas.")
+    ] = "-",
     peers: Annotated[bool, typer.Option("--peers", help="Other libraries too, in turns.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Folder for Chrome traces and pictures.")] = None,
     backend: Annotated[str, typer.Option(help="The kernel library.")] = "fa4",
@@ -398,7 +402,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         if trace is not None:
             trace.mkdir(parents=True, exist_ok=True)
-        ways = tuple(names.split(",") for names in (schedules, layouts, messages, without))
+        ways = *(names.split(",") for names in (schedules, layouts, messages)), list(passes_of(without))
         spawn(worker, args=(job, ways, peers, str(trace or ""), folder), nprocs=gpus)
         rows = torch.load(Path(folder) / "rows.pt", weights_only=False)
     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": commit}

@@ -2,6 +2,9 @@
 
     python benchmarks/masks.py --gpus 2 --tokens 16384 --layouts dual_chunk,balanced --seconds 125 --out masks.csv
 
+`--without -,factor_keys,all` measures each schedule without a compiler pass too, in the same turns; `each` stands for
+-, every pass, and all (see `benchmarks/attention.py`).
+
 `share` = (visible pairs / the rate of the dense causal kernel on one GPU) / gpus / time: 1 is a mask that costs what
 its pairs cost. All are measured in turns by CUDA events (A B C A B C), several calls in a row, on all GPUs at once; the
 slowest GPU counts, and the median of the rounds is reported. Before that out, dq, dk and dv are compared with attention
@@ -21,7 +24,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,8 +44,10 @@ from cp_ref.spec import areas_of_rows
 
 if __package__:
     from benchmarks.ranks import connect, largest, seconds, seconds_alone
+    from benchmarks.switches import passes_of, switched
 else:
     from ranks import connect, largest, seconds, seconds_alone
+    from switches import passes_of, switched
 
 Maker = Callable[[int], torch.Tensor]
 MaskMod = Callable[..., torch.Tensor]
@@ -78,6 +86,7 @@ class Job:
     rounds: int
     calls: int
     seconds: float
+    without: tuple[str, ...] = ("-",)
     began: float = field(default_factory=time.time)
     heads_q: int = 32
     heads_kv: int = 8
@@ -196,9 +205,16 @@ def parallel(
 
 def contenders(job: Job, name: str, x: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, Any, Callable[[], Any]]]:
     """What is measured of a mask: in words, its layout, its context and plan, and a call."""
-    for schedule in job.schedules:
-        for layout in job.layouts:
-            yield schedule, layout, *parallel(job, name, schedule, layout, x)
+    for schedule, layout, without in product(job.schedules, job.layouts, job.without):
+        off = switched(without)
+        with off():
+            made, both = parallel(job, name, schedule, layout, x)
+        yield schedule if without == "-" else f"{schedule} without {without}", layout, made, partial(_inside, off, both)
+
+
+def _inside(off: Callable[[], AbstractContextManager[None]], call: Callable[[], Any]) -> Any:
+    with off():
+        return call()
 
 
 def worst_error(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
@@ -318,12 +334,14 @@ def main(
     layouts: Annotated[str, typer.Option(help="Some of dual_chunk, contiguous, balanced.")] = "dual_chunk,balanced",
     rounds: Annotated[int, typer.Option(help="Turns of which the median counts.")] = 5,
     calls: Annotated[int, typer.Option(help="Calls in a row.")] = 6,
+    without: Annotated[str, typer.Option(help="Compiler passes switched off: each, or -, all, names.")] = "-",
     limit: Annotated[float, typer.Option("--seconds", help="After which nothing more is begun.")] = 125.0,
     out: Annotated[Path | None, typer.Option(help="A CSV file to write.")] = None,
 ) -> None:
     """Measure, forward and backward, and print a table of milliseconds and shares."""
     of_masks, of_schedules, of_layouts = (tuple(x.split(",")) for x in (names, schedules, layouts))
-    report(run(Job(gpus, tokens, of_masks, of_schedules, of_layouts, rounds, calls, limit)), out)
+    job = Job(gpus, tokens, of_masks, of_schedules, of_layouts, rounds, calls, limit, passes_of(without))
+    report(run(job), out)
 
 
 def report(rows: Sequence[dict[str, Any]], out: Path | None) -> None:

@@ -17,8 +17,9 @@ from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
 from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.message_order import in_order
+from cp_fast.compile.pass_table import is_on
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision
-from cp_fast.compile.pipeline import Schedules, is_on, lowered, optimized, upload
+from cp_fast.compile.pipeline import Schedules, lowered, optimized, upload
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.compile.planning.chosen_schedule import chosen_program, chosen_schedule
 from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
@@ -223,7 +224,7 @@ def prepared(
     """
     kernels(device.type)
     problem, room, _ = agreement
-    packing = Packing(problem, may_fold=custom is None)
+    packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
     head_chunks = choose_head_chunks(problem) if custom is None else ()
     if custom is None:
         steps, saved = chosen_program(problem, cp.rank, head_chunks), saved_kinds(problem)
@@ -252,7 +253,7 @@ def _with_messages(cp: ContextParallel, plan: Plan) -> Plan:
     rows = -(-tokens[0] // cp.size), -(-tokens[1] // cp.size)
     with cp.alone("an agreement on the messages of a plan"):
         carried = messages_for(cp.comm, problem, rows, plan.device)
-        if room is None and is_on("low_precision_grads") and may_have_low_precision(problem):
+        if "low_precision_grads" not in instructions.skipped and may_have_low_precision(problem):
             instructions = low_precision_grads(
                 instructions, cp.comm, rounded=getattr(plan.backend, "rounded_gradients", False)
             )

@@ -27,7 +27,7 @@ slices and index tensors. Heads of a view are counted from the buffer's first he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -224,6 +224,7 @@ class ExecutablePlan(Generic[R]):
         saved: (buffer of the forward pass, buffer of the backward pass) of every buffer kept between the passes,
             including the own q and kv if the backward pass reads them.
         real_q_rows: the local rows that hold real query tokens; in a plan that is updated in place a mask of all rows.
+        skipped: the compiler passes that did not run, and why.
         spare_rows: in a plan updated in place, the number of spare rows at the end of each buffer. Tables have a
             constant size there; their padding writes to the spare rows, which are never read.
         position_ids: int64 [t], in a plan that is updated in place.
@@ -233,6 +234,7 @@ class ExecutablePlan(Generic[R]):
     backward: PassPlan[R]
     saved: tuple[tuple[int, int], ...]
     real_q_rows: R
+    skipped: Mapping[str, str] = field(default_factory=dict)
     spare_rows: int = 0
     position_ids: Any = None
 
@@ -264,4 +266,5 @@ class ExecutablePlan(Generic[R]):
         return replace(self, forward=forward, backward=backward)
 
     def __str__(self) -> str:
-        return f"{self.forward}\n{self.backward}"
+        skipped = [f"skipped {name}: {reason}\n" for name, reason in self.skipped.items()]
+        return f"{''.join(skipped)}{self.forward}\n{self.backward}"

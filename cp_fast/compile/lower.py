@@ -6,7 +6,7 @@ slow; the compiler passes (`cp_fast.compile.pipeline`) make it fast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -55,6 +55,7 @@ def lower(
     rule: WindowRule,
     *,
     sink: bool = False,
+    skipped: Mapping[str, str] | None = None,
 ) -> Draft:
     """Lower one rank's schedule of both passes.
 
@@ -63,12 +64,14 @@ def lower(
         saved: the kinds of operands that are kept between the passes.
         rule: which tiles keep their windows.
         sink: whether the softmax has a sink.
+        skipped: the compiler passes that do not run, and why.
 
     Raises:
         ValueError: the schedule computes with rows that the rank does not have.
     """
     tables, sets = Tables(), SpanSets()
-    groups = TileGroups(work, rule, tables, sets)
+    skipped = skipped or {}
+    groups = TileGroups(work, rule, tables, sets, skipped)
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
     own_q = RowMap.of(own["q"])
     own_kv = own_q if work.ownership.kv is work.ownership.q else RowMap.of(own["kv"])
@@ -93,6 +96,7 @@ def lower(
             plan_backward,
             tuple(pair for pair in pairs if pair[1] in read),
             tables.rows(own["q"].row, own["q"].stop - own["q"].start),
+            skipped,
         ),
         tables,
     )
@@ -358,7 +362,9 @@ class _Lowering:
             )
             for kind, some, _ in wanted
         ]
-        yield Launch(number, tuple(operands), launch.segments, tuple(made), heads[0], launch.q, launch.kv)
+        yield Launch(
+            number, tuple(operands), launch.segments, tuple(made), heads[0], launch.q, launch.kv, launch.made_by
+        )
         for partial, (kind, some, layers) in zip(made, wanted, strict=True):
             for layer in layers:
                 yield from self.sums.accumulates(partial, kind, some, layer, number)

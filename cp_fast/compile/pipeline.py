@@ -1,16 +1,12 @@
-"""The compiler: a rank's schedule is lowered, and passes make the plan fast.
+"""The compiler: a rank's schedule is lowered, and passes make the plan fast (`cp_fast.compile.pass_table` lists them).
 
-`PASSES` lists every pass that can be switched off alone (`switched_off`); with all of them off the plan is slow and
-right. Passes on tiles run before the plan has instructions, while a step's tiles become
-launches (`cp_fast.compile.tiles.launches`).
+Passes on tiles run while a step's tiles become launches (`cp_fast.compile.tiles.launches`), passes on instructions
+after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +14,7 @@ from cp_fast.compile.fold_batch import fold_batch
 from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.link import linked
 from cp_fast.compile.lower import Draft, lower
+from cp_fast.compile.pass_table import is_on, skipped
 from cp_fast.compile.passes.accumulate_late import accumulate_late
 from cp_fast.compile.passes.free_early import free_early
 from cp_fast.compile.passes.hoist_copies import hoist_copies
@@ -29,37 +26,9 @@ from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import Problem, saved_kinds
 
-__all__ = ["PASSES", "Pass", "Schedules", "compiled", "is_on", "lowered", "optimized", "switched_off", "upload"]
+__all__ = ["Schedules", "compiled", "lowered", "optimized", "upload"]
 
 _LARGE = 2048  # query rows from which a tile of a packed batch keeps its own window
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One line of the table of passes.
-
-    Attributes:
-        on: what it changes: tiles before they are launches, the instructions of a plan, or the runtime's launches.
-        does: what it does, in one sentence.
-        reorders_keys: whether a launch may read keys in another order than their positions. Scores that depend on
-            positions then need the positions of every row.
-    """
-
-    name: str
-    on: Literal["tiles", "instructions", "launches"]
-    does: str
-    reorders_keys: bool = False
-
-
-PASSES = (
-    Pass(
-        "accumulate_late", "instructions", "Partial results are accumulated beside messages, those of one sum together."
-    ),
-    Pass("recv_in_place", "instructions", "Messages are received where a launch reads them, without a copy."),
-    Pass("hoist_copies", "instructions", "Copies that need no message run while messages travel."),
-    Pass("free_early", "instructions", "Every buffer is freed after its last use."),
-    Pass("low_precision_grads", "instructions", "Gradients from a single launch are sent in the launch's dtype."),
-)
 
 
 def lowered(packing: Packing, rank: int, schedules: Schedules, saved: tuple[str, ...]) -> Draft:
@@ -68,39 +37,16 @@ def lowered(packing: Packing, rank: int, schedules: Schedules, saved: tuple[str,
     if packing.folded:
         schedules = fold_batch(schedules, problem)
     rule = WindowRule(own_window(problem), _LARGE if problem.qkv_format == "thd" else 0)
-    return lower(packed.workload, rank, *schedules, saved, rule, sink=problem.softmax_type != "vanilla")
+    off = skipped(position_free_scores=problem.position_free_scores)
+    sink = problem.softmax_type != "vanilla"
+    return lower(packed.workload, rank, *schedules, saved, rule, sink=sink, skipped=off)
 
 
 def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = None) -> Draft:
     """The plan of one rank, made as for a call. `head_chunks`: see `make_schedule`; None for the chosen ones."""
     head_chunks = choose_head_chunks(problem) if head_chunks is None else head_chunks
-    return optimized(lowered(Packing(problem), rank, chosen_program(problem, rank, head_chunks), saved_kinds(problem)))
-
-
-_off: frozenset[str] = frozenset()
-
-
-@contextmanager
-def switched_off(*names: str) -> Iterator[None]:
-    """Inside, these passes do not run, in any thread: plans are made without them.
-
-    Raises:
-        ValueError: a name that is not in `PASSES`.
-    """
-    global _off
-    known = [one.name for one in PASSES]
-    if unknown := set(names) - set(known):
-        raise ValueError(f"names has {sorted(unknown)}, which are no compiler passes; the passes are {known}")
-    before, _off = _off, _off | set(names)
-    try:
-        yield
-    finally:
-        _off = before
-
-
-def is_on(name: str) -> bool:
-    """Whether a pass runs."""
-    return name not in _off
+    packing = Packing(problem, may_fold=is_on("fold_batch"))
+    return optimized(lowered(packing, rank, chosen_program(problem, rank, head_chunks), saved_kinds(problem)))
 
 
 def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
@@ -110,18 +56,19 @@ def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
         in_place: whether the plan is updated in place: then its buffers and messages keep their places.
     """
     plan, tables = draft.plan, draft.tables
+    off = {**plan.skipped, **skipped(in_place=in_place)}
     kept = [number for number, _ in plan.saved]
-    passes = [plan.forward, plan.backward]
-    if is_on("accumulate_late"):
-        passes = [accumulate_late(one) for one in passes]
-    if is_on("recv_in_place") and not in_place:
-        passes = [recv_in_place(one, tables, saved) for one, saved in zip(passes, (kept, ()), strict=True)]
-    if is_on("hoist_copies") and not in_place:
-        passes = [hoist_copies(one) for one in passes]
-    if is_on("free_early"):
-        passes = [free_early(one, saved) for one, saved in zip(passes, (kept, ()), strict=True)]
-    forward, backward = passes
-    return replace(draft, plan=plan.with_passes(forward, backward))
+    passes = [(plan.forward, kept), (plan.backward, [])]
+    if "accumulate_late" not in off:
+        passes = [(accumulate_late(one), saved) for one, saved in passes]
+    if "recv_in_place" not in off:
+        passes = [(recv_in_place(one, tables, saved), saved) for one, saved in passes]
+    if "hoist_copies" not in off:
+        passes = [(hoist_copies(one), saved) for one, saved in passes]
+    if "free_early" not in off:
+        passes = [(free_early(one, saved), saved) for one, saved in passes]
+    (forward, _), (backward, _) = passes
+    return replace(draft, plan=replace(plan, forward=forward, backward=backward, skipped=off))
 
 
 def upload(draft: Draft, device: torch.device) -> ExecutablePlan[Rows]:

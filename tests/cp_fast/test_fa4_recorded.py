@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cp_fast.backends.fa4.fa4_recorded import Launches
 from cp_fast.backends.fa4.recorded_order import Step, in_little_memory
+from cp_fast.compile.pass_table import switched_off
 
 NAMES = ("x", "bias")
 
@@ -74,6 +75,17 @@ def test_the_third_call_repeats_what_the_second_did() -> None:
         torch.testing.assert_close(list(out), expected(x, 2.0))
         assert kernels.ran == ["one more", "scaled sum"] * (n + 1)
     assert len(calls) == 2  # the first compiled
+
+
+def test_without_the_pass_each_call_goes_through_the_library() -> None:
+    kernels, calls = Kernels(), []
+    launches = Launches(library(kernels, calls), "function", NAMES, 2)
+    for n in range(5):
+        x = torch.randn(4, 3)
+        with switched_off("record_launches"):
+            out = launches([x, None], {"scale": 2.0})
+        torch.testing.assert_close(list(out), expected(x, 2.0))
+        assert len(calls) == n + 1
 
 
 def test_tensors_that_were_one_may_be_two_in_the_next_call() -> None:

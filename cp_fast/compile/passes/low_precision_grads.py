@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TypeVar
 
-from cp_fast.compile.instructions import Accumulate, Copy, ExecutablePlan, Launch, PassPlan, Recv, Send
+from cp_fast.compile.instructions import Accumulate, Copy, ExecutablePlan, Instruction, Launch, PassPlan, Recv, Send
 from cp_ref.spec import Group, Problem
 
 __all__ = ["in_input_dtype", "low_precision_grads", "may_have_low_precision", "of_one_launch"]
@@ -65,6 +65,16 @@ def low_precision_grads(plan: ExecutablePlan[R], group: Group, *, rounded: bool)
 
 
 def in_input_dtype(plan: PassPlan[R], numbers: Collection[int]) -> PassPlan[R]:
-    """The plan with these buffers in the inputs' dtype."""
+    """The plan with these buffers, which are sent or received, in the inputs' dtype."""
     buffers = [replace(spec, dtype="input") if n in numbers else spec for n, spec in enumerate(plan.buffers)]
-    return replace(plan, buffers=tuple(buffers))
+    instructions = [
+        replace(one, made_by="low_precision_grads") if _message(one) in numbers else one for one in plan.instructions
+    ]
+    return replace(plan, buffers=tuple(buffers), instructions=tuple(instructions))
+
+
+def _message(one: Instruction[R]) -> int | None:
+    """The buffer that an instruction sends or receives into."""
+    if isinstance(one, Send):
+        return one.source.buffer
+    return one.buffer if isinstance(one, Recv) else None

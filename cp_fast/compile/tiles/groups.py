@@ -6,7 +6,7 @@ a2a schedule, for other heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,8 +15,9 @@ import numpy as np
 
 from cp_fast.compile.index_tables import Key, Tables
 from cp_fast.compile.instructions import Heads
+from cp_fast.compile.pass_table import names_of
 from cp_fast.compile.row_maps import Parts, RowMap, Spans, SpanSets
-from cp_fast.compile.tiles.launches import LaunchTable, keys_in_buffer_order, launch_tables, overlap
+from cp_fast.compile.tiles.launches import LaunchTable, launch_tables, overlap, sort_keys
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_ref.spec import Tiles, Workload
 from cp_ref.spec.tables.table import one_value
@@ -48,6 +49,11 @@ class LaunchRows:
     kv: Spans
     layers: tuple[Parts, ...]
 
+    @property
+    def made_by(self) -> str:
+        """The compiler passes that made it."""
+        return ", ".join(names_of(self.table.made_by)) or "lower"
+
     def rows(self, kind: str) -> Spans:
         """The rows of a kind of operands."""
         return self.kv if kind == "kv" else self.q
@@ -72,11 +78,14 @@ class TileGroup(NamedTuple):
 
 
 class TileGroups:
-    """The tiles of a rank's steps."""
+    """The tiles of a rank's steps. `skipped`: the compiler passes that do not run."""
 
-    def __init__(self, work: Workload, rule: WindowRule, tables: Tables, sets: SpanSets) -> None:
+    def __init__(
+        self, work: Workload, rule: WindowRule, tables: Tables, sets: SpanSets, skipped: Collection[str] = ()
+    ) -> None:
         a = work.areas
-        self._rule = rule._replace(apart=not (overlap(a.q_start, a.q_stop) or overlap(a.k_start, a.k_stop)))
+        self._skipped = skipped
+        self._rule = rule._replace(disjoint=not (overlap(a.q_start, a.q_stop) or overlap(a.k_start, a.k_stop)))
         self._work, self._tables, self._sets = work, tables, sets
         self._groups: dict[int, tuple[Tiles, list[TileGroup]]] = {}  # By the tiles' id.
         self._launches: dict[tuple[int, ...], tuple[Tiles, BandTiles, list[LaunchRows]]] = {}  # By their columns' ids.
@@ -104,7 +113,7 @@ class TileGroups:
         rectangles = tuple(map(id, tiles.columns[:5]))  # The cached tiles keep these columns alive.
         if rectangles not in self._launches:
             banded = band_tiles(self._work.areas, tiles)
-            launches = list(map(self._launch, launch_tables(banded, self._rule)))
+            launches = list(map(self._launch, launch_tables(banded, self._rule, self._skipped)))
             self._launches[rectangles] = tiles, banded, launches
         return self._launches[rectangles][1:]
 
@@ -122,7 +131,8 @@ class TileGroups:
     def in_buffer_order(self, launch: LaunchRows, rows: RowMap) -> LaunchRows:
         """The launch with its keys in the best order to read from this buffer."""
         if (launch, rows) not in self._in_order:
-            table = keys_in_buffer_order(launch.table, rows, launch.kv)
+            skipped = "sort_keys" in self._skipped
+            table = launch.table if skipped else sort_keys(launch.table, rows, launch.kv)
             same = table is launch.table
             self._in_order[launch, rows] = launch if same else self._launch(table)
         return self._in_order[launch, rows]

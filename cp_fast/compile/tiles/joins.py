@@ -1,99 +1,37 @@
-"""Tiles joined into one. A segment of a kernel launch may have rows from anywhere: they are gathered, or contiguous.
+"""Merge tiles of an area.
 
-boxes     touching tiles of an area, if their bounding rectangle has no other rows and pairs: that rectangle.
-squares   the own chunks of a causal sequence:  q early x k early, q late x k early, q late x k late  ->  one square
-strips    tiles without hidden pairs and with the same queries: one, with all their keys in any order. Tiles of other
-          queries with exactly the same keys join it too.
+merge_adjacent   touching tiles, if their bounding rectangle has no other rows and pairs: that rectangle.
+merge_causal     the own chunks of a causal sequence: q early x k early, q late x k early, q late x k late are one
+                 causal square.
+merge_dense      tiles without hidden pairs and with the same queries: one segment with all their keys in any order.
+                 Tiles of other queries with exactly the same keys join it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
+from cp_fast.compile.pass_table import bit_of
+from cp_fast.compile.tiles.segments import Segments, SegmentSpans, one_each
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, windowed
-from cp_ref.spec import UNBOUNDED, Column, Table, ranges
+from cp_ref.spec import UNBOUNDED, Column, ranges
 from cp_ref.spec.tables.attention_slices import pairs
 from cp_ref.spec.tables.table import constant, runs
 
-__all__ = ["SegmentSpans", "Segments", "boxes", "one_each", "squares", "strips"]
+__all__ = ["merge_adjacent", "merge_causal", "merge_dense"]
+
+_ADJACENT, _CAUSAL, _DENSE = map(bit_of, ("merge_adjacent", "merge_causal", "merge_dense"))
 
 
-@dataclass(frozen=True, eq=False)
-class SegmentSpans(Table):
-    """The rows of segments: spans of global rows, sorted by segment."""
-
-    segment: Column
-    start: Column
-    stop: Column
-
-    def lengths(self, number: int) -> Column:
-        """The number of rows of each of `number` segments."""
-        size = self.stop - self.start
-        return size if len(size) == number else np.bincount(self.segment, size, number).astype(np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class Segments:
-    """Segments of launches. Segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries of its
-    spans of `q`, one after the other, and the keys of its spans of `k`.
-    """
-
-    area: Column
-    left: Column
-    right: Column
-    q: SegmentSpans
-    k: SegmentSpans
-
-    def __len__(self) -> int:
-        return len(self.area)
-
-    def take(self, which: Column) -> Segments:
-        """The segments with these numbers, in this order."""
-        q, k = (_taken(spans, which, len(self)) for spans in (self.q, self.k))
-        return Segments(self.area[which], self.left[which], self.right[which], q, k)
-
-    @staticmethod
-    def concat(parts: Sequence[Segments]) -> Segments:
-        """The segments of all parts, in the order of their areas and queries."""
-        parts = [part for part in parts if len(part)] or list(parts[:1])
-        if len(parts) == 1:
-            return parts[0]
-        first = np.cumsum([0, *(len(part) for part in parts)])
-        area, left, right = (np.concatenate(x) for x in zip(*((p.area, p.left, p.right) for p in parts), strict=True))
-        q, k = (
-            SegmentSpans.concat(
-                [SegmentSpans(s.segment + n, s.start, s.stop) for s, n in zip(sides, first, strict=False)]
-            )
-            for sides in ([p.q for p in parts], [p.k for p in parts])
-        )
-        joined = Segments(area, left, right, q, k)
-        return joined.take(np.lexsort((q.start[np.searchsorted(q.segment, np.arange(len(area)))], area)))
-
-
-def _taken(spans: SegmentSpans, which: Column, number: int) -> SegmentSpans:
-    begin, end = (np.searchsorted(spans.segment, np.arange(number), side=side) for side in ("left", "right"))
-    size = (end - begin)[which]
-    rows = ranges(begin[which], size)
-    return SegmentSpans(np.repeat(np.arange(len(which)), size), spans.start[rows], spans.stop[rows])
-
-
-def one_each(tiles: BandTiles) -> Segments:
-    """Every tile as a segment."""
-    number = np.arange(len(tiles))
-    q = SegmentSpans(number, tiles.q_start, tiles.q_stop)
-    return Segments(tiles.area, tiles.left, tiles.right, q, SegmentSpans(number, tiles.k_start, tiles.k_stop))
-
-
-def strips(tiles: BandTiles) -> Segments:
+def merge_dense(tiles: BandTiles) -> Segments:
     """Tiles without hidden pairs as few segments.
 
     >>> from cp_fast.compile.tiles.windows import windowed
     >>> four = [(0, 0, 2, 4, 6), (0, 0, 2, 8, 9), (0, 10, 12, 4, 6), (0, 10, 12, 8, 9)]  # area, queries, keys
     >>> edge = np.full(4, UNBOUNDED)
-    >>> found = strips(windowed(*map(np.array, zip(*four)), -edge, edge))
+    >>> found = merge_dense(windowed(*map(np.array, zip(*four)), -edge, edge))
     >>> list(found.q.rows()), list(found.k.rows())
     ([(0, 0, 2), (0, 10, 12)], [(0, 4, 6), (0, 8, 9)])
     """
@@ -108,11 +46,10 @@ def strips(tiles: BandTiles) -> Segments:
     number = np.arange(len(first))
     keys = ranges(begin[first], size[first])
     area = tiles.area[begin[first]]
-    none = constant(-1, area)
-    return Segments(
+    merged = (queries > 1) | (size[first] > 1)
+    return Segments.dense(
         area,
-        none,
-        none,
+        np.where(merged, _DENSE, tiles.made_by[begin[first]]),
         SegmentSpans(np.repeat(number, queries), q0[begin], q1[begin]),
         SegmentSpans(np.repeat(number, size[first]), tiles.k_start[keys], tiles.k_stop[keys]),
     )
@@ -131,13 +68,13 @@ def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
     return same
 
 
-def boxes(tiles: BandTiles) -> BandTiles:
+def merge_adjacent(tiles: BandTiles) -> BandTiles:
     """Join touching tiles of an area if their bounding rectangle has exactly their rows and pairs, as the neighbouring
     chunks of the last rank.
 
     >>> from cp_fast.compile.tiles.windows import windowed
     >>> three = [(0, 0, 2, 0, 2, -3, 0), (0, 2, 4, 0, 2, -3, 0), (0, 2, 4, 2, 4, -3, 0)]  # a window of three
-    >>> [row[1:5] for row in boxes(windowed(*map(np.array, zip(*three)))).rows()]
+    >>> [row[1:5] for row in merge_adjacent(windowed(*map(np.array, zip(*three)))).rows()]
     [(0, 4, 0, 4)]
     """
     same = tiles.area[1:] == tiles.area[:-1]
@@ -162,12 +99,13 @@ def boxes(tiles: BandTiles) -> BandTiles:
     if not whole.any():
         return tiles
     joined = windowed(*(x[whole] for x in (area, q0, q1, k0, k1, lo, hi)))
+    joined = replace(joined, made_by=constant(_ADJACENT, joined.area))
     found = BandTiles.concat([tiles.take(~np.repeat(whole, size)), joined])
     return found.take(np.argsort(found.area, kind="stable"))
 
 
-def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
-    """Tiles that form causal squares, by area, as segments; and whether each tile belongs to one.
+def merge_causal(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
+    """The own tiles of each causal area as one causal square; and whether each tile belongs to one.
 
     Queries and keys of such an area are the same positions along the diagonal, with any gaps. So each of the given rows
     sees exactly the given rows before it and itself.
@@ -203,7 +141,7 @@ def squares(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
     keys = SegmentSpans(segment, q.start + hi[q.segment], q.stop + hi[q.segment])
     own_left, own_right = rule.own
     left = np.where((own_right == 0) & (hi - lo == own_left), own_left, -1)[area]
-    return Segments(area, left, np.zeros_like(area), own, keys), part
+    return Segments(area, left, np.zeros_like(area), constant(_CAUSAL, area), own, keys), part
 
 
 def _rows_together(segment: Column, start: Column, stop: Column) -> Column:

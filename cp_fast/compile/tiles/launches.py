@@ -1,33 +1,38 @@
-"""Tiles with equal windows in one kernel launch, if no two of them share a row."""
+"""The kernel launches of tiles: segments with equal windows in one varlen launch, if no two of them share a row."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from cp_fast.compile.pass_table import bit_of
 from cp_fast.compile.row_maps import RowMap, Spans
-from cp_fast.compile.tiles.joins import Segments, SegmentSpans, boxes, one_each, squares, strips
-from cp_fast.compile.tiles.sharing import alike, apart, areas_meet, behind, layers, staircases
-from cp_fast.compile.tiles.spreading import spread
-from cp_fast.compile.tiles.windows import BandTiles, WindowRule, cut_to_windows
+from cp_fast.compile.tiles.joins import merge_adjacent, merge_causal, merge_dense
+from cp_fast.compile.tiles.segments import Segments, SegmentSpans, one_each
+from cp_fast.compile.tiles.shared_keys import dedupe_queries, factor_keys
+from cp_fast.compile.tiles.sharing import areas_meet, layers, prepend_keys, split_disjoint
+from cp_fast.compile.tiles.split_queries import split_queries
+from cp_fast.compile.tiles.windows import BandTiles, WindowRule, split_windows
 from cp_ref.spec import Column
 from cp_ref.spec.planners.ring_members import merged
 from cp_ref.spec.tables.table import one_value
 
-__all__ = ["LaunchTable", "keys_in_buffer_order", "launch_tables", "overlap"]
+__all__ = ["LaunchTable", "launch_tables", "overlap", "sort_keys"]
 
 _FEW = 8  # Segments.
 _SAMPLE = 1024  # Spans.
+_BATCH, _DISJOINT, _SORT = map(bit_of, ("batch_segments", "split_disjoint", "sort_keys"))
 
 
 class LaunchTable(NamedTuple):
     """One launch: its window, its rows as spans of global rows, segment after segment, and the segments' lengths.
 
     Each row of queries occurs once. Without `layer` each row of keys also occurs once. Otherwise `layer` has a number
-    for each segment, and segments with the same number have no row of keys in common.
+    for each segment, and segments with the same number have no row of keys in common. `made_by`: the passes that made
+    its segments and the launch, as bits.
     """
 
     left: int | None
@@ -36,46 +41,62 @@ class LaunchTable(NamedTuple):
     k: SegmentSpans
     lengths_q: Column
     lengths_k: Column
+    made_by: int
     layer: Column | None = None
 
 
-def launch_tables(tiles: BandTiles, rule: WindowRule) -> list[LaunchTable]:
-    """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles."""
+def launch_tables(tiles: BandTiles, rule: WindowRule, skipped: Collection[str] = ()) -> list[LaunchTable]:
+    """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles.
+
+    Args:
+        skipped: the passes that do not run (`cp_fast.compile.pass_table`).
+    """
     if not len(tiles):
         return []
-    meet = not rule.apart and areas_meet(tiles)
-    tiles = boxes(tiles)
+    meet = not rule.disjoint and areas_meet(tiles)
+    if "merge_adjacent" not in skipped:
+        tiles = merge_adjacent(tiles)
     square = edges = None
-    if bool(tiles.diagonal.any()):
-        square, part = squares(tiles, rule)
+    if "merge_causal" not in skipped and bool(tiles.diagonal.any()):
+        square, part = merge_causal(tiles, rule)
         tiles = tiles.take(~part) if part.any() else tiles
-    tiles = cut_to_windows(tiles, rule)
+    if "split_windows" not in skipped:
+        tiles = split_windows(tiles, rule)
     full = tiles.full
     if not full.all():
         tiles, edges = tiles.take(full), one_each(tiles.take(~full))
-    strip = strips(tiles)
+    dense = one_each(tiles) if "merge_dense" in skipped else merge_dense(tiles)
 
-    def with_others(strip: Segments) -> Segments:
-        return Segments.concat([x for x in (square, strip, edges) if x is not None])
+    def with_others(dense: Segments) -> Segments:
+        return Segments.concat([x for x in (square, dense, edges) if x is not None])
 
     if not meet:
-        return [_launch(found) for group in _by_window(with_others(strip), rule) for found in _places(group)]
-    best = _fewest(with_others(staircases(strip) if len(strip) > 1 else strip), rule)
-    if len(strip) > 1 and (other := alike(strip, len(best) * _most_keys(with_others(strip)))) is not None:
-        best = min(best, _fewest(with_others(other), rule, len(best)) or best, key=_cost)
-    return [_launch(some, layers(some)) for some in (spread(_by_queries(x)) for x in best)]
+        found = _batches(with_others(dense), rule, skipped)
+        return [_launch(some, made_by=_BATCH if len(some) > 1 else 0) for some in found]
+    factored = dense if "factor_keys" in skipped or len(dense) < 2 else factor_keys(dense)
+    best = _fewest(with_others(factored), rule, skipped)
+    if "dedupe_queries" not in skipped and len(dense) > 1:
+        deduped = dedupe_queries(dense, len(best) * _most_keys(with_others(dense)))
+        if deduped is not None:
+            best = min(best, _fewest(with_others(deduped), rule, skipped, len(best)) or best, key=_cost)
+    best = [_by_queries(some) for some in best]
+    parts = best if "split_queries" in skipped else map(split_queries, best)
+    return [
+        _launch(some, layers(some), made_by=_DISJOINT if len(whole) > 1 else 0)
+        for whole, some in zip(best, parts, strict=True)
+    ]
 
 
-def _fewest(way: Segments, rule: WindowRule, most: float = math.inf) -> list[Segments]:
+def _fewest(way: Segments, rule: WindowRule, skipped: Collection[str], most: float = math.inf) -> list[Segments]:
     """The segments in launches, with keys prepended to causal segments or not, by the lower cost. Empty if both need
     more launches than `most`.
     """
     best: list[Segments] = []
-    joined = behind(way)
+    joined = way if "prepend_keys" in skipped else prepend_keys(way)
     for some in (joined, way) if len(joined) < len(way) else (way,):
         found: list[Segments] = []
         for group in _by_window(some, rule):
-            more = apart(group, most - len(found))
+            more = _one_by_one(group) if "split_disjoint" in skipped else split_disjoint(group, most - len(found))
             if more is None:
                 break
             found += more
@@ -83,6 +104,20 @@ def _fewest(way: Segments, rule: WindowRule, most: float = math.inf) -> list[Seg
             if not best or _cost(found) < _cost(best):
                 best, most = found, len(found)
     return best
+
+
+def _one_by_one(segments: Segments) -> list[Segments]:
+    """Each segment alone."""
+    return [segments.take(np.array([n])) for n in range(len(segments))]
+
+
+def _batches(segments: Segments, rule: WindowRule, skipped: Collection[str]) -> Iterator[Segments]:
+    """The segments of areas without common rows in launches."""
+    if "batch_segments" in skipped:
+        yield from _one_by_one(segments)
+        return
+    for group in _by_window(segments, rule):
+        yield from _places(group)
 
 
 def _most_keys(segments: Segments) -> int:
@@ -96,7 +131,7 @@ def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
     return len(launches), sum(int((launch.q.stop - launch.q.start).sum()) for launch in launches)
 
 
-def keys_in_buffer_order(table: LaunchTable, rows: RowMap, keys: Spans) -> LaunchTable:
+def sort_keys(table: LaunchTable, rows: RowMap, keys: Spans) -> LaunchTable:
     """A launch without hidden pairs, with each segment's keys in the order of their buffer. With few segments the keys
     may then be contiguous and need no gather. `keys` are those of its `k`.
     """
@@ -106,7 +141,8 @@ def keys_in_buffer_order(table: LaunchTable, rows: RowMap, keys: Spans) -> Launc
     segment = table.k.segment[located.number]
     order = np.lexsort((located.row, segment))
     start, count = located.start[order], located.count[order]
-    return table._replace(k=SegmentSpans(segment[order], start, start + count))
+    made_by = table.made_by if bool((order[1:] > order[:-1]).all()) else table.made_by | _SORT
+    return table._replace(k=SegmentSpans(segment[order], start, start + count), made_by=made_by)
 
 
 def _by_queries(segments: Segments) -> Segments:
@@ -117,11 +153,13 @@ def _by_queries(segments: Segments) -> Segments:
     return segments.take(np.argsort(first, kind="stable"))
 
 
-def _launch(segments: Segments, layer: Column | None = None) -> LaunchTable:
+def _launch(segments: Segments, layer: Column | None = None, *, made_by: int) -> LaunchTable:
+    """A launch of segments. `made_by`: the pass that put several segments into it, as a bit."""
     left, right = int(segments.left[0]), int(segments.right[0])
     lengths = segments.q.lengths(len(segments)), segments.k.lengths(len(segments))
     window = (None if left < 0 else left), (None if right < 0 else right)
-    return LaunchTable(*window, segments.q, segments.k, *lengths, layer)
+    passes = int(np.bitwise_or.reduce(segments.made_by)) | made_by
+    return LaunchTable(*window, segments.q, segments.k, *lengths, passes, layer)
 
 
 def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:

@@ -23,17 +23,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cp_fast.compile.pass_table import bit_of
 from cp_ref.spec import UNBOUNDED, Areas, Column, Problem, Table, Tiles
 from cp_ref.spec.tables.attention_slices import crop
-from cp_ref.spec.tables.table import in_blocks
+from cp_ref.spec.tables.table import constant, in_blocks
 
-__all__ = ["BandTiles", "WindowRule", "band_tiles", "cut_to_windows", "own_window", "windowed"]
+__all__ = ["BandTiles", "WindowRule", "band_tiles", "own_window", "split_windows", "windowed"]
+
+
+_SPLIT = bit_of("split_windows")
 
 
 @dataclass(frozen=True, eq=False)
 class BandTiles(Table):
     """Tiles with their bands: rectangles of global rows, cropped; `left` and `right` are the kernel's window, -1 for
-    unbounded.
+    unbounded. `made_by` has the compiler passes that made each tile (`pass_table.bit_of`); 0 for the schedule's own.
     """
 
     area: Column
@@ -45,6 +49,7 @@ class BandTiles(Table):
     hi: Column
     left: Column
     right: Column
+    made_by: Column
 
     @property
     def full(self) -> Column:
@@ -59,12 +64,12 @@ class BandTiles(Table):
 
 class WindowRule(NamedTuple):
     """`own`: the problem's window (left, right), -1 for unbounded; a tile with it is never cut. `large`: the number of
-    query rows from which a tile has its own window. `apart`: whether no two areas are known to share rows.
+    query rows from which a tile has its own window. `disjoint`: whether no two areas are known to share rows.
     """
 
     own: tuple[int, int]
     large: int
-    apart: bool = False
+    disjoint: bool = False
 
 
 def own_window(problem: Problem) -> tuple[int, int]:
@@ -91,7 +96,7 @@ def band_tiles(areas: Areas, tiles: Tiles) -> BandTiles:
 
 def windowed(area: Column, q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Column) -> BandTiles:
     """Tiles with the windows of their bands."""
-    return BandTiles(area, q0, q1, k0, k1, lo, hi, *_windows(q0, q1, k0, k1, lo, hi))
+    return BandTiles(area, q0, q1, k0, k1, lo, hi, *_windows(q0, q1, k0, k1, lo, hi), constant(0, area))
 
 
 @in_blocks
@@ -102,22 +107,22 @@ def _windows(q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Col
     return left, right
 
 
-def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
+def split_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
     """Tiles of few windows with the same pairs; the parts of a tile stay together, in the order right, full, left.
 
     >>> one = [np.array([x]) for x in (0, 0, 6, 0, 8, -2, 3)]  # six rows see two keys to the left, three to the right
-    >>> cut = cut_to_windows(windowed(*one), WindowRule((-1, -1), 2048))
-    >>> [row[1:5] + row[7:] for row in cut.rows()]
+    >>> cut = split_windows(windowed(*one), WindowRule((-1, -1), 2048))
+    >>> [row[1:5] + row[7:9] for row in cut.rows()]
     [(0, 5, 0, 8, 5, 0), (5, 6, 3, 8, -1, -1)]
     """
-    area, q0, q1, k0, k1, lo, hi, left, right = tiles.columns
+    area, q0, q1, k0, k1, lo, hi, left, right, made_by = tiles.columns
     corner, (own_left, own_right) = k1 - q1, rule.own
     own = (left < 0) if own_left < 0 else corner - lo == own_left
     own &= (right < 0) if own_right < 0 else hi - corner == own_right
     left, right = np.where(own, own_left, left), np.where(own, own_right, right)
     rest = ~own & ~tiles.full
     if not rest.any():
-        return BandTiles(area, q0, q1, k0, k1, lo, hi, left, right)
+        return BandTiles(area, q0, q1, k0, k1, lo, hi, left, right, made_by)
     split = np.where(right >= 0, k1 - hi, q0)  # Rows from here on see every key on the right.
     start = np.maximum(k0, split + lo)
     edge = np.where(start - (q1 - 1) < lo, q1 + lo, start)  # All rows below the split see keys from here on.
@@ -139,4 +144,5 @@ def cut_to_windows(tiles: BandTiles, rule: WindowRule) -> BandTiles:
         np.concatenate([part[n][c] for part, c in zip(parts, chosen, strict=True)])[order] for n in range(1, 7)
     )
     tile = np.concatenate(chosen)[order]
-    return BandTiles(area[tile], q0, q1, k0, k1, lo[tile], hi[tile], left, right)
+    made_by = np.where(cut, _SPLIT, made_by)[tile]
+    return BandTiles(area[tile], q0, q1, k0, k1, lo[tile], hi[tile], left, right, made_by)

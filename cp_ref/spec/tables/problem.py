@@ -65,6 +65,13 @@ class Problem:
         return self.areas is None and "causal" in self.attn_mask_type
 
     @property
+    def position_free_scores(self) -> bool:
+        """Whether a score depends on its query and its key alone, not on their positions; the mask does not count. Then
+        a kernel may see keys in any order.
+        """
+        return True
+
+    @property
     def bottom_right(self) -> bool:
         """Whether the diagonal is aligned to the last query and the last key."""
         return self.areas is None and self.attn_mask_type.endswith("bottom_right")

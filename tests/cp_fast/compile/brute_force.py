@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cp_fast.compile.row_maps import Spans
-from cp_fast.compile.tiles.joins import Segments
 from cp_fast.compile.tiles.launches import LaunchTable
+from cp_fast.compile.tiles.segments import Segments
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_ref.spec import UNBOUNDED, Areas, Tiles
 
@@ -34,7 +34,7 @@ Segment = tuple[tuple[int, int], list[int], list[int]]  # the window, -1 for unb
 def band_pairs(tiles: BandTiles) -> Pairs:
     """What is visible in tiles, by their bands."""
     found: Pairs = Counter()
-    for _, q0, q1, k0, k1, lo, hi, _, _ in tiles.rows():
+    for _, q0, q1, k0, k1, lo, hi, *_ in tiles.rows():
         found.update((i, j) for i, j in product(range(q0, q1), range(k0, k1)) if lo <= j - i <= hi)
     return found
 

@@ -10,7 +10,7 @@ import torch
 
 import cp_fast
 from cp_fast.backends import Backend, BackwardOperands, Gradients
-from cp_fast.compile.instructions import Send
+from cp_fast.compile.instructions import Recv, Send
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, of_one_launch
 from cp_ref import SimGroup
 from cp_ref.simulator.sim_group import SimMember
@@ -40,11 +40,14 @@ def play(member: SimMember, comm: CPCommType, window: int, rounded: tuple[bool, 
     single, wide = of_one_launch(plan.instructions.backward), plan.instructions.backward.buffers
     sent = {send.source.buffer for send in plan.instructions.backward.of(Send)}
     instructions = low_precision_grads(plan.instructions, cp.comm, rounded=rounded[cp.rank])
+    made = [one for one in instructions.backward.instructions if one.made_by == "low_precision_grads"]
+    assert all(isinstance(one, Send | Recv) for one in made)
     plan = replace(plan, backend=Rounded(plan.backend), instructions=instructions)
     draw = torch.Generator().manual_seed(cp.rank)
     q, k, v, dout = (torch.randn(24, h, 8, generator=draw).bfloat16() for h in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = cp_fast.attention(*leaves, cp=cp, plan=plan)
+    assert {one.source.buffer for one in made if isinstance(one, Send)} == (single if rounded[cp.rank] else set())
     low = sum(wide[number].dtype != instructions.backward.buffers[number].dtype for number in sent)
     assert low == (len(single) if rounded[cp.rank] else 0)
     results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]

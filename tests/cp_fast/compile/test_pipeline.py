@@ -1,29 +1,39 @@
-"""Every compiler pass can be switched off, alone and with all others: attention stays right."""
+"""Every compiler pass can be switched off, alone and with all others: attention stays right.
+
+The same holds if scores depend on positions: the passes that reorder keys are then skipped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cp_fast
 from conformance.adapters import cp_fast as adapter
 from conformance.case import Case
 from conformance.draw.capabilities import Capabilities, probe
 from conformance.draw.strategies import cases
 from conformance.implementation import Implementation, load
 from conformance.tiers import CASE_TIERS
-from cp_fast.compile.instructions import ExecutablePlan, Free
-from cp_fast.compile.pipeline import PASSES, switched_off
+from cp_fast import masks
+from cp_fast.compile.instructions import OWN, Free, Launch
+from cp_fast.compile.lower import Draft
+from cp_fast.compile.pass_table import PASSES, switched_off
+from cp_fast.compile.pipeline import compiled
 from cp_fast.movers.select import use
-from cp_fast.runtime.row_selection import Rows
-from cp_ref import SimGroup
+from cp_ref.spec import Problem, Sequence
+from tests.marks import examples
+from tests.masks.problems import problems as problems_of_areas
+from tests.spec.problems import problems
 
 ALL = tuple(one.name for one in PASSES)
 OFF = [*((name,) for name in ALL), ALL]
@@ -67,32 +77,99 @@ def test_problems(off: tuple[str, ...], case: Case) -> None:
     check(case, off)
 
 
-def plans(comm: Any, off: tuple[str, ...] = ()) -> list[ExecutablePlan[Rows]]:
-    """The plans of two ranks, of two causal documents in bfloat16."""
-    ends = torch.tensor([0, 16, 24], dtype=torch.int32)
-    how: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": ends, "device": "cpu", "dtype": torch.bfloat16}
-    how |= {"heads_q": 4, "heads_kv": 2, "d_qk": 8, "d_v": 8}
-    with without(off):
-        made = SimGroup(2).run(lambda member: cp_fast.make_plan(cp=cp_fast.ContextParallel(member, comm), **how))
-    return [plan.instructions for plan in made]
+def problem(lengths: tuple[int, ...], comm: str = "p2p", cp_size: int = 2, **more: Any) -> Problem:
+    """A problem of documents of these lengths."""
+    sequences = tuple(Sequence(n, n, n, n) for n in lengths)
+    a2a_size = cp_size if comm == "a2a" else 1
+    return Problem(cp_size, sequences, comm, a2a_size, qkv_format="thd", heads_q=4, heads_kv=2, **more)
 
 
-def makers(plan: ExecutablePlan[Rows]) -> set[str]:
-    """The passes that made instructions of a plan."""
-    return {one.made_by for one in (*plan.forward.instructions, *plan.backward.instructions)}
+def of_areas(areas: torch.Tensor, length: int, cp_size: int = 1) -> Problem:
+    return problem((length,), cp_size=cp_size, areas=tuple(map(tuple, areas.tolist())))
 
 
-@pytest.mark.parametrize("name", [one.name for one in PASSES if one.on == "instructions"][:-1])
-def test_an_instruction_says_which_pass_made_it(name: str) -> None:
-    comms = "p2p", "a2a", "all_gather"
-    assert any(name in makers(plan) for comm in comms for plan in plans(comm))
-    assert not any(name in makers(plan) for comm in comms for plan in plans(comm, (name,)))
+PREFIXES = torch.tensor([(8, 16, 0, 4, -1, -1), (8, 16, 6, 8, -1, -1), (8, 16, 8, 16, -1, 0), (0, 8, 0, 8, -1, 0)])
+EXAMPLES = (  # Every pass on tiles or instructions has something to do in one of them.
+    problem((16, 8)),
+    problem((16, 8), window_size=(3, 0)),
+    problem((16, 8), "a2a"),
+    problem((24,), "all_gather", 3, attn_mask_type="no_mask"),
+    of_areas(masks.block_causal(24, 4), 24, 2),
+    of_areas(masks.first_tokens_and_window(8192, 64, 512), 8192),
+    of_areas(torch.tensor([(0, 16, 0, 4, -1, -1), (0, 8, 4, 8, -1, -1), (4, 16, 8, 12, -1, -1)]), 16),
+    of_areas(PREFIXES, 16),
+)
+
+
+def drafts() -> list[Draft]:
+    return [compiled(example, rank) for example in EXAMPLES for rank in range(example.cp_size)]
+
+
+def makers(off: tuple[str, ...] = ()) -> set[str]:
+    """The passes that made instructions of the examples' plans."""
+    with switched_off(*off):
+        plans = [plan for draft in drafts() for plan in (draft.plan.forward, draft.plan.backward)]
+    return {name for plan in plans for one in plan.instructions for name in one.made_by.split(", ")}
+
+
+MAKERS = [one.name for one in PASSES if one.on in ("tiles", "instructions") and one.name != "low_precision_grads"]
+
+
+def test_an_instruction_says_which_passes_made_it() -> None:
+    assert makers() == {"lower", *MAKERS}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_pass_that_is_switched_off_makes_nothing(name: str) -> None:
+    assert name not in makers((name,))
 
 
 def test_without_passes_a_plan_is_as_it_was_lowered() -> None:
-    for plan in plans("a2a", ALL):
-        assert makers(plan) == {"lower"}
-        assert not any(plan.forward.of(Free))
+    """Every launch has one segment, and nothing is freed."""
+    assert makers(ALL) == {"lower"}
+    with switched_off(*ALL):
+        found = drafts()
+    for draft in found:
+        for plan in (draft.plan.forward, draft.plan.backward):
+            assert not any(plan.of(Free))
+            assert all(len(draft.tables.cumulative(one.batch.cu_q)) == 2 for one in plan.of(Launch))
+
+
+def test_a_batch_is_folded_into_heads_by_a_pass() -> None:
+    batch = replace(problem((16, 16)), qkv_format="sbhd")
+    heads = {}
+    for off in ((), ("fold_batch",)):
+        with switched_off(*off):
+            heads[off] = compiled(batch, 0).plan.forward.buffers[OWN["q"]].heads
+    assert heads == {(): (0, 8), ("fold_batch",): (0, 4)}
+
+
+def test_a_plan_says_which_passes_were_skipped_and_why() -> None:
+    with switched_off("free_early"), patch.object(Problem, "position_free_scores", new=False):
+        plan = compiled(EXAMPLES[0], 0).plan
+    reasons = {one.name: "scores depend on positions" for one in PASSES if one.needs_position_free_scores}
+    assert plan.skipped == reasons | {"free_early": "it is switched off"}
+    assert "skipped merge_causal: scores depend on positions\n" in str(plan)
+    assert "skipped" not in str(compiled(EXAMPLES[0], 0).plan)
+
+
+@settings(max_examples=examples(60))
+@given(case=drawn_cases())
+def test_problems_whose_scores_depend_on_positions(case: Case) -> None:
+    with patch.object(Problem, "position_free_scores", new=False):
+        check(case, ())
+
+
+@settings(max_examples=examples(100))
+@given(drawn=st.one_of(problems((1, 2, 3, 4)), problems_of_areas((1, 2, 3))))
+def test_positions_follow_from_the_first_row_of_each_segment(drawn: Problem) -> None:
+    """If scores depend on positions, the queries and the keys of a segment are consecutive rows."""
+    with patch.object(Problem, "position_free_scores", new=False):
+        found = [compiled(drawn, rank) for rank in range(drawn.cp_size)]
+    for draft in found:
+        for launch in (*draft.plan.forward.of(Launch), *draft.plan.backward.of(Launch)):
+            for rows, key in ((launch.q_rows, launch.batch.cu_q), (launch.kv_rows, launch.batch.cu_kv)):
+                assert rows.size.tolist() == np.diff(draft.tables.cumulative(key)).tolist()
 
 
 def test_names_that_are_no_passes_are_refused() -> None:

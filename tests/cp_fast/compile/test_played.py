@@ -16,7 +16,8 @@ from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.link import linked
 from cp_fast.compile.lower import Draft, lower
-from cp_fast.compile.pipeline import PASSES, lowered, optimized, switched_off, upload
+from cp_fast.compile.pass_table import PASSES, is_on, skipped, switched_off
+from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.tiles.windows import WindowRule
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows
@@ -40,7 +41,8 @@ CPU = torch.device("cpu")
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
-OFF = st.sets(st.sampled_from([one.name for one in PASSES if one.on == "instructions"]))
+NAMES = [one.name for one in PASSES]
+OFF = st.one_of(st.sets(st.sampled_from(NAMES)), st.just(set(NAMES)))
 
 
 def uploaded(draft: Draft) -> ExecutablePlan[Rows]:
@@ -49,7 +51,7 @@ def uploaded(draft: Draft) -> ExecutablePlan[Rows]:
 
 def check(problem: Problem, *, fits: bool = True) -> None:
     """A problem's own schedule; and, updated in place, the same in its own shape."""
-    packing = Packing(problem)
+    packing = Packing(problem, may_fold=is_on("fold_batch"))
     work, sink = packing.packed_problem.workload, problem.softmax_type != "vanilla"
     drafts = [
         lowered(packing, rank, make_program(problem, rank), saved_kinds(problem)) for rank in range(problem.cp_size)
@@ -86,7 +88,8 @@ def random_plans(
     work: Workload, schedule: Schedule, rule: WindowRule, *, sink: bool = False
 ) -> list[ExecutablePlan[Rows]]:
     steps = zip(schedule.forward, schedule.backward, strict=True)
-    return [uploaded(lower(work, rank, *both, schedule.saved, rule, sink=sink)) for rank, both in enumerate(steps)]
+    how: dict[str, Any] = {"sink": sink, "skipped": skipped()}
+    return [uploaded(lower(work, rank, *both, schedule.saved, rule, **how)) for rank, both in enumerate(steps)]
 
 
 @settings(max_examples=examples(150), suppress_health_check=SLOW)

@@ -9,7 +9,7 @@ import torch
 
 import cp_fast
 from cp_fast.compile.instructions import Copy, ExecutablePlan, PassPlan, Recv
-from cp_fast.compile.pipeline import switched_off
+from cp_fast.compile.pass_table import switched_off
 from cp_fast.runtime.row_selection import Rows
 from cp_ref import SimGroup
 from cp_ref.simulator.sim_group import SimMember

@@ -14,9 +14,11 @@ from conformance.draw.draw_areas import areas as drawn_areas
 from cp_fast import masks
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import lowered
-from cp_fast.compile.tiles.joins import one_each, strips
+from cp_fast.compile.tiles.joins import merge_dense
 from cp_fast.compile.tiles.launches import launch_tables
-from cp_fast.compile.tiles.sharing import apart, behind, staircases
+from cp_fast.compile.tiles.segments import one_each
+from cp_fast.compile.tiles.shared_keys import factor_keys
+from cp_fast.compile.tiles.sharing import prepend_keys, split_disjoint
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.spec import Problem, Sequence, Tiles, areas_of_rows, make_program, saved_kinds
@@ -53,12 +55,12 @@ def test_passes(tiles: BandTiles) -> None:
     """Each keeps the pairs."""
     full = tiles.take(tiles.full)
     if len(full):
-        found = staircases(strips(full))
+        found = factor_keys(merge_dense(full))
         assert kernel_pairs(segments_of(found)) == band_pairs(full)
     each = one_each(tiles)
-    for some in (behind(each), *([each] if len(each) else [])):
+    for some in (prepend_keys(each), *([each] if len(each) else [])):
         assert kernel_pairs(segments_of(some)) == band_pairs(tiles)
-        launches = apart(some)
+        launches = split_disjoint(some)
         assert launches is not None
         assert sum(map(len, launches)) == len(some)
 

@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from cp_fast.compile.tiles.joins import one_each, squares, strips
+from cp_fast.compile.tiles.joins import merge_causal, merge_dense
 from cp_fast.compile.tiles.launches import launch_tables
-from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles, cut_to_windows, windowed
+from cp_fast.compile.tiles.segments import one_each
+from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles, split_windows, windowed
 from cp_ref.spec import UNBOUNDED, Areas, Tiles
 from tests.cp_fast.compile.brute_force import (
     Segment,
@@ -52,14 +53,14 @@ def test_windows_of_bands(edges: tuple[int, int, int, int], lo: int, hi: int, un
 
 
 @given(ruled_tiles())
-def test_cut_to_windows(drawn: Ruled) -> None:
+def test_split_windows(drawn: Ruled) -> None:
     """The same pairs; windows are the problem's own, or one of four that all tiles of a band share."""
     tiles, rule = drawn
-    cut = cut_to_windows(tiles, rule)
+    cut = split_windows(tiles, rule)
     assert window_pairs(cut) == band_pairs(cut) == band_pairs(tiles)
     whole = {row[1:5] for row in tiles.rows()}
     for row in cut.rows():
-        (_, q0, q1, k0, k1, lo, hi), window = row[:7], row[7:]
+        (_, q0, q1, k0, k1, lo, hi), window = row[:7], row[7:9]
         width = -1 if lo <= -UNBOUNDED else hi - lo
         large = (q0, q1, k0, k1) in whole and q1 - q0 >= rule.large  # one launch of it rather than several
         assert window in {(width, 0), (0, -1), (-1, -1), rule.own} or large
@@ -69,16 +70,16 @@ def test_cut_to_windows(drawn: Ruled) -> None:
 def test_a_tile_is_cut_alone(drawn: Ruled) -> None:
     """Into at most three, whatever other tiles there are, which keep their order."""
     tiles, rule = drawn
-    parts = [cut_to_windows(tile, rule) for tile in parts_of(tiles)]
+    parts = [split_windows(tile, rule) for tile in parts_of(tiles)]
     assert all(1 <= len(part) <= 3 for part in parts)
-    assert cut_to_windows(tiles, rule) == BandTiles.concat(parts)
+    assert split_windows(tiles, rule) == BandTiles.concat(parts)
 
 
 @given(ruled_tiles())
 def test_squares(drawn: Ruled) -> None:
     """The tiles that are part of squares, and the squares, have the same pairs; the window is the causal one."""
     tiles, rule = drawn
-    found, part = squares(tiles, rule)
+    found, part = merge_causal(tiles, rule)
     event(f"{len(found)} squares")
     assert kernel_pairs(segments_of(found)) == band_pairs(tiles.take(part))
     assert {(left, right) for (left, right), _, _ in segments_of(found)} <= {(-1, 0), rule.own}
@@ -116,7 +117,7 @@ def test_own_chunks_are_one_square(
     ]
     random.shuffle(rows)  # type: ignore[arg-type]
     tiles = band_tiles(areas, Tiles.of_rows(rows))
-    found, part = squares(tiles, WindowRule((-1, 0), 0))
+    found, part = merge_causal(tiles, WindowRule((-1, 0), 0))
     several = [n for n, of_area in enumerate(chunks) if len(of_area) > 1]
     assert found.area.tolist() == several
     assert part.tolist() == [area in several for area in tiles.area.tolist()]
@@ -141,7 +142,7 @@ def test_chunks_that_lack_a_tile_are_no_square(
     ]
     rows = [row for row in rows if data.draw(st.integers(0, 3))]
     tiles = band_tiles(areas, Tiles.of_rows(rows))
-    found, part = squares(tiles, WindowRule((-1, 0), 0))
+    found, part = merge_causal(tiles, WindowRule((-1, 0), 0))
     assert kernel_pairs(segments_of(found)) == band_pairs(tiles.take(part))
 
 
@@ -172,7 +173,7 @@ def rectangles(draw: st.DrawFn) -> BandTiles:
 @given(rectangles())
 def test_strips(tiles: BandTiles) -> None:
     """The same pairs; each span of queries is in one segment, and neighbours with the same keys are in the same."""
-    found = strips(tiles)
+    found = merge_dense(tiles)
     segments = segments_of(found)
     assert kernel_pairs(segments) == band_pairs(tiles)
     queries = sorted({row[1:3] for row in tiles.rows()})

@@ -14,9 +14,9 @@ from tests.meta.mutants.model import Mutant, wrap
 __all__ = ["MUTANTS"]
 
 
-def _last_span_lost(strips: Any, tiles: Any) -> Any:
+def _last_span_lost(merge_dense: Any, tiles: Any) -> Any:
     """Segments with several spans of keys lose their last one."""
-    found = strips(tiles)
+    found = merge_dense(tiles)
     k = found.k
     last = np.append(k.segment[1:] != k.segment[:-1], True)
     several = np.bincount(k.segment, minlength=len(found))[k.segment] > 1
@@ -38,14 +38,14 @@ def _first_parts(cut: Any, tiles: Any, rule: Any) -> Any:
     return type(tiles).concat(found) if found else cut(tiles, rule)
 
 
-def _squares_in_windows(squares: Any, tiles: Any, rule: Any) -> Any:
+def _squares_in_windows(merge_causal: Any, tiles: Any, rule: Any) -> Any:
     """What a window hides on the left is not looked at."""
-    return squares(replace(tiles, lo=np.full_like(tiles.lo, -UNBOUNDED)), rule)
+    return merge_causal(replace(tiles, lo=np.full_like(tiles.lo, -UNBOUNDED)), rule)
 
 
-def _tiles_of_one_launch(launch_tables: Any, tiles: Any, rule: Any) -> Any:
+def _tiles_of_one_launch(launch_tables: Any, *arguments: Any) -> Any:
     """Of several launches of a step the last is left out."""
-    found = launch_tables(tiles, rule)
+    found = launch_tables(*arguments)
     return found[:-1] if len(found) > 1 else found
 
 
@@ -132,17 +132,17 @@ def _complete_rows_sorted(arrived: Any, self: Any, *arguments: Any) -> Any:
     ]
 
 
-def _causal_keys_first(behind: Any, segments: Any) -> Any:
+def _causal_keys_first(prepend_keys: Any, segments: Any) -> Any:
     """Keys that are seen by all queries come after those of the causal area, which are then hidden by the window."""
-    found = behind(segments)
+    found = prepend_keys(segments)
     if found is segments:
         return found
     order = np.lexsort((-found.k.start, found.k.segment))
     return replace(found, k=found.k.take(order))
 
 
-def _last_rectangle_lost(staircases: Any, segments: Any) -> Any:
-    found = staircases(segments)
+def _last_rectangle_lost(factor_keys: Any, segments: Any) -> Any:
+    found = factor_keys(segments)
     return found.take(np.arange(len(found) - 1)) if len(found) > 1 else found
 
 
@@ -177,7 +177,7 @@ MUTANTS: dict[str, Mutant] = {
         "logic",
     ),
     "strip-loses-a-span": Mutant(
-        "of several spans of keys the last is not seen", f"{_LAUNCHES}.strips", wrap(_last_span_lost), "logic"
+        "of several spans of keys the last is not seen", f"{_LAUNCHES}.merge_dense", wrap(_last_span_lost), "logic"
     ),
     "left-side-too-wide": Mutant(
         "a tile's window has one key too many on the left",
@@ -195,14 +195,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "keys-behind-the-causal-ones": Mutant(
         "keys that all queries see come after those of a causal area",
-        f"{_LAUNCHES}.behind",
+        f"{_LAUNCHES}.prepend_keys",
         wrap(_causal_keys_first),
         "special",
         where="areas-before-a-causal-one",
     ),
     "rectangle-of-a-staircase-lost": Mutant(
         "of the rectangles of several areas the last is lost",
-        f"{_LAUNCHES}.staircases",
+        f"{_LAUNCHES}.factor_keys",
         wrap(_last_rectangle_lost),
         "special",
         where="areas-of-blocks",
@@ -216,14 +216,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "first-parts-alone": Mutant(
         "of a tile that is cut the first part is computed",
-        f"{_LAUNCHES}.cut_to_windows",
+        f"{_LAUNCHES}.split_windows",
         wrap(_first_parts),
         "special",
         where="bottom-right-window",
     ),
     "squares-in-windows": Mutant(
         "chunks of a sequence with a window are joined to a causal square",
-        f"{_LAUNCHES}.squares",
+        f"{_LAUNCHES}.merge_causal",
         wrap(_squares_in_windows),
         "special",
         where="window-one-short-of-all",

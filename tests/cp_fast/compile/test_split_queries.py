@@ -14,7 +14,7 @@ from conformance.tiers import logic
 from cp_fast import masks
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import compiled
-from cp_fast.compile.tiles import spreading
+from cp_fast.compile.tiles import split_queries
 from cp_fast.compile.tiles.launches import launch_tables
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule
 from cp_ref.spec import Problem, Sequence
@@ -27,7 +27,7 @@ from tests.masks.problems import problems
 @contextmanager
 def always() -> Iterator[None]:
     """Launches of up to eight keys are spread, in parts of two queries and more."""
-    with patch.multiple(spreading, _BLOCK=2, _ROWS=2):
+    with patch.multiple(split_queries, _BLOCK=2, _ROWS=2):
         yield
 
 

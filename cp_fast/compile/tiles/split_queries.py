@@ -14,24 +14,29 @@ forward pass is divided by queries, so the cut does not matter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from cp_fast.compile.tiles.joins import Segments, SegmentSpans
+from cp_fast.compile.pass_table import bit_of
+from cp_fast.compile.tiles.segments import Segments, SegmentSpans
 from cp_ref.spec import Column
+from cp_ref.spec.tables.table import constant
 
-__all__ = ["spread"]
+__all__ = ["split_queries"]
 
+_SPLIT = bit_of("split_queries")
 _BLOCK = 128  # Keys of a kernel's block. Queries are cut at its multiples too.
 _BLOCKS = 4  # Enough blocks of keys a head: 32 heads then have 128, and an H200 has 132 multiprocessors.
 _ROWS = 1024  # The least queries of a part: more than a block of them.
 
 
-def spread(launch: Segments) -> Segments:
+def split_queries(launch: Segments) -> Segments:
     """Cut each segment of a launch without a mask and with few keys into equally many parts. Other launches do not
     change.
 
-    >>> q, k = SegmentSpans.of_rows([(0, 0, 2000), (0, 3000, 5300)]), SegmentSpans.of_rows([(0, 0, 64)])
-    >>> found = spread(Segments(*np.array([[0], [-1], [-1]]), q, k))
+    >>> q, k = [(0, 0, 2000), (0, 3000, 5300)], [(0, 0, 64)]
+    >>> found = split_queries(Segments.of_rows(q, k))
     >>> list(found.q.rows()), list(found.k.rows())[-1]
     ([(0, 0, 1024), (1, 1024, 2000), (1, 3000, 3048), (2, 3048, 4200), (3, 4200, 5300)], (3, 0, 64))
     """
@@ -43,7 +48,7 @@ def spread(launch: Segments) -> Segments:
     first = np.cumsum(rows) - rows  # Of each segment, among all consecutive rows of queries.
     edges = rows[:, None] * np.arange(parts) // parts // _BLOCK * _BLOCK + first[:, None]
     each = launch.take(np.repeat(np.arange(len(launch)), parts))
-    return Segments(each.area, each.left, each.right, _cut(launch.q, edges.ravel()), each.k)
+    return replace(each, made_by=constant(_SPLIT, each.area), q=_cut(launch.q, edges.ravel()))
 
 
 def _cut(spans: SegmentSpans, edges: Column) -> SegmentSpans:

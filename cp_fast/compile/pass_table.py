@@ -1,0 +1,122 @@
+"""The table of compiler passes: every optimisation, in the order in which they run, with a switch for tests.
+
+With all passes off a plan is slow and right: each tile is a launch of its own, each message fills a buffer of its own,
+and no buffer is freed before the end of the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["PASSES", "Pass", "bit_of", "is_on", "names_of", "skipped", "switched_off"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One line of the table.
+
+    Attributes:
+        on: the input of the pass: a schedule, tiles before they are launches, the instructions of a plan, or the
+            launches of a kernel library.
+        does: what it does, in one sentence.
+        needs_position_free_scores: whether a segment may then have keys in another order than their positions, or with
+            gaps. If scores depend on positions, the pass is skipped.
+        keeps_places: whether buffers and messages keep their places. If not, a plan that is updated in place skips the
+            pass.
+    """
+
+    name: str
+    on: Literal["schedule", "tiles", "instructions", "launches"]
+    does: str
+    needs_position_free_scores: bool = False
+    keeps_places: bool = True
+
+
+PASSES = (
+    Pass("fold_batch", "schedule", "sbhd without padding becomes one sequence of b * h heads, which needs no copy."),
+    Pass("merge_adjacent", "tiles", "Touching tiles of an area become the rectangle around them."),
+    Pass("merge_causal", "tiles", "The own tiles of a causal sequence become one causal square.", True),
+    Pass("split_windows", "tiles", "Tiles are split so that all sequences share four windows."),
+    Pass("merge_dense", "tiles", "Tiles without hidden pairs and with the same queries become one segment.", True),
+    Pass("factor_keys", "tiles", "Queries of several areas take the keys that they share together.", True),
+    Pass("dedupe_queries", "tiles", "All queries that see the same keys become one segment.", True),
+    Pass("prepend_keys", "tiles", "Keys that all queries of a causal segment see are put before its own keys.", True),
+    Pass("batch_segments", "tiles", "Segments with equal windows become one varlen launch."),
+    Pass("split_disjoint", "tiles", "Segments that share rows are split into few launches without common queries."),
+    Pass("split_queries", "tiles", "Segments of many queries and few keys are split, so that they fill the GPU."),
+    Pass("sort_keys", "tiles", "A launch reads keys in the order of their buffer, without a copy.", True),
+    Pass("accumulate_late", "instructions", "Partial results are accumulated beside the next messages."),
+    Pass("recv_in_place", "instructions", "Rows are received where a launch reads them.", keeps_places=False),
+    Pass("hoist_copies", "instructions", "Copies that need no message run beside messages.", keeps_places=False),
+    Pass("free_early", "instructions", "Every buffer is freed after its last use."),
+    Pass(
+        "low_precision_grads",
+        "instructions",
+        "Gradients from a single launch are sent in the launch's dtype.",
+        keeps_places=False,
+    ),
+    Pass("record_launches", "launches", "FlashAttention 4's launches are recorded once and repeated without Python."),
+)
+
+_NAMES = tuple(one.name for one in PASSES)
+_off: frozenset[str] = frozenset()
+
+
+@contextmanager
+def switched_off(*names: str) -> Iterator[None]:
+    """Inside, these passes do not run, in any thread: plans are made, and kernels launched, without them.
+
+    Raises:
+        ValueError: a name that is not in `PASSES`.
+    """
+    global _off
+    if unknown := set(names) - set(_NAMES):
+        raise ValueError(f"names has {sorted(unknown)}, which are no compiler passes; the passes are {list(_NAMES)}")
+    before, _off = _off, _off | set(names)
+    try:
+        yield
+    finally:
+        _off = before
+
+
+def is_on(name: str) -> bool:
+    """Whether a pass is switched on."""
+    return name not in _off
+
+
+def skipped(*, position_free_scores: bool = True, in_place: bool = False) -> dict[str, str]:
+    """The passes that do not run for a plan, and why.
+
+    Args:
+        position_free_scores: whether a score depends on its query and key alone, not on their positions.
+        in_place: whether the plan is updated in place.
+
+    >>> skipped(in_place=True)["hoist_copies"]
+    'the plan is updated in place'
+    """
+    found: dict[str, str] = {}
+    for one in PASSES:
+        if one.name in _off:
+            found[one.name] = "it is switched off"
+        elif one.needs_position_free_scores and not position_free_scores:
+            found[one.name] = "scores depend on positions"
+        elif in_place and not one.keeps_places:
+            found[one.name] = "the plan is updated in place"
+    return found
+
+
+def bit_of(name: str) -> int:
+    """A pass as a bit: columns of tiles say by such bits which passes made each one."""
+    return 1 << _NAMES.index(name)
+
+
+def names_of(bits: int) -> tuple[str, ...]:
+    """The passes of these bits.
+
+    >>> names_of(bit_of("merge_causal") | bit_of("batch_segments"))
+    ('merge_causal', 'batch_segments')
+    """
+    return tuple(name for n, name in enumerate(_NAMES) if bits >> n & 1)

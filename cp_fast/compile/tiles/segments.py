@@ -1,0 +1,101 @@
+"""Segments of kernel launches: queries and keys with one window, whose rows may lie anywhere.
+
+Rows are gathered for the launch, or they are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_fast.compile.tiles.windows import BandTiles
+from cp_ref.spec import Column, Table, ranges
+from cp_ref.spec.tables.table import constant
+
+__all__ = ["SegmentSpans", "Segments", "one_each"]
+
+
+Row = tuple[int, int, int]  # Segment, first global row, the row behind the last.
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentSpans(Table):
+    """The rows of segments: spans of global rows, sorted by segment."""
+
+    segment: Column
+    start: Column
+    stop: Column
+
+    def lengths(self, number: int) -> Column:
+        """The number of rows of each of `number` segments."""
+        size = self.stop - self.start
+        return size if len(size) == number else np.bincount(self.segment, size, number).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Segments of launches. Segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries of its
+    spans of `q`, one after the other, and the keys of its spans of `k`. `made_by`: see `BandTiles`.
+    """
+
+    area: Column
+    left: Column
+    right: Column
+    made_by: Column
+    q: SegmentSpans
+    k: SegmentSpans
+
+    def __len__(self) -> int:
+        return len(self.area)
+
+    @staticmethod
+    def dense(area: Column, made_by: Column, q: SegmentSpans, k: SegmentSpans) -> Segments:
+        """Segments without a mask."""
+        none = constant(-1, area)
+        return Segments(area, none, none, made_by, q, k)
+
+    @staticmethod
+    def of_rows(q: Sequence[Row], k: Sequence[Row]) -> Segments:
+        """Segments without a mask that no pass made, each of an area of its own."""
+        spans = SegmentSpans.of_rows(q), SegmentSpans.of_rows(k)
+        area = np.unique(spans[0].segment)
+        return Segments.dense(area, constant(0, area), *spans)
+
+    def take(self, which: Column) -> Segments:
+        """The segments with these numbers, in this order."""
+        q, k = (_taken(spans, which, len(self)) for spans in (self.q, self.k))
+        return Segments(self.area[which], self.left[which], self.right[which], self.made_by[which], q, k)
+
+    @staticmethod
+    def concat(parts: Sequence[Segments]) -> Segments:
+        """The segments of all parts, in the order of their areas and queries."""
+        parts = [part for part in parts if len(part)] or list(parts[:1])
+        if len(parts) == 1:
+            return parts[0]
+        first = np.cumsum([0, *(len(part) for part in parts)])
+        columns = zip(*((p.area, p.left, p.right, p.made_by) for p in parts), strict=True)
+        area, left, right, made_by = map(np.concatenate, columns)
+        q, k = (
+            SegmentSpans.concat(
+                [SegmentSpans(s.segment + n, s.start, s.stop) for s, n in zip(sides, first, strict=False)]
+            )
+            for sides in ([p.q for p in parts], [p.k for p in parts])
+        )
+        joined = Segments(area, left, right, made_by, q, k)
+        return joined.take(np.lexsort((q.start[np.searchsorted(q.segment, np.arange(len(area)))], area)))
+
+
+def _taken(spans: SegmentSpans, which: Column, number: int) -> SegmentSpans:
+    begin, end = (np.searchsorted(spans.segment, np.arange(number), side=side) for side in ("left", "right"))
+    size = (end - begin)[which]
+    rows = ranges(begin[which], size)
+    return SegmentSpans(np.repeat(np.arange(len(which)), size), spans.start[rows], spans.stop[rows])
+
+
+def one_each(tiles: BandTiles) -> Segments:
+    """Every tile as a segment."""
+    number = np.arange(len(tiles))
+    q, k = SegmentSpans(number, tiles.q_start, tiles.q_stop), SegmentSpans(number, tiles.k_start, tiles.k_stop)
+    return Segments(tiles.area, tiles.left, tiles.right, tiles.made_by, q, k)
