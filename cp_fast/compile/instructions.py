@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -208,6 +209,11 @@ class PassPlan(Generic[R]):
     def of(self, kind: type[Any]) -> Iterator[Any]:
         """The instructions of one type, in order."""
         return (one for one in self.instructions if type(one) is kind)
+
+    @cached_property
+    def last_accumulations(self) -> dict[int, Accumulate[R]]:
+        """The last accumulation into each sum, sinks aside."""
+        return {one.target.buffer: one for one in self.of(Accumulate) if one.source.buffer != OWN["sink"]}
 
     def __str__(self) -> str:
         from cp_fast.compile.instruction_text import lines_of

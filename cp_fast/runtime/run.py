@@ -12,24 +12,11 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends import Backend, LaunchOptions
-from cp_fast.compile.instructions import (
-    OWN,
-    Accumulate,
-    Copy,
-    ExecutablePlan,
-    Free,
-    Instruction,
-    Launch,
-    PassPlan,
-    Recv,
-    Send,
-    Wait,
-)
-from cp_fast.movers.select import kernels
-from cp_fast.runtime.operations import Operations
+from cp_fast.compile.instructions import OWN, ExecutablePlan, PassPlan
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import Prepares
-from cp_fast.runtime.row_selection import Rows, count
+from cp_fast.runtime.resolve import resolve
+from cp_fast.runtime.row_selection import Rows
 from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors, wide_dtype
 from cp_ref.spec import Group
 
@@ -137,9 +124,7 @@ class CompiledCall:
         key = plan.direction, has_dlse
         found = self._operations.get(key)
         if found is None:
-            found = self._operations[key] = _resolve(
-                plan, self._shapes[has_dlse], self.backend, self.transport or group
-            )
+            found = self._operations[key] = resolve(plan, self._shapes[has_dlse], self.backend, self.transport or group)
         return found
 
     def _result(self, state: State, plan: PassPlan[Rows], kind: str) -> Tensors:
@@ -168,71 +153,3 @@ def _largest(state: State, q: torch.Tensor) -> torch.Tensor | None:
 
 def _no_logit(q: torch.Tensor) -> torch.Tensor:
     return torch.full((q.shape[1],), float("-inf"), dtype=wide_dtype(q.dtype), device=q.device)
-
-
-def _resolve(plan: PassPlan[Rows], shapes: Shapes, backend: Backend, group: Group) -> list[Operation]:
-    """Each instruction as an operation; messages posted together form one."""
-    writes = [number for one in plan.instructions for number in _written(one)]
-    once = frozenset(number for number in set(writes) if writes.count(number) == 1)
-    make = Operations(plan.buffers, shapes, backend, kernels(shapes.device.type), once, _zeroed(plan, shapes))
-    last = {one.target.buffer: one for one in plan.of(Accumulate) if one.source.buffer != OWN["sink"]}
-    found: list[Operation] = []
-    sends, recvs = list[Send[Rows]](), list[Recv]()
-    instructions = plan.instructions
-    for n, one in enumerate(instructions):
-        following = instructions[n + 1] if n + 1 < len(instructions) else None
-        if isinstance(one, Send):
-            sends.append(one)
-        elif isinstance(one, Recv):
-            recvs.append(one)
-        elif isinstance(one, Wait):
-            found.append(make.wait())
-        elif isinstance(one, Copy):
-            found.append(make.copy(one))
-        elif isinstance(one, Launch) and plan.direction == "forward":
-            found.append(make.forward_launch(one))
-        elif isinstance(one, Launch):
-            found.append(make.backward_launch(one, following.buffers if isinstance(following, Free) else ()))
-        elif isinstance(one, Accumulate):
-            found.append(make.accumulate(one, last=last.get(one.target.buffer) is one))
-        else:
-            found.append(make.free(one))
-        if (sends or recvs) and not isinstance(following, Send | Recv):
-            where = f"{plan.direction}, step {one.step} of {plan.steps}"
-            found.append(make.exchange(where, sends, recvs, group, hidden=_is_hidden(instructions[n + 1 :])))
-            sends, recvs = [], []
-    return found
-
-
-def _is_hidden(rest: Sequence[Instruction[Rows]]) -> bool:
-    """Whether a kernel is launched before the next wait."""
-    for one in rest:
-        if isinstance(one, Launch | Wait):
-            return isinstance(one, Launch)
-    return False
-
-
-def _written(one: Instruction[Rows]) -> tuple[int, ...]:
-    """The buffers that an instruction writes."""
-    if isinstance(one, Copy | Accumulate):
-        return (one.target.buffer,)
-    if isinstance(one, Recv):
-        return (one.buffer,)
-    return one.results if isinstance(one, Launch) else ()
-
-
-def _zeroed(plan: PassPlan[Rows], shapes: Shapes) -> frozenset[int]:
-    """Results and joined sums with cells that no copy writes: they begin with zeros."""
-    heads: dict[int, int] = {}
-    for copy in plan.of(Copy):
-        number, spec = copy.target.buffer, plan.buffers[copy.target.buffer]
-        if spec.role in ("result", "sum") and not shapes.spare_rows:
-            of_each = plan.buffers[copy.source.buffer].heads
-            all_rows = copy.target.rows is None or count(copy.target.rows) == shapes.rows(spec)
-            size = (of_each[1] - of_each[0]) * max(len(copy.first_heads), 1)
-            heads[number] = heads.get(number, 0) + size * all_rows
-    return frozenset(
-        number
-        for number, spec in enumerate(plan.buffers)
-        if spec.role in ("result", "sum") and heads.get(number, 0) < spec.heads[1] - spec.heads[0]
-    )

@@ -8,7 +8,6 @@ dv. Not counted: the lanes of peers' memory, tables, and the allocator's roundin
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from cp_fast.compile.index_tables import Tables
@@ -128,7 +127,7 @@ class _Memory:
             else:
                 self.hold(target, self._full(target, wide=part_is_wide))
             self.wide |= {target} if part_is_wide else set()
-        elif target not in self.wide and not (self._last[target] is one and spec.dtype == "input"):
+        elif target not in self.wide and not (self.plan.last_accumulations[target] is one and spec.dtype == "input"):
             self.wide.add(target)
             old = self.memory.pop(target)
             new = len(self.bytes)
@@ -137,11 +136,6 @@ class _Memory:
             self.users[old] -= 1
             if not self.users[old]:
                 self.now -= self.bytes[old]
-
-    @cached_property
-    def _last(self) -> dict[int, Accumulate[Any]]:
-        """The last accumulation into each sum, sinks aside."""
-        return {one.target.buffer: one for one in self.plan.of(Accumulate) if one.source.buffer != OWN["sink"]}
 
     def _covers(self, view: View[Any]) -> bool:
         spec = self.plan.buffers[view.buffer]

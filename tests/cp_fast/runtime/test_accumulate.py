@@ -13,8 +13,10 @@ from cp_fast.backends import LaunchOptions
 from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Copy, View
 from cp_fast.movers.select import kernels
 from cp_fast.movers.torch_merges import log_add_exp
-from cp_fast.runtime.operations import Operations
+from cp_fast.runtime.copy_operations import copy
+from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.row_selection import Rows
+from cp_fast.runtime.sum_operations import accumulate
 from cp_fast.runtime.tensors import Shapes, State, Tensors
 from cp_ref.spec import PaperGroup
 
@@ -51,7 +53,7 @@ def result(
     specs.append(BufferSpec("result", kind, HEADS, ROWS, "message"))
     specs += [BufferSpec("part", kind, part.heads, None, "partial") for part in parts]
     shapes = Shapes((ROWS, ROWS), DIMS, spare, final, CPU, has_dlse=False)
-    make = Operations(specs, shapes, None, kernels("cpu"), frozenset({RESULT}), frozenset())  # type: ignore[arg-type]
+    buffers = PassBuffers(specs, shapes, kernels("cpu"), frozenset({RESULT}), frozenset())
     state = State(len(specs), PaperGroup(1, 0), LaunchOptions(1.0, 0.0))
     for n, part in enumerate(parts):
         state.buffers[FIRST_PART + n] = part.tensors
@@ -59,12 +61,12 @@ def result(
             FIRST_PART + n, slice(0, part.tensors.rows[0].shape[0]), (0, part.heads[1] - part.heads[0])
         )
         one = Accumulate(0, source, View(SUM, part.rows, part.heads))
-        make.accumulate(one, last=n == len(parts) - 1)(state)
+        accumulate(buffers, one, last=n == len(parts) - 1)(state)
     if sink is not None:
         state.buffers[OWN["sink"]] = sink
-        make.accumulate(Accumulate(0, View(OWN["sink"], None, HEADS), View(SUM, None, HEADS)), last=True)(state)
+        accumulate(buffers, Accumulate(0, View(OWN["sink"], None, HEADS), View(SUM, None, HEADS)), last=True)(state)
     held = state.buffers[SUM]
-    make.copy(Copy(0, View(SUM, None, HEADS), View(RESULT, None, HEADS)))(state)
+    copy(buffers, Copy(0, View(SUM, None, HEADS), View(RESULT, None, HEADS)))(state)
     return state.buffers[RESULT], held
 
 

@@ -69,13 +69,13 @@ def wrap(change: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def wrap_operation(change: Callable[..., Callable[[Any], None]]) -> Callable[[Any], Any]:
-    """A change of a method of `cp_fast.runtime.operations.Operations`: `change(self, one, operation)` yields what runs
-    in the place of the operation that the method made of the instruction `one`.
+    """A change of a function that makes operations (`cp_fast.runtime`): `change(buffers, one, operation)` yields what
+    runs in the place of the operation that the function made of the instruction `one`.
     """
 
     def changed(original: Any) -> Any:
-        def wrong(self: Any, one: Any, **named: Any) -> Any:
-            return change(self, one, original(self, one, **named), **named)
+        def wrong(buffers: Any, one: Any, **named: Any) -> Any:
+            return change(buffers, one, original(buffers, one, **named), **named)
 
         return wrong
 

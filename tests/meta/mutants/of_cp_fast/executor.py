@@ -12,7 +12,7 @@ from tests.meta.mutants.model import Mutant, wrap, wrap_operation
 __all__ = ["MUTANTS"]
 
 
-def _rotated(self: Any, one: Any, unpack: Any) -> Any:
+def _rotated(buffers: Any, one: Any, unpack: Any) -> Any:
     """Results of other ranks' heads are put into the places of the next ones."""
 
     def wrong(state: Any) -> None:
@@ -23,8 +23,8 @@ def _rotated(self: Any, one: Any, unpack: Any) -> Any:
     return wrong
 
 
-def _rounded(self: Any, one: Any, convert: Any) -> Any:
-    if self.buffers[one.target.buffer].role != "message":
+def _rounded(buffers: Any, one: Any, convert: Any) -> Any:
+    if buffers.specs[one.target.buffer].role != "message":
         return convert
 
     def wrong(state: Any) -> None:
@@ -45,9 +45,9 @@ def _first_largest(forward: Any, *arguments: Any) -> Any:
     return done if done.max_logit is None else done._replace(max_logit=done.max_logit[:1].expand(done.max_logit.shape))
 
 
-def _last_taken(self: Any, view: Any, take: Any) -> Any:
+def _last_taken(buffers: Any, view: Any, take: Any) -> Any:
     """Rows that were gathered for one launch are believed to be those of the next."""
-    if self.buffers[view.buffer].role != "own" or self._is_whole(view):
+    if buffers.specs[view.buffer].role != "own" or buffers.is_whole(view):
         return take
 
     def wrong(state: Any) -> Any:
@@ -57,23 +57,23 @@ def _last_taken(self: Any, view: Any, take: Any) -> Any:
     return wrong
 
 
-def _sums_in_the_inputs_dtype(self: Any, one: Any, accumulate: Any, **_: Any) -> Any:
+def _sums_in_the_inputs_dtype(buffers: Any, one: Any, accumulate: Any, **_: Any) -> Any:
     def wrong(state: Any) -> None:
         accumulate(state)
         rows, columns = state.buffers[one.target.buffer]
         for x in (*rows, *columns):
-            x.copy_(x.to(self.shapes.dtype))
+            x.copy_(x.to(buffers.shapes.dtype))
 
     return wrong
 
 
-def _keys_travel_as_values(self: Any, send: Any, give: Any) -> Any:
+def _keys_travel_as_values(buffers: Any, send: Any, give: Any) -> Any:
     """Keys and values are exchanged."""
-    return (lambda state: give(state)[::-1]) if self.buffers[send.source.buffer].kind == "kv" else give
+    return (lambda state: give(state)[::-1]) if buffers.specs[send.source.buffer].kind == "kv" else give
 
 
-def _last_row_left_out(self: Any, one: Any, move: Any) -> Any:
-    if self.buffers[one.target.buffer].role != "operand":
+def _last_row_left_out(buffers: Any, one: Any, move: Any) -> Any:
+    if buffers.specs[one.target.buffer].role != "operand":
         return move
 
     def wrong(state: Any) -> None:
@@ -88,13 +88,13 @@ def _columns_reversed(put: Any, into: Any, x: Any, rows: Any) -> None:
     put(into, x.flip(1), rows)
 
 
-def _no_sink_on_the_way(self: Any, one: Any, accumulate: Any) -> Any:
+def _no_sink_on_the_way(buffers: Any, one: Any, accumulate: Any) -> Any:
     """Outs that leave their rank complete have no sink."""
-    return accumulate if self.buffers[one.target.buffer].rows is None else lambda state: None
+    return accumulate if buffers.specs[one.target.buffer].rows is None else lambda state: None
 
 
-def _no_dlse_from_afar(self: Any, view: Any, take: Any) -> Any:
-    spec = self.buffers[view.buffer]
+def _no_dlse_from_afar(buffers: Any, view: Any, take: Any) -> Any:
+    spec = buffers.specs[view.buffer]
     if (spec.kind, spec.role) != ("do", "operand"):
         return take
 
@@ -105,7 +105,7 @@ def _no_dlse_from_afar(self: Any, view: Any, take: Any) -> Any:
     return wrong
 
 
-def _last_part_forgotten(self: Any, one: Any, accumulate: Any, *, last: bool) -> Any:
+def _last_part_forgotten(buffers: Any, one: Any, accumulate: Any, *, last: bool) -> Any:
     """What is added to a sum last is not added."""
 
     def wrong(state: Any) -> None:
@@ -115,15 +115,15 @@ def _last_part_forgotten(self: Any, one: Any, accumulate: Any, *, last: bool) ->
     return wrong
 
 
-def _some_rows_are_all(accumulate: Any, self: Any, one: Any, **named: Any) -> Any:
+def _some_rows_are_all(accumulate: Any, buffers: Any, one: Any, **named: Any) -> Any:
     """A partial result with as many rows as the sum, in whatever order, becomes the sum."""
     rows = one.target.rows
-    if isinstance(rows, torch.Tensor) and len(rows) == self.shapes.rows(self.buffers[one.target.buffer]):
+    if isinstance(rows, torch.Tensor) and len(rows) == buffers.shapes.rows(buffers.specs[one.target.buffer]):
         one = replace(one, target=replace(one.target, rows=None))
-    return accumulate(self, one, **named)
+    return accumulate(buffers, one, **named)
 
 
-def _arrived_lse_left_out(self: Any, one: Any, unpack: Any) -> Any:
+def _arrived_lse_left_out(buffers: Any, one: Any, unpack: Any) -> Any:
     """Complete results that arrive bring no lse."""
 
     def wrong(state: Any) -> None:
@@ -134,17 +134,19 @@ def _arrived_lse_left_out(self: Any, one: Any, unpack: Any) -> Any:
     return wrong
 
 
-_OPERATIONS = "cp_fast.runtime.operations.Operations"
+_RUNTIME = "cp_fast.runtime"
 
 
-def _operation(text: str, method: str, change: Any, tier: str = "logic") -> Mutant:
-    return Mutant(text, f"{_OPERATIONS}.{method}", wrap_operation(change), tier)
+def _operation(text: str, function: str, change: Any, tier: str = "logic") -> Mutant:
+    return Mutant(text, f"{_RUNTIME}.{function}", wrap_operation(change), tier)
 
 
 MUTANTS: dict[str, Mutant] = {
-    "heads-come-home-rotated": _operation("heads come home to the next rank's place", "_unpack", _rotated),
+    "heads-come-home-rotated": _operation(
+        "heads come home to the next rank's place", "copy_operations._unpack", _rotated
+    ),
     "results-rounded-before-they-travel": _operation(
-        "results that are handed over are rounded to bfloat16", "_convert", _rounded
+        "results that are handed over are rounded to bfloat16", "copy_operations._convert", _rounded
     ),
     "one-lse-travels-for-all-rows": Mutant(
         "of the lse that travels every row has the first row's",
@@ -156,31 +158,42 @@ MUTANTS: dict[str, Mutant] = {
         "max_logit is the first head's", "cp_fast.runtime.run.CompiledCall.forward", wrap(_first_largest), "logic"
     ),
     "rows-taken-for-the-last-ones": _operation(
-        "a launch gets the rows of the one before", "_taker", _last_taken, "probes"
+        "a launch gets the rows of the one before", "pass_buffers.PassBuffers.taker", _last_taken, "probes"
     ),
     "accumulators-in-the-inputs-dtype": _operation(
-        "partial results are accumulated in the inputs' dtype", "accumulate", _sums_in_the_inputs_dtype, "budget"
+        "partial results are accumulated in the inputs' dtype",
+        "resolve.accumulate",
+        _sums_in_the_inputs_dtype,
+        "budget",
     ),
-    "keys-travel-as-values": _operation("keys arrive as values, and values as keys", "_giver", _keys_travel_as_values),
-    "last-row-not-copied": _operation("of rows that are put together the last is zero", "_move", _last_row_left_out),
+    "keys-travel-as-values": _operation(
+        "keys arrive as values, and values as keys", "exchange_operations._giver", _keys_travel_as_values
+    ),
+    "last-row-not-copied": _operation(
+        "of rows that are put together the last is zero", "copy_operations._move", _last_row_left_out
+    ),
     "columns-reversed": Mutant(
         "the lse of rows that are put together is in reverse order",
-        "cp_fast.runtime.operations.put_columns",
+        f"{_RUNTIME}.copy_operations.put_columns",
         wrap(_columns_reversed),
         "logic",
     ),
-    "no-sink-on-the-way": _operation("outs that travel complete have no sink", "_accumulate_sink", _no_sink_on_the_way),
-    "no-dlse-from-afar": _operation(
-        "the gradient of the lse does not travel with that of out", "_taker", _no_dlse_from_afar
+    "no-sink-on-the-way": _operation(
+        "outs that travel complete have no sink", "sum_operations._accumulate_sink", _no_sink_on_the_way
     ),
-    "last-part-forgotten": _operation("the last partial result is not added", "accumulate", _last_part_forgotten),
+    "no-dlse-from-afar": _operation(
+        "the gradient of the lse does not travel with that of out", "pass_buffers.PassBuffers.taker", _no_dlse_from_afar
+    ),
+    "last-part-forgotten": _operation(
+        "the last partial result is not added", "resolve.accumulate", _last_part_forgotten
+    ),
     "rows-in-any-order-are-the-total": Mutant(
         "a partial result that has every row, in any order, becomes the sum",
-        f"{_OPERATIONS}.accumulate",
+        f"{_RUNTIME}.resolve.accumulate",
         wrap(_some_rows_are_all),
         "logic",
     ),
     "no-lse-of-complete-results": _operation(
-        "outs that arrive complete have lse zero", "_unpack", _arrived_lse_left_out
+        "outs that arrive complete have lse zero", "copy_operations._unpack", _arrived_lse_left_out
     ),
 }

@@ -50,19 +50,19 @@ def _lse_rounded(merged: Any, *parts: Tensor) -> Any:
     return mean, new.bfloat16().to(new.dtype)
 
 
-def _rounded_after(self: Any, one: Any, accumulate: Any, **_: Any) -> Any:
+def _rounded_after(buffers: Any, one: Any, accumulate: Any, **_: Any) -> Any:
     """The sum is rounded to the inputs' dtype whenever something is merged into it."""
 
     def wrong(state: Any) -> None:
         accumulate(state)
         rows, columns = state.buffers[one.target.buffer]
-        if columns and self.shapes.dtype in (torch.bfloat16, torch.float16):
-            rows[0].copy_(rows[0].to(self.shapes.dtype))
+        if columns and buffers.shapes.dtype in (torch.bfloat16, torch.float16):
+            rows[0].copy_(rows[0].to(buffers.shapes.dtype))
 
     return wrong
 
 
-def _rounded_to_bf16(self: Any, one: Any, accumulate: Any, **_: Any) -> Any:
+def _rounded_to_bf16(buffers: Any, one: Any, accumulate: Any, **_: Any) -> Any:
     def wrong(state: Any) -> None:
         accumulate(state)
         (rows, *more), columns = state.buffers[one.target.buffer]
@@ -84,8 +84,8 @@ def _waiting_lost(accumulate_late: Any, plan: Any) -> Any:
     return replace(found, instructions=tuple(kept))
 
 
-def _whole_part_overwrites(self: Any, one: Any, accumulate: Any, **_: Any) -> Any:
-    if not self._is_whole(one.target):
+def _whole_part_overwrites(buffers: Any, one: Any, accumulate: Any, **_: Any) -> Any:
+    if not buffers.is_whole(one.target):
         return accumulate
 
     def wrong(state: Any) -> None:
@@ -100,12 +100,12 @@ def _lse_of_no_parts_is_zero(nothing: Any, self: Any, *dtypes: Any) -> Any:
     return found._replace(columns=[torch.zeros_like(x) for x in found.columns])
 
 
-def _sum_overwritten(self: Any, one: Any, accumulate: Any, **_: Any) -> Any:
-    if self.buffers[one.target.buffer].kind != "dq":
+def _sum_overwritten(buffers: Any, one: Any, accumulate: Any, **_: Any) -> Any:
+    if buffers.specs[one.target.buffer].kind != "dq":
         return accumulate
 
     def wrong(state: Any) -> None:
-        held, rows = state.buffers[one.target.buffer], self._rows(one.target)
+        held, rows = state.buffers[one.target.buffer], buffers.rows(one.target)
         for x in held.rows if held is not None else ():
             x[rows if isinstance(rows, slice) else rows.long(), slice(*one.target.heads)] = 0
         accumulate(state)
@@ -134,7 +134,7 @@ def _sums_rounded(add: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
 _MERGED = "cp_fast.movers.torch_merges._merged"
 _WEIGHTED = "cp_fast.movers.torch_merges._weighted"
 _ADD = "cp_fast.movers.torch_ops.TorchKernels.add_rows_"
-_ACCUMULATE = "cp_fast.runtime.operations.Operations.accumulate"
+_ACCUMULATE = "cp_fast.runtime.resolve.accumulate"
 
 
 def _schedule(text: str, target: str, change: Any, tier: str) -> Mutant:
