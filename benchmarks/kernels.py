@@ -21,21 +21,17 @@ import torch
 import typer
 
 if __package__:
-    from benchmarks.kernels_cases import Case, Implementation, cases
+    from benchmarks.kernels_cases import Case, cases
     from benchmarks.kernels_timing import medians, sets_for
     from benchmarks.ranks import Commit, Device
 else:
-    from kernels_cases import Case, Implementation, cases
+    from kernels_cases import Case, cases
     from kernels_timing import medians, sets_for
     from ranks import Commit, Device
 
-from cp_fast.movers import kernels, thd_kernels, why_not
+from cp_fast.movers import kernels, why_not
 
 LIMIT = 4.2e12  # bytes a second, read and written, of an H200
-
-
-def implementation(name: str, device: str) -> Implementation:
-    return Implementation(kernels(device, name), thd_kernels(device, name))
 
 
 def measure(case: Case, names: Sequence[str], device: str, rounds: int) -> list[dict[str, Any]]:
@@ -43,10 +39,10 @@ def measure(case: Case, names: Sequence[str], device: str, rounds: int) -> list[
     works = [case.make(device) for _ in range(sets_for(case.moved, device))]
     for name in names:
         try:
-            works[0].check(implementation(name, device))
+            works[0].check(kernels(device, name))
         except AssertionError as error:
             raise SystemExit(f"{name}, {case.kernel}, {case.name}: {error}; nothing is reported") from error
-    runs = [[partial(work.run, implementation(name, device)) for work in works] for name in names]
+    runs = [[partial(work.run, kernels(device, name)) for work in works] for name in names]
     times = medians([*runs, [w.copy for w in works], [w.select for w in works]], device, rounds)
     copy, select = times[-2:]
     rows = []

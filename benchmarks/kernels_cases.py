@@ -12,18 +12,10 @@ from functools import lru_cache
 
 import torch
 
-from cp_fast.movers import Kernels, ThdKernels
+from cp_fast.movers import Kernels, LengthsMap
 from cp_ref.thd import thd_get_partitioned_indices
 
-__all__ = ["Case", "Implementation", "Target", "Work", "cases"]
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """Both protocols of one implementation."""
-
-    rows: Kernels
-    thd: ThdKernels
+__all__ = ["Case", "Target", "Work", "cases"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +35,10 @@ class Target:
 class Work:
     """One set of tensors. `run` returns what it made; the tensors that it changes are its own."""
 
-    run: Callable[[Implementation], object]
+    run: Callable[[Kernels], object]
     copy: Callable[[], object]  # the same bytes by torch.Tensor.copy_
     select: Callable[[], object]  # torch.index_select with a ready index: the same rows, else as many bytes
-    check: Callable[[Implementation], None]  # raises AssertionError; called first
+    check: Callable[[Kernels], None]  # raises AssertionError; called first
 
 
 @dataclass(frozen=True)
@@ -113,16 +105,18 @@ def reorder(
         rows, results = (rows if forward else rows.argsort()).to(device), [torch.empty_like(x) for x in xs]
         copy, _ = by_copy(moved, device)
 
+        order_of = LengthsMap("reorder", "rank_order" if forward else "sequence_order", lengths, a=cp_size)
+
         def select() -> None:
             for x, result in zip(xs, results, strict=True):
                 torch.index_select(x, 0, rows, out=result)
 
-        def check(k: Implementation) -> None:
+        def check(k: Kernels) -> None:
             order = rank_order(tokens, sequences, cp_size).to(device)
-            for got, x in zip(k.thd.reorder(xs, lengths, cp_size, forward), xs, strict=True):
+            for got, x in zip(k.gather(xs, order_of), xs, strict=True):
                 same(got if forward else got.index_select(0, order), x.index_select(0, order) if forward else x)
 
-        return Work(lambda k: k.thd.reorder(xs, lengths, cp_size, forward), copy, select, check)
+        return Work(lambda k: k.gather(xs, order_of), copy, select, check)
 
     return Case("reorder", name, moved, make, target)
 
@@ -137,16 +131,17 @@ def valid(tokens: int, heads: int, dim: int, sequences: int, target: Target) -> 
         slots, tokens_of = lengths.to(device), real.to(device)
         out, x = (random(device, tokens, heads, dim) for _ in range(2))
         copy, select = by_copy(moved, device)
+        rows = LengthsMap("copy_valid_", "valid", slots, tokens_of)
 
-        def check(k: Implementation) -> None:
+        def check(k: Kernels) -> None:
             mask = torch.zeros(tokens, dtype=torch.bool)
             for start, count in zip(lengths.tolist(), real.diff().tolist(), strict=False):
                 mask[start : start + count] = True
             want = torch.where(mask.to(device)[:, None, None], x, out)
-            k.thd.copy_valid_(out, x, slots, tokens_of)
+            k.scatter_([out], [x], rows)
             same(out, want)
 
-        return Work(lambda k: k.thd.copy_valid_(out, x, slots, tokens_of), copy, select, check)
+        return Work(lambda k: k.scatter_([out], [x], rows), copy, select, check)
 
     return Case("copy_valid_", f"{tokens} x {heads} x {dim}, {sequences} sequences, 3/4 valid", moved, make, target)
 
@@ -164,15 +159,15 @@ def merge(tokens: int, heads: int, dim: int, target: Target) -> Case:
         lse, step_lse = (random(device, heads, tokens, dtype=torch.float32) for _ in range(2))
         copy, select = by_copy(moved, device)
 
-        def check(k: Implementation) -> None:
+        def check(k: Kernels) -> None:
             parts = ((lse.double(), out.double()), (step_lse.double(), step.double()))
             new = torch.logaddexp(parts[0][0], parts[1][0])
             want = sum((torch.exp(x - new).t()[..., None] * y for x, y in parts), torch.zeros_like(parts[0][1]))
-            k.rows.merge_(out, lse, step, step_lse, slice(0, tokens))
+            k.merge_(out, lse, step, step_lse, slice(0, tokens))
             close(out, want)
             close(lse, new)
 
-        return Work(lambda k: k.rows.merge_(out, lse, step, step_lse, slice(0, tokens)), copy, select, check)
+        return Work(lambda k: k.merge_(out, lse, step, step_lse, slice(0, tokens)), copy, select, check)
 
     return Case("merge_", f"{tokens} x {heads} x {dim}, bfloat16 into float32", moved, make, target)
 
@@ -192,12 +187,12 @@ def exchange(tokens: int, heads: int, dim: int, cp_size: int, to_front: bool, ta
         pieces, result = pieces.flatten(), torch.empty(cp_size * tokens, part * dim, device=device, dtype=whole.dtype)
         source = (whole if to_front else parts).view_as(result)
 
-        def run(k: Implementation) -> object:
+        def run(k: Kernels) -> object:
             if to_front:
-                return k.rows.heads_to_front(whole, rows, firsts, part)
-            return k.rows.heads_to_back_(whole, parts, rows, firsts, False)
+                return k.gather_heads(whole, rows, firsts, part)
+            return k.scatter_heads_(whole, parts, rows, firsts, False)
 
-        def check(k: Implementation) -> None:
+        def check(k: Kernels) -> None:
             got = run(k)
             moved_parts = whole.index_select(0, rows).view(tokens, cp_size, part, dim).transpose(0, 1)
             if to_front:
@@ -225,11 +220,13 @@ def indices(tokens: int, sequences: int, cp_size: int, target: Target) -> Case:
         )
         index, result = index.to(device), torch.empty(share, dtype=torch.int32, device=device)
 
-        def check(k: Implementation) -> None:
-            same(k.thd.partition_indices(lengths, tokens, cp_size, 0).long(), index)
+        own = LengthsMap("partition_indices", "slice", lengths, a=cp_size)
+
+        def check(k: Kernels) -> None:
+            same(k.row_indices(own, tokens).long(), index)
 
         return Work(
-            lambda k: k.thd.partition_indices(lengths, tokens, cp_size, 0),
+            lambda k: k.row_indices(own, tokens),
             copy,
             lambda: torch.index_select(x, 0, index, out=result),
             check,
@@ -247,13 +244,13 @@ def add(tokens: int, heads: int, dim: int) -> Case:
         xs = [random(device, tokens, heads, dim) for _ in range(2)]
         copy, select = by_copy(moved, device)
 
-        def check(k: Implementation) -> None:
+        def check(k: Kernels) -> None:
             wants = [out + x for out, x in zip(outs, xs, strict=True)]
-            k.rows.add_rows_(outs, xs, slice(0, tokens))
+            k.scatter_(outs, xs, slice(0, tokens), add=True)
             for out, want in zip(outs, wants, strict=True):
                 same(out, want)
 
-        return Work(lambda k: k.rows.add_rows_(outs, xs, slice(0, tokens)), copy, select, check)
+        return Work(lambda k: k.scatter_(outs, xs, slice(0, tokens), add=True), copy, select, check)
 
     return Case("add_rows_", f"{tokens} x {heads} x {dim}, dK and dV, bfloat16 into float32", moved, make, None)
 

@@ -1,13 +1,13 @@
-"""The data-moving kernels, in three implementations behind two protocols.
+"""The data-moving kernels: three primitives in three implementations, behind one protocol.
 
-base, base_thd   the kernels of attention (`Kernels`) and of `cp_fast.thd` (`ThdKernels`); who checks.
-select           the implementation for a device, and how to choose one.
-ops              the registered operators (`torch.ops.cp_attention`) for `cp_fast.thd`.
-native      C++ and CUDA          numba_cuda    Numba CUDA          torch_ops, torch_thd    PyTorch's operators
+base        the protocol (`Kernels`); who checks          row_maps   which row goes where
+select      the implementation for a device, and how to choose one
+ops         the registered operators (`torch.ops.cp_attention`) for `cp_fast.thd`
+native      C++ and CUDA          numba_cuda    Numba CUDA          torch_ops    PyTorch's operators
 """
 
 from cp_fast.movers.base import Kernels
-from cp_fast.movers.base_thd import ThdKernels
-from cp_fast.movers.select import NAMES, chosen, kernels, thd_kernels, use, why_not
+from cp_fast.movers.lengths_map import LengthsMap
+from cp_fast.movers.select import NAMES, chosen, kernels, use, why_not
 
-__all__ = ["NAMES", "Kernels", "ThdKernels", "chosen", "kernels", "thd_kernels", "use", "why_not"]
+__all__ = ["NAMES", "Kernels", "LengthsMap", "chosen", "kernels", "use", "why_not"]

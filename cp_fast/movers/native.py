@@ -10,18 +10,18 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from cp_fast.movers.base import Kernels
-from cp_fast.movers.base_thd import ThdKernels
+from cp_fast.movers.lengths_map import KINDS, LengthsMap
 from cp_fast.runtime.row_selection import Rows
 from cp_fast.tools import build
 
-__all__ = ["NativeKernels", "NativeThdKernels", "load", "load_thd"]
+__all__ = ["NativeKernels", "load"]
 
-_ACTIONS = {"none": 0, "add": 1, "copy": 2}
+_SPAN, _INDEX = KINDS.index("span"), KINDS.index("index")
 _ALLOCATION = re.compile(r"AllocationError: (?P<sizes>\[.*?\]) of (?P<item>\d+) bytes")
 _KINDS: dict[str, type[Exception]] = {"ValueError: ": ValueError, "TypeError: ": TypeError}
 
@@ -38,12 +38,6 @@ def load(device: str) -> NativeKernels:
         failed, or its library cannot be loaded.
     """
     return NativeKernels(_namespace(device))
-
-
-@lru_cache
-def load_thd(device: str) -> ThdKernels:
-    """The same for the helpers of packed sequences; they are in the same library."""
-    return cast(ThdKernels, NativeThdKernels(_namespace(device)))
 
 
 def _namespace(device: str) -> Any:
@@ -63,59 +57,61 @@ class NativeKernels(Kernels):
 
     def __init__(self, ops: Any) -> None:
         """`ops`: the namespace of one device's operators."""
-        self._ops = _operators(ops, Kernels)
+        self._row_indices, self._gather, self._scatter = map(_named, (ops.row_indices, ops.gather, ops.scatter_))
+        self._gather_heads, self._scatter_heads = map(_named, (ops.gather_heads, ops.scatter_heads_))
+        self._merge = _named(ops.merge_)
 
-    def take_rows(self, xs: Sequence[torch.Tensor], rows: Rows) -> list[torch.Tensor]:
+    def row_indices(self, rows: LengthsMap, tokens: int) -> torch.Tensor:
+        return self._row_indices(tokens, *_map("row_indices", rows, tokens))
+
+    def gather(self, xs: Sequence[torch.Tensor], rows: Rows | LengthsMap) -> list[torch.Tensor]:
         if isinstance(rows, slice):
             return [x[rows] for x in xs]
-        return self._ops["take_rows"](xs, rows, 0, 0) if xs else []
+        return self._gather(xs, *_map("gather", rows, 0)) if xs else []
 
-    def put_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
+    def scatter_(
+        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows | LengthsMap, add: bool = False
+    ) -> None:
         if outs:
-            self._ops["put_rows_"](outs, xs, *_rows(rows, outs[0]))
+            self._scatter(outs, xs, add, *_map("scatter_", rows, outs[0].shape[0]))
 
-    def heads_to_front(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
-        return self._ops["heads_to_front"](x, *_rows(rows, x), first_heads, heads)
+    def gather_heads(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
+        return self._gather_heads(x, first_heads, heads, *_map("gather_heads", rows, x.shape[0]))
 
-    def heads_to_back_(
+    def scatter_heads_(
         self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
     ) -> None:
-        self._ops["heads_to_back_"](out, x, *_rows(rows, out), first_heads, add)
+        self._scatter_heads(out, x, first_heads, add, *_map("scatter_heads_", rows, out.shape[0]))
 
     def merge_(
-        self, out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, rows: Rows
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        out_step: torch.Tensor,
+        lse_step: torch.Tensor,
+        rows: Rows | LengthsMap,
+        final: bool = False,
     ) -> None:
-        self._ops["merge_"](out, lse, out_step, lse_step, *_rows(rows, out))
-
-    def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
-        if outs:
-            self._ops["add_rows_"](outs, xs, *_rows(rows, outs[0]))
+        self._merge(out, lse, out_step, lse_step, final, *_map("merge_", rows, out.shape[0]))
 
 
-class NativeThdKernels:
-    """`ThdKernels` by native operators: every method not defined here is the operator of its name."""
-
-    name = "native"
-
-    def __init__(self, ops: Any) -> None:
-        """`ops`: the namespace of one device's operators."""
-        self._ops = _operators(ops, ThdKernels)
-        vars(self).update({name: call for name, call in self._ops.items() if name not in vars(NativeThdKernels)})
-
-    def grad_correction_(
-        self, grad: torch.Tensor, grad_step: torch.Tensor, lengths: torch.Tensor, first_half: str, second_half: str
-    ) -> None:
-        self._ops["grad_correction_"](grad, grad_step, lengths, _action(first_half), _action(second_half))
+def _map(
+    name: str, rows: Rows | LengthsMap, tokens: int
+) -> tuple[str, int, torch.Tensor | None, torch.Tensor | None, int, int]:
+    """(helper, kind, table, real lengths, a, b): a row map as native operators take it. `name`: of the primitive."""
+    if isinstance(rows, LengthsMap):
+        return rows.helper, KINDS.index(rows.kind), *rows[2:]
+    if not isinstance(rows, slice):
+        return name, _INDEX, rows, None, 0, 0
+    first, stop, step = rows.indices(tokens)
+    if step != 1:
+        raise ValueError(f"rows are {rows}; a slice must have step 1")
+    return name, _SPAN, None, None, first, max(stop - first, 0)
 
 
-def _operators(ops: Any, protocol: type) -> dict[str, Callable[..., Any]]:
-    """The operators with the names of the protocol's methods."""
-    names = [name for name, method in vars(protocol).items() if callable(method) and not name.startswith("_")]
-    return {name: _named(getattr(ops, name).default) for name in names}
-
-
-def _named(operator: Callable[..., Any]) -> Callable[..., Any]:
+def _named(packet: Any) -> Callable[..., Any]:
     """The operator; raises the exceptions that its messages name."""
+    operator = packet.default
 
     def call(*arguments: Any) -> Any:
         try:
@@ -135,21 +131,6 @@ def _named(operator: Callable[..., Any]) -> Callable[..., Any]:
 def _allocate(sizes: str, item: int, arguments: Sequence[Any]) -> None:
     """Allocate in PyTorch the memory that an operator did not get for a result: PyTorch raises its own exception."""
     first = arguments[0]
-    device = (first if isinstance(first, torch.Tensor) else first[0]).device
+    table = next(x for x in arguments if isinstance(x, torch.Tensor)) if isinstance(first, int) else first
+    device = (table if isinstance(table, torch.Tensor) else table[0]).device
     torch.empty([*json.loads(sizes), item], dtype=torch.uint8, device=device)
-
-
-def _rows(rows: Rows, x: torch.Tensor) -> tuple[torch.Tensor | None, int, int]:
-    """`(index, first, count)` of rows of x: the index is None for a slice."""
-    if not isinstance(rows, slice):
-        return rows, 0, 0
-    first, stop, step = rows.indices(x.shape[0])
-    if step != 1:
-        raise ValueError(f"rows are {rows}; a slice must have step 1")
-    return None, first, max(stop - first, 0)
-
-
-def _action(name: str) -> int:
-    if name not in _ACTIONS:
-        raise ValueError(f"action is {name!r}; it must be 'add', 'copy' or 'none'")
-    return _ACTIONS[name]

@@ -6,8 +6,10 @@ import torch
 
 from cp_fast.movers.checks import end_of, sizes_of
 from cp_fast.movers.layouts import lengths_on, plain, plain_out, touched
+from cp_fast.movers.lengths_map import LengthsMap
 from cp_fast.movers.ops import check_halves, nothing, operator
-from cp_fast.movers.select import thd_kernels
+from cp_fast.movers.select import kernels
+from cp_fast.movers.torch_asserts import assert_lengths
 from cp_ref.common.thd.checks import check_columns, check_room
 from cp_ref.common.thd.corrections import check_grad_correction, check_lse_correction, check_out_correction
 from cp_ref.common.thd.halves import check_read_second_half_lse
@@ -16,6 +18,7 @@ from cp_ref.spec import check_apart
 __all__: list[str] = []
 
 Tensor = torch.Tensor
+_HALVES = ("first", "second")
 
 
 def _lse_room(lengths: Tensor, divisor: int, lse_packed: bool) -> int | None:
@@ -33,6 +36,24 @@ def _check_lse_room(name: str, lse: Tensor, lengths: Tensor, divisor: int, lse_p
         check_columns(name, lse, needed, lse_packed)
 
 
+def _second_half(lse: Tensor, lengths: Tensor, lse_packed: bool, max_seqlen: int) -> Tensor:
+    result = lse.new_zeros(*lse.shape[:-1], max_seqlen)
+    if not lse.numel() or not result.numel() or len(lengths) == 1:
+        return result
+    if lse_packed:
+        late = LengthsMap("read_second_half_lse", "half", lengths, a=1)
+        source = kernels(lse.device.type).row_indices(late, lse.shape[1] // 2 * 2)[:max_seqlen]
+        column = torch.arange(len(source), device=lse.device)
+        found = torch.where(column < lengths[-1] // 2, lse.index_select(1, source.clamp(min=0)), 0)
+        result[:, : len(source)] = found
+        return result
+    assert_lengths("read_second_half_lse", lengths, 2, torch.iinfo(torch.int64).max)
+    half = (lengths.long().diff() // 2)[:, None, None]
+    column = torch.arange(max_seqlen, device=lse.device)
+    source = (half + column).clamp(0, lse.shape[2] - 1).expand(-1, lse.shape[1], -1)
+    return torch.where(column < half, lse.gather(2, source), result)
+
+
 @operator(
     "read_second_half_lse(Tensor lse, Tensor cu_seqlens_padded, bool lse_packed, SymInt max_seqlen) -> Tensor",
     check_read_second_half_lse,
@@ -45,7 +66,7 @@ def _read_second_half_lse(lse: Tensor, cu_seqlens_padded: Tensor, lse_packed: bo
     if needed is not None and max_seqlen < needed:
         raise ValueError(f"max_seqlen is {max_seqlen}; it must be at least {needed}")
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, lse.device)
-    return thd_kernels(lse.device.type).read_second_half_lse(plain(lse), lengths, lse_packed, max_seqlen)
+    return _second_half(plain(lse), lengths, lse_packed, max_seqlen)
 
 
 @operator(
@@ -59,7 +80,11 @@ def _lse_correction_(lse: Tensor, lse_step: Tensor, cu_seqlens_padded: Tensor, l
     _check_lse_room("lse_step", lse_step, cu_seqlens_padded, 2, lse_packed)
     check_apart("lse", lse, lse_step=lse_step)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, lse.device)
-    thd_kernels(lse.device.type).lse_correction_(plain_out("lse", lse), plain(lse_step), lengths, lse_packed)
+    late = LengthsMap("lse_correction_", "half", lengths, a=1)
+    # There is no output: rows of no elements. Halves have at most as many rows as their padded LSE has places.
+    heads, step_rows = lse_step.shape[-2], lse_step.shape[-1] * (1 if lse_packed else len(lengths) - 1)
+    nothing = lse.new_empty(2 * step_rows, heads, 0), lse.new_empty(step_rows, heads, 0)
+    kernels(lse.device.type).merge_(nothing[0], plain_out("lse", lse), nothing[1], plain(lse_step), late)
     touched(lse)
 
 
@@ -87,9 +112,11 @@ def _out_correction_(
     _check_lse_room("lse_step", lse_step, cu_seqlens_padded, 1 + only_second_half, lse_packed)
     check_apart("out", out, out_step=out_step, lse=lse, lse_step=lse_step)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
-    thd_kernels(out.device.type).out_correction_(
-        plain_out("out", out), plain(out_step), plain(lse), plain(lse_step), lengths, only_second_half, lse_packed
-    )
+    rows = LengthsMap("out_correction_", "valid", lengths, lengths)
+    if only_second_half:
+        rows = LengthsMap("out_correction_", "half", lengths, a=1)
+    operands = plain_out("out", out), plain(lse), plain(out_step), plain(lse_step)
+    kernels(out.device.type).merge_(*operands, rows, final=True)
     touched(out)
 
 
@@ -109,5 +136,13 @@ def _grad_correction_(
         return
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, grad.device)
     target, step = plain_out("grad", grad), plain(grad_step)
-    thd_kernels(grad.device.type).grad_correction_(target, step, lengths, first_half, second_half)
+    outs, xs = ([target], [step]) if grad.ndim < 4 else (list(target), list(step))
+    maps = {"both": LengthsMap("grad_correction_", "valid", lengths, lengths)}
+    if first_half != second_half:
+        kind = "half" if "none" in (first_half, second_half) else "in_half"
+        maps = {half: LengthsMap("grad_correction_", kind, lengths, a=int(half == "second")) for half in _HALVES}
+    actions = {"first": first_half, "second": second_half, "both": first_half}
+    for half, rows in maps.items():
+        if actions[half] != "none":
+            kernels(grad.device.type).scatter_(outs, xs, rows, add=actions[half] == "add")
     touched(grad)

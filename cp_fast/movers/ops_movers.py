@@ -8,11 +8,14 @@ import torch
 
 from cp_fast.movers.checks import end_of, sizes_of
 from cp_fast.movers.layouts import lengths_on, plain, rows, rows_out, touched
+from cp_fast.movers.lengths_map import LengthsMap
 from cp_fast.movers.ops import check_chunks, check_halves, nothing, operator
-from cp_fast.movers.select import thd_kernels
+from cp_fast.movers.select import kernels
+from cp_fast.movers.torch_asserts import assert_lengths, assert_real_lengths
 from cp_ref.common.thd.checks import MOST_ROWS, check_both, check_count, check_divisible, check_fits, check_room
 from cp_ref.common.thd.halves import check_read_half
 from cp_ref.common.thd.indices import check_partition, check_reorder
+from cp_ref.common.thd.row_tables import rank_lengths
 from cp_ref.common.thd.valid import check_copy, check_rank_lengths
 from cp_ref.spec import check_apart
 
@@ -31,8 +34,8 @@ Tensor = torch.Tensor
 )
 def _partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
     check_chunks(cu_seqlens_padded, "total_tokens", total_tokens, cp_size)
-    use = thd_kernels(cu_seqlens_padded.device.type)
-    return use.partition_indices(cu_seqlens_padded.contiguous(), total_tokens, cp_size, cp_rank)
+    own = LengthsMap("partition_indices", "slice", cu_seqlens_padded.contiguous(), a=cp_size, b=cp_rank)
+    return kernels(cu_seqlens_padded.device.type).row_indices(own, total_tokens)
 
 
 @operator(
@@ -48,8 +51,9 @@ def _rank_lengths(
     check_divisible("cu_seqlens_padded", slots, 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
     check_fits(real, slots)
     padded = lengths_on("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens.device)
-    use = thd_kernels(cu_seqlens.device.type)
-    return use.rank_lengths(cu_seqlens.contiguous(), padded, cp_size, cp_rank, first_half, second_half)
+    assert_lengths("rank_lengths", padded, 2 * cp_size, torch.iinfo(torch.int64).max)
+    assert_real_lengths("rank_lengths", cu_seqlens, padded)
+    return rank_lengths(cu_seqlens, padded, cp_size, cp_rank, first_half, second_half)
 
 
 # ---- movers
@@ -77,7 +81,8 @@ def _check_reorder(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int
 def _partition(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, cp_rank: int) -> list[Tensor]:
     check_chunks(cu_seqlens_padded, "x.shape[0]", xs[0].shape[0], cp_size)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
-    results = thd_kernels(xs[0].device.type).partition([rows(x) for x in xs], lengths, cp_size, cp_rank)
+    own = LengthsMap("partition", "slice", lengths, a=cp_size, b=cp_rank)
+    results = kernels(xs[0].device.type).gather([rows(x) for x in xs], own)
     return [result.view(x.shape[0] // cp_size, *x.shape[1:]) for x, result in zip(xs, results, strict=True)]
 
 
@@ -89,7 +94,8 @@ def _partition(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, cp
 def _reorder(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, cp_size: int, to_rank_order: bool) -> list[Tensor]:
     check_chunks(cu_seqlens_padded, "x.shape[0]", xs[0].shape[0], cp_size)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, xs[0].device)
-    results = thd_kernels(xs[0].device.type).reorder([rows(x) for x in xs], lengths, cp_size, to_rank_order)
+    order = LengthsMap("reorder", "rank_order" if to_rank_order else "sequence_order", lengths, a=cp_size)
+    results = kernels(xs[0].device.type).gather([rows(x) for x in xs], order)
     return [result.view(x.shape) for x, result in zip(xs, results, strict=True)]
 
 
@@ -116,7 +122,7 @@ def _read_half(xs: Sequence[Tensor], cu_seqlens_padded: Tensor, half: int) -> li
         lengths = lengths.long() if 2 * tokens > torch.iinfo(lengths.dtype).max else lengths
         lengths = torch.cat([lengths, lengths + tokens])
     sources = [plain(x.flatten(0, 1) if axis else x) for x in xs]
-    results = thd_kernels(xs[0].device.type).read_half(sources, lengths, half)
+    results = kernels(xs[0].device.type).gather(sources, LengthsMap("read_half", "half", lengths, a=half))
     return [result.view(_half_shape(x)) for x, result in zip(xs, results, strict=True)]
 
 
@@ -132,8 +138,17 @@ def _copy_valid_(out: Tensor, inp: Tensor, cu_seqlens_padded: Tensor, cu_seqlens
     check_apart("out", out, inp=inp)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
     real = lengths_on("cu_seqlens", cu_seqlens, out.device)
-    thd_kernels(out.device.type).copy_valid_(rows_out("out", out), rows(inp), lengths, real)
+    valid = LengthsMap("copy_valid_", "valid", lengths, real)
+    kernels(out.device.type).scatter_([rows_out("out", out)], [rows(inp)], valid)
     touched(out)
+
+
+def _padded(x: Tensor, real: Tensor, lengths: Tensor, padded_tokens: int, fill: int) -> Tensor:
+    if not len(x):
+        return x.new_full((padded_tokens,), fill)
+    unpad = LengthsMap("pad_sequences", "unpad", lengths, real, a=padded_tokens)
+    source = kernels(x.device.type).row_indices(unpad, len(x))
+    return torch.where(source >= 0, x[source.clamp(min=0)], fill)
 
 
 def _check_pad(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, padded_tokens: int, fill: int) -> None:
@@ -156,4 +171,4 @@ def _pad_sequences(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor, pad
         raise ValueError(f"padded_tokens is {padded_tokens}; the padded sequences have {end}")
     real = lengths_on("cu_seqlens", cu_seqlens, x.device)
     lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, x.device)
-    return thd_kernels(x.device.type).pad_sequences(x.contiguous(), real, lengths, padded_tokens, fill)
+    return _padded(x.contiguous(), real, lengths, padded_tokens, fill)

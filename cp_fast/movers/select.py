@@ -16,22 +16,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
 
 from cp_fast.api.log import log_once
 from cp_fast.movers.base import Kernels
-from cp_fast.movers.base_thd import ThdKernels
 from cp_ref.spec import check_choice
 
-__all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "thd_kernels", "use", "why_not"]
+__all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "use", "why_not"]
 
 NAMES = ("native", "numba", "torch")
 VARIABLE = "CP_FAST_KERNELS"
 
-_MODULES = {  # With the functions `load` and `load_thd`.
+_MODULES = {  # With the function `load`.
     "native": "cp_fast.movers.native",
     "numba": "cp_fast.movers.numba_cuda",
-    "torch": "cp_fast.movers.torch_thd",
+    "torch": "cp_fast.movers.torch_ops",
 }
 _REASONS = {"native": "cp_fast.tools.build", "numba": "cp_fast.movers.numba_cuda"}  # With the function `why_not`.
 _used: list[str] = []  # Of `use`, the innermost last; for all threads, since autograd has its own.
@@ -72,7 +70,7 @@ def chosen(device_type: str) -> tuple[str, str]:
 
 
 def kernels(device_type: str, name: str | None = None) -> Kernels:
-    """The kernels of attention on a device: the named implementation, or else the `chosen` one.
+    """The kernels on a device: the named implementation, or else the `chosen` one.
 
     Raises:
         ValueError: a name that does not exist. RuntimeError: one whose needs are not met, or whose build fails.
@@ -80,19 +78,7 @@ def kernels(device_type: str, name: str | None = None) -> Kernels:
     >>> kernels("cpu", "torch").name
     'torch'
     """
-    return _loaded("load", _name(device_type, name), device_type)
-
-
-def thd_kernels(device_type: str, name: str | None = None) -> ThdKernels:
-    """The kernels of the helpers in `cp_fast.thd`, by the same choice.
-
-    Raises:
-        ValueError, RuntimeError: as `kernels`.
-
-    >>> thd_kernels("cpu", "torch").name
-    'torch'
-    """
-    return _loaded("load_thd", _name(device_type, name), device_type)
+    return _loaded(_name(device_type, name), device_type)
 
 
 @contextmanager
@@ -143,8 +129,8 @@ def _name(device_type: str, name: str | None) -> str:
 
 
 @lru_cache
-def _loaded(load: str, name: str, device_type: str) -> Any:
-    return getattr(importlib.import_module(_MODULES[name]), load)(device_type)
+def _loaded(name: str, device_type: str) -> Kernels:
+    return importlib.import_module(_MODULES[name]).load(device_type)
 
 
 @lru_cache

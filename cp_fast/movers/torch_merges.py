@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from cp_fast.movers.lengths_map import LengthsMap
+from cp_fast.movers.torch_asserts import assert_lengths
+from cp_fast.movers.torch_rows import Targets
 from cp_fast.runtime.row_selection import Rows
 
-__all__ = ["log_add_exp", "merge_", "put", "taken", "wide_dtype"]
+__all__ = ["correct_", "log_add_exp", "merge_", "merge_padded_halves_", "put", "taken", "wide_dtype"]
 
 INF = float("inf")
 
@@ -21,20 +24,56 @@ def taken(x: torch.Tensor, rows: Rows) -> torch.Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
-def put(out: torch.Tensor, x: torch.Tensor, rows: Rows) -> None:
-    """out[rows] = x, rounded to out's dtype."""
+def put(out: torch.Tensor, x: torch.Tensor, rows: Rows, valid: torch.Tensor | None = None) -> None:
+    """out[rows] = x, rounded to out's dtype, where `valid`, bool [n]."""
     if isinstance(rows, slice):
         out[rows].copy_(x)
-    else:
-        out.index_copy_(0, rows.long(), x.to(out.dtype))
+        return
+    rows, x = rows.long(), x.to(out.dtype)
+    if valid is not None:
+        x = torch.where(valid.view(-1, *[1] * (x.ndim - 1)), x, out.index_select(0, rows))
+    out.index_copy_(0, rows, x)
 
 
-def merge_(out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, rows: Rows) -> None:
-    """`Kernels.merge_`."""
-    old = taken(lse.t(), rows)
-    merged, new = _merged(taken(out, rows), old, out_step, lse_step.t())
-    put(out, merged, rows)
-    put(lse.t(), new, rows)
+def merge_(out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, at: Targets) -> None:
+    """`Kernels.merge_` of the part's rows: out_step [n, h, d], lse_step [n, h]."""
+    old = taken(lse.t(), at.whole)
+    merged, new = _merged(taken(out, at.whole), old, out_step, lse_step)
+    put(out, merged, at.whole, at.valid)
+    put(lse.t(), new, at.whole, at.valid)
+
+
+def correct_(out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, at: Targets) -> None:
+    """`Kernels.merge_` with `final`: out_step [n, h, d] of the part's rows, both LSEs whole."""
+    total, step = _lse_of(lse, at, whole=True), _lse_of(lse_step, at, whole=False)
+    wide = wide_dtype(out, out_step, lse, lse_step)
+    weight = torch.exp(step.to(wide) - total.to(wide))[..., None]
+    share = (weight * out_step).masked_fill((step == -INF)[..., None], 0.0)
+    put(out, taken(out, at.whole) + share, at.whole, at.valid)
+
+
+def merge_padded_halves_(lse: torch.Tensor, lse_step: torch.Tensor, rows: LengthsMap) -> None:
+    """LSEs [b, h, s] of halves into those of whole sequences."""
+    if not lse_step.numel():
+        return
+    assert_lengths(rows.helper, rows.lengths, 2, torch.iinfo(torch.int64).max)
+    half = (rows.lengths.long().diff() // 2)[:, None, None]
+    offset = torch.arange(lse.shape[2], device=lse.device) - rows.a * half
+    valid = (offset >= 0) & (offset < half)
+    step = lse_step.gather(2, offset.clamp(0, lse_step.shape[2] - 1).expand(-1, lse.shape[1], -1))
+    lse.copy_(torch.where(valid, torch.logaddexp(lse, step).to(lse.dtype), lse))
+
+
+def _lse_of(lse: torch.Tensor, at: Targets, *, whole: bool) -> torch.Tensor:
+    """The LSE of the part's rows, [n, h], from that of the whole tensor or of the part."""
+    if lse.ndim == 2:
+        return taken(lse.t(), at.whole if whole else at.part)
+    assert at.place is not None
+    position = at.place.in_whole if whole else at.place.in_part
+    if not lse.numel():  # All sequences are empty: these rows are the tail.
+        return lse.new_full((len(position), lse.shape[1]), -INF)
+    sequence = at.place.sequence.clamp(max=lse.shape[0] - 1)
+    return lse.transpose(1, 2)[sequence, position.clamp(0, lse.shape[2] - 1)]
 
 
 def log_add_exp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from cp_fast.movers import torch_merges
-from cp_fast.movers.torch_rows import bits
+from cp_fast.movers.lengths_map import LengthsMap
+from cp_fast.movers.torch_merges import put, taken, wide_dtype
+from cp_fast.movers.torch_rows import bits, table_of, targets_of
 from cp_fast.runtime.row_selection import Rows
 
-__all__ = ["TorchKernels"]
+__all__ = ["TorchKernels", "load"]
 
 
 class TorchKernels:
@@ -18,19 +20,32 @@ class TorchKernels:
 
     name = "torch"
 
-    def take_rows(self, xs: Sequence[torch.Tensor], rows: Rows) -> list[torch.Tensor]:
+    def row_indices(self, rows: LengthsMap, tokens: int) -> torch.Tensor:
+        return table_of(rows, tokens).to(rows.lengths.dtype)
+
+    def gather(self, xs: Sequence[torch.Tensor], rows: Rows | LengthsMap) -> list[torch.Tensor]:
         if isinstance(rows, slice):
             return [x[rows] for x in xs]
-        return [bits(x).index_select(0, rows).view(x.dtype) for x in xs]
+        index = table_of(rows, xs[0].shape[0]) if isinstance(rows, LengthsMap) else rows
+        return [bits(x).index_select(0, index).view(x.dtype) for x in xs]
 
-    def put_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
+    def scatter_(
+        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows | LengthsMap, add: bool = False
+    ) -> None:
+        if not outs:
+            return
+        at = targets_of(rows, outs[0].shape[0])
         for out, x in zip(outs, xs, strict=True):
-            if isinstance(rows, slice):
-                out[rows].copy_(x)
+            wide = wide_dtype(out, x)
+            if add and isinstance(at.whole, slice) and out.dtype == wide:
+                out[at.whole].add_(x)
+            elif add:
+                put(out, taken(out, at.whole).to(wide).add(taken(x, at.part)), at.whole, at.valid)
             else:
-                bits(out).index_copy_(0, rows.long(), bits(x))
+                same = out.dtype == x.dtype
+                put(bits(out) if same else out, taken(bits(x) if same else x, at.part), at.whole, at.valid)
 
-    def heads_to_front(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
+    def gather_heads(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
         moved = bits(x)
         count = len(moved[rows]) if isinstance(rows, slice) else len(rows)
         result = moved.new_empty(len(first_heads), count, heads, *x.shape[2:])
@@ -39,29 +54,41 @@ class TorchKernels:
             box.copy_(part[rows] if isinstance(rows, slice) else part.index_select(0, rows))
         return result.view(x.dtype)
 
-    def heads_to_back_(
+    def scatter_heads_(
         self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
     ) -> None:
         heads = x.shape[2]
         if add:
-            wide = torch_merges.wide_dtype(out, x)
-            whole = torch_merges.taken(out, rows).to(wide)
+            whole = taken(out, rows).to(wide_dtype(out, x))
             for part, first in zip(x, first_heads, strict=True):
                 whole[:, first : first + heads] += part
-            torch_merges.put(out, whole, rows)
+            put(out, whole, rows)
             return
         for part, first in zip(bits(x), first_heads, strict=True):
-            self.put_rows_([bits(out)[:, first : first + heads]], [part], rows)
+            self.scatter_([bits(out)[:, first : first + heads]], [part], rows)
 
     def merge_(
-        self, out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, rows: Rows
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        out_step: torch.Tensor,
+        lse_step: torch.Tensor,
+        rows: Rows | LengthsMap,
+        final: bool = False,
     ) -> None:
-        torch_merges.merge_(out, lse, out_step, lse_step, rows)
+        if lse.ndim == 3 and not final:
+            assert isinstance(rows, LengthsMap)
+            assert not out.numel(), "with a padded LSE only LSEs are merged"
+            torch_merges.merge_padded_halves_(lse, lse_step, rows)
+            return
+        at = targets_of(rows, out.shape[0])
+        step = taken(out_step, at.part)
+        if final:
+            torch_merges.correct_(out, lse, step, lse_step, at)
+        else:
+            torch_merges.merge_(out, lse, step, taken(lse_step.t(), at.part), at)
 
-    def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
-        for out, x in zip(outs, xs, strict=True):
-            wide = torch_merges.wide_dtype(out, x)
-            if isinstance(rows, slice) and out.dtype == wide:
-                out[rows].add_(x)
-            else:
-                torch_merges.put(out, torch_merges.taken(out, rows).to(wide).add(x), rows)
+
+def load(device: str) -> TorchKernels:
+    """The kernels for a device type: one for all."""
+    return TorchKernels()

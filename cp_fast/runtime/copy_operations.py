@@ -26,7 +26,7 @@ def _pack(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
     """Rows for the heads of several peers, into a stacked buffer."""
     number, target, rows, firsts = one.source.buffer, one.target.buffer, buffers.rows(one.source), one.first_heads
     _, heads = buffers.heads(target)
-    front = buffers.kernels.heads_to_front
+    front = buffers.kernels.gather_heads
 
     def pack(state: State) -> None:
         held = state.buffers[number]
@@ -41,7 +41,7 @@ def _pack(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
 def _unpack(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
     """The parts of a stacked buffer into the heads of a result."""
     number, target, rows, firsts = one.source.buffer, one.target.buffer, buffers.rows(one.target), one.first_heads
-    new, back = buffers.maker(target), buffers.kernels.heads_to_back_
+    new, back = buffers.maker(target), buffers.kernels.scatter_heads_
 
     def unpack(state: State) -> None:
         held, into = state.buffers[number], state.buffers[target] or new(state)
@@ -77,7 +77,7 @@ def _move(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
     into_heads = None if one.target.heads == buffers.heads(target) else slice(*one.target.heads)
     nothing = buffers.shapes.allocation(buffers.specs[number]).nothing
     is_sum, dtype = buffers.specs[number].role == "sum", buffers.shapes.allocation(buffers.specs[target]).dtype
-    new, take_rows, put_rows = buffers.maker(target), buffers.kernels.take_rows, buffers.kernels.put_rows_
+    new, gather, scatter = buffers.maker(target), buffers.kernels.gather, buffers.kernels.scatter_
 
     def move(state: State) -> None:
         held = state.buffers[number]
@@ -85,10 +85,10 @@ def _move(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
             assert is_sum, MISSING
             held = nothing()
         into, into_columns = state.buffers[target] or new(state)
-        taken = rows_of(held.rows, rows, heads, take_rows)
+        taken = rows_of(held.rows, rows, heads, gather)
         if into_heads is not None:
             into, into_columns = [x[:, into_heads] for x in into], [x[into_heads] for x in into_columns]
-        put_rows(into, [x.to(dtype) for x in taken] if is_sum else taken, into_rows)
+        scatter(into, [x.to(dtype) for x in taken] if is_sum else taken, into_rows)
         if into_columns:
             for column, x in zip(into_columns, columns_of(held.columns, rows, heads), strict=True):
                 put_columns(column, x, into_rows)

@@ -56,7 +56,7 @@ class PassBuffers:
         """Rows and heads of a buffer, contiguous. The last rows gathered from an own buffer are kept: a ring needs the
         same ones at every step.
         """
-        number, rows, heads, take_rows = view.buffer, self.rows(view), view.heads, self.kernels.take_rows
+        number, rows, heads, gather = view.buffer, self.rows(view), view.heads, self.kernels.gather
         if self.is_whole(view):
 
             def whole(state: State) -> Tensors:
@@ -74,7 +74,7 @@ class PassBuffers:
             if own and (last := state.gathered.get(number)) is not None and last[0] == key:
                 return last[1]
             taken = Tensors(
-                [x.contiguous() for x in rows_of(held.rows, rows, heads, take_rows)],
+                [x.contiguous() for x in rows_of(held.rows, rows, heads, gather)],
                 columns_of(held.columns, rows, heads) if held.columns else (),
             )
             if own:

@@ -43,13 +43,13 @@ def rows_of(
     tensors: Sequence[torch.Tensor],
     rows: Rows,
     heads: tuple[int, int],
-    take_rows: Callable[[Sequence[torch.Tensor], Rows], Sequence[torch.Tensor]],
+    gather: Callable[[Sequence[torch.Tensor], Rows], Sequence[torch.Tensor]],
 ) -> Sequence[torch.Tensor]:
-    """Rows and heads of tensors by row [t, h, d]: views if possible. take_rows: that of `Kernels`."""
+    """Rows and heads of tensors by row [t, h, d]: views if possible. gather: that of `Kernels`."""
     size, count, _ = tensors[0].shape
     if heads != (0, count):
         tensors = [x[:, heads[0] : heads[1]] for x in tensors]
-    return tensors if is_all(rows, size) else take_rows(tensors, rows)
+    return tensors if is_all(rows, size) else gather(tensors, rows)
 
 
 def columns_of(tensors: Sequence[torch.Tensor], rows: Rows, heads: tuple[int, int]) -> list[torch.Tensor]:

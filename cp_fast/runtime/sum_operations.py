@@ -28,13 +28,13 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, last: bool) -> Op
     final = buffers.shapes.dtype if last and spec.dtype == "input" else allocation.wide
     heads = None if target.heads == buffers.heads(total) else slice(*target.heads)
     kernels, wide = buffers.kernels, allocation.wide
-    take_rows, put_rows, merge, add = kernels.take_rows, kernels.put_rows_, kernels.merge_, kernels.add_rows_
+    gather, scatter, merge = kernels.gather, kernels.scatter_, kernels.merge_
 
     def accumulate(state: State) -> None:
         part = state.buffers[number]
         assert part is not None, MISSING
         if take is not None:
-            part = Tensors(rows_of(part.rows, *take, take_rows), columns_of(part.columns, *take))
+            part = Tensors(rows_of(part.rows, *take, gather), columns_of(part.columns, *take))
         held = state.buffers[total]
         if held is None:
             if is_whole:
@@ -42,7 +42,7 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, last: bool) -> Op
                 return
             held = state.buffers[total] = allocation.nothing([x.dtype for x in part.rows])
             rows, columns = _of_heads(held, heads)
-            put_rows(rows, part.rows, into)
+            scatter(rows, part.rows, into)
             for column, x in zip(columns, part.columns, strict=True):
                 put_columns(column, x, into)
             return
@@ -52,7 +52,7 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, last: bool) -> Op
         if columns:
             merge(rows[0], columns[0], part.rows[0], part.columns[0], into)
         else:
-            add(rows, part.rows, into)
+            scatter(rows, part.rows, into, add=True)
 
     return accumulate
 

@@ -43,15 +43,6 @@ CP_HD Weights<T> merge_weights(T lse, T step) {
   return {(larger ? lse : step) + log_of_one_and(ratio), larger ? share : rest, larger ? rest : share, true, true};
 }
 
-template <typename T>
-CP_HD T merge_lse(T lse, T step) {
-  if (is_empty(step)) return lse;
-  if (is_empty(lse)) return step;
-  using std::exp;
-  bool larger = lse > step;
-  return (larger ? lse : step) + log_of_one_and(exp(larger ? step - lse : lse - step));
-}
-
 // A step's share of the final denominator.
 template <typename T>
 CP_HD T correction_weight(T lse, T step) {

@@ -37,18 +37,40 @@ struct Lengths {
   CP_HD int64_t size(int64_t s) const { return (*this)[s + 1] - (*this)[s]; }
 };
 
-// Rows of a tensor of `bound` rows: first, first + 1, ... where index is null, else index[0], index[1], ...: distinct.
-struct RowSet {
-  const void* index;
-  bool wide;  // int64, else int32
-  int64_t first;
-  int64_t count;
-  int64_t bound;
+// The kinds of cp_fast/movers/lengths_map.py, in its order; `any` is none of them: looked at when a kernel runs.
+enum class MapKind : int32_t { span, index, slice, rank_order, sequence_order, half, in_half, valid, unpad, any };
 
+// Which row of a whole tensor each row of a part is. A caller gives the rows (span, index), or lengths that lead to them.
+struct RowMap {
+  char helper[24];  // the name in a device-side assertion
+  MapKind kind;
+  bool tail;                         // whether the tail after the last sequence goes along
+  bool wide;                         // the index is int64, else int32
+  int32_t cp_size, cp_rank, half;    // slice and the two orders; half and in_half
+  int64_t count, tokens;             // rows of the part; of the whole
+  int64_t first;                     // span: first, first + 1, ...
+  const void* index;                 // index: index[0], index[1], ..., distinct
+  Lengths lengths, real;             // all others; the real ones of valid and unpad
+
+  CP_HD bool given() const { return kind == MapKind::span || kind == MapKind::index; }
+  CP_HD bool has_real() const { return kind == MapKind::valid || kind == MapKind::unpad; }
+
+  // A row that the caller gives.
   CP_HD int64_t operator[](int64_t i) const {
-    if (index == nullptr) return first + i;
+    if (kind == MapKind::span) return first + i;
     return wide ? static_cast<const int64_t*>(index)[i] : static_cast<int64_t>(static_cast<const int32_t*>(index)[i]);
   }
+
+  // Rules for the lengths.
+  bool chunked() const {
+    return kind == MapKind::slice || kind == MapKind::rank_order || kind == MapKind::sequence_order;
+  }
+  int64_t divisor() const {
+    return chunked() ? int64_t{2} * cp_size : kind == MapKind::half || kind == MapKind::in_half ? 2 : 1;
+  }
+  int64_t tail_divisor() const { return chunked() ? cp_size : 1; }
+  int64_t end() const { return kind == MapKind::unpad ? count : tokens; }
+  bool from_zero() const { return kind != MapKind::valid; }
 };
 
 // One tensor that is moved: rows of `heads` pieces of `head_bytes` contiguous bytes each. Where both sides have whole
@@ -98,8 +120,6 @@ struct HeadMove {
   int64_t count;  // p
   const int64_t* first_heads;
 };
-
-enum class Action : int32_t { none, add, copy };
 
 CP_HD int64_t size_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
 

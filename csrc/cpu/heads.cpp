@@ -13,7 +13,7 @@ namespace {
 // f(address in whole, address in the part, bytes) for every piece, row by row: the whole is one stream, and each part
 // is another.
 template <typename F>
-void each_piece(const HeadMove& m, const RowSet& rows, int64_t begin, int64_t end, F f) {
+void each_piece(const HeadMove& m, const RowMap& rows, int64_t begin, int64_t end, F f) {
   bool joined = m.whole_head == m.head_bytes && m.part_head == m.head_bytes;
   int64_t pieces = joined ? 1 : m.heads, bytes = joined ? m.heads * m.head_bytes : m.head_bytes;
   for (int64_t i = begin; i < end; ++i) {
@@ -28,7 +28,7 @@ void each_piece(const HeadMove& m, const RowSet& rows, int64_t begin, int64_t en
 
 // f(Cached or Streamed, address in whole, address in the part, bytes) for every piece, on threads.
 template <typename F>
-void move_heads(const HeadMove& m, const RowSet& rows, F f) {
+void each_head(const HeadMove& m, const RowMap& rows, F f) {
   bool joined = m.whole_head == m.head_bytes && m.part_head == m.head_bytes;
   int64_t bytes = m.count * m.heads * m.head_bytes;
   with_stores(rows.count * bytes, joined ? m.heads * m.head_bytes : m.head_bytes, [&](auto stores) {
@@ -77,19 +77,18 @@ struct Addition {
 
 }  // namespace
 
-void heads_to_front(HeadMove move, RowSet rows, Stream) {
-  move_heads(move, rows, [](auto stores, char* whole, char* own, int64_t bytes) { stores.copy(own, whole, bytes); });
-}
-
-void heads_to_back(HeadMove move, RowSet rows, Stream) {
-  move_heads(move, rows, [&](auto stores, char* whole, char* own, int64_t bytes) {
+void move_heads(HeadMove move, RowMap rows, bool scatter, Stream) {
+  if (!scatter)
+    return each_head(move, rows,
+                     [](auto stores, char* whole, char* own, int64_t bytes) { stores.copy(own, whole, bytes); });
+  each_head(move, rows, [&](auto stores, char* whole, char* own, int64_t bytes) {
     // the same piece two rows on: too many streams for the prefetchers
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(own + 2 * move.part_row + at);
     stores.copy(whole, own, bytes);
   });
 }
 
-void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowSet rows,
+void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowMap rows,
                Stream) {
   visit_accumulator(out.dtype, [&](auto* out_type) {
     visit(parts.dtype, [&](auto* part_type) {

@@ -5,7 +5,7 @@
 #include "entry_points.h"
 #include "lse_math.h"
 #include "parallel.h"
-#include "runs.h"
+#include "maps.h"
 
 namespace cp {
 namespace cpu {
@@ -76,59 +76,24 @@ void with_sides_of(const Values& out, const Lse& lse, const Values& step, const 
 
 int64_t row_bytes(const Values& out) { return out.heads * (out.dim + 16) * 8; }  // about: an exp costs like 16 elements
 
-// Every row of the map, a step's row i with an accumulator's row map(i).
-template <typename Map, typename F>
-void each_meeting(const Map& map, const Lengths& lengths, const Lse& lse, int64_t bytes, F f) {
-  bool packed = lse.packed;
-  int64_t shrunk = map.key(1);  // 2 where the step has halves
-  parallel(map.rows(), bytes, [&, packed, shrunk](int64_t begin, int64_t end) {
-    each_run(map, lengths, begin, end, [&](int64_t i, int64_t row, int64_t rows, const Place& place) {
-      int64_t start = packed ? 0 : place.start, step_start = packed ? 0 : place.start / shrunk;
-      for (int64_t k = 0; k < rows; ++k)
-        f(Meeting{row + k, i + k, place.sequence, row + k - start, i + k - step_start});
-    });
-  });
-}
-
 }  // namespace
 
-void merge(Values out, Lse lse, Values step, Lse step_lse, RowSet rows, Stream) {
+void merge(Values out, Lse lse, Values step, Lse step_lse, RowMap rows, bool final, Stream) {
+  int64_t shrunk = rows.kind == MapKind::half ? 2 : 1;
   visit(out.dtype, [&](auto* type) {
     with_sides_of<std::remove_pointer_t<decltype(type)>>(out, lse, step, step_lse, [&](auto sides) {
       parallel(rows.count, row_bytes(out), [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) sides.merge(Meeting{rows[i], i, 0, rows[i], i});
+        walk(rows, begin, end, [&](int64_t i, int64_t row, int64_t n, const Place& place) {
+          int64_t start = lse.packed ? 0 : place.start, step_start = start / shrunk;
+          for (int64_t k = 0; k < n; ++k) {
+            Meeting m{row + k, i + k, place.sequence, row + k - start, i + k - step_start};
+            if (final)
+              sides.correct(m);
+            else
+              sides.merge(m);
+          }
+        });
       });
-    });
-  });
-}
-
-void lse_correction(Lse lse, Lse step_lse, Lengths lengths, Stream) {
-  HalfMap map{lengths[lengths.sequences], 1};
-  auto run = [&](auto zero) {
-    using W = decltype(zero);
-    LseRows<W> to{lse}, from{step_lse};
-    each_meeting(map, lengths, lse, lse.heads * 64, [&](const Meeting& m) {
-      for (int64_t h = 0; h < lse.heads; ++h) {
-        int64_t at = to.at(m.sequence, h, m.lse_row);
-        to.set(at, merge_lse<W>(to.get(at), from.get(from.at(m.sequence, h, m.step_lse_row))));
-      }
-    });
-  };
-  if (lse.dtype == Dtype::f64 || step_lse.dtype == Dtype::f64)
-    run(double{});
-  else
-    run(float{});
-}
-
-void out_correction(Values out, Values step, Lse lse, Lse step_lse, Lengths lengths, bool only_second_half, Stream) {
-  int64_t tokens = lengths[lengths.sequences];
-  visit(out.dtype, [&](auto* type) {
-    with_sides_of<std::remove_pointer_t<decltype(type)>>(out, lse, step, step_lse, [&](auto sides) {
-      auto correct = [&](const Meeting& m) { sides.correct(m); };
-      if (only_second_half)
-        each_meeting(HalfMap{tokens, 1}, lengths, lse, row_bytes(out), correct);
-      else
-        each_meeting(WholeMap{tokens}, lengths, lse, row_bytes(out), correct);
     });
   });
 }

@@ -4,7 +4,7 @@
 #include "convert.h"
 #include "entry_points.h"
 #include "parallel.h"
-#include "runs.h"
+#include "maps.h"
 
 namespace cp {
 namespace cpu {
@@ -63,40 +63,16 @@ int64_t row_bytes(const Pair* pairs, int64_t count) {
 
 }  // namespace
 
-void add_rows(const Pair* pairs, int64_t count, RowSet rows, Stream) {
+void put_values(const Pair* pairs, int64_t count, RowMap rows, bool add, Stream) {
   parallel(rows.count, row_bytes(pairs, count), [&](int64_t begin, int64_t end) {
     for (int64_t p = 0; p < count; ++p)
-      each_run(rows, begin, end, [&](int64_t i, int64_t row, int64_t n) { apply_rows<Add>(pairs[p], row, i, n); });
-  });
-}
-
-void convert_valid(const Pair* pairs, int64_t count, Lengths lengths, Lengths real, int64_t, Stream) {
-  parallel(lengths[lengths.sequences] - lengths[0], row_bytes(pairs, count), [&](int64_t begin, int64_t end) {
-    int64_t first = lengths[0];
-    each_valid(lengths, real, first + begin, first + end, [&](int64_t row, int64_t rows) {
-      for (int64_t p = 0; p < count; ++p) apply_rows<Copy>(pairs[p], row, row, rows);
-    });
-  });
-}
-
-void grad_correction(const Pair* pairs, int64_t count, Lengths lengths, Action first_half, Action second_half,
-                     bool step_is_half, Stream) {
-  int64_t half = 0;
-  for (Action action : {first_half, second_half}) {
-    HalfMap map{lengths[lengths.sequences], half++};  // without the tail
-    if (action == Action::none) continue;
-    parallel(map.rows(), row_bytes(pairs, count), [&](int64_t begin, int64_t end) {
-      each_run(map, lengths, begin, end, [&](int64_t i, int64_t row, int64_t rows, const Place&) {
-        int64_t source = step_is_half ? i : row;
-        for (int64_t p = 0; p < count; ++p) {
-          if (action == Action::add)
-            apply_rows<Add>(pairs[p], row, source, rows);
-          else
-            apply_rows<Copy>(pairs[p], row, source, rows);
-        }
+      walk(rows, begin, end, [&](int64_t i, int64_t row, int64_t n, const Place&) {
+        if (add)
+          apply_rows<Add>(pairs[p], row, i, n);
+        else
+          apply_rows<Copy>(pairs[p], row, i, n);
       });
-    });
-  }
+  });
 }
 
 }  // namespace cpu

@@ -11,26 +11,6 @@
 namespace cp {
 namespace cuda {
 
-enum class Helper : int32_t {
-  partition_indices,
-  rank_lengths,
-  partition,
-  reorder,
-  read_half,
-  take_rows,
-  put_rows,
-  read_second_half_lse,
-  copy_valid,
-  pad_sequences,
-  heads_to_front,
-  heads_to_back,
-  merge,
-  add_rows,
-  lse_correction,
-  out_correction,
-  grad_correction,
-};
-
 enum class Rule : int32_t {
   from_zero,
   not_negative,
@@ -44,46 +24,6 @@ enum class Rule : int32_t {
 };
 
 #if defined(__CUDACC__)
-
-__device__ inline const char* name_of(Helper helper) {
-  switch (helper) {
-    case Helper::partition_indices:
-      return "partition_indices";
-    case Helper::rank_lengths:
-      return "rank_lengths";
-    case Helper::partition:
-      return "partition";
-    case Helper::reorder:
-      return "reorder";
-    case Helper::read_half:
-      return "read_half";
-    case Helper::take_rows:
-      return "take_rows";
-    case Helper::put_rows:
-      return "put_rows";
-    case Helper::read_second_half_lse:
-      return "read_second_half_lse";
-    case Helper::copy_valid:
-      return "copy_valid";
-    case Helper::pad_sequences:
-      return "pad_sequences";
-    case Helper::heads_to_front:
-      return "heads_to_front";
-    case Helper::heads_to_back:
-      return "heads_to_back";
-    case Helper::merge:
-      return "merge";
-    case Helper::add_rows:
-      return "add_rows";
-    case Helper::lse_correction:
-      return "lse_correction";
-    case Helper::out_correction:
-      return "out_correction";
-    case Helper::grad_correction:
-      return "grad_correction";
-  }
-  return "?";
-}
 
 __device__ inline const char* text_of(Rule rule) {
   switch (rule) {
@@ -109,12 +49,16 @@ __device__ inline const char* text_of(Rule rule) {
   return "?";
 }
 
-// `where`: the sequence, or the place in the row set; `value`: its value; `limit`: the divisor or bound it breaks.
-static __device__ __noinline__ void fault(Helper helper, Rule rule, int64_t where, int64_t value, int64_t limit) {
-  printf("cp_fast %s: %s: at %s %lld it is %lld, against %lld\n", name_of(helper), text_of(rule),
+// A copy of the helper's name, in memory that outlives the kernel: where string literals lie too.
+static __device__ char fault_helper[24];
+
+// `where`: the sequence, or the place in the index; `value`: its value; `limit`: the divisor or bound it breaks.
+static __device__ __noinline__ void fault(const char* helper, Rule rule, int64_t where, int64_t value, int64_t limit) {
+  for (int k = 0; k < 24; ++k) fault_helper[k] = helper[k];
+  printf("cp_fast %s: %s: at %s %lld it is %lld, against %lld\n", fault_helper, text_of(rule),
          rule == Rule::index ? "index" : "sequence", static_cast<long long>(where), static_cast<long long>(value),
          static_cast<long long>(limit));
-  __assert_fail(text_of(rule), "cp_fast", static_cast<unsigned>(where), name_of(helper));
+  __assert_fail(text_of(rule), "cp_fast", static_cast<unsigned>(where), fault_helper);
 }
 
 #endif

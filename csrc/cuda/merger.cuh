@@ -16,11 +16,9 @@ namespace cuda {
 
 constexpr int kTokens = 8;  // of a tile
 
-enum class Mode : int32_t { merge, correct };
-
 struct MergeJob {
   RowPlan plan;
-  Mode mode;
+  bool final;  // the LSE is that of all parts, and stays
   Values out, step;
   Lse lse, step_lse;
   int32_t head_blocks, heads;  // of a tile
@@ -73,9 +71,7 @@ struct Token {
 
 // For row `row` of the step, whose row of out is target.row.
 __device__ __forceinline__ Token token_of(const MergeJob& job, int64_t row, const Target& target) {
-  const bool of_lengths = job.plan.kind == MapKind::half || job.plan.kind == MapKind::valid;
-  // Rows after the last sequence do not change.
-  if (target.row < 0 || (of_lengths && target.sequence >= sequences_of(job.plan.lengths))) return {-1, 0, 0, 0};
+  if (target.row < 0) return {-1, 0, 0, 0};
   int64_t lse_row = target.row, step_row = row, sequence = 0;
   if (!job.lse.packed) {
     sequence = target.sequence;
@@ -125,7 +121,7 @@ __device__ __forceinline__ Factors<Wide> factors_of(const MergeJob& job, const T
   const int64_t at = token.lse + head * job.lse.head_stride;
   const Wide lse = load_lse<Wide>(job.lse, at);
   const Wide step = load_lse<Wide>(job.step_lse, token.step_lse + head * job.step_lse.head_stride);
-  if (job.mode == Mode::merge) {
+  if (!job.final) {
     const Weights<Wide> w = merge_weights<Wide>(lse, step);
     store_lse<Wide>(job.lse, at, w.lse);
     result.keep = w.reads_out ? w.kept : Factors<Wide>::kUnread;

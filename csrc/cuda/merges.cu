@@ -1,4 +1,4 @@
-// merge, out_correction, and the kernel that merges in registers: blocks of 8 tokens and up to 8 heads,
+// Merges, and the kernel that merges in registers: blocks of 8 tokens and up to 8 heads,
 // so that they are many and the last wave of them is short. Its threads first leave the weights in shared memory, one
 // thread a token and head, and then stream out and step with the elements side by side.
 #include "entry_points.h"
@@ -65,42 +65,28 @@ __global__ void __launch_bounds__(kThreads, 4) merge_kernel(const __grid_constan
   check_plan(job.plan);
 }
 
-void launch(const RowPlan& plan, Mode mode, const Values& out, const Values& step, const Lse& lse, const Lse& step_lse,
-            Stream stream, const char* name) {
+}  // namespace
+
+void merge(Values out, Lse lse, Values step, Lse step_lse, RowMap rows, bool final, Stream stream) {
+  const RowPlan plan = plan_of(rows, true);
   if (plan.count == 0 || out.heads == 0) return;
   bool doubles = lse.dtype == Dtype::f64 || step_lse.dtype == Dtype::f64;
   visit_elements(out, step, doubles, [&](auto elements) {
     using E = decltype(elements);
-    MergeJob job{plan, mode, out, step, lse, step_lse, 0, 0, {}, {}};
+    MergeJob job{plan, final, out, step, lse, step_lse, 0, 0, {}, {}};
     job.by_vectors = Divider::by(std::max<int64_t>(out.dim / E::kVector, 1));
     if (out.dim == 0) job.by_vectors.divisor = 0;  // LSEs alone
     if constexpr (E::kVector > 1) {
       if (const int64_t heads = bulk_heads(out, step, stream); heads > 0) {
         job.cut(heads);
-        merge_bulk_kernel<E><<<grid_of(job.tiles(), name), kWarp, 0, stream_of(stream)>>>(job);
+        merge_bulk_kernel<E><<<grid_of(job.tiles(), rows.helper), kWarp, 0, stream_of(stream)>>>(job);
         return;
       }
     }
     job.cut(kHeads);
-    merge_kernel<E><<<grid_of(job.tiles(), name), kThreads, 0, stream_of(stream)>>>(job);
+    merge_kernel<E><<<grid_of(job.tiles(), rows.helper), kThreads, 0, stream_of(stream)>>>(job);
   });
-  check_launch(name);
-}
-
-}  // namespace
-
-void merge(Values out, Lse lse, Values step, Lse step_lse, RowSet rows, Stream stream) {
-  launch(plan_rows(Helper::merge, rows, true), Mode::merge, out, step, lse, step_lse, stream, "merge");
-}
-
-void out_correction(Values out, Values step, Lse lse, Lse step_lse, Lengths lengths, bool only_second_half,
-                    Stream stream) {
-  RowPlan plan = plan_lengths(Helper::out_correction, only_second_half ? MapKind::half : MapKind::valid, lengths,
-                              step.rows, out.rows);
-  plan.half = 1;
-  plan.real = lengths;  // every row of a sequence
-  plan.from_zero = true;
-  launch(plan, Mode::correct, out, step, lse, step_lse, stream, "out_correction");
+  check_launch(rows.helper);
 }
 
 }  // namespace cuda

@@ -80,8 +80,7 @@ __device__ __forceinline__ Copy copy_of(const RowPlan& plan, const Part& part, c
     rest = number - row * static_cast<Count>(part.by_row.divisor);
   }
   int64_t mapped = look_up<kFew, kKind>(plan, row, lane).row;
-  bool valid = (kKind == MapKind::any ? plan.kind : kKind) == MapKind::valid;
-  int64_t from_row = plan.scatter || valid ? row : mapped, to_row = plan.scatter ? mapped : row;
+  int64_t from_row = plan.scatter ? row : mapped, to_row = plan.scatter ? mapped : row;
   const char* from = part.from + from_row * part.from_row;
   char* to = part.to + to_row * part.to_row;
   int64_t bytes = part.head_bytes;

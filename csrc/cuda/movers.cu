@@ -1,4 +1,4 @@
-// The movers of entry_points.h: each is a plan of rows and a list of tensors; one launch moves up to four of them.
+// Gathers and scatters of bytes: a plan of rows and a list of tensors; one launch moves up to four of them.
 #include "bulk.cuh"
 #include "entry_points.h"
 #include "words.cuh"
@@ -36,12 +36,12 @@ using BulkKernel = void (*)(MoveJob, NoHeads);
 
 BulkKernel bulk_of_lengths(MapKind kind) {
   switch (kind) {
-    case MapKind::partition:
-      return bulk_kernel<MapKind::partition, NoHeads>;
-    case MapKind::to_rank_order:
-      return bulk_kernel<MapKind::to_rank_order, NoHeads>;
-    case MapKind::to_sequence_order:
-      return bulk_kernel<MapKind::to_sequence_order, NoHeads>;
+    case MapKind::slice:
+      return bulk_kernel<MapKind::slice, NoHeads>;
+    case MapKind::rank_order:
+      return bulk_kernel<MapKind::rank_order, NoHeads>;
+    case MapKind::sequence_order:
+      return bulk_kernel<MapKind::sequence_order, NoHeads>;
     case MapKind::half:
       return bulk_kernel<MapKind::half, NoHeads>;
     case MapKind::valid:
@@ -54,7 +54,7 @@ BulkKernel bulk_of_lengths(MapKind kind) {
 template <typename kHeads>
 void launch_bulk(const MoveJob& job, const kHeads& heads, int64_t blocks, Stream stream, const char* name) {
   void (*kernel)(MoveJob, kHeads) = bulk_kernel<MapKind::any, kHeads>;
-  bool narrow = job.plan.kind == MapKind::span || job.plan.kind == MapKind::index || job.plan.narrow;
+  bool narrow = job.plan.given() || job.plan.narrow;
   for (int p = 0; p < job.parts; ++p) narrow = narrow && job.part[p].copies < INT_MAX - kWarp;
   if (narrow) {
     switch (job.plan.kind) {
@@ -96,7 +96,10 @@ void launch(MoveJob& job, const Shape* shapes, int access, const kHeads& heads, 
   check_launch(name);
 }
 
-void move(const Move* moves, int64_t count, const RowPlan& plan, Stream stream, const char* name) {
+}  // namespace
+
+void move_rows(const Move* moves, int64_t count, RowMap rows, bool scatter, Stream stream) {
+  const RowPlan plan = plan_of(rows, scatter);
   for (int64_t done = 0; done < count; done += kTensors) {
     MoveJob job{};
     Shape shapes[kTensors];
@@ -113,11 +116,11 @@ void move(const Move* moves, int64_t count, const RowPlan& plan, Stream stream, 
       shapes[p] = {plan.count, 1, m.heads};
       access = std::min(access, access_bytes(m));
     }
-    launch(job, shapes, access, NoHeads{}, stream, name);
+    launch(job, shapes, access, NoHeads{}, stream, rows.helper);
   }
 }
 
-void move_heads(HeadMove m, RowSet rows, bool to_front, Stream stream, const char* name) {
+void move_heads(HeadMove m, RowMap rows, bool scatter, Stream stream) {
   if (m.count == 0 || rows.count == 0 || m.heads == 0 || m.head_bytes == 0) return;
   int64_t whole_head = m.whole_head;  // the head ranges begin at multiples of it
   if (m.whole_head == m.head_bytes && m.part_head == m.head_bytes) m.head_bytes *= m.heads, m.heads = 1;
@@ -129,62 +132,23 @@ void move_heads(HeadMove m, RowSet rows, bool to_front, Stream stream, const cha
     Heads heads{};
     int64_t groups = std::min<int64_t>(kGroups, m.count - done);
     for (int64_t g = 0; g < groups; ++g) heads.first[g] = static_cast<int32_t>(m.first_heads[done + g]);
-    job.plan = plan_rows(to_front ? Helper::heads_to_front : Helper::heads_to_back, rows, !to_front);
+    job.plan = plan_of(rows, scatter);
     job.parts = 1;
     Part& part = job.part[0];
     char* parts = m.parts + done * m.part;
-    part.from = to_front ? m.whole : parts;
-    part.to = to_front ? parts : m.whole;
-    part.from_row = to_front ? m.whole_row : m.part_row;
-    part.to_row = to_front ? m.part_row : m.whole_row;
-    part.from_group = to_front ? 0 : m.part;
-    part.to_group = to_front ? m.part : 0;
-    part.from_head = to_front ? m.whole_head : m.part_head;
-    part.to_head = to_front ? m.part_head : m.whole_head;
+    part.from = scatter ? parts : m.whole;
+    part.to = scatter ? m.whole : parts;
+    part.from_row = scatter ? m.part_row : m.whole_row;
+    part.to_row = scatter ? m.whole_row : m.part_row;
+    part.from_group = scatter ? m.part : 0;
+    part.to_group = scatter ? 0 : m.part;
+    part.from_head = scatter ? m.part_head : m.whole_head;
+    part.to_head = scatter ? m.whole_head : m.part_head;
     part.head_bytes = m.head_bytes;
     Shape shape{rows.count, groups, m.heads};
-    launch(job, &shape, access, heads, stream, name);
+    launch(job, &shape, access, heads, stream, rows.helper);
   }
 }
-
-}  // namespace
-
-void partition(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t cp_size, int64_t cp_rank,
-               Stream stream) {
-  move(moves, count,
-       plan_lengths(Helper::partition, MapKind::partition, lengths, tokens / cp_size, tokens, cp_size, cp_rank), stream,
-       "partition");
-}
-
-void reorder(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t cp_size, bool to_rank_order,
-             Stream stream) {
-  MapKind kind = to_rank_order ? MapKind::to_rank_order : MapKind::to_sequence_order;
-  move(moves, count, plan_lengths(Helper::reorder, kind, lengths, tokens, tokens, cp_size), stream, "reorder");
-}
-
-void read_half(const Move* moves, int64_t count, Lengths lengths, int64_t tokens, int64_t half, Stream stream) {
-  RowPlan plan = plan_lengths(Helper::read_half, MapKind::half, lengths, tokens / 2, tokens);
-  plan.half = static_cast<int32_t>(half);
-  move(moves, count, plan, stream, "read_half");
-}
-
-void take_rows(const Move* moves, int64_t count, RowSet rows, Stream stream) {
-  move(moves, count, plan_rows(Helper::take_rows, rows, false), stream, "take_rows");
-}
-
-void put_rows(const Move* moves, int64_t count, RowSet rows, Stream stream) {
-  move(moves, count, plan_rows(Helper::put_rows, rows, true), stream, "put_rows");
-}
-
-void copy_valid(const Move* moves, int64_t count, Lengths lengths, Lengths real, int64_t tokens, Stream stream) {
-  RowPlan plan = plan_lengths(Helper::copy_valid, MapKind::valid, lengths, tokens, tokens);
-  plan.real = real;
-  move(moves, count, plan, stream, "copy_valid");
-}
-
-void heads_to_front(HeadMove m, RowSet rows, Stream stream) { move_heads(m, rows, true, stream, "heads_to_front"); }
-
-void heads_to_back(HeadMove m, RowSet rows, Stream stream) { move_heads(m, rows, false, stream, "heads_to_back"); }
 
 }  // namespace cuda
 }  // namespace cp

@@ -1,5 +1,5 @@
-// add_rows, grad_correction, convert_valid: rows of one tensor added to, or put into, rows of another of any float
-// dtype; add_heads: the sum over the parts from an all-to-all.
+// Scatters of numbers: rows of one tensor added to, or converted into, rows of another of any float dtype; add_heads:
+// the sum over the parts from an all-to-all.
 #include "entry_points.h"
 #include "row_plan.cuh"
 #include "typed.cuh"
@@ -24,38 +24,15 @@ struct PairPart {
 
 struct PairJob {
   RowPlan plan;
-  // The action on a row, by its half of the sequence. `step_is_half`: the map leads from the step's rows into the half
-  // that is not none; else rows are the accumulator's, and the step has equally many.
-  Action first_half, second_half;
+  bool add;
   int32_t parts;
   PairPart part[kPairs];
 };
 
-struct RowPair {
-  int64_t to, from;
-  Action action;
-};
-
-__device__ __forceinline__ RowPair row_pair(const PairJob& job, int64_t row, int lane) {
-  const Target target = look_up<false>(job.plan, row, lane);
-  RowPair pair{target.row, row, job.first_half};
-  if (job.plan.kind == MapKind::half || job.plan.kind == MapKind::valid) {
-    const int32_t s = target.sequence;
-    if (target.row < 0 || s >= sequences_of(job.plan.lengths)) return {-1, row, Action::none};
-    if (job.plan.kind == MapKind::half) {
-      if (job.plan.half == 1) pair.action = job.second_half;
-    } else if (job.first_half != job.second_half) {
-      const int64_t size = length_at<int64_t>(job.plan.lengths, s + 1) - target.begin;
-      if (row - target.begin >= size / 2) pair.action = job.second_half;
-    }
-  }
-  return pair;
-}
-
 template <typename E>
 __global__ void __launch_bounds__(kThreads) pair_kernel(const __grid_constant__ PairJob job) {
   using Wide = typename E::Wide;
-  __shared__ RowPair rows[kWarp];
+  __shared__ int64_t rows[kWarp];
   int which = 0;
   while (which + 1 < job.parts && blockIdx.x >= job.part[which + 1].first_block) ++which;
   const PairPart& part = job.part[which];
@@ -63,7 +40,8 @@ __global__ void __launch_bounds__(kThreads) pair_kernel(const __grid_constant__ 
   const int64_t first = tile * part.tile_rows;
   const int count = static_cast<int>(min(static_cast<int64_t>(part.tile_rows), job.plan.count - first));
   if (threadIdx.x < kWarp) {
-    rows[threadIdx.x] = row_pair(job, first + min(static_cast<int>(threadIdx.x), count - 1), threadIdx.x);
+    rows[threadIdx.x] =
+        look_up<false>(job.plan, first + min(static_cast<int>(threadIdx.x), count - 1), threadIdx.x).row;
   }
   __syncthreads();
 
@@ -81,13 +59,13 @@ __global__ void __launch_bounds__(kThreads) pair_kernel(const __grid_constant__ 
       if (vector < end) {
         const int i = part.by_row.of(vector), inside = vector - i * row_vectors, head = part.by_head.of(inside);
         const int offset = (inside - head * head_vectors) * kVector;
-        const RowPair pair = rows[i];
-        if (pair.to >= 0 && pair.action != Action::none) {
-          at[u] = pair.to * part.to.row_stride + head * part.to.head_stride + offset;
-          step[u] = E::load_from(part.from, pair.from * part.from.row_stride + head * part.from.head_stride + offset);
+        const int64_t to = rows[i];
+        if (to >= 0) {
+          at[u] = to * part.to.row_stride + head * part.to.head_stride + offset;
+          step[u] = E::load_from(part.from, (first + i) * part.from.row_stride + head * part.from.head_stride + offset);
 #pragma unroll
           for (int k = 0; k < kVector; ++k) sum[u].x[k] = -Wide(0);  // x + -0 is x, for every x
-          if (pair.action == Action::add) sum[u] = E::load_to(part.to, at[u]);
+          if (job.add) sum[u] = E::load_to(part.to, at[u]);
         }
       }
     }
@@ -184,38 +162,14 @@ __global__ void __launch_bounds__(kThreads) add_heads_kernel(const __grid_consta
 
 }  // namespace
 
-void add_rows(const Pair* pairs, int64_t count, RowSet rows, Stream stream) {
+void put_values(const Pair* pairs, int64_t count, RowMap rows, bool add, Stream stream) {
   PairJob job{};
-  job.plan = plan_rows(Helper::add_rows, rows, true);
-  job.first_half = job.second_half = Action::add;
-  launch(pairs, count, job, stream, "add_rows");
+  job.plan = plan_of(rows, true);
+  job.add = add;
+  launch(pairs, count, job, stream, rows.helper);
 }
 
-void grad_correction(const Pair* pairs, int64_t count, Lengths lengths, Action first_half, Action second_half,
-                     bool step_is_half, Stream stream) {
-  if (count == 0 || (first_half == Action::none && second_half == Action::none)) return;
-  PairJob job{};
-  const Pair& pair = pairs[0];
-  job.plan = plan_lengths(Helper::grad_correction, step_is_half ? MapKind::half : MapKind::valid, lengths,
-                          pair.from.rows, pair.to.rows);
-  job.plan.half = first_half == Action::none ? 1 : 0;
-  job.plan.real = lengths;  // every row of a sequence
-  job.plan.from_zero = true;
-  job.plan.divisor = 2;
-  job.first_half = first_half;
-  job.second_half = second_half;
-  launch(pairs, count, job, stream, "grad_correction");
-}
-
-void convert_valid(const Pair* pairs, int64_t count, Lengths lengths, Lengths real, int64_t tokens, Stream stream) {
-  PairJob job{};
-  job.plan = plan_lengths(Helper::copy_valid, MapKind::valid, lengths, tokens, tokens);
-  job.plan.real = real;
-  job.first_half = job.second_half = Action::copy;
-  launch(pairs, count, job, stream, "copy_valid");
-}
-
-void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowSet rows,
+void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* first_heads, int64_t count, RowMap rows,
                Stream stream) {
   if (rows.count == 0 || out.heads == 0 || out.dim == 0 || parts.heads == 0) return;
   bool parts_in_fours = (part_stride * size_of(parts.dtype)) % (4 * size_of(parts.dtype)) == 0;
@@ -225,21 +179,21 @@ void add_heads(Values out, Values parts, int64_t part_stride, const int64_t* fir
     visit_elements(out, checked, false, [&](auto elements) {
       using E = decltype(elements);
       HeadsJob job{};
-      job.plan = plan_rows(Helper::heads_to_back, rows, true);
+      job.plan = plan_of(rows, true);
       job.out = out, job.parts = parts;
       job.parts.data = static_cast<char*>(parts.data) + done * part_stride * size_of(parts.dtype);
       job.part_stride = part_stride;
       int64_t head_vectors = out.dim / E::kVector, row_vectors = head_vectors * out.heads;
-      if (row_vectors > INT_MAX / 2) throw std::runtime_error("ValueError: heads_to_back: a row has too many elements");
+      if (row_vectors > INT_MAX / 2) throw std::runtime_error("ValueError: scatter_heads_: a row has too many elements");
       job.by_row = Divider::by(row_vectors), job.by_head = Divider::by(head_vectors);
       job.groups = static_cast<int32_t>(std::min<int64_t>(kGroups, count - done));
       job.heads = static_cast<int32_t>(parts.heads);
       for (int g = 0; g < job.groups; ++g) job.first[g] = static_cast<int32_t>(first_heads[done + g]);
       int64_t tile_rows = std::clamp<int64_t>(kVectors / row_vectors, 1, kWarp);
       int64_t blocks = divide_up(rows.count, tile_rows);
-      add_heads_kernel<E><<<grid_of(blocks, "heads_to_back"), kThreads, 0, stream_of(stream)>>>(job);
+      add_heads_kernel<E><<<grid_of(blocks, rows.helper), kThreads, 0, stream_of(stream)>>>(job);
     });
-    check_launch("heads_to_back");
+    check_launch(rows.helper);
   }
 }
 

@@ -1,4 +1,4 @@
-// The target of each row, as one struct for every kernel: the maps of common/maps.h, chosen at run time.
+// The row of each row of a part, as one struct for every kernel: a row map, its kind looked at when the kernel runs.
 //
 // Kernels are compiled for word sizes and dtypes, not again for every map. The kernels that move most of the data
 // (bulk.cuh) are the exception: they are compiled for their map and contain no other code. A mover streams 268 MB in 63
@@ -12,8 +12,6 @@
 
 namespace cp {
 namespace cuda {
-
-enum class MapKind : int32_t { span, index, partition, to_rank_order, to_sequence_order, half, valid, any };
 
 // Division by a number that the host knows: exact for numerators below 2^31.
 struct Divider {
@@ -39,52 +37,24 @@ struct Divider {
 #endif
 };
 
-struct RowPlan {
-  Helper helper;
-  MapKind kind;
-  bool scatter;     // the map gives the row of the target, not of the source
-  bool narrow;      // rows and keys fit into int32
-  Lengths lengths;  // partition to valid
-  Lengths real;     // valid
-  RowSet set;       // span and index
-  int64_t count;    // rows that are asked for
-  int64_t bound;    // rows of the tensor that the map leads into
-  int32_t cp_size, cp_rank, half;
-  int64_t divisor, tail_divisor;  // of every length, and of the tail
-  bool from_zero;                 // lengths begin at 0
-  Divider by_cp_size, by_slice;   // a rank's slice has bound / cp_size rows
+struct RowPlan : RowMap {
+  bool scatter;                  // the map gives the row of the target, not of the source
+  bool narrow;                   // rows and keys fit into int32
+  int64_t divisor, tail_divisor, end;  // rules: of every length, of the tail, and where lengths end at most
+  Divider by_cp_size, by_slice;  // a rank's slice has tokens / cp_size rows
 };
 
-inline RowPlan plan_rows(Helper helper, RowSet rows, bool scatter) {
+inline RowPlan plan_of(const RowMap& rows, bool scatter) {
+  if (rows.lengths.sequences > INT_MAX - 64) throw std::runtime_error("ValueError: more than 2^31 - 64 sequences");
   RowPlan plan{};
-  plan.helper = helper;
-  plan.kind = rows.index == nullptr ? MapKind::span : MapKind::index;
+  static_cast<RowMap&>(plan) = rows;
   plan.scatter = scatter;
-  plan.set = rows;
-  plan.count = rows.count;
-  plan.bound = rows.bound;
-  return plan;
-}
-
-// `count` rows that lengths lead to in a tensor of `tokens` rows.
-inline RowPlan plan_lengths(Helper helper, MapKind kind, Lengths lengths, int64_t count, int64_t tokens,
-                            int64_t cp_size = 1, int64_t cp_rank = 0) {
-  if (lengths.sequences > INT_MAX - 64) throw std::runtime_error("ValueError: more than 2^31 - 64 sequences");
-  RowPlan plan{};
-  plan.helper = helper;
-  plan.kind = kind;
-  plan.lengths = lengths;
-  plan.count = count;
-  plan.bound = tokens;
-  plan.narrow = std::max(std::max(tokens, count), cp_size) < (int64_t(1) << 30);
-  plan.cp_size = static_cast<int32_t>(cp_size);
-  plan.cp_rank = static_cast<int32_t>(cp_rank);
-  plan.divisor = kind == MapKind::half ? 2 : kind == MapKind::valid ? 1 : 2 * cp_size;
-  plan.tail_divisor = std::max<int64_t>(plan.divisor / 2, 1);
-  if (kind == MapKind::half) plan.tail_divisor = 2;
-  plan.from_zero = kind != MapKind::valid;
-  plan.by_cp_size = Divider::by(cp_size);
-  plan.by_slice = Divider::by(std::max<int64_t>(tokens / cp_size, 1));
+  plan.narrow = std::max({rows.tokens, rows.count, int64_t{rows.cp_size}}) < (int64_t(1) << 30);
+  plan.divisor = rows.RowMap::divisor();
+  plan.tail_divisor = rows.RowMap::tail_divisor();
+  plan.end = rows.RowMap::end();
+  plan.by_cp_size = Divider::by(rows.cp_size);
+  plan.by_slice = Divider::by(std::max<int64_t>(rows.tokens / rows.cp_size, 1));
   return plan;
 }
 
@@ -92,7 +62,7 @@ inline RowPlan plan_lengths(Helper helper, MapKind kind, Lengths lengths, int64_
 
 // Every rule for lengths, every length looked at by one thread of the grid. `thread` counts through the grid of
 // `threads`. Neighbours are compared before they are subtracted: the difference of any two may not fit.
-__device__ __forceinline__ void check_lengths(Helper helper, const Lengths& lengths, int64_t divisor,
+__device__ __forceinline__ void check_lengths(const char* helper, const Lengths& lengths, int64_t divisor,
                                               int64_t tail_divisor, int64_t tokens, bool from_zero, int64_t thread,
                                               int64_t threads) {
   for (int64_t at = thread; at <= lengths.sequences; at += threads) {
@@ -114,7 +84,7 @@ __device__ __forceinline__ void check_lengths(Helper helper, const Lengths& leng
   }
 }
 
-__device__ __forceinline__ void check_real(Helper helper, const Lengths& real, const Lengths& lengths, int64_t thread,
+__device__ __forceinline__ void check_real(const char* helper, const Lengths& real, const Lengths& lengths, int64_t thread,
                                            int64_t threads) {
   for (int64_t at = thread; at < real.sequences; at += threads) {
     int32_t s = static_cast<int32_t>(at);
@@ -137,13 +107,18 @@ __device__ __forceinline__ void prefetch_lengths(const RowPlan& plan) {
 
 // Every kernel with a plan calls it last, after loads and stores: nothing waits for it. The grid has one dimension.
 __device__ __forceinline__ void check_plan(const RowPlan& plan) {
-  if (plan.kind == MapKind::span || plan.kind == MapKind::index) return;
+  if (plan.given()) return;
   int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (thread > plan.lengths.sequences) return;
   int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  check_lengths(plan.helper, plan.lengths, plan.divisor, plan.tail_divisor, plan.bound, plan.from_zero, thread,
+  check_lengths(plan.helper, plan.lengths, plan.divisor, plan.tail_divisor, plan.end, plan.kind != MapKind::valid, thread,
                 threads);
-  if (plan.kind == MapKind::valid) check_real(plan.helper, plan.real, plan.lengths, thread, threads);
+  if (!plan.has_real()) return;
+  check_real(plan.helper, plan.real, plan.lengths, thread, threads);
+  if (thread == 0) {
+    const int64_t last = length_at<int64_t>(plan.real, sequences_of(plan.real));
+    if (last > plan.tokens) fault(plan.helper, Rule::end, plan.real.sequences, last, plan.tokens);
+  }
 }
 
 template <typename N>
@@ -158,9 +133,9 @@ __device__ __forceinline__ N quotient(N a, N b) {  // of numbers that are not ne
 template <typename N>
 __device__ __forceinline__ N key_of(const RowPlan& plan, MapKind kind, N row) {
   switch (kind) {
-    case MapKind::partition:
+    case MapKind::slice:
       return row * plan.cp_size;
-    case MapKind::to_rank_order:
+    case MapKind::rank_order:
       return (row - plan.by_slice.of(row) * static_cast<N>(plan.by_slice.divisor)) * plan.cp_size;
     case MapKind::half:
       return row * 2;
@@ -173,7 +148,7 @@ __device__ __forceinline__ N key_of(const RowPlan& plan, MapKind kind, N row) {
 template <typename N>
 __device__ __forceinline__ N slice_row(const RowPlan& plan, N local, N rank, const Place<N>& place, bool tail) {
   N offset = local - plan.by_cp_size.of(place.begin);
-  if (tail) return place.begin + rank * plan.by_cp_size.of(static_cast<N>(plan.bound) - place.begin) + offset;
+  if (tail) return place.begin + rank * plan.by_cp_size.of(static_cast<N>(plan.tokens) - place.begin) + offset;
   N chunk = plan.by_cp_size.of(place.end - place.begin) / 2;
   return offset < chunk ? place.begin + rank * chunk + offset
                         : place.begin + (static_cast<N>(2) * plan.cp_size - 1 - rank) * chunk + (offset - chunk);
@@ -184,7 +159,7 @@ template <typename N>
 __device__ __forceinline__ N rank_order_row(const RowPlan& plan, N row, const Place<N>& place, bool tail) {
   N slice = static_cast<N>(plan.by_slice.divisor), start = plan.by_cp_size.of(place.begin), offset = row - place.begin;
   if (tail) {
-    N part = plan.by_cp_size.of(static_cast<N>(plan.bound) - place.begin), rank = quotient(offset, part);
+    N part = plan.by_cp_size.of(static_cast<N>(plan.tokens) - place.begin), rank = quotient(offset, part);
     return rank * slice + start + offset - rank * part;
   }
   N chunk = plan.by_cp_size.of(place.end - place.begin) / 2, number = quotient(offset, chunk),
@@ -200,20 +175,27 @@ __device__ __forceinline__ int64_t row_at(const RowPlan& plan, MapKind kind, N r
   bool tail = place.sequence == sequences_of(plan.lengths);
   int64_t result = -1;
   switch (kind) {
-    case MapKind::partition:
+    case MapKind::slice:
       result = slice_row<N>(plan, row, plan.cp_rank, place, tail);
       break;
-    case MapKind::to_rank_order: {
+    case MapKind::rank_order: {
       N rank = plan.by_slice.of(row);
       result = slice_row<N>(plan, row - rank * static_cast<N>(plan.by_slice.divisor), rank, place, tail);
       break;
     }
-    case MapKind::to_sequence_order:
+    case MapKind::sequence_order:
       result = rank_order_row<N>(plan, row, place, tail);
       break;
     case MapKind::half: {
-      N size = (tail ? static_cast<N>(plan.bound) : place.end) - place.begin;
+      if (tail && !plan.tail) return -1;
+      N size = (tail ? static_cast<N>(plan.tokens) : place.end) - place.begin;
       result = place.begin + plan.half * (size / 2) + row - place.begin / 2;
+      break;
+    }
+    case MapKind::in_half: {
+      if (tail) return -1;
+      bool late = row - place.begin >= (place.end - place.begin) / 2;
+      result = late == (plan.half == 1) ? row : -1;
       break;
     }
     case MapKind::valid: {
@@ -222,10 +204,17 @@ __device__ __forceinline__ int64_t row_at(const RowPlan& plan, MapKind kind, N r
       result = row - place.begin < real ? row : -1;
       break;
     }
+    case MapKind::unpad: {
+      N begin = length_at<N>(plan.real, place.sequence);
+      N stop = tail ? static_cast<N>(plan.tokens) : length_at<N>(plan.real, place.sequence + 1);
+      N source = begin + (row - place.begin);
+      result = source < stop ? source : -1;
+      break;
+    }
     default:
       break;
   }
-  return result < plan.bound ? result : -1;  // out of bounds: check_plan says why
+  return result < plan.tokens ? result : -1;  // out of bounds: check_plan says why
 }
 
 // A map's result for one row: its target row, or -1 if there is nothing to do or the target is out of bounds; with
@@ -264,12 +253,12 @@ __device__ __forceinline__ Target look_up_in(const RowPlan& plan, MapKind kind, 
 template <bool kFew, MapKind kKind = MapKind::any>
 __device__ __forceinline__ Target look_up(const RowPlan& plan, int64_t row, int lane) {
   const MapKind kind = kKind == MapKind::any ? plan.kind : kKind;
-  if (kind == MapKind::span) return {plan.set.first + row, 0, 0};
+  if (kind == MapKind::span) return {plan.first + row, 0, 0};
   if (kind == MapKind::index) {
-    int64_t result = plan.set.wide ? __ldg(static_cast<const int64_t*>(plan.set.index) + row)
-                                   : __ldg(static_cast<const int32_t*>(plan.set.index) + row);
-    if (result < 0 || result >= plan.bound) {
-      fault(plan.helper, Rule::index, row, result, plan.bound);
+    int64_t result = plan.wide ? __ldg(static_cast<const int64_t*>(plan.index) + row)
+                               : __ldg(static_cast<const int32_t*>(plan.index) + row);
+    if (result < 0 || result >= plan.tokens) {
+      fault(plan.helper, Rule::index, row, result, plan.tokens);
       return {-1, 0, 0};
     }
     return {result, 0, 0};

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from cp_fast.movers import kernels, why_not
+from cp_fast.movers import LengthsMap, kernels, why_not
 from tests.cp_fast.kernels.suite import (
     CHECKS,
     MERGED_SHAPES,
@@ -54,16 +54,19 @@ def test_many_sequences(where: Where) -> None:
 
 def test_a_captured_graph_sees_new_lengths(where: Where) -> None:
     """Lengths are read on the device, when the graph runs."""
-    use = where.thd_kernels
+
+    def reorder(lengths: torch.Tensor) -> list[torch.Tensor]:
+        return where.kernels.gather([x, x[:, 0]], LengthsMap("reorder", "rank_order", lengths, a=4))
+
     x = torch.randn(64, 3, 64, device="cuda").bfloat16()
     lengths, other = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in ([0, 16, 16, 56], [0, 40, 48, 64]))
-    use.reorder([x, x[:, 0]], lengths, 4, True)  # compiled, loaded
+    reorder(lengths)  # compiled, loaded
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = use.reorder([x, x[:, 0]], lengths, 4, True)
+        got = reorder(lengths)
     for new in (other, lengths):
-        want = use.reorder([x, x[:, 0]], new.clone(), 4, True)
+        want = reorder(new.clone())
         lengths.copy_(new.clone())
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -73,13 +76,14 @@ def test_the_current_stream_is_used(where: Where) -> None:
     """A long wait on the current stream delays the kernel, and nothing on another one does."""
     x = torch.zeros(4096, 512, device="cuda")
     lengths = torch.tensor([0, 4096], dtype=torch.int32, device="cuda")
-    where.thd_kernels.reorder([x], lengths, 2, True)
+    order = LengthsMap("reorder", "rank_order", lengths, a=2)
+    where.kernels.gather([x], order)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         x.fill_(1.0)
-        got = where.thd_kernels.reorder([x], lengths, 2, True)[0]
+        got = where.kernels.gather([x], order)[0]
         assert not stream.query(), "the helper waited for the device"
     stream.synchronize()
     assert bool((got == 1).all())
@@ -96,30 +100,33 @@ def test_more_than_2_to_the_31_elements(where: Where) -> None:
         .expand(tokens, width)
         .contiguous()
     )
-    got = where.thd_kernels.reorder([x], lengths, 4, True)[0]
-    rows = torch.cat([where.thd_kernels.partition_indices(lengths, tokens, 4, rank) for rank in range(4)])
+    got = where.kernels.gather([x], LengthsMap("reorder", "rank_order", lengths, a=4))[0]
+    slices = [LengthsMap("partition_indices", "slice", lengths, a=4, b=rank) for rank in range(4)]
+    rows = torch.cat([where.kernels.row_indices(own, tokens) for own in slices])
     for column in (0, width - 1):
         assert torch.equal(got[:, column], x[:, column].index_select(0, rows))
     del got
     total = torch.zeros(tokens, width, dtype=torch.bfloat16, device="cuda")
     last = torch.tensor([tokens - 1, 0], device="cuda")
-    where.kernels.add_rows_([total], [torch.ones(2, width, device="cuda")], last)
+    where.kernels.scatter_([total], [torch.ones(2, width, device="cuda")], last, add=True)
     assert float(total[-1].float().sum()) == width
     assert float(total[1:-1].abs().max()) == 0
 
 
 FAULTS = {
-    "divides": "thd.reorder([x], torch.tensor([0, 7, 16], device='cuda'), 2, True)",
-    "no_decrease": "thd.partition_indices(torch.tensor([0, 16, 8], device='cuda'), 16, 2, 0)",
-    "no_decrease past 64 bits": "thd.reorder([x], torch.tensor([0, 8, -2**63], device='cuda'), 2, False)",
-    "end": "thd.read_half([x], torch.tensor([0, 32], device='cuda'), 0)",
-    "index": "rows.take_rows([x], torch.tensor([3, 16], device='cuda'))",
-    "real": "thd.copy_valid_(x, x.clone(), torch.tensor([0, 8], device='cuda'), torch.tensor([0, 9], device='cuda'))",
+    "divides": "ops.reorder([x], torch.tensor([0, 7, 16], device='cuda'), 2, True)",
+    "no_decrease": "ops.partition_indices(torch.tensor([0, 16, 8], device='cuda'), 16, 2, 0)",
+    "no_decrease past 64 bits": "ops.reorder([x], torch.tensor([0, 8, -2**63], device='cuda'), 2, False)",
+    "end": "ops.read_half([x], torch.tensor([0, 32], device='cuda'), 0)",
+    "index": "rows.gather([x], torch.tensor([3, 16], device='cuda'))",
+    "real": "ops.copy_valid_(x, x.clone(), torch.tensor([0, 8], device='cuda'), torch.tensor([0, 9], device='cuda'))",
+    "pad": "ops.pad_sequences(ids, torch.tensor([0, 40], device='cuda'), torch.tensor([0, 48], device='cuda'), 48, 0)",
 }
 SCRIPT = """
-import torch
-from cp_fast.movers import kernels, thd_kernels
-rows, thd, x = kernels("cuda", "native"), thd_kernels("cuda", "native"), torch.ones(16, 64, device="cuda")
+import torch, cp_fast.thd
+from cp_fast.movers import kernels
+rows, ops, x = kernels("cuda", "native"), torch.ops.cp_attention, torch.ones(16, 64, device="cuda")
+ids = torch.arange(16, device="cuda")
 try:
     {call}
     torch.cuda.synchronize()
@@ -135,8 +142,9 @@ def test_a_broken_rule_ends_in_an_assertion(rule: str) -> None:
         pytest.skip(f"needs the native kernels: {reason}")
     kernels("cuda", "native")  # built once, here
     command = [sys.executable, "-c", SCRIPT.format(call=FAULTS[rule])]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    helper = FAULTS[rule].split(".")[1].split("(")[0].rstrip("_")
+    environment = {**os.environ, "CP_FAST_KERNELS": "native"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    helper = FAULTS[rule].split(".")[1].split("(")[0]
     assert "RAISED" in run.stdout, run.stdout + run.stderr
     assert "assert" in run.stdout
     assert helper in run.stdout + run.stderr

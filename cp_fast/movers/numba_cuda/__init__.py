@@ -1,10 +1,10 @@
 """The kernels in Numba CUDA, for machines with a GPU and no compiler: compiled on first use, some seconds each kind.
 
-    kernels, thd    the two protocols: addresses, strides, grids
-    plans       what a launch is told                            launch      on PyTorch's current stream
-    movers      rows of bytes          moves     their tables    maps        which row goes where
-    values      sums                   sums      their tables    lengths     indices, lengths, LSEs
-    weigh       merges
+    kernels     the protocol: addresses, strides, grids          launch      on PyTorch's current stream
+    plans       a row map as a launch is told                    maps        which row goes where
+    movers      gather and scatter bytes      moves              their tables
+    values      add and convert               sums               their tables, and those of merges
+    weigh       merge                         indices            the table of a row map
     memory      memory by address: `memory_gpu`, or `memory_sim` in Numba's simulator (NUMBA_ENABLE_CUDASIM=1)
 
 A call costs some tens of microseconds on the host, more than native code; the GPU's time is nearly the same. The first
@@ -19,10 +19,10 @@ from importlib import metadata
 import torch
 
 from cp_fast.movers.base import Kernels
-from cp_fast.movers.base_thd import ThdKernels
+from cp_fast.movers.lengths_map import LengthsMap
 from cp_fast.movers.numba_cuda.simulated import SIMULATED
 
-__all__ = ["load", "load_thd", "why_not"]
+__all__ = ["load", "why_not"]
 
 
 def why_not(device_type: str) -> str | None:
@@ -38,7 +38,8 @@ def why_not(device_type: str) -> str | None:
 
         if not SIMULATED and not cuda.is_available():
             return "Numba finds no GPU, or no CUDA libraries to compile with"
-        found = load_thd(device_type).partition_indices(torch.tensor([0, 4], device=device_type), 4, 2, 0).tolist()
+        own = LengthsMap("partition_indices", "slice", torch.tensor([0, 4], device=device_type), a=2)
+        found = load(device_type).row_indices(own, 4).tolist()
     except Exception as error:  # Such as a release that does not support the installed NumPy.
         return f"numba-cuda is installed and does not work, {_cure()}: {type(error).__name__}: {error}"
     return None if found == [0, 3] else f"numba-cuda computes {found} where [0, 3] is right, {_cure()}"
@@ -58,12 +59,3 @@ def load(device: str) -> Kernels:
 
     quiet()
     return NumbaKernels()
-
-
-def load_thd(device: str) -> ThdKernels:
-    """The implementation of the helpers of packed sequences."""
-    from cp_fast.movers.numba_cuda.launch import quiet
-    from cp_fast.movers.numba_cuda.thd import NumbaThdKernels
-
-    quiet()
-    return NumbaThdKernels()

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from cp_fast.movers.lengths_map import LengthsMap
+from cp_fast.movers.numba_cuda.indices import indices_kernel
+from cp_fast.movers.numba_cuda.launch import launch
+from cp_fast.movers.numba_cuda.movers import THREADS
 from cp_fast.movers.numba_cuda.moves import moves_of
-from cp_fast.movers.numba_cuda.plans import gathered, move, row_plan
+from cp_fast.movers.numba_cuda.plans import move, plan_of
 from cp_fast.movers.numba_cuda.sums import add_heads_, pairs_, weigh_
 from cp_fast.runtime.row_selection import Rows
 
@@ -19,44 +23,60 @@ class NumbaKernels:
 
     name = "numba"
 
-    def take_rows(self, xs: Sequence[torch.Tensor], rows: Rows) -> list[torch.Tensor]:
-        if isinstance(rows, slice):
-            return [x[rows] for x in xs]
-        return gathered("take_rows", "index", xs, len(rows), row_plan(rows, xs[0].shape[0])[2])
-
-    def put_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
-        kind, count, plan = row_plan(rows, outs[0].shape[0])
-        moves = [m for out, x in zip(outs, xs, strict=True) if x.numel() for m in moves_of(x, out)]
-        move("put_rows_", kind, True, moves, count, plan, outs[0].device)
-
-    def heads_to_front(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
-        kind, count, plan = row_plan(rows, x.shape[0])
-        out = x.new_empty(len(first_heads), count, heads, *x.shape[2:])
-        parts = zip(out, first_heads, strict=True)
-        if out.numel():
-            moves = [m for part, first in parts for m in moves_of(x[:, first : first + heads], part)]
-            move("heads_to_front", kind, False, moves, count, plan, x.device)
+    def row_indices(self, rows: LengthsMap, tokens: int) -> torch.Tensor:
+        plan = plan_of(rows.helper, rows, tokens, tail=True)
+        out = rows.lengths.new_empty(plan.count)
+        if plan.count:
+            kernel = indices_kernel(plan.helper, plan.kind, out.element_size())
+            launch(kernel, out.device, -(-plan.count // THREADS), out.data_ptr(), plan.numbers, plan.count)
         return out
 
-    def heads_to_back_(
+    def gather(self, xs: Sequence[torch.Tensor], rows: Rows | LengthsMap) -> list[torch.Tensor]:
+        if isinstance(rows, slice):
+            return [x[rows] for x in xs]
+        plan = plan_of("gather", rows, xs[0].shape[0], tail=True)
+        outs = [x.new_empty(plan.count, *x.shape[1:]) for x in xs]
+        moves = [m for x, out in zip(xs, outs, strict=True) if out.numel() for m in moves_of(x, out)]
+        move(plan, False, moves, xs[0].device)
+        return outs
+
+    def scatter_(
+        self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows | LengthsMap, add: bool = False
+    ) -> None:
+        if not outs:
+            return
+        plan, pairs = plan_of("scatter_", rows, outs[0].shape[0]), list(zip(outs, xs, strict=True))
+        same = [] if add else [(out, x) for out, x in pairs if out.dtype == x.dtype]
+        move(plan, True, [m for out, x in same if x.numel() for m in moves_of(x, out)], outs[0].device)
+        pairs_(plan, add, pairs if add else [(out, x) for out, x in pairs if out.dtype != x.dtype])
+
+    def gather_heads(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
+        plan = plan_of("gather_heads", rows, x.shape[0])
+        out = x.new_empty(len(first_heads), plan.count, heads, *x.shape[2:])
+        parts = zip(out, first_heads, strict=True)
+        if out.numel():
+            move(plan, False, [m for part, n in parts for m in moves_of(x[:, n : n + heads], part)], x.device)
+        return out
+
+    def scatter_heads_(
         self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
     ) -> None:
-        kind, count, plan = row_plan(rows, out.shape[0])
+        plan, heads = plan_of("scatter_heads_", rows, out.shape[0]), x.shape[2]
         if not x.numel():
             return
         if add:
-            add_heads_(out, x, kind, count, plan, tuple(first_heads))
+            add_heads_(plan, out, x, tuple(first_heads))
             return
         parts = zip(x, first_heads, strict=True)
-        moves = [m for part, first in parts for m in moves_of(part, out[:, first : first + x.shape[2]])]
-        move("heads_to_back_", kind, True, moves, count, plan, out.device)
+        move(plan, True, [m for part, n in parts for m in moves_of(part, out[:, n : n + heads])], out.device)
 
     def merge_(
-        self, out: torch.Tensor, lse: torch.Tensor, out_step: torch.Tensor, lse_step: torch.Tensor, rows: Rows
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        out_step: torch.Tensor,
+        lse_step: torch.Tensor,
+        rows: Rows | LengthsMap,
+        final: bool = False,
     ) -> None:
-        kind, count, plan = row_plan(rows, out.shape[0])
-        weigh_("merge_", kind, False, out, out_step, lse, lse_step, True, count, plan)
-
-    def add_rows_(self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows) -> None:
-        kind, count, plan = row_plan(rows, outs[0].shape[0])
-        pairs_("add_rows_", kind, list(zip(outs, xs, strict=True)), count, plan)
+        weigh_(plan_of("merge_", rows, out.shape[0]), final, out, out_step, lse, lse_step)

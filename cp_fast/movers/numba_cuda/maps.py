@@ -1,15 +1,16 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
 # (kernels are compiled by Numba: their types are not Python's)
-"""The target of each row, computed on the device: the arithmetic of csrc/common/maps.h in Numba.
+"""The target of each row, computed on the device: the kinds of `cp_fast.movers.lengths_map` in Numba.
 
 A plan is 8 integers, the same for every kind of map, so that kernels have one signature:
 
     data, wide      address of the cumulative lengths or of the row index; 1 if they have 64 bits
     sequences       how many there are
-    other, other_wide   the real lengths of `valid`
-    tokens          rows of the buffer that lengths count, or that an index leads into
-    a, b            span: the first row; partition: cp_size, cp_rank; the two reorders: cp_size; half: which one
+    other, other_wide   the real lengths of `valid` and `unpad`
+    tokens          rows of the whole
+    a, b            span: the first row; slice: cp_size, cp_rank; the two orders: cp_size; half: which one, and 1 if the
+                    tail goes along; in_half: which one; unpad: rows with padding
 
 A map gives the row for row i, or -1 for none, and never one past the buffer.
 """
@@ -24,7 +25,7 @@ from numba import cuda
 
 from cp_fast.movers.numba_cuda.memory import divide, load_int
 
-__all__ = ["MAPS", "entry", "find", "half_place", "lengths_are_right", "real_lengths_are_right", "row_key", "row_map"]
+__all__ = ["entry", "find", "plan_is_right", "row_key", "row_map"]
 
 _load32, _load64 = load_int(4), load_int(8)
 
@@ -139,7 +140,7 @@ def _slice_row(i, data, wide, sequences, tokens, cp_size, cp_rank, hint):
 
 
 @cuda.jit(device=True)
-def _partition(i, plan, hint):
+def _slice(i, plan, hint):
     return _slice_row(i, plan[0], plan[1], plan[2], plan[5], plan[6], plan[7], hint)
 
 
@@ -179,6 +180,8 @@ def _half(i, plan, hint):
     s = find_near(plan[0], plan[1], plan[2], 2 * i, hint)
     if s < 0:
         return -1
+    if s == plan[2] and plan[7] == 0:
+        return -1
     start = entry(plan[0], plan[1], s)
     stop = plan[5] if s == plan[2] else entry(plan[0], plan[1], s + 1)
     return _inside(start + plan[6] * divide(stop - start, 2) + i - divide(start, 2), plan[5])
@@ -194,17 +197,23 @@ def _valid(i, plan, hint):
 
 
 @cuda.jit(device=True)
-def half_place(i, plan):
-    """For row i of the whole: 2 * its row in a half tensor, + 1 in a second half; -1 in the tail."""
-    s = find(plan[0], plan[1], plan[2], i)
+def _in_half(i, plan, hint):
+    s = find_near(plan[0], plan[1], plan[2], i, hint)
     if s < 0 or s == plan[2]:
         return -1
     start = entry(plan[0], plan[1], s)
-    half = divide(entry(plan[0], plan[1], s + 1) - start, 2)
-    offset = i - start
-    if offset < half:
-        return 2 * (divide(start, 2) + offset)
-    return 2 * (divide(start, 2) + offset - half) + 1 if offset < 2 * half else -1
+    late = i - start >= divide(entry(plan[0], plan[1], s + 1) - start, 2)
+    return i if late == (plan[6] == 1) else -1
+
+
+@cuda.jit(device=True)
+def _unpad(i, plan, hint):
+    s = find_near(plan[0], plan[1], plan[2], i, hint)
+    if s < 0:
+        return -1
+    row = entry(plan[3], plan[4], s) + i - entry(plan[0], plan[1], s)
+    stop = plan[5] if s == plan[2] else entry(plan[3], plan[4], s + 1)
+    return _inside(row, plan[5]) if row < stop else -1
 
 
 @cuda.jit(device=True)
@@ -228,15 +237,23 @@ def _key_of_half_row(i, plan):
     return 2 * i
 
 
-MAPS = ("span", "index", "partition", "to_rank_order", "to_sequence_order", "half", "valid")
+_MAPS = {
+    "span": _span,
+    "index": _index,
+    "slice": _slice,
+    "rank_order": _to_rank_order,
+    "sequence_order": _to_sequence_order,
+    "half": _half,
+    "in_half": _in_half,
+    "valid": _valid,
+    "unpad": _unpad,
+}
 
 
 @lru_cache
 def row_map(kind: str) -> Callable[..., Any]:
     """map(i, plan, hint), a device function; the hint is a sequence at or before that of row i, or -1."""
-    return dict(zip(MAPS, (_span, _index, _partition, _to_rank_order, _to_sequence_order, _half, _valid), strict=True))[
-        kind
-    ]
+    return _MAPS[kind]
 
 
 @lru_cache
@@ -245,7 +262,34 @@ def row_key(kind: str) -> Callable[..., Any]:
     slice's end.
     """
     return {
-        "partition": _key_of_slice_row,
-        "to_rank_order": _key_in_rank_order,
+        "slice": _key_of_slice_row,
+        "rank_order": _key_in_rank_order,
         "half": _key_of_half_row,
     }.get(kind, _key_of_row)
+
+
+@lru_cache
+def plan_is_right(kind: str) -> Callable[..., Any]:
+    """right(plan, thread, threads), a device function: whether this thread's share of the lengths obeys all rules."""
+    if kind in ("span", "index"):
+        return _always
+    chunked, halves = kind in ("slice", "rank_order", "sequence_order"), kind in ("half", "in_half")
+    has_real, unpads, from_zero = kind in ("valid", "unpad"), kind == "unpad", int(kind != "valid")
+
+    @cuda.jit(device=True)
+    def right(plan, thread, threads):
+        divisor = 2 * plan[6] if chunked else (2 if halves else 1)
+        tail_divisor = plan[6] if chunked else 1
+        end = plan[6] if unpads else plan[5]
+        if not lengths_are_right(plan[0], plan[1], plan[2], divisor, tail_divisor, end, from_zero, thread, threads):
+            return False
+        if has_real and not real_lengths_are_right(plan[3], plan[4], plan[0], plan[1], plan[2], thread, threads):
+            return False
+        return not unpads or lengths_are_right(plan[3], plan[4], plan[2], 1, 1, plan[5], 1, thread, threads)
+
+    return right
+
+
+@cuda.jit(device=True)
+def _always(plan, thread, threads):
+    return True

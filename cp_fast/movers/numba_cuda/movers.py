@@ -1,7 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportOptionalSubscript=false, reportAttributeAccessIssue=false
 # (kernels are compiled by Numba: their types are not Python's)
-"""The kernel that moves rows: every reorder, gather, scatter and transposition is this kernel with another map.
+"""The kernel that moves rows: every gather, scatter and transposition of bytes is this kernel with another row map.
 
 A block takes some rows. Its threads find the sequence of the first row together. From there each thread finds the
 sequence of its own row, and stores it in shared memory. Then groups of `lanes` threads copy pieces of rows, in words of
@@ -19,7 +19,7 @@ from typing import Any
 
 from numba import cuda, int64
 
-from cp_fast.movers.numba_cuda.maps import entry, lengths_are_right, real_lengths_are_right, row_key, row_map
+from cp_fast.movers.numba_cuda.maps import entry, plan_is_right, row_key, row_map
 from cp_fast.movers.numba_cuda.memory import SIMULATED, copies, divide, fault
 
 __all__ = ["FIELDS", "INDEX_RULE", "LENGTHS_RULE", "THREADS", "move_kernel"]
@@ -33,30 +33,22 @@ INDEX_RULE = "row indices must lie inside the tensor"
 
 @lru_cache
 def move_kernel(helper: str, kind: str, scatter: bool, size: int) -> Any:
-    """kernel(table, plan, count, divisor, tail_divisor, rows): move `count` rows, `rows` a block.
+    """kernel(table, plan, count, rows): move `count` rows, `rows` a block.
 
     With `scatter` the map gives the row of the target, else of the source.
     """
     copy, copy4 = copies(size)
-    mapped, key = row_map(kind), row_key(kind)
-    by_lengths, by_index, from_zero = kind not in ("span", "index"), kind == "index", int(kind != "valid")
+    mapped, key, right = row_map(kind), row_key(kind), plan_is_right(kind)
+    by_lengths, by_index = kind not in ("span", "index"), kind == "index"
     fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
 
     @cuda.jit
-    def kernel(table, plan, count, divisor, tail_divisor, rows):
+    def kernel(table, plan, count, rows):
         found = cuda.shared.array(THREADS, int64)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if by_lengths and cuda.blockIdx.y == 0:
-            number, threads = block * THREADS + thread, cuda.gridDim.x * THREADS
-            if not lengths_are_right(
-                plan[0], plan[1], plan[2], divisor, tail_divisor, plan[5], from_zero, number, threads
-            ):
-                fail()
-            if not from_zero and not real_lengths_are_right(
-                plan[3], plan[4], plan[0], plan[1], plan[2], number, threads
-            ):
-                fail()
+        if cuda.blockIdx.y == 0 and not right(plan, block * THREADS + thread, cuda.gridDim.x * THREADS):
+            fail()
         first = block * rows
         here = min(rows, count - first)
         hint = -1

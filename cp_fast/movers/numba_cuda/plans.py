@@ -3,73 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from cp_fast.movers.lengths_map import LengthsMap
 from cp_fast.movers.numba_cuda.launch import launch
 from cp_fast.movers.numba_cuda.movers import move_kernel
-from cp_fast.movers.numba_cuda.moves import Move, moves_of, rows_per_block, table_of, word_size
+from cp_fast.movers.numba_cuda.moves import Move, rows_per_block, table_of, word_size
 from cp_fast.runtime.row_selection import Rows
 
-__all__ = ["gathered", "lengths_plan", "move", "row_plan"]
+__all__ = ["Plan", "move", "plan_of"]
 
 MOST_MOVES = 16  # In one launch: arguments are 4 KB at most.
 
 
-def lengths_plan(
-    lengths: torch.Tensor, tokens: int, a: int = 0, b: int = 0, other: torch.Tensor | None = None
-) -> tuple[int, ...]:
-    """The plan of a map that follows lengths."""
-    assert lengths.is_contiguous(), "lengths are dense"
-    assert other is None or other.is_contiguous(), "real lengths are dense"
-    beside = (0, 0) if other is None else (other.data_ptr(), int(other.dtype == torch.int64))
-    return lengths.data_ptr(), int(lengths.dtype == torch.int64), len(lengths) - 1, *beside, tokens, a, b
+class Plan(NamedTuple):
+    """A row map as kernels take it: `kind` for the compiler, 8 `numbers` for the launch (see `maps`)."""
+
+    helper: str
+    kind: str
+    count: int  # rows of the part
+    numbers: tuple[int, ...]
 
 
-def row_plan(rows: Rows, tokens: int) -> tuple[str, int, tuple[int, ...]]:
-    """(kind, count, plan) of rows that the caller gives."""
+def plan_of(helper: str, rows: Rows | LengthsMap, tokens: int, tail: bool = False) -> Plan:
+    """`rows` of a tensor of `tokens` rows; whether its tail goes along. `helper`: the name for rows that are given."""
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(tokens)
-        return "span", max(stop - start, 0), (0, 0, 0, 0, 0, tokens, start, 0)
-    assert rows.is_contiguous()
-    return "index", len(rows), (rows.data_ptr(), int(rows.dtype == torch.int64), 0, 0, 0, tokens, 0, 0)
+        return Plan(helper, "span", max(stop - start, 0), (0, 0, 0, 0, 0, tokens, start, 0))
+    if isinstance(rows, torch.Tensor):
+        return Plan(helper, "index", len(rows), (*_array(rows), 0, 0, 0, tokens, 0, 0))
+    real = (0, 0) if rows.real is None else _array(rows.real)
+    b = int(tail) if rows.kind == "half" else rows.b
+    numbers = *_array(rows.lengths), len(rows.lengths) - 1, *real, tokens, rows.a, b
+    return Plan(rows.helper, rows.kind, rows.count(tokens), numbers)
 
 
-def gathered(
-    helper: str,
-    kind: str,
-    xs: Sequence[torch.Tensor],
-    count: int,
-    plan: tuple[int, ...],
-    divisor: int = 1,
-    tail_divisor: int = 1,
-) -> list[torch.Tensor]:
-    """Rows of each x, in new tensors."""
-    outs = [x.new_empty(count, *x.shape[1:]) for x in xs]
-    moves = [m for x, out in zip(xs, outs, strict=True) if out.numel() for m in moves_of(x, out)]
-    move(helper, kind, False, moves, count, plan, xs[0].device, divisor, tail_divisor)
-    return outs
+def _array(x: torch.Tensor) -> tuple[int, int]:
+    """The address of integers, and 1 if they have 64 bits."""
+    assert x.is_contiguous(), "lengths and row numbers are dense"
+    return x.data_ptr(), int(x.dtype == torch.int64)
 
 
-def move(
-    helper: str,
-    kind: str,
-    scatter: bool,
-    moves: Sequence[Move],
-    count: int,
-    plan: tuple[int, ...],
-    device: torch.device,
-    divisor: int = 1,
-    tail_divisor: int = 1,
-) -> None:
-    """Move `count` rows of every tensor, `divisor` and `tail_divisor` of the lengths in the plan."""
-    if not moves or not count:
+def move(plan: Plan, scatter: bool, moves: Sequence[Move], device: torch.device) -> None:
+    """Move the rows of every tensor."""
+    if not moves or not plan.count:
         return
     size = word_size(moves)
-    kernel: Callable[..., Any] = move_kernel(helper, kind, scatter, size)
+    kernel: Callable[..., Any] = move_kernel(plan.helper, plan.kind, scatter, size)
     for at in range(0, len(moves), MOST_MOVES):
         some = moves[at : at + MOST_MOVES]
         rows = rows_per_block(some)
-        arguments = table_of(some, size), plan, count, divisor, tail_divisor, rows
-        launch(kernel, device, -(-count // rows), *arguments, layers=len(some))
+        arguments = table_of(some, size), plan.numbers, plan.count, rows
+        launch(kernel, device, -(-plan.count // rows), *arguments, layers=len(some))

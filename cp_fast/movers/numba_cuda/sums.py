@@ -9,6 +9,7 @@ import torch
 from cp_fast.movers.numba_cuda.launch import launch
 from cp_fast.movers.numba_cuda.movers import FIELDS, THREADS
 from cp_fast.movers.numba_cuda.moves import fold
+from cp_fast.movers.numba_cuda.plans import Plan
 from cp_fast.movers.numba_cuda.values import add_heads_kernel, pairs_kernel
 from cp_fast.movers.numba_cuda.weigh import PIECES, weigh_kernel
 
@@ -36,13 +37,11 @@ def _log_lanes(words: int) -> int:
     return lanes.bit_length() - 1
 
 
-def pairs_(
-    helper: str, kind: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int, plan: tuple[int, ...]
-) -> None:
+def pairs_(plan: Plan, add: bool, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Each (target, source): one launch for all of the same dtypes."""
     groups: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in pairs:
-        if target.numel() and source.numel() and count:
+        if target.numel() and source.numel() and plan.count:
             groups.setdefault((DTYPES[target.dtype], DTYPES[source.dtype]), []).append((target, source))
     for dtypes, group in groups.items():
         rows: list[tuple[int, ...]] = []
@@ -60,68 +59,55 @@ def pairs_(
                 head_strides = folded.head_strides[0] * sizes[0], folded.head_strides[1] * sizes[1]
                 rows.append((*where, *row_strides, folded.heads, *head_strides, folded.dim))
         width = _width(ends, elements)
-        kernel = pairs_kernel(helper, kind, *dtypes, _wide(*dtypes), width)
+        kernel = pairs_kernel(plan.helper, plan.kind, add, *dtypes, _wide(*dtypes), width)
         table = [number for row in rows for number in (*row, _log_lanes(-(-row[7] // width)), 0)]
         assert len(table) == FIELDS * len(rows)
         bytes_of_row = max(row[4] * row[7] for row in rows) * group[0][0].element_size()
         block = min(max(BLOCK_BYTES // bytes_of_row, 1), THREADS)
-        divisor = 2 if kind == "halves" else 1
-        arguments = tuple(table), plan, count, divisor, block
-        launch(kernel, group[0][0].device, -(-count // block), *arguments, layers=len(rows))
+        arguments = tuple(table), plan.numbers, plan.count, block
+        launch(kernel, group[0][0].device, -(-plan.count // block), *arguments, layers=len(rows))
 
 
-def add_heads_(
-    out: torch.Tensor, x: torch.Tensor, kind: str, count: int, plan: tuple[int, ...], first_heads: tuple[int, ...]
-) -> None:
+def add_heads_(plan: Plan, out: torch.Tensor, x: torch.Tensor, first_heads: tuple[int, ...]) -> None:
     """x [p, n, heads, ...] added to heads of out [t, h, ...], whose axes behind the heads are dense."""
     target, parts = out.flatten(2) if out.ndim > 2 else out[..., None], x.flatten(3) if x.ndim > 3 else x[..., None]
     dtypes = DTYPES[out.dtype], DTYPES[x.dtype]
     size, step_size, dim = out.element_size(), x.element_size(), target.shape[2]
     ends = [(out.data_ptr(), out.dtype), (x.data_ptr(), x.dtype)]
     width = _width(ends, [dim, *target.stride()[:2], *parts.stride()[:3]])
-    kernel = add_heads_kernel("heads_to_back_", kind, *dtypes, _wide(*dtypes), width)
+    kernel = add_heads_kernel(plan.helper, plan.kind, *dtypes, _wide(*dtypes), width)
     block = min(max(BLOCK_BYTES // (target.shape[1] * dim * size), 1), THREADS)
-    shape = count, block, target.shape[1], parts.shape[2], dim, _log_lanes(-(-dim // width))
+    shape = plan.count, block, target.shape[1], parts.shape[2], dim, _log_lanes(-(-dim // width))
     to = out.data_ptr(), target.stride(0) * size, target.stride(1) * size
     source = x.data_ptr(), *(stride * step_size for stride in parts.stride()[:3])
-    launch(kernel, out.device, -(-count // block), first_heads, plan, *shape, *to, *source)
+    launch(kernel, out.device, -(-plan.count // block), first_heads, plan.numbers, *shape, *to, *source)
 
 
 def weigh_(
-    helper: str,
-    kind: str,
-    correct: bool,
-    out: torch.Tensor | None,
-    step: torch.Tensor | None,
-    lse: torch.Tensor,
-    lse_step: torch.Tensor,
-    packed: bool,
-    count: int,
-    plan: tuple[int, ...],
+    plan: Plan, final: bool, out: torch.Tensor, step: torch.Tensor, lse: torch.Tensor, lse_step: torch.Tensor
 ) -> None:
-    """`weigh.weigh_kernel`; out and step [t, h, d], or None for LSEs alone."""
+    """`weigh.weigh_kernel`; out and step [t, h, d], d 0 for LSEs alone."""
     heads = lse.shape[-2]
-    if not count or not heads or not lse.numel():
+    if not plan.count or not heads or not lse.numel():
         return
     dtypes, width, dim = ("f32", "f32"), 4, 0
     target = source = (0, 0, 0)
-    if out is not None and step is not None and out.numel():
+    if out.numel():
         dim, dtypes = out.shape[2], (DTYPES[out.dtype], DTYPES[step.dtype])
         elements = [dim, *out.stride()[:2], *step.stride()[:2]]
         width = _width([(out.data_ptr(), out.dtype), (step.data_ptr(), step.dtype)], elements)
         target, source = (
             (x.data_ptr(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()) for x in (out, step)
         )
-    kernel = weigh_kernel(helper, kind, correct, *dtypes, DTYPES[lse.dtype], DTYPES[lse_step.dtype], width)
-    divisor = 1 if kind == "whole" else 2
-    blocks = -(-count * heads // PIECES)
+    kernel = weigh_kernel(plan.helper, plan.kind, final, *dtypes, DTYPES[lse.dtype], DTYPES[lse_step.dtype], width)
+    blocks = -(-plan.count * heads // PIECES)
     target = (*target, heads, dim, _log_lanes(-(-dim // width)))
-    ends = target, source, _lse_end(lse, packed), _lse_end(lse_step, packed)
-    launch(kernel, lse.device, blocks, plan, count, divisor, *ends)
+    ends = target, source, _lse_end(lse), _lse_end(lse_step)
+    launch(kernel, lse.device, blocks, plan.numbers, plan.count, *ends)
 
 
-def _lse_end(lse: torch.Tensor, packed: bool) -> tuple[int, int, int, int, int]:
+def _lse_end(lse: torch.Tensor) -> tuple[int, int, int, int, int]:
     """Address, strides of sequences, heads and rows in bytes, and the columns of a padded one."""
     size = lse.element_size()
-    sequence, columns = (0, 0) if packed else (lse.stride(0) * size, lse.shape[-1])
+    sequence, columns = (0, 0) if lse.ndim == 2 else (lse.stride(0) * size, lse.shape[-1])
     return lse.data_ptr(), sequence, lse.stride(-2) * size, lse.stride(-1) * size, columns

@@ -14,7 +14,7 @@ from typing import Any
 
 from numba import cuda, int64
 
-from cp_fast.movers.numba_cuda.maps import half_place, lengths_are_right, real_lengths_are_right, row_map
+from cp_fast.movers.numba_cuda.maps import plan_is_right, row_map
 from cp_fast.movers.numba_cuda.memory import divide, fault, load_values, store_values
 from cp_fast.movers.numba_cuda.movers import FIELDS, INDEX_RULE, LENGTHS_RULE, THREADS
 
@@ -24,57 +24,32 @@ SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
 
 @lru_cache
-def pairs_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: str, width: int) -> Any:
-    """kernel(table, plan, count, divisor, rows): target[row] = or += source, `rows` rows a block.
+def pairs_kernel(helper: str, kind: str, add: bool, dtype: str, step_dtype: str, wide: str, width: int) -> Any:
+    """kernel(table, plan, count, rows): target[map(i)] = or, with `add`, += row i of the source, `rows` rows a block.
 
-    kind "span" and "index": row i of the source is added to row plan.map(i). "valid": the valid rows are converted.
-    "halves": row i of the target, with the action of its half, plan[6] or plan[7] (0 nothing, 1 add, 2 copy); the
-    source has half the rows if plan[3] is 1. The table is that of `movers`, target first, `words` in elements.
+    The table is that of `movers`, target first, `words` in elements.
     """
     load, load_step = load_values(dtype, wide, width), load_values(step_dtype, wide, width)
     store = store_values(dtype, wide, width)
     size, step_size = SIZES[dtype], SIZES[step_dtype]
-    halves, by_lengths, by_index = kind == "halves", kind in ("valid", "halves"), kind == "index"
-    mapped = row_map("valid" if halves else kind)
-    from_zero = int(halves)
-    default_action = 2 if kind == "valid" else 1
+    by_index = kind == "index"
+    mapped, right = row_map(kind), plan_is_right(kind)
     fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
 
     @cuda.jit
-    def kernel(table, plan, count, divisor, rows):
-        targets = cuda.shared.array(THREADS, int64)
-        sources = cuda.shared.array(THREADS, int64)
-        actions = cuda.shared.array(THREADS, int64)
+    def kernel(table, plan, count, rows):
+        found = cuda.shared.array(THREADS, int64)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if by_lengths and cuda.blockIdx.y == 0:
-            number, threads = block * THREADS + thread, cuda.gridDim.x * THREADS
-            if not lengths_are_right(plan[0], plan[1], plan[2], divisor, 1, plan[5], from_zero, number, threads):
-                fail()
-            if not halves and not real_lengths_are_right(plan[3], plan[4], plan[0], plan[1], plan[2], number, threads):
-                fail()
+        if cuda.blockIdx.y == 0 and not right(plan, block * THREADS + thread, cuda.gridDim.x * THREADS):
+            fail()
         first = block * rows
         here = min(rows, count - first)
         if thread < here:
-            i = first + thread
-            if halves:
-                place = half_place(i, plan)
-                action = 0
-                if place >= 0:
-                    action = plan[7] if place & 1 else plan[6]
-                step = place >> 1 if plan[3] else i
-                if step >= (plan[5] >> 1 if plan[3] else plan[5]):
-                    action = 0
-                targets[thread] = i
-                sources[thread] = step
-                actions[thread] = action
-            else:
-                row = mapped(i, plan, -1)
-                if by_index and row < 0:
-                    fail()
-                targets[thread] = row
-                sources[thread] = i
-                actions[thread] = default_action if row >= 0 else 0
+            row = mapped(first + thread, plan, -1)
+            if by_index and row < 0:
+                fail()
+            found[thread] = row
         cuda.syncthreads()
 
         at = cuda.blockIdx.y * FIELDS
@@ -87,14 +62,14 @@ def pairs_kernel(helper: str, kind: str, dtype: str, step_dtype: str, wide: str,
         while piece < pieces:
             row = piece if heads == 1 else divide(piece, heads)
             head = piece - row * heads
-            action = actions[row]
-            if action != 0:
-                t = target + targets[row] * target_row + head * target_head
-                s = source + sources[row] * source_row + head * source_head
+            other = found[row]
+            if other >= 0:
+                t = target + other * target_row + head * target_head
+                s = source + (first + row) * source_row + head * source_head
                 element = (thread & (lanes - 1)) * width
                 while element < dim:
                     a, b, c, d = load_step(s + element * step_size)
-                    if action == 1:
+                    if add:
                         e, f, g, h = load(t + element * size)
                         a += e
                         b += f

@@ -16,7 +16,7 @@ from typing import Any
 
 from numba import cuda, float32, float64, int64
 
-from cp_fast.movers.numba_cuda.maps import entry, find, lengths_are_right, row_map
+from cp_fast.movers.numba_cuda.maps import entry, find, plan_is_right, row_key, row_map
 from cp_fast.movers.numba_cuda.memory import divide, fault, load_values, store_values
 from cp_fast.movers.numba_cuda.movers import INDEX_RULE, LENGTHS_RULE, THREADS
 from cp_fast.movers.numba_cuda.values import SIZES
@@ -29,16 +29,14 @@ PIECES = THREADS  # Pairs of a row and a head in a block.
 
 @lru_cache
 def weigh_kernel(
-    helper: str, kind: str, correct: bool, dtype: str, step_dtype: str, lse_dtype: str, lse_step_dtype: str, width: int
+    helper: str, kind: str, final: bool, dtype: str, step_dtype: str, lse_dtype: str, lse_step_dtype: str, width: int
 ) -> Any:
-    """kernel(plan, count, divisor, out, step, lse, lse_step): `count` rows of a step into an accumulator, PIECES pairs
-    of a row and a head a block.
+    """kernel(plan, count, out, step, lse, lse_step): `count` rows of a step into an accumulator, PIECES pairs of a row
+    and a head a block. Step row i goes to row map(i).
 
-    kind "span" and "index": step row i goes to row plan.map(i). "half": to the second halves. "whole": to row i.
-    "padded", for LSEs alone: row i is position i % plan[6] of the second half of sequence i // plan[6].
     out, step: (address, row stride, head stride) in bytes; out also (heads, dim, log of lanes), dim 0 for none.
     lse, lse_step: (address, sequence stride, head stride, row stride) in bytes, and columns for a padded one, else 0.
-    The kernel merges (see `Kernels.merge_`), or with `correct` adds exp(lse_step - lse) * step and does not change lse.
+    The kernel merges (see `Kernels.merge_`); `final` as there.
     """
     wide = "f64" if "f64" in (dtype, step_dtype, lse_dtype, lse_step_dtype) else "f32"
     real = TYPES[wide]
@@ -47,14 +45,13 @@ def weigh_kernel(
     load_lse, load_lse_step = load_values(lse_dtype, wide, 1), load_values(lse_step_dtype, wide, 1)
     store_lse = store_values(lse_dtype, wide, 1)
     size, step_size = SIZES[dtype], SIZES[step_dtype]
-    by_lengths, by_index = kind in ("half", "whole", "padded"), kind == "index"
-    by_half, by_place = kind == "half", kind == "padded"
-    mapped = row_map("span" if by_lengths else kind)
+    by_lengths, by_index, by_half = kind not in ("span", "index"), kind == "index", kind == "half"
+    mapped, key, right = row_map(kind), row_key(kind), plan_is_right(kind)
     fail = fault(f"cp_fast {helper}: {INDEX_RULE if by_index else LENGTHS_RULE}")
     zero, one, empty = real(0.0), real(1.0), real(-math.inf)
 
     @cuda.jit
-    def kernel(plan, count, divisor, out, step, lse, lse_step):
+    def kernel(plan, count, out, step, lse, lse_step):
         targets = cuda.shared.array(PIECES, int64)  # By row of the block.
         sequences = cuda.shared.array(PIECES, int64)
         starts = cuda.shared.array(PIECES, int64)
@@ -62,10 +59,8 @@ def weigh_kernel(
         added = cuda.shared.array(PIECES, real)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if by_lengths:
-            number, threads = block * THREADS + thread, cuda.gridDim.x * THREADS
-            if not lengths_are_right(plan[0], plan[1], plan[2], divisor, 1, plan[5], 1, number, threads):
-                fail()
+        if not right(plan, block * THREADS + thread, cuda.gridDim.x * THREADS):
+            fail()
         heads = out[3]
         first = block * PIECES
         here = min(PIECES, count * heads - first)
@@ -73,29 +68,12 @@ def weigh_kernel(
         rows = divide(first + here - 1, heads) - first_row + 1
         if thread < rows:
             i = first_row + thread
-            target, sequence, start = i, 0, 0
-            if by_place:
-                sequence = divide(i, plan[6])
-                half = divide(entry(plan[0], plan[1], sequence + 1) - entry(plan[0], plan[1], sequence), 2)
-                place = i - sequence * plan[6]
-                target = half + place if place < half else -1
-                if half > plan[6]:
-                    fail()
-            elif by_lengths:
-                sequence = find(plan[0], plan[1], plan[2], 2 * i if by_half else i)
-                target = -1
-                if sequence >= 0 and sequence < plan[2]:
-                    start = entry(plan[0], plan[1], sequence)
-                    target = i
-                    if by_half:
-                        half = divide(entry(plan[0], plan[1], sequence + 1) - start, 2)
-                        target = start + half + i - divide(start, 2)
-                    if target < 0 or target >= plan[5]:
-                        target = -1
-            else:
-                target = mapped(i, plan, -1)
-                if by_index and target < 0:
-                    fail()
+            target, sequence, start = mapped(i, plan, -1), 0, 0
+            if by_index and target < 0:
+                fail()
+            if by_lengths and lse[4] > 0 and target >= 0:
+                sequence = find(plan[0], plan[1], plan[2], key(i, plan))
+                start = entry(plan[0], plan[1], sequence)
             targets[thread] = target
             sequences[thread] = sequence
             starts[thread] = start
@@ -111,8 +89,6 @@ def weigh_kernel(
                 if lse[4] > 0:
                     column = target - starts[row]
                     step_column = i - divide(starts[row], 2) if by_half else column
-                    if by_place:
-                        step_column = i - sequences[row] * plan[6]
                 inside = lse[4] == 0 or (column >= 0 and column < lse[4])
                 inside = inside and (lse_step[4] == 0 or (step_column >= 0 and step_column < lse_step[4]))
                 if inside:
@@ -121,7 +97,7 @@ def weigh_kernel(
                     step_at += step_column * lse_step[3]
                     old, _, _, _ = load_lse(at)
                     new, _, _, _ = load_lse_step(step_at)
-                    if correct:
+                    if final:
                         if new != empty:
                             add = math.exp(new - old)
                     elif new != empty:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from cp_fast.movers import Kernels, ThdKernels, kernels, thd_kernels, use
+from cp_fast.movers import Kernels, kernels, use
 from tests.cp_fast.kernels.memory import Boxed
 
 MOVED = (
@@ -54,10 +54,6 @@ class Where:
     @property
     def kernels(self) -> Kernels:
         return kernels(self.device, self.name)
-
-    @property
-    def thd_kernels(self) -> ThdKernels:
-        return thd_kernels(self.device, self.name)
 
     def use(self) -> Any:
         return use(self.name)

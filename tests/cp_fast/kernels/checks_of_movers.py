@@ -6,6 +6,7 @@ import torch
 
 import cp_fast
 import cp_ref
+from cp_fast.movers import LengthsMap
 from tests.cp_fast.kernels.case import FLOATS, NAN, NEAR, Case, Where, bytes_of, lse_shape, once, rows_of
 from tests.cp_fast.kernels.memory import Boxed, assert_same_bits
 
@@ -45,7 +46,8 @@ def reorders(where: Where, case: Case) -> None:
 def partitions(where: Where, case: Case) -> None:
     x = case.random(case.tokens, *case.shape, dtype=case.dtypes[0])
     cu, ids = where.lengths(case.cu, case.length_dtype), torch.arange(case.tokens)
-    got = where.thd_kernels.partition([case.boxed(where, x).view, ids.to(where.device)], cu, case.cp_size, case.rank)
+    own = LengthsMap("partition", "slice", cu, a=case.cp_size, b=case.rank)
+    got = where.kernels.gather([case.boxed(where, x).view, ids.to(where.device)], own)
     rows = cp_ref.thd.thd_get_partitioned_indices(case.cu, case.tokens, case.cp_size, case.rank).long()
     assert_same_bits(got[0], x.index_select(0, rows))
     assert_same_bits(got[1], rows)
@@ -134,16 +136,16 @@ def padding(where: Where, case: Case) -> None:
 
 
 def rows_and_heads(where: Where, case: Case) -> None:
-    """take_rows, put_rows_, heads_to_front, heads_to_back_."""
+    """Rows that the caller gives."""
     use, all_heads, heads = where.kernels, 6, 2
     dtype = case.dtypes[0]
     for rows, index in rows_of(case, where, case.tokens):
         x, y = case.random(case.tokens, *case.shape, dtype=dtype), case.random(case.tokens, 5, dtype=case.dtypes[1])
         boxes = case.boxed(where, x), case.boxed(where, y)
-        for got, source in zip(use.take_rows([box.view for box in boxes], rows), (x, y), strict=True):
+        for got, source in zip(use.gather([box.view for box in boxes], rows), (x, y), strict=True):
             assert_same_bits(got, source.index_select(0, index))
         news = [case.random(len(index), *source.shape[1:], dtype=source.dtype) for source in (x, y)]
-        use.put_rows_([box.view for box in boxes], [case.boxed(where, new).view for new in news], rows)
+        use.scatter_([box.view for box in boxes], [case.boxed(where, new).view for new in news], rows)
         for box, source, new in zip(boxes, (x, y), news, strict=True):
             want = source.clone()
             bytes_of(want)[index] = bytes_of(new)
@@ -153,9 +155,9 @@ def rows_and_heads(where: Where, case: Case) -> None:
         box = case.boxed(where, whole)
         overlapping = [0, 2, 2, 4]
         want = torch.stack([bytes_of(whole)[index][:, n : n + heads] for n in overlapping])
-        assert torch.equal(bytes_of(use.heads_to_front(box.view, rows, overlapping, heads).cpu()), want)
+        assert torch.equal(bytes_of(use.gather_heads(box.view, rows, overlapping, heads).cpu()), want)
         parts, distinct = case.random(2, len(index), heads, 4, dtype=dtype), [4, 1]
-        use.heads_to_back_(box.view, parts.to(where.device), rows, distinct, False)
+        use.scatter_heads_(box.view, parts.to(where.device), rows, distinct, False)
         want = whole.clone()
         for part, n in zip(parts, distinct, strict=True):
             bytes_of(want)[index, n : n + heads] = bytes_of(part)
@@ -164,7 +166,7 @@ def rows_and_heads(where: Where, case: Case) -> None:
         total = case.random(case.tokens, all_heads, 4)
         parts = case.random(4, len(index), heads, 4, dtype=FLOATS[case.seed % 3])
         box = case.boxed(where, total)
-        use.heads_to_back_(box.view, parts.to(where.device), rows, overlapping, True)
+        use.scatter_heads_(box.view, parts.to(where.device), rows, overlapping, True)
         exact = total.double()
         for part, n in zip(parts, overlapping, strict=True):
             exact[index, n : n + heads] += part.double()

@@ -106,7 +106,7 @@ def additions(where: Where, case: Case) -> None:
         xs = [case.random(len(index), *shape, dtype=step_dtype) for shape in shapes]
         boxes = [case.boxed(where, out) for out in outs]
         steps = [case.boxed(where, x).view for x in xs]
-        where.kernels.add_rows_([box.view for box in boxes], steps, rows)
+        where.kernels.scatter_([box.view for box in boxes], steps, rows, add=True)
         wide = torch.float64 if torch.float64 in (dtype, step_dtype) else torch.float32
         for box, out, x in zip(boxes, outs, xs, strict=True):
             want = out.clone()

@@ -8,8 +8,8 @@ from typing import Any
 import numba.cuda.dispatcher
 from numba import cuda, types
 
-from cp_fast.movers.numba_cuda.lengths import held_kernel, indices_kernel, lse_half_kernel, pad_kernel
-from cp_fast.movers.numba_cuda.maps import MAPS
+from cp_fast.movers.lengths_map import KINDS
+from cp_fast.movers.numba_cuda.indices import indices_kernel
 from cp_fast.movers.numba_cuda.movers import move_kernel
 from cp_fast.movers.numba_cuda.values import add_heads_kernel, pairs_kernel
 from cp_fast.movers.numba_cuda.weigh import weigh_kernel
@@ -31,26 +31,25 @@ def main() -> None:
     # device functions ask the current GPU what to compile for
     setattr(numba.cuda.dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=SM_90))  # noqa: B010
     plan = tuple_of(8)
-    for kind in MAPS:
+    for kind in KINDS[:-1]:
         for size in (1, 16) if kind == "index" else (16,):
-            text = compiled(move_kernel("name", kind, False, size), tuple_of(20), plan, INT, INT, INT, INT)
+            text = compiled(move_kernel("name", kind, False, size), tuple_of(20), plan, INT, INT)
             assert ("ld.global.v4.u32" in text) == (size == 16)
             assert ("__assertfail" in text) == (kind != "span")
     for dtypes in (("f32", "bf16"), ("bf16", "f64")):
         wide = "f64" if "f64" in dtypes else "f32"
         for width in (1, 4) if wide == "f64" else (4,):
-            for kind in ("span", "index", "valid", "halves"):
-                compiled(pairs_kernel("name", kind, *dtypes, wide, width), tuple_of(10), plan, INT, INT, INT)
+            for kind in ("span", "index", "half", "in_half", "valid"):
+                compiled(
+                    pairs_kernel("name", kind, kind != "valid", *dtypes, wide, width), tuple_of(10), plan, INT, INT
+                )
             compiled(add_heads_kernel("name", "index", *dtypes, wide, width), tuple_of(3), plan, *[INT] * 13)
-        for kind in ("span", "index", "half", "whole", "padded"):
+        for kind in ("span", "index", "half", "valid"):
             ends = tuple_of(6), tuple_of(3), tuple_of(5), tuple_of(5)
-            text = compiled(weigh_kernel("name", kind, False, *dtypes, "f32", "f32", 4), plan, INT, INT, *ends)
+            text = compiled(weigh_kernel("name", kind, False, *dtypes, "f32", "f32", 4), plan, INT, *ends)
             assert wide == "f64" or "fma.rn.f64" not in text, "a double has crept in"
-    compiled(indices_kernel(4), INT, plan, INT, INT, INT)
-    compiled(held_kernel(8), INT, plan, INT, INT, INT)
-    compiled(pad_kernel(1), INT, INT, INT, INT, plan, INT)
-    for packed in (True, False):
-        compiled(lse_half_kernel(4, packed), plan, INT, INT, tuple_of(4), tuple_of(5))
+    for kind in ("slice", "half", "unpad"):
+        compiled(indices_kernel("name", kind, 4), INT, plan, INT)
 
 
 if __name__ == "__main__":

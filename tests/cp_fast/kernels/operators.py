@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cp_fast import thd
-from cp_fast.movers import kernels, thd_kernels
+from cp_fast.movers import LengthsMap, kernels
 
 
 def other_values(t: dict[str, torch.Tensor]) -> None:
@@ -85,28 +85,30 @@ def _merge(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def _put(t: dict[str, torch.Tensor]) -> torch.Tensor:
     out = t["out"].clone()
-    kernels(out.device.type).put_rows_([out], [t["half_step"].float()], t["rows"])
+    kernels(out.device.type).scatter_([out], [t["half_step"].float()], t["rows"])
     return out
 
 
 def _add(t: dict[str, torch.Tensor]) -> torch.Tensor:
     out = t["out"].clone()
-    kernels(out.device.type).add_rows_([out], [t["half_step"]], t["rows"])
+    kernels(out.device.type).scatter_([out], [t["half_step"]], t["rows"], add=True)
     return out
 
 
 def _back(t: dict[str, torch.Tensor]) -> torch.Tensor:
     out = t["out"].clone()
     use = kernels(out.device.type)
-    use.heads_to_back_(out, t["half_step"][None], t["rows"], [0], True)
-    use.heads_to_back_(out, t["half_step"].float()[None, :, :1], slice(0, 4), [1], False)
+    use.scatter_heads_(out, t["half_step"][None], t["rows"], [0], True)
+    use.scatter_heads_(out, t["half_step"].float()[None, :, :1], slice(0, 4), [1], False)
     return out
 
 
 KERNELS: dict[str, Helper] = {  # what no helper is made of
-    "take": lambda t: tuple(kernels(t["x"].device.type).take_rows([t["x"], t["y"]], t["rows"])),
-    "partition": lambda t: tuple(thd_kernels(t["x"].device.type).partition([t["x"], t["y"]], t["cu"], 2, 1)),
-    "heads to front": lambda t: kernels(t["x"].device.type).heads_to_front(t["out"], t["rows"], [0, 1, 1], 1),
+    "take": lambda t: tuple(kernels(t["x"].device.type).gather([t["x"], t["y"]], t["rows"])),
+    "partition": lambda t: tuple(
+        kernels(t["x"].device.type).gather([t["x"], t["y"]], LengthsMap("partition", "slice", t["cu"], a=2, b=1))
+    ),
+    "heads to front": lambda t: kernels(t["x"].device.type).gather_heads(t["out"], t["rows"], [0, 1, 1], 1),
     "heads to back": _back,
     "put": _put,
     "add": _add,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from cp_fast.movers import why_not
+from cp_fast.movers import LengthsMap, why_not
 from cp_fast.movers.numba_cuda.simulated import SIMULATED
 from tests.cp_fast.kernels.suite import CHECKS, Case, Where, cases, many_sequences, row_sizes
 
@@ -55,9 +55,9 @@ def test_broken_lengths_fail_by_name(name: str) -> None:
     """The operators look at lengths on the CPU first; these are the kernels' own assertions."""
     x = torch.zeros(12 if name != "tail" else 11, 3)
     with pytest.raises(AssertionError, match="cp_fast reorder: lengths must begin at 0"):
-        WHERE.thd_kernels.reorder([x], torch.tensor(BROKEN[name]), 2, True)
+        WHERE.kernels.gather([x], LengthsMap("reorder", "rank_order", torch.tensor(BROKEN[name]), a=2))
 
 
 def test_broken_indices_fail_by_name() -> None:
-    with pytest.raises(AssertionError, match="cp_fast take_rows: row indices must lie inside the tensor"):
-        WHERE.kernels.take_rows([torch.zeros(4, 3)], torch.tensor([0, 4]))
+    with pytest.raises(AssertionError, match="cp_fast gather: row indices must lie inside the tensor"):
+        WHERE.kernels.gather([torch.zeros(4, 3)], torch.tensor([0, 4]))

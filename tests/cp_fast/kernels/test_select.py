@@ -12,7 +12,6 @@ from cp_fast import movers as package
 from cp_fast.api.log import log_once
 from cp_fast.movers import chosen, kernels, select, use, why_not
 from cp_fast.movers.torch_ops import TorchKernels
-from cp_fast.movers.torch_thd import TorchThdKernels
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +100,7 @@ def test_names() -> None:
 
 def test_the_helpers_use_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(TorchThdKernels, "reorder", lambda self, xs, *rest: seen.append(len(xs)) or list(xs))
+    monkeypatch.setattr(TorchKernels, "gather", lambda self, xs, rows: seen.append(len(xs)) or list(xs))
     x = torch.arange(8)
     with use("torch"):
         cp_fast.thd.thd_sequence_order_to_cp_rank_order((x, x), torch.tensor([0, 8]), 2)

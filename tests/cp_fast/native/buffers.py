@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from cp_fast.movers.base_thd import ThdKernels
-from cp_fast.movers.native import NativeKernels, load, load_thd
+import cp_fast.thd  # noqa: F401  (registers the operators)
+from cp_fast.movers import use
+from cp_fast.movers.native import NativeKernels, load
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [
@@ -35,8 +38,19 @@ def native() -> NativeKernels:
     return load("cpu")
 
 
-def native_thd() -> ThdKernels:
-    return load_thd("cpu")
+class _Helpers:
+    """The operators of the THD helpers, by the native kernels."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with use("native"):
+                return getattr(torch.ops.cp_attention, name)(*arguments)
+
+        return call
+
+
+def helpers() -> _Helpers:
+    return _Helpers()
 
 
 def cumulative(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:

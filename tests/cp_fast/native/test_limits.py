@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cp_ref.thd import thd_cp_rank_order_to_sequence_order, thd_get_partitioned_indices, thd_read_half_tensor
-from tests.cp_fast.native.buffers import cumulative, equal_bits, native, native_thd
+from tests.cp_fast.native.buffers import cumulative, equal_bits, helpers, native
 from tests.marks import needs_cxx
 
 pytestmark = needs_cxx
@@ -32,18 +32,18 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     lse, step_lse = torch.randn(2, heads, tokens, generator=generator)
 
     def everything() -> list[torch.Tensor]:
-        kernels, packed = native(), native_thd()
+        kernels, packed = native(), helpers()
         out, merged_lse = x.clone(), lse.clone()
         kernels.merge_(out, merged_lse, x.bfloat16(), step_lse, index)
         sums, grads, corrected = x.clone(), x.clone(), x.clone()
-        kernels.add_rows_([sums], [x.half()], index)
+        kernels.scatter_([sums], [x.half()], index, add=True)
         packed.grad_correction_(grads, x.double(), lengths, "copy", "add")
         packed.out_correction_(corrected, x, lse, step_lse, lengths, False, True)
-        front = kernels.heads_to_front(x, index, [0, 1, 2, 3], 1)
+        front = kernels.gather_heads(x, index, [0, 1, 2, 3], 1)
         back = torch.zeros_like(x)
-        kernels.heads_to_back_(back, front, index, [0, 1, 2, 3], False)
+        kernels.scatter_heads_(back, front, index, [0, 1, 2, 3], False)
         more = torch.zeros_like(x)
-        kernels.heads_to_back_(more, front, index, [0, 0, 2, 2], True)
+        kernels.scatter_heads_(more, front, index, [0, 0, 2, 2], True)
         return [
             out, merged_lse, sums, grads, corrected, front, back, more,
             packed.partition_indices(lengths, tokens, 4, 1),
@@ -51,7 +51,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
             packed.pad_sequences(index, lengths, lengths, tokens, -1),
             *packed.reorder([x, x.half()], lengths, 4, True),
             *packed.reorder([x], lengths, 4, False),
-            *kernels.take_rows([x], index),
+            *kernels.gather([x], index),
         ]  # fmt: skip
 
     torch.set_num_threads(1)
@@ -67,13 +67,13 @@ def test_a_hundred_thousand_sequences() -> None:
     sizes = (4 * torch.randint(0, 4, (100_000,), generator=generator)).tolist()
     lengths, tokens = cumulative(sizes), sum(sizes) + 6
     x = torch.randn(tokens, 2, generator=generator)
-    indices = native_thd().partition_indices(lengths, tokens, 2, 1)
+    indices = helpers().partition_indices(lengths, tokens, 2, 1)
     assert torch.equal(indices, thd_get_partitioned_indices(lengths, tokens, 2, 1))
-    assert torch.equal(native_thd().partition([x], lengths, 2, 1)[0], x[indices.long()])
-    (there,) = native_thd().reorder([x], lengths, 2, True)
+    assert torch.equal(helpers().partition([x], lengths, 2, 1)[0], x[indices.long()])
+    (there,) = helpers().reorder([x], lengths, 2, True)
     assert torch.equal(thd_cp_rank_order_to_sequence_order(there, lengths, 2), x)
-    assert torch.equal(native_thd().reorder([there], lengths, 2, False)[0], x)
-    assert torch.equal(native_thd().read_half([x], lengths, 1)[0], thd_read_half_tensor(x, lengths, 1))
+    assert torch.equal(helpers().reorder([there], lengths, 2, False)[0], x)
+    assert torch.equal(helpers().read_half([x], lengths, 1)[0], thd_read_half_tensor(x, lengths, 1))
 
 
 ROW = 2**20
@@ -84,13 +84,13 @@ def test_movers_past_two_to_the_31() -> None:
     huge = torch.empty(ROWS, ROW, dtype=torch.uint8)
     last = torch.randint(0, 256, (2, ROW), dtype=torch.uint8)
     index = torch.tensor([ROWS - 1, ROWS - 3])
-    native().put_rows_([huge], [last], index)
+    native().scatter_([huge], [last], index)
     assert torch.equal(huge[ROWS - 1], last[0])
-    assert torch.equal(native().take_rows([huge], index)[0], last)
+    assert torch.equal(native().gather([huge], index)[0], last)
     out = torch.empty(ROWS, ROW, dtype=torch.uint8)
     lengths, real = torch.tensor([ROWS - 4, ROWS - 2, ROWS]), torch.tensor([0, 2, 4])
     huge[ROWS - 4 :: 2] = 7
-    native_thd().copy_valid_(out, huge, lengths, real)
+    helpers().copy_valid_(out, huge, lengths, real)
     assert torch.equal(out[ROWS - 4 :], huge[ROWS - 4 :])
 
 
@@ -101,9 +101,9 @@ def test_arithmetic_past_two_to_the_31() -> None:
     out, lse = torch.zeros(2, 1, 8), torch.full((1, 2), -float("inf"))
     native().merge_(out, lse, step, torch.zeros(1, 2), slice(0, 2))
     assert torch.equal(out, step.float())
-    native().add_rows_([out], [step], slice(0, 2))
+    native().scatter_([out], [step], slice(0, 2), add=True)
     assert torch.equal(out, 2 * step.float())
-    front = native().heads_to_front(step, slice(0, 2), [0], 1)
+    front = native().gather_heads(step, slice(0, 2), [0], 1)
     assert torch.equal(front[0], step)
 
 
@@ -111,5 +111,5 @@ def test_lengths_past_two_to_the_31() -> None:
     """Row numbers of a buffer too large to exist, at its end."""
     lengths = torch.tensor([0, 2**33, 2**33 + 8])
     real = torch.tensor([0, 2**33, 2**33 + 5])
-    got = native_thd().rank_lengths(real, lengths, 2, 0, True, True)
+    got = helpers().rank_lengths(real, lengths, 2, 0, True, True)
     assert got.tolist() == [0, 2**32, 2**32 + 2]

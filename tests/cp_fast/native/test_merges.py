@@ -14,8 +14,8 @@ from tests.cp_fast.native.buffers import (
     as_index,
     cumulative,
     guarded,
+    helpers,
     native,
-    native_thd,
     packed,
     row_sets,
 )
@@ -110,7 +110,7 @@ def test_add_rows(data: st.DataObject) -> None:
     for out, x in zip(outs, xs, strict=True):
         wide = torch.float64 if torch.float64 in (out.x.dtype, x.x.dtype) else torch.float32
         expected.append((out.x[index].to(wide) + x.x.to(wide)).to(out.x.dtype))
-    native().add_rows_([out.x for out in outs], [x.x for x in xs], rows)
+    native().scatter_([out.x for out in outs], [x.x for x in xs], rows, add=True)
     for out, sums in zip(outs, expected, strict=True):
         assert torch.equal(out.x[index], sums)
         out.check(index)
@@ -129,7 +129,7 @@ def test_add_heads(data: st.DataObject) -> None:
     expected = out.x[index].to(torch.float64 if x.x.dtype == torch.float64 else out.x.dtype)
     for part, first in zip(x.x, first_heads, strict=True):
         expected[:, first : first + heads] += part
-    native().heads_to_back_(out.x, x.x, rows, first_heads, True)
+    native().scatter_heads_(out.x, x.x, rows, first_heads, True)
     assert torch.equal(out.x[index], expected.to(out.x.dtype))
     out.check(index)
 
@@ -147,7 +147,7 @@ def test_lse_correction(data: st.DataObject) -> None:
     step = two_shapes(data, (heads, tokens // 2), [n // 2 for n in sizes], packs)
     expected, before = lse.x.clone(), lse.x.clone()
     thd_second_half_lse_correction(expected, step.x, lengths, packs)
-    native_thd().lse_correction_(lse.x, step.x, lengths, packs)
+    helpers().lse_correction_(lse.x, step.x, lengths, packs)
     assert_close(lse.x, expected)
     untouched = expected == before
     assert torch.equal(lse.x[untouched], before[untouched])
@@ -170,7 +170,7 @@ def test_out_correction(data: st.DataObject) -> None:
     part = two_shapes(data, (heads, tokens // divisor), [n // divisor for n in sizes], packs)
     expected = out.x.clone()
     thd_out_correction(expected, step.x, final.x, part.x, lengths, half, packs)
-    native_thd().out_correction_(out.x, step.x, final.x, part.x, lengths, half, packs)
+    helpers().out_correction_(out.x, step.x, final.x, part.x, lengths, half, packs)
     scale = torch.tensor(1.0 if not out.x.numel() else max(1.0, float(expected.abs().max())))
     assert_close(out.x / scale.to(out.x.dtype), expected / scale.to(out.x.dtype))
 
@@ -193,7 +193,7 @@ def test_grad_correction(data: st.DataObject) -> None:
     expected = grad.x.clone()
     lengths = cumulative(sizes, data.draw(LENGTH_DTYPES))
     thd_grad_correction(expected, step.x, lengths, first, second)
-    native_thd().grad_correction_(grad.x, step.x, lengths, first, second)
+    helpers().grad_correction_(grad.x, step.x, lengths, first, second)
     assert torch.equal(grad.x, expected)
 
 
@@ -204,12 +204,12 @@ def test_halves_of_16_bits_convert_like_pytorch() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         numbers = every.view(dtype)
         wide = torch.empty(2**16)
-        native_thd().copy_valid_(wide, numbers, lengths, real)
+        helpers().copy_valid_(wide, numbers, lengths, real)
         torch.testing.assert_close(wide, numbers.float(), rtol=0, atol=0, equal_nan=True)
         around = torch.cat([torch.nextafter(wide, wide.new_tensor(side)) for side in (-INFINITY, INFINITY)] + [wide])
         ties = (wide.double() + torch.nextafter(numbers, numbers.new_tensor(INFINITY)).double()) / 2
         values = torch.cat([around, ties.float(), torch.tensor([65519.0, 65520.0, 65536.0, 3.4e38, 1e-8, -1e-8])])
         narrow = torch.empty(len(values), dtype=dtype)
         lengths_of_values = cumulative([len(values)])
-        native_thd().copy_valid_(narrow, values, lengths_of_values, lengths_of_values)
+        helpers().copy_valid_(narrow, values, lengths_of_values, lengths_of_values)
         torch.testing.assert_close(narrow, values.to(dtype), rtol=0, atol=0, equal_nan=True)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_fast.movers import LengthsMap
 from cp_ref.thd import (
     get_cu_seqlens_on_cp_rank,
     pad_thd_sequences_for_cp,
@@ -26,8 +27,8 @@ from tests.cp_fast.native.buffers import (
     cumulative,
     equal_bits,
     guarded,
+    helpers,
     native,
-    native_thd,
     packed,
     row_sets,
 )
@@ -43,10 +44,12 @@ def test_indices_and_partition(data: st.DataObject) -> None:
     rank, lengths = data.draw(st.integers(0, cp_size - 1)), cumulative(sizes, data.draw(LENGTH_DTYPES))
     total = sum(sizes) + tail
     expected = thd_get_partitioned_indices(lengths, total, cp_size, rank)
-    indices = native_thd().partition_indices(lengths, total, cp_size, rank)
+    indices = helpers().partition_indices(lengths, total, cp_size, rank)
     assert equal_bits(indices, expected)
     xs = [data.draw(guarded((total, *data.draw(ROW_SHAPES)), DTYPES)) for _ in range(data.draw(st.integers(1, 3)))]
-    for x, got in zip(xs, native_thd().partition([x.x for x in xs], lengths, cp_size, rank), strict=True):
+    for x, got in zip(
+        xs, native().gather([x.x for x in xs], LengthsMap("own", "slice", lengths, a=cp_size, b=rank)), strict=True
+    ):
         assert got.is_contiguous()
         assert got.shape == (total // cp_size, *x.x.shape[1:])
         assert torch.equal(bits(got), bits(x.x)[expected.long()] if x.x.numel() else bits(x.x))
@@ -59,11 +62,12 @@ def test_reorder(data: st.DataObject) -> None:
     sizes, tail = data.draw(packed(2 * cp_size, cp_size))
     lengths, total = cumulative(sizes, data.draw(LENGTH_DTYPES)), sum(sizes) + tail
     xs = [data.draw(guarded((total, *data.draw(ROW_SHAPES)), DTYPES)) for _ in range(data.draw(st.integers(1, 3)))]
-    for to_rank_order, reference in (
-        (True, thd_sequence_order_to_cp_rank_order),
-        (False, thd_cp_rank_order_to_sequence_order),
+    for kind, reference in (
+        ("rank_order", thd_sequence_order_to_cp_rank_order),
+        ("sequence_order", thd_cp_rank_order_to_sequence_order),
     ):
-        for x, got in zip(xs, native_thd().reorder([x.x for x in xs], lengths, cp_size, to_rank_order), strict=True):
+        order = LengthsMap("order", kind, lengths, a=cp_size)
+        for x, got in zip(xs, native().gather([x.x for x in xs], order), strict=True):
             assert got.shape == x.x.shape
             if x.x.numel():
                 assert torch.equal(bits(got), reference(bits(x.x), lengths, cp_size))
@@ -75,7 +79,7 @@ def test_halves(data: st.DataObject) -> None:
     sizes, tail = data.draw(packed(2, 2))
     lengths, total, half = cumulative(sizes, data.draw(LENGTH_DTYPES)), sum(sizes) + tail, data.draw(st.integers(0, 1))
     xs = [data.draw(guarded((total, *data.draw(ROW_SHAPES)), DTYPES)) for _ in range(data.draw(st.integers(1, 3)))]
-    for x, got in zip(xs, native_thd().read_half([x.x for x in xs], lengths, half), strict=True):
+    for x, got in zip(xs, native().gather([x.x for x in xs], LengthsMap("half", "half", lengths, a=half)), strict=True):
         assert got.shape == (total // 2, *x.x.shape[1:])
         if x.x.numel():
             assert torch.equal(bits(got), thd_read_half_tensor(bits(x.x), lengths, half))
@@ -86,7 +90,7 @@ def test_keys_and_values_in_one_tensor() -> None:
     both = torch.randn(2, 12, 5, 9)[:, :, :4, :8].movedim(1, 0)
     lengths = cumulative([8, 4])
     expected = thd_read_half_tensor(both.movedim(0, 1), lengths, 1).movedim(1, 0)
-    assert torch.equal(native_thd().read_half([both], lengths, 1)[0], expected)
+    assert torch.equal(native().gather([both], LengthsMap("half", "half", lengths, a=1))[0], expected)
 
 
 @given(st.data())
@@ -102,7 +106,7 @@ def test_second_half_lse(data: st.DataObject) -> None:
     lse = data.draw(guarded(shape, [torch.float32, torch.float64], numbers=True))
     most = room + data.draw(st.integers(0, 2))
     assert equal_bits(
-        native_thd().read_second_half_lse(lse.x, lengths, packs, most),
+        helpers().read_second_half_lse(lse.x, lengths, packs, most),
         thd_read_second_half_lse(lse.x, lengths, packs, most),
     )
 
@@ -119,7 +123,7 @@ def test_copy_valid(data: st.DataObject) -> None:
     inp = data.draw(guarded(shape, others))
     expected = out.x.clone()
     thd_copy_valid_tokens_from_per_split_to_rank_local(expected, inp.x, lengths, real)
-    native_thd().copy_valid_(out.x, inp.x, lengths, real)
+    native().scatter_([out.x], [inp.x], LengthsMap("valid", "valid", lengths, real))
     if out.x.dtype == inp.x.dtype:
         assert equal_bits(out.x, expected)
     else:  # the bits of a converted NaN are nobody's promise
@@ -141,7 +145,7 @@ def test_rank_lengths(data: st.DataObject) -> None:
         data.draw(st.booleans()),
         data.draw(st.booleans()),
     )
-    assert equal_bits(native_thd().rank_lengths(real, *arguments), get_cu_seqlens_on_cp_rank(real, *arguments))
+    assert equal_bits(helpers().rank_lengths(real, *arguments), get_cu_seqlens_on_cp_rank(real, *arguments))
 
 
 @given(st.data())
@@ -155,7 +159,7 @@ def test_pad_sequences(data: st.DataObject) -> None:
         x = x.repeat_interleave(3)[::3]  # strided
     ids, _, lengths = pad_thd_sequences_for_cp(x, x, real, data.draw(st.integers(1, 5)), fill, fill)
     longer = data.draw(st.integers(0, 3))
-    got = native_thd().pad_sequences(x, real, lengths, len(ids) + longer, fill)
+    got = helpers().pad_sequences(x, real, lengths, len(ids) + longer, fill)
     assert equal_bits(got, torch.cat([ids, ids.new_full((longer,), fill)]))
 
 
@@ -166,11 +170,11 @@ def test_rows(data: st.DataObject) -> None:
     index = as_index(rows, tokens)
     shapes = [data.draw(ROW_SHAPES) for _ in range(data.draw(st.integers(1, 3)))]
     outs = [data.draw(guarded((tokens, *shape), DTYPES)) for shape in shapes]
-    for out, got in zip(outs, native().take_rows([out.x for out in outs], rows), strict=True):
+    for out, got in zip(outs, native().gather([out.x for out in outs], rows), strict=True):
         assert torch.equal(bits(got.contiguous()), bits(out.x)[index] if out.x.numel() and len(index) else bits(got))
         assert got.shape == (len(index), *out.x.shape[1:])
     xs = [data.draw(guarded((len(index), *out.x.shape[1:]), [out.x.dtype])) for out in outs]
-    native().put_rows_([out.x for out in outs], [x.x for x in xs], rows)
+    native().scatter_([out.x for out in outs], [x.x for x in xs], rows)
     for out, x in zip(outs, xs, strict=True):
         if x.x.numel():
             assert torch.equal(bits(out.x)[index], bits(x.x))
@@ -187,7 +191,7 @@ def test_heads(data: st.DataObject) -> None:
     rows = data.draw(row_sets(tokens))
     index = as_index(rows, tokens)
     x = data.draw(guarded((tokens, all_heads, *inner), DTYPES, inner_gap=False))
-    front = native().heads_to_front(x.x, rows, first_heads, heads)
+    front = native().gather_heads(x.x, rows, first_heads, heads)
     assert front.shape == (len(first_heads), len(index), heads, *inner)
     for part, first in zip(front, first_heads, strict=True):
         if part.numel():
@@ -195,7 +199,7 @@ def test_heads(data: st.DataObject) -> None:
     out = data.draw(guarded((tokens, all_heads, *inner), [x.x.dtype], inner_gap=False))
     parts = data.draw(guarded(tuple(front.shape), [x.x.dtype], inner_gap=False))
     before = out.x.clone()
-    native().heads_to_back_(out.x, parts.x, rows, first_heads, False)
+    native().scatter_heads_(out.x, parts.x, rows, first_heads, False)
     for part, first in zip(parts.x, first_heads, strict=True):
         if part.numel():
             assert torch.equal(bits(out.x[:, first : first + heads])[index], bits(part))
@@ -206,5 +210,5 @@ def test_heads(data: st.DataObject) -> None:
 
 def test_heads_may_be_sent_twice() -> None:
     x = torch.randn(3, 2, 4)
-    front = native().heads_to_front(x, slice(0, 3), [0, 0, 1, 1], 1)
+    front = native().gather_heads(x, slice(0, 3), [0, 0, 1, 1], 1)
     assert torch.equal(front, torch.stack([x[:, :1], x[:, :1], x[:, 1:], x[:, 1:]]))

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.cp_fast.native.buffers import cumulative, native, native_thd
+from cp_fast.movers import LengthsMap
+from tests.cp_fast.native.buffers import cumulative, native
 from tests.marks import needs_cxx
 
 pytestmark = needs_cxx
@@ -16,85 +17,98 @@ X = torch.zeros(12, 2, 4)
 LENGTHS = cumulative([8, 4])
 LSE = torch.zeros(2, 12)
 
+
+def gather(kind: str, lengths: torch.Tensor, *xs: torch.Tensor, a: int = 2, b: int = 0) -> object:
+    return native().gather(xs or [X], LengthsMap("gather", kind, lengths, a=a, b=b))
+
+
+def put(x: torch.Tensor, kind: str, lengths: torch.Tensor, real: torch.Tensor | None = None, a: int = 0) -> None:
+    native().scatter_([X.clone()], [x], LengthsMap("scatter_", kind, lengths, real, a=a))
+
+
+def merge(rows: LengthsMap, lse: torch.Tensor, lse_step: torch.Tensor) -> None:
+    native().merge_(torch.empty(8, 1, 0), lse, torch.empty(4, 1, 0), lse_step, rows)
+
+
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "lengths of floats": (
-        lambda: native_thd().reorder([X], LENGTHS.float(), 2, True),
+        lambda: gather("rank_order", LENGTHS.float(), X),
         TypeError,
         r"lengths has shape \[3\] and another dtype than int32 and int64",
     ),
     "lengths in two axes": (
-        lambda: native_thd().reorder([X], LENGTHS[None], 2, True),
+        lambda: gather("rank_order", LENGTHS[None], X),
         ValueError,
         r"lengths has shape \[1, 3\]; it must be \[b \+ 1\]",
     ),
     "no lengths": (
-        lambda: native_thd().read_half([X], LENGTHS[:0], 0),
+        lambda: gather("half", LENGTHS[:0], a=0),
         ValueError,
         r"lengths has shape \[0\]; it must be \[b \+ 1\], cumulative lengths: at least one entry",
     ),
     "lengths with a stride": (
-        lambda: native_thd().reorder([X], torch.tensor([0, 9, 8, 9, 12, 9])[::2], 2, True),
+        lambda: gather("rank_order", torch.tensor([0, 9, 8, 9, 12, 9])[::2], X),
         ValueError,
         r"lengths has shape \[3\] and stride 2; it must be contiguous",
     ),
     "lengths that decrease": (
-        lambda: native_thd().reorder([X], torch.tensor([0, 8, 4]), 2, True),
+        lambda: gather("rank_order", torch.tensor([0, 8, 4]), X),
         ValueError,
         r"lengths\[2\] is 4 after 8; cumulative lengths must not decrease",
     ),
     "lengths that do not begin at 0": (
-        lambda: native_thd().reorder([X], torch.tensor([4, 8]), 2, True),
+        lambda: gather("rank_order", torch.tensor([4, 8]), X),
         ValueError,
         r"lengths\[0\] is 4; it must be 0",
     ),
     "a length that does not divide": (
-        lambda: native_thd().reorder([X], torch.tensor([0, 4, 10]), 2, True),
+        lambda: gather("rank_order", torch.tensor([0, 4, 10]), X),
         ValueError,
         r"lengths gives sequence 1 the length 6; it must be a multiple of 4",
     ),
     "lengths past the buffer": (
-        lambda: native_thd().reorder([X], torch.tensor([0, 16]), 2, True),
+        lambda: gather("rank_order", torch.tensor([0, 16]), X),
         ValueError,
         r"lengths ends at 16, past the buffer's 12 tokens",
     ),
     "a tail that does not divide": (
-        lambda: native_thd().reorder([X[:9]], torch.tensor([0, 8]), 2, True),
+        lambda: gather("rank_order", torch.tensor([0, 8]), X[:9]),
         ValueError,
         r"lengths ends at 8 in a buffer of 9 tokens; the tail must be a multiple of 2",
     ),
     "a rank that is not there": (
-        lambda: native_thd().partition([X], LENGTHS, 2, 2),
+        lambda: gather("slice", LENGTHS, b=2),
         ValueError,
         r"cp_rank is 2; it must be from 0 to 1",
     ),
     "no ranks": (
-        lambda: native_thd().reorder([X], LENGTHS, 0, True),
+        lambda: gather("rank_order", LENGTHS, a=0),
         ValueError,
         "cp_size is 0; it must be from 1 to 2147483647",
     ),
-    "another half": (lambda: native_thd().read_half([X], LENGTHS, 2), ValueError, "half is 2; it must be 0 or 1"),
+    "another half": (lambda: gather("half", LENGTHS, a=2), ValueError, "half is 2; it must be 0 or 1"),
     "tensors of other sizes": (
-        lambda: native_thd().reorder([X, X[:8]], LENGTHS, 2, True),
+        lambda: gather("rank_order", LENGTHS, X, X[:8]),
         ValueError,
         r"xs\[0\] has shape \[12, 2, 4\], xs\[1\] has shape \[8, 2, 4\]; they must have as many tokens",
     ),
     "a number": (
-        lambda: native_thd().reorder([torch.tensor(1.0)], LENGTHS, 2, True),
+        lambda: gather("rank_order", LENGTHS, torch.tensor(1.0)),
         ValueError,
         r"xs\[0\] has shape \[\]; it must be \[t, ...\]",
     ),
     "a row past the end": (
-        lambda: native().take_rows([X], torch.tensor([0, 12])),
+        lambda: native().gather([X], torch.tensor([0, 12])),
         ValueError,
         r"rows\[1\] is 12; it must be a row of a tensor of 12",
     ),
     "a negative row": (
-        lambda: native().put_rows_([X], [X[:1]], torch.tensor([-1])),
+        lambda: native().scatter_([X], [X[:1]], torch.tensor([-1])),
         ValueError,
         r"rows\[0\] is -1; it must be a row of a tensor of 12",
     ),
     "rows of another tensor": (
-        lambda: native().put_rows_([X], [X[:3]], slice(0, 2)),
+        lambda: native().scatter_([X], [X[:3]], slice(0, 2)),
         ValueError,
         r"xs\[0\] has shape \[3, 2, 4\]; it must be \[n, ...\] with n = 2 rows",
     ),
@@ -103,48 +117,43 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         r"rows are slice\(0, 12, 2\); a slice must have step 1",
     ),
-    "another dtype to copy": (
-        lambda: native().put_rows_([X], [X.double()], slice(0, 12)),
-        TypeError,
-        r"xs\[0\] has shape \[12, 2, 4\], outs\[0\] has shape \[12, 2, 4\]; they must have the same dtype",
-    ),
     "integers to convert": (
-        lambda: native_thd().copy_valid_(X.clone(), X.int(), LENGTHS, LENGTHS),
+        lambda: put(X.int(), "valid", LENGTHS, LENGTHS),
         TypeError,
-        r"inp has shape \[12, 2, 4\] and a dtype of no arithmetic",
+        r"xs\[0\] has shape \[12, 2, 4\] and a dtype of no arithmetic",
     ),
     "an output without memory of its own": (
-        lambda: native().put_rows_([torch.zeros(1, 4).expand(12, 4)], [torch.zeros(12, 4)], slice(0, 12)),
+        lambda: native().scatter_([torch.zeros(1, 4).expand(12, 4)], [torch.zeros(12, 4)], slice(0, 12)),
         ValueError,
         r"outs\[0\] has shape \[12, 4\] and strides \[0, 1\]; it is written, so no stride may be 0",
     ),
     "more real tokens than slots": (
-        lambda: native_thd().copy_valid_(X.clone(), X, LENGTHS, cumulative([8, 5])),
+        lambda: put(X, "valid", LENGTHS, cumulative([8, 5])),
         ValueError,
-        r"real_lengths gives sequence 1 5 tokens, but lengths has room for 4",
+        r"real_lengths ends at 13, past the buffer's 12 tokens",
     ),
     "other numbers of sequences": (
-        lambda: native_thd().rank_lengths(cumulative([8]), LENGTHS, 2, 0, True, True),
+        lambda: put(X, "valid", LENGTHS, cumulative([8])),
         ValueError,
         r"real_lengths has shape \[2\] and lengths has shape \[3\]; they must be as long",
     ),
     "heads that are not there": (
-        lambda: native().heads_to_front(X, slice(0, 12), [0, 1], 2),
+        lambda: native().gather_heads(X, slice(0, 12), [0, 1], 2),
         ValueError,
         r"first_heads are \[0, 1\]; each plus 2 heads must be at most the 2 heads of x",
     ),
     "heads written twice": (
-        lambda: native().heads_to_back_(X.clone(), torch.zeros(2, 12, 2, 4), slice(0, 12), [0, 0], False),
+        lambda: native().scatter_heads_(X.clone(), torch.zeros(2, 12, 2, 4), slice(0, 12), [0, 0], False),
         ValueError,
         r"first_heads are \[0, 0\] with 2 heads each; without add they must not overlap",
     ),
     "heads with gaps inside": (
-        lambda: native().heads_to_front(torch.zeros(12, 2, 8)[..., ::2], slice(0, 12), [0], 1),
+        lambda: native().gather_heads(torch.zeros(12, 2, 8)[..., ::2], slice(0, 12), [0], 1),
         ValueError,
         r"x has shape \[12, 2, 4\] and strides \[16, 8, 2\]; the axes behind the heads must be contiguous",
     ),
     "an accumulator of 16 bits": (
-        lambda: native().heads_to_back_(X.bfloat16(), X[None], slice(0, 12), [0], True),
+        lambda: native().scatter_heads_(X.bfloat16(), X[None], slice(0, 12), [0], True),
         TypeError,
         r"out has shape \[12, 2, 4\] in 16 bits; it must be float32 or float64",
     ),
@@ -154,42 +163,52 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"lse has shape \[2, 8\]; it must be \[2, 12\]",
     ),
     "an LSE without room": (
-        lambda: native_thd().lse_correction_(torch.zeros(2, 1, 6), torch.zeros(2, 1, 4), LENGTHS, False),
+        lambda: merge(LengthsMap("merge_", "half", cumulative([8]), a=1), torch.zeros(1, 1, 6), torch.zeros(1, 1, 4)),
         ValueError,
-        r"lse has shape \[2, 1, 6\]; it must be \[b, h, s\] with room for the 8 rows of sequence 0",
-    ),
-    "a result without room": (
-        lambda: native_thd().read_second_half_lse(LSE, LENGTHS, True, 5),
-        ValueError,
-        r"lengths ends at 12, past the buffer's 10 tokens",
+        r"lse has shape \[1, 1, 6\]; it must be \[b, h, s\] with room for the 8 rows of sequence 0",
     ),
     "an output whose last axis has gaps": (
         lambda: native().merge_(torch.zeros(12, 2, 8)[..., ::2], LSE, X, LSE, slice(0, 12)),
         ValueError,
         r"out has shape \[12, 2, 4\] and strides \[16, 8, 2\]; its last axis must have stride 1",
     ),
-    "a gradient of the wrong half": (
-        lambda: native_thd().grad_correction_(X.clone(), X, LENGTHS, "none", "add"),
+    "a step of the wrong half": (
+        lambda: put(X, "half", LENGTHS, a=1),
         ValueError,
-        r"grad_step has shape \[12, 2, 4\]; it must be of 6 tokens on axis 0",
+        r"xs\[0\] has shape \[12, 2, 4\]; it must be \[n, ...\] with n = 6 rows",
     ),
-    "an action that does not exist": (
-        lambda: native_thd().grad_correction_(X.clone(), X, LENGTHS, "add", "subtract"),
+    "rows without a source": (
+        lambda: gather("in_half", LENGTHS, a=0),
         ValueError,
-        "action is 'subtract'; it must be 'add', 'copy' or 'none'",
+        "this kind of row map has rows without a source",
+    ),
+    "a scatter by an order": (
+        lambda: put(X, "rank_order", LENGTHS, a=2),
+        ValueError,
+        "this kind of row map has no scatter",
+    ),
+    "a map without a table": (
+        lambda: native()._gather([X], "gather", 1, None, None, 0, 0),
+        ValueError,
+        "the table is None; this kind of row map needs one",
+    ),
+    "a map of no kind": (
+        lambda: native()._gather([X], "gather", 9, LENGTHS, None, 0, 0),
+        ValueError,
+        "kind is 9; it must be that of a row map",
     ),
     "more tokens than int32 counts": (
-        lambda: native_thd().partition_indices(LENGTHS, 2**31 + 2, 2, 0),
+        lambda: native().row_indices(LengthsMap("indices", "slice", LENGTHS, a=2), 2**31 + 2),
         ValueError,
         "total_tokens is 2147483650; int32 lengths cannot count so many",
     ),
     "another device": (
-        lambda: native_thd().reorder([X.to("meta")], LENGTHS, 2, True),
+        lambda: gather("rank_order", LENGTHS, X.to("meta")),
         ValueError,
         r"xs\[0\] has shape \[12, 2, 4\] on another kind of device; it must be on a CPU",
     ),
     "rows in too many pieces": (
-        lambda: native_thd().read_half([torch.zeros(12, 70, 6, 6)[:, :, ::2, ::2]], LENGTHS, 0),
+        lambda: gather("half", LENGTHS, torch.zeros(12, 70, 6, 6)[:, :, ::2, ::2], a=0),
         ValueError,
         r"xs\[0\] has shape \[12, 70, 3, 3\] and strides \[2520, 36, 12, 2\].*rows must be contiguous but for one axis",
     ),
@@ -204,5 +223,5 @@ def test_refused(case: str) -> None:
 
 
 def test_nothing_to_do_is_no_error() -> None:
-    native().put_rows_([], [], slice(0, 3))
-    native().add_rows_([], [], torch.tensor([], dtype=torch.int64))
+    native().scatter_([], [], slice(0, 3))
+    native().scatter_([], [], torch.tensor([], dtype=torch.int64), add=True)

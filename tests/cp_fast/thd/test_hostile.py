@@ -13,8 +13,8 @@ import torch
 
 import cp_fast
 import cp_ref
-from cp_fast.movers import use
-from cp_fast.movers.native import load, load_thd
+from cp_fast.movers import LengthsMap, use
+from cp_fast.movers.native import load
 from tests.marks import needs_cxx
 
 LEAST, MOST = -(2**63), 2**63 - 1
@@ -68,36 +68,49 @@ def test_hostile_lengths(helpers: Any, reader: str, lengths: str) -> None:
         READERS[reader](helpers, torch.tensor(HOSTILE[lengths]))
 
 
-KERNELS: dict[str, Callable[[Lengths], object]] = {
-    "partition_indices": lambda cu: load_thd("cpu").partition_indices(cu, 8, 2, 0),
-    "rank_lengths": lambda cu: load_thd("cpu").rank_lengths(cu * 0, cu, 2, 0, True, True),
-    "rank_lengths, real": lambda cu: load_thd("cpu").rank_lengths(cu, CU[: len(cu)], 2, 0, True, True),
-    "partition": lambda cu: load_thd("cpu").partition([X], cu, 2, 1),
-    "reorder": lambda cu: load_thd("cpu").reorder([X], cu, 2, False),
-    "reorder, a divisor that is no power of two": lambda cu: load_thd("cpu").reorder([X[:6]], cu, 3, False),
-    "read_half": lambda cu: load_thd("cpu").read_half([X], cu, 1),
-    "read_second_half_lse": lambda cu: load_thd("cpu").read_second_half_lse(LSE, cu, True, 4),
-    "copy_valid_": lambda cu: load_thd("cpu").copy_valid_(X.clone(), X, cu, cu * 0),
-    "copy_valid_, real": lambda cu: load_thd("cpu").copy_valid_(X.clone(), X, CU[: len(cu)], cu),
-    "pad_sequences": lambda cu: load_thd("cpu").pad_sequences(torch.arange(8), cu * 0, cu, 8, 0),
-    "lse_correction_": lambda cu: load_thd("cpu").lse_correction_(LSE.clone(), LSE[:, :4], cu, True),
-    "out_correction_": lambda cu: load_thd("cpu").out_correction_(X.clone(), X, LSE, LSE, cu, False, True),
-    "grad_correction_": lambda cu: load_thd("cpu").grad_correction_(X.clone(), X, cu, "add", "add"),
+MAPS: dict[str, Callable[[Lengths], LengthsMap]] = {
+    "slice": lambda cu: LengthsMap("name", "slice", cu, a=2, b=1),
+    "rank order": lambda cu: LengthsMap("name", "rank_order", cu, a=2),
+    "sequence order": lambda cu: LengthsMap("name", "sequence_order", cu, a=2),
+    "half": lambda cu: LengthsMap("name", "half", cu, a=1),
+    "unpad": lambda cu: LengthsMap("name", "unpad", cu, cu * 0, a=8),
+    "unpad, real": lambda cu: LengthsMap("name", "unpad", CU[: len(cu)], cu, a=8),
+    "in half": lambda cu: LengthsMap("name", "in_half", cu, a=1),
+    "valid": lambda cu: LengthsMap("name", "valid", cu, cu * 0),
+    "valid, real": lambda cu: LengthsMap("name", "valid", CU[: len(cu)], cu),
 }
+GATHERED = ("slice", "rank order", "sequence order", "half")
+SCATTERED = ("half", "in half", "valid", "valid, real")
 
 
 @needs_cxx
-@pytest.mark.parametrize(("kernel", "lengths"), pairs(KERNELS, "rank_lengths"))
-def test_native_operators_refuse_hostile_lengths_themselves(kernel: str, lengths: str) -> None:
+@pytest.mark.parametrize(("kind", "lengths"), pairs(MAPS, ""))
+def test_native_operators_refuse_hostile_lengths_themselves(kind: str, lengths: str) -> None:
+    native, rows = load("cpu"), MAPS[kind](torch.tensor(HOSTILE[lengths]))
     with pytest.raises(ValueError, match="lengths"):
-        KERNELS[kernel](torch.tensor(HOSTILE[lengths]))
+        native.row_indices(rows, 8)
+    if kind in GATHERED:
+        with pytest.raises(ValueError, match="lengths"):
+            native.gather([X], rows)
+    if kind in SCATTERED:
+        step = X[:4] if kind == "half" else X
+        with pytest.raises(ValueError, match="lengths"):
+            native.scatter_([X.clone()], [step], rows, add=True)
+        with pytest.raises(ValueError, match="lengths"):
+            native.merge_(X.clone(), LSE.clone(), step, LSE[:, : len(step)], rows)
+
+
+@needs_cxx
+def test_a_divisor_that_is_no_power_of_two() -> None:
+    with pytest.raises(ValueError, match="lengths gives sequence 0 the length 4; it must be a multiple of 6"):
+        load("cpu").gather([X[:6]], LengthsMap("name", "sequence_order", torch.tensor([0, 4, 6]), a=3))
 
 
 @needs_cxx
 @pytest.mark.parametrize("cp_size", [0, -1, 2**31, 2**62 + 1])
 def test_native_operators_refuse_numbers_of_ranks_that_do_not_fit(cp_size: int) -> None:
     with pytest.raises(ValueError, match=f"cp_size is {cp_size}; it must be from 1 to 2147483647"):
-        load_thd("cpu").reorder([X], CU, cp_size, True)
+        load("cpu").gather([X], LengthsMap("name", "rank_order", CU, a=cp_size))
 
 
 OPS = torch.ops.cp_attention
@@ -186,8 +199,10 @@ def test_without_memory_a_native_operator_raises_what_pytorch_raises() -> None:
     with pytest.raises(RuntimeError) as plain:
         torch.empty(rows)
     for call in (
-        lambda: load_thd("cpu").partition([torch.zeros(1).expand(rows)], torch.tensor([0, rows]), 1, 0),
-        lambda: load("cpu").heads_to_front(torch.zeros(1, 1, 1).expand(1, rows, 1), slice(0, 1), [0], rows),
+        lambda: load("cpu").gather(
+            [torch.zeros(1).expand(rows)], LengthsMap("name", "slice", torch.tensor([0, rows]), a=1)
+        ),
+        lambda: load("cpu").gather_heads(torch.zeros(1, 1, 1).expand(1, rows, 1), slice(0, 1), [0], rows),
     ):
         with pytest.raises(type(plain.value), match=r"allocate memory|too large|out of memory") as raised:
             call()

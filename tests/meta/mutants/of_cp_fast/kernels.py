@@ -14,15 +14,15 @@ __all__ = ["MUTANTS"]
 Tensor = torch.Tensor
 
 
-def _rows_as_a_range(take: Any, self: Any, xs: Any, rows: Any) -> Any:
-    if not isinstance(rows, slice) and len(rows):
+def _rows_as_a_range(gather: Any, self: Any, xs: Any, rows: Any) -> Any:
+    if isinstance(rows, Tensor) and len(rows):
         rows = rows.clone()
         rows[-1] = rows[0]
-    return take(self, xs, rows)
+    return gather(self, xs, rows)
 
 
-def _put_in_reverse(put: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
-    put(self, outs, [x.flip(0) for x in xs], rows)
+def _put_in_reverse(scatter: Any, self: Any, outs: Any, xs: Any, rows: Any, add: bool = False) -> None:
+    scatter(self, outs, xs if add else [x.flip(0) for x in xs], rows, add)
 
 
 def _heads_of_rank_0(front: Any, self: Any, x: Tensor, rows: Any, first_heads: Any, heads: int) -> Tensor:
@@ -122,13 +122,13 @@ def _tile(text: str, target: str, change: Any, tier: str = "kernel") -> Mutant:
 
 MUTANTS: dict[str, Mutant] = {
     "mover-repeats-a-row": Mutant(
-        "the last row of an index is its first", f"{_KERNELS}.take_rows", wrap(_rows_as_a_range), "probes"
+        "the last row of an index is its first", f"{_KERNELS}.gather", wrap(_rows_as_a_range), "probes"
     ),
     "mover-puts-in-reverse": Mutant(
-        "rows are put into place in reverse", f"{_KERNELS}.put_rows_", wrap(_put_in_reverse), "probes"
+        "rows are put into place in reverse", f"{_KERNELS}.scatter_", wrap(_put_in_reverse), "probes"
     ),
     "mover-sends-the-first-heads": Mutant(
-        "every rank gets the first rank's heads", f"{_KERNELS}.heads_to_front", wrap(_heads_of_rank_0), "probes"
+        "every rank gets the first rank's heads", f"{_KERNELS}.gather_heads", wrap(_heads_of_rank_0), "probes"
     ),
     "block-window-too-wide": Mutant(
         "the window shows one key more", _COLUMNS, _sides(lambda left, right, _: (_moved(left, 1), right)), "probes"

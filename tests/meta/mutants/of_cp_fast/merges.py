@@ -113,27 +113,27 @@ def _sum_overwritten(buffers: Any, one: Any, accumulate: Any, **_: Any) -> Any:
     return wrong
 
 
-def _copied(_: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
-    self.put_rows_(outs, [x.to(out.dtype) for out, x in zip(outs, xs, strict=True)], rows)
+def _copied(scatter: Any, self: Any, outs: Any, xs: Any, rows: Any, add: bool = False) -> None:
+    scatter(self, outs, xs, rows)
 
 
-def _added_twice(add: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
-    add(self, outs, [2 * x for x in xs] if len(outs) == 2 else xs, rows)
+def _added_twice(scatter: Any, self: Any, outs: Any, xs: Any, rows: Any, add: bool = False) -> None:
+    scatter(self, outs, [2 * x for x in xs] if add and len(outs) == 2 else xs, rows, add)
 
 
-def _first_of_a_pair(add: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
-    add(self, [*outs][:1], [*xs][:1], rows)
+def _first_of_a_pair(scatter: Any, self: Any, outs: Any, xs: Any, rows: Any, add: bool = False) -> None:
+    scatter(self, [*outs][:1] if add else outs, [*xs][:1] if add else xs, rows, add)
 
 
-def _sums_rounded(add: Any, self: Any, outs: Any, xs: Any, rows: Any) -> None:
-    add(self, outs, xs, rows)
-    for out in outs:
+def _sums_rounded(scatter: Any, self: Any, outs: Any, xs: Any, rows: Any, add: bool = False) -> None:
+    scatter(self, outs, xs, rows, add)
+    for out in outs if add else ():
         out.copy_(out.bfloat16())
 
 
 _MERGED = "cp_fast.movers.torch_merges._merged"
 _WEIGHTED = "cp_fast.movers.torch_merges._weighted"
-_ADD = "cp_fast.movers.torch_ops.TorchKernels.add_rows_"
+_ADD = "cp_fast.movers.torch_ops.TorchKernels.scatter_"
 _ACCUMULATE = "cp_fast.runtime.resolve.accumulate"
 
 
