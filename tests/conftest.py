@@ -1,5 +1,5 @@
 """Hypothesis profiles: the same examples every time, here and in CI; `--hypothesis-profile random` to look further. The
-fast tests draw a quarter of the examples; CI draws all of them, by the mark `drawn`. And the mark `smoke`: what other
+fast tests draw 15 of 100 examples; CI draws all of them, by the mark `drawn`. And the mark `smoke`: what other
 versions of PyTorch are tried with, that is, what leans on PyTorch most. And processes.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.dist.workers import Processes
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
-settings.register_profile("fast", settings.get_profile("deterministic"), max_examples=25)
+settings.register_profile("fast", settings.get_profile("deterministic"), max_examples=15)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("deterministic")
 

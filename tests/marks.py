@@ -14,7 +14,7 @@ needs_cxx = pytest.mark.skipif(build.why_not("cpu") is not None, reason="needs a
 
 
 def examples(count: int) -> int:
-    """How many examples a test of Hypothesis draws: all, or in the fast tests one in four (see `tests/conftest.py`)."""
+    """How many examples a test of Hypothesis draws: all, or in the fast tests 15 of 100 (see `tests/conftest.py`)."""
     return max(1, count * settings().max_examples // 100)
 
 

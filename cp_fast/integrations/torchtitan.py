@@ -20,8 +20,13 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.integrations.shared.balanced_table import table_of_batch
 from cp_fast.integrations.shared.drop_in import Asked, drop_in
-from cp_fast.integrations.shared.shared_arguments import check_longest, check_tensors, lengths_on_host, refuse
-from cp_ref.common.collective_calls import together
+from cp_fast.integrations.shared.shared_arguments import (
+    check_longest,
+    check_tensors,
+    lengths_on_host,
+    read_equal,
+    refuse,
+)
 from cp_ref.common.sharding.shard import shard
 from cp_ref.spec import check_context
 
@@ -77,8 +82,8 @@ def prepare_context_parallel_input(
         _check_divides(lengths, inputs.numel(), cp)
         return lengths.tolist()
 
-    with cp.alone("prepare_context_parallel_input"):
-        lengths = torch.tensor(together([cp.comm], read, _the_same), dtype=torch.int32)
+    other = "attention_masks has other documents"
+    lengths = torch.tensor(read_equal(cp, "prepare_context_parallel_input", other, read), dtype=torch.int32)
     cut: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_padded": lengths}
     if cp.layout == "balanced":
         cut = {"plan": table_of_batch(cp, "thd", lengths)}
@@ -160,13 +165,3 @@ def _check_divides(lengths: torch.Tensor, tokens: int, cp: ContextParallel) -> N
         raise ValueError(f"attention_masks has documents of {int(lengths[-1])} tokens, and inputs has {tokens}")
     if tokens % cp.size:
         raise ValueError(f"inputs has {tokens} tokens; they must divide by cp_size = {cp.size}")
-
-
-def _the_same(lengths: list[list[int]]) -> list[int]:
-    for rank, theirs in enumerate(lengths):
-        if theirs != lengths[0]:
-            raise ValueError(
-                f"attention_masks has other documents on rank {rank} than on rank 0; all ranks of a context get the "
-                "same batch whole"
-            )
-    return lengths[0]

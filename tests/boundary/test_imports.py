@@ -158,6 +158,12 @@ assert not late & set(sys.modules), late & set(sys.modules)
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
+def test_importing_cp_fast_does_not_import_pytorch() -> None:
+    """So it costs next to nothing, and its command line answers without PyTorch."""
+    code = "import sys, cp_fast; assert not {'torch', 'numpy', 'cp_ref'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_the_reference_plans_without_a_machine() -> None:
     """No numbers of a machine decide its schedules: it has no such module, and reads no such file."""
     assert [path for path in FOLDERS["cp_ref"].rglob("*") if "machine" in path.name] == []

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from cp_fast.integrations.shared.balanced_table import BalancedTable, table_of_batch
-from cp_fast.integrations.shared.shared_arguments import context_for, lengths_on_host, refuse
-from cp_ref.common.collective_calls import together
+from cp_fast.integrations.shared.shared_arguments import context_for, lengths_on_host, read_equal, refuse
 from cp_ref.common.sharding.shard import position_ids, shard
 from cp_ref.spec.arguments.single_values import kind_of
 
@@ -99,8 +98,12 @@ def balanced_batch(batch: Mapping[str, Any], packed_seq_params: Any, cp_group: A
 
     group = cp_group or getattr(packed_seq_params, "cp_group", None) or parallel_state.get_context_parallel_group()
     cp = context_for(group, "p2p", layout="balanced")
-    with cp.alone("get_batch_on_this_cp_rank"):
-        both = together([cp.comm], lambda: _lengths(batch, packed_seq_params, cp.size), _the_same)
+    both = read_equal(
+        cp,
+        "get_batch_on_this_cp_rank",
+        "packed_seq_params has other lengths",
+        lambda: _lengths(batch, packed_seq_params, cp.size),
+    )
     real, padded = (torch.tensor(lengths, dtype=torch.int32) for lengths in both)
     table = table_of_batch(cp, "thd", real, padded)
     local = {name: x if x is None else shard(x[0], cp=cp, plan=table)[None] for name, x in batch.items()}
@@ -144,12 +147,3 @@ def _lengths(batch: Any, packed: Any, cp_size: int) -> list[list[int]]:
     if tokens % cp_size:
         raise ValueError(f"packed_seq_params ends at {tokens} tokens; they must divide by cp_size = {cp_size}")
     return [real, slots]
-
-
-def _the_same(found: list[list[list[int]]]) -> list[list[int]]:
-    for rank, lengths in enumerate(found):
-        if lengths != found[0]:
-            raise ValueError(
-                f"packed_seq_params has other lengths on rank {rank} than on rank 0; give all the same batch"
-            )
-    return found[0]

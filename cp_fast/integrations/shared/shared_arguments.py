@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
+from cp_ref.common.collective_calls import together
 from cp_ref.spec import check_data, check_lengths, kind_of, read_count
 
-__all__ = ["check_longest", "check_tensors", "context_for", "lengths_on_host", "refuse"]
+__all__ = ["check_longest", "check_tensors", "context_for", "lengths_on_host", "read_equal", "refuse"]
 
+T = TypeVar("T")
 _contexts: dict[Any, ContextParallel] = {}
 
 
@@ -90,3 +93,32 @@ def check_longest(name: str, longest: Any, cu_seqlens: torch.Tensor) -> None:
         found = int(cu_seqlens.diff().max())
         if found > longest:
             raise ValueError(f"{name} is {longest}, but a sequence has {found} tokens")
+
+
+def read_equal(cp: ContextParallel, where: str, other: str, read: Callable[[], T]) -> T:
+    """Read an argument on all ranks of a context; all ranks have the same value, or all raise. Collective.
+
+    Args:
+        where: the function that was called.
+        other: names the argument and its difference on another rank.
+        read: sends nothing.
+
+    >>> from cp_ref import SimGroup
+    >>> def one(member):
+    ...     return read_equal(ContextParallel(member), "split", "lengths has other values", lambda: member.rank)
+    >>> SimGroup(2).run(one)
+    Traceback (most recent call last):
+        ...
+    ValueError: lengths has other values on rank 1 than on rank 0; all ranks of a context get the same batch whole
+    """
+
+    def first(found: list[T]) -> T:
+        for rank, theirs in enumerate(found):
+            if theirs != found[0]:
+                raise ValueError(
+                    f"{other} on rank {rank} than on rank 0; all ranks of a context get the same batch whole"
+                )
+        return found[0]
+
+    with cp.alone(where):
+        return together([cp.comm], read, first)
