@@ -12,10 +12,11 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan_cache import PlanCache
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
+from cp_fast.backends.backend_protocol import keeps_state
 from cp_fast.backends.required_features import EXECUTOR, required
 from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
 from cp_fast.compile.in_place.shape import Shape
-from cp_fast.compile.instructions import ExecutablePlan
+from cp_fast.compile.instructions import ExecutablePlan, Launch
 from cp_fast.compile.message_order import in_order
 from cp_fast.compile.pass_table import is_on
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision
@@ -105,7 +106,9 @@ class Plan(OfThisProcess, plans.Plan):
                 "other plan; make another one by make_plan"
             )
         object.__setattr__(self, "handle", opaque_for(self))
-        object.__setattr__(self, "kept", self.instructions.kept_tensors)
+        object.__setattr__(
+            self, "kept", self.instructions.kept_tensors + "s" * _states(self.backend, self.instructions)
+        )
         object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
         object.__setattr__(self, "calls", PlanCache(_CALLS))
 
@@ -203,6 +206,16 @@ def backend_for(
     if missing := needs - KERNEL_FEATURES - EXECUTOR:
         raise Unsupported("this problem", {"cp_fast": missing}, f"cp_fast has {describe(EXECUTOR)}")
     return choose(needs, cp.backend)
+
+
+def _states(backend: Backend, plan: ExecutablePlan[Any]) -> int:
+    """The number of launches' states that are kept between the passes."""
+    if not keeps_state(backend):
+        return 0
+    if any(one.state is None for one in plan.backward.of(Launch)):
+        why = f"each backward launch of {backend.name} needs the state of a forward launch of the same tiles"
+        raise Unsupported("a backward pass with other tiles than the forward pass", {}, why)
+    return plan.states
 
 
 class Made(NamedTuple):

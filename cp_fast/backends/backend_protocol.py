@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -27,7 +27,9 @@ __all__ = [
     "NotInstalled",
     "Partial",
     "Segments",
+    "StatefulBackend",
     "backward_letting_go",
+    "keeps_state",
 ]
 
 
@@ -182,6 +184,29 @@ class Backend(Protocol):
         Every library computes delta itself, so it is not passed.
         """
         ...
+
+
+class StatefulBackend(Backend, Protocol):
+    """A library whose backward launch needs more of its forward launch than out and lse, such as the state of a random
+    generator. Attention calls these methods in place of `forward` and `backward`. The state is opaque bytes, uint8 [n].
+    """
+
+    def forward_with_state(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+    ) -> tuple[Partial, torch.Tensor]:
+        """See `forward`; and the launch's state."""
+        ...
+
+    def backward_with_state(
+        self, operands: BackwardOperands, segments: Segments, options: LaunchOptions, state: torch.Tensor
+    ) -> Gradients:
+        """See `backward`. `state`: that of the forward launch of the same rows, heads and window."""
+        ...
+
+
+def keeps_state(backend: Backend) -> TypeGuard[StatefulBackend]:
+    """Whether launches of the backend have a state."""
+    return hasattr(backend, "forward_with_state")
 
 
 def backward_letting_go(

@@ -154,6 +154,8 @@ class Launch(Generic[R]):
         results: its partial results: out, or dq and dkv.
         first_head: the first query head, of all.
         q_rows, kv_rows: the global rows of its queries and keys, segment after segment; they determine the positions.
+        state: the slot of the kernel library's opaque state. The forward launch fills it, if the library keeps any, and
+            the backward launch of the same rows, heads and window reads it. None if there is no such forward launch.
     """
 
     step: int
@@ -163,6 +165,7 @@ class Launch(Generic[R]):
     first_head: int
     q_rows: Spans = field(compare=False)
     kv_rows: Spans = field(compare=False)
+    state: int | None = None
     made_by: str = "lower"
 
 
@@ -259,6 +262,11 @@ class ExecutablePlan(Generic[R]):
         """The tensors of `kept`: a letter for each one, "x" for rows of the input's dtype, "l" for an lse."""
         letters = {"kv": "xx", "out": "xl"}
         return "".join(letters.get(self.forward.buffers[number].kind, "x") for number, _ in self.kept)
+
+    @property
+    def states(self) -> int:
+        """The number of slots of launches' opaque states."""
+        return sum(1 for _ in self.forward.of(Launch))
 
     @property
     def sends_do(self) -> bool:

@@ -29,7 +29,7 @@ from cp_fast.compile.instructions import (
 )
 from cp_fast.compile.row_maps import Parts, RowMap, Spans, SpanSets
 from cp_fast.compile.sums import Parcels, Sums, parcels_of
-from cp_fast.compile.tiles.groups import LaunchRows, TileGroup, TileGroups
+from cp_fast.compile.tiles.groups import LaunchRows, SegmentKeys, TileGroup, TileGroups
 from cp_fast.compile.tiles.windows import WindowRule
 from cp_ref.spec import OPERANDS, RESULTS, Message, RankSchedule, Workload
 
@@ -75,7 +75,7 @@ def lower(
     own = {side: work.ownership.side(side).of(rank) for side in ("q", "kv")}
     own_q = RowMap.of(own["q"])
     own_kv = own_q if work.ownership.kv is work.ownership.q else RowMap.of(own["kv"])
-    shared = _Shared(work, rank, groups, tables, sets, {"q": own_q, "kv": own_kv}, sink)
+    shared = _Shared(work, rank, groups, tables, sets, {"q": own_q, "kv": own_kv}, sink, {})
     sent, received = (
         _parcels([m for step in forward for m in getattr(step, name) if m.kind == "out" and m.complete], sets)
         for name in ("sends", "recvs")
@@ -121,6 +121,7 @@ class _Shared(NamedTuple):
     sets: SpanSets
     own: dict[str, RowMap]
     sink: bool
+    states: dict[tuple[Heads, Spans, Spans, SegmentKeys], int]  # The slots of forward launches.
 
     def side(self, kind: str) -> tuple[int, RowMap]:
         """All heads and the own rows of a kind."""
@@ -362,9 +363,10 @@ class _Lowering:
             )
             for kind, some, _ in wanted
         ]
-        yield Launch(
-            number, tuple(operands), launch.segments, tuple(made), heads[0], launch.q, launch.kv, launch.made_by
-        )
+        states, same = self.shared.states, (heads, launch.q, launch.kv, launch.segments)
+        state = states.setdefault(same, len(states)) if self.direction == "forward" else states.get(same)
+        rows = launch.q, launch.kv
+        yield Launch(number, tuple(operands), launch.segments, tuple(made), heads[0], *rows, state, launch.made_by)
         for partial, (kind, some, layers) in zip(made, wanted, strict=True):
             for layer in layers:
                 yield from self.sums.accumulates(partial, kind, some, layer, number)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends import Backend, LaunchOptions
+from cp_fast.backends.backend_protocol import keeps_state
 from cp_fast.compile.instructions import OWN, ExecutablePlan, PassPlan
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import Prepares
@@ -75,6 +76,8 @@ class CompiledCall:
             operation(state)
         (out,), lse = self._result(state, plan, "out")
         kept = [x for number, _ in self.instructions.kept for some in state.buffers[number] for x in some]
+        if keeps_state(self.backend):
+            kept += [state.opaque[slot] for slot in range(self.instructions.states)]
         return Forward(out, lse[0], _largest(state, q), kept)
 
     def backward(
@@ -108,6 +111,7 @@ class CompiledCall:
             kind = plan.buffers[number].kind
             rows = [next(rest) for _ in range(2 if kind == "kv" else 1)]
             state.buffers[number] = Tensors(rows, [next(rest)] if kind == "res" else ())
+        state.opaque = dict(enumerate(rest))
         for operation in self._pass(plan, group, has_dlse=dlse is not None):
             operation(state)
         (dq,), _ = self._result(state, plan, "dq")

@@ -37,7 +37,7 @@ __all__ = ["balanced", "pairs_before"]
 
 _CLOSE = 0.004  # A fraction of a rank's need: a document is cut only if more pairs than this are missing.
 _LEVEL = 0.01  # A fraction of a rank's need: ranks that differ by no more from it are level.
-_TILE = 128  # Rows of a kernel's tile: cuts are at multiples of it where ranks stay level, so no tile is partial.
+_TILE = 128  # Cuts are at multiples of this where ranks stay level. A constant of the rule, as kernels have such tiles.
 _CHOICES = 4  # Documents tried for the cut, at each of the last few numbers of whole documents; more gain little.
 
 Spans = list[tuple[int, int]]
