@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 import cp_fast
-from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments, by_name
+from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, by_name
 from cp_ref.spec import Problem, Sequence
 
 if __package__:
@@ -111,7 +111,7 @@ class Job:
 def alone(job: Job, backend: Backend, x: dict[str, torch.Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The whole problem on one GPU, kernels only: (forward, forward and backward)."""
     left = None if job.window < 0 else job.window
-    segments = Segments.pack(job.lengths, job.lengths, left, 0, "cuda")
+    segments = VarlenBatch.pack(job.lengths, job.lengths, left, 0, "cuda")
     options = LaunchOptions(job.d_qk**-0.5)
 
     def forward() -> Any:

@@ -9,9 +9,9 @@ Every problem is played forward and backward in two tiers: `probes` (who sees wh
 in units of plain PyTorch's). What is drawn, at cp 2, 3, 4 and 8 in bfloat16 and float16:
 
     anything   `conformance.draw.strategies`
-    layouts    these without areas, with more self-attention; of it half has a table of the user's for a layout,
-               where one can be
-    areas      `tests.masks.problems`, every layout, of up to some 700 rows
+    layouts    these without attention slices, with more self-attention; of it half has a table of the user's for a
+               layout, where one can be
+    attention slices      `tests.masks.problems`, every layout, of up to some 700 rows
 
 Over NCCL groups have two ranks and more, up to the number of GPUs; cp_fast chooses the backend, and carries messages
 through peers' memory where it can (`CP_FAST_MESSAGES`). Head dims and softcaps are folded onto a few, since each
@@ -97,7 +97,9 @@ def folded(case: Case) -> Case:
 
 
 def scaled(problem: Problem, times: int) -> Problem:
-    """The problem with so many rows for each of its rows: areas that share no pair share none then either."""
+    """The problem with so many rows for each of its rows: attention slices that share no pair share none then
+    either.
+    """
     sequences = tuple(
         Lengths(*(times * n for n in (s.len_q, s.len_kv, s.slots_q, s.slots_kv))) for s in problem.sequences
     )
@@ -107,7 +109,7 @@ def scaled(problem: Problem, times: int) -> Problem:
 
 @st.composite
 def of_layouts(draw: st.DrawFn, capabilities: Capabilities, cp_sizes: Sequence[int]) -> Case:
-    """Cases without areas, half of them of self-attention, half of which may have a table."""
+    """Cases without attention slices, half of them of self-attention, half of which may have a table."""
     if draw(st.booleans()):
         lengths = tuple(choice for choice in capabilities.choices["lengths"] if choice != "cross")
         capabilities = replace(capabilities, choices=capabilities.choices | {"lengths": lengths})
@@ -121,7 +123,7 @@ def of_layouts(draw: st.DrawFn, capabilities: Capabilities, cp_sizes: Sequence[i
 
 @st.composite
 def of_areas(draw: st.DrawFn, capabilities: Capabilities, cp_sizes: Sequence[int]) -> Case:
-    """Cases of a few areas, from a dozen rows to hundreds."""
+    """Cases of a few attention slices, from a dozen rows to hundreds."""
     problem = draw(problems_of_areas(cp_sizes, (*LAYOUTS, "balanced")))
     dims: dict[str, Any] = {"d_qk": 64, "d_v": 64, "softcap": 0.0, "dtype": draw(st.sampled_from(DTYPES))}
     problem = replace(scaled(problem, draw(st.sampled_from([1, 1, 7, 13]))), **dims)

@@ -1,4 +1,4 @@
-"""Masks of several areas: context parallelism and FlexAttention against the rate of the dense causal kernel.
+"""Masks of several attention slices: context parallelism and FlexAttention against the rate of the dense causal kernel.
 
     python benchmarks/masks.py --gpus 2 --tokens 16384 --layouts dual_chunk,balanced --seconds 125 --out masks.csv
 
@@ -39,7 +39,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_fast
 from cp_fast import masks
-from cp_fast.backends import BackwardOperands, LaunchOptions, Segments, by_name
+from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_name
 from cp_ref.spec import areas_of_rows
 
 if __package__:
@@ -114,7 +114,7 @@ def tensors(job: Job) -> dict[str, torch.Tensor]:
 
 def dense_causal(job: Job, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
     """FlashAttention 4's causal kernel on one GPU, forward and backward, of as many tokens."""
-    backend, segments = by_name("fa4"), Segments.pack((job.rows,), (job.rows,), None, 0, "cuda")
+    backend, segments = by_name("fa4"), VarlenBatch.pack((job.rows,), (job.rows,), None, 0, "cuda")
     q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
     options = LaunchOptions(job.dim**-0.5)
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments
+from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_ref.spec import Problem, ranges
 
 __all__ = ["WAYS", "Other", "flash_attn_interface", "others"]
@@ -146,8 +146,8 @@ def flash_attn_interface(backend: Backend, parts: Mapping[int, Sequence[int]], d
     module = ModuleType("flash_attn.flash_attn_interface")
 
     @cache
-    def segments(rows_q: int, rows_k: int, causal: bool) -> Segments:
-        return Segments.pack(parts[rows_q], parts[rows_k], None, 0 if causal else None, device)
+    def segments(rows_q: int, rows_k: int, causal: bool) -> VarlenBatch:
+        return VarlenBatch.pack(parts[rows_q], parts[rows_k], None, 0 if causal else None, device)
 
     def forward(q: Any, k: Any, v: Any, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         part = backend.forward(q, k, v, segments(len(q), len(k), causal), LaunchOptions(scale=scale))

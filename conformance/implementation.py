@@ -11,18 +11,18 @@ merge      `merge(parts) -> (out, lse)`: the result over all keys of partial res
            lse in float32. Returns out [t, h, d] in the parts' dtype or wider, and lse [h, t] in theirs. Inputs stay
            as they are.
 
-kernel     `tile(q, k, v, *, left, right, scale, softcap) -> (out, lse)`: one band tile.
+kernel     `tile(q, k, v, *, left, right, scale, softcap) -> (out, lse)`: one diagonal band tile.
            q [n, h_q, d_qk], k [m, h_kv, d_qk], v [m, h_kv, d_v]. Query i sees key j iff
            i + (m - n) - left <= j <= i + (m - n) + right: aligned to the last query and the last key. `left` and
-           `right` are any integers (-1 is minus one, and moves the band off the diagonal), or None for unbounded.
-           Scores are scale * q.k, then softcap * tanh(score / softcap) if softcap > 0. out [n, h_q, d_v] in q's
-           dtype, lse [h_q, n] in float32 (float64 for float64), natural logarithm; a row that sees nothing has out 0
-           and lse -inf.
+           `right` are any integers (-1 is minus one, and moves the diagonal band off the diagonal), or None for
+           unbounded. Scores are scale * q.k, then softcap * tanh(score / softcap) if softcap > 0. out [n, h_q, d_v] in
+           q's dtype, lse [h_q, n] in float32 (float64 for float64), natural logarithm; a row that sees nothing has out
+           0 and lse -inf.
            `tile_backward(q, k, v, out, lse, dout, *, left, right, scale, softcap) -> (dq, dk, dv)`, or `tile` is
            differentiable by autograd in q, k and v, or neither.
 
 schedule   `attention`, with the signature and meaning of `cp_ref.attention`, on every rank; without a parameter called
-           `areas` it is played without areas. Beside it, any of
+           `areas` it is played without attention slices. Beside it, any of
            ContextParallel  without it `cp` is a `Context`, below
            supports         without it a problem is unsupported when `attention` raises Unsupported on every rank
            Unsupported      without it NotImplementedError
@@ -145,7 +145,7 @@ class Implementation:
 
     @property
     def takes_areas(self) -> bool:
-        """Whether its `attention` takes areas: it has a parameter of that name."""
+        """Whether its `attention` takes attention slices: it has a parameter of that name."""
         return "areas" in inspect.signature(self.attention).parameters
 
     @property

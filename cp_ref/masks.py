@@ -1,4 +1,4 @@
-"""Makers of areas, for `attention(..., areas=...)`: see `cp_ref.common.masks`."""
+"""Makers of attention slices, for `attention(..., areas=...)`: see `cp_ref.common.masks`."""
 
 from cp_ref.common import masks
 from cp_ref.common.masks import *  # noqa: F403  # the same on both sides

@@ -17,7 +17,7 @@ import torch as pytorch
 import cp_fast as package
 from conformance.adapters.cp_fast_operators import operator_calls
 from conformance.adapters.shared.band_tiles import crop, empty_tile, out_of_nothing
-from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments, choose
+from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, choose
 from cp_fast.movers import kernels
 from cp_ref.spec import Feature
 
@@ -114,9 +114,9 @@ class OneBackend:
         return choose(frozenset(feature for feature, needed in wanted.items() if needed), self.name)
 
 
-def _segment(rows: slice, columns: slice, left: int | None, right: int | None, device: pytorch.device) -> Segments:
+def _segment(rows: slice, columns: slice, left: int | None, right: int | None, device: pytorch.device) -> VarlenBatch:
     lengths = ([rows.stop - rows.start], [columns.stop - columns.start])
-    return Segments.pack(*lengths, left, right, device)
+    return VarlenBatch.pack(*lengths, left, right, device)
 
 
 class Processes(OneBackend):

@@ -1,4 +1,6 @@
-"""Areas for the strategies: the global score matrix cut again and again, and some of the parts; and named masks."""
+"""Attention slices for the strategies: the global score matrix cut again and again, and some of the parts; and named
+masks.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,21 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from conformance.judge.reference import masks
-from cp_ref.spec import UNBOUNDED, AreaRow, Areas, Sequence
+from cp_ref.spec import UNBOUNDED, AttentionSliceRow, AttentionSlices, Sequence
 from cp_ref.spec.tables.attention_slices import crop
 
 __all__ = ["areas"]
 
 _CUTS = 6  # of the matrix, at most
 
-Part = tuple[int, int, int, int, int, int]  # a row of `Areas`
+Part = tuple[int, int, int, int, int, int]  # a row of `AttentionSlices`
 
 
 @st.composite
-def areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AreaRow, ...]:
-    """Areas of a packed batch: any that are disjoint, over documents and padding, or a named mask in each document."""
+def areas(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AttentionSliceRow, ...]:
+    """Attention slices of a packed batch: any that are disjoint, over documents and padding, or a named mask in each
+    document.
+    """
     rows_q, rows_kv = sum(s.slots_q for s in sequences), sum(s.slots_kv for s in sequences)
     itself = all((s.len_q, s.slots_q) == (s.len_kv, s.slots_kv) for s in sequences)
     if itself and draw(st.booleans()):
@@ -49,15 +53,15 @@ def _cut(draw: DrawFn, part: Part) -> list[Part]:
     return [(q0, q1, k0, k1, lo, min(hi, at)), (q0, q1, k0, k1, max(lo, at + 1), hi)]
 
 
-def _cropped(parts: list[Part]) -> Areas:
+def _cropped(parts: list[Part]) -> AttentionSlices:
     """The parts that see anything, as small as they come: so their windows have sides of at least 0."""
-    found = Areas.of_rows(parts)
+    found = AttentionSlices.of_rows(parts)
     found = found.take(found.pairs > 0)
-    return Areas(*crop(*found.columns), found.lo, found.hi)
+    return AttentionSlices(*crop(*found.columns), found.lo, found.hi)
 
 
 @st.composite
-def _named(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AreaRow, ...]:
+def _named(draw: DrawFn, sequences: tuple[Sequence, ...]) -> tuple[AttentionSliceRow, ...]:
     """A mask by name in each document."""
     made: list[Any] = []
     starts = np.cumsum([0, *(s.slots_q for s in sequences)])

@@ -13,7 +13,7 @@ __all__ = ["Scope", "scopes", "seen"]
 
 
 class Scope(NamedTuple):
-    """Queries and keys that see each other, and none besides: a sequence, or with areas all real tokens."""
+    """Queries and keys that see each other, and none besides: a sequence, or with attention slices all real tokens."""
 
     rows: Any  # an index that takes them from q and out
     keys: Any  # from k and v

@@ -1,4 +1,4 @@
-"""The levels below the whole attention: THD helpers, merging, one band tile.
+"""The levels below the whole attention: THD helpers, merging, one diagonal band tile.
 
 Each tier here plays one kind of problem, which has a text: Helper(...), Merge(...), Tile(...). The problems run in one
 process, and without a group except for `get_batch_on_this_cp_rank`. The definitions are in this package too.

@@ -1,4 +1,4 @@
-"""Level `kernel`: one band tile against its definition in float64, forward and backward.
+"""Level `kernel`: one diagonal band tile against its definition in float64, forward and backward.
 
 Known failures of tiles:
 

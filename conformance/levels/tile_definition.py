@@ -1,4 +1,5 @@
-"""One band tile by the definition: a dense float64 softmax over a mask that is written out, its gradients by autograd.
+"""One diagonal band tile by the definition: a dense float64 softmax over a mask that is written out, its gradients by
+autograd.
 
     e = exp(score) where visible, else 0        lse = log(sum of e)        out = sum of e * v / sum of e
 
@@ -37,7 +38,7 @@ def exact_tile(
     scale: float,
     softcap: float,
 ) -> dict[str, torch.Tensor]:
-    """The results of one band tile (see `conformance.implementation`), float64: out, lse, dq, dk, dv.
+    """The results of one diagonal band tile (see `conformance.implementation`), float64: out, lse, dq, dk, dv.
 
     Args:
         q, k, v: [n, h_q, d_qk], [m, h_kv, d_qk], [m, h_kv, d_v]; query head h uses kv head h // (h_q // h_kv).

@@ -1,7 +1,7 @@
 """The plan of a call of `attention` without one: that of an equal call before, or a new one on which all ranks agree.
 
-Lengths and areas on the CPU are compared by value. On a GPU every call reads them, and waits for the GPU: a replayed
-CUDA graph or another library's kernel can change the values without changing the tensor's identity or version.
+Lengths and attention slices on the CPU are compared by value. On a GPU every call reads them, and waits for the GPU: a
+replayed CUDA graph or another library's kernel can change the values without changing the tensor's identity or version.
 """
 
 from __future__ import annotations

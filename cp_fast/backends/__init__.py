@@ -12,7 +12,7 @@ from cp_fast.backends.backend_protocol import (
     LaunchOptions,
     NotInstalled,
     Partial,
-    Segments,
+    VarlenBatch,
 )
 from cp_fast.backends.backend_variants import IN_PLACE_RULE, missing_in, variants
 from cp_fast.backends.blockwise.blockwise_backend import BlockwiseBackend
@@ -30,7 +30,7 @@ __all__ = [
     "Gradients",
     "LaunchOptions",
     "Partial",
-    "Segments",
+    "VarlenBatch",
     "by_name",
     "choose",
     "features_of",

@@ -1,4 +1,4 @@
-"""Check a backend against the definition in `Segments`, by a few launches whose right results are counts.
+"""Check a backend against the definition in `VarlenBatch`, by a few launches whose right results are counts.
 
 With q = 0 every visible column weighs the same: exp(lse) is the number of visible columns, an indicator for v makes
 out say which ones, and an indicator for dout makes dv say which rows saw a column. One key too many is off by a whole
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, Segments
+from cp_fast.backends.backend_protocol import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_ref.spec import Feature
 
 __all__ = ["probe", "probe_segments"]
@@ -60,7 +60,7 @@ def probe_segments(
 ) -> str | None:
     """One launch of the probe with (h_q, h_kv, d_qk, d_v): None where it is right, else one sentence."""
     h_q, h_kv, d_qk, d_v = heads
-    segments = Segments.pack(lengths_q, lengths_kv, left, right, device)
+    segments = VarlenBatch.pack(lengths_q, lengths_kv, left, right, device)
     n, m, group, options = segments.cu_q[-1], segments.cu_kv[-1], h_q // h_kv, LaunchOptions(d_qk**-0.5)
     seen = _visible(segments).to(device)  # [n, m]
     count = seen.sum(1)
@@ -92,8 +92,8 @@ def probe_segments(
     return problem if problem is not None or bool(dq.isfinite().all()) else f"{what}: dq is not finite"
 
 
-def _visible(segments: Segments) -> torch.Tensor:
-    """Bool [n, m], by the definition in `Segments`."""
+def _visible(segments: VarlenBatch) -> torch.Tensor:
+    """Bool [n, m], by the definition in `VarlenBatch`."""
     seen = torch.zeros(segments.cu_q[-1], segments.cu_kv[-1], dtype=torch.bool, device="cpu")
     for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
         lq, lk = q1 - q0, kv1 - kv0

@@ -1,8 +1,8 @@
-"""The interface of an attention kernel library: a batch of band tiles, forward and backward.
+"""The interface of an attention kernel library: a batch of diagonal band tiles, forward and backward.
 
 Every tile of every schedule is, after cropping, a rectangle of query rows and key columns crossed by a diagonal band.
-One `Segments` is a batch of such rectangles that share a band, packed one after the other: what a varlen kernel does
-in one launch.
+One `VarlenBatch` is a batch of such rectangles that share a diagonal band, packed one after the other: what a varlen
+kernel does in one launch.
 
     legend   n = rows of q in the launch, m = rows of k and v, h_q = g * h_kv
 """
@@ -26,8 +26,8 @@ __all__ = [
     "LaunchOptions",
     "NotInstalled",
     "Partial",
-    "Segments",
     "StatefulBackend",
+    "VarlenBatch",
     "backward_letting_go",
     "keeps_state",
 ]
@@ -40,7 +40,7 @@ class NotInstalled(str):
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class VarlenBatch:
     """Rectangles packed one after the other: segment s is q rows `cu_q[s]:cu_q[s+1]` by kv rows `cu_kv[s]:cu_kv[s+1]`.
 
     With lq and lk the segment's two lengths, row i sees column j (both from 0 inside the segment) iff
@@ -53,8 +53,8 @@ class Segments:
     tensors' lengths: a kernel may read a neighbour's rows and multiply them by zero, so no row may hold a NaN that does
     not belong to the problem.
 
-    A plan updated in place (`Plan.update`) has wider rules. Segments of length zero come last. Tensors have more rows
-    after cu[-1]: they are finite if there is any segment, and their results are not read. `max_q` and `max_kv` are
+    A plan updated in place (`Plan.update`) has wider rules. VarlenBatch of length zero come last. Tensors have more
+    rows after cu[-1]: they are finite if there is any segment, and their results are not read. `max_q` and `max_kv` are
     upper bounds. The lengths on the host are those of the current batch. A CUDA graph captured with them is replayed
     with others, so a GPU kernel reads lengths from the device only.
     """
@@ -85,25 +85,25 @@ class Segments:
         left: int | None,
         right: int | None,
         device: torch.device | str = "cpu",
-    ) -> Segments:
-        """Segments of these lengths, one after the other from row 0 and column 0.
+    ) -> VarlenBatch:
+        """VarlenBatch of these lengths, one after the other from row 0 and column 0.
 
-        >>> Segments.pack([2, 3], [4, 3], None, 0).cu_q
+        >>> VarlenBatch.pack([2, 3], [4, 3], None, 0).cu_q
         (0, 2, 5)
         """
         cu_q, cu_kv = tuple(accumulate(lengths_q, initial=0)), tuple(accumulate(lengths_kv, initial=0))
         on_device_q = torch.tensor(cu_q, dtype=torch.int32, device=device)
-        return Segments(cu_q, cu_kv, left, right, on_device_q, torch.tensor(cu_kv, dtype=torch.int32, device=device))
+        return VarlenBatch(cu_q, cu_kv, left, right, on_device_q, torch.tensor(cu_kv, dtype=torch.int32, device=device))
 
-    def alone(self, s: int) -> Segments:
+    def alone(self, s: int) -> VarlenBatch:
         """Segment s as a separate launch, its rows and columns counted from 0.
 
-        >>> Segments.pack([2, 3], [4, 3], None, 0).alone(1).device_cu_q
+        >>> VarlenBatch.pack([2, 3], [4, 3], None, 0).alone(1).device_cu_q
         tensor([0, 3], dtype=torch.int32)
         """
         cu_q, cu_kv = self.cu_q[s : s + 2], self.cu_kv[s : s + 2]
         on_device_q, on_device_kv = self.device_cu_q[s : s + 2], self.device_cu_kv[s : s + 2]
-        return Segments(
+        return VarlenBatch(
             (0, cu_q[1] - cu_q[0]),
             (0, cu_kv[1] - cu_kv[0]),
             self.left,
@@ -168,12 +168,12 @@ class Backend(Protocol):
         ...
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """Attention of q [n, h_q, d_qk] over k [m, h_kv, d_qk], v [m, h_kv, d_v], segment by segment."""
         ...
 
-    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """The launch's share of the gradients.
 
         Let s be the scores, p = exp(s - lse), dp = dout . v and delta = sum(dout * out) - dlse. Then:
@@ -192,13 +192,13 @@ class StatefulBackend(Backend, Protocol):
     """
 
     def forward_with_state(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> tuple[Partial, torch.Tensor]:
         """See `forward`; and the launch's state."""
         ...
 
     def backward_with_state(
-        self, operands: BackwardOperands, segments: Segments, options: LaunchOptions, state: torch.Tensor
+        self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions, state: torch.Tensor
     ) -> Gradients:
         """See `backward`. `state`: that of the forward launch of the same rows, heads and window."""
         ...
@@ -210,7 +210,7 @@ def keeps_state(backend: Backend) -> TypeGuard[StatefulBackend]:
 
 
 def backward_letting_go(
-    backend: Backend, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
+    backend: Backend, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
 ) -> Gradients:
     """`backend.backward` of the operands in a list, which it empties. If the backend has a method of this name,
     operands without another reference are freed once its kernels have read them, before it returns.

@@ -15,7 +15,7 @@ from cp_fast.backends.backend_protocol import (
     Gradients,
     LaunchOptions,
     Partial,
-    Segments,
+    VarlenBatch,
     backward_letting_go,
 )
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of
@@ -42,30 +42,30 @@ class LargestLogit:
 
     @torch.no_grad()
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`."""
         part = self._library.forward(q, k, v, segments, options)
         return part._replace(max_logit=largest_logit(q, k, segments, options))
 
-    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`: the library's."""
         return self._library.backward(operands, segments, options)
 
     def backward_letting_go(
-        self, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
+        self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
     ) -> Gradients:
         """The library's, if it has one."""
         return backward_letting_go(self._library, given, segments, options)
 
 
 def largest_logit(
-    q: torch.Tensor, k: torch.Tensor, segments: Segments, options: LaunchOptions, size: ScoreBlockSize = _SIZE
+    q: torch.Tensor, k: torch.Tensor, segments: VarlenBatch, options: LaunchOptions, size: ScoreBlockSize = _SIZE
 ) -> torch.Tensor:
     """Float32 [h_q]: per query head, the largest scale * q.k of q [n, h_q, d] over k [m, h_kv, d] that a row sees.
 
     >>> q, k = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]], [[5.0]]])
-    >>> largest_logit(q, k, Segments.pack([2], [2], None, 0), LaunchOptions(scale=0.5))  # 1 * 3, 2 * 3 and 2 * 5
+    >>> largest_logit(q, k, VarlenBatch.pack([2], [2], None, 0), LaunchOptions(scale=0.5))  # 1 * 3, 2 * 3 and 2 * 5
     tensor([5.])
     """
     scale, softcap, _ = options

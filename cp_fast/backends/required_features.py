@@ -31,8 +31,8 @@ EXECUTOR = frozenset(
         Feature.LEARNABLE,
     }
 )
-"""Features that plans, packing and merging add to every kernel library: masks become band tiles, sinks are merged in at
-the end.
+"""Features that plans, packing and merging add to every kernel library: masks become diagonal band tiles, sinks are
+merged in at the end.
 """
 
 

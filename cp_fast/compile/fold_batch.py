@@ -19,7 +19,7 @@ def fold_batch(steps: tuple[RankSchedule, RankSchedule], problem: Problem) -> tu
     return _folded(steps[0], problem), _folded(steps[1], problem)
 
 
-def _folded(program: RankSchedule, problem: Problem) -> RankSchedule:
+def _folded(rank_schedule: RankSchedule, problem: Problem) -> RankSchedule:
     batch = len(problem.sequences)
     slots = {"q": problem.sequences[0].slots_q, "kv": problem.sequences[0].slots_kv}
 
@@ -34,4 +34,6 @@ def _folded(program: RankSchedule, problem: Problem) -> RankSchedule:
         first = t.take(t.q_start < slots["q"])
         return replace(first, area=np.zeros_like(first.area), head_stop=first.head_stop * batch)
 
-    return tuple(Step(tuple(map(message, s.sends)), tuple(map(message, s.recvs)), tiles(s.tiles)) for s in program)
+    return tuple(
+        Step(tuple(map(message, s.sends)), tuple(map(message, s.recvs)), tiles(s.tiles)) for s in rank_schedule
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.backends import Segments
+from cp_fast.backends import VarlenBatch
 from cp_fast.compile.index_tables import Uploaded
 from cp_fast.compile.instructions import Accumulate, Copy, ExecutablePlan, Instruction, Launch, PassPlan, Send, View
 from cp_fast.compile.tiles.groups import SegmentKeys
@@ -32,7 +32,7 @@ class _Link:
 
     def __init__(self, tables: Uploaded) -> None:
         self._tables = tables
-        self._batches: dict[SegmentKeys, Segments] = {}
+        self._batches: dict[SegmentKeys, VarlenBatch] = {}
 
     def of_pass(self, plan: PassPlan[Any]) -> PassPlan[Rows]:
         return replace(plan, instructions=tuple(map(self._instruction, plan.instructions)))
@@ -49,10 +49,10 @@ class _Link:
     def _view(self, view: View[Any]) -> View[Rows]:
         return view if view.rows is None else View(view.buffer, self._tables.rows(view.rows), view.heads)
 
-    def _batch(self, keys: SegmentKeys) -> Segments:
+    def _batch(self, keys: SegmentKeys) -> VarlenBatch:
         if keys not in self._batches:
             bound_q, bound_kv = keys.bounds or (None, None)
             cu_q, device_q = self._tables.lengths(keys.cu_q, bound_q)
             cu_kv, device_kv = self._tables.lengths(keys.cu_kv, bound_kv)
-            self._batches[keys] = Segments(cu_q, cu_kv, keys.left, keys.right, device_q, device_kv)
+            self._batches[keys] = VarlenBatch(cu_q, cu_kv, keys.left, keys.right, device_q, device_kv)
         return self._batches[keys]

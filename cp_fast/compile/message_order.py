@@ -15,7 +15,7 @@ from cp_ref.spec import Message, RankSchedule
 __all__ = ["in_order"]
 
 
-def in_order(program: RankSchedule) -> RankSchedule:
+def in_order(rank_schedule: RankSchedule) -> RankSchedule:
     """One rank's steps of one pass with tags that rise from message to message between two ranks. A message with too
     many ranges of heads for one tag also takes the following tags.
 
@@ -37,5 +37,5 @@ def in_order(program: RankSchedule) -> RankSchedule:
             sends=tuple(numbered(message, sent) for message in step.sends),
             recvs=tuple(numbered(message, received) for message in step.recvs),
         )
-        for step in program
+        for step in rank_schedule
     )

@@ -115,11 +115,15 @@ class _Walk:
         heads = f"{p.heads_q} query heads over {p.heads_kv} key/value heads"
         return f"{count} of {', '.join(lengths)} tokens ({p.qkv_format}), {heads}, {mask}, {p.cp_size} ranks"
 
-    def _pass(self, name: str, programs: tuple[tuple[Step, ...], ...]) -> None:
+    def _pass(self, name: str, rank_schedules: tuple[tuple[Step, ...], ...]) -> None:
         """All steps of one pass: the forward pass with pictures, the backward pass has the same tiles."""
-        count = max(map(len, programs))
+        count = max(map(len, rank_schedules))
         for number in range(count):
-            steps = {rank: program[number] for rank, program in enumerate(programs) if number < len(program)}
+            steps = {
+                rank: rank_schedule[number]
+                for rank, rank_schedule in enumerate(rank_schedules)
+                if number < len(rank_schedule)
+            }
             self._say(f"{name}, step {number} ({count} in all)")
             if name == "Forward" and any(len(step.tiles) for step in steps.values()):
                 self._picture(number)

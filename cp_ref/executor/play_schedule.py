@@ -40,7 +40,7 @@ class Results(NamedTuple):
 
 def run_program(
     direction: str,
-    program: RankSchedule,
+    rank_schedule: RankSchedule,
     world: World,
     group: Group,
     compute: Callable[[Sequence[int]], None],
@@ -49,8 +49,8 @@ def run_program(
     """Play the steps of one direction, "forward" or "backward". `compute` does one tile, a row of `Tiles`, with the
     world's operands and adds to its results.
     """
-    for number, step in enumerate(program):
-        where = f"{direction}, step {number} of {len(program)}"
+    for number, step in enumerate(rank_schedule):
+        where = f"{direction}, step {number} of {len(rank_schedule)}"
         recorder.step(number)
         sends = [parcel for message in step.sends for parcel in world.pack(message)]
         boxes = [world.boxes(message) for message in step.recvs]
@@ -63,7 +63,7 @@ def run_program(
         for message, box in zip(step.recvs, boxes, strict=True):
             world.unpack(message, box)
             recorder.received(world, message, box)
-    recorder.step(len(program))
+    recorder.step(len(rank_schedule))
 
 
 def run_forward(
@@ -178,7 +178,7 @@ def _slices(world: World, tile: Sequence[int]) -> tuple[slice, slice, slice, tor
 
 
 def _visible(world: World, tile: Sequence[int]) -> torch.Tensor:
-    """Which pairs of a tile are visible, bool [n, m]: those in the band of its area."""
+    """Which pairs of a tile are visible, bool [n, m]: those in the diagonal band of its attention slice."""
     area, q_start, q_stop, k_start, k_stop, *_ = tile
     lo, hi = int(world.work.areas.lo[area]), int(world.work.areas.hi[area])
     return visible_pairs(slice(q_start, q_stop), slice(k_start, k_stop), lo, hi, world.device)

@@ -1,4 +1,4 @@
-"""One tile: some queries against some keys of one area, forward and backward, written out.
+"""One tile: some queries against some keys of one attention slice, forward and backward, written out.
 
     legend   n = query rows, m = key rows, h = query heads; every tensor has its rows first
 
@@ -31,7 +31,7 @@ class TileGradients(NamedTuple):
 
 
 def visible_pairs(rows: slice, columns: slice, lo: int, hi: int, device: torch.device) -> torch.Tensor:
-    """Which pairs of a rectangle its band shows, bool [n, m]: lo <= j - i <= hi for row i and column j.
+    """Which pairs of a rectangle its diagonal band shows, bool [n, m]: lo <= j - i <= hi for row i and column j.
 
     >>> visible_pairs(slice(2, 4), slice(1, 4), -2**40, 0, torch.device("cpu")).int().tolist()
     [[1, 1, 0], [1, 1, 1]]

@@ -1,4 +1,6 @@
-"""The contract that both implementations share: problems, areas, ownership and schedules as data. Needs numpy alone."""
+"""The contract that both implementations share: problems, attention slices, ownership and schedules as data. Needs
+numpy alone.
+"""
 
 from cp_ref.spec.arguments.call_checks import (
     check_context,
@@ -38,11 +40,11 @@ from cp_ref.spec.layouts.slice_rows import (
     sequences_of,
     slice_axis,
 )
-from cp_ref.spec.masks.read_areas import AreaRow, areas_of_rows
+from cp_ref.spec.masks.read_areas import AttentionSliceRow, areas_of_rows
 from cp_ref.spec.planners.a2a import head_ranges
 from cp_ref.spec.planners.custom_schedule import check_schedule
-from cp_ref.spec.planners.make_schedule import make_program, make_schedule, saved_kinds
-from cp_ref.spec.planners.ring_members import Units
+from cp_ref.spec.planners.make_schedule import make_rank_schedule, make_schedule, saved_kinds
+from cp_ref.spec.planners.ring_members import RingMembers
 from cp_ref.spec.tables.argument_words import (
     CP_COMM_TYPES,
     LAYOUTS,
@@ -57,8 +59,8 @@ from cp_ref.spec.tables.argument_words import (
     QKVFormat,
     SoftmaxType,
 )
-from cp_ref.spec.tables.attention_slices import UNBOUNDED, Areas
-from cp_ref.spec.tables.diagonal_band import Band
+from cp_ref.spec.tables.attention_slices import UNBOUNDED, AttentionSlices
+from cp_ref.spec.tables.diagonal_band import DiagonalBand
 from cp_ref.spec.tables.ownership import Fragments, Ownership, contiguous, dual_chunk
 from cp_ref.spec.tables.problem import Problem, Sequence, Sequences
 from cp_ref.spec.tables.schedule import (
@@ -91,14 +93,14 @@ __all__ = [
     "SOFTMAX_TYPES",
     "UNBOUNDED",
     "Agreement",
-    "AreaRow",
-    "Areas",
+    "AttentionSliceRow",
+    "AttentionSlices",
     "AttnMaskType",
-    "Band",
     "BatchCost",
     "CPCommType",
     "Column",
     "Cut",
+    "DiagonalBand",
     "Feature",
     "Fragments",
     "Group",
@@ -117,6 +119,7 @@ __all__ = [
     "RankCost",
     "RankSchedule",
     "Report",
+    "RingMembers",
     "Roll",
     "Room",
     "Schedule",
@@ -127,7 +130,6 @@ __all__ = [
     "Step",
     "Table",
     "Tiles",
-    "Units",
     "Unsupported",
     "Workload",
     "agree",
@@ -158,7 +160,7 @@ __all__ = [
     "kind_of",
     "local_lengths",
     "local_part",
-    "make_program",
+    "make_rank_schedule",
     "make_schedule",
     "message_bytes",
     "next_batch",

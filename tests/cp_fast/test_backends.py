@@ -26,7 +26,7 @@ from cp_fast.backends.backend_protocol import (
     LaunchOptions,
     NotInstalled,
     Partial,
-    Segments,
+    VarlenBatch,
     backward_letting_go,
 )
 from cp_fast.backends.blockwise.blockwise_backend import BlockwiseBackend
@@ -42,9 +42,9 @@ F64 = torch.float64
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, max_logit) in float64 by the definition in `Segments`, differentiable."""
+    """(out, lse, max_logit) in float64 by the definition in `VarlenBatch`, differentiable."""
     group = q.shape[1] // k.shape[1]
     outs, lses, logits = [], [], []
     for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
@@ -65,8 +65,8 @@ def dense(
     return torch.cat(outs), torch.cat(lses, 1), torch.stack(logits).amax(0)
 
 
-def random_case(seed: int, *, longest: int = 40) -> tuple[Segments, tuple[int, int, int, int]]:
-    """Segments and (h_q, h_kv, d_qk, d_v)."""
+def random_case(seed: int, *, longest: int = 40) -> tuple[VarlenBatch, tuple[int, int, int, int]]:
+    """VarlenBatch and (h_q, h_kv, d_qk, d_v)."""
     r = random.Random(seed)
     lengths_q = [r.choice([1, r.randint(1, longest)]) for _ in range(r.randint(1, 4))]
     lengths_kv = [r.choice([1, n, r.randint(1, longest)]) for n in lengths_q]
@@ -74,11 +74,11 @@ def random_case(seed: int, *, longest: int = 40) -> tuple[Segments, tuple[int, i
     right = r.choice([None, 0, r.randint(1, longest), -r.randint(1, 4)])
     h_kv = r.choice([1, 2, 3])
     dims = r.choice([(8, 8), (12, 5), (5, 12), (1, 1)])
-    return Segments.pack(lengths_q, lengths_kv, left, right), (h_kv * r.choice([1, 2, 4]), h_kv, *dims)
+    return VarlenBatch.pack(lengths_q, lengths_kv, left, right), (h_kv * r.choice([1, 2, 4]), h_kv, *dims)
 
 
 def tensors(
-    seed: int, segments: Segments, heads: tuple[int, int, int, int], dtype: torch.dtype = F64
+    seed: int, segments: VarlenBatch, heads: tuple[int, int, int, int], dtype: torch.dtype = F64
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v, dout of the dtype, and dlse in the compute dtype, for (h_q, h_kv, d_qk, d_v)."""
     h_q, h_kv, d_qk, d_v = heads
@@ -97,7 +97,7 @@ def reference(
     v: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    segments: Segments,
+    segments: VarlenBatch,
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Gradients]:
@@ -141,7 +141,7 @@ def test_blocks_equal_dense_in_float64(seed: int, backend: Backend) -> None:
     ("dtype", "rounding"), [(torch.float32, 0.0), (torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)]
 )
 def test_cpu_computes_in_float32(dtype: torch.dtype, rounding: float) -> None:
-    segments = Segments.pack([300, 1, 65], [520, 3, 64], 200, 30)
+    segments = VarlenBatch.pack([300, 1, 65], [520, 3, 64], 200, 30)
     q, k, v, dout, dlse = tensors(1, segments, (4, 2, 24, 16), dtype)
     out, lse, max_logit, gradients = reference(q, k, v, dout, dlse, segments, 0.2, 0.0)
     got = CPU.forward(q, k, v, segments, LaunchOptions(scale=0.2))
@@ -160,12 +160,12 @@ def test_cpu_computes_in_float32(dtype: torch.dtype, rounding: float) -> None:
 
 def test_a_launch_over_part_of_the_columns_adds_up() -> None:
     """The backward takes the whole problem's out and lse: two launches over half of the columns each give the whole."""
-    segments = Segments.pack([50], [80], None, None)
+    segments = VarlenBatch.pack([50], [80], None, None)
     q, k, v, dout, dlse = tensors(2, segments, (2, 1, 8, 8))
     out, lse, _, gradients = reference(q, k, v, dout, dlse, segments, 0.5, 0.0)
     parts, total = [], torch.zeros_like(lse)
     for a, b in ((0, 30), (30, 80)):
-        half = Segments.pack([50], [b - a], None, None)
+        half = VarlenBatch.pack([50], [b - a], None, None)
         part = CPU.forward(q, k[a:b], v[a:b], half, LaunchOptions(scale=0.5))
         total += part.lse.exp()
         parts.append(
@@ -239,7 +239,7 @@ def test_blocks_that_follow_the_lengths_on_the_device(
     on_device = [torch.cat([cu, none + cu[-1]]) for cu in (segments.device_cu_q, segments.device_cu_kv)]
     n, m, room = segments.cu_q[-1], segments.cu_kv[-1], 5 * (seed % 4)
     stale_q, stale_kv = (Cumulative(np.array([0, length + room]), bound=length + room) for length in (n, m))
-    roomy = Segments(stale_q, stale_kv, segments.left, segments.right, on_device[0], on_device[1])
+    roomy = VarlenBatch(stale_q, stale_kv, segments.left, segments.right, on_device[0], on_device[1])
     q, k, v, dout = (torch.cat([x, torch.randn(room, *x.shape[1:], dtype=F64)]) for x in (q, k, v, dout))
     dlse = functional.pad(dlse, (0, room))
     monkeypatch.setattr("cp_fast.backends.blockwise.blockwise_backend.score_blocks", score_blocks_on_device)
@@ -259,7 +259,7 @@ def test_blocks_that_follow_the_lengths_on_the_device(
 
 
 def test_cpu_takes_strides_and_inputs_that_require_grad() -> None:
-    segments = Segments.pack([9, 4], [9, 6], None, 0)
+    segments = VarlenBatch.pack([9, 4], [9, 6], None, 0)
     q, k, v, *_ = tensors(3, segments, (4, 2, 8, 8))
     wide = torch.full((13, 4, 19), torch.nan, dtype=F64)
     wide[:, :, 3:19:2] = q
@@ -271,7 +271,7 @@ def test_cpu_takes_strides_and_inputs_that_require_grad() -> None:
 
 
 def test_cpu_ignores_the_default_device() -> None:
-    segments = Segments.pack([9, 4], [9, 6], None, 0)
+    segments = VarlenBatch.pack([9, 4], [9, 6], None, 0)
     q, k, v, dout, _ = tensors(3, segments, (4, 2, 8, 8))
     with torch.device("meta"):
         got = CPU.forward(q, k, v, segments, LaunchOptions(scale=1.0, softcap=2.0))
@@ -291,13 +291,13 @@ def test_a_segment_has_the_same_bits_whatever_stands_before_and_behind_it(data: 
     left, right = (data.draw(st.sampled_from([None, 0, 20])) for _ in range(2))
     before, behind = (data.draw(st.lists(st.integers(1, 40), max_size=2)) for _ in range(2))
     first = data.draw(st.integers(0, 3))  # heads before these, as those of another sequence are where a batch is folded
-    many = Segments.pack([*before, rows, *behind], [*before, columns, *behind], left, right)
+    many = VarlenBatch.pack([*before, rows, *behind], [*before, columns, *behind], left, right)
     heads = ((first + h_kv) * g, first + h_kv, d_qk, d_v)
     q, k, v, dout, dlse = tensors(4, many, heads, dtype)
     rows_q, rows_kv = (slice(sum(before), sum(before) + n) for n in (rows, columns))
     of_q, of_kv = slice(first * g, None), slice(first, None)
 
-    def results(segments: Segments, rows_q: slice, rows_kv: slice, of_q: slice, of_kv: slice) -> list[torch.Tensor]:
+    def results(segments: VarlenBatch, rows_q: slice, rows_kv: slice, of_q: slice, of_kv: slice) -> list[torch.Tensor]:
         """out, lse, dq, dk, dv of these rows and heads alone."""
         qs, ks, vs = q[rows_q, of_q], k[rows_kv, of_kv], v[rows_kv, of_kv]
         options = LaunchOptions(scale=0.5, deterministic=True)
@@ -306,7 +306,7 @@ def test_a_segment_has_the_same_bits_whatever_stands_before_and_behind_it(data: 
         return [part.out, part.lse, *CPU.backward(operands, segments, options)]
 
     whole = results(many, slice(None), slice(None), slice(None), slice(None))
-    alone = results(Segments.pack([rows], [columns], left, right), rows_q, rows_kv, of_q, of_kv)
+    alone = results(VarlenBatch.pack([rows], [columns], left, right), rows_q, rows_kv, of_q, of_kv)
     out, lse, dq, dk, dv = whole
     mine = [out[rows_q, of_q], lse[of_q, rows_q], dq[rows_q, of_q], dk[rows_kv, of_kv], dv[rows_kv, of_kv]]
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), mine, alone, strict=True):
@@ -331,7 +331,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.thorough
 def test_cpu_memory_is_linear_in_the_tile() -> None:
     rows, h_q, d = 16384, 2, 4
-    segments = Segments.pack([rows], [rows], 3000, 0)
+    segments = VarlenBatch.pack([rows], [rows], 3000, 0)
     q, k, v, dout, _ = tensors(5, segments, (h_q, 1, d, d), torch.float32)
     with LargestTensor() as seen:
         got = CPU.forward(q, k, v, segments, LaunchOptions(scale=0.5))
@@ -340,7 +340,7 @@ def test_cpu_memory_is_linear_in_the_tile() -> None:
 
 
 def test_segments_know_their_longest() -> None:
-    segments = Segments.pack([3, 7, 1], [2, 2, 9], None, None)
+    segments = VarlenBatch.pack([3, 7, 1], [2, 2, 9], None, None)
     assert (segments.max_q, segments.max_kv) == (7, 9)
     assert segments.device_cu_kv.tolist() == [0, 2, 4, 13]
     assert segments.device_cu_q.dtype == torch.int32

@@ -13,7 +13,7 @@ import torch
 
 from cp_fast.backends import by_name
 from cp_fast.backends.backend_probe import probe
-from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, Segments
+from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.backends.cudnn import cudnn_backend as cudnn
 from cp_fast.backends.cudnn import cudnn_graphs
 from cp_ref.spec import Feature
@@ -110,7 +110,7 @@ class FakeGraph:
                 self.rows(made, s, length).copy_(x)
         assert forward or (used_q <= g["max_total_seq_len_q"] and used_kv <= g["max_total_seq_len_kv"])
 
-    def segment(self, lq: int, lk: int) -> Segments:
+    def segment(self, lq: int, lk: int) -> VarlenBatch:
         g = self.given
         left, right, shift = g["diagonal_band_left_bound"], g["diagonal_band_right_bound"], lk - lq
         assert left is None or left > 0, "Left bound should be greater than zero when set."
@@ -118,7 +118,7 @@ class FakeGraph:
         left = None if left is None else left - 1
         if g["diagonal_alignment"] == "top left":
             left, right = None if left is None else left + shift, None if right is None else right - shift
-        return Segments.pack([lq], [lk], left, right)
+        return VarlenBatch.pack([lq], [lk], left, right)
 
     def rows(self, tensor: Descriptor, s: int, length: int) -> torch.Tensor:
         """A segment of a packed tensor [rows, heads, d], as the graph finds it."""
@@ -153,7 +153,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         graphs.cache_clear()
 
 
-def inputs(segments: Segments, h_q: int, d_qk: int, d_v: int) -> tuple[torch.Tensor, ...]:
+def inputs(segments: VarlenBatch, h_q: int, d_qk: int, d_v: int) -> tuple[torch.Tensor, ...]:
     """q, k, v, dout in float32, one kv head."""
     g = torch.Generator().manual_seed(1)
     n, m = segments.cu_q[-1], segments.cu_kv[-1]
@@ -182,7 +182,7 @@ def test_the_probe_finds_nothing() -> None:
 def test_every_band_and_head_dim(
     h_q: int, d_qk: int, d_v: int, lengths_q: list[int], lengths_kv: list[int], left: int | None, right: int | None
 ) -> None:
-    segments = Segments.pack(lengths_q, lengths_kv, left, right)
+    segments = VarlenBatch.pack(lengths_q, lengths_kv, left, right)
     q, k, v, dout = inputs(segments, h_q, d_qk, d_v)
     want, got = (b.forward(q, k, v, segments, LaunchOptions(scale=0.1)) for b in (CPU, CUDNN))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
@@ -197,19 +197,19 @@ def test_every_band_and_head_dim(
 
 @pytest.mark.usefixtures("library")
 def test_a_graph_serves_a_shape_class() -> None:
-    def launch(segments: Segments) -> int:
+    def launch(segments: VarlenBatch) -> int:
         before = FakeGraph.built
         q, k, v, _ = inputs(segments, 2, 32, 32)
         CUDNN.forward(q, k, v, segments, LaunchOptions(scale=0.1))
         return FakeGraph.built - before
 
-    def causal(*lengths: int) -> Segments:
-        return Segments.pack(lengths, lengths, None, 0)
+    def causal(*lengths: int) -> VarlenBatch:
+        return VarlenBatch.pack(lengths, lengths, None, 0)
 
     assert launch(causal(100, 120, 90, 80)) == 1
     assert launch(causal(128, 70, 90, 100)) == 0
     assert launch(causal(129, 70, 90, 100)) == 1  # a longer class
-    assert launch(Segments.pack([100, 120, 90, 80], [100, 120, 90, 80], None, None)) == 1  # another band
+    assert launch(VarlenBatch.pack([100, 120, 90, 80], [100, 120, 90, 80], None, None)) == 1  # another diagonal band
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("library")
 def test_what_its_features_exclude_is_refused() -> None:
     assert not {Feature.SOFTCAP, Feature.DETERMINISTIC, Feature.HEAD_DIM_OVER_256} & CUDNN.features
-    segments = Segments.pack([4], [4], None, 0)
+    segments = VarlenBatch.pack([4], [4], None, 0)
     q, k, v, dout = inputs(segments, 1, 32, 32)
     options = LaunchOptions(scale=1.0)
     args = BackwardOperands(dout, q, k, v, dout, torch.zeros(1, 4), None)
@@ -260,4 +260,4 @@ def test_what_its_features_exclude_is_refused() -> None:
         CUDNN.forward(wide, wide, v, segments, LaunchOptions(scale=1.0))
     for left, right in ((-1, None), (None, -2)):
         with pytest.raises(ValueError, match="crop the tile"):
-            CUDNN.forward(q, k, v, Segments.pack([4], [9], left, right), LaunchOptions(scale=1.0))
+            CUDNN.forward(q, k, v, VarlenBatch.pack([4], [9], left, right), LaunchOptions(scale=1.0))

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from cp_fast import backends
 from cp_fast.backends import by_name, fa2
 from cp_fast.backends.backend_probe import probe
-from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, Segments
+from cp_fast.backends.backend_protocol import BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.backends.backend_variants import missing_in, variants
 from cp_fast.backends.fa2 import BUILT_IN, PACKAGE, Fa2Backend
 from cp_fast.backends.fa2 import fa2_backend as fa2_backend
@@ -87,7 +87,7 @@ def test_every_window_is_asked_for_as_the_kernels_take_it(name: str, monkeypatch
     backend, _ = stand_in(name, monkeypatch, install)
     assert probe(backend, "cpu") is None
 
-    def naive(s: Segments, options: LaunchOptions) -> varlen.Varlen:
+    def naive(s: VarlenBatch, options: LaunchOptions) -> varlen.Varlen:
         left, right = (-1 if side is None else side for side in (s.left, s.right))
         return varlen.Varlen(
             s.device_cu_q, s.device_cu_kv, max(2, s.max_q), s.max_kv, left, right, options.scale, options.softcap
@@ -101,14 +101,14 @@ def test_every_window_is_asked_for_as_the_kernels_take_it(name: str, monkeypatch
 
 @pytest.mark.parametrize(("left", "right"), [(-1, None), (None, -2), (3, -1)])
 def test_negative_sides_are_refused(left: int | None, right: int | None) -> None:
-    segments = Segments.pack([4], [9], left, right)
+    segments = VarlenBatch.pack([4], [9], left, right)
     x = torch.zeros(9, 1, 8, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"'fa2'.*crop"):
         BUILT_IN.forward(x[:4], x, x, segments, LaunchOptions(scale=1.0))
 
 
 def test_what_the_features_exclude_is_refused() -> None:
-    segments = Segments.pack([4], [4], None, 0)
+    segments = VarlenBatch.pack([4], [4], None, 0)
     x = torch.zeros(4, 1, 8, dtype=torch.float16)
     with pytest.raises(ValueError, match="softcap"):
         BUILT_IN.forward(x, x, x, segments, LaunchOptions(scale=1.0, softcap=2.0))
@@ -123,7 +123,7 @@ def test_what_the_features_exclude_is_refused() -> None:
 
 def test_more_segments_than_a_grid_has_are_refused() -> None:
     with pytest.raises(ValueError, match="up to 65535 segments a launch, got 65536"):
-        varlen.varlen_arguments(Segments.pack([1] * 65536, [1] * 65536, None, 0), LaunchOptions(scale=1.0))
+        varlen.varlen_arguments(VarlenBatch.pack([1] * 65536, [1] * 65536, None, 0), LaunchOptions(scale=1.0))
 
 
 @pytest.mark.parametrize(("d_qk", "d_v"), [(24, 24), (13, 13), (24, 8), (8, 24)])
@@ -134,7 +134,7 @@ def test_both_passes(
 ) -> None:
     """Padded head dims, the gradient of lse, softcap, and one launch a segment where it is deterministic."""
     backend, calls = stand_in(name, monkeypatch, install)
-    segments = Segments.pack([11, 3], [15, 3], 6, 0)
+    segments = VarlenBatch.pack([11, 3], [15, 3], 6, 0)
     q, k, v, dout = (
         torch.randn(rows, heads, d) for rows, heads, d in ((14, 4, d_qk), (18, 1, d_qk), (18, 1, d_v), (14, 4, d_v))
     )
@@ -154,7 +154,7 @@ def test_both_passes(
 def test_segments_of_one_row(name: str, monkeypatch: Any, install: Any) -> None:
     """A launch of nothing else would take another path where heads are grouped, and is not said to be one."""
     backend, calls = stand_in(name, monkeypatch, install)
-    segments = Segments.pack([1, 1], [3, 5], None, None)
+    segments = VarlenBatch.pack([1, 1], [3, 5], None, None)
     q, k, v, dout = (torch.randn(rows, heads, 8) for rows, heads in ((2, 4), (8, 2), (8, 2), (2, 4)))
     numbers = LaunchOptions(scale=0.4)
     want, got = (b.forward(q, k, v, segments, numbers) for b in (CPU, backend))
@@ -171,7 +171,7 @@ def test_determinism_of_the_built_in_kernels_is_a_flag_that_is_put_back(
     before: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = fake_aten(monkeypatch)
-    segments = Segments.pack([4], [4], None, 0)
+    segments = VarlenBatch.pack([4], [4], None, 0)
     x = torch.zeros(4, 1, 8, dtype=torch.float32)
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     try:
@@ -184,13 +184,13 @@ def test_determinism_of_the_built_in_kernels_is_a_flag_that_is_put_back(
         torch.use_deterministic_algorithms(False)
 
 
-def bounded(lengths_q: list[int], lengths_kv: list[int], left: int | None, right: int | None) -> Segments:
-    """Segments of a plan with room for 4 of them, of 40 rows and 50 columns in all."""
+def bounded(lengths_q: list[int], lengths_kv: list[int], left: int | None, right: int | None) -> VarlenBatch:
+    """VarlenBatch of a plan with room for 4 of them, of 40 rows and 50 columns in all."""
     cu_q, cu_kv = (
         np.cumsum([0, *lengths, *[0] * (4 - len(lengths))]).astype(np.int32) for lengths in (lengths_q, lengths_kv)
     )
     tables = torch.from_numpy(cu_q), torch.from_numpy(cu_kv)
-    return Segments(Cumulative(cu_q, 40), Cumulative(cu_kv, 50), left, right, tables[0], tables[1])
+    return VarlenBatch(Cumulative(cu_q, 40), Cumulative(cu_kv, 50), left, right, tables[0], tables[1])
 
 
 WINDOWS = pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_segments_of_length_zero_and_rows_behind_the_last(
     """What a plan in place launches: the real rows are those of a plan for this batch alone."""
     backend, calls = stand_in(name, monkeypatch, install)
     lengths_q, lengths_kv = [5, 30], [9, 30] if right == 0 else [9, 20]
-    short, long = Segments.pack(lengths_q, lengths_kv, left, right), bounded(lengths_q, lengths_kv, left, right)
+    short, long = VarlenBatch.pack(lengths_q, lengths_kv, left, right), bounded(lengths_q, lengths_kv, left, right)
     q, k, v, dout = (torch.randn(rows, heads, 8) for rows, heads in ((40, 2), (50, 1), (50, 1), (40, 2)))
     n, m = short.cu_q[-1], short.cu_kv[-1]
     numbers = LaunchOptions(scale=0.4)
@@ -389,7 +389,7 @@ def test_without_a_gpu_the_package_is_not_imported(monkeypatch: pytest.MonkeyPat
 def test_the_stand_ins_find_a_wrong_backward(monkeypatch: Any, install: Any) -> None:
     """The checks above can fail: without its slope a softcap's gradients are others."""
     backend, _ = stand_in("package", monkeypatch, install)
-    segments = Segments.pack([6], [6], None, 0)
+    segments = VarlenBatch.pack([6], [6], None, 0)
     q, k, v, dout = torch.randn(4, 6, 1, 8).unbind()
     part = CPU.forward(q, k, v, segments, LaunchOptions(scale=1.0, softcap=0.7))
     operands = BackwardOperands(dout, q, k, v, part.out, part.lse, None)

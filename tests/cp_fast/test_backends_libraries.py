@@ -12,7 +12,7 @@ import torch
 
 from cp_fast.backends import by_name
 from cp_fast.backends import padded_head_dims as dims
-from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Segments
+from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, VarlenBatch
 from cp_fast.backends.fa4 import fa4_backend as fa4
 from cp_fast.backends.lse_gradient import lse_launch
 
@@ -41,11 +41,11 @@ def test_operands_are_copied_only_where_they_are_not_aligned() -> None:
 def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:
     """flash_attn.cute.interface on the cpu backend, with its refusals; notes the head dims of every call."""
 
-    def band(o: dict[str, Any]) -> Segments:
+    def band(o: dict[str, Any]) -> VarlenBatch:
         cu_q, cu_k, left, right = (
             o[x] for x in ("cu_seqlens_q", "cu_seqlens_k", "window_size_left", "window_size_right")
         )
-        return Segments(tuple(cu_q.tolist()), tuple(cu_k.tolist()), left, right, cu_q, cu_k)
+        return VarlenBatch(tuple(cu_q.tolist()), tuple(cu_k.tolist()), left, right, cu_q, cu_k)
 
     def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **o: Any) -> tuple[Any, ...]:
         dims.append((q.shape[2], v.shape[2]))
@@ -91,7 +91,7 @@ def test_fa4_pads_head_dims_exactly(
     dims: list[tuple[int, int]] = []
     monkeypatch.setattr(fa4, "_interface", lambda: fake_interface(dims))
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    backend, segments = fa4.Fa4Backend(), Segments.pack([11, 3], [15, 3], 6, 0)
+    backend, segments = fa4.Fa4Backend(), VarlenBatch.pack([11, 3], [15, 3], 6, 0)
     q, k, v, dout = (
         torch.randn(rows, heads, d, dtype=torch.float64)
         for rows, heads, d in ((14, h_q, d_qk), (18, 1, d_qk), (18, 1, d_v), (14, h_q, d_v))
@@ -113,7 +113,7 @@ def test_fa4_refuses_the_window_that_its_library_misreads() -> None:
 
 def test_fa4_holds_no_operand_that_its_launch_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is given away in a list; `Launches` lets each go when its kernels have read it."""
-    segments, options = Segments.pack([11], [11], None, 0), LaunchOptions(scale=0.1)
+    segments, options = VarlenBatch.pack([11], [11], None, 0), LaunchOptions(scale=0.1)
     x = [torch.randn(11, 2, 32) for _ in range(5)]
     given = [BackwardOperands(*x, lse=torch.randn(2, 11), dlse=None)]
     there = [weakref.ref(one.untyped_storage()) for one in x]

@@ -11,7 +11,7 @@ import torch
 
 from cp_fast.backends import by_name
 from cp_fast.backends.backend_probe import probe
-from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, Segments
+from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_ref.spec import Feature
 
 CPU = by_name("cpu")
@@ -25,7 +25,7 @@ class Mutant:
 
     def __init__(
         self,
-        segments: Callable[[Segments], Segments] = lambda s: s,
+        segments: Callable[[VarlenBatch], VarlenBatch] = lambda s: s,
         partial: Callable[[Partial], Partial] = lambda p: p,
         gradients: Callable[[Gradients], Gradients] = lambda g: g,
     ) -> None:
@@ -34,14 +34,14 @@ class Mutant:
     def why_not(self) -> str | None:
         return None
 
-    def forward(self, q: Any, k: Any, v: Any, segments: Segments, options: LaunchOptions) -> Partial:
+    def forward(self, q: Any, k: Any, v: Any, segments: VarlenBatch, options: LaunchOptions) -> Partial:
         return self._partial(CPU.forward(q, k, v, self._segments(segments), options))
 
-    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         return self._gradients(CPU.backward(operands, self._segments(segments), options))
 
 
-def top_left(s: Segments) -> Segments:
+def top_left(s: VarlenBatch) -> VarlenBatch:
     """The same window from the top-left corner, for launches of one alignment."""
     shift = (s.cu_kv[1] - s.cu_kv[0]) - (s.cu_q[1] - s.cu_q[0])
     return replace_window(
@@ -49,7 +49,7 @@ def top_left(s: Segments) -> Segments:
     )
 
 
-def replace_window(s: Segments, left: int | None, right: int | None) -> Segments:
+def replace_window(s: VarlenBatch, left: int | None, right: int | None) -> VarlenBatch:
     return replace(s, left=left, right=right)
 
 

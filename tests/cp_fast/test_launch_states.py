@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cp_fast
-from cp_fast.backends import BackwardOperands, Gradients, LaunchOptions, Partial, Segments, by_name
+from cp_fast.backends import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch, by_name
 from cp_ref import SimGroup, Unsupported
 from cp_ref.simulator.sim_group import SimMember
 
@@ -32,7 +32,7 @@ class Remembers:
         return self.library.forward(q, k, *others), fingerprint(q, k)
 
     def backward_with_state(
-        self, operands: BackwardOperands, segments: Segments, options: LaunchOptions, state: torch.Tensor
+        self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions, state: torch.Tensor
     ) -> Gradients:
         self.launches.append((state, fingerprint(operands.q, operands.k)))
         return self.library.backward(operands, segments, options)

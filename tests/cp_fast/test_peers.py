@@ -27,7 +27,7 @@ from cp_fast.transport.memory_group import carried_by
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
 from cp_ref.common.groups.process_groups import PeerError, during
-from cp_ref.spec import Parcel, Problem, make_program, saved_kinds
+from cp_ref.spec import Parcel, Problem, make_rank_schedule, saved_kinds
 from cp_ref.spec import Sequence as Lengths
 from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, planned_at
 from tests.marks import examples
@@ -300,7 +300,7 @@ def test_both_ends_cut_their_messages_into_the_same_steps(problem: Problem) -> N
     with planned_at(ALWAYS_CHUNKS):
         chunks = choose_head_chunks(problem)
     plans = [
-        lowered(Packing(problem), rank, make_program(problem, rank, chunks), saved_kinds(problem)).plan
+        lowered(Packing(problem), rank, make_rank_schedule(problem, rank, chunks), saved_kinds(problem)).plan
         for rank in range(problem.cp_size)
     ]
     for name in ("forward", "backward"):

@@ -1,4 +1,6 @@
-"""Areas on one GPU, all ranks over the simulated group: named and random masks, counted exactly and within budget."""
+"""Attention slices on one GPU, all ranks over the simulated group: named and random masks, counted exactly and within
+budget.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from cp_fast import backends
 from cp_fast.backends import fa2
 from cp_fast.backends.backend_probe import probe, probe_segments
-from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, Segments
+from cp_fast.backends.backend_protocol import Backend, BackwardOperands, Gradients, LaunchOptions, VarlenBatch
 from cp_fast.backends.backend_variants import variants
 from cp_fast.backends.cudnn.cudnn_graphs import backward_graph, forward_graph
 from cp_fast.backends.host_lengths import Cumulative
@@ -58,13 +58,13 @@ class Case(NamedTuple):
         }
         return {feature for feature, needed in conditions.items() if needed}
 
-    def segments(self) -> Segments:
+    def segments(self) -> VarlenBatch:
         """Equal lengths, more columns than rows, and more rows than columns as far as every row still sees one."""
         pairs = [(n, n) for n in SIZES]
         pairs += [(1, 257), (1, 64), (63, 128), (64, 65), (127, 129), (129, 255), (257, 300)]
         taller = [(65, 64), (64, 63), (129, 127), (257, 255), (255, 127), (129, 1)]
         pairs += [(lq, lk) for lq, lk in taller if self.right is None or lq - lk <= self.right]
-        return Segments.pack([lq for lq, _ in pairs], [lk for _, lk in pairs], self.left, self.right, "cuda")
+        return VarlenBatch.pack([lq for lq, _ in pairs], [lk for _, lk in pairs], self.left, self.right, "cuda")
 
 
 CAUSAL = Case(8, 2, 128, 128, None, 0)
@@ -118,9 +118,9 @@ def get(name: str, case: Case = CAUSAL) -> Backend:
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) by the definition in `Segments`, in the dtype of q (lse at least float32), differentiable."""
+    """(out, lse) by the definition in `VarlenBatch`, in the dtype of q (lse at least float32), differentiable."""
     group = q.shape[1] // k.shape[1]
     outs, lses = [], []
     for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
@@ -139,7 +139,7 @@ def dense(
 
 
 def tensors(
-    case: Case, segments: Segments, seed: int = 0
+    case: Case, segments: VarlenBatch, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v and dout."""
     g = torch.Generator("cuda").manual_seed(seed)
@@ -150,7 +150,15 @@ def tensors(
 
 
 def autograd(
-    dtype: torch.dtype, q: Any, k: Any, v: Any, dout: Any, dlse: Any, segments: Segments, scale: float, softcap: float
+    dtype: torch.dtype,
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any,
+    dlse: Any,
+    segments: VarlenBatch,
+    scale: float,
+    softcap: float,
 ) -> dict[str, torch.Tensor]:
     """out, lse, dq, dk, dv of the dense computation in a dtype."""
     q, k, v = leaves = tuple(x.detach().to(dtype).requires_grad_() for x in (q, k, v))
@@ -185,7 +193,7 @@ def as_dict(out: torch.Tensor, lse: torch.Tensor, g: Gradients) -> dict[str, tor
 def run(
     backend: Backend,
     case: Case,
-    segments: Segments,
+    segments: VarlenBatch,
     q: Any,
     k: Any,
     v: Any,
@@ -242,11 +250,11 @@ def test_a_side_longer_than_the_columns_still_hides(name: str, right: int, lengt
 
 @pytest.mark.parametrize(("name", "case"), pairs([CAUSAL, LOCAL, MLA_GQA]))
 def test_one_shift_for_all_segments(name: str, case: Case) -> None:
-    """cuDNN is then told the band from the other corner."""
+    """cuDNN is then told the diagonal band from the other corner."""
     backend, lengths = get(name, case), (64, 129, 255, 1)
     longer = [n + 30 for n in lengths]
     assert probe_segments(backend, lengths, longer, case.left, case.right, "cuda", case.dtype, case.heads) is None
-    segments = Segments.pack(lengths, longer, case.left, case.right, "cuda")
+    segments = VarlenBatch.pack(lengths, longer, case.left, case.right, "cuda")
     inputs = tensors(case, segments)
     exact, eager = (autograd(t, *inputs, None, segments, case.d_qk**-0.5, 0.0) for t in (torch.float64, case.dtype))
     check(run(backend, case, segments, *inputs), exact, eager)
@@ -255,7 +263,7 @@ def test_one_shift_for_all_segments(name: str, case: Case) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lengths", [([1], [1]), ([1], [300]), ([5, 1], [5, 1])])
 def test_launches_of_few_rows(name: str, lengths: tuple[list[int], list[int]]) -> None:
-    backend, segments = get(name), Segments.pack(*lengths, None, 0, "cuda")
+    backend, segments = get(name), VarlenBatch.pack(*lengths, None, 0, "cuda")
     inputs = tensors(CAUSAL, segments)
     exact, eager = (autograd(t, *inputs, None, segments, 128**-0.5, 0.0) for t in (torch.float64, BF16))
     got = run(backend, CAUSAL, segments, *inputs)
@@ -270,7 +278,7 @@ def test_launches_of_few_rows(name: str, lengths: tuple[list[int], list[int]]) -
 def test_hundreds_of_short_segments(name: str) -> None:
     """Beyond 256 segments FA4 takes another way to find a block's segment."""
     lengths = [1 + i % 9 for i in range(300)]
-    segments = Segments.pack(lengths, [n + 2 for n in lengths], None, 0, "cuda")
+    segments = VarlenBatch.pack(lengths, [n + 2 for n in lengths], None, 0, "cuda")
     backend, inputs = get(name), tensors(CAUSAL, segments)
     exact, eager = (autograd(t, *inputs, None, segments, 128**-0.5, 0.0) for t in (torch.float64, BF16))
     check(run(backend, CAUSAL, segments, *inputs), exact, eager)
@@ -278,10 +286,10 @@ def test_hundreds_of_short_segments(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "case"), [(name, c) for name in DETERMINISTIC for c in (CAUSAL, LOCAL, MLA_GQA)])
 def test_deterministic_repeats_and_ignores_other_segments(name: str, case: Case) -> None:
-    backend, both, one = get(name, case), case.segments(), Segments.pack([600], [700], case.left, case.right, "cuda")
+    backend, both, one = get(name, case), case.segments(), VarlenBatch.pack([600], [700], case.left, case.right, "cuda")
     n, m = both.cu_q[-1], both.cu_kv[-1]
     lengths_q, lengths_kv = ([b - a for a, b in pairwise(cu)] for cu in (both.cu_q, both.cu_kv))
-    more = Segments.pack([*lengths_q, 600], [*lengths_kv, 700], case.left, case.right, "cuda")
+    more = VarlenBatch.pack([*lengths_q, 600], [*lengths_kv, 700], case.left, case.right, "cuda")
     q, k, v, dout = tensors(case, more)
     first, again = (run(backend, case, more, q, k, v, dout, deterministic=True) for _ in range(2))
     assert all(torch.equal(first[x], again[x]) for x in first)
@@ -297,13 +305,13 @@ def test_deterministic_repeats_and_ignores_other_segments(name: str, case: Case)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_launch_over_part_of_the_columns_adds_up(name: str) -> None:
     """The backward is given the whole problem's out and lse: launches over parts of the columns add up to the whole."""
-    backend, whole = get(name), Segments.pack([257], [513], None, None, "cuda")
+    backend, whole = get(name), VarlenBatch.pack([257], [513], None, None, "cuda")
     q, k, v, dout = tensors(FULL, whole)
     scale = FULL.d_qk**-0.5
     exact, eager = (autograd(t, q, k, v, dout, None, whole, scale, 0.0) for t in (torch.float64, BF16))
     out, lse = exact["out"].detach().to(BF16), exact["lse"].detach().float()
     cuts = [(0, 129), (129, 513)]
-    parts = [Segments.pack([257], [b - a], None, None, "cuda") for a, b in cuts]
+    parts = [VarlenBatch.pack([257], [b - a], None, None, "cuda") for a, b in cuts]
     options = LaunchOptions(scale)
     seen = [backend.forward(q, k[a:b], v[a:b], s, options) for (a, b), s in zip(cuts, parts, strict=True)]
     merged_lse = torch.logaddexp(seen[0].lse, seen[1].lse)
@@ -337,7 +345,7 @@ def test_the_gradient_of_lse(name: str, case: Case) -> None:
 def test_what_lies_around_the_tensors_reaches_nothing(name: str, case: Case) -> None:
     """Kernels read whole blocks; rows before the first and after the last segment are not the launch's."""
     backend = get(name, case)
-    segments = Segments.pack([70, 129, 33], [70, 140, 33], case.left, case.right, "cuda")
+    segments = VarlenBatch.pack([70, 129, 33], [70, 140, 33], case.left, case.right, "cuda")
     inputs = tensors(case, segments)
     want = run(backend, case, segments, *inputs)
     guarded: list[torch.Tensor] = []
@@ -382,19 +390,19 @@ def test_launches_wait_for_nothing_and_are_captured(name: str, case: Case) -> No
         torch.testing.assert_close(got[x], want[x], rtol=2e-2, atol=2e-2)
 
 
-def bounded(lengths_q: list[int], lengths_kv: list[int], left: int | None, right: int | None) -> Segments:
-    """Segments of a plan with room for 6 of them, of 700 rows and 800 columns in all."""
+def bounded(lengths_q: list[int], lengths_kv: list[int], left: int | None, right: int | None) -> VarlenBatch:
+    """VarlenBatch of a plan with room for 6 of them, of 700 rows and 800 columns in all."""
     cu_q, cu_kv = (
         np.cumsum([0, *lengths, *[0] * (6 - len(lengths))]).astype(np.int32) for lengths in (lengths_q, lengths_kv)
     )
     tables = torch.from_numpy(cu_q).cuda(), torch.from_numpy(cu_kv).cuda()
-    return Segments(Cumulative(cu_q, 700), Cumulative(cu_kv, 800), left, right, tables[0], tables[1])
+    return VarlenBatch(Cumulative(cu_q, 700), Cumulative(cu_kv, 800), left, right, tables[0], tables[1])
 
 
 @pytest.mark.parametrize("case", [CAUSAL, FULL, LOCAL, MLA_GQA, LOCAL._replace(right=400), CAUSAL._replace(left=650)])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_captured_launch_follows_new_lengths(name: str, case: Case) -> None:
-    """Segments of length zero, rows behind the last one, and another batch in the graph's tables."""
+    """VarlenBatch of length zero, rows behind the last one, and another batch in the graph's tables."""
     backend = next(v for v in variants(get(name, case)) if Feature.IN_PLACE in v.features)
     batches: list[tuple[list[int], list[int]]] = [
         ([700], [800]),
@@ -417,7 +425,7 @@ def test_a_captured_launch_follows_new_lengths(name: str, case: Case) -> None:
         got = run(backend, case, first, *buffers, dlse)
     for seed, (rows, columns) in enumerate([*batches[1:], *batches]):
         segments = bounded(rows, columns, case.left, case.right)
-        alone = Segments.pack(rows, columns, case.left, case.right, "cuda")
+        alone = VarlenBatch.pack(rows, columns, case.left, case.right, "cuda")
         first.device_cu_q.copy_(segments.device_cu_q)
         first.device_cu_kv.copy_(segments.device_cu_kv)
         for buffer, x in zip(buffers, tensors(case, bounded([700], [800], None, None), seed), strict=True):
@@ -472,8 +480,8 @@ def test_the_largest_logit(name: str, scale: float, dtype: torch.dtype) -> None:
 def test_cudnn_builds_a_shape_class_once() -> None:
     """Other lengths of about the same size run the graph that is there, with as many segments or a few less."""
     backend = get("cudnn")
-    first = Segments.pack([1000] * 10, [1000] * 10, None, 0, "cuda")
-    second = Segments.pack([990, 980, *[1000] * 7], [990, 980, *[1000] * 7], None, 0, "cuda")
+    first = VarlenBatch.pack([1000] * 10, [1000] * 10, None, 0, "cuda")
+    second = VarlenBatch.pack([990, 980, *[1000] * 7], [990, 980, *[1000] * 7], None, 0, "cuda")
     run(backend, CAUSAL, first, *tensors(CAUSAL, first))
     built = forward_graph.cache_info().misses, backward_graph.cache_info().misses
     run(backend, CAUSAL, second, *tensors(CAUSAL, second))

@@ -1,4 +1,6 @@
-"""Problems with areas, as integers: documents with padding, cross attention, random disjoint areas, named masks."""
+"""Problems with attention slices, as integers: documents with padding, cross attention, random disjoint attention
+slices, named masks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Areas through whole schedules: proved on integers, and computed by both packages against the oracle in float64."""
+"""Attention slices through whole schedules: proved on integers, and computed by both packages against the oracle in
+float64.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""BlockMasks made by hand: areas are what FlexAttention computes, compiled or not, or the mask is refused."""
+"""BlockMasks made by hand: attention slices are what FlexAttention computes, compiled or not, or the mask is
+refused.
+"""
 
 from __future__ import annotations
 

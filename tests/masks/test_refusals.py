@@ -1,4 +1,4 @@
-"""What is wrong with areas is named, on every rank, by every function that takes them."""
+"""What is wrong with attention slices is named, on every rank, by every function that takes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import cp_fast
 import cp_ref
 from conformance.draw.draw_areas import areas as drawn_areas
 from cp_ref import SimGroup
-from cp_ref.spec import AreaRow, Sequence, areas_of_rows
+from cp_ref.spec import AttentionSliceRow, Sequence, areas_of_rows
 from cp_ref.spec.masks.read_areas import common_pair
 
 CU = torch.tensor([0, 5, 12])
@@ -119,13 +119,13 @@ def test_areas_beside_a_plan_and_rows_that_see_nothing(package: Any) -> None:
     SimGroup(2).run(one)
 
 
-def shared(areas: list[AreaRow]) -> set[tuple[int, int, int, int]]:
-    """Every (area, area, query, key) that two areas have, by the definition."""
+def shared(areas: list[AttentionSliceRow]) -> set[tuple[int, int, int, int]]:
+    """Every (attention slice, attention slice, query, key) that two attention slices have, by the definition."""
     sets = [{(i, j) for i in range(a[0], a[1]) for j in range(a[2], a[3]) if _sees(a, i, j)} for a in areas]
     return {(n, m, *pair) for m in range(len(sets)) for n in range(m) for pair in sets[n] & sets[m]}
 
 
-def _sees(area: AreaRow, i: int, j: int) -> bool:
+def _sees(area: AttentionSliceRow, i: int, j: int) -> bool:
     aligned = i + area[3] - area[1]
     return (area[4] < 0 or j >= aligned - area[4]) and (area[5] < 0 or j <= aligned + area[5])
 
@@ -137,7 +137,7 @@ ROWS = st.lists(st.integers(0, 9), min_size=2, max_size=2, unique=True).map(sort
     drawn_areas((Sequence(9, 9, 9, 9),)),
     st.lists(st.tuples(ROWS, ROWS, st.integers(-1, 4), st.integers(-1, 4)), max_size=2),
 )
-def test_overlaps_are_found_exactly(disjoint: tuple[AreaRow, ...], more: list[Any]) -> None:
+def test_overlaps_are_found_exactly(disjoint: tuple[AttentionSliceRow, ...], more: list[Any]) -> None:
     rows = [*disjoint, *((*q, *k, left, right) for q, k, left, right in more)]
     rows = [row for row in rows if areas_of_rows((row,)).pairs[0]]
     found, expected = common_pair(areas_of_rows(tuple(rows))), shared(rows)

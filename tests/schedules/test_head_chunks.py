@@ -75,7 +75,7 @@ def test_an_updated_plan_keeps_its_head_chunks(comm: str) -> None:
             made.update(cp=cp, cu_seqlens_q=cu)
             assert choose_head_chunks(made.problem) == ()
             assert made.head_chunks == chunks
-            assert {len(program) for program in made.schedule.forward} == {steps}
+            assert {len(rank_schedule) for rank_schedule in made.schedule.forward} == {steps}
             padded = [torch.cat([x, x.new_zeros(most - rows, *x.shape[1:])]) for x in (q, k, v)]
             out = cp_fast.attention(*(cp_fast.shard(x, cp=cp, plan=made) for x in padded), cp=cp, plan=made)
             want = cp_ref.dense_attention(q, k, v, qkv_format="thd", cu_seqlens_q=cu)[0]

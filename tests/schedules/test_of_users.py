@@ -34,8 +34,9 @@ def changed(
 
 def by_message(change: Callable[[Message], Message]) -> Callable[[RankSchedule], RankSchedule]:
     """A change of every message."""
-    return lambda program: tuple(
-        step._replace(sends=tuple(map(change, step.sends)), recvs=tuple(map(change, step.recvs))) for step in program
+    return lambda rank_schedule: tuple(
+        step._replace(sends=tuple(map(change, step.sends)), recvs=tuple(map(change, step.recvs)))
+        for step in rank_schedule
     )
 
 
@@ -53,13 +54,13 @@ def in_parts(cut: Callable[[Message], tuple[Message, ...]]) -> Callable[[RankSch
     def some(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         return tuple(part for message in messages for part in cut(message))
 
-    return lambda program: tuple(s._replace(sends=some(s.sends), recvs=some(s.recvs)) for s in program)
+    return lambda rank_schedule: tuple(s._replace(sends=some(s.sends), recvs=some(s.recvs)) for s in rank_schedule)
 
 
-def received_one_by_one(program: RankSchedule) -> RankSchedule:
+def received_one_by_one(rank_schedule: RankSchedule) -> RankSchedule:
     """Of the messages that a step receives all but the first one in a step of their own."""
     steps: list[Step] = []
-    for step in program:
+    for step in rank_schedule:
         steps.append(step._replace(recvs=step.recvs[:1]))
         steps += [Step(recvs=step.recvs[1:])] if step.recvs[1:] else []
     return tuple(steps)
@@ -70,8 +71,8 @@ def received_one_by_one(program: RankSchedule) -> RankSchedule:
 def test_messages_travel_in_their_order_whatever_their_tags(ranks: tuple[int, ...], package: str) -> None:
     schedule = changed(make_schedule(RING), in_parts(cut_in_two))
     for name in PASSES:
-        programs = getattr(schedule, name)
-        apart = tuple(received_one_by_one(p) if rank in ranks else p for rank, p in enumerate(programs))
+        rank_schedules = getattr(schedule, name)
+        apart = tuple(received_one_by_one(p) if rank in ranks else p for rank, p in enumerate(rank_schedules))
         schedule = replace(schedule, **{name: apart})
     check(package, RING, schedule)
 
@@ -91,10 +92,10 @@ def test_a_receive_in_a_step_of_its_own(rank: int, package: str) -> None:
         for number, step in enumerate(getattr(schedule, name)[rank]):
             if len(step.recvs) < 2:
                 continue
-            programs = list(getattr(schedule, name))
+            rank_schedules = list(getattr(schedule, name))
             steps = step._replace(recvs=step.recvs[:-1]), Step(recvs=step.recvs[-1:])
-            programs[rank] = (*programs[rank][:number], *steps, *programs[rank][number + 1 :])
-            check(package, GROUPS, replace(schedule, **{name: tuple(programs)}))
+            rank_schedules[rank] = (*rank_schedules[rank][:number], *steps, *rank_schedules[rank][number + 1 :])
+            check(package, GROUPS, replace(schedule, **{name: tuple(rank_schedules)}))
 
 
 @pytest.mark.parametrize("name", PASSES)

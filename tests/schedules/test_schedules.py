@@ -117,8 +117,8 @@ def errors(problem: Problem, of_rank: Callable[[SimMember], Any], comm: Any = "p
 def test_an_invalid_schedule_raises_on_every_rank() -> None:
     schedule = backward_ring(PACKED.workload)
     first, *others = schedule.forward[1]
-    program = (first._replace(tiles=first.tiles.take(slice(1, None))), *others)
-    wrong = replace(schedule, forward=(schedule.forward[0], program, schedule.forward[2]))
+    rank_schedule = (first._replace(tiles=first.tiles.take(slice(1, None))), *others)
+    wrong = replace(schedule, forward=(schedule.forward[0], rank_schedule, schedule.forward[2]))
     found = errors(PACKED, lambda member: wrong)
     assert {type(error) for error in found} == {InvalidSchedule}
     assert "computed never" in str(found[0])

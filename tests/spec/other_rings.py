@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cp_ref.spec import Message, Pieces, Schedule, Step, Units, Workload, tag
+from cp_ref.spec import Message, Pieces, RingMembers, Schedule, Step, Workload, tag
 from cp_ref.spec.planners.p2p import tiles_of
 from cp_ref.spec.planners.ring_members import merged
 
@@ -37,25 +37,29 @@ def ring_of_rings(work: Workload, size: int) -> Schedule:
 
 def _visits(work: Workload, name: str, route: Route) -> Schedule:
     """Each block arrives while the one before it is computed on; gradients of keys go straight home, a step later."""
-    units, n, heads, ranks = Units(work), work.cp_size, (0, work.heads_kv), range(work.cp_size)
+    members, n, heads, ranks = RingMembers(work), work.cp_size, (0, work.heads_kv), range(work.cp_size)
     steps = [[[Step() for _ in range(n + 1)] for _ in ranks] for _ in ("forward", "backward")]
 
-    def send(programs: list[list[Step]], step: int, kind: str, source: int, target: int, pieces: Pieces) -> None:
+    def send(rank_schedules: list[list[Step]], step: int, kind: str, source: int, target: int, pieces: Pieces) -> None:
         sends, recvs = (Message(kind, peer, tag(step, kind), pieces) for peer in (target, source))
-        programs[source][step] = programs[source][step]._replace(sends=(*programs[source][step].sends, sends))
-        programs[target][step] = programs[target][step]._replace(recvs=(*programs[target][step].recvs, recvs))
+        rank_schedules[source][step] = rank_schedules[source][step]._replace(
+            sends=(*rank_schedules[source][step].sends, sends)
+        )
+        rank_schedules[target][step] = rank_schedules[target][step]._replace(
+            recvs=(*rank_schedules[target][step].recvs, recvs)
+        )
 
     for rank in ranks:
         turn = np.argsort([route(rank, step)[0] for step in range(n)])  # owner -> step
-        for step, sees in enumerate(units.sees(rank, turn)):
+        for step, sees in enumerate(members.sees(rank, turn)):
             owner, giver = route(rank, step)
             block, seen = work.ownership.kv.of(owner), merged(sees.k_start, sees.k_stop)
             tiles = tiles_of(sees, (0, work.heads_q))
-            for programs in steps:
-                programs[rank][step] = programs[rank][step]._replace(tiles=tiles)
+            for rank_schedules in steps:
+                rank_schedules[rank][step] = rank_schedules[rank][step]._replace(tiles=tiles)
                 if step and len(block):
-                    send(programs, step - 1, "kv", giver, rank, Pieces.spans(block.start, block.stop, heads))
+                    send(rank_schedules, step - 1, "kv", giver, rank, Pieces.spans(block.start, block.stop, heads))
             if step and len(seen[0]):
                 send(steps[1], step + 1, "dkv", rank, owner, Pieces.spans(*seen, heads))
-    forward, backward = (tuple(map(tuple, programs)) for programs in steps)
+    forward, backward = (tuple(map(tuple, rank_schedules)) for rank_schedules in steps)
     return Schedule(name, (work.heads_q, work.heads_kv), forward, backward)

@@ -36,8 +36,8 @@ def problems(draw: st.DrawFn, cp_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 
     heads_q = math.lcm(heads_kv, size) * draw(st.integers(1, 2))
     fmt, layout = draw(st.sampled_from(QKV_FORMATS)), draw(st.sampled_from(LAYOUTS))
     mask = draw(st.sampled_from(MASKS))
-    unit = 2 * cp_size
-    slots = draw(st.sampled_from([st.integers(0, 4).map(lambda n: n * unit), st.integers(0, 4 * unit)]))
+    member = 2 * cp_size
+    slots = draw(st.sampled_from([st.integers(0, 4).map(lambda n: n * member), st.integers(0, 4 * member)]))
     sequences = []
     if fmt == "thd":
         for _ in range(draw(st.integers(0, 4))):
@@ -51,7 +51,7 @@ def problems(draw: st.DrawFn, cp_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 
             len_q = draw(st.integers(0, slots_q)) if padded else slots_q
             len_kv = draw(st.integers(0, slots_kv)) if padded else slots_kv
             sequences.append(Sequence(len_q, len_kv, slots_q, slots_kv))
-    window = draw(st.tuples(st.integers(-1, 3 * unit), st.integers(-1, 3 * unit)))
+    window = draw(st.tuples(st.integers(-1, 3 * member), st.integers(-1, 3 * member)))
     if layout == "balanced":
         mask = mask if fmt == "thd" or mask.startswith("padding") else "padding_causal"
         sequences = [Sequence(s.len_q, s.len_q, s.slots_q, s.slots_q) for s in sequences]

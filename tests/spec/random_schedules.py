@@ -9,8 +9,8 @@ deadlock: of all messages that have not travelled, the first one of the list is 
     rank 1          | recv kv from 0 | send kv to 2 ...           any bars, but one between these two, as it sends on
                                                                   what it receives
 What is drawn
-    tiles           areas are split again and again, by query rows, keys or query heads (also inside a group that shares
-                    a kv head); forward and backward pass differently; cropped to what is visible, or not
+    tiles           attention slices are split again and again, by query rows, keys or query heads (also inside a group
+                    that shares a kv head); forward and backward pass differently; cropped to what is visible, or not
     ranks           any rank computes any tile, at any time
     operands        come from their owner or from any rank that has them, through a third rank or not, early or late,
                     just what is missing or all that the sender has
@@ -33,7 +33,7 @@ from cp_ref.spec import (
     MASKS,
     QKV_FORMATS,
     UNBOUNDED,
-    Areas,
+    AttentionSlices,
     Fragments,
     Message,
     Ownership,
@@ -52,7 +52,7 @@ from cp_ref.spec.tables.attention_slices import crop
 
 __all__ = ["random_schedules", "random_workloads", "scheduled_problems", "small_problems"]
 
-_SPLITS = 5  # of the areas, at most
+_SPLITS = 5  # of the attention slices, at most
 _MOVES = 3  # of partial results, before they go home, at most
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -97,7 +97,9 @@ def small_problems(draw: st.DrawFn, cp_sizes: Sequence[int] = (1, 2, 3, 4)) -> P
 
 @st.composite
 def random_workloads(draw: st.DrawFn) -> Workload:
-    """Tables that no problem has: rectangles anywhere, each with a band of its own, and rows owned by anybody."""
+    """Tables that no problem has: rectangles anywhere, each with a diagonal band of its own, and rows owned by
+    anybody.
+    """
     cp_size, edge = draw(st.integers(1, 4)), st.integers(-6, 6)
     rectangles: list[tuple[int, ...]] = [(0, draw(st.integers(0, 9)), 0, draw(st.integers(0, 9)))]
     rows = rectangles[0][1], rectangles[0][3]
@@ -108,10 +110,10 @@ def random_workloads(draw: st.DrawFn) -> Workload:
         rectangles[number] = (*whole[: axis + 1], cut, *whole[axis + 2 :])
         rectangles.append((*whole[:axis], cut, *whole[axis + 1 :]))
     bands = [(draw(st.just(-UNBOUNDED) | edge), draw(st.just(UNBOUNDED) | edge)) for _ in rectangles]
-    areas = Areas.of_rows([(*r, *band) for r, band in zip(rectangles, bands, strict=True)])
+    areas = AttentionSlices.of_rows([(*r, *band) for r, band in zip(rectangles, bands, strict=True)])
     areas = areas.take(areas.pairs > 0)
     edges = crop(areas.q_start, areas.q_stop, areas.k_start, areas.k_stop, areas.lo, areas.hi)
-    areas = Areas(*edges, areas.lo, areas.hi)
+    areas = AttentionSlices(*edges, areas.lo, areas.hi)
     sides = [[draw(st.integers(0, cp_size - 1)) for _ in range(count)] for count in rows]
     heads_kv = draw(st.integers(1, 2))
     ownership = Ownership(cp_size, *(_fragments(owners) for owners in sides))
@@ -274,7 +276,7 @@ class _Pass:
 
 
 def _tiles(draw: Draw, work: Workload) -> list[Tile]:
-    """Every area cut into tiles."""
+    """Every attention slice cut into tiles."""
     areas = work.areas
     tiles: list[Tile] = [(n, *row[:4], 0, work.heads_q) for n, row in enumerate(areas.rows())]
     for _ in range(draw(st.integers(0, _SPLITS)) if tiles else 0):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.draw.draw_areas import areas as drawn_areas
-from cp_ref.spec import AreaRow, Areas, Fragments, areas_of_rows, contiguous
+from cp_ref.spec import AttentionSliceRow, AttentionSlices, Fragments, areas_of_rows, contiguous
 from cp_ref.spec import Sequence as Lengths
 from cp_ref.spec.layouts.balanced import balanced, pairs_before
 from cp_ref.spec.tables.table import Column
@@ -20,7 +20,7 @@ def solve(lengths: list[int], cp_size: int, padding: int = 0, window: int = 2**4
     starts = np.append(0, np.cumsum(np.array(lengths, dtype=np.int64) + padding))
     tokens = np.array(lengths, dtype=np.int64)
     rows = [(a, a + n, a, a + n, -window, 0) for a, n in zip(starts[:-1].tolist(), lengths, strict=True)]
-    areas = Areas.of_rows(rows)
+    areas = AttentionSlices.of_rows(rows)
     return balanced(starts, tokens, areas, cp_size), pairs_before(areas, int(starts[-1])), starts
 
 
@@ -62,7 +62,7 @@ def test_any_documents(lengths: list[int], cp_size: int, padding: int, window: i
 
 
 @given(drawn_areas((Lengths(12, 12, 12, 12), Lengths(9, 9, 10, 10))))
-def test_pairs_of_rows(rows: tuple[AreaRow, ...]) -> None:
+def test_pairs_of_rows(rows: tuple[AttentionSliceRow, ...]) -> None:
     areas = areas_of_rows(rows)
     seen = [
         max(0, min(k1, i + hi + 1) - max(k0, i + lo)) if q0 <= i < q1 else 0

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from cp_ref.spec import Message, Problem, RankSchedule, Schedule, Sequence, make_program, make_schedule, report, verify
+from cp_ref.spec import (
+    Message,
+    Problem,
+    RankSchedule,
+    Schedule,
+    Sequence,
+    make_rank_schedule,
+    make_schedule,
+    report,
+    verify,
+)
 from tests.marks import examples
 from tests.spec.chunked_problems import chunked_problems
 
@@ -21,22 +31,22 @@ def test_any_head_chunks_verify_and_read_back(drawn: tuple[Problem, tuple[int, .
     schedule = make_schedule(problem, head_chunks=head_chunks)
     assert Schedule.parse(str(schedule)) == schedule
     for rank in range(problem.cp_size):
-        assert make_program(problem, rank, head_chunks) == (schedule.forward[rank], schedule.backward[rank])
+        assert make_rank_schedule(problem, rank, head_chunks) == (schedule.forward[rank], schedule.backward[rank])
     groups = problem.cp_size // problem.a2a_size
     steps = groups * len(head_chunks) + 2
-    assert {len(program) for program in schedule.forward} == {steps}
-    assert {len(program) for program in schedule.backward} == {steps + (groups > 1)}
+    assert {len(rank_schedule) for rank_schedule in schedule.forward} == {steps}
+    assert {len(rank_schedule) for rank_schedule in schedule.backward} == {steps + (groups > 1)}
     assert verify(problem, schedule).sent_bytes == report(problem, make_schedule(problem)).sent_bytes
 
 
-def exposed(program: RankSchedule) -> int:
+def exposed(rank_schedule: RankSchedule) -> int:
     """Rows times heads that a rank sends in steps without a tile."""
 
     def size(m: Message) -> int:
         p = m.pieces
         return int(((p.stop - p.start) * (p.head_stop - p.head_start)).sum())
 
-    return sum(size(m) for step in program if not len(step.tiles) for m in step.sends)
+    return sum(size(m) for step in rank_schedule if not len(step.tiles) for m in step.sends)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -46,7 +56,9 @@ def test_only_the_first_and_the_last_chunk_are_exposed(groups: int) -> None:
     at_once, cut = (make_schedule(problem, head_chunks=chunks) for chunks in ((), (1, 2, 1)))
     assert at_once == make_schedule(problem, head_chunks=(4,))
     for one, other in ((at_once.forward, cut.forward), (at_once.backward, cut.backward)):
-        assert [4 * exposed(program) for program in other] == [exposed(program) for program in one]
+        assert [4 * exposed(rank_schedule) for rank_schedule in other] == [
+            exposed(rank_schedule) for rank_schedule in one
+        ]
 
 
 SHARED = Problem(4, (Sequence(16, 16, 16, 16),), "a2a", 4, heads_q=16, heads_kv=2)  # two ranks have the same kv head
@@ -63,11 +75,11 @@ SHARED = Problem(4, (Sequence(16, 16, 16, 16),), "a2a", 4, heads_q=16, heads_kv=
     ],
 )
 def test_other_sizes_are_refused(problem: Problem, head_chunks: Any, needs: str) -> None:
-    for plan in (make_schedule, lambda problem, head_chunks: make_program(problem, 0, head_chunks)):
+    for plan in (make_schedule, lambda problem, head_chunks: make_rank_schedule(problem, 0, head_chunks)):
         with pytest.raises(ValueError, match=needs):
             plan(problem, head_chunks=head_chunks)
 
 
 def test_by_default_all_heads_are_exchanged_at_once() -> None:
-    assert [len(program) for program in make_schedule(FOUR).forward] == [3] * 2
-    assert [len(program) for program in make_schedule(SHARED).forward] == [3] * 4
+    assert [len(rank_schedule) for rank_schedule in make_schedule(FOUR).forward] == [3] * 2
+    assert [len(rank_schedule) for rank_schedule in make_schedule(SHARED).forward] == [3] * 4

@@ -27,8 +27,8 @@ def test_a_windowed_ring_sends_no_more_than_what_is_seen(cp_size: int, window: i
     problem = long_causal(cp_size, window_size=(window, 0))
     schedule = make_schedule(problem)
     verify(problem, schedule)
-    for rank, program in enumerate(schedule.forward):
-        received = sum(m.pieces.size for step in program for m in step.recvs)
+    for rank, rank_schedule in enumerate(schedule.forward):
+        received = sum(m.pieces.size for step in rank_schedule for m in step.recvs)
         owned = [range(rank * 64, rank * 64 + 64), range((2 * cp_size - 1 - rank) * 64, (2 * cp_size - rank) * 64)]
         seen = {k for chunk in owned for q in chunk for k in range(max(0, q - window), q + 1)}
         assert received == len(seen - {k for chunk in owned for k in chunk})

@@ -1,4 +1,6 @@
-"""Pictures: exact text on small cases, and SVG whose polygons have the area that the problem says is visible."""
+"""Pictures: exact text on small cases, and SVG whose polygons have the attention slice that the problem says is
+visible.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +103,8 @@ def test_nothing_to_draw() -> None:
 
 def test_heads_spread_over_the_ranks() -> None:
     problem = Problem(cp_size=2, sequences=(Sequence(4, 4, 4, 4),), attn_mask_type="no_mask", heads_q=2, heads_kv=2)
-    programs = tuple((Step(tiles=Tiles.of_rows([(0, 0, 4, 0, 4, rank, rank + 1)])),) for rank in range(2))
-    schedule = Schedule("a2a", (2, 2), programs, programs)
+    rank_schedules = tuple((Step(tiles=Tiles.of_rows([(0, 0, 4, 0, 4, rank, rank + 1)])),) for rank in range(2))
+    schedule = Schedule("a2a", (2, 2), rank_schedules, rank_schedules)
     for head in (0, 1):
         picture = text_picture(problem, schedule, head=head)
         assert f"{head}:0" in picture
@@ -145,7 +147,9 @@ def test_outlines_have_the_area_of_the_visible_pairs(box: Box) -> None:
     cropped = box.cropped()
     stairs = staircase(cropped)
     assert area(stairs) == box.pairs
-    assert len(set(stairs)) == len(stairs) or box.lo == box.hi  # a band one pair wide touches itself at its corners
+    assert (
+        len(set(stairs)) == len(stairs) or box.lo == box.hi
+    )  # a diagonal band one pair wide touches itself at its corners
     smooth = band_edge(cropped)
     assert abs(area(smooth) - box.pairs) <= 0.5  # 1/8 for each corner that is cut
     x, y = centre(smooth)

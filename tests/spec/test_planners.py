@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import given, settings
 
-from cp_ref.spec import Problem, Schedule, make_program, make_schedule, verify
+from cp_ref.spec import Problem, Schedule, make_rank_schedule, make_schedule, verify
 from tests.marks import examples
 from tests.spec.problems import problems
 
@@ -25,4 +25,4 @@ def test_every_schedule_verifies_and_reads_back(problem: Problem) -> None:
 def test_one_ranks_plan_is_its_part_of_the_whole(problem: Problem) -> None:
     schedule = make_schedule(problem)
     for rank in range(problem.cp_size):
-        assert make_program(problem, rank) == (schedule.forward[rank], schedule.backward[rank])
+        assert make_rank_schedule(problem, rank) == (schedule.forward[rank], schedule.backward[rank])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from cp_ref.spec import Message, Problem, Schedule, Step, Units, Workload, verify, verify_tables
+from cp_ref.spec import Message, Problem, RingMembers, Schedule, Step, Workload, verify, verify_tables
 from cp_ref.spec.planners.all_gather import plan_all_gather_rank
 from cp_ref.spec.planners.p2p import plan_p2p_rank
 from tests.marks import examples
@@ -25,7 +25,7 @@ def test_they_verify_and_read_back(drawn: tuple[Problem, Schedule]) -> None:
     problem, schedule = drawn
     report = verify(problem, schedule)
     assert Schedule.parse(str(schedule)) == schedule
-    if not any(len(step.tiles) for program in schedule.forward for step in program):
+    if not any(len(step.tiles) for rank_schedule in schedule.forward for step in rank_schedule):
         assert problem.pairs == 0
     assert sum(r.pairs for r in report.ranks) == problem.pairs * problem.heads_q
 
@@ -41,13 +41,13 @@ def test_there_are_some_for_any_tables(drawn: tuple[Workload, Schedule]) -> None
 def test_rings_take_any_tables(work: Workload) -> None:
     verify_tables(work, backward_ring(work))
     for plan in (plan_p2p_rank, plan_all_gather_rank):
-        programs = [plan(Units(work), rank) for rank in range(work.cp_size)]
-        forward, backward = (tuple(p[n] for p in programs) for n in (0, 1))
+        rank_schedules = [plan(RingMembers(work), rank) for rank in range(work.cp_size)]
+        forward, backward = (tuple(p[n] for p in rank_schedules) for n in (0, 1))
         verify_tables(work, Schedule("planned", (work.heads_q, work.heads_kv), forward, backward))
 
 
 def _steps(schedule: Schedule) -> list[tuple[int, int, Step]]:
-    return [(r, n, step) for r, program in enumerate(schedule.forward) for n, step in enumerate(program)]
+    return [(r, n, step) for r, rank_schedule in enumerate(schedule.forward) for n, step in enumerate(rank_schedule)]
 
 
 def _sent(schedule: Schedule, kind: str) -> list[tuple[int, int, Message]]:
@@ -78,14 +78,14 @@ KINDS_OF_SCHEDULES: dict[str, Callable[[Problem, Schedule], bool]] = {
         all(n != m for r, m, step in _steps(s) for got in step.recvs if r == sent.peer and got.tag == sent.tag)
         for _, n, sent in _sent(s, "kv")
     ),
-    "programs of different lengths": lambda p, s: len({len(program) for program in s.forward}) > 1,
+    "programs of different lengths": lambda p, s: len({len(rank_schedule) for rank_schedule in s.forward}) > 1,
     "several messages in a step": lambda p, s: any(len(step.sends) > 1 for _, _, step in _steps(s)),
     "several pieces in a message": lambda p, s: any(len(m.pieces) > 1 for _, _, m in _sent(s, "kv")),
     "a step that sends, receives and computes": lambda p, s: any(
         step.sends and step.recvs and len(step.tiles) for _, _, step in _steps(s)
     ),
     "other tiles in the backward pass": lambda p, s: (
-        sum(len(step.tiles) for program in s.backward for step in program)
+        sum(len(step.tiles) for rank_schedule in s.backward for step in rank_schedule)
         != sum(len(step.tiles) for _, _, step in _steps(s))
     ),
     "operands that are kept": lambda p, s: bool(s.saved) and bool(_sent(s, "kv")),

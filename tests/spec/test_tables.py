@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_ref.spec import UNBOUNDED, Areas, Fragments, Ownership, Problem, contiguous, dual_chunk, slice_rows
+from cp_ref.spec import UNBOUNDED, AttentionSlices, Fragments, Ownership, Problem, contiguous, dual_chunk, slice_rows
 from cp_ref.spec.pictures.table_pictures import areas_picture, ownership_picture
 from cp_ref.spec.tables.ownership import grouped
 from tests.spec.problems import problems
@@ -22,11 +22,11 @@ AREAS = st.lists(
         st.just(UNBOUNDED) | EDGES,
     ),
     max_size=4,
-).map(Areas.of_rows)
+).map(AttentionSlices.of_rows)
 
 
-def visible(areas: Areas) -> list[tuple[int, int]]:
-    """Every pair of every area, as often as it is in one."""
+def visible(areas: AttentionSlices) -> list[tuple[int, int]]:
+    """Every pair of every attention slice, as often as it is in one."""
     return [
         (i, j)
         for q0, q1, k0, k1, lo, hi in areas.rows()
@@ -66,13 +66,13 @@ def test_areas_are_the_masks_definition(problem: Problem) -> None:
 
 
 @given(AREAS)
-def test_areas_count_their_pairs_and_read_back(areas: Areas) -> None:
+def test_areas_count_their_pairs_and_read_back(areas: AttentionSlices) -> None:
     assert areas.pairs.tolist() == [len(visible(areas.take(slice(n, n + 1)))) for n in range(len(areas))]
-    assert Areas.parse(str(areas)) == areas
+    assert AttentionSlices.parse(str(areas)) == areas
 
 
 @given(AREAS)
-def test_windows_of_areas_are_aligned_to_their_last_row_and_column(areas: Areas) -> None:
+def test_windows_of_areas_are_aligned_to_their_last_row_and_column(areas: AttentionSlices) -> None:
     for (_, q1, _, k1, lo, hi), left, right in zip(
         areas.rows(), areas.left.tolist(), areas.right.tolist(), strict=True
     ):
@@ -89,7 +89,7 @@ def test_windows_of_areas_are_aligned_to_their_last_row_and_column(areas: Areas)
 @pytest.mark.parametrize("text", ["area q[0:4] k[0:4]", "area q[0:4] k[0:4] band 0", "area q[0:4] k[0:-4] band *:0"])
 def test_texts_that_are_no_areas(text: str) -> None:
     with pytest.raises(ValueError, match="is no area"):
-        Areas.parse(text)
+        AttentionSlices.parse(text)
 
 
 @given(problems())
@@ -165,16 +165,20 @@ def test_groups_own_what_their_ranks_own(lengths: list[int], sizes: tuple[int, i
     ranks, size = sizes
     fragments = dual_chunk(np.append(0, np.cumsum(np.array(lengths, dtype=np.int64) * 2 * ranks)), ranks)
     single, group = _by_row(fragments), _by_row(grouped(fragments, size))
-    assert {row: unit for row, (unit, _) in group.items()} == {row: rank // size for row, (rank, _) in single.items()}
-    for unit in range(ranks // size):
-        assert [place[1] for _, place in sorted(group.items()) if place[0] == unit] == list(
-            range(sum(u == unit for u, _ in group.values()))
+    assert {row: member for row, (member, _) in group.items()} == {
+        row: rank // size for row, (rank, _) in single.items()
+    }
+    for member in range(ranks // size):
+        assert [place[1] for _, place in sorted(group.items()) if place[0] == member] == list(
+            range(sum(u == member for u, _ in group.values()))
         )
 
 
 @given(AREAS)
-def test_pictures_of_areas_show_each_pair(areas: Areas) -> None:
-    last = {pair: number for number, area in enumerate(areas.rows()) for pair in visible(Areas.of_rows([area]))}
+def test_pictures_of_areas_show_each_pair(areas: AttentionSlices) -> None:
+    last = {
+        pair: number for number, area in enumerate(areas.rows()) for pair in visible(AttentionSlices.of_rows([area]))
+    }
     first, _, *lines = areas_picture(areas).splitlines()
     assert first.endswith("a cell is 1 x 1")
     cells = [line[7:].split(" ") for line in lines]
@@ -194,7 +198,7 @@ def test_pictures_of_ownership_show_each_owner(problem: Problem) -> None:
 
 
 def test_pictures_keep_to_their_width() -> None:
-    areas = Areas.of_rows([(0, 5000, 0, 7000, -UNBOUNDED, 0)])
+    areas = AttentionSlices.of_rows([(0, 5000, 0, 7000, -UNBOUNDED, 0)])
     picture = areas_picture(areas, width=60)
     assert max(map(len, picture.splitlines())) <= 60
     assert "a cell is 500 x 500" in picture

@@ -28,11 +28,11 @@ SCHEDULE = make_schedule(PROBLEM)
 
 def change(rank: int, number: int, *, backward: bool = False, **changes: object) -> Schedule:
     """The good schedule with one step of one rank changed."""
-    programs = list(SCHEDULE.backward if backward else SCHEDULE.forward)
-    steps = list(programs[rank])
+    rank_schedules = list(SCHEDULE.backward if backward else SCHEDULE.forward)
+    steps = list(rank_schedules[rank])
     steps[number] = steps[number]._replace(**changes)
-    programs[rank] = tuple(steps)
-    return replace(SCHEDULE, **{"backward" if backward else "forward": tuple(programs)})
+    rank_schedules[rank] = tuple(steps)
+    return replace(SCHEDULE, **{"backward" if backward else "forward": tuple(rank_schedules)})
 
 
 def rows(start: int, stop: int) -> Pieces:
@@ -125,10 +125,10 @@ def test_a_deadlock() -> None:
 
 def test_a_result_that_does_not_come_home() -> None:
     last = len(SCHEDULE.backward[0]) - 1
-    programs = [list(p) for p in SCHEDULE.backward]
-    for program in programs:
-        program[last] = Step()
-    found = errors(replace(SCHEDULE, backward=tuple(map(tuple, programs))))
+    rank_schedules = [list(p) for p in SCHEDULE.backward]
+    for rank_schedule in rank_schedules:
+        rank_schedule[last] = Step()
+    found = errors(replace(SCHEDULE, backward=tuple(map(tuple, rank_schedules))))
     assert any("ends with dkv" in e and "belongs to another rank" in e for e in found)
 
 

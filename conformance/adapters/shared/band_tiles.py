@@ -1,4 +1,4 @@
-"""A band tile cut to what a kernel takes: no row and no column that sees nothing."""
+"""A diagonal band tile cut to what a kernel takes: no row and no column that sees nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Crop", "crop", "empty_tile", "out_of_nothing"]
 
 
 class Crop(NamedTuple):
-    """The rows and columns of a tile that see and are seen, and the same band in their coordinates."""
+    """The rows and columns of a tile that see and are seen, and the same diagonal band in their coordinates."""
 
     rows: slice
     columns: slice

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from cp_fast.backends.aligned_matrices import aligned, aligned_view
-from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, Segments
+from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of, unfold
 from cp_ref.spec import Feature
 
@@ -61,7 +61,7 @@ class BlockwiseBackend:
 
     @torch.no_grad()
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out, lse and max_logit come in the compute dtype."""
         (scale, softcap, _), dtype = options, _compute_dtype(q)
@@ -100,7 +100,7 @@ class BlockwiseBackend:
         return Partial(out, lse, max_logit)
 
     @torch.no_grad()
-    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients come in the compute dtype, and always deterministic."""
         (scale, softcap, _), (dout, q, k, v, out, lse, dlse) = options, operands
         dtype = _compute_dtype(q)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends.aligned_matrices import aligned
-from cp_fast.backends.backend_protocol import Segments
+from cp_fast.backends.backend_protocol import VarlenBatch
 from cp_fast.backends.blockwise.visible_columns import ColumnBlock, mask_cache, visible_columns
 
 __all__ = [
@@ -50,7 +50,7 @@ class ScoreBlock(NamedTuple):
     heads_kv: slice
 
 
-def score_blocks(segments: Segments, q: torch.Tensor, k: torch.Tensor, size: ScoreBlockSize) -> Iterator[ScoreBlock]:
+def score_blocks(segments: VarlenBatch, q: torch.Tensor, k: torch.Tensor, size: ScoreBlockSize) -> Iterator[ScoreBlock]:
     """Every block of a launch on q [n, h_q, d] and k [m, h_kv, d]: segment by segment, some kv heads at a time, rows in
     order.
     """
@@ -67,7 +67,7 @@ def score_blocks(segments: Segments, q: torch.Tensor, k: torch.Tensor, size: Sco
 
 
 def score_blocks_on_device(
-    segments: Segments, q: torch.Tensor, k: torch.Tensor, size: ScoreBlockSize
+    segments: VarlenBatch, q: torch.Tensor, k: torch.Tensor, size: ScoreBlockSize
 ) -> Iterator[ScoreBlock]:
     """Every block of rows by every block of columns, whatever the segments are."""
     first, last = _seen_columns(segments, len(q))
@@ -88,7 +88,7 @@ def _block_ranges(n: int, m: int, g: int, h_kv: int, size: ScoreBlockSize) -> It
             yield slice(row, min(row + height, n)), width, slice(heads_kv.start * g, heads_kv.stop * g), heads_kv
 
 
-def _seen_columns(segments: Segments, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _seen_columns(segments: VarlenBatch, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first visible column of each row, and the one after its last: int64 [rows] on the device. Rows after the last
     segment see none.
     """

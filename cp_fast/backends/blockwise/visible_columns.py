@@ -1,4 +1,4 @@
-"""Which columns of a segment a block of its rows sees: the band of `Segments`, cut into blocks.
+"""Which columns of a segment a block of its rows sees: the diagonal band of `VarlenBatch`, cut into blocks.
 
 With lq rows and lk columns, shift = lk - lq is what the bottom-right alignment adds to a row.
 """

@@ -11,8 +11,8 @@ Facts about cuDNN 9.19 with front end 1.32 on Hopper that this file rests on:
   right alignment and a padding mask both count from each segment's own corner. None means unbounded. No bound may be
   negative: tiles must be cropped.
 - With bottom-right alignment the backward computes every block of the rectangle, hidden or not (a causal square takes
-  twice the time). So a band is expressed from the top-left corner if that is equivalent in all segments. The host's
-  lengths decide this.
+  twice the time). So a diagonal band is expressed from the top-left corner if that is equivalent in all segments. The
+  host's lengths decide this.
 - The lse ("stats") is natural and float32, written and read here as [n, h_q]; as [h_q, n] its strides, and so the
   graph, would contain the number of rows.
 - The backward forms delta from dout and out itself, and has no gradient through lse: a second launch adds it
@@ -35,7 +35,7 @@ from cp_fast.backends.backend_protocol import (
     LaunchOptions,
     NotInstalled,
     Partial,
-    Segments,
+    VarlenBatch,
 )
 from cp_fast.backends.cudnn.cudnn_graphs import Id, backward_graph, forward_graph, library, run
 from cp_fast.backends.cudnn.cudnn_shapes import shape_class_of
@@ -72,7 +72,7 @@ class CudnnBackend:
 
     @torch.no_grad()
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
         _refuse_softcap(options)
@@ -87,7 +87,7 @@ class CudnnBackend:
         return Partial(trim(out, d_v), stats.T.contiguous(), None)
 
     @torch.no_grad()
-    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
         _refuse_softcap(options)
         if options.deterministic:
@@ -107,7 +107,7 @@ class CudnnBackend:
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
 
-def _gradients(operands: BackwardOperands, stats: torch.Tensor, segments: Segments, scale: float) -> Gradients:
+def _gradients(operands: BackwardOperands, stats: torch.Tensor, segments: VarlenBatch, scale: float) -> Gradients:
     """One backward launch on operands already in the library's form; stats [n, h_q] is their lse."""
     dout, q, k, v, out, *_ = operands
     made = Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_fast.backends.backend_protocol import Segments
+from cp_fast.backends.backend_protocol import VarlenBatch
 from cp_fast.backends.cudnn.cudnn_shapes import ShapeClass
 
 __all__ = ["Id", "backward_graph", "forward_graph", "library", "run"]
@@ -57,7 +57,10 @@ def library() -> ModuleType:
 
 
 def run(
-    graph_of: Callable[[ShapeClass, int], Graph], shape: ShapeClass, tensors: dict[Id, torch.Tensor], segments: Segments
+    graph_of: Callable[[ShapeClass, int], Graph],
+    shape: ShapeClass,
+    tensors: dict[Id, torch.Tensor],
+    segments: VarlenBatch,
 ) -> None:
     """Launch the graph of a shape class on the current stream."""
     handle, device = _handle(), tensors[Id.Q].device
@@ -68,7 +71,7 @@ def run(
     built.graph.execute(list(buffers.values()), workspace, handle=handle, tensor_uids=[int(x) for x in buffers])
 
 
-def _tables(segments: Segments, shape: ShapeClass) -> dict[Id, torch.Tensor]:
+def _tables(segments: VarlenBatch, shape: ShapeClass) -> dict[Id, torch.Tensor]:
     """Lengths and offsets, from the device's own numbers. Surplus segments have no rows."""
     lengths_q, starts_q = _split(segments.device_cu_q, shape.segments)
     lengths_kv, starts_kv = _split(segments.device_cu_kv, shape.segments)
@@ -198,7 +201,7 @@ class _Builder:
         )
 
     def options(self) -> dict[str, Any]:
-        """The options of both forward and backward: the scale, the lengths, the band."""
+        """The options of both forward and backward: the scale, the lengths, the diagonal band."""
         s, corner = self.shape, self.cudnn.diagonal_alignment
         return {
             "attn_scale": s.scale,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_fast.backends.backend_protocol import Segments
+from cp_fast.backends.backend_protocol import VarlenBatch
 from cp_fast.backends.host_lengths import Cumulative
 from cp_fast.backends.padded_head_dims import round_up
 
@@ -49,7 +49,9 @@ def _class_of(n: int, least: int) -> int:
     return round_up(n, max(least, 1 << max(n.bit_length() - 3, 0)))
 
 
-def shape_class_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float) -> ShapeClass:
+def shape_class_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, scale: float
+) -> ShapeClass:
     """The shape class of a launch."""
     if max(q.shape[2], v.shape[2]) > 256:
         raise ValueError(f"backend 'cudnn' needs head dims up to 256, got d_qk={q.shape[2]} and d_v={v.shape[2]}")
@@ -69,10 +71,11 @@ def shape_class_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: 
     )
 
 
-def _band(segments: Segments) -> DiagonalBand:
-    """The segments' band from the top-left corner, if that is one band with no negative side, else unchanged.
+def _band(segments: VarlenBatch) -> DiagonalBand:
+    """The segments' diagonal band from the top-left corner, if that is one diagonal band with no negative side, else
+    unchanged.
 
-    >>> _band(Segments.pack([4, 6], [9, 11], 7, 0)), _band(Segments.pack([4, 6], [4, 9], None, 0))
+    >>> _band(VarlenBatch.pack([4, 6], [9, 11], 7, 0)), _band(VarlenBatch.pack([4, 6], [4, 9], None, 0))
     (DiagonalBand(top_left=True, left=2, right=5), DiagonalBand(top_left=False, left=None, right=0))
     """
     left, right = segments.left, segments.right

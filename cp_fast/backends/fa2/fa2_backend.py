@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, Segments
+from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_fast.backends.fa2.fa2_varlen import Varlen, varlen_arguments
 from cp_fast.backends.lse_gradient import lse_launch
 from cp_fast.backends.padded_head_dims import aligned, round_up, trim, widen
@@ -79,7 +79,7 @@ class Fa2Backend(ABC):
 
     @torch.no_grad()
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
         d, d_v = _dim(q, v), v.shape[2]
@@ -88,7 +88,7 @@ class Fa2Backend(ABC):
         return Partial(trim(out, d_v), lse, None)
 
     @torch.no_grad()
-    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
         d_qk, d_v, dlse = operands.q.shape[2], operands.v.shape[2], operands.dlse
         d = _dim(operands.q, operands.v)
@@ -103,11 +103,11 @@ class Fa2Backend(ABC):
             dq, dk = dq.float() + more_dq, dk.float() + more_dk
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
-    def _all_segments(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+    def _all_segments(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """One launch."""
         return self.launch_backward(operands, varlen_arguments(segments, options), deterministic=False)
 
-    def _each_segment(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+    def _each_segment(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """One launch per segment, so that its bits do not depend on the others."""
         if segments.updated_in_place:
             raise Unsupported(

@@ -11,10 +11,10 @@ Facts about these kernels that hold for PyTorch's own copy of them (2.11 and lat
 - With max_q = 1 and GQA the forward takes a path that lays its results out differently; max_q = 2 avoids it.
 - Lengths are read on the device; max_q and max_k are upper bounds, and blocks past a segment's end return at once. So a
   segment may have no rows and no columns. Rows and columns of no segment are not written.
-- The lse is [h_q, n] float32, natural logarithm, and +inf for a row that sees nothing (`Segments` has no such row).
+- The lse is [h_q, n] float32, natural logarithm, and +inf for a row that sees nothing (`VarlenBatch` has no such row).
 - The deterministic backward makes dq repeatable, but the order of its sums depends on how many segments and heads are
   in the launch, and it takes about SMs / (segments * heads) + 1 float32 copies of dq.
-- Segments are a grid's second dimension: 65,535 at most.
+- VarlenBatch are a grid's second dimension: 65,535 at most.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.backends.backend_protocol import LaunchOptions, Segments
+from cp_fast.backends.backend_protocol import LaunchOptions, VarlenBatch
 
 __all__ = ["Varlen", "checked_lse", "gpu_why_not", "varlen_arguments"]
 
@@ -32,7 +32,7 @@ _MOST_SEGMENTS = 65535
 
 
 class Varlen(NamedTuple):
-    """Segments, scale and softcap as the kernels take them."""
+    """VarlenBatch, scale and softcap as the kernels take them."""
 
     cu_q: torch.Tensor  # int32 [segments + 1], on the device
     cu_k: torch.Tensor  # int32 [segments + 1]
@@ -44,12 +44,12 @@ class Varlen(NamedTuple):
     softcap: float  # 0.0 for no softcap
 
 
-def varlen_arguments(segments: Segments, options: LaunchOptions) -> Varlen:
-    """Segments as the kernels take them.
+def varlen_arguments(segments: VarlenBatch, options: LaunchOptions) -> Varlen:
+    """VarlenBatch as the kernels take them.
 
     If the segments have bounds (`Plan.update`), the arguments depend on the bounds only, not on the current lengths.
 
-    >>> varlen = varlen_arguments(Segments.pack([30], [10], None, 22), LaunchOptions(scale=0.5))
+    >>> varlen = varlen_arguments(VarlenBatch.pack([30], [10], None, 22), LaunchOptions(scale=0.5))
     >>> varlen.left, varlen.right, varlen.max_q, varlen.max_k
     (-1, 22, 30, 31)
     """

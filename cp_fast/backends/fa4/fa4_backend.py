@@ -35,7 +35,7 @@ from cp_fast.backends.backend_protocol import (
     LaunchOptions,
     NotInstalled,
     Partial,
-    Segments,
+    VarlenBatch,
 )
 from cp_fast.backends.fa4.fa4_cache import keep_on_disk
 from cp_fast.backends.fa4.fa4_recorded import Launches
@@ -75,7 +75,7 @@ class Fa4Backend:
         return _why_not()
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, options: LaunchOptions
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
         d, (d_qk, d_v) = v.shape[2], _forward_dims(q.shape[2], v.shape[2])
@@ -84,12 +84,12 @@ class Fa4Backend:
         out, lse = _launch("_flash_attn_fwd", tensors, _forward_numbers(segments.left, segments.right, options))
         return Partial(trim(out, d), lse, None)
 
-    def backward(self, operands: BackwardOperands, segments: Segments, options: LaunchOptions) -> Gradients:
+    def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype."""
         return self.backward_letting_go([operands], segments, options)
 
     def backward_letting_go(
-        self, given: list[BackwardOperands], segments: Segments, options: LaunchOptions
+        self, given: list[BackwardOperands], segments: VarlenBatch, options: LaunchOptions
     ) -> Gradients:
         """`backward` that empties the operands' list. Operands without another reference are freed once the kernels
         have read them.

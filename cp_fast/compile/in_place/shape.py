@@ -2,8 +2,8 @@
 
 A captured CUDA graph fixes the messages, copies and launches, and their largest sizes. The first batch determines which
 ones there are. The sizes follow from the plan's room, so that ranks agree on them: a launch may have all queries and
-keys of a buffer, a message all rows of a unit. With a window in self-attention a unit sees fewer rows of another: of
-each sequence, `left + right` keys next to each piece of its queries.
+keys of a buffer, a message all rows of a ring member. With a window in self-attention a ring member sees fewer rows of
+another: of each sequence, `left + right` keys next to each piece of its queries.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class Shape:
         return self.room.rows_kv if kind in ("kv", "dkv") else self.room.rows_q
 
     def message_rows(self, kind: str, peer: int) -> int:
-        """The most rows of a message: inside an a2a group those of one rank, else those that a unit may see of
+        """The most rows of a message: inside an a2a group those of one rank, else those that a ring member may see of
         another.
         """
         own, size = self.side_rows(kind), self.problem.a2a_size
         if peer // size == self.rank // size:
             return own
-        problem, unit = self.problem, own * size
+        problem, member = self.problem, own * size
         left, right = problem.window_size[0], 0 if problem.causal else problem.window_size[1]
         lengths = problem.lengths
         if left < 0 or right < 0 or lengths.len_q != lengths.len_kv or lengths.slots_q != lengths.slots_kv:
-            return unit
+            return member
         if problem.layout_name not in _PIECES:
-            return unit
+            return member
         pieces = _PIECES[problem.layout_name]
-        return max(1, min(unit, self.room.max_sequences * pieces * (left + right)))
+        return max(1, min(member, self.room.max_sequences * pieces * (left + right)))
 
     def segments(self, keys: Any) -> int:
         """The most segments of a launch: the first batch's average per sequence, rounded up."""

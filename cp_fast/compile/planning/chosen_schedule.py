@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cp_fast.compile.planning.waiting_keys import own_keys_wait
-from cp_ref.spec import Problem, RankSchedule, Schedule, make_program, make_schedule
+from cp_ref.spec import Problem, RankSchedule, Schedule, make_rank_schedule, make_schedule
 
 __all__ = ["Schedules", "chosen_program", "chosen_schedule"]
 
@@ -14,17 +14,17 @@ Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward
 
 def chosen_program(problem: Problem, rank: int, head_chunks: tuple[int, ...]) -> Schedules:
     """One rank's forward and backward program."""
-    return _with_waiting_keys(problem, make_program(problem, rank, head_chunks))
+    return _with_waiting_keys(problem, make_rank_schedule(problem, rank, head_chunks))
 
 
 def chosen_schedule(problem: Problem, head_chunks: tuple[int, ...], known: dict[int, Schedules]) -> Schedule:
     """The schedule of all ranks. `known`: the results of `chosen_program` for some of them."""
     made = make_schedule(problem, known, head_chunks)
     others = enumerate(zip(made.forward, made.backward, strict=True))
-    programs = [known.get(rank) or _with_waiting_keys(problem, both) for rank, both in others]
-    forward, backward = zip(*programs, strict=True)
+    rank_schedules = [known.get(rank) or _with_waiting_keys(problem, both) for rank, both in others]
+    forward, backward = zip(*rank_schedules, strict=True)
     return replace(made, forward=forward, backward=backward)
 
 
-def _with_waiting_keys(problem: Problem, programs: Schedules) -> Schedules:
-    return programs if problem.areas is None else own_keys_wait(problem, programs)
+def _with_waiting_keys(problem: Problem, rank_schedules: Schedules) -> Schedules:
+    return rank_schedules if problem.areas is None else own_keys_wait(problem, rank_schedules)

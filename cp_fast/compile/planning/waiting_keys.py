@@ -1,4 +1,5 @@
-"""Own keys that wait for the others: an area that hides nothing is attended once, when more of its keys have arrived.
+"""Own keys that wait for the others: an attention slice that hides nothing is attended once, when more of its keys have
+arrived.
 
 For example, two ranks share a prompt, and their answers see all of it and, causally, themselves. Without this rewrite
 the answers of a rank attend to the prompt twice: to the rank's own part, and to the part that arrives. Each of these is
@@ -11,11 +12,12 @@ a kernel launch with an output to merge and gradients to add:
 Nothing of the prompt is hidden, so its keys need no order, and both parts are one segment of one launch. The messages
 do not change: gradients of own keys stay on the rank, at any step. Tiles of the first step wait if all of this holds:
 
-- They are of areas that hide nothing. All such tiles of the step wait together, so their launch is saved. (A part of a
-  causal area stays: without it the area's square would not be one.)
-- Their areas have arrived keys at a later step. They wait for the first one: in all_gather for all keys, in a ring for
-  the next unit's, as gradients of received keys have to leave one step after these came.
-- Any two of these areas have the same keys or no keys in common; otherwise one launch could become two.
+- They are of attention slices that hide nothing. All such tiles of the step wait together, so their launch is saved. (A
+    part of a
+  causal attention slice stays: without it the area's square would not be one.)
+- Their attention slices have arrived keys at a later step. They wait for the first one: in all_gather for all keys, in
+  a ring for the next unit's, as gradients of received keys have to leave one step after these came.
+- Any two of these attention slices have the same keys or no keys in common; otherwise one launch could become two.
 - Several tiles that stay have queries that see these keys. With only one, the keys would be the first of its segment.
 - Their queries are more than half of the later step's. Otherwise the queries of that step are one segment with the
   arriving keys, and these few are another segment with the own keys at either step.
@@ -27,60 +29,62 @@ from __future__ import annotations
 import numpy as np
 
 from cp_fast.compile.planning import machine_costs
-from cp_ref.spec import Areas, Column, Problem, RankSchedule, Step, Tiles, message_bytes, tile_pairs
+from cp_ref.spec import AttentionSlices, Column, Problem, RankSchedule, Step, Tiles, message_bytes, tile_pairs
 from cp_ref.spec.planners.ring_members import merged
 
 __all__ = ["own_keys_wait"]
 
 
-def own_keys_wait(problem: Problem, programs: tuple[RankSchedule, RankSchedule]) -> tuple[RankSchedule, RankSchedule]:
+def own_keys_wait(
+    problem: Problem, rank_schedules: tuple[RankSchedule, RankSchedule]
+) -> tuple[RankSchedule, RankSchedule]:
     """A rank's forward and backward program with own keys waiting, or the unchanged programs. Each step has the same
     tiles in both.
     """
-    forward, backward = programs
+    forward, backward = rank_schedules
     areas, own = problem.workload.areas, forward[0].tiles
     waits, arrives = _hides_nothing(areas)[own.area], _first_steps(areas, forward)[own.area]
     waiting, stays = own.take(waits), own.take(~waits)
     if not len(waiting) or not arrives[waits].all() or bool((tile_pairs(areas, stays) == _cells(stays)).any()):
-        return programs
+        return rank_schedules
     if not _apart(areas.take(waiting.area)) or _in_front(waiting, stays) or not _hidden(problem, forward[0], stays):
-        return programs
+        return rank_schedules
     tiles: list[Tiles] = [stays, *(step.tiles for step in forward[1:])]
     for n in map(int, np.unique(arrives[waits])):
         some = own.take(waits & (arrives == n))
         if 2 * _queries(some) <= _queries(tiles[n]):
-            return programs
+            return rank_schedules
         tiles[n] = Tiles.concat([some, tiles[n]])
     return _with_tiles(forward, tiles), _with_tiles(backward, tiles)
 
 
-def _with_tiles(program: RankSchedule, tiles: list[Tiles]) -> RankSchedule:
-    some = (step._replace(tiles=its) for step, its in zip(program, tiles, strict=False))
-    return *some, *program[len(tiles) :]
+def _with_tiles(rank_schedule: RankSchedule, tiles: list[Tiles]) -> RankSchedule:
+    some = (step._replace(tiles=its) for step, its in zip(rank_schedule, tiles, strict=False))
+    return *some, *rank_schedule[len(tiles) :]
 
 
-def _first_steps(areas: Areas, program: RankSchedule) -> Column:
-    """The first step after step 0 at which each area has tiles; 0 for none."""
+def _first_steps(areas: AttentionSlices, rank_schedule: RankSchedule) -> Column:
+    """The first step after step 0 at which each attention slice has tiles; 0 for none."""
     found = np.zeros(len(areas), dtype=np.int64)
-    for n in range(len(program) - 1, 0, -1):
-        found[program[n].tiles.area] = n
+    for n in range(len(rank_schedule) - 1, 0, -1):
+        found[rank_schedule[n].tiles.area] = n
     return found
 
 
-def _hides_nothing(areas: Areas) -> Column:
+def _hides_nothing(areas: AttentionSlices) -> Column:
     """Whether all of an area's rectangle is seen.
 
-    >>> _hides_nothing(Areas.parse("area q[0:4] k[0:4] band *:0\\narea q[4:8] k[0:4] band *:*")).tolist()
+    >>> _hides_nothing(AttentionSlices.parse("area q[0:4] k[0:4] band *:0\\narea q[4:8] k[0:4] band *:*")).tolist()
     [False, True]
     """
     return areas.pairs == _cells(areas)
 
 
-def _cells(rectangles: Areas | Tiles) -> Column:
+def _cells(rectangles: AttentionSlices | Tiles) -> Column:
     return (rectangles.q_stop - rectangles.q_start) * (rectangles.k_stop - rectangles.k_start)
 
 
-def _apart(areas: Areas) -> bool:
+def _apart(areas: AttentionSlices) -> bool:
     """Whether any two of these have the same keys or none in common."""
     start, stop = np.unique(np.stack([areas.k_start, areas.k_stop]), axis=1)
     return bool((start[1:] >= stop[:-1]).all())

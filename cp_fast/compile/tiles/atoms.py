@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cp_fast.compile.tiles.segments import Segments, SegmentSpans
+from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans
 from cp_ref.spec import Column
 from cp_ref.spec.tables.table import ranges, runs
 
@@ -30,7 +30,7 @@ class Atoms:
         planes = range(int(self.rows.max(initial=0)).bit_length())
         return [int.from_bytes(np.packbits(self.rows >> n & 1, bitorder="little").tobytes(), "little") for n in planes]
 
-    def sets(self, segments: Segments) -> list[int]:
+    def sets(self, segments: LaunchSegments) -> list[int]:
         """The atoms of each segment."""
         found = [0] * len(segments)
         for segment, begin, end in zip(self.given.segment.tolist(), *self.places, strict=True):

@@ -109,7 +109,7 @@ class TileGroups:
                     yield TileGroup(part, (part[0] // size, -(-part[1] // size)), banded, launches)
 
     def _launched(self, tiles: Tiles) -> tuple[BandTiles, list[LaunchRows]]:
-        """Tiles with their bands, for any heads, and their launches."""
+        """Tiles with their diagonal bands, for any heads, and their launches."""
         rectangles = tuple(map(id, tiles.columns[:5]))  # The cached tiles keep these columns alive.
         if rectangles not in self._launches:
             banded = band_tiles(self._work.areas, tiles)

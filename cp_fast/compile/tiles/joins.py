@@ -1,4 +1,4 @@
-"""Merge tiles of an area.
+"""Merge tiles of an attention slice.
 
 merge_adjacent   touching tiles, if their bounding rectangle has no other rows and pairs: that rectangle.
 merge_causal     the own chunks of a causal sequence: q early x k early, q late x k early, q late x k late are one
@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from cp_fast.compile.pass_table import bit_of
-from cp_fast.compile.tiles.segments import Segments, SegmentSpans, one_each
+from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans, one_each
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, windowed
 from cp_ref.spec import UNBOUNDED, Column, ranges
 from cp_ref.spec.tables.attention_slices import pairs
@@ -25,7 +25,7 @@ __all__ = ["merge_adjacent", "merge_causal", "merge_dense"]
 _ADJACENT, _CAUSAL, _DENSE = map(bit_of, ("merge_adjacent", "merge_causal", "merge_dense"))
 
 
-def merge_dense(tiles: BandTiles) -> Segments:
+def merge_dense(tiles: BandTiles) -> LaunchSegments:
     """Tiles without hidden pairs as few segments.
 
     >>> from cp_fast.compile.tiles.windows import windowed
@@ -47,7 +47,7 @@ def merge_dense(tiles: BandTiles) -> Segments:
     keys = ranges(begin[first], size[first])
     area = tiles.area[begin[first]]
     merged = (queries > 1) | (size[first] > 1)
-    return Segments.dense(
+    return LaunchSegments.dense(
         area,
         np.where(merged, _DENSE, tiles.made_by[begin[first]]),
         SegmentSpans(np.repeat(number, queries), q0[begin], q1[begin]),
@@ -69,8 +69,8 @@ def _same_keys(tiles: BandTiles, begin: Column, size: Column) -> Column:
 
 
 def merge_adjacent(tiles: BandTiles) -> BandTiles:
-    """Join touching tiles of an area if their bounding rectangle has exactly their rows and pairs, as the neighbouring
-    chunks of the last rank.
+    """Join touching tiles of an attention slice if their bounding rectangle has exactly their rows and pairs, as the
+    neighbouring chunks of the last rank.
 
     >>> from cp_fast.compile.tiles.windows import windowed
     >>> three = [(0, 0, 2, 0, 2, -3, 0), (0, 2, 4, 0, 2, -3, 0), (0, 2, 4, 2, 4, -3, 0)]  # a window of three
@@ -104,11 +104,11 @@ def merge_adjacent(tiles: BandTiles) -> BandTiles:
     return found.take(np.argsort(found.area, kind="stable"))
 
 
-def merge_causal(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
-    """The own tiles of each causal area as one causal square; and whether each tile belongs to one.
+def merge_causal(tiles: BandTiles, rule: WindowRule) -> tuple[LaunchSegments, Column]:
+    """The own tiles of each causal attention slice as one causal square; and whether each tile belongs to one.
 
-    Queries and keys of such an area are the same positions along the diagonal, with any gaps. So each of the given rows
-    sees exactly the given rows before it and itself.
+    Queries and keys of such an attention slice are the same positions along the diagonal, with any gaps. So each of the
+    given rows sees exactly the given rows before it and itself.
     """
     diagonal = np.zeros(int(tiles.area.max(initial=0)) + 1, dtype=bool)
     diagonal[tiles.area[tiles.diagonal]] = True
@@ -141,7 +141,7 @@ def merge_causal(tiles: BandTiles, rule: WindowRule) -> tuple[Segments, Column]:
     keys = SegmentSpans(segment, q.start + hi[q.segment], q.stop + hi[q.segment])
     own_left, own_right = rule.own
     left = np.where((own_right == 0) & (hi - lo == own_left), own_left, -1)[area]
-    return Segments(area, left, np.zeros_like(area), constant(_CAUSAL, area), own, keys), part
+    return LaunchSegments(area, left, np.zeros_like(area), constant(_CAUSAL, area), own, keys), part
 
 
 def _rows_together(segment: Column, start: Column, stop: Column) -> Column:

@@ -11,7 +11,7 @@ import numpy as np
 from cp_fast.compile.pass_table import bit_of
 from cp_fast.compile.row_maps import RowMap, Spans
 from cp_fast.compile.tiles.joins import merge_adjacent, merge_causal, merge_dense
-from cp_fast.compile.tiles.segments import Segments, SegmentSpans, one_each
+from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans, one_each
 from cp_fast.compile.tiles.shared_keys import dedupe_queries, factor_keys
 from cp_fast.compile.tiles.sharing import areas_meet, layers, prepend_keys, split_disjoint
 from cp_fast.compile.tiles.split_queries import split_queries
@@ -67,8 +67,8 @@ def launch_tables(tiles: BandTiles, rule: WindowRule, skipped: Collection[str] =
         tiles, edges = tiles.take(full), one_each(tiles.take(~full))
     dense = one_each(tiles) if "merge_dense" in skipped else merge_dense(tiles)
 
-    def with_others(dense: Segments) -> Segments:
-        return Segments.concat([x for x in (square, dense, edges) if x is not None])
+    def with_others(dense: LaunchSegments) -> LaunchSegments:
+        return LaunchSegments.concat([x for x in (square, dense, edges) if x is not None])
 
     if not meet:
         found = _batches(with_others(dense), rule, skipped)
@@ -87,14 +87,16 @@ def launch_tables(tiles: BandTiles, rule: WindowRule, skipped: Collection[str] =
     ]
 
 
-def _fewest(way: Segments, rule: WindowRule, skipped: Collection[str], most: float = math.inf) -> list[Segments]:
+def _fewest(
+    way: LaunchSegments, rule: WindowRule, skipped: Collection[str], most: float = math.inf
+) -> list[LaunchSegments]:
     """The segments in launches, with keys prepended to causal segments or not, by the lower cost. Empty if both need
     more launches than `most`.
     """
-    best: list[Segments] = []
+    best: list[LaunchSegments] = []
     joined = way if "prepend_keys" in skipped else prepend_keys(way)
     for some in (joined, way) if len(joined) < len(way) else (way,):
-        found: list[Segments] = []
+        found: list[LaunchSegments] = []
         for group in _by_window(some, rule):
             more = _one_by_one(group) if "split_disjoint" in skipped else split_disjoint(group, most - len(found))
             if more is None:
@@ -106,13 +108,13 @@ def _fewest(way: Segments, rule: WindowRule, skipped: Collection[str], most: flo
     return best
 
 
-def _one_by_one(segments: Segments) -> list[Segments]:
+def _one_by_one(segments: LaunchSegments) -> list[LaunchSegments]:
     """Each segment alone."""
     return [segments.take(np.array([n])) for n in range(len(segments))]
 
 
-def _batches(segments: Segments, rule: WindowRule, skipped: Collection[str]) -> Iterator[Segments]:
-    """The segments of areas without common rows in launches."""
+def _batches(segments: LaunchSegments, rule: WindowRule, skipped: Collection[str]) -> Iterator[LaunchSegments]:
+    """The segments of attention slices without common rows in launches."""
     if "batch_segments" in skipped:
         yield from _one_by_one(segments)
         return
@@ -120,13 +122,13 @@ def _batches(segments: Segments, rule: WindowRule, skipped: Collection[str]) -> 
         yield from _places(group)
 
 
-def _most_keys(segments: Segments) -> int:
+def _most_keys(segments: LaunchSegments) -> int:
     """The most rows of keys of a launch of these queries and keys: each key once, plus half the number of queries."""
     q, k = (merged(spans.start, spans.stop) for spans in (segments.q, segments.k))
     return int((k[1] - k[0]).sum()) + int((q[1] - q[0]).sum()) // 2
 
 
-def _cost(launches: Sequence[Segments]) -> tuple[int, int]:
+def _cost(launches: Sequence[LaunchSegments]) -> tuple[int, int]:
     """The number of launches, and of their rows of queries: each row is read, and its result merged."""
     return len(launches), sum(int((launch.q.stop - launch.q.start).sum()) for launch in launches)
 
@@ -145,7 +147,7 @@ def sort_keys(table: LaunchTable, rows: RowMap, keys: Spans) -> LaunchTable:
     return table._replace(k=SegmentSpans(segment[order], start, start + count), made_by=made_by)
 
 
-def _by_queries(segments: Segments) -> Segments:
+def _by_queries(segments: LaunchSegments) -> LaunchSegments:
     """The segments in the order of their queries. If a launch has most rows of a buffer, they are then contiguous and
     need no gather.
     """
@@ -153,7 +155,7 @@ def _by_queries(segments: Segments) -> Segments:
     return segments.take(np.argsort(first, kind="stable"))
 
 
-def _launch(segments: Segments, layer: Column | None = None, *, made_by: int) -> LaunchTable:
+def _launch(segments: LaunchSegments, layer: Column | None = None, *, made_by: int) -> LaunchTable:
     """A launch of segments. `made_by`: the pass that put several segments into it, as a bit."""
     left, right = int(segments.left[0]), int(segments.right[0])
     lengths = segments.q.lengths(len(segments)), segments.k.lengths(len(segments))
@@ -162,7 +164,7 @@ def _launch(segments: Segments, layer: Column | None = None, *, made_by: int) ->
     return LaunchTable(*window, segments.q, segments.k, *lengths, passes, layer)
 
 
-def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
+def _by_window(segments: LaunchSegments, rule: WindowRule) -> Iterator[LaunchSegments]:
     """The segments of each window. The problem's own window comes first: its launch has most rows, and the rest is
     merged into it. Then come a right edge in the corner, no edge, a left one, both.
     """
@@ -182,16 +184,16 @@ def _by_window(segments: Segments, rule: WindowRule) -> Iterator[Segments]:
         yield segments.take(np.flatnonzero((left == window[0]) & (right == window[1])))
 
 
-def _places(segments: Segments) -> Iterator[Segments]:
+def _places(segments: LaunchSegments) -> Iterator[LaunchSegments]:
     """The segments in launches without repeated rows of queries or keys, since results are added by rows. The first
-    segments of all areas are one launch, the second ones the next: areas have no rows in common.
+    segments of all attention slices are one launch, the second ones the next: attention slices have no rows in common.
     """
     if not (overlap(segments.q.start, segments.q.stop) or overlap(segments.k.start, segments.k.stop)):
         yield segments
         return
     if not bool((segments.area[1:] >= segments.area[:-1]).all()):
         segments = segments.take(np.argsort(segments.area, kind="stable"))
-    place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # In their area.
+    place = np.arange(len(segments)) - np.searchsorted(segments.area, segments.area)  # In their attention slice.
     for n in range(int(place.max()) + 1):
         yield segments.take(np.flatnonzero(place == n))
 

@@ -1,4 +1,4 @@
-"""Segments of kernel launches: queries and keys with one window, whose rows may lie anywhere.
+"""LaunchSegments of kernel launches: queries and keys with one window, whose rows may lie anywhere.
 
 Rows are gathered for the launch, or they are contiguous.
 """
@@ -14,7 +14,7 @@ from cp_fast.compile.tiles.windows import BandTiles
 from cp_ref.spec import Column, Table, ranges
 from cp_ref.spec.tables.table import constant
 
-__all__ = ["SegmentSpans", "Segments", "one_each"]
+__all__ = ["LaunchSegments", "SegmentSpans", "one_each"]
 
 
 Row = tuple[int, int, int]  # Segment, first global row, the row behind the last.
@@ -35,9 +35,9 @@ class SegmentSpans(Table):
 
 
 @dataclass(frozen=True, eq=False)
-class Segments:
-    """Segments of launches. Segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries of its
-    spans of `q`, one after the other, and the keys of its spans of `k`. `made_by`: see `BandTiles`.
+class LaunchSegments:
+    """LaunchSegments of launches. Segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries
+    of its spans of `q`, one after the other, and the keys of its spans of `k`. `made_by`: see `BandTiles`.
     """
 
     area: Column
@@ -51,26 +51,26 @@ class Segments:
         return len(self.area)
 
     @staticmethod
-    def dense(area: Column, made_by: Column, q: SegmentSpans, k: SegmentSpans) -> Segments:
-        """Segments without a mask."""
+    def dense(area: Column, made_by: Column, q: SegmentSpans, k: SegmentSpans) -> LaunchSegments:
+        """LaunchSegments without a mask."""
         none = constant(-1, area)
-        return Segments(area, none, none, made_by, q, k)
+        return LaunchSegments(area, none, none, made_by, q, k)
 
     @staticmethod
-    def of_rows(q: Sequence[Row], k: Sequence[Row]) -> Segments:
-        """Segments without a mask that no pass made, each of an area of its own."""
+    def of_rows(q: Sequence[Row], k: Sequence[Row]) -> LaunchSegments:
+        """LaunchSegments without a mask that no pass made, each of an attention slice of its own."""
         spans = SegmentSpans.of_rows(q), SegmentSpans.of_rows(k)
         area = np.unique(spans[0].segment)
-        return Segments.dense(area, constant(0, area), *spans)
+        return LaunchSegments.dense(area, constant(0, area), *spans)
 
-    def take(self, which: Column) -> Segments:
+    def take(self, which: Column) -> LaunchSegments:
         """The segments with these numbers, in this order."""
         q, k = (_taken(spans, which, len(self)) for spans in (self.q, self.k))
-        return Segments(self.area[which], self.left[which], self.right[which], self.made_by[which], q, k)
+        return LaunchSegments(self.area[which], self.left[which], self.right[which], self.made_by[which], q, k)
 
     @staticmethod
-    def concat(parts: Sequence[Segments]) -> Segments:
-        """The segments of all parts, in the order of their areas and queries."""
+    def concat(parts: Sequence[LaunchSegments]) -> LaunchSegments:
+        """The segments of all parts, in the order of their attention slices and queries."""
         parts = [part for part in parts if len(part)] or list(parts[:1])
         if len(parts) == 1:
             return parts[0]
@@ -83,7 +83,7 @@ class Segments:
             )
             for sides in ([p.q for p in parts], [p.k for p in parts])
         )
-        joined = Segments(area, left, right, made_by, q, k)
+        joined = LaunchSegments(area, left, right, made_by, q, k)
         return joined.take(np.lexsort((q.start[np.searchsorted(q.segment, np.arange(len(area)))], area)))
 
 
@@ -94,8 +94,8 @@ def _taken(spans: SegmentSpans, which: Column, number: int) -> SegmentSpans:
     return SegmentSpans(np.repeat(np.arange(len(which)), size), spans.start[rows], spans.stop[rows])
 
 
-def one_each(tiles: BandTiles) -> Segments:
+def one_each(tiles: BandTiles) -> LaunchSegments:
     """Every tile as a segment."""
     number = np.arange(len(tiles))
     q, k = SegmentSpans(number, tiles.q_start, tiles.q_stop), SegmentSpans(number, tiles.k_start, tiles.k_stop)
-    return Segments(tiles.area, tiles.left, tiles.right, tiles.made_by, q, k)
+    return LaunchSegments(tiles.area, tiles.left, tiles.right, tiles.made_by, q, k)

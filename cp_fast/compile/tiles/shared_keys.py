@@ -1,4 +1,4 @@
-"""Segments without a mask whose queries share keys, as few segments with the same pairs.
+"""LaunchSegments without a mask whose queries share keys, as few segments with the same pairs.
 
 factor_keys      few rectangles, many of them in one launch.
 dedupe_queries   one segment for all queries with the same keys, without repeated queries.
@@ -20,7 +20,7 @@ import numpy as np
 
 from cp_fast.compile.pass_table import bit_of
 from cp_fast.compile.tiles.atoms import Atoms, atoms_of, rows_in
-from cp_fast.compile.tiles.segments import Segments
+from cp_fast.compile.tiles.segments import LaunchSegments
 from cp_ref.spec.tables.table import constant
 
 __all__ = ["dedupe_queries", "factor_keys"]
@@ -28,12 +28,13 @@ __all__ = ["dedupe_queries", "factor_keys"]
 Group = tuple[list[int], int]  # Atoms of queries, and the set of atoms of keys that they see.
 
 
-def factor_keys(segments: Segments) -> Segments:
-    """Segments without a mask as few rectangles with the same pairs. Queries that share most of their keys take the
-    shared keys together. The remaining keys, and queries that share fewer, are halved, the half with more keys first.
+def factor_keys(segments: LaunchSegments) -> LaunchSegments:
+    """LaunchSegments without a mask as few rectangles with the same pairs. Queries that share most of their keys take
+    the shared keys together. The remaining keys, and queries that share fewer, are halved, the half with more keys
+    first.
 
     >>> q, k = [(0, 1, 2), (1, 2, 3), (2, 3, 4)], [(0, 0, 1), (1, 0, 2), (2, 0, 3)]
-    >>> found = factor_keys(Segments.of_rows(q, k))
+    >>> found = factor_keys(LaunchSegments.of_rows(q, k))
     >>> list(found.q.rows()), list(found.k.rows())
     ([(0, 2, 4), (1, 3, 4), (2, 1, 2)], [(0, 0, 2), (1, 2, 3), (2, 0, 1)])
     """
@@ -41,12 +42,12 @@ def factor_keys(segments: Segments) -> Segments:
     return _as_segments(segments, q, k, list(_rectangles(_groups(segments, q, k), k.sizes)), "factor_keys")
 
 
-def dedupe_queries(segments: Segments, most: float = math.inf) -> Segments | None:
-    """Segments without a mask, merged into one for all queries that see the same keys. None if they have more than
-    `most` rows of keys in total.
+def dedupe_queries(segments: LaunchSegments, most: float = math.inf) -> LaunchSegments | None:
+    """LaunchSegments without a mask, merged into one for all queries that see the same keys. None if they have more
+    than `most` rows of keys in total.
 
     >>> q, k = [(0, 1, 2), (1, 1, 2), (2, 2, 3)], [(0, 0, 1), (1, 1, 2), (2, 0, 2)]
-    >>> found = dedupe_queries(Segments.of_rows(q, k))
+    >>> found = dedupe_queries(LaunchSegments.of_rows(q, k))
     >>> list(found.q.rows()), list(found.k.rows())
     ([(0, 1, 3)], [(0, 0, 2)])
     """
@@ -57,7 +58,7 @@ def dedupe_queries(segments: Segments, most: float = math.inf) -> Segments | Non
     return _as_segments(segments, q, k, groups, "dedupe_queries")
 
 
-def _groups(segments: Segments, q: Atoms, k: Atoms) -> list[Group]:
+def _groups(segments: LaunchSegments, q: Atoms, k: Atoms) -> list[Group]:
     """Groups of queries that see the same keys, by these keys. No two segments share a pair, so the keys of two
     neighbouring atoms of queries differ only by the segments that begin or end between them.
     """
@@ -75,11 +76,11 @@ def _groups(segments: Segments, q: Atoms, k: Atoms) -> list[Group]:
     return [(by_keys[its], its) for its in sorted(by_keys)]
 
 
-def _as_segments(segments: Segments, q: Atoms, k: Atoms, found: Sequence[Group], made_by: str) -> Segments:
+def _as_segments(segments: LaunchSegments, q: Atoms, k: Atoms, found: Sequence[Group], made_by: str) -> LaunchSegments:
     """Groups as segments without a mask."""
     area = np.array([segments.area[0]] * len(found))
     queries, keys = q.spans([mine for mine, _ in found]), k.spans([atoms_of(its) for _, its in found])
-    return Segments.dense(area, constant(bit_of(made_by), area), queries, keys)
+    return LaunchSegments.dense(area, constant(bit_of(made_by), area), queries, keys)
 
 
 def _rectangles(groups: list[Group], sizes: Sequence[int]) -> Iterator[Group]:

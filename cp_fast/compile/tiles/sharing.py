@@ -1,10 +1,10 @@
-"""Areas with common rows, as few segments in few launches.
+"""Attention slices with common rows, as few segments in few launches.
 
 A launch adds its results by rows, so no two of its segments may share a query row. They may share a key row only if the
-gradients of keys are added layer by layer. Areas of one mask often share rows: the blocks before each block, a prompt
-before its answers.
+gradients of keys are added layer by layer. Attention slices of one mask often share rows: the blocks before each block,
+a prompt before its answers.
 
-prepend_keys     the segment of a causal area, with the earlier keys of its queries before its own.
+prepend_keys     the segment of a causal attention slice, with the earlier keys of its queries before its own.
 split_disjoint   segments in launches with room.
 layers           a launch's segments in groups whose gradients may be added at once.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from cp_fast.compile.pass_table import bit_of
 from cp_fast.compile.tiles.atoms import Atoms, Uses
-from cp_fast.compile.tiles.segments import Segments, SegmentSpans
+from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans
 from cp_fast.compile.tiles.windows import BandTiles
 from cp_ref.spec import Column
 from cp_ref.spec.tables.table import runs
@@ -32,7 +32,7 @@ Rows = tuple[tuple[int, int], ...]
 
 
 def areas_meet(tiles: BandTiles) -> bool:
-    """Whether the queries, or the keys, of two areas may share rows: whether their ranges overlap."""
+    """Whether the queries, or the keys, of two attention slices may share rows: whether their ranges overlap."""
     if len(tiles) < 2:
         return False
     order = np.argsort(tiles.area, kind="stable")
@@ -46,11 +46,11 @@ def areas_meet(tiles: BandTiles) -> bool:
     return False
 
 
-def prepend_keys(segments: Segments) -> Segments:
+def prepend_keys(segments: LaunchSegments) -> LaunchSegments:
     """Merge segments without a mask and causal ones with the same queries. The keys of the former come first: the
     window is aligned to the last key and unbounded to the left, so it hides none of them.
 
-    >>> two = Segments(
+    >>> two = LaunchSegments(
     ...     np.array([0, 1]), np.array([-1, -1]), np.array([-1, 0]), np.array([0, 0]),
     ...     SegmentSpans.of_rows([(0, 4, 8), (1, 4, 8)]), SegmentSpans.of_rows([(0, 0, 2), (1, 4, 8)]),
     ... )
@@ -76,7 +76,7 @@ def prepend_keys(segments: Segments) -> Segments:
     return replace(found, made_by=np.where(gained, _PREPEND, found.made_by), k=keys)
 
 
-def split_disjoint(segments: Segments, most: float = math.inf) -> list[Segments] | None:
+def split_disjoint(segments: LaunchSegments, most: float = math.inf) -> list[LaunchSegments] | None:
     """The segments in launches without repeated rows of queries: large segments first, each in the first launch with
     room. Rows of keys may repeat, up to half the number of queries. To gather them and add their gradients costs less
     than another launch: it would read its queries and merge their results.
@@ -85,7 +85,7 @@ def split_disjoint(segments: Segments, most: float = math.inf) -> list[Segments]
         most: the most launches; None is returned if more are needed.
 
     >>> q, k = [(0, 0, 4), (1, 4, 6), (2, 6, 8)], [(0, 0, 4), (1, 0, 4), (2, 4, 6)]  # two with the same keys
-    >>> three = Segments.of_rows(q, k)
+    >>> three = LaunchSegments.of_rows(q, k)
     >>> [len(launch) for launch in split_disjoint(three)]
     [2, 1]
     """
@@ -133,12 +133,12 @@ def _clear(bits: int, count: int) -> Iterator[int]:
         free &= free - 1
 
 
-def layers(segments: Segments) -> Column | None:
+def layers(segments: LaunchSegments) -> Column | None:
     """A number for each segment, from 0: those with the same number have no row of keys in common. None where no two
     have any.
 
     >>> q, k = [(0, 0, 4), (1, 4, 6), (2, 6, 8)], [(0, 0, 4), (1, 0, 4), (2, 4, 6)]
-    >>> layers(Segments.of_rows(q, k)).tolist()
+    >>> layers(LaunchSegments.of_rows(q, k)).tolist()
     [0, 1, 0]
     """
     uses = Uses(Atoms(segments.k), len(segments))

@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from cp_fast.compile.pass_table import bit_of
-from cp_fast.compile.tiles.segments import Segments, SegmentSpans
+from cp_fast.compile.tiles.segments import LaunchSegments, SegmentSpans
 from cp_ref.spec import Column
 from cp_ref.spec.tables.table import constant
 
@@ -31,12 +31,12 @@ _BLOCKS = 4  # Enough blocks of keys a head: 32 heads then have 128, and an H200
 _ROWS = 1024  # The least queries of a part: more than a block of them.
 
 
-def split_queries(launch: Segments) -> Segments:
+def split_queries(launch: LaunchSegments) -> LaunchSegments:
     """Cut each segment of a launch without a mask and with few keys into equally many parts. Other launches do not
     change.
 
     >>> q, k = [(0, 0, 2000), (0, 3000, 5300)], [(0, 0, 64)]
-    >>> found = split_queries(Segments.of_rows(q, k))
+    >>> found = split_queries(LaunchSegments.of_rows(q, k))
     >>> list(found.q.rows()), list(found.k.rows())[-1]
     ([(0, 0, 1024), (1, 1024, 2000), (1, 3000, 3048), (2, 3048, 4200), (3, 4200, 5300)], (3, 0, 64))
     """

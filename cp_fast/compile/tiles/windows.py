@@ -1,10 +1,10 @@
-"""A tile's band as a kernel's window, and tiles cut so that few windows serve all of them.
+"""A tile's diagonal band as a kernel's window, and tiles cut so that few windows serve all of them.
 
-A kernel's window is aligned to the last row and last key of a tile. So tiles share a launch only if the band has the
-same position at these corners. In packed batches it differs for the tiles of every sequence. So each tile whose window
-is not the problem's own is cut, by itself, into at most three with corners on an edge of the band:
+A kernel's window is aligned to the last row and last key of a tile. So tiles share a launch only if the diagonal band
+has the same position at these corners. In packed batches it differs for the tiles of every sequence. So each tile whose
+window is not the problem's own is cut, by itself, into at most three with corners on an edge of the diagonal band:
 
-        keys ->             A   right edge in the corner: window (width of the band, 0)
+        keys ->             A   right edge in the corner: window (width of the diagonal band, 0)
       . a a a a . .         B   left edge in the corner: window (0, unbounded)
       . . a a a a .         C   nothing hidden: no window
       . . . b b c c
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cp_fast.compile.pass_table import bit_of
-from cp_ref.spec import UNBOUNDED, Areas, Column, Problem, Table, Tiles
+from cp_ref.spec import UNBOUNDED, AttentionSlices, Column, Problem, Table, Tiles
 from cp_ref.spec.tables.attention_slices import crop
 from cp_ref.spec.tables.table import constant, in_blocks
 
@@ -36,8 +36,9 @@ _SPLIT = bit_of("split_windows")
 
 @dataclass(frozen=True, eq=False)
 class BandTiles(Table):
-    """Tiles with their bands: rectangles of global rows, cropped; `left` and `right` are the kernel's window, -1 for
-    unbounded. `made_by` has the compiler passes that made each tile (`pass_table.bit_of`); 0 for the schedule's own.
+    """Tiles with their diagonal bands: rectangles of global rows, cropped; `left` and `right` are the kernel's window,
+    -1 for unbounded. `made_by` has the compiler passes that made each tile (`pass_table.bit_of`); 0 for the schedule's
+    own.
     """
 
     area: Column
@@ -64,7 +65,8 @@ class BandTiles(Table):
 
 class WindowRule(NamedTuple):
     """`own`: the problem's window (left, right), -1 for unbounded; a tile with it is never cut. `large`: the number of
-    query rows from which a tile has its own window. `disjoint`: whether no two areas are known to share rows.
+    query rows from which a tile has its own window. `disjoint`: whether no two attention slices are known to share
+    rows.
     """
 
     own: tuple[int, int]
@@ -73,7 +75,7 @@ class WindowRule(NamedTuple):
 
 
 def own_window(problem: Problem) -> tuple[int, int]:
-    """The problem's window; of areas the window of most query rows, among those with hidden pairs."""
+    """The problem's window; of attention slices the window of most query rows, among those with hidden pairs."""
     if problem.areas is None:
         left, right = problem.window_size
         return left, 0 if problem.causal else right
@@ -84,8 +86,8 @@ def own_window(problem: Problem) -> tuple[int, int]:
     return max(rows, key=lambda window: (rows[window], window), default=(-1, -1))
 
 
-def band_tiles(areas: Areas, tiles: Tiles) -> BandTiles:
-    """A schedule's tiles with their bands, cropped to rows and keys with visible pairs."""
+def band_tiles(areas: AttentionSlices, tiles: Tiles) -> BandTiles:
+    """A schedule's tiles with their diagonal bands, cropped to rows and keys with visible pairs."""
     lo, hi = areas.lo[tiles.area], areas.hi[tiles.area]
     q0, q1, k0, k1 = crop(tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop, lo, hi)
     there = (q0 < q1) & (k0 < k1)
@@ -95,7 +97,7 @@ def band_tiles(areas: Areas, tiles: Tiles) -> BandTiles:
 
 
 def windowed(area: Column, q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Column) -> BandTiles:
-    """Tiles with the windows of their bands."""
+    """Tiles with the windows of their diagonal bands."""
     return BandTiles(area, q0, q1, k0, k1, lo, hi, *_windows(q0, q1, k0, k1, lo, hi), constant(0, area))
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from cp_fast.backends import Segments, by_name
+from cp_fast.backends import VarlenBatch, by_name
 from cp_fast.backends.fa4 import fa4_cache
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import compiled
@@ -65,7 +65,7 @@ def compile_shapes(
     for problem in problems:
         for one in launch_classes(problem):
             began = time.perf_counter()
-            segments = Segments.pack([_ROWS], [_ROWS], one.left, one.right, _DEVICE)
+            segments = VarlenBatch.pack([_ROWS], [_ROWS], one.left, one.right, _DEVICE)
             _, back = launch_calls(backend, replace(problem, heads_q=one.heads_q, heads_kv=one.heads_kv), segments)
             back()
             took = time.perf_counter() - began

@@ -28,7 +28,7 @@ import torch
 from cp_fast.api.attention import attention
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan, make_plan
-from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, Segments
+from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch
 from cp_fast.compile.planning.machine import Host, Kernel, Link, Machine, Rates
 from cp_fast.tools.cost.counts import LaunchCounts, count_alone
 from cp_fast.tools.cost.least_squares import least_squares
@@ -95,7 +95,7 @@ def _rates(plan: Plan, tokens: int) -> Rates:
     problem, found = plan.problem, list[tuple[LaunchCounts, float, float]]()
     for lengths in ([tokens], [tokens // 2], [tokens // 4], [tokens // 8], [tokens // 8] * 8, [tokens // 16] * 16):
         alone = replace(problem, cp_size=1, sequences=tuple(Sequence(n, n, n, n) for n in lengths))
-        forward, back = launch_calls(plan.backend, alone, Segments.pack(lengths, lengths, None, 0, plan.device))
+        forward, back = launch_calls(plan.backend, alone, VarlenBatch.pack(lengths, lengths, None, 0, plan.device))
         found.append((count_alone(alone), _seconds(forward, plan.device), _seconds(back, plan.device)))
     flops = 2e-12 * (problem.d_qk + problem.d_v)
     columns = [[1e-6, one.pairs * one.heads * flops, one.rows * one.heads * flops] for one, *_ in found]
@@ -108,7 +108,9 @@ def _rates(plan: Plan, tokens: int) -> Rates:
     return Rates(problem.d_qk, problem.d_v, problem.dtype, *made)
 
 
-def launch_calls(backend: Backend, problem: Problem, segments: Segments) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def launch_calls(
+    backend: Backend, problem: Problem, segments: VarlenBatch
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A forward and a backward launch of random operands with a problem's heads, head dims and dtype; the forward one
     has run once.
     """

@@ -102,7 +102,7 @@ class ProblemOptions:
 
     @property
     def mask_type(self) -> str:
-        """The mask, where there are no areas."""
+        """The mask, where there are no attention slices."""
         return self.mask or "causal"
 
     def said(self) -> dict[str, Any]:

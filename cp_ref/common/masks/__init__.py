@@ -1,4 +1,5 @@
-"""Makers of areas: masks by name, as the tensors that `attention(..., areas=...)` takes, and readers of others' masks.
+"""Makers of attention slices: masks by name, as the tensors that `attention(..., areas=...)` takes, and readers of
+others' masks.
 
     documents                                               each document sees itself
     prefix_lm, shared_prefix, tree                          all rows see the beginning that they continue

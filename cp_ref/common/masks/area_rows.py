@@ -1,4 +1,4 @@
-"""The rows of a table of areas, and readers of makers' arguments."""
+"""The rows of a table of attention slices, and readers of makers' arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cp_ref.spec import AreaRow, check_data, read_count
+from cp_ref.spec import AttentionSliceRow, check_data, read_count
 
 __all__ = ["FULL", "Lengths", "causal", "listed", "numbers", "tensor", "upper"]
 
@@ -15,13 +15,13 @@ FULL = (-1, -1)  # a window that hides nothing
 Lengths = torch.Tensor | Sequence[int]
 
 
-def causal(start: int, stop: int) -> AreaRow:
+def causal(start: int, stop: int) -> AttentionSliceRow:
     """Rows that see each other up to themselves."""
     return (start, stop, start, stop, -1, 0)
 
 
-def upper(start: int, stop: int) -> AreaRow:
-    """The area that makes a causal square dense: for each row, the keys after it.
+def upper(start: int, stop: int) -> AttentionSliceRow:
+    """The attention slice that makes a causal square dense: for each row, the keys after it.
 
     >>> tensor([causal(0, 3), upper(0, 3)]).tolist()
     [[0, 3, 0, 3, -1, 0], [0, 2, 1, 3, 0, -1]]
@@ -29,8 +29,8 @@ def upper(start: int, stop: int) -> AreaRow:
     return (start, stop - 1, start + 1, stop, 0, -1)
 
 
-def tensor(rows: Iterable[AreaRow]) -> torch.Tensor:
-    """The areas, int64 [n, 6], without those that have no row or no column."""
+def tensor(rows: Iterable[AttentionSliceRow]) -> torch.Tensor:
+    """The attention slices, int64 [n, 6], without those that have no row or no column."""
     kept = [row for row in rows if row[0] < row[1] and row[2] < row[3]]
     return torch.tensor(kept, dtype=torch.int64).reshape(-1, 6)
 

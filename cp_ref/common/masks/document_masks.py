@@ -24,14 +24,15 @@ def documents(
     cu_seqlens_kv_padded: Lengths | None = None,
     window_size: tuple[int, int] = (-1, 0),
 ) -> torch.Tensor:
-    """Each document sees itself through a window: the same as `cu_seqlens_*` and a bottom-right mask without areas.
+    """Each document sees itself through a window: the same as `cu_seqlens_*` and a bottom-right mask without attention
+    slices.
 
     Args:
         cu_seqlens_q ... cu_seqlens_kv_padded: as in `attention`, [b + 1].
         window_size: (left, right), -1 for unbounded, aligned to each document's last query and key; causal by default.
 
     Returns:
-        int64 [n, 6]: an area for each document that sees anything.
+        int64 [n, 6]: an attention slice for each document that sees anything.
 
     >>> print(picture(documents([0, 3, 5])))
     5 query rows x 5 key rows; a cell is 1 x 1
@@ -62,7 +63,7 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
     """One mask for each document of a buffer.
 
     Args:
-        masks: areas of each document, as if it began at row 0.
+        masks: attention slices of each document, as if it began at row 0.
         starts_q: the row of the buffer at which each begins, such as `cu_seqlens_q_padded`; entries behind the last
             document's are not looked at.
         starts_kv: the same for keys; defaults to starts_q.
@@ -92,8 +93,8 @@ def packed(masks: Sequence[torch.Tensor], starts_q: Lengths, starts_kv: Lengths 
 
 
 def picture(areas: torch.Tensor | Sequence[Sequence[int]], width: int = 80) -> str:
-    """The mask as text: each cell shows the number of its area, or "." for no area; cells are larger where the mask
-    does not fit `width`. The 37th area is 0 again.
+    """The mask as text: each cell shows the number of its attention slice, or "." for no attention slice; cells are
+    larger where the mask does not fit `width`. The 37th attention slice is 0 again.
 
     >>> print(picture(torch.tensor([[0, 3, 0, 4, -1, 0], [3, 4, 1, 3, -1, -1]])))
     4 query rows x 4 key rows; a cell is 1 x 1

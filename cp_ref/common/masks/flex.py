@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention: its `BlockMask` as areas."""
+"""PyTorch's FlexAttention: its `BlockMask` as attention slices."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 from cp_ref.common.masks.area_rows import listed, tensor
 from cp_ref.common.masks.flex_blocks import seen_rows
-from cp_ref.spec import AreaRow, Feature, Unsupported
+from cp_ref.spec import AttentionSliceRow, Feature, Unsupported
 
 __all__ = ["from_block_mask"]
 
-_MOST = 16  # areas that may begin in a block
+_MOST = 16  # attention slices that may begin in a block
 
 Run = tuple[int, int]  # keys [start, stop) that a query sees
 
 
 def from_block_mask(block_mask: Any) -> torch.Tensor:
-    """The areas of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked about every pair, and
-    compared with its blocks.
+    """The attention slices of a `torch.nn.attention.flex_attention.BlockMask`. Its `mask_mod` is asked about every
+    pair, and compared with its blocks.
 
     Args:
         block_mask: what `create_block_mask` returned, the same for all batches and heads (B=None, H=None); or one that
@@ -33,8 +33,8 @@ def from_block_mask(block_mask: Any) -> torch.Tensor:
     Raises:
         TypeError: it is no BlockMask, or `mask_mod` returns no bool. ValueError: its lists of blocks have no meaning.
         Unsupported: it differs between batches or heads; blocks and `mask_mod` disagree, so that FlexAttention computes
-        other pairs when it is compiled; or a block is not a union of a few bands (16 may begin in it). The block is
-        named.
+        other pairs when it is compiled; or a block is not a union of a few diagonal bands (16 may begin in it). The
+        block is named.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> from cp_ref.masks import picture
@@ -78,8 +78,8 @@ def from_block_mask(block_mask: Any) -> torch.Tensor:
 
 
 class _Band:
-    """A band in a rectangle, row by row: the first visible key stays, and then moves on with the row; the last one
-    moves on, and then stays.
+    """A diagonal band in a rectangle, row by row: the first visible key stays, and then moves on with the row; the last
+    one moves on, and then stays.
     """
 
     def __init__(self, i: int, run: Run) -> None:
@@ -97,8 +97,8 @@ class _Band:
         self.stop_stays |= run[1] == self.last_run[1]
         self.rows, self.last_run = self.rows + 1, run
 
-    def row(self) -> AreaRow:
-        """The area."""
+    def row(self) -> AttentionSliceRow:
+        """The attention slice."""
         q_start, q_stop = self.first_row, self.first_row + self.rows
         k_start, k_stop = self.first_run[0], self.last_run[1]
         corner = k_stop - q_stop
@@ -125,7 +125,7 @@ def _block(block_mask: Any, i: int, j: int) -> tuple[int, int]:
 
 
 def _refuse_many(block_mask: Any, begun: Counter[tuple[int, int]]) -> None:
-    """Raise Unsupported where too many bands begin in one block."""
+    """Raise Unsupported where too many diagonal bands begin in one block."""
     for place, number in begun.most_common(1):
         if number > _MOST:
             q, k = (n * size for n, size in zip(place, block_mask.BLOCK_SIZE, strict=True))

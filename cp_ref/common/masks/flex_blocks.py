@@ -22,7 +22,7 @@ Mask = torch.Tensor  # bool, queries by keys
 
 
 class _Head(torch.Tensor):
-    """The number of a head, at which no `mask_mod` may look: areas are the same for all heads."""
+    """The number of a head, at which no `mask_mod` may look: attention slices are the same for all heads."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

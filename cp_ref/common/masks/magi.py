@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cp_ref.common.masks.area_rows import listed, numbers, tensor
-from cp_ref.spec import AreaRow, check_data
+from cp_ref.spec import AttentionSliceRow, check_data
 from cp_ref.spec.arguments.single_values import read_several
 
 __all__ = ["from_magi"]
@@ -49,7 +49,7 @@ def from_magi(q_ranges: Any, k_ranges: Any, types: Sequence[int | str]) -> torch
     q, k = _spans("q_ranges", q_ranges), _spans("k_ranges", k_ranges)
     if not isinstance(types, list | tuple) or not len(q) == len(k) == len(types):
         raise ValueError(f"types is {types!r}; it must be a list as long as q_ranges ({len(q)}), k_ranges ({len(k)})")
-    rows: list[AreaRow] = []
+    rows: list[AttentionSliceRow] = []
     for n, ((q_start, q_stop), (k_start, k_stop), kind) in enumerate(zip(q, k, types, strict=True)):
         if kind not in list(_TYPES):
             raise ValueError(f"types[{n}] is {kind!r}; it must be one of {', '.join(map(repr, _TYPES))}")

@@ -30,7 +30,7 @@ _MAKERS: dict[str, Callable[..., torch.Tensor]] = {maker.__name__: maker for mak
 
 
 def from_call(text: str) -> torch.Tensor:
-    """The areas of a maker's call, whose arguments are numbers and lists of numbers.
+    """The attention slices of a maker's call, whose arguments are numbers and lists of numbers.
 
     Raises:
         ValueError: it is no such call. And what the maker raises.

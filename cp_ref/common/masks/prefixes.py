@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from cp_ref.common.masks.area_rows import FULL, Lengths, causal, numbers, tensor, upper
-from cp_ref.spec import AreaRow, read_count
+from cp_ref.spec import AttentionSliceRow, read_count
 
 __all__ = ["prefix_lm", "shared_prefix", "tree"]
 
@@ -45,7 +45,7 @@ def shared_prefix(prompt: int, answers: Lengths) -> torch.Tensor:
         answers: their lengths, [n].
 
     Returns:
-        int64 [n, 6]: causal squares, and one area for the prompt under all answers.
+        int64 [n, 6]: causal squares, and one attention slice for the prompt under all answers.
 
     >>> from cp_ref.masks import picture
     >>> print(picture(shared_prefix(2, [2, 1, 2])))
@@ -64,7 +64,7 @@ def shared_prefix(prompt: int, answers: Lengths) -> torch.Tensor:
 
 
 def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
-    """Segments of a tree: each sees itself causally, and all of its parent, its parent's parent, and so on (tree
+    """VarlenBatch of a tree: each sees itself causally, and all of its parent, its parent's parent, and so on (tree
     search, speculative decoding, prompts that share beginnings).
 
     Args:
@@ -72,8 +72,8 @@ def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
         parents: the number of each segment's parent, which comes before it; -1 for none, [n].
 
     Returns:
-        int64 [m, 6]: a causal square for each segment, and one area for each stretch of rows below it. In depth-first
-        order (a segment, then everything below it) there is one such stretch.
+        int64 [m, 6]: a causal square for each segment, and one attention slice for each stretch of rows below it. In
+        depth-first order (a segment, then everything below it) there is one such stretch.
 
     >>> from cp_ref.masks import picture
     >>> print(picture(tree([2, 1, 2, 1], [-1, 0, 1, 0])))
@@ -103,7 +103,7 @@ def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
             else:
                 stretches.append((start, stop))
             parent = above[parent]
-    rows: list[AreaRow] = []
+    rows: list[AttentionSliceRow] = []
     for (start, stop), stretches in zip(spans, below, strict=True):
         rows.append(causal(start, stop))
         rows += [(first, last, start, stop, *FULL) for first, last in stretches]

@@ -63,8 +63,8 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
     """Arguments given together with a plan: each has its default value, or the plan's.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the tensors of lengths or areas
-        that only the plan may have.
+        ValueError, TypeError: an argument is wrong, contradicts the plan, or is one of the tensors of lengths or
+        attention slices that only the plan may have.
     """
     for name, value in arguments.items():
         if name in _DEFAULTS:

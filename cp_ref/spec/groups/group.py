@@ -163,7 +163,8 @@ _LISTS = ("sequences", "areas")
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:
-    """The first arguments in which two canonical texts differ; of sequences and areas, the first different one.
+    """The first arguments in which two canonical texts differ; of sequences and attention slices, the first different
+    one.
 
     >>> _difference("Problem(cp_size=2, softcap=1.0)", "Problem(cp_size=2, softcap=2.0)")
     ('softcap=1.0', 'softcap=2.0')

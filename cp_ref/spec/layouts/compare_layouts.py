@@ -118,13 +118,13 @@ def _cost(problem: Problem, comm: str, sizes: Sizes) -> BatchCost:
         problem.layout_name,
         comm,
         work=max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0,
-        kv_rows=max(_received(program) / problem.heads_kv for program in schedule.forward),
+        kv_rows=max(_received(rank_schedule) / problem.heads_kv for rank_schedule in schedule.forward),
         sent_bytes=max(rank.forward_bytes + rank.backward_bytes for rank in ranks),
         tail=slice_rows(problem, "q") * problem.cp_size - sum(problem.lengths.len_q),
     )
 
 
-def _received(program: RankSchedule) -> int:
+def _received(rank_schedule: RankSchedule) -> int:
     """Rows times heads of K and V that a rank receives in a pass."""
-    pieces = [message.pieces for step in program for message in step.recvs if message.kind == "kv"]
+    pieces = [message.pieces for step in rank_schedule for message in step.recvs if message.kind == "kv"]
     return sum(int(((p.stop - p.start) * (p.head_stop - p.head_start)).sum()) for p in pieces)

@@ -17,23 +17,23 @@ from typing import Any
 import numpy as np
 
 from cp_ref.spec.arguments.single_values import FURTHEST, check_data
-from cp_ref.spec.tables.attention_slices import UNBOUNDED, Areas, crop
+from cp_ref.spec.tables.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.spec.tables.table import Column
 
-__all__ = ["AreaRow", "areas_of_rows", "common_pair", "read_areas"]
+__all__ = ["AttentionSliceRow", "areas_of_rows", "common_pair", "read_areas"]
 
-AreaRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
+AttentionSliceRow = tuple[int, int, int, int, int, int]  # q_start, q_stop, k_start, k_stop, left, right
 
-_AT_ONCE = 2**16  # pairs of areas that are compared at a time
+_AT_ONCE = 2**16  # pairs of attention slices that are compared at a time
 _ROUNDS = 4  # of cuts
 _FORM = "an int32 or int64 tensor [n, 6]: q_start, q_stop, k_start, k_stop, left, right"
 
 
-def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
-    """The rows of a tensor of areas.
+def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AttentionSliceRow, ...]:
+    """The rows of a tensor of attention slices.
 
     Args:
-        rows_q, rows_kv: of the global buffers, padding included: areas lie inside.
+        rows_q, rows_kv: of the global buffers, padding included: attention slices lie inside.
 
     Raises:
         TypeError, ValueError: it is no such tensor, or a row has no meaning, sees nothing, reaches outside the buffers,
@@ -65,8 +65,8 @@ def read_areas(areas: Any, rows_q: int, rows_kv: int) -> tuple[AreaRow, ...]:
     return tuple(zip(*table.T.tolist(), strict=True))
 
 
-def areas_of_rows(rows: tuple[AreaRow, ...] | Column) -> Areas:
-    """The rows as `Areas`, cut down to the queries and keys that see anything.
+def areas_of_rows(rows: tuple[AttentionSliceRow, ...] | Column) -> AttentionSlices:
+    """The rows as `AttentionSlices`, cut down to the queries and keys that see anything.
 
     >>> print(areas_of_rows(((0, 4, 0, 6, 1, 0), (4, 6, 0, 6, -1, -1))), end="")
     area q[0:4] k[1:6] band 1:2
@@ -77,12 +77,12 @@ def areas_of_rows(rows: tuple[AreaRow, ...] | Column) -> Areas:
     lo = np.where(left < 0, -UNBOUNDED, corner - np.minimum(left, UNBOUNDED // 2))
     hi = np.where(right < 0, UNBOUNDED, corner + np.minimum(right, UNBOUNDED // 2))
     q0, q1, k0, k1 = crop(q0, q1, k0, k1, lo, hi)
-    return Areas(q0, q1, k0, k1, lo, hi)
+    return AttentionSlices(q0, q1, k0, k1, lo, hi)
 
 
-def common_pair(areas: Areas) -> tuple[int, int, int, int] | None:
-    """Two areas that have a visible pair in common, and the pair: (number, number, query row, key row); None where all
-    are disjoint.
+def common_pair(areas: AttentionSlices) -> tuple[int, int, int, int] | None:
+    """Two attention slices that have a visible pair in common, and the pair: (number, number, query row, key row); None
+    where all are disjoint.
 
     >>> common_pair(areas_of_rows(((0, 4, 0, 4, -1, 0), (1, 4, 2, 5, -1, -1))))
     (0, 1, 2, 2)
@@ -97,10 +97,12 @@ def common_pair(areas: Areas) -> tuple[int, int, int, int] | None:
     return None
 
 
-def _first_shared(areas: Areas, twos: Column) -> tuple[int, int, int, int] | None:
-    """The first two of these areas [2, n] that have a visible pair in common, and the pair; None where none have."""
+def _first_shared(areas: AttentionSlices, twos: Column) -> tuple[int, int, int, int] | None:
+    """The first two of these attention slices [2, n] that have a visible pair in common, and the pair; None where none
+    have.
+    """
     one, other = areas.take(twos[0]), areas.take(twos[1])
-    shared = Areas(
+    shared = AttentionSlices(
         *(
             (np.minimum if name in ("q_stop", "k_stop", "hi") else np.maximum)(vars(one)[name], vars(other)[name])
             for name in vars(one)
@@ -114,12 +116,12 @@ def _first_shared(areas: Areas, twos: Column) -> tuple[int, int, int, int] | Non
     return int(twos[0, n]), int(twos[1, n]), q, max(k, q + int(pair.lo[0]))
 
 
-def _inseparable(areas: Areas) -> Column:
-    """The numbers of areas that straight cuts do not set apart from all others. One that is set apart has no pair in
-    common with another. Cuts go between queries, between keys, and along the diagonals; then again inside the parts.
-    The areas of most masks are set apart by few rounds of cuts.
+def _inseparable(areas: AttentionSlices) -> Column:
+    """The numbers of attention slices that straight cuts do not set apart from all others. One that is set apart has no
+    pair in common with another. Cuts go between queries, between keys, and along the diagonals; then again inside the
+    parts. The attention slices of most masks are set apart by few rounds of cuts.
 
-        a a | b b       between keys                   a b b b       along a diagonal: a causal area and
+        a a | b b       between keys                   a b b b       along a diagonal: a causal attention slice and
         a a | b b                                      a a b b       what lies above it
     """
     sides = [
@@ -158,13 +160,13 @@ def _cut(part: Column, start: Column, stop: Column) -> Column:
     return found
 
 
-def _neighbours(areas: Areas) -> Iterator[tuple[int, int]]:
-    """The pairs of areas that become neighbours in the order of their keys, as rows begin and end: few of all pairs of
-    areas. If any two areas have a pair in common, two of these have.
+def _neighbours(areas: AttentionSlices) -> Iterator[tuple[int, int]]:
+    """The pairs of attention slices that become neighbours in the order of their keys, as rows begin and end: few of
+    all pairs of attention slices. If any two attention slices have a pair in common, two of these have.
 
-    Each area sees one stretch of keys in each row from its first to its last; from row to row, each end of the stretch
-    stays or moves on by one. So no stretch can pass another without meeting it. Up to the first row in which two meet,
-    all keep their order, and those two are neighbours.
+    Each attention slice sees one stretch of keys in each row from its first to its last; from row to row, each end of
+    the stretch stays or moves on by one. So no stretch can pass another without meeting it. Up to the first row in
+    which two meet, all keep their order, and those two are neighbours.
 
         a a a . b b b .       a and b are neighbours, b and c; a and c, if apart from b, are from each other
         . a a a . b b c
@@ -178,7 +180,7 @@ def _neighbours(areas: Areas) -> Iterator[tuple[int, int]]:
         here = at - 1 + begins
 
         def first(n: int, here: int = here) -> int:
-            """The first key that an area sees in this row."""
+            """The first key that an attention slice sees in this row."""
             return max(k_start[n], here + lo[n])
 
         place = bisect_left(order, first(area), key=first)

@@ -1,4 +1,4 @@
-"""Areas and ownership as text pictures; the picture of a schedule is in `text_pictures.py`."""
+"""Attention slices and ownership as text pictures; the picture of a schedule is in `text_pictures.py`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from string import ascii_lowercase, digits
 
 import numpy as np
 
-from cp_ref.spec.tables.attention_slices import Areas, pairs
+from cp_ref.spec.tables.attention_slices import AttentionSlices, pairs
 from cp_ref.spec.tables.ownership import Fragments, Ownership
 
 __all__ = ["areas_picture", "ownership_picture"]
 
-_NAMES = digits + ascii_lowercase  # of areas and ranks, again from the first one after the last
+_NAMES = digits + ascii_lowercase  # of attention slices and ranks, again from the first one after the last
 _TITLES = "row of the global buffer", "rank", "row of the rank's buffer"
 
 
-def areas_picture(areas: Areas, width: int = 80) -> str:
-    """The score matrix: each cell shows the number of the area that has most of its visible pairs, "." for none.
+def areas_picture(areas: AttentionSlices, width: int = 80) -> str:
+    """The score matrix: each cell shows the number of the attention slice that has most of its visible pairs, "." for
+    none.
 
-    A cell is one query x one key where that fits `width` (two characters a cell), else a square of them. The 37th area
-    is 0 again.
+    A cell is one query x one key where that fits `width` (two characters a cell), else a square of them. The 37th
+    attention slice is 0 again.
 
-    >>> print(areas_picture(Areas.parse("area q[0:3] k[0:3] band *:0\\narea q[4:6] k[4:7] band *:*")))
+    >>> print(areas_picture(AttentionSlices.parse("area q[0:3] k[0:3] band *:0\\narea q[4:6] k[4:7] band *:*")))
     6 query rows x 7 key rows; a cell is 1 x 1
          k 0
     q    0 0 . . . . . .

@@ -52,7 +52,7 @@ def text_picture(
 
     Args:
         sequence: a sequence's number; None for the longest; "all" for all of them, side by side on the diagonal. With
-            areas always the whole buffer.
+            attention slices always the whole buffer.
         width: the most characters of a line. If it is too small for one chunk per cell, cells hold more.
         head: the query head that is looked at, where a schedule spreads the heads over the ranks.
     """
@@ -68,7 +68,7 @@ def text_picture(
     else:
         raise ValueError(f"sequence is {sequence!r}; the problem has sequences 0 to {len(everything) - 1}")
     view = plane(problem, schedule, chosen, head)
-    longest = max((len(program) for program in schedule.forward), default=1)
+    longest = max((len(rank_schedule) for rank_schedule in schedule.forward), default=1)
     cell_width = len(f"{problem.cp_size - 1}:{longest - 1}")
     labels = max(len(str(max(view.rows, view.columns))), len("query")), max(len(str(problem.cp_size - 1)), len("owner"))
     room = max((width - sum(labels) - 4) // (cell_width + 1), 4)

@@ -32,7 +32,8 @@ Point = tuple[float, float]  # Coordinates: x along the keys, y along the querie
 
 
 class Box(NamedTuple):
-    """A rectangle with a band, like a row of `Areas`: queries [q0, q1) x keys [k0, k1), lo <= k - q <= hi.
+    """A rectangle with a diagonal band, like a row of `AttentionSlices`: queries [q0, q1) x keys [k0, k1), lo <= k - q
+    <= hi.
 
     >>> causal = Box(0, 4, 0, 4, -UNBOUNDED, 0)
     >>> causal.pairs, causal.size, causal.full, causal.row(2)
@@ -136,8 +137,8 @@ class Plane:
 
 
 def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: int = 0) -> Plane:
-    """The forward tiles of these sequences that hold query head `head`; the sequences lie on the diagonal. With areas,
-    which reach from one to another, the whole buffer is one block.
+    """The forward tiles of these sequences that hold query head `head`; the sequences lie on the diagonal. With
+    attention slices, which reach from one to another, the whole buffer is one block.
     """
     blocks: dict[int, Block] = {}
     rows = columns = 0
@@ -172,8 +173,8 @@ def plane(problem: Problem, schedule: Schedule, sequences: Iterable[int], head: 
 
 def _tiles(schedule: Schedule) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """(rank, step, tile) of the forward pass."""
-    for rank, program in enumerate(schedule.forward):
-        for number, step in enumerate(program):
+    for rank, rank_schedule in enumerate(schedule.forward):
+        for number, step in enumerate(rank_schedule):
             yield from ((rank, number, tile) for tile in step.tiles.rows())
 
 
@@ -206,10 +207,10 @@ def staircase(box: Box) -> list[Point]:
 
 
 def band_edge(box: Box) -> list[Point]:
-    """A tile's outline with the steps smoothed to straight lines: the rectangle clipped to the band.
+    """A tile's outline with the steps smoothed to straight lines: the rectangle clipped to the diagonal band.
 
     The lines run through the middles of the steps' edges, half a pair outside the middles of the outermost visible
-    pairs, so that the area is right to 1/8 of a pair for every corner that is cut.
+    pairs, so that the attention slice is right to 1/8 of a pair for every corner that is cut.
 
     >>> band_edge(Box(0, 4, 0, 4, -UNBOUNDED, 0))
     [(0, 0), (0.5, 0.0), (4.0, 3.5), (4, 4), (0, 4)]
@@ -254,7 +255,7 @@ def _without_middles(outline: list[Point]) -> list[Point]:
 
 
 def area(outline: list[Point]) -> float:
-    """The area of a polygon.
+    """The attention slice of a polygon.
 
     >>> area([(0, 0), (2, 0), (2, 3), (0, 3)])
     6.0

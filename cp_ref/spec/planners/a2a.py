@@ -26,8 +26,8 @@ from functools import cache
 
 import numpy as np
 
-from cp_ref.spec.planners.p2p import RingMember, ring_programs
-from cp_ref.spec.planners.ring_members import Spans, Units, merged
+from cp_ref.spec.planners.p2p import RingPlace, ring_schedules
+from cp_ref.spec.planners.ring_members import RingMembers, Spans, merged
 from cp_ref.spec.tables.ownership import Fragments
 from cp_ref.spec.tables.schedule import Heads, Message, Pieces, RankSchedule, Step, tag
 from cp_ref.spec.tables.workload import Workload
@@ -48,18 +48,18 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
     return (first, last), (first // work.group_size, -(-last // work.group_size))
 
 
-def plan_a2a_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward program: exchange, ring across the groups (one step in `a2a`), exchange back."""
-    size, work = units.size, units.workload
-    unit, a2a_rank = divmod(rank, size)
+    size, work = members.size, members.workload
+    member, a2a_rank = divmod(rank, size)
     heads = [head_ranges(work, other) for other in range(size)]
 
     def rank_of(other: int) -> int:
         return other * size + a2a_rank
 
-    member = RingMember(unit, rank_of, *heads[a2a_rank], first_step=1)
-    ring_forward, ring_backward = ring_programs(units, member)
-    active = _active_rows(units, unit)
+    place = RingPlace(member, rank_of, *heads[a2a_rank], first_step=1)
+    ring_forward, ring_backward = ring_schedules(members, place)
+    active = _active_rows(members, member)
     replicated = sum(last - first for _, (first, last) in heads) > work.heads_kv  # then dK/dV are sums
     peers = [(a2a_rank + n) % size for n in range(1, size)]  # the next one first: not all begin with the same
 
@@ -75,7 +75,7 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
         def message(kind: str, peer: int, rows_of: int, heads_of: int) -> list[Message]:
             some = pieces(int(kind in ("kv", "dkv")), rows_of, heads_of)
             complete = kind in ("out", "dq") or (kind == "dkv" and not replicated)
-            return [Message(kind, unit * size + peer, tag(step, kind), some, complete)] if len(some) else []
+            return [Message(kind, member * size + peer, tag(step, kind), some, complete)] if len(some) else []
 
         out = [m for kind in kinds for peer in peers for m in message(kind, peer, a2a_rank, peer)]
         back = [m for kind in kinds for peer in peers for m in message(kind, peer, peer, a2a_rank)]
@@ -90,16 +90,16 @@ def plan_a2a_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
     return forward, backward
 
 
-def _active_rows(units: Units, unit: int) -> tuple[list[Fragments], list[Fragments]]:
+def _active_rows(members: RingMembers, member: int) -> tuple[list[Fragments], list[Fragments]]:
     """The query rows of each rank of the group that see any key, and the key rows that any query sees."""
-    alike = np.zeros(units.count, dtype=int)
-    (sees,), (seen,) = units.sees(unit, alike), units.seen(unit, alike)
+    alike = np.zeros(members.count, dtype=int)
+    (sees,), (seen,) = members.sees(member, alike), members.seen(member, alike)
     queries, keys = merged(sees.q_start, sees.q_stop), merged(seen.k_start, seen.k_stop)
-    ownership, first = units.workload.ownership, unit * units.size
+    ownership, first = members.workload.ownership, member * members.size
 
     def active(rows: Fragments, spans: Spans) -> list[Fragments]:
-        inside = rows.of(first, units.size).within(*spans)
-        return [inside.of(rank) for rank in range(first, first + units.size)]
+        inside = rows.of(first, members.size).within(*spans)
+        return [inside.of(rank) for rank in range(first, first + members.size)]
 
     of_queries = active(ownership.q, queries)
     if ownership.kv is ownership.q and all(map(np.array_equal, queries, keys)):

@@ -15,18 +15,18 @@ from __future__ import annotations
 import numpy as np
 
 from cp_ref.spec.planners.p2p import tiles_of
-from cp_ref.spec.planners.ring_members import Spans, Units, merged, spans_by
+from cp_ref.spec.planners.ring_members import RingMembers, Spans, merged, spans_by
 from cp_ref.spec.tables.schedule import Message, Pieces, RankSchedule, Step, tag
 
 __all__ = ["plan_all_gather_rank"]
 
 
-def plan_all_gather_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward program."""
-    work, count = units.workload, units.count
-    theirs, mine = units.sees(rank, (np.arange(count) == rank).astype(int))
+    work, count = members.workload, members.count
+    theirs, mine = members.sees(rank, (np.arange(count) == rank).astype(int))
     own, remote = tiles_of(mine, (0, work.heads_q)), tiles_of(theirs, (0, work.heads_q))
-    peers = [(rank + n) % units.count for n in range(1, count)]
+    peers = [(rank + n) % members.count for n in range(1, count)]
 
     def of_peers(rows: list[Spans]) -> dict[int, Pieces]:
         return {peer: Pieces.spans(*rows[peer], (0, work.heads_kv)) for peer in peers if len(rows[peer][0])}
@@ -35,6 +35,6 @@ def plan_all_gather_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSch
         return tuple(Message(kind, peer, tag(step, kind), some) for peer, some in pieces.items())
 
     received = of_peers(spans_by(theirs.peer, theirs.k_start, theirs.k_stop, count))
-    given = of_peers([merged(some.k_start, some.k_stop) for some in units.seen(rank, np.arange(count))])
+    given = of_peers([merged(some.k_start, some.k_stop) for some in members.seen(rank, np.arange(count))])
     attend = Step(messages("kv", given, 0), messages("kv", received, 0), own), Step(tiles=remote)
     return attend, (*attend, Step(messages("dkv", received, 2), messages("dkv", given, 2)))

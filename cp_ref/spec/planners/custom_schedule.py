@@ -49,9 +49,9 @@ def check_schedule(schedule: Any, problem: Problem, room: Room | None, group: Gr
 
 
 def _check_reach(schedule: Schedule, group: PairGroup) -> None:
-    for direction, programs in (("forward", schedule.forward), ("backward", schedule.backward)):
-        for rank, program in enumerate(programs):
-            for number, step in enumerate(program):
+    for direction, rank_schedules in (("forward", schedule.forward), ("backward", schedule.backward)):
+        for rank, rank_schedule in enumerate(rank_schedules):
+            for number, step in enumerate(rank_schedule):
                 for message in step.sends:
                     if not group.joins(rank, message.peer):
                         raise ValueError(

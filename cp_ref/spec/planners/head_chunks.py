@@ -48,15 +48,17 @@ def check_head_chunks(problem: Problem, head_chunks: tuple[int, ...]) -> None:
         raise ValueError(f"head_chunks is {head_chunks}; it must be {needs}")
 
 
-def in_head_chunks(program: RankSchedule, every: int, group_size: int, head_chunks: tuple[int, ...]) -> RankSchedule:
+def in_head_chunks(
+    rank_schedule: RankSchedule, every: int, group_size: int, head_chunks: tuple[int, ...]
+) -> RankSchedule:
     """A rank's program in these head chunks. Each one begins `every` steps after the one before. The messages and tiles
     of `program` are for all heads of their rank.
     """
     if len(head_chunks) < 2:
-        return program
-    steps = [Step()] * ((len(head_chunks) - 1) * every + len(program))
+        return rank_schedule
+    steps = [Step()] * ((len(head_chunks) - 1) * every + len(rank_schedule))
     for n, heads in enumerate(pairwise(accumulate(head_chunks, initial=0))):
-        for number, step in enumerate(program, n * every):
+        for number, step in enumerate(rank_schedule, n * every):
             steps[number] = _together(steps[number], _of_heads(step, heads, n * every, group_size))
     return tuple(steps)
 

@@ -8,13 +8,13 @@ from cp_ref.spec.planners.a2a import plan_a2a_rank
 from cp_ref.spec.planners.all_gather import plan_all_gather_rank
 from cp_ref.spec.planners.head_chunks import check_head_chunks, in_head_chunks
 from cp_ref.spec.planners.p2p import plan_p2p_rank
-from cp_ref.spec.planners.ring_members import Units
+from cp_ref.spec.planners.ring_members import RingMembers
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import RankSchedule, Schedule
 
-__all__ = ["make_program", "make_schedule", "saved_kinds"]
+__all__ = ["make_rank_schedule", "make_schedule", "saved_kinds"]
 
-_RANK_PLANNERS: dict[str, Callable[[Units, int], tuple[RankSchedule, RankSchedule]]] = {
+_RANK_PLANNERS: dict[str, Callable[[RingMembers, int], tuple[RankSchedule, RankSchedule]]] = {
     "p2p": plan_p2p_rank,
     "all_gather": plan_all_gather_rank,
     "a2a": plan_a2a_rank,
@@ -31,7 +31,7 @@ def make_schedule(
     """The schedule of all ranks.
 
     Args:
-        known: the results of `make_program` for some ranks, with the same `head_chunks`.
+        known: the results of `make_rank_schedule` for some ranks, with the same `head_chunks`.
         head_chunks: the kv heads of each rank that an a2a schedule exchanges at a time; () for all at once.
 
     Raises:
@@ -52,10 +52,12 @@ def make_schedule(
         tile 0 q[3:4] k[2:3]
     """
     check_head_chunks(problem, head_chunks)
-    units, known = Units(problem.workload), known or {}
-    programs = [known.get(rank) or _of_rank(problem, units, rank, head_chunks) for rank in range(problem.cp_size)]
+    members, known = RingMembers(problem.workload), known or {}
+    rank_schedules = [
+        known.get(rank) or _of_rank(problem, members, rank, head_chunks) for rank in range(problem.cp_size)
+    ]
     heads = problem.heads_q, problem.heads_kv
-    forward, backward = tuple(f for f, _ in programs), tuple(b for _, b in programs)
+    forward, backward = tuple(f for f, _ in rank_schedules), tuple(b for _, b in rank_schedules)
     return Schedule(problem.cp_comm_type, heads, forward, backward, saved_kinds(problem))
 
 
@@ -64,15 +66,17 @@ def saved_kinds(problem: Problem) -> tuple[str, ...]:
     return _SAVED[problem.cp_comm_type]
 
 
-def make_program(problem: Problem, rank: int, head_chunks: tuple[int, ...] = ()) -> tuple[RankSchedule, RankSchedule]:
+def make_rank_schedule(
+    problem: Problem, rank: int, head_chunks: tuple[int, ...] = ()
+) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward program, as in `make_schedule`, without planning the other ranks."""
     check_head_chunks(problem, head_chunks)
-    return _of_rank(problem, Units(problem.workload), rank, head_chunks)
+    return _of_rank(problem, RingMembers(problem.workload), rank, head_chunks)
 
 
 def _of_rank(
-    problem: Problem, units: Units, rank: int, head_chunks: tuple[int, ...]
+    problem: Problem, members: RingMembers, rank: int, head_chunks: tuple[int, ...]
 ) -> tuple[RankSchedule, RankSchedule]:
-    forward, backward = _RANK_PLANNERS[problem.cp_comm_type](units, rank)
-    chunks = units.count, problem.group_size, head_chunks
+    forward, backward = _RANK_PLANNERS[problem.cp_comm_type](members, rank)
+    chunks = members.count, problem.group_size, head_chunks
     return in_head_chunks(forward, *chunks), in_head_chunks(backward, *chunks)

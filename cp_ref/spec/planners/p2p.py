@@ -1,22 +1,23 @@
 """The p2p schedule: K/V blocks visit the ranks while every rank computes on the block it has (ring attention).
 
-Without a window the blocks travel round a ring. At step s unit u has the block of unit u - s and passes it on:
+Without a window the blocks travel round a ring. At step s ring member u has the block of ring member u - s and passes
+it on:
 
-    step      unit 0    unit 1    unit 2    unit 3          4 units, the number is the owner of the current block;
-      0          0         1         2         3            during each step, every block travels to the next unit
-      1          3         0         1         2
+    step      ring member 0    ring member 1    ring member 2    ring member 3          4 ring members, the number is
+      the owner of the current block; 0          0         1         2         3            during each step, every
+      block travels to the next ring member 1          3         0         1         2
       2          2         3         0         1
       3          1         2         3         0
 
-In the backward pass the gradients of a block travel one step behind it. Each unit adds its part, and they end at the
-owner of the block.
+In the backward pass the gradients of a block travel one step behind it. Each ring member adds its part, and they end at
+the owner of the block.
 
-With a window on both sides, or documents that lie on a few units, a unit sees little of most blocks and nothing of
-many. Then every unit receives only the rows that it sees (the halo), directly from their owner: unit u receives from
-unit u - s at step s - 1, and its gradients of these rows go directly back. In both cases, rows that no later unit needs
-are not sent, and a tile that sees nothing is not computed.
+With a window on both sides, or documents that lie on a few ring members, a ring member sees little of most blocks and
+nothing of many. Then every ring member receives only the rows that it sees (the halo), directly from their owner: ring
+member u receives from ring member u - s at step s - 1, and its gradients of these rows go directly back. In both cases,
+rows that no later ring member needs are not sent, and a tile that sees nothing is not computed.
 
-A unit is a rank. In `a2a+p2p` it is a group of ranks: each of its ranks is in another ring, with its heads.
+A ring member is a rank. In `a2a+p2p` it is a group of ranks: each of its ranks is in another ring, with its heads.
 
 From Ring Attention (Liu et al., 2023); the dual_chunk balance from Striped Attention and from Megatron-LM.
 """
@@ -28,17 +29,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.spec.planners.ring_members import Sights, Spans, Units, merged
+from cp_ref.spec.planners.ring_members import RingMembers, Sights, Spans, merged
 from cp_ref.spec.tables.schedule import Heads, Message, Pieces, RankSchedule, Step, Tiles, tag
 from cp_ref.spec.tables.table import constant
 
-__all__ = ["RingMember", "plan_p2p_rank", "ring_programs", "tiles_of"]
+__all__ = ["RingPlace", "plan_p2p_rank", "ring_schedules", "tiles_of"]
 
 
-class RingMember(NamedTuple):
-    """A rank in a ring of units: its unit, its peer in another unit, its heads, the number of its first step."""
+class RingPlace(NamedTuple):
+    """A rank in a ring of ring members: its ring member, its peer in another ring member, its heads, the number of its
+    first step.
+    """
 
-    unit: int
+    member: int
     rank_of: Callable[[int], int]
     q_heads: Heads
     kv_heads: Heads
@@ -46,9 +49,9 @@ class RingMember(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """A message to or from a unit, and the rows that travel, by the distance 1, 2, ... of the block."""
+    """A message to or from a ring member, and the rows that travel, by the distance 1, 2, ... of the block."""
 
-    unit_at: Callable[[int], int]
+    member_at: Callable[[int], int]
     rows: list[Spans]
 
 
@@ -63,20 +66,22 @@ class Route(NamedTuple):
     dkv_in: Hop
 
 
-def plan_p2p_rank(units: Units, rank: int) -> tuple[RankSchedule, RankSchedule]:
+def plan_p2p_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
     """One rank's forward and backward program."""
-    work = units.workload
-    return ring_programs(units, RingMember(rank, int, (0, work.heads_q), (0, work.heads_kv)))  # a unit is a rank
+    work = members.workload
+    return ring_schedules(
+        members, RingPlace(rank, int, (0, work.heads_q), (0, work.heads_kv))
+    )  # a ring member is a rank
 
 
-def ring_programs(units: Units, member: RingMember) -> tuple[RankSchedule, RankSchedule]:
-    """The forward and backward steps of one rank: at step s it computes on the block of unit - s."""
-    count = units.count
-    sees = units.sees(member.unit, (member.unit - np.arange(count)) % count)  # by distance
-    tiles = [tiles_of(some, member.q_heads) for some in sees]
+def ring_schedules(members: RingMembers, place: RingPlace) -> tuple[RankSchedule, RankSchedule]:
+    """The forward and backward steps of one rank: at step s it computes on the block of ring member - s."""
+    count = members.count
+    sees = members.sees(place.member, (place.member - np.arange(count)) % count)  # by distance
+    tiles = [tiles_of(some, place.q_heads) for some in sees]
     if count == 1:
         return (Step(tiles=tiles[0]),), (Step(tiles=tiles[0]),)
-    route = _halo(units, member.unit, sees) if units.sparse else _ring(units, member.unit)
+    route = _halo(members, place.member, sees) if members.sparse else _ring(members, place.member)
 
     def messages(kind: str, hop: Hop, h: int, step: int) -> tuple[Message, ...]:
         if not 0 < h < count:
@@ -84,8 +89,8 @@ def ring_programs(units: Units, member: RingMember) -> tuple[RankSchedule, RankS
         start, stop = hop.rows[h - 1]
         if not len(start):
             return ()
-        peer = member.rank_of(hop.unit_at(h) % count)
-        return (Message(kind, peer, tag(member.first_step + step, kind), Pieces.spans(start, stop, member.kv_heads)),)
+        peer = place.rank_of(hop.member_at(h) % count)
+        return (Message(kind, peer, tag(place.first_step + step, kind), Pieces.spans(start, stop, place.kv_heads)),)
 
     kv = [(messages("kv", route.kv_out, s + 1, s), messages("kv", route.kv_in, s + 1, s)) for s in range(count + 1)]
     dkv = [
@@ -102,37 +107,42 @@ def tiles_of(sees: Sights, heads: Heads) -> Tiles:
     return Tiles(sees.area, sees.q_start, sees.q_stop, sees.k_start, sees.k_stop, *edges)
 
 
-def _halo(units: Units, unit: int, sees: list[Sights]) -> Route:
-    """Every unit receives the rows that it sees of the unit h behind it directly, and sends their gradients back."""
-    seen = units.seen(unit, (np.arange(units.count) - unit) % units.count)
+def _halo(members: RingMembers, member: int, sees: list[Sights]) -> Route:
+    """Every ring member receives the rows that it sees of the ring member h behind it directly, and sends their
+    gradients back.
+    """
+    seen = members.seen(member, (np.arange(members.count) - member) % members.count)
 
     def ahead(h: int) -> int:
-        return unit + h
+        return member + h
 
     def behind(h: int) -> int:
-        return unit - h
+        return member - h
 
     received, given = ([merged(some.k_start, some.k_stop) for some in side[1:]] for side in (sees, seen))
     return Route(Hop(ahead, given), Hop(behind, received), Hop(behind, received), Hop(ahead, given))
 
 
-def _ring(units: Units, unit: int) -> Route:
-    """The current block goes on to the next unit: the rows that this or a later unit still needs. Gradients follow: the
-    rows that a unit on the way has seen.
+def _ring(members: RingMembers, member: int) -> Route:
+    """The current block goes on to the next ring member: the rows that this or a later ring member still needs.
+    Gradients follow: the rows that a ring member on the way has seen.
     """
-    count, n = units.count, np.arange(units.count)
-    from_next, from_here = units.reach(unit + 1 + n), units.reach(unit + n)  # the way that a block still has to go
-    here_back, last_back = units.reach(unit - n), units.reach(unit - 1 - n)  # and the way back to its owner
+    count, n = members.count, np.arange(members.count)
+    from_next, from_here = (
+        members.reach(member + 1 + n),
+        members.reach(member + n),
+    )  # the way that a block still has to go
+    here_back, last_back = members.reach(member - n), members.reach(member - 1 - n)  # and the way back to its owner
 
     def to_next(_: int) -> int:
-        return unit + 1
+        return member + 1
 
     def from_last(_: int) -> int:
-        return unit - 1
+        return member - 1
 
     return Route(
-        Hop(to_next, [units.needed(unit + 1 - h, from_next, count - 1 - h) for h in range(1, count)]),
-        Hop(from_last, [units.needed(unit - h, from_here, count - 1 - h) for h in range(1, count)]),
-        Hop(to_next, [units.needed(unit - h, here_back, h - 1) for h in range(1, count)]),
-        Hop(from_last, [units.needed(unit - 1 - h, last_back, h - 1) for h in range(1, count)]),
+        Hop(to_next, [members.needed(member + 1 - h, from_next, count - 1 - h) for h in range(1, count)]),
+        Hop(from_last, [members.needed(member - h, from_here, count - 1 - h) for h in range(1, count)]),
+        Hop(to_next, [members.needed(member - h, here_back, h - 1) for h in range(1, count)]),
+        Hop(from_last, [members.needed(member - 1 - h, last_back, h - 1) for h in range(1, count)]),
     )

@@ -1,12 +1,13 @@
-"""Which keys of each unit every other unit sees: every schedule is planned from this.
+"""Which keys of each ring member every other ring member sees: every schedule is planned from this.
 
-A unit takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each of them
-then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are again a dual
+A ring member takes one place in a ring. It is a rank, or a group of `a2a_size` ranks where these exchange heads: each
+of them then holds the rows of the whole group for some of the heads. Under dual_chunk the rows of a group are again a
+dual
 chunk:
 
     cp_size 4, a2a_size 2:    chunk   0 1 2 3 4 5 6 7
                               rank    0 1 2 3 3 2 1 0
-                              unit    0 0 1 1 1 1 0 0
+                              ring member    0 0 1 1 1 1 0 0
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_ref.spec.tables.attention_slices import UNBOUNDED, Areas, crop
+from cp_ref.spec.tables.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.spec.tables.ownership import Fragments, grouped
 from cp_ref.spec.tables.table import Column, Table, in_blocks, joined, ordered_by
 from cp_ref.spec.tables.workload import Workload
 
-__all__ = ["Sights", "Spans", "Units", "merged", "spans_by"]
+__all__ = ["RingMembers", "Sights", "Spans", "merged", "spans_by"]
 
 Spans = tuple[Column, Column]  # (start, stop)
 
 
 @dataclass(frozen=True, eq=False)
 class Sights(Table):
-    """Cropped rectangles of areas in which two units see each other: one for each fragment of queries and of keys."""
+    """Cropped rectangles of attention slices in which two ring members see each other: one for each fragment of queries
+    and of keys.
+    """
 
-    peer: Column  # The other unit: the keys' in `sees`, the queries' in `seen`.
+    peer: Column  # The other ring member: the keys' in `sees`, the queries' in `seen`.
     area: Column
     q_start: Column
     q_stop: Column
@@ -41,25 +44,25 @@ class Sights(Table):
 
 
 @dataclass(frozen=True, eq=False)
-class AreaRows(Table):
-    """Rows [start, stop) of an area, queries or keys, that one unit has."""
+class OwnedRows(Table):
+    """Rows [start, stop) of an attention slice, queries or keys, that one ring member has."""
 
     area: Column
-    unit: Column
+    member: Column
     start: Column
     stop: Column
 
     @staticmethod
-    def of(start: Column, stop: Column, rows: Fragments) -> AreaRows:
-        """The owners of the rows [start[n], stop[n]) of each area n; `rows` are sorted by global row."""
+    def of(start: Column, stop: Column, rows: Fragments) -> OwnedRows:
+        """The owners of the rows [start[n], stop[n]) of each attention slice n; `rows` are sorted by global row."""
         area, n = joined(start, stop, rows.start, rows.stop)
-        return AreaRows(
+        return OwnedRows(
             area, rows.rank[n], np.maximum(start[area], rows.start[n]), np.minimum(stop[area], rows.stop[n])
         )
 
 
-class Units:
-    """The units of a workload, their rows, and the keys that they see of each other."""
+class RingMembers:
+    """The ring members of a workload, their rows, and the keys that they see of each other."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.areas, self.size = workload, workload.areas, workload.a2a_size
@@ -67,12 +70,12 @@ class Units:
 
     @cached_property
     def queries(self) -> Fragments:
-        """The rows of the units' queries, sorted by global row; `rank` is the unit."""
+        """The rows of the ring members' queries, sorted by global row; `rank` is the ring member."""
         return self._rows("q")
 
     @cached_property
     def keys(self) -> Fragments:
-        """The rows of the units' keys, sorted by global row; `rank` is the unit."""
+        """The rows of the ring members' keys, sorted by global row; `rank` is the ring member."""
         return self.queries if self.workload.ownership.kv is self.workload.ownership.q else self._rows("kv")
 
     def _rows(self, side: str) -> Fragments:
@@ -81,57 +84,59 @@ class Units:
 
     @cached_property
     def sparse(self) -> bool:
-        """Whether units see little of most others: an area is bounded on both sides, or lies on some units alone, so
-        that a ring would carry its keys by units that see none of them.
+        """Whether ring members see little of most others: an attention slice is bounded on both sides, or lies on some
+        ring members alone, so that a ring would carry its keys by ring members that see none of them.
         """
         windowed = (self.areas.lo > -UNBOUNDED) & (self.areas.hi < UNBOUNDED)
-        return bool(windowed.any()) or self._on_some_units
+        return bool(windowed.any()) or self._on_some_members
 
     @property
-    def _on_some_units(self) -> bool:
-        """Whether an area has rows on several units, but not on all."""
+    def _on_some_members(self) -> bool:
+        """Whether an attention slice has rows on several ring members, but not on all."""
         holds = np.zeros((self.count, len(self.areas)), dtype=bool)
         for rows in {id(rows): rows for rows in (self.query_rows, self.key_rows)}.values():
-            holds[rows.unit, rows.area] = True
-        units = holds.sum(axis=0)
-        return bool(((units > 1) & (units < self.count)).any())
+            holds[rows.member, rows.area] = True
+        members = holds.sum(axis=0)
+        return bool(((members > 1) & (members < self.count)).any())
 
-    def sees(self, unit: int, group: Column) -> list[Sights]:
-        """The rectangles in which the queries of one unit see keys, by group of the unit that has the keys: those of
-        group 0, 1, ...; `group[n]` is the group of unit n.
+    def sees(self, member: int, group: Column) -> list[Sights]:
+        """The rectangles in which the queries of one ring member see keys, by group of the ring member that has the
+        keys: those of group 0, 1, ...; `group[n]` is the group of ring member n.
         """
-        return _sights(self.areas, self.queries.take(self.queries.rank == unit), self.keys, group)
+        return _sights(self.areas, self.queries.take(self.queries.rank == member), self.keys, group)
 
-    def seen(self, unit: int, group: Column) -> list[Sights]:
-        """The rectangles in which queries see the keys of one unit, by group of the unit that has the queries."""
-        a, own = self.areas, self.keys.take(self.keys.rank == unit)
-        transposed = Areas(a.k_start, a.k_stop, a.q_start, a.q_stop, -a.hi, -a.lo)
+    def seen(self, member: int, group: Column) -> list[Sights]:
+        """The rectangles in which queries see the keys of one ring member, by group of the ring member that has the
+        queries.
+        """
+        a, own = self.areas, self.keys.take(self.keys.rank == member)
+        transposed = AttentionSlices(a.k_start, a.k_stop, a.q_start, a.q_stop, -a.hi, -a.lo)
         found = _sights(transposed, own, self.queries, group)
         return [Sights(s.peer, s.area, s.k_start, s.k_stop, s.q_start, s.q_stop) for s in found]
 
     @cached_property
-    def query_rows(self) -> AreaRows:
-        """The owners of the query rows of each area."""
-        return AreaRows.of(self.areas.q_start, self.areas.q_stop, self.queries)
+    def query_rows(self) -> OwnedRows:
+        """The owners of the query rows of each attention slice."""
+        return OwnedRows.of(self.areas.q_start, self.areas.q_stop, self.queries)
 
     @cached_property
-    def key_rows(self) -> AreaRows:
-        """The owners of the key rows of each area."""
+    def key_rows(self) -> OwnedRows:
+        """The owners of the key rows of each attention slice."""
         a = self.areas
         if self.keys is self.queries and np.array_equal(a.q_start, a.k_start) and np.array_equal(a.q_stop, a.k_stop):
             return self.query_rows
-        return AreaRows.of(a.k_start, a.k_stop, self.keys)
+        return OwnedRows.of(a.k_start, a.k_stop, self.keys)
 
     @cached_property
-    def _key_rows_of(self) -> list[AreaRows]:
-        """The key rows of each area that each unit has."""
-        order, ends = ordered_by(self.key_rows.unit, self.count)
+    def _key_rows_of(self) -> list[OwnedRows]:
+        """The key rows of each attention slice that each ring member has."""
+        order, ends = ordered_by(self.key_rows.member, self.count)
         rows = self.key_rows.take(order)
         return [rows.take(slice(a, b)) for a, b in pairwise(ends)]
 
     def needed(self, owner: int, reach: Reach, last: int) -> Spans:
-        """The key rows of one unit that some units see: in each area, the rows from the first to the last key that any
-        of units 0 to `last` of `reach` sees.
+        """The key rows of one ring member that some ring members see: in each attention slice, the rows from the first
+        to the last key that any of ring members 0 to `last` of `reach` sees.
         """
         rows = self._key_rows_of[owner % self.count]
         start, stop = rows.start, np.minimum(rows.stop, reach.stop[last][rows.area])
@@ -140,19 +145,19 @@ class Units:
         some = start < stop
         return merged(start, stop) if some.all() else merged(start[some], stop[some])
 
-    def reach(self, units: Column) -> Reach:
-        """The reach of the first units together, for each number of these units."""
+    def reach(self, members: Column) -> Reach:
+        """The reach of the first ring members together, for each number of these ring members."""
         start, stop = self._seen_by_each
         return Reach(
-            None if start is None else np.minimum.accumulate(start[units % self.count]),
-            np.maximum.accumulate(stop[units % self.count]),
+            None if start is None else np.minimum.accumulate(start[members % self.count]),
+            np.maximum.accumulate(stop[members % self.count]),
         )
 
     @cached_property
     def _seen_by_each(self) -> Reach:
-        """The reach of each unit alone."""
+        """The reach of each ring member alone."""
         areas, rows, far = self.areas, self.query_rows, 2 * UNBOUNDED
-        cell = rows.unit * len(areas) + rows.area
+        cell = rows.member * len(areas) + rows.area
         stop = np.full((self.count, len(areas)), -far, dtype=np.int64)
         np.maximum.at(stop.ravel(), cell, rows.stop + areas.hi[rows.area])
         if bool((areas.lo <= -UNBOUNDED).all()):
@@ -163,16 +168,16 @@ class Units:
 
 
 class Reach(NamedTuple):
-    """The keys that units see of each area, [units, areas]: the first, and the one after the last. `start` is None if
-    every area is seen from its first key on.
+    """The keys that ring members see of each attention slice, [ring members, attention slices]: the first, and the one
+    after the last. `start` is None if every attention slice is seen from its first key on.
     """
 
     start: Column | None
     stop: Column
 
 
-def _sights(areas: Areas, queries: Fragments, keys: Fragments, group: Column) -> list[Sights]:
-    """The rectangles in which these queries see these keys, by group of the unit that has the keys."""
+def _sights(areas: AttentionSlices, queries: Fragments, keys: Fragments, group: Column) -> list[Sights]:
+    """The rectangles in which these queries see these keys, by group of the ring member that has the keys."""
     area, q = joined(areas.q_start, areas.q_stop, queries.start, queries.stop)
     q0, q1 = np.maximum(areas.q_start[area], queries.start[q]), np.minimum(areas.q_stop[area], queries.stop[q])
     lo, hi = areas.lo[area], areas.hi[area]

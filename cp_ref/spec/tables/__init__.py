@@ -1,1 +1,1 @@
-"""The three tables: areas, ownership and schedule; and the problem that they describe."""
+"""The three tables: attention slices, ownership and schedule; and the problem that they describe."""

@@ -1,8 +1,10 @@
-"""Areas: who may see whom, as a table. The first of the three tables (areas, ownership, schedule).
+"""Attention slices: who may see whom, as a table. The first of the three tables (attention slices, ownership,
+schedule).
 
-An area is a rectangle of the global score matrix, crossed by a diagonal band. Its rows are rows of the packed global q
-buffer, its columns rows of the packed global k buffer (padding included, sequence after sequence), so that every
-format, mask, window, alignment and padding is just a maker of areas:
+An attention slice is a rectangle of the global score matrix, crossed by a diagonal band. Its rows are rows of the
+packed global q buffer, its columns rows of the packed global k buffer (padding included, sequence after sequence), so
+that every
+format, mask, window, alignment and padding is just a maker of attention slices:
 
     visible(i, j)  iff  q_start <= i < q_stop  and  k_start <= j < k_stop  and  lo <= j - i <= hi
 
@@ -15,7 +17,8 @@ format, mask, window, alignment and padding is just a maker of areas:
           4 . . . x x                                  4 . . . . x .
                                                        5 . . . . x x
 
-Areas are disjoint as sets of pairs. The text of an area, which reads back, has "*" for an edge without a bound.
+Attention slices are disjoint as sets of pairs. The text of an attention slice, which reads back, has "*" for an edge
+without a bound.
 """
 
 from __future__ import annotations
@@ -27,17 +30,17 @@ import numpy as np
 
 from cp_ref.spec.tables.table import Column, Table, in_blocks
 
-__all__ = ["UNBOUNDED", "Areas", "crop", "pairs"]
+__all__ = ["UNBOUNDED", "AttentionSlices", "crop", "pairs"]
 
-UNBOUNDED = 2**40  # An edge of a band beyond every row.
+UNBOUNDED = 2**40  # An edge of a diagonal band beyond every row.
 
 
 @dataclass(frozen=True, eq=False)
-class Areas(Table):
-    """Rectangles [q_start, q_stop) x [k_start, k_stop), each with the band lo <= k - q <= hi. Rows and edges are those
-    of the global packed buffers; -UNBOUNDED and UNBOUNDED are edges that hide nothing.
+class AttentionSlices(Table):
+    """Rectangles [q_start, q_stop) x [k_start, k_stop), each with the diagonal band lo <= k - q <= hi. Rows and edges
+    are those of the global packed buffers; -UNBOUNDED and UNBOUNDED are edges that hide nothing.
 
-    >>> areas = Areas.parse("area q[0:4] k[0:4] band *:0")
+    >>> areas = AttentionSlices.parse("area q[0:4] k[0:4] band *:0")
     >>> areas.pairs.tolist(), str(areas).strip()
     ([10], 'area q[0:4] k[0:4] band *:0')
     """
@@ -51,20 +54,20 @@ class Areas(Table):
 
     @property
     def pairs(self) -> Column:
-        """The number of visible pairs of each area."""
+        """The number of visible pairs of each attention slice."""
         return pairs(*self.columns)
 
     @property
     def left(self) -> Column:
-        """Each band as the left side of a window that is aligned to the rectangle's last row and last column: how many
-        keys before the aligned one are seen; -1 where unbounded. Rectangles that `crop` made have sides >= 0.
+        """Each diagonal band as the left side of a window that is aligned to the rectangle's last row and last column:
+        how many keys before the aligned one are seen; -1 where unbounded. Rectangles that `crop` made have sides >= 0.
         """
         left = (self.k_stop - self.q_stop) - self.lo
         return np.where(self.lo <= -UNBOUNDED, -1, left)
 
     @property
     def right(self) -> Column:
-        """Each band as the right side of such a window."""
+        """Each diagonal band as the right side of such a window."""
         right = self.hi - (self.k_stop - self.q_stop)
         return np.where(self.hi >= UNBOUNDED, -1, right)
 
@@ -74,15 +77,15 @@ class Areas(Table):
         )
 
     @staticmethod
-    def parse(text: str) -> Areas:
-        """The areas that `str` printed. Raises ValueError naming the first line that is not understood."""
+    def parse(text: str) -> AttentionSlices:
+        """The attention slices that `str` printed. Raises ValueError naming the first line that is not understood."""
         rows: list[tuple[int, ...]] = []
         for line in filter(None, map(str.strip, text.splitlines())):
             if (found := _LINE.fullmatch(line)) is None:
                 raise ValueError(f"{line!r} is no area, which has the form 'area q[0:4] k[0:4] band *:0'")
             edges = [found[n] if found[n] != "*" else sign * UNBOUNDED for n, sign in ((5, -1), (6, 1))]
             rows.append((*(int(found[n]) for n in (1, 2, 3, 4)), *map(int, edges)))
-        return Areas.of_rows(rows)
+        return AttentionSlices.of_rows(rows)
 
 
 _LINE = re.compile(r"area q\[(\d+):(\d+)\] k\[(\d+):(\d+)\] band (\*|-?\d+):(\*|-?\d+)")

@@ -1,6 +1,7 @@
 """Which keys of its sequence a query sees: those in a diagonal band.
 
-Every mask of this project is, inside one sequence, one band of the score matrix (i = query position, j = key position):
+Every mask of this project is, inside one sequence, one diagonal band of the score matrix (i = query position, j = key
+position):
 
     visible(i, j)  iff  lo <= j - i <= hi            lo, hi: int, or None for unbounded
 
@@ -20,10 +21,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Band"]
+__all__ = ["DiagonalBand"]
 
 
-class Band(NamedTuple):
+class DiagonalBand(NamedTuple):
     """The visible pairs of one sequence: lo <= j - i <= hi, None for unbounded."""
 
     lo: int | None
@@ -32,7 +33,7 @@ class Band(NamedTuple):
     def row(self, i: int, k0: int, k1: int) -> tuple[int, int]:
         """The keys of [k0, k1) that query i sees, as a span [start, stop); empty when stop <= start.
 
-        >>> Band(-2, 0).row(4, 0, 8)
+        >>> DiagonalBand(-2, 0).row(4, 0, 8)
         (2, 5)
         """
         start = k0 if self.lo is None else max(k0, i + self.lo)

@@ -14,8 +14,8 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from cp_ref.spec.masks.read_areas import AreaRow
-from cp_ref.spec.tables.diagonal_band import Band
+from cp_ref.spec.masks.read_areas import AttentionSliceRow
+from cp_ref.spec.tables.diagonal_band import DiagonalBand
 from cp_ref.spec.tables.sequences import Sequence, Sequences
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ __all__ = ["Problem", "Sequence", "Sequences"]
 class Problem:
     """One attention call over all ranks. Lengths in tokens, global (before sharding).
 
-    `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` gives the resulting band of a
-    sequence. `areas`, as the user gave them, replace mask and window, which then have their defaults and mean nothing.
-    `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others. `layout` is
-    one of `LAYOUTS`, or a table: rows (rank, sequence, start, stop), in the order of each rank's buffer.
+    `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` gives the resulting diagonal band
+    of a sequence. `areas`, as the user gave them, replace mask and window, which then have their defaults and mean
+    nothing. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
+    `layout` is one of `LAYOUTS`, or a table: rows (rank, sequence, start, stop), in the order of each rank's buffer.
 
     >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
     >>> p.band(p.sequences[0]), p.pairs
-    (Band(lo=None, hi=0), 28)
+    (DiagonalBand(lo=None, hi=0), 28)
     >>> Problem.parse(str(p)) == p
     True
     """
@@ -49,7 +49,7 @@ class Problem:
     qkv_format: str = "bshd"
     attn_mask_type: str = "causal"
     window_size: tuple[int, int] = (-1, -1)
-    areas: tuple[AreaRow, ...] | None = None
+    areas: tuple[AttentionSliceRow, ...] | None = None
     heads_q: int = 1
     heads_kv: int = 1
     d_qk: int = 8
@@ -105,7 +105,7 @@ class Problem:
 
     @cached_property
     def workload(self) -> Workload:
-        """The problem as tables: areas and ownership."""
+        """The problem as tables: attention slices and ownership."""
         from cp_ref.spec.tables.workload import workload_of
 
         return workload_of(self)
@@ -134,16 +134,16 @@ class Problem:
         """The first slot of each sequence's keys in the global buffer, and the end: `cu_seqlens_kv_padded`."""
         return tuple(accumulate(self.lengths.slots_kv, initial=0))
 
-    def band(self, sequence: Sequence) -> Band:
-        """The visible pairs of one sequence (its real tokens), by DESIGN section 3. Not with areas, which know no
-        sequences.
+    def band(self, sequence: Sequence) -> DiagonalBand:
+        """The visible pairs of one sequence (its real tokens), by DESIGN section 3. Not with attention slices, which
+        know no sequences.
         """
         assert self.areas is None
         left, right = self.window_size
         if self.causal:
             right = 0
         shift = sequence.len_kv - sequence.len_q if self.bottom_right else 0
-        return Band(None if left < 0 else shift - left, None if right < 0 else shift + right)
+        return DiagonalBand(None if left < 0 else shift - left, None if right < 0 else shift + right)
 
     @cached_property
     def pairs(self) -> int:

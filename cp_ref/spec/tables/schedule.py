@@ -15,7 +15,8 @@ Kinds of rows in messages:
                                          dq    gradient of query rows        dkv   gradient of key and value rows
 
 A tile of the forward pass needs q and kv and adds to out; a tile of the backward pass needs q, kv and do, and adds to
-dq and dkv. Rows are those of the global packed buffers; a tile is a rectangle of one area, whose band masks it.
+dq and dkv. Rows are those of the global packed buffers; a tile is a rectangle of one attention slice, whose diagonal
+band masks it.
 
 The text form, one line each, reads back to an equal schedule (heads are shown where they are not all heads):
 
@@ -85,7 +86,9 @@ class Pieces(Table):
 
 @dataclass(frozen=True, eq=False)
 class Tiles(Table):
-    """Tiles: rectangles of areas, for query heads [head_start, head_stop). `area` is a row of `Areas`."""
+    """Tiles: rectangles of attention slices, for query heads [head_start, head_stop). `area` is a row of
+    `AttentionSlices`.
+    """
 
     area: Column
     q_start: Column
@@ -173,10 +176,10 @@ class Schedule:
     def __str__(self) -> str:
         heads, saved = f"{self.heads[0]}/{self.heads[1]}", ",".join(self.saved) or "-"
         lines = [f"schedule {self.name} cp_size {self.cp_size} heads {heads} saved {saved}"]
-        for direction, programs in (("forward", self.forward), ("backward", self.backward)):
-            for rank, program in enumerate(programs):
+        for direction, rank_schedules in (("forward", self.forward), ("backward", self.backward)):
+            for rank, rank_schedule in enumerate(rank_schedules):
                 lines.append(f"{direction} rank {rank}")
-                for step in program:
+                for step in rank_schedule:
                     lines.append("  step")
                     lines += [f"    {line}" for line in self.lines(step)]
         return "\n".join(lines) + "\n"
@@ -216,22 +219,26 @@ class Schedule:
         cp_size, heads = int(head[2]), (int(head[3]), int(head[4]))
         if cp_size > MOST_RANKS:
             raise ValueError(f"{lines[0]!r}: cp_size is {cp_size}; a schedule has at most {MOST_RANKS} ranks")
-        programs: dict[str, list[list[_StepText]]] = {d: [[] for _ in range(cp_size)] for d in ("forward", "backward")}
-        program: list[_StepText] | None = None
+        rank_schedules: dict[str, list[list[_StepText]]] = {
+            d: [[] for _ in range(cp_size)] for d in ("forward", "backward")
+        }
+        rank_schedule: list[_StepText] | None = None
         for line in lines[1:]:
             if found := re.fullmatch(r"(forward|backward) rank (\d+)", line):
                 if int(found[2]) >= cp_size:
                     raise ValueError(f"{line!r}: cp_size is {cp_size}")
-                program = programs[found[1]][int(found[2])]
-            elif program is None:
+                rank_schedule = rank_schedules[found[1]][int(found[2])]
+            elif rank_schedule is None:
                 raise ValueError(f"{line!r} stands before any 'forward rank R'")
             elif line == "step":
-                program.append(_StepText([], [], []))
-            elif program:
-                program[-1].read(line, heads)
+                rank_schedule.append(_StepText([], [], []))
+            elif rank_schedule:
+                rank_schedule[-1].read(line, heads)
             else:
                 raise ValueError(f"{line!r} stands before any 'step'")
-        forward, backward = (tuple(tuple(s.step() for s in p) for p in programs[d]) for d in ("forward", "backward"))
+        forward, backward = (
+            tuple(tuple(s.step() for s in p) for p in rank_schedules[d]) for d in ("forward", "backward")
+        )
         return Schedule(head[1], heads, forward, backward, () if head[5] == "-" else tuple(head[5].split(",")))
 
 

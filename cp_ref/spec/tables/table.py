@@ -1,4 +1,6 @@
-"""Tables of integers: columns of equal length, one entry a row. Areas, ownership and schedules are made of these."""
+"""Tables of integers: columns of equal length, one entry a row. Attention slices, ownership and schedules are made of
+these.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A problem as two tables, areas and ownership: all that planners, `verify` and executors know of its sequences."""
+"""A problem as two tables, attention slices and ownership: all that planners, `verify` and executors know of its
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_ref.spec.masks.read_areas import areas_of_rows
-from cp_ref.spec.tables.attention_slices import UNBOUNDED, Areas, crop
+from cp_ref.spec.tables.attention_slices import UNBOUNDED, AttentionSlices, crop
 from cp_ref.spec.tables.ownership import Fragments, Ownership
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.table import Column, joined
@@ -17,9 +19,11 @@ __all__ = ["Workload", "areas_of", "workload_of"]
 
 @dataclass(frozen=True)
 class Workload:
-    """Areas, ownership of real tokens (padding is nobody's), heads, and how many ranks exchange heads for sequence."""
+    """Attention slices, ownership of real tokens (padding is nobody's), heads, and how many ranks exchange heads for
+    sequence.
+    """
 
-    areas: Areas
+    areas: AttentionSlices
     ownership: Ownership
     heads_q: int = 1
     heads_kv: int = 1
@@ -57,9 +61,10 @@ def workload_of(problem: Problem) -> Workload:
     return Workload(areas_of(problem), _ownership_of(problem), *heads, problem.a2a_size)
 
 
-def areas_of(problem: Problem) -> Areas:
-    """The areas: those that the user gave, or one per sequence, for its mask and window. They cover real tokens alone
-    and are cut down to the rows and columns that see anything; a sequence without a visible pair has no area.
+def areas_of(problem: Problem) -> AttentionSlices:
+    """The attention slices: those that the user gave, or one per sequence, for its mask and window. They cover real
+    tokens alone and are cut down to the rows and columns that see anything; a sequence without a visible pair has no
+    attention slice.
     """
     if problem.areas is not None:
         return _between_tokens(areas_of_rows(problem.areas), problem)
@@ -71,18 +76,18 @@ def areas_of(problem: Problem) -> Areas:
     hi = np.full_like(diagonal, UNBOUNDED) if right < 0 else diagonal + min(right, UNBOUNDED // 2)
     q0, q1, k0, k1 = crop(q_start, q_start + q_len, k_start, k_start + k_len, lo, hi)
     there = (q0 < q1) & (k0 < k1) & (q_len > 0) & (k_len > 0) & (lo <= hi)
-    areas = Areas(q0, q1, k0, k1, lo, hi)
+    areas = AttentionSlices(q0, q1, k0, k1, lo, hi)
     return areas if there.all() else areas.take(there)
 
 
-def _between_tokens(areas: Areas, problem: Problem) -> Areas:
-    """The pairs of real tokens: areas are cut where they reach over padding."""
+def _between_tokens(areas: AttentionSlices, problem: Problem) -> AttentionSlices:
+    """The pairs of real tokens: attention slices are cut where they reach over padding."""
     area, q0, q1 = _cut(areas.q_start, areas.q_stop, *_stretches(problem, "q"))
     part, k0, k1 = _cut(areas.k_start[area], areas.k_stop[area], *_stretches(problem, "kv"))
     area = area[part]
     lo, hi = areas.lo[area], areas.hi[area]
     q0, q1, k0, k1 = crop(q0[part], q1[part], k0, k1, lo, hi)
-    return Areas(q0, q1, k0, k1, lo, hi).take((q0 < q1) & (k0 < k1))
+    return AttentionSlices(q0, q1, k0, k1, lo, hi).take((q0 < q1) & (k0 < k1))
 
 
 def _cut(start: Column, stop: Column, first: Column, last: Column) -> tuple[Column, Column, Column]:

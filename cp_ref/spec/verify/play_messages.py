@@ -40,7 +40,7 @@ class Sent(NamedTuple):
 class _Rank:
     """Where one rank is in its program."""
 
-    program: RankSchedule
+    rank_schedule: RankSchedule
     step: int = 0
     waiting: list[tuple[str, Message, int]] = field(
         default_factory=list[tuple[str, Message, int]]
@@ -69,16 +69,16 @@ class Play:
     ) -> None:
         """`has`: the cells that each rank starts with; `describe(kind, start, stop)`: words for rows of a kind."""
         self.name, self.schedule, self.grids, self.describe = name, schedule, grids, describe
-        programs = schedule.forward if name == "forward" else schedule.backward
-        self.ranks = [_Rank(program) for program in programs]
+        rank_schedules = schedule.forward if name == "forward" else schedule.backward
+        self.ranks = [_Rank(rank_schedule) for rank_schedule in rank_schedules]
         self.has = [{k: start.get(k, self._new(k, False)) for k in OPERANDS} for start in has]
-        self.results = [{k: self._new(k, -1) for k in RESULTS} for _ in programs]
-        self.contributions = Contributions(grids, len(programs))
+        self.results = [{k: self._new(k, -1) for k in RESULTS} for _ in rank_schedules]
+        self.contributions = Contributions(grids, len(rank_schedules))
         self.errors: list[str] = []
         self.stuck = False
         self._tiles: list[tuple[Tiles, int, int]] = []
         self._count = 0
-        channels = [(a, b) for a in range(len(programs)) for b in range(len(programs))]
+        channels = [(a, b) for a in range(len(rank_schedules)) for b in range(len(rank_schedules))]
         self._sent: dict[tuple[int, int], list[Sent]] = {channel: [] for channel in channels}
         self._awaited: dict[tuple[int, int], int] = dict.fromkeys(channels, 0)  # how many receives were posted
 
@@ -112,9 +112,9 @@ class Play:
     def _post(self, rank: int) -> None:
         """Begin the rank's current step: post its messages, compute its tiles."""
         state = self.ranks[rank]
-        if state.step >= len(state.program):
+        if state.step >= len(state.rank_schedule):
             return
-        step = state.program[state.step]
+        step = state.rank_schedule[state.step]
         for message in step.sends:
             channel = self._sent[rank, message.peer]
             state.waiting.append(("send", message, len(channel)))
@@ -162,7 +162,9 @@ class Play:
     def _finished_step(self, rank: int) -> bool:
         """End the rank's step if all its messages are matched, and begin the next."""
         state = self.ranks[rank]
-        if state.step >= len(state.program) or not all(self._matched(rank, *waiting) for waiting in state.waiting):
+        if state.step >= len(state.rank_schedule) or not all(
+            self._matched(rank, *waiting) for waiting in state.waiting
+        ):
             return False
         for verb, message, number in state.waiting:
             if verb == "recv":
@@ -195,7 +197,7 @@ class Play:
 
     def _look_for_stuck(self) -> None:
         """Name the messages that the ranks wait for when nothing moves any more."""
-        done = [state.step >= len(state.program) for state in self.ranks]
+        done = [state.step >= len(state.rank_schedule) for state in self.ranks]
         self.stuck = not all(done)
         blocked: list[str] = []
         for rank, state in enumerate(self.ranks):

@@ -10,7 +10,7 @@ It finds
     a deadlock
 
 and names rank and step of each. A schedule without an error gets a report: work, balance and bytes. `verify_tables`
-knows only the three tables: areas, ownership and the schedule.
+knows only the three tables: attention slices, ownership and the schedule.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def verify(problem: Problem, schedule: Schedule) -> Report:
 
 
 def verify_tables(work: Workload, schedule: Schedule, place: Place = lambda side, row: "") -> None:
-    """Check that `schedule` computes all areas of `work`, each row starting and ending at its owner.
+    """Check that `schedule` computes all attention slices of `work`, each row starting and ending at its owner.
 
     Args:
         place: (side, row) -> words for a row in addition to its number, such as "position 3 of sequence 0".
@@ -148,7 +148,7 @@ def _coverage(work: Workload, play: Play, names: _Names) -> Iterator[str]:
         steps = [
             f"rank {rank} step {number}"
             for rank in ranks
-            for number, step in enumerate(play.ranks[rank].program)
+            for number, step in enumerate(play.ranks[rank].rank_schedule)
             if any(m.kind == "kv" and _has(m.pieces, pair.k) for m in step.recvs)
         ]
         met = f"; the key arrives during {', '.join(steps)}" if steps else ""
@@ -174,7 +174,7 @@ def _misplaced(play: Play, owned: list[dict[str, Column]], names: _Names) -> Ite
                 if (start, stop) not in said:
                     said.add((start, stop))
                     yield (
-                        f"{play.name} rank {rank} step {len(play.ranks[rank].program)}: ends with "
+                        f"{play.name} rank {rank} step {len(play.ranks[rank].rank_schedule)}: ends with "
                         f"{names.rows(kind, start, stop)} of {uses.where(int(tiles[cell]))}, "
                         "which belongs to another rank"
                     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_ref.spec.tables.attention_slices import Areas, pairs
+from cp_ref.spec.tables.attention_slices import AttentionSlices, pairs
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import Message, RankSchedule, Schedule, Step, Tiles
 from cp_ref.spec.tables.table import Column
@@ -51,15 +51,15 @@ def report(problem: Problem, schedule: Schedule) -> Report:
     slots = problem.slots.q
     tokens = np.bincount(slots.rank, slots.stop - slots.start, minlength=problem.cp_size).astype(np.int64).tolist()
     costs: list[RankCost] = []
-    for rank, program in enumerate(schedule.forward):
-        tiles = Tiles.concat([step.tiles for step in program])
+    for rank, rank_schedule in enumerate(schedule.forward):
+        tiles = Tiles.concat([step.tiles for step in rank_schedule])
         work = tile_pairs(problem.workload.areas, tiles) * (tiles.head_stop - tiles.head_start)
-        sent = _sent(problem, program), _sent(problem, schedule.backward[rank])
-        costs.append(RankCost(tokens[rank], len(tiles), int(work.sum()), *sent, _held_rows(program)))
+        sent = _sent(problem, rank_schedule), _sent(problem, schedule.backward[rank])
+        costs.append(RankCost(tokens[rank], len(tiles), int(work.sum()), *sent, _held_rows(rank_schedule)))
     return Report(tuple(costs))
 
 
-def tile_pairs(areas: Areas, tiles: Tiles) -> Column:
+def tile_pairs(areas: AttentionSlices, tiles: Tiles) -> Column:
     """The number of visible pairs of each tile, for each head."""
     band = areas.lo[tiles.area], areas.hi[tiles.area]
     return pairs(tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop, *band)
@@ -81,21 +81,21 @@ def message_bytes(problem: Problem, message: Message) -> int:
     return int(((pieces.stop - pieces.start) * (pieces.head_stop - pieces.head_start)).sum()) * row_bytes
 
 
-def _sent(problem: Problem, program: RankSchedule) -> int:
-    return sum(message_bytes(problem, m) for step in program for m in step.sends)
+def _sent(problem: Problem, rank_schedule: RankSchedule) -> int:
+    return sum(message_bytes(problem, m) for step in rank_schedule for m in step.sends)
 
 
-def _held_rows(program: RankSchedule) -> int:
+def _held_rows(rank_schedule: RankSchedule) -> int:
     """The high-water mark of received kv rows, each held from the step it travels in to the last step that uses it."""
-    held = np.zeros(len(program) + 1, dtype=np.int64)
-    used = [_used_keys(step) for step in program]
-    for arrival, step in enumerate(program):
+    held = np.zeros(len(rank_schedule) + 1, dtype=np.int64)
+    used = [_used_keys(step) for step in rank_schedule]
+    for arrival, step in enumerate(rank_schedule):
         for message in step.recvs:
             if message.kind != "kv":
                 continue
             start, stop = message.pieces.start, message.pieces.stop
             last = np.full_like(start, arrival)
-            for later in range(arrival + 1, len(program)):
+            for later in range(arrival + 1, len(rank_schedule)):
                 begins, ends = used[later]  # A span meets one of these: more begin before its end than end before it.
                 meets = np.searchsorted(begins, stop, side="left") > np.searchsorted(ends, start, side="right")
                 last[meets] = later

@@ -8,7 +8,7 @@ from typing import TypeGuard, cast
 
 import numpy as np
 
-from cp_ref.spec.tables.attention_slices import Areas
+from cp_ref.spec.tables.attention_slices import AttentionSlices
 from cp_ref.spec.tables.schedule import KINDS, RESULTS, Message, Schedule, Tiles
 from cp_ref.spec.tables.table import Column, Table
 from cp_ref.spec.tables.workload import Workload
@@ -29,9 +29,9 @@ def malformed(work: Workload, schedule: Schedule) -> Iterator[str]:
         return
     if unknown := [kind for kind in schedule.saved if kind not in ("q", "kv")]:
         yield f"the schedule saves {', '.join(unknown)}; there is q and kv to save"
-    for direction, programs in (("forward", schedule.forward), ("backward", schedule.backward)):
-        for rank, program in enumerate(programs):
-            for number, step in enumerate(program):
+    for direction, rank_schedules in (("forward", schedule.forward), ("backward", schedule.backward)):
+        for rank, rank_schedule in enumerate(rank_schedules):
+            for number, step in enumerate(rank_schedule):
                 where = f"{direction} rank {rank} step {number}"
                 if not _is_table(step.tiles):
                     yield f"{where}: the tiles are no columns of integers, equally long"
@@ -109,10 +109,10 @@ def _no_heads(start: Column, stop: Column, heads: int) -> Column:
     return (start < 0) | (start >= stop) | (stop > heads)
 
 
-def _wrong_tiles(tiles: Tiles, areas: Areas, heads: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Tiles that are not rectangles of an area, each with its error."""
+def _wrong_tiles(tiles: Tiles, areas: AttentionSlices, heads: int) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Tiles that are not rectangles of an attention slice, each with its error."""
     there = (tiles.area >= 0) & (tiles.area < len(areas))
-    of = areas.take(np.where(there, tiles.area, 0)) if len(areas) else Areas.of_rows([[0] * 6] * len(tiles))
+    of = areas.take(np.where(there, tiles.area, 0)) if len(areas) else AttentionSlices.of_rows([[0] * 6] * len(tiles))
     empty = (tiles.q_start >= tiles.q_stop) | (tiles.k_start >= tiles.k_stop)
     outside = (tiles.q_start < of.q_start) | (tiles.q_stop > of.q_stop)
     outside |= (tiles.k_start < of.k_start) | (tiles.k_stop > of.k_stop)

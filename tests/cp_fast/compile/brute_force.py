@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cp_fast.compile.row_maps import Spans
 from cp_fast.compile.tiles.launches import LaunchTable
-from cp_fast.compile.tiles.segments import Segments
+from cp_fast.compile.tiles.segments import LaunchSegments
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
-from cp_ref.spec import UNBOUNDED, Areas, Tiles
+from cp_ref.spec import UNBOUNDED, AttentionSlices, Tiles
 
 __all__ = [
     "Segment",
@@ -32,7 +32,7 @@ Segment = tuple[tuple[int, int], list[int], list[int]]  # the window, -1 for unb
 
 
 def band_pairs(tiles: BandTiles) -> Pairs:
-    """What is visible in tiles, by their bands."""
+    """What is visible in tiles, by their diagonal bands."""
     found: Pairs = Counter()
     for _, q0, q1, k0, k1, lo, hi, *_ in tiles.rows():
         found.update((i, j) for i, j in product(range(q0, q1), range(k0, k1)) if lo <= j - i <= hi)
@@ -46,7 +46,7 @@ def window_pairs(tiles: BandTiles) -> Pairs:
 
 
 def kernel_pairs(segments: Iterable[Segment]) -> Pairs:
-    """What a kernel computes, by the rule of `cp_fast.backends.Segments`; every row has to see a key."""
+    """What a kernel computes, by the rule of `cp_fast.backends.LaunchSegments`; every row has to see a key."""
     found: Pairs = Counter()
     for (left, right), q, k in segments:
         assert q
@@ -62,9 +62,9 @@ def kernel_pairs(segments: Iterable[Segment]) -> Pairs:
     return found
 
 
-def segments_of(what: Segments | LaunchTable) -> list[Segment]:
-    """Segments, or those of a launch, with their rows."""
-    if isinstance(what, Segments):
+def segments_of(what: LaunchSegments | LaunchTable) -> list[Segment]:
+    """LaunchSegments, or those of a launch, with their rows."""
+    if isinstance(what, LaunchSegments):
         windows = list(zip(what.left.tolist(), what.right.tolist(), strict=True))
     else:
         windows = [(-1 if what.left is None else what.left, -1 if what.right is None else what.right)] * len(
@@ -94,9 +94,9 @@ def spans(draw: st.DrawFn, end: int = 30, most: int = 6) -> Spans:
 
 @st.composite
 def ruled_tiles(draw: st.DrawFn) -> tuple[BandTiles, WindowRule]:
-    """Tiles of several areas, which share no rows and no keys; tiles of an area share no pair. All areas have the
-    problem's window, aligned anywhere, or any bands. In some of them queries and keys are cut alike, as the own chunks
-    of a sequence are.
+    """Tiles of several attention slices, which share no rows and no keys; tiles of an attention slice share no pair.
+    All attention slices have the problem's window, aligned anywhere, or any diagonal bands. In some of them queries and
+    keys are cut alike, as the own chunks of a sequence are.
     """
     window = draw(st.one_of(st.none(), st.sampled_from([(-1, 0), (-1, -1), (0, 0), (2, 0), (3, 1), (1, -1)])))
     table: list[tuple[int, ...]] = []
@@ -119,7 +119,7 @@ def ruled_tiles(draw: st.DrawFn) -> tuple[BandTiles, WindowRule]:
         q_begin += size + draw(st.integers(0, 2))
         k_begin += size_k + draw(st.integers(0, 2))
     rule = WindowRule(window or (-1, -1), draw(st.sampled_from([0, 3, 6, 2048])))
-    return band_tiles(Areas.of_rows(table), Tiles.of_rows(tiles)), rule
+    return band_tiles(AttentionSlices.of_rows(table), Tiles.of_rows(tiles)), rule
 
 
 def rows_twice(table: LaunchTable) -> Iterator[int]:

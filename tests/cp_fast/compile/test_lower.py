@@ -26,7 +26,7 @@ from cp_fast.compile.lower import Draft
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows
-from cp_ref.spec import Problem, Schedule, Sequence, make_program, make_schedule, saved_kinds
+from cp_ref.spec import Problem, Schedule, Sequence, make_rank_schedule, make_schedule, saved_kinds
 from tests.spec.other_rings import backward_ring
 from tests.spec.problems import SCHEDULES
 
@@ -38,7 +38,7 @@ def same(*lengths: int) -> tuple[Sequence, ...]:
 
 
 def draft_of(problem: Problem, rank: int) -> Draft:
-    return lowered(Packing(problem), rank, make_program(problem, rank), saved_kinds(problem))
+    return lowered(Packing(problem), rank, make_rank_schedule(problem, rank), saved_kinds(problem))
 
 
 def plan_of(problem: Problem, rank: int, schedule: Schedule | None = None) -> ExecutablePlan[Rows]:

@@ -27,7 +27,7 @@ from cp_ref.spec import (
     Schedule,
     Sequence,
     Workload,
-    make_program,
+    make_rank_schedule,
     saved_kinds,
     slice_rows,
     verify_tables,
@@ -54,7 +54,8 @@ def check(problem: Problem, *, fits: bool = True) -> None:
     packing = Packing(problem, may_fold=is_on("fold_batch"))
     work, sink = packing.packed_problem.workload, problem.softmax_type != "vanilla"
     drafts = [
-        lowered(packing, rank, make_program(problem, rank), saved_kinds(problem)) for rank in range(problem.cp_size)
+        lowered(packing, rank, make_rank_schedule(problem, rank), saved_kinds(problem))
+        for rank in range(problem.cp_size)
     ]
     play(work, [uploaded(draft) for draft in drafts], sizes_of(packing.packed_problem), sink=sink)
     if problem.qkv_format == "thd" and fits:
@@ -133,7 +134,7 @@ def test_folded_batches(problem: Problem, window: tuple[int, int]) -> None:
     packing = Packing(problem)
     assert packing.folded
     packed = packing.packed_problem
-    programs = [fold_batch(make_program(problem, rank), problem) for rank in range(problem.cp_size)]
+    programs = [fold_batch(make_rank_schedule(problem, rank), problem) for rank in range(problem.cp_size)]
     forward, backward = zip(*programs, strict=True)
     heads = packed.heads_q, packed.heads_kv
     assert heads == (problem.heads_q * len(sequences), problem.heads_kv * len(sequences))

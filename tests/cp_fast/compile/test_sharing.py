@@ -1,4 +1,4 @@
-"""Areas that share rows: the same pairs in few segments and few launches, by brute force."""
+"""Attention slices that share rows: the same pairs in few segments and few launches, by brute force."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cp_fast.compile.tiles.shared_keys import factor_keys
 from cp_fast.compile.tiles.sharing import prepend_keys, split_disjoint
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_fast.runtime.packed_tensors import Packing
-from cp_ref.spec import Problem, Sequence, Tiles, areas_of_rows, make_program, saved_kinds
+from cp_ref.spec import Problem, Sequence, Tiles, areas_of_rows, make_rank_schedule, saved_kinds
 from tests.cp_fast.compile.brute_force import band_pairs, disjoint, kernel_pairs, rows_twice, segments_of
 
 WINDOWS = [(-1, -1), (-1, 0), (2, 0), (0, -1), (1, 2)]
@@ -29,7 +29,7 @@ WINDOWS = [(-1, -1), (-1, 0), (2, 0), (0, -1), (1, 2)]
 
 @st.composite
 def tiles_of_areas(draw: st.DrawFn) -> BandTiles:
-    """Areas that share rows, all cut along the same rows and keys; some tiles are missing."""
+    """Attention slices that share rows, all cut along the same rows and keys; some tiles are missing."""
     areas = areas_of_rows(draw(drawn_areas((Sequence(16, 16, 16, 16),))))
     cuts = [[(0, 16)], [(0, 8), (8, 16)], disjoint(draw, 16, 4)]
     q, k = draw(st.sampled_from(cuts)), draw(st.sampled_from(cuts))
@@ -68,7 +68,7 @@ def test_passes(tiles: BandTiles) -> None:
 def launches_of(areas: torch.Tensor, length: int) -> list[list[tuple[int, int | None, int | None]]]:
     """The forward launches of one rank alone, by step: segments, and the window."""
     problem = Problem(1, (Sequence(*[length] * 4),), qkv_format="thd", areas=tuple(map(tuple, areas.tolist())))
-    draft = lowered(Packing(problem), 0, make_program(problem, 0), saved_kinds(problem))
+    draft = lowered(Packing(problem), 0, make_rank_schedule(problem, 0), saved_kinds(problem))
     forward = draft.plan.forward
     batches = [(one.step, one.batch) for one in forward.of(Launch)]
     return [

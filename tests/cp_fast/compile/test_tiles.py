@@ -12,7 +12,7 @@ from cp_fast.compile.tiles.joins import merge_causal, merge_dense
 from cp_fast.compile.tiles.launches import launch_tables
 from cp_fast.compile.tiles.segments import one_each
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles, split_windows, windowed
-from cp_ref.spec import UNBOUNDED, Areas, Tiles
+from cp_ref.spec import UNBOUNDED, AttentionSlices, Tiles
 from tests.cp_fast.compile.brute_force import (
     Segment,
     band_pairs,
@@ -33,10 +33,10 @@ def parts_of(tiles: BandTiles) -> list[BandTiles]:
 
 @given(st.tuples(*[st.integers(0, 9)] * 4), st.integers(-12, 12), st.integers(-12, 12), st.integers(0, 3))
 def test_windows_of_bands(edges: tuple[int, int, int, int], lo: int, hi: int, unbounded: int) -> None:
-    """The kernel's window, aligned to the cropped tile's corner, lets through what the band does."""
+    """The kernel's window, aligned to the cropped tile's corner, lets through what the diagonal band does."""
     q, k = sorted(edges[:2]), sorted(edges[2:])
     lo, hi = -UNBOUNDED if unbounded & 1 else lo, UNBOUNDED if unbounded & 2 else hi
-    areas = Areas.of_rows([(0, 9, 0, 9, lo, hi)])
+    areas = AttentionSlices.of_rows([(0, 9, 0, 9, lo, hi)])
     tiles = band_tiles(areas, Tiles.of_rows([(0, *q, *k, 0, 1)]))
     visible = {(i, j) for i, j in product(range(*q), range(*k)) if lo <= j - i <= hi}
     assert set(band_pairs(tiles)) == visible
@@ -54,7 +54,7 @@ def test_windows_of_bands(edges: tuple[int, int, int, int], lo: int, hi: int, un
 
 @given(ruled_tiles())
 def test_split_windows(drawn: Ruled) -> None:
-    """The same pairs; windows are the problem's own, or one of four that all tiles of a band share."""
+    """The same pairs; windows are the problem's own, or one of four that all tiles of a diagonal band share."""
     tiles, rule = drawn
     cut = split_windows(tiles, rule)
     assert window_pairs(cut) == band_pairs(cut) == band_pairs(tiles)
@@ -87,7 +87,7 @@ def test_squares(drawn: Ruled) -> None:
 
 
 @st.composite
-def own_chunks(draw: st.DrawFn) -> tuple[Areas, list[list[tuple[int, int]]]]:
+def own_chunks(draw: st.DrawFn) -> tuple[AttentionSlices, list[list[tuple[int, int]]]]:
     """Causal sequences, and the chunks of each that a rank has."""
     table: list[tuple[int, ...]] = []
     chunks: list[list[tuple[int, int]]] = []
@@ -97,12 +97,12 @@ def own_chunks(draw: st.DrawFn) -> tuple[Areas, list[list[tuple[int, int]]]]:
         table.append((q_begin, q_begin + size, k_begin, k_begin + size, -UNBOUNDED, k_begin - q_begin))
         chunks.append([(q_begin + a, q_begin + b) for a, b in disjoint(draw, size, 3)])
         q_begin, k_begin = q_begin + size, k_begin + size
-    return Areas.of_rows(table), chunks
+    return AttentionSlices.of_rows(table), chunks
 
 
 @given(own_chunks(), st.randoms(use_true_random=False))
 def test_own_chunks_are_one_square(
-    drawn: tuple[Areas, list[list[tuple[int, int]]]], random: np.random.Generator
+    drawn: tuple[AttentionSlices, list[list[tuple[int, int]]]], random: np.random.Generator
 ) -> None:
     """All chunks of a causal sequence that a rank has, in any order of the tiles, are one segment; so a whole rank is
     one launch.
@@ -130,7 +130,7 @@ def test_own_chunks_are_one_square(
 
 @given(own_chunks(), st.data())
 def test_chunks_that_lack_a_tile_are_no_square(
-    drawn: tuple[Areas, list[list[tuple[int, int]]]], data: st.DataObject
+    drawn: tuple[AttentionSlices, list[list[tuple[int, int]]]], data: st.DataObject
 ) -> None:
     """Nothing is computed that is not asked for."""
     areas, chunks = drawn
@@ -157,7 +157,7 @@ def full_tiles(rows: list[tuple[int, ...]]) -> BandTiles:
 def rectangles(draw: st.DrawFn) -> BandTiles:
     """Tiles with nothing hidden, in any order."""
     rows: list[tuple[int, ...]] = []
-    begin = draw(st.sampled_from([0, 20]))  # 0: areas of the same keys
+    begin = draw(st.sampled_from([0, 20]))  # 0: attention slices of the same keys
     k = disjoint(draw, 12, 4)
     for number in range(draw(st.integers(1, 3))):
         q, k = disjoint(draw, 12, 4), k if draw(st.booleans()) else disjoint(draw, 12, 4)
@@ -221,8 +221,8 @@ def test_one_each(drawn: Ruled) -> None:
 
 
 def test_areas_that_share_rows_are_launched_apart() -> None:
-    """Two areas of the same queries: their tiles never meet in one launch, as results are added by rows."""
-    areas = Areas.of_rows([(0, 4, 0, 4, -UNBOUNDED, UNBOUNDED), (0, 4, 6, 9, -UNBOUNDED, UNBOUNDED)])
+    """Two attention slices of the same queries: their tiles never meet in one launch, as results are added by rows."""
+    areas = AttentionSlices.of_rows([(0, 4, 0, 4, -UNBOUNDED, UNBOUNDED), (0, 4, 6, 9, -UNBOUNDED, UNBOUNDED)])
     tiles = band_tiles(areas, Tiles.of_rows([(0, 0, 4, 0, 4, 0, 1), (1, 0, 2, 6, 9, 0, 1), (1, 2, 4, 6, 9, 0, 1)]))
     launches = launch_tables(tiles, WindowRule((-1, -1), 0))
     assert not any(list(rows_twice(launch)) for launch in launches)

@@ -1,5 +1,5 @@
-"""Own keys that wait for the others: the rewrite is proven on trees and on any areas. It adds no launch and no row to
-one, and the messages that were hidden stay hidden.
+"""Own keys that wait for the others: the rewrite is proven on trees and on any attention slices. It adds no launch and
+no row to one, and the messages that were hidden stay hidden.
 """
 
 from __future__ import annotations

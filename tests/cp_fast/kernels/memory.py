@@ -1,4 +1,6 @@
-"""Tensors with guard bands: views with gaps into larger buffers, so that a write to any other place is seen."""
+"""Tensors with guard diagonal bands: views with gaps into larger buffers, so that a write to any other place is
+seen.
+"""
 
 from __future__ import annotations
 

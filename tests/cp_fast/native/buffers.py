@@ -1,4 +1,4 @@
-"""Buffers for tests of kernels: packed lengths, tensors of random bits with odd strides, and guard bands."""
+"""Buffers for tests of kernels: packed lengths, tensors of random bits with odd strides, and guard diagonal bands."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 class Guarded:
     """A tensor inside a larger one whose other elements must not change: gaps between rows and between heads, and
-    bands in front and behind.
+    diagonal bands in front and behind.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int, gaps: tuple[int, ...]) -> None:

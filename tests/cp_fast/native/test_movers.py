@@ -1,4 +1,4 @@
-"""The native CPU movers against `cp_ref.thd`, bit by bit, with guard bands and odd strides."""
+"""The native CPU movers against `cp_ref.thd`, bit by bit, with guard diagonal bands and odd strides."""
 
 from __future__ import annotations
 

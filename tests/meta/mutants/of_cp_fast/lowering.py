@@ -15,7 +15,7 @@ __all__ = ["MUTANTS"]
 
 
 def _last_span_lost(merge_dense: Any, tiles: Any) -> Any:
-    """Segments with several spans of keys lose their last one."""
+    """VarlenBatch with several spans of keys lose their last one."""
     found = merge_dense(tiles)
     k = found.k
     last = np.append(k.segment[1:] != k.segment[:-1], True)
@@ -133,7 +133,9 @@ def _complete_rows_sorted(arrived: Any, self: Any, *arguments: Any) -> Any:
 
 
 def _causal_keys_first(prepend_keys: Any, segments: Any) -> Any:
-    """Keys that are seen by all queries come after those of the causal area, which are then hidden by the window."""
+    """Keys that are seen by all queries come after those of the causal attention slice, which are then hidden by the
+    window.
+    """
     found = prepend_keys(segments)
     if found is segments:
         return found

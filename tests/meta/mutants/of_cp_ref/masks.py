@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_ref.spec import UNBOUNDED, Areas, Band, Problem, Sequence
+from cp_ref.spec import UNBOUNDED, AttentionSlices, DiagonalBand, Problem, Sequence
 from cp_ref.spec.tables.attention_slices import crop
 from tests.meta.mutants.model import Mutant, wrap
 
@@ -20,7 +20,7 @@ Edges = tuple[int, int]  # lo, hi
 
 
 def _band(change: Callable[[int, int], Edges]) -> Callable[[Any], Any]:
-    """The tiles' mask with another band; the plan keeps the right one."""
+    """The tiles' mask with another diagonal band; the plan keeps the right one."""
 
     def wrong(visible_pairs: Any, rows: slice, columns: slice, lo: int, hi: int, device: torch.device) -> torch.Tensor:
         return visible_pairs(rows, columns, *change(lo, hi), device)
@@ -53,10 +53,12 @@ def _future_shown(lo: int, hi: int) -> Edges:
     return lo, hi + 1
 
 
-def _believed(band: Callable[[Problem, Sequence], Band]) -> Callable[[Any], Any]:
-    """Areas by a wrong band, which plan, `verify` and probes believe: only the oracle knows better."""
+def _believed(band: Callable[[Problem, Sequence], DiagonalBand]) -> Callable[[Any], Any]:
+    """Attention slices by a wrong diagonal band, which plan, `verify` and probes believe: only the oracle knows
+    better.
+    """
 
-    def wrong(areas_of: Any, problem: Problem) -> Areas:
+    def wrong(areas_of: Any, problem: Problem) -> AttentionSlices:
         if not problem.bottom_right:
             return areas_of(problem)
         rows: list[tuple[int, ...]] = []
@@ -68,17 +70,17 @@ def _believed(band: Callable[[Problem, Sequence], Band]) -> Callable[[Any], Any]
             q0, q1, k0, k1 = (int(x[0]) for x in cropped)
             if q0 < q1 and k0 < k1 and s.len_q and s.len_kv:
                 rows.append((q0, q1, k0, k1, lo, hi))
-        return Areas.of_rows(rows)
+        return AttentionSlices.of_rows(rows)
 
     return wrap(wrong)
 
 
-def _bottom_right_off_by_one(problem: Problem, sequence: Sequence) -> Band:
+def _bottom_right_off_by_one(problem: Problem, sequence: Sequence) -> DiagonalBand:
     right = problem.band(sequence)
     return right if right.hi is None else right._replace(hi=right.hi + 1)
 
 
-def _always_top_left(problem: Problem, sequence: Sequence) -> Band:
+def _always_top_left(problem: Problem, sequence: Sequence) -> DiagonalBand:
     return problem.band(replace(sequence, len_kv=sequence.len_q))
 
 
@@ -128,27 +130,27 @@ def _documents_joined(read_call: Any, *arguments: Any, **named: Any) -> Problem:
     return replace(problem, sequences=(Sequence(total, total, total, total),))
 
 
-def _of_areas(change: Callable[[Areas], Areas]) -> Callable[[Any], Any]:
-    """Where the user gave areas, others."""
+def _of_areas(change: Callable[[AttentionSlices], AttentionSlices]) -> Callable[[Any], Any]:
+    """Where the user gave attention slices, others."""
 
-    def wrong(areas_of: Any, problem: Problem) -> Areas:
+    def wrong(areas_of: Any, problem: Problem) -> AttentionSlices:
         found = areas_of(problem)
         return change(found) if problem.areas is not None and len(found) else found
 
     return wrap(wrong)
 
 
-def _last_area_lost(areas: Areas) -> Areas:
+def _last_area_lost(areas: AttentionSlices) -> AttentionSlices:
     return areas.take(slice(0, len(areas) - 1))
 
 
-def _one_row_too_many(areas: Areas) -> Areas:
+def _one_row_too_many(areas: AttentionSlices) -> AttentionSlices:
     """All begin a row earlier."""
     return replace(areas, q_start=np.maximum(areas.q_start - 1, 0))
 
 
-def _one_counted_twice(areas: Areas) -> Areas:
-    return Areas.concat([areas, areas.take(slice(0, 1))])
+def _one_counted_twice(areas: AttentionSlices) -> AttentionSlices:
+    return AttentionSlices.concat([areas, areas.take(slice(0, 1))])
 
 
 _MASK = "cp_ref.executor.play_schedule.visible_pairs"
