@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,9 +68,9 @@ def results() -> list[Measured]:
 
 @pytest.mark.parametrize("what", ["out", "lse", "dq", "dk", "dv"])
 def test_a_wrong_value_fails(what: str, monkeypatch: pytest.MonkeyPatch, results: list[Measured]) -> None:
-    def run_once(job: Job, on_progress: Callable[[list[int]], None]) -> Measured:
+    def run_once(job: Job) -> Measured:
         if not results:
-            results.append(launch.spawn(job, on_progress))
+            results.append(launch.spawn(job))
         return results[0]
 
     monkeypatch.setattr(command, "spawn", run_once)

@@ -4,121 +4,76 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from cp_fast.tools.cli.demo.job import Job
+from cp_ref.common.cli.options import window
 from cp_ref.spec import Problem, Sequence
 
-__all__ = ["RESULTS", "Exact", "check_exact", "check_results", "spoiled"]
+__all__ = ["check_exact", "check_results"]
 
-RESULTS = ("out", "lse", "dq", "dk", "dv")
-
-
-@dataclass(frozen=True, slots=True)
-class Exact:
-    """A condition that must hold to the last bit."""
-
-    name: str
-    wrong: int
-    of: int
+_RESULTS = ("out", "lse", "dq", "dk", "dv")
+Tensors = dict[str, torch.Tensor]
 
 
-def check_exact(job: Job, got: dict[str, torch.Tensor]) -> list[Exact]:
-    """Check that tokens and positions came back unchanged, and that the padding, with NaN inputs, reached no result."""
+def check_exact(job: Job, got: Tensors) -> list[tuple[str, int, int]]:
+    """(condition, how many values break it, of how many): tokens and positions came back unchanged, and the padding,
+    with NaN inputs, reached no result.
+    """
     ids = job.token_ids()
-    real = ids >= 0
     positions = torch.cat([torch.arange(n) for n in job.slots])
-    padding = {name: got[name][~real] for name in ("out", "dq", "dk", "dv")}
-    padding["lse"] = got["lse"][:, ~real].exp()  # -inf in padding.
+    padding = [got[name][ids < 0] for name in ("out", "dq", "dk", "dv")] + [got["lse"][:, ids < 0].exp()]
     return [
-        Exact("token ids", int((got["ids"] != ids).sum()), len(ids)),
-        Exact("RoPE positions", int((got["positions"] != positions).sum()), len(ids)),
-        Exact("padding is 0", sum(int((x != 0).sum()) for x in padding.values()), _count(padding)),
-        Exact("free of NaN", sum(int(got[name].isnan().sum()) for name in RESULTS), _count(got, RESULTS)),
+        ("token ids", int((got["ids"] != ids).sum()), len(ids)),
+        ("RoPE positions", int((got["positions"] != positions).sum()), len(ids)),
+        ("padding is 0", sum(int((x != 0).sum()) for x in padding), sum(x.numel() for x in padding)),
+        ("free of NaN", sum(int(got[n].isnan().sum()) for n in _RESULTS), sum(got[n].numel() for n in _RESULTS)),
     ]
 
 
-def spoiled(job: Job, got: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The results, with one value changed a little if a test requests it: the check must find it."""
-    if job.spoil not in RESULTS:
-        return got
-    wrong = got[job.spoil].clone()
-    wrong[(0,) * wrong.ndim] += 0.125
-    return got | {job.spoil: wrong}
+def check_results(job: Job, got: Tensors) -> list[Any]:
+    """The rows of `conformance.judge.budgets.compare`: each result's error and its bound, document by document.
 
-
-def check_results(
-    job: Job, got: dict[str, torch.Tensor], device: torch.device, on_document: Callable[[int], None]
-) -> list[Any]:
-    """The rows of `conformance.judge.budgets.compare`: each result's error and its bound.
-
-    The inputs are those of the ranks. The baseline is plain attention in the same dtype. `on_document` gets each
-    document's length when it is done.
+    The inputs are those of the ranks. The baseline is plain attention in the same dtype.
     """
-    from conformance.judge.budgets import compare, eager_attention
+    from conformance.judge.baseline import eager_attention
+    from conformance.judge.budgets import compare
     from conformance.judge.reference import dense_attention
 
-    parts: dict[str, dict[str, list[torch.Tensor]]] = {
-        name: defaultdict(list) for name in ("fast", "exact", "yardstick")
-    }
-    for start, length in zip(job.cu_seqlens_padded.tolist(), job.lengths, strict=False):
-        rows = slice(start, start + length)
-        one = {name: got[name][rows].to(device) for name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv")}
-        one["lse"] = got["lse"][:, rows].transpose(0, 1).to(device)
-        for name in RESULTS:
-            parts["fast"][name].append(one[name])
-        problem = _one_head_group(job, length)
-        mask = {"attn_mask_type": problem.attn_mask_type, "window_size": problem.window_size}
-        wide = {name: x.double() for name, x in one.items()}  # A leaf's gradient has the leaf's dtype.
-        for name, x in _attend(job, wide, partial(dense_attention, qkv_format="bshd", **mask)).items():
-            parts["exact"][name].append(x)
-        for name, x in _attend(job, one, partial(eager_attention, problem=problem)).items():
-            parts["yardstick"][name].append(x)
-        on_document(length)
-    joined = {whose: {name: torch.cat(xs) for name, xs in tensors.items()} for whose, tensors in parts.items()}
-    return list(compare(joined["fast"], joined["exact"], joined["yardstick"], job.torch_dtype))
+    got = got | {"lse": got["lse"].transpose(0, 1)}
+    if job.spoil in _RESULTS:
+        got = got | {job.spoil: got[job.spoil].clone()}
+        got[job.spoil][(0,) * got[job.spoil].ndim] += 0.125
+    parts: list[dict[str, list[torch.Tensor]]] = [defaultdict(list) for _ in range(3)]  # got, exact, baseline
+    window_size, mask = window(job.window), job.mask.removeprefix("padding_").replace("padding", "no_mask")
+    heads, dtype = job.heads // job.heads_kv, str(job.torch_dtype).removeprefix("torch.")
+    any_length = Problem(1, (), layout="contiguous", attn_mask_type=mask, window_size=window_size, heads_q=heads)
+    any_length = replace(any_length, d_qk=job.head_dim, d_v=job.head_dim, dtype=dtype)
+    for start, length in zip(accumulate(job.slots, initial=0), job.lengths, strict=False):
+        # One document alone, without padding; then kv head by kv head, to save memory.
+        problem = replace(any_length, sequences=(Sequence(length, length, length, length),))
+        exactly = partial(dense_attention, qkv_format="bshd", attn_mask_type=mask, window_size=window_size)
+        one = {name: x[start : start + length].to(job.where[1]) for name, x in got.items()}
+        wide = {name: x.double() for name, x in one.items()}  # a leaf's gradient has the leaf's dtype
+        for head in range(job.heads_kv):
+            baseline = _attend(job, one, head, partial(eager_attention, problem=problem))
+            found = [one[name].unflatten(1, (job.heads_kv, -1))[:, head] for name in _RESULTS]
+            for part, results in zip(parts, (found, _attend(job, wide, head, exactly), baseline), strict=True):
+                for name, x in zip(_RESULTS, results, strict=True):
+                    part[name].append(x.flatten(0, 1))
+    own, exact, baseline = ({name: torch.cat(xs) for name, xs in part.items()} for part in parts)
+    return list(compare(own, exact, baseline, job.torch_dtype))
 
 
-def _one_head_group(job: Job, length: int) -> Problem:
-    """One document and one kv head as a separate problem. Alone it has no padding, so it needs no padding mask."""
-    return Problem(
-        cp_size=1,
-        sequences=(Sequence(length, length, length, length),),
-        layout="contiguous",
-        attn_mask_type=job.attn_mask_type.removeprefix("padding_").replace("padding", "no_mask"),
-        window_size=job.window_size,
-        heads_q=job.heads_q // job.heads_kv,
-        d_qk=job.head_dim,
-        d_v=job.head_dim,
-        dtype=job.dtype,
-    )
-
-
-def _attend(job: Job, one: dict[str, torch.Tensor], attend: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """One document through a dense attention and its autograd, kv head by kv head to save memory.
-
-    Returns:
-        out, dq, dk, dv [n, h, d] and lse [n, h].
-    """
-    group = job.heads_q // job.heads_kv
-    heads: dict[str, list[torch.Tensor]] = defaultdict(list)
-    for head in range(job.heads_kv):
-        rows, column = slice(head * group, (head + 1) * group), slice(head, head + 1)
-        q = one["q"][None, :, rows].detach().requires_grad_()
-        k, v = (one[name][None, :, column].detach().requires_grad_() for name in ("k", "v"))
-        out, lse, _ = attend(q, k, v)
-        (out * one["dout"][None, :, rows].to(out.dtype)).sum().backward()
-        heads["out"].append(out[0].detach())
-        heads["lse"].append(lse[0].detach().transpose(0, 1))
-        for name, x in (("dq", q), ("dk", k), ("dv", v)):
-            assert x.grad is not None
-            heads[name].append(x.grad[0])
-    return {name: torch.cat(xs, dim=1) for name, xs in heads.items()}
-
-
-def _count(tensors: dict[str, torch.Tensor], names: tuple[str, ...] | None = None) -> int:
-    return sum(x.numel() for name, x in tensors.items() if names is None or name in names)
+def _attend(job: Job, one: Tensors, head: int, attend: Callable[..., Any]) -> list[torch.Tensor]:
+    """One document and kv head through a dense attention and its autograd: out, lse, dq, dk, dv."""
+    cut = {name: one[name].unflatten(1, (job.heads_kv, -1))[None, :, head] for name in ("q", "k", "v", "dout")}
+    inputs = [cut[name].detach().requires_grad_() for name in ("q", "k", "v")]
+    out, lse, _ = attend(*inputs)
+    grads = torch.autograd.grad(out, inputs, cut["dout"].to(out.dtype))
+    return [x.detach() for x in (out[0], lse[0].transpose(0, 1), *(g[0] for g in grads))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,7 +38,9 @@ def read_documents(paths: list[Path], tokens: int, longest: int, seed: int) -> l
     """
     rng = random.Random(seed)
     documents, left = [], tokens
-    for path in _files(paths) if paths else _standard_library(rng):
+    texts = [] if paths else list(_texts_of_python())
+    rng.shuffle(texts)
+    for path in _files(paths) if paths else texts:
         if left <= 0:
             break
         least = 1 if paths else min(_SHORTEST, longest)
@@ -54,28 +56,20 @@ def read_documents(paths: list[Path], tokens: int, longest: int, seed: int) -> l
     return documents
 
 
-def _files(paths: Iterable[Path]) -> Iterable[Path]:
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
     """The user's files, folders opened up."""
     for path in paths:
-        if path.is_dir():
-            yield from sorted(p for p in path.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.parts))
-        elif path.is_file():
-            yield path
-        else:
+        if not path.is_dir() and not path.is_file():
             raise ValueError(f"--text {path}: there is no such file or folder")
-
-
-def _standard_library(rng: random.Random) -> list[Path]:
-    files = list(_texts_of_python())
-    rng.shuffle(files)
-    return files
+        inside = sorted(p for p in path.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.parts))
+        yield from inside if path.is_dir() else [path]
 
 
 @cache
 def _texts_of_python() -> tuple[Path, ...]:
     """Looked for once: on a network's file system that takes seconds."""
     root = Path(sysconfig.get_path("stdlib"))
-    folders = (
-        [root, *sorted(p for p in root.iterdir() if p.is_dir() and p.name not in _NOT_HERE)] if root.is_dir() else []
+    folders = sorted(p for p in root.glob("*/") if p.name not in _NOT_HERE)
+    return tuple(
+        p for folder in (root, *folders) for p in sorted(folder.glob("*")) if p.suffix in _SUFFIXES and p.is_file()
     )
-    return tuple(p for folder in folders for p in sorted(folder.iterdir()) if p.suffix in _SUFFIXES and p.is_file())
