@@ -52,7 +52,7 @@ def attention(
         return _while_compiling(given, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
     refuse_transforms()
     planned = isinstance(plan, Plan)
-    with nullcontext() if planned and not checking() else told_to_all(cp):  # nobody listens beside a plan
+    with nullcontext() if planned and not checking() else told_to_all(cp):  # with a plan the ranks do not agree
         problem = on_host(problem_arguments(arguments))
         q, k, v = (autocast(local_part(x)) for x in (q, k, v))
         softmax_offset = one_a_head(softmax_offset)
@@ -83,9 +83,9 @@ def _while_compiling(
     plan: Plan | None,
     **arguments: Any,
 ) -> Any:
-    """A call that torch.compile looks into: with a plan an operator of its graph, else outside of graphs."""
+    """A call under torch.compile: an operator of the graph if there is a plan, else a graph break."""
     if not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()):
-        from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as long as importing PyTorch
+        from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
 
         how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
         return graph_break(attention, **given, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cp_fast.checkpoint.offload import OPERATOR, Line, offloading
+from cp_fast.checkpoint.offload import OPERATOR, LastCall, offloading
 from cp_ref.spec import Unsupported, check_flag
 
 __all__ = ["attention_forward", "save_attention"]
@@ -38,8 +38,8 @@ def save_attention(policy: Policy | None = None, *, offload: bool = False) -> Ca
             other operator is recomputed. It is not asked about attention.
         offload: whether the saved tensors wait in the host's memory, which is pinned on CUDA. They go there on a
             stream of their own in the forward pass. In the backward pass they come back one call ahead. Use one
-            `save_attention(offload=True)` for all layers of a model: its calls form one line. Until the next call, the
-            results of a call must not be changed in place.
+            `save_attention(offload=True)` for all layers of a model: its calls form one sequence. Until the next
+            call, the results of a call must not be changed in place.
 
     Returns:
         A function without arguments. Each call of it returns the two contexts of one checkpointed region.
@@ -73,14 +73,14 @@ def save_attention(policy: Policy | None = None, *, offload: bool = False) -> Ca
             return CheckpointPolicy.MUST_RECOMPUTE
         return decide(context, operator, *args, **kwargs)
 
-    line = Line()
+    last = LastCall()
 
     def offloading_contexts() -> tuple[Any, Any]:
         if torch.compiler.is_compiling():
             raise Unsupported(
                 "save_attention(offload=True) inside torch.compile", {}, "compile what lies inside a layer"
             )
-        return offloading(line, None if policy is None else create_selective_checkpoint_contexts(elsewhere))
+        return offloading(last, None if policy is None else create_selective_checkpoint_contexts(elsewhere))
 
     return offloading_contexts if offload else saving_contexts
 

@@ -1,8 +1,9 @@
 """Results of attention that wait for the backward pass in the host's memory.
 
-A line holds the calls of a forward pass in their order. A call's results leave when they are there. The call after it
-waits for them to have left, and then lets go of their memory. In the backward pass a call that takes its results starts
-the way back of the call before it. So the device holds the results of at most two calls, whatever the number of layers.
+The calls of a forward pass are in order, and each one knows the call before it. A call starts to copy its results to
+the host as soon as it has them. The next call waits for this copy, and then frees the results on the device. In the
+backward pass a call that restores its results prefetches those of the call before it. So the device holds the results
+of at most two calls, whatever the number of layers.
 
 Memory on the device belongs to the current stream, whose order alone frees it. The other stream begins a copy when the
 current one has come to it, and the current one waits for the end before it goes on.
@@ -22,16 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_fast.dispatch import library_operators as compiled  # makes the operator
 from cp_ref.spec import Unsupported
 
-__all__ = ["OPERATOR", "Line", "offloading"]
+__all__ = ["OPERATOR", "LastCall", "offloading"]
 
 OPERATOR: Any = compiled.FORWARD
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class Line(threading.local):
+class LastCall(threading.local):
     """The last call of a forward pass, in each thread."""
 
-    last: weakref.ref[_Parcel] | None = None
+    call: weakref.ref[_SavedCall] | None = None
 
 
 class _Copies:
@@ -53,63 +54,63 @@ class _Copies:
                 self._done.record()
 
     def wait(self) -> None:
-        """What the current stream does from now on comes after them."""
+        """Let the current stream wait for them."""
         if self._done is not None:
             self._done.wait()
 
 
-class _Parcel:
+class _SavedCall:
     """The results of one call, on their way to the host's memory and back."""
 
-    def __init__(self, results: Sequence[torch.Tensor], line: Line) -> None:
+    def __init__(self, results: Sequence[torch.Tensor], last: LastCall) -> None:
         self._device = results[0].device
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Unsupported("save_attention(offload=True) in a CUDA graph", {}, "capture without offload")
-        self._before = line.last
-        if (before := self._call_before()) is not None:
-            before.leave()
-        self._there: list[torch.Tensor] | None = [_alias(x) for x in results]
-        self._versions = [x._version for x in self._there]
-        self._host = [on_host(x) for x in self._there]
-        self._way: _Copies | None = _Copies(list(zip(self._host, self._there, strict=True)), self._device)
-        line.last = weakref.ref(self)
+        self._before = last.call
+        if (before := self._previous()) is not None:
+            before.free_on_device()
+        self._on_device: list[torch.Tensor] | None = [_alias(x) for x in results]
+        self._versions = [x._version for x in self._on_device]
+        self._on_host = [on_host(x) for x in self._on_device]
+        self._copies: _Copies | None = _Copies(list(zip(self._on_host, self._on_device, strict=True)), self._device)
+        last.call = weakref.ref(self)
 
-    def leave(self) -> None:
-        """Let go of the memory on the device: the results have left it."""
-        if self._there is None:
+    def free_on_device(self) -> None:
+        """Free the results on the device, once they are copied."""
+        if self._on_device is None:
             return
-        if [x._version for x in self._there] != self._versions:
+        if [x._version for x in self._on_device] != self._versions:
             raise RuntimeError(
                 "attention's results were changed in place while save_attention(offload=True) copied them; change a "
                 "copy, or use save_attention()"
             )
-        if self._way is not None:
-            self._way.wait()
-        self._there = self._way = None
+        if self._copies is not None:
+            self._copies.wait()
+        self._on_device = self._copies = None
 
-    def start_back(self) -> None:
-        """Begin the way back to the device, if it has not begun."""
-        if self._there is None:
-            self._there = [torch.empty_like(x, device=self._device) for x in self._host]
-            self._way = _Copies(list(zip(self._there, self._host, strict=True)), self._device)
-            self._versions = [x._version for x in self._there]
+    def prefetch(self) -> None:
+        """Start to copy the results back to the device, if they are not there."""
+        if self._on_device is None:
+            self._on_device = [torch.empty_like(x, device=self._device) for x in self._on_host]
+            self._copies = _Copies(list(zip(self._on_device, self._on_host, strict=True)), self._device)
+            self._versions = [x._version for x in self._on_device]
 
-    def take(self) -> list[torch.Tensor]:
-        """The results, on the device; those of the call before begin their way back."""
-        self.start_back()
-        results = self._there
+    def restore(self) -> list[torch.Tensor]:
+        """The results, on the device; those of the call before are prefetched."""
+        self.prefetch()
+        results = self._on_device
         assert results is not None
-        self.leave()
-        if (before := self._call_before()) is not None:
-            before.start_back()
+        self.free_on_device()
+        if (before := self._previous()) is not None:
+            before.prefetch()
         return results
 
-    def _call_before(self) -> _Parcel | None:
+    def _previous(self) -> _SavedCall | None:
         return None if self._before is None else self._before()
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """The same memory and version, without the graph that x will belong to, which would hold the parcel."""
+    """The same memory and version, without the graph that x will belong to, which would hold the saved call."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
 
@@ -119,12 +120,12 @@ def on_host(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
 
 
-class _Sends(TorchDispatchMode):
+class _OffloadMode(TorchDispatchMode):
     """The first pass of a region: the results of each call go to the host's memory."""
 
-    def __init__(self, line: Line, parcels: list[_Parcel]) -> None:
+    def __init__(self, last: LastCall, calls: list[_SavedCall]) -> None:
         super().__init__()
-        self._line, self._parcels = line, parcels
+        self._last, self._calls = last, calls
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -133,16 +134,16 @@ class _Sends(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         if func is OPERATOR:
-            self._parcels.append(_Parcel(results, self._line))
+            self._calls.append(_SavedCall(results, self._last))
         return results
 
 
-class _Takes(TorchDispatchMode):
+class _RestoreMode(TorchDispatchMode):
     """A region's recomputation: each call has its results already."""
 
-    def __init__(self, parcels: list[_Parcel]) -> None:
+    def __init__(self, calls: list[_SavedCall]) -> None:
         super().__init__()
-        self._parcels, self._number = parcels, 0
+        self._calls, self._number = calls, 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -155,10 +156,10 @@ class _Takes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not OPERATOR:
             return func(*args, **(kwargs or {}))
-        if self._number == len(self._parcels):
+        if self._number == len(self._calls):
             raise RuntimeError("a checkpointed region calls attention more often when it is recomputed than before")
         self._number += 1
-        return self._parcels[self._number - 1].take()
+        return self._calls[self._number - 1].restore()
 
 
 class _Both:
@@ -175,13 +176,13 @@ class _Both:
         return self._stack.__exit__(*raised)
 
 
-def offloading(line: Line, around: tuple[Any, Any] | None) -> tuple[Any, Any]:
+def offloading(last: LastCall, around: tuple[Any, Any] | None) -> tuple[Any, Any]:
     """The two contexts of one checkpointed region: of its first pass, and of its recomputation.
 
     Args:
-        line: that of all regions of a model.
+        last: that of all regions of a model.
         around: the two contexts that decide about all other operators; None where all of them are recomputed.
     """
-    parcels: list[_Parcel] = []
-    first, again = _Sends(line, parcels), _Takes(parcels)
+    calls: list[_SavedCall] = []
+    first, again = _OffloadMode(last, calls), _RestoreMode(calls)
     return (first, again) if around is None else (_Both(around[0], first), _Both(around[1], again))

@@ -1,4 +1,4 @@
-"""`passes` as an autograd function."""
+"""Attention of one layer as an autograd function."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ __all__ = ["Attention"]
 
 
 class Attention(torch.autograd.Function):
-    """(q, k, v, offset) -> (out, lse, max_logit or None), differentiable but for max_logit.
+    """From q, k, v and offset to out, lse and max_logit (or None). All but max_logit are differentiable.
 
-    `call`: the number of a checked call, whose backward pass is checked too; 0 for one that is not.
+    compiled: the plan compiled for the tensors' shapes. call: the number of a checked call, whose backward pass is
+        checked too; 0 for one that is not.
     """
 
     @staticmethod

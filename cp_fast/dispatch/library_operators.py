@@ -1,4 +1,5 @@
-"""`passes` as operators of torch.library, for torch.compile: a layer that calls `attention` with a plan is one graph.
+"""Both passes as operators of torch.library, for torch.compile: a layer that calls `attention` with a plan is one
+graph.
 
     attention_forward    (q, k, v, offset, plan, cp) -> (out, lse, max_logit, what only the backward pass needs)
     attention_backward   (that, dout, dlse) -> (dq, dk, dv, doffset)
