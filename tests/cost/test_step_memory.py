@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def test_saving_less_takes_less_and_more_ranks_too() -> None:
     assert gib(131072, 36, "offload", 4) < 0.6 * sizes["offload"]
 
 
+def test_the_page_has_the_prediction() -> None:
+    page = (RESULTS.parents[1] / "docs" / "long_context.md").read_text()
+    for tokens in (65536, 131072, 262144, 524288):
+        assert f"| {tokens:,} | {' | '.join(f'{gib(tokens, 36, saved):.0f}' for saved in SAVED)} |" in page
+
+
 @pytest.mark.parametrize("text", ["36,2560,9728", "36,2560,9728,x", "0,1,1,1", "", "1,1,1,1,1"])
 def test_a_model_is_four_numbers(text: str) -> None:
     with pytest.raises(ValueError, match="layers,hidden,ffn,vocabulary"):
@@ -52,8 +59,9 @@ def test_the_command_adds_up() -> None:
     words += ["--d-qk", "128", "--dtype", "bfloat16", "--layout", "dual_chunk"]
     said = CliRunner().invoke(app, [*words, "--model", "8,2560,9728,151936", "--saved", "attention"])
     assert said.exit_code == 0, said.output
-    lines = said.output[said.output.index("GiB of a rank") :].splitlines()
-    sizes = [float(line.split()[-2]) for line in lines if line.strip("│ ")[-4:-3] == "."]
+    sizes = [
+        float(size) for size in re.findall(r" (\d+\.\d\d) │$", said.output.split("GiB of a rank")[1], re.MULTILINE)
+    ]
     assert sizes[-1] == pytest.approx(sum(sizes[:-1]), abs=0.04)
     for more, error in (
         (["--model", "8,2560"], "layers,hidden,ffn,vocabulary"),
