@@ -2,13 +2,13 @@
 
 planning       the schedule that runs: its head chunks, and own keys that wait, by a machine's numbers.
 instructions   the executable plan: buffers and a flat list of instructions.
-lower          one rank's schedule as such a plan: right but slow.
-buffers, sums  the buffers of operands; the sums of partial results.
-tiles          tiles as few launches of few windows.
-passes         functions from plan to plan that make it fast. `pipeline` lists them.
+lowering       one rank's schedule as such a plan: right but slow.
+pass_table     every pass, with its switch. `pipeline` runs them.
+tiles          passes on tiles, which become few launches of few windows.
+passes         passes on instructions: functions from plan to plan.
 row_maps       the positions of global rows in a buffer.
 index_tables   the row numbers and cumulative lengths of a whole plan, in one upload.
 link           a plan with its tables on the device.
 in_place       plans updated in place with the next batch's lengths.
-text           a plan as text.
+instruction_text  a plan as text.
 """

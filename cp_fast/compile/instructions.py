@@ -51,6 +51,8 @@ __all__ = [
     "Send",
     "View",
     "Wait",
+    "reads",
+    "writes",
 ]
 
 R = TypeVar("R")  # Rows.
@@ -189,6 +191,22 @@ class Free:
 
 
 Instruction = Send[R] | Recv | Wait | Copy[R] | Launch[R] | Accumulate[R] | Free
+
+
+def reads(one: Instruction[Any]) -> tuple[int, ...]:
+    """The buffers that an instruction reads."""
+    if isinstance(one, Send | Copy | Accumulate):
+        return (one.source.buffer,)
+    return tuple(view.buffer for view in one.operands) if isinstance(one, Launch) else ()
+
+
+def writes(one: Instruction[Any]) -> tuple[int, ...]:
+    """The buffers that an instruction writes."""
+    if isinstance(one, Copy | Accumulate):
+        return (one.target.buffer,)
+    if isinstance(one, Recv):
+        return (one.buffer,)
+    return one.results if isinstance(one, Launch) else ()
 
 
 @dataclass(frozen=True)

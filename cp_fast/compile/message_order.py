@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from cp_fast.compile.sums import RANGES
+from cp_fast.compile.lowering.sums import RANGES
 from cp_ref.spec import Message, RankSchedule
 
 __all__ = ["in_order"]

@@ -36,6 +36,8 @@ class Pass:
 
 
 PASSES = (
+    Pass("split_heads", "schedule", "An a2a exchanges a few heads at a time, so that launches hide its messages."),
+    Pass("delay_keys", "schedule", "Own keys wait for the keys that arrive, so that both are one launch."),
     Pass("fold_batch", "schedule", "sbhd without padding becomes one sequence of b * h heads, which needs no copy."),
     Pass("merge_adjacent", "tiles", "Touching tiles of an area become the rectangle around them."),
     Pass("merge_causal", "tiles", "The own tiles of a causal sequence become one causal square.", True),

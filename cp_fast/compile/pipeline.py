@@ -13,7 +13,7 @@ import torch
 from cp_fast.compile.fold_batch import fold_batch
 from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.link import linked
-from cp_fast.compile.lower import Draft, lower
+from cp_fast.compile.lowering.lower_schedule import Draft, lower
 from cp_fast.compile.pass_table import is_on, skipped
 from cp_fast.compile.passes.accumulate_late import accumulate_late
 from cp_fast.compile.passes.free_early import free_early

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cp_fast.compile.instructions import Accumulate, BufferSpec, Copy, Heads, Instruction, Launch, PassPlan, Recv, View
+from cp_fast.compile.instructions import BufferSpec, Copy, Heads, PassPlan, View, writes
 from cp_fast.movers.base import Kernels
 from cp_fast.runtime.row_selection import Rows, columns_of, count, is_all, rows_of
 from cp_fast.runtime.tensors import Shapes, State, Tensors
@@ -34,8 +35,8 @@ class PassBuffers:
     @staticmethod
     def of(plan: PassPlan[Rows], shapes: Shapes, kernels: Kernels) -> PassBuffers:
         """The buffers of a plan."""
-        writes = [number for one in plan.instructions for number in _written(one)]
-        once = frozenset(number for number in set(writes) if writes.count(number) == 1)
+        times = Counter(number for one in plan.instructions for number in writes(one))
+        once = frozenset(number for number, n in times.items() if n == 1)
         return PassBuffers(plan.buffers, shapes, kernels, once, _zeroed(plan, shapes))
 
     def heads(self, number: int) -> Heads:
@@ -93,15 +94,6 @@ class PassBuffers:
             return made
 
         return new
-
-
-def _written(one: Instruction[Rows]) -> tuple[int, ...]:
-    """The buffers that an instruction writes."""
-    if isinstance(one, Copy | Accumulate):
-        return (one.target.buffer,)
-    if isinstance(one, Recv):
-        return (one.buffer,)
-    return one.results if isinstance(one, Launch) else ()
 
 
 def _zeroed(plan: PassPlan[Rows], shapes: Shapes) -> frozenset[int]:

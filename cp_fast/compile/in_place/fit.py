@@ -6,14 +6,13 @@ Padded messages move rows of the buffers that they fill. Nothing else moves, sin
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from cp_fast.compile.in_place.instruction_keys import by_key
+from cp_fast.compile.in_place.moved_messages import Moved, moved_messages
 from cp_fast.compile.in_place.padded_tables import PaddedTables, pad
 from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.index_tables import Key, RowKey, Tables
@@ -30,13 +29,11 @@ from cp_fast.compile.instructions import (
     Send,
     View,
 )
-from cp_fast.compile.lower import Draft
+from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.tiles.groups import SegmentKeys
 from cp_ref.spec import Column, Problem, planned_positions
 
 __all__ = ["fit"]
-
-MessageKey = tuple[int, int]  # peer, tag
 
 
 def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[ExecutablePlan[Any], PaddedTables]:
@@ -58,25 +55,6 @@ def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[ExecutablePlan[An
     return replace(plan, real_q_rows=mask, position_ids=ids, spare_rows=1), tables
 
 
-@dataclass(frozen=True)
-class _Moved:
-    """The first row of each message in the batch's own buffer (`here`) and in the padded one (`there`; `begin` by
-    message), and the size of the padded one.
-    """
-
-    here: Column
-    there: Column
-    begin: dict[MessageKey, int]
-    size: int
-
-    def rows(self, rows: Column) -> Column:
-        """Rows of the batch's own buffer in the padded one."""
-        if len(self.here) == 0:
-            return rows
-        number = np.searchsorted(self.here, rows, side="right") - 1
-        return rows - self.here[number] + self.there[number]
-
-
 class _Fitting:
     """One pass. Buffers and instructions of the shape and of the batch correspond by the names of their buffers."""
 
@@ -88,19 +66,19 @@ class _Fitting:
         shape: Shape,
         tables: PaddedTables,
         real_q_rows: Key,
-        kept: dict[int, _Moved],
+        kept: dict[int, Moved],
     ) -> None:
         self._wanted, self._tables, self._shape, self._real = wanted, given_tables, shape, real_q_rows
         self._padded = tables
-        self._given = _by_key(given)
-        self._keys = {id(one): key for key, one in _by_key(wanted).items()}
+        self._given = by_key(given)
+        self._keys = {id(one): key for key, one in by_key(wanted).items()}
         for (step, kind, *names), _ in self._given.items():
             if (step, kind, *names) not in self._keys.values():
                 raise ValueError(
                     f"{wanted.direction} step {step} needs the {kind} {names}, which the plan does not have; make a "
                     "plan with a batch that needs it"
                 )
-        self.moved = kept | self._find_moved(given)
+        self.moved = kept | moved_messages(wanted, given, shape)
         self._specs = [self._sized(number, spec) for number, spec in enumerate(wanted.buffers)]
 
     def fitted(self) -> PassPlan[Any]:
@@ -109,20 +87,6 @@ class _Fitting:
         return replace(self._wanted, buffers=tuple(self._specs), instructions=tuple(instructions))
 
     # ---- sizes
-
-    def _find_moved(self, given: PassPlan[RowKey]) -> dict[int, _Moved]:
-        """The positions of messages in the buffers that they fill and in those that they are sent from."""
-        names = {spec.name: number for number, spec in enumerate(given.buffers)}
-        sizes = _messages(given)
-        moved: dict[int, _Moved] = {}
-        for number, messages in _messages(self._wanted).items():
-            spec = self._wanted.buffers[number]
-            padded = {(peer, tag): self._shape.message_rows(spec.kind, peer) for peer, tag in messages}
-            begin, first = _begins(padded), _begins(sizes.get(names.get(spec.name, -1), {}))
-            here, there = (np.array([of[x] for x in begin if x in first], dtype=np.int64) for of in (first, begin))
-            moved[number] = _Moved(here, there, begin, sum(padded.values()))
-        sums = [(one.source.buffer, one.target.buffer) for one in self._wanted.of(Copy)]
-        return moved | {total: moved[message] for total, message in sums if self._role(message) == "message"}
 
     def _role(self, number: int) -> str:
         return self._wanted.buffers[number].role
@@ -246,57 +210,3 @@ class _Fitting:
         size = self._size(one.source.buffer)
         source, target = (given.source, given.target) if given else (None, None)
         return replace(one, source=self._read(one.source, source, size), target=self._written(one.target, target, size))
-
-
-def _messages(plan: PassPlan[RowKey]) -> dict[int, dict[MessageKey, int]]:
-    """The consecutive messages that fill each buffer of operands, or are sent from each buffer of results, with their
-    numbers of rows.
-    """
-    found: dict[int, dict[MessageKey, int]] = {}
-    for one in plan.instructions:
-        if isinstance(one, Recv) and plan.buffers[one.buffer].role == "operand":
-            found.setdefault(one.buffer, {})[one.peer, one.tag] = one.size
-        if isinstance(one, Send) and plan.buffers[one.source.buffer].role == "message":
-            assert isinstance(one.source.rows, slice)
-            size = one.source.rows.stop - one.source.rows.start
-            found.setdefault(one.source.buffer, {})[one.peer, one.tag] = size
-    return found
-
-
-def _begins(sizes: dict[MessageKey, int]) -> dict[MessageKey, int]:
-    """The first row of each if they are consecutive."""
-    return dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-
-
-def _by_key(plan: PassPlan[RowKey]) -> dict[tuple[Any, ...], Instruction[RowKey]]:
-    """The instructions by their kind and the names of their buffers; several of one kind are numbered."""
-    times: Counter[Any] = Counter()
-    found: dict[tuple[Any, ...], Instruction[RowKey]] = {}
-    for one in plan.instructions:
-        key = _key(plan, one)
-        if key is not None:
-            found[*key, times[key]] = one
-            times[key] += 1
-    return found
-
-
-def _key(plan: PassPlan[RowKey], one: Instruction[RowKey]) -> tuple[Any, ...] | None:
-    def names(numbers: Iterable[int]) -> tuple[str, ...]:
-        return tuple(plan.buffers[number].name for number in numbers)
-
-    if isinstance(one, Copy) and one.source.rows is None and one.target.rows is None:
-        return None  # whole buffers: independent of the batch
-    if isinstance(one, Accumulate) and one.source.buffer == OWN["sink"]:
-        return None
-    if isinstance(one, Send):
-        return one.step, "send", *names((one.source.buffer,)), one.part, one.peer, one.tag
-    if isinstance(one, Recv):
-        return one.step, "receive", *names((one.buffer,)), one.part, one.peer, one.tag
-    if isinstance(one, Copy):
-        return one.step, "copy", *names((one.source.buffer, one.target.buffer)), one.source.heads, one.target.heads
-    if isinstance(one, Accumulate):  # a pass may move it to another step
-        return plan.steps, "addition", *names((one.source.buffer, one.target.buffer)), one.source.heads
-    if isinstance(one, Launch):
-        of = names(view.buffer for view in one.operands[:2])
-        return one.step, "launch", *of, f"window {one.batch.left}, {one.batch.right}"
-    return None

@@ -7,11 +7,11 @@ when its messages have arrived.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TypeVar
 
-from cp_fast.compile.instructions import Accumulate, Copy, Free, Instruction, Launch, PassPlan, Recv, Send, Wait
+from cp_fast.compile.instructions import Free, Instruction, PassPlan, Recv, Send, Wait, reads, writes
 
 __all__ = ["free_early"]
 
@@ -23,7 +23,7 @@ def free_early(plan: PassPlan[R], kept: Collection[int]) -> PassPlan[R]:
     keep = {*kept, *(number for number, spec in enumerate(plan.buffers) if spec.role in ("own", "result"))}
     after: dict[int, list[int]] = {}
     for place, one in reversed(list(enumerate(plan.instructions))):
-        for number in _uses(one):
+        for number in (*reads(one), *writes(one)):
             if number not in keep:
                 keep.add(number)
                 after.setdefault(_end(plan.instructions, place), []).append(number)
@@ -33,19 +33,6 @@ def free_early(plan: PassPlan[R], kept: Collection[int]) -> PassPlan[R]:
         if place in after:
             found.append(Free(one.step, tuple(sorted(after[place]))))
     return replace(plan, instructions=tuple(found))
-
-
-def _uses(one: Instruction[R]) -> Iterator[int]:
-    """The buffers that an instruction reads or writes."""
-    if isinstance(one, Send | Copy | Accumulate):
-        yield one.source.buffer
-    if isinstance(one, Copy | Accumulate):
-        yield one.target.buffer
-    if isinstance(one, Launch):
-        yield from (view.buffer for view in one.operands)
-        yield from one.results
-    if isinstance(one, Recv):
-        yield one.buffer
 
 
 def _end(instructions: tuple[Instruction[R], ...], place: int) -> int:

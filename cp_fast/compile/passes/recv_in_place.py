@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cp_fast.compile.index_tables import RowKey, Tables
-from cp_fast.compile.instructions import Accumulate, Copy, Instruction, Launch, PassPlan, Recv, Send
+from cp_fast.compile.instructions import Copy, Instruction, PassPlan, Recv, reads
 
 __all__ = ["recv_in_place"]
 
@@ -23,7 +23,7 @@ Span = tuple[int, int]  # First row, number of rows.
 def recv_in_place(plan: PassPlan[RowKey], tables: Tables, kept: Sequence[int]) -> PassPlan[RowKey]:
     """Receive such messages in place. `kept`: buffers that are needed after the pass."""
     found = list(plan.instructions)
-    times = Counter(number for one in found for number in _reads(one))
+    times = Counter(number for one in found for number in reads(one))
     received = dict.fromkeys(one.buffer for one in found if isinstance(one, Recv) and one.part is None)
     for number in received:
         copies = [one for one in found if isinstance(one, Copy) and one.source.buffer == number]
@@ -45,12 +45,6 @@ def recv_in_place(plan: PassPlan[RowKey], tables: Tables, kept: Sequence[int]) -
             if one is not copy
         ]
     return replace(plan, instructions=tuple(found))
-
-
-def _reads(one: Instruction[RowKey]) -> list[int]:
-    if isinstance(one, Send | Copy | Accumulate):
-        return [one.source.buffer]
-    return [view.buffer for view in one.operands] if isinstance(one, Launch) else []
 
 
 def _is_written(plan: PassPlan[RowKey], before: Sequence[Instruction[RowKey]], copy: Copy[RowKey], step: int) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cp_fast.compile.pass_table import is_on
 from cp_fast.compile.planning import machine_costs
 from cp_fast.compile.planning.machine_costs import Costs
 from cp_ref.spec import Problem
@@ -34,7 +35,7 @@ def choose_head_chunks(problem: Problem) -> tuple[int, ...]:
     ((1, 14, 1), (), (), ())
     """
     size, heads_kv = problem.a2a_size, problem.heads_kv
-    if size == 1 or heads_kv % size or heads_kv == size:
+    if size == 1 or heads_kv % size or heads_kv == size or not is_on("split_heads"):
         return ()
     at, rings = machine_costs.costs(), problem.cp_size // size
     passes = _passes(problem, at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cp_fast.compile.pass_table import is_on
 from cp_fast.compile.planning.waiting_keys import own_keys_wait
 from cp_ref.spec import Problem, RankSchedule, Schedule, make_rank_schedule, make_schedule
 
@@ -27,4 +28,6 @@ def chosen_schedule(problem: Problem, head_chunks: tuple[int, ...], known: dict[
 
 
 def _with_waiting_keys(problem: Problem, rank_schedules: Schedules) -> Schedules:
-    return rank_schedules if problem.areas is None else own_keys_wait(problem, rank_schedules)
+    if problem.areas is None or not is_on("delay_keys"):
+        return rank_schedules
+    return own_keys_wait(problem, rank_schedules)

@@ -22,7 +22,7 @@ from cp_fast.compile.instructions import (
     Send,
     View,
 )
-from cp_fast.compile.lower import Draft
+from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows

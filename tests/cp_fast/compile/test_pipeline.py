@@ -26,11 +26,13 @@ from conformance.implementation import Implementation, load
 from conformance.tiers import CASE_TIERS
 from cp_fast import masks
 from cp_fast.compile.instructions import OWN, Free, Launch
-from cp_fast.compile.lower import Draft
+from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.pass_table import PASSES, switched_off
 from cp_fast.compile.pipeline import compiled
+from cp_fast.compile.planning import chosen_schedule
+from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.movers.select import use
-from cp_ref.spec import Problem, Sequence
+from cp_ref.spec import Problem, Sequence, make_rank_schedule
 from tests.marks import examples
 from tests.masks.problems import problems as problems_of_areas
 from tests.spec.problems import problems
@@ -133,6 +135,22 @@ def test_without_passes_a_plan_is_as_it_was_lowered() -> None:
         for plan in (draft.plan.forward, draft.plan.backward):
             assert not any(plan.of(Free))
             assert all(len(draft.tables.cumulative(one.batch.cu_q)) == 2 for one in plan.of(Launch))
+
+
+def test_heads_are_split_by_a_pass() -> None:
+    sizes: dict[str, Any] = {"d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
+    large = replace(problem((32_768,), "a2a", **sizes), heads_q=32, heads_kv=32)
+    assert choose_head_chunks(large) == (1, 14, 1)
+    with switched_off("split_heads"):
+        assert choose_head_chunks(large) == ()
+
+
+def test_keys_are_delayed_by_a_pass() -> None:
+    ring = of_areas(masks.block_causal(24, 4), 24, 2)
+    with patch.object(chosen_schedule, "own_keys_wait", lambda *_: "delayed"):
+        assert chosen_schedule.chosen_program(ring, 0, ()) == "delayed"
+        with switched_off("delay_keys"):
+            assert str(chosen_schedule.chosen_program(ring, 0, ())) == str(make_rank_schedule(ring, 0, ()))
 
 
 def test_a_batch_is_folded_into_heads_by_a_pass() -> None:

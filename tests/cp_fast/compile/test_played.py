@@ -15,7 +15,7 @@ from cp_fast.compile.in_place.fit import fit
 from cp_fast.compile.in_place.shape import Shape
 from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.link import linked
-from cp_fast.compile.lower import Draft, lower
+from cp_fast.compile.lowering.lower_schedule import Draft, lower
 from cp_fast.compile.pass_table import PASSES, is_on, skipped, switched_off
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.tiles.windows import WindowRule

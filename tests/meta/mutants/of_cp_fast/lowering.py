@@ -124,11 +124,11 @@ def _folded_tiles_of_one_sequence(fold: Any, steps: Any, problem: Any) -> Any:
     return tuple(tuple(s._replace(tiles=tiles(s.tiles)) for s in program) for program in fold(steps, problem))
 
 
-def _complete_rows_sorted(arrived: Any, self: Any, *arguments: Any) -> Any:
+def _complete_rows_sorted(arrived: Any, state: Any, *arguments: Any) -> Any:
     """Complete results are written behind one another from row 0 on, in the order in which they were sent."""
     return [
-        replace(copy, target=replace(copy.target, rows=slice(0, self.shared.tables.count(copy.target.rows))))
-        for copy in arrived(self, *arguments)
+        replace(copy, target=replace(copy.target, rows=slice(0, state.shared.tables.count(copy.target.rows))))
+        for copy in arrived(state, *arguments)
     ]
 
 
@@ -154,8 +154,8 @@ def _one_layer(layers: Any, segments: Any) -> Any:
     return None if found is None else np.zeros_like(found)
 
 
-_LOWERING, _LAUNCHES = "cp_fast.compile.lower._Lowering", "cp_fast.compile.tiles.launches"
-_SUMS, _OPERANDS = "cp_fast.compile.sums.Sums", "cp_fast.compile.buffers.Operands"
+_LOWERING, _LAUNCHES = "cp_fast.compile.lowering", "cp_fast.compile.tiles.launches"
+_SUMS, _OPERANDS = "cp_fast.compile.lowering.sums.Sums", "cp_fast.compile.lowering.buffers.Operands"
 
 
 def _pieces_exchanged(pieces: Any, *arguments: Any) -> Any:
@@ -250,19 +250,22 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "received-in-another-order": Mutant(
         "blocks of several peers lie in a buffer in another order",
-        f"{_LOWERING}._recvs",
+        f"{_LOWERING}.lower_messages._recvs",
         wrap(_received_in_another_order),
         "logic",
     ),
     "first-heads-for-all-peers": Mutant(
-        "every peer gets the first peer's heads", f"{_LOWERING}._stacked_sends", wrap(_first_heads_for_all), "logic"
+        "every peer gets the first peer's heads",
+        f"{_LOWERING}.lower_messages._stacked_sends",
+        wrap(_first_heads_for_all),
+        "logic",
     ),
     "operand-heads-one-early": Mutant(
         "heads of a buffer are counted one too low", f"{_OPERANDS}._view", wrap(_heads_one_early), "logic"
     ),
     "first-head-is-zero": Mutant(
         "max_logit of any heads is that of the first ones",
-        f"{_LOWERING}._launch",
+        f"{_LOWERING}.lower_tiles._launch",
         wrap(_first_head_is_zero),
         "logic",
     ),
@@ -281,7 +284,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "complete-results-from-row-0": Mutant(
         "complete results come home to the first rows",
-        f"{_LOWERING}._arrived",
+        f"{_LOWERING}.lower_schedule.arrived_results",
         wrap(_complete_rows_sorted),
         "special",
     ),

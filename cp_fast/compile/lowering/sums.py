@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cp_fast.compile.buffers import Buffers, split
 from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.instructions import Accumulate, Copy, Heads, Send, View
+from cp_fast.compile.lowering.buffers import Buffers, split
 from cp_fast.compile.row_maps import Parts, RowMap, Spans, SpanSets, shared_out
 from cp_ref.spec import RESULTS, Message
 

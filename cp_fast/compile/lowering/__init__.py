@@ -1,0 +1,1 @@
+"""Lowering: a rank's schedule becomes an executable plan that is right and slow."""
