@@ -32,13 +32,10 @@ class Declaration(Generic[F]):
         self.signature = inspect.signature(function)
 
     def __call__(self, implementation: Callable[..., Any]) -> F:
-        """The implementation, with the declared signature, defaults and docstring.
+        """The implementation, with the declared defaults, signature and docstring.
 
-        It has the declared parameters without their defaults; keyword-only ones may be left to `**arguments`, which
+        It has the declared parameters, without their defaults; it may take keyword-only ones as `**arguments`, which
         then hold what the caller gave.
-
-        Raises:
-            TypeError: its parameters are others.
 
         >>> @declare
         ... def scaled(x: int, *, by: int = 2) -> int: ...
@@ -48,18 +45,9 @@ class Declaration(Generic[F]):
         >>> scaled_by_adding(3), str(inspect.signature(scaled_by_adding))
         (6, "(x: 'int', *, by: 'int' = 2) -> 'int'")
         """
-        declared, function = self.signature.parameters, cast(Any, implementation)
-        own = [p for p in inspect.signature(implementation).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        rest = [p for p in declared.values() if p.name not in {q.name for q in own}]
-        takes_rest = function.__code__.co_flags & inspect.CO_VARKEYWORDS and all(p.kind is p.KEYWORD_ONLY for p in rest)
-        wanted = [(p.name, p.kind, p.empty) for p in declared.values() if p not in rest]
-        if [(p.name, p.kind, p.default) for p in own] != wanted or (rest and not takes_rest):
-            raise TypeError(f"{function.__qualname__} implements {self.signature} with {own}")
-        optional = [declared[p.name] for p in own if declared[p.name].default is not p.empty]
-        function.__defaults__ = tuple(p.default for p in optional if p.kind is not p.KEYWORD_ONLY) or None
-        function.__kwdefaults__ = {p.name: p.default for p in optional if p.kind is p.KEYWORD_ONLY} or None
-        function.__signature__ = self.signature
-        function.__doc__ = self.function.__doc__
+        function, declared = cast(Any, implementation), cast(Any, self.function)
+        function.__defaults__, function.__kwdefaults__ = declared.__defaults__, declared.__kwdefaults__
+        function.__signature__, function.__doc__ = self.signature, declared.__doc__
         return function
 
     def bind(self, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pkgutil import resolve_name
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -63,6 +64,12 @@ def test_everything_that_is_declared_is_public_and_the_rest_is_one_object() -> N
     assert set(DECLARATIONS) == functions | set(cp_fast.thd.__all__) - same | {"update"}
 
 
+def parameters_of_the_code(function: Any) -> list[tuple[str, Any]]:
+    """The parameters that a function's own code has, whatever signature it shows."""
+    plain = FunctionType(function.__code__, {})
+    return [(p.name, p.kind) for p in inspect.signature(plain).parameters.values()]
+
+
 @pytest.mark.parametrize("name", list(DECLARATIONS))
 def test_both_sides_have_what_is_declared(name: str) -> None:
     declared = DECLARATIONS[name]
@@ -71,6 +78,12 @@ def test_both_sides_have_what_is_declared(name: str) -> None:
     assert implementations[0] is not implementations[1]
     for function in implementations:
         assert inspect.signature(function) == declared.signature
+        own = parameters_of_the_code(function)
+        parameters = [(p.name, p.kind) for p in declared.signature.parameters.values()]
+        left = [p for p in parameters if p not in own]
+        assert [p for p in own if p[1] is not inspect.Parameter.VAR_KEYWORD] == [p for p in parameters if p in own]
+        assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind in left)
+        assert bool(left) <= (own[-1][1] is inspect.Parameter.VAR_KEYWORD)
         assert function.__doc__ == declared.function.__doc__
         assert inspect.getdoc(function)
 
