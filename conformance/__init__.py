@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from conformance.implementation import Implementation, load
     from conformance.judge.baseline import eager_attention
     from conformance.judge.budgets import Row, compare
+    from conformance.run.run_tiers import replay
 
-__all__ = ["Case", "Implementation", "Row", "compare", "eager_attention", "load"]
+__all__ = ["Case", "Implementation", "Row", "compare", "eager_attention", "load", "replay"]
 
 _WHERE = {
     "Case": "case",
@@ -21,6 +22,7 @@ _WHERE = {
     "compare": "judge.budgets",
     "eager_attention": "judge.baseline",
     "load": "implementation",
+    "replay": "run.run_tiers",
 }
 
 

@@ -39,12 +39,12 @@ def replay_command(meta: Mapping[str, Any], played: Played) -> str:
     >>> replay_command({"impl": "my.attention"}, Played("schedule", "errors", "error lengths-decrease", "wrong"))
     "python -m conformance --impl my.attention --repro 'error lengths-decrease'"
     >>> replay_command({"impl": "<Mine>", "by_name": False}, Played("schedule", "logic", "Case(...)", "wrong"))
-    "conformance.run.run_tiers.replay(impl, 'Case(...)', ['logic'])"
+    "conformance.replay(impl, 'Case(...)', ['logic'])"
     """
     case, device = played.text.startswith("Case("), str(meta.get("device") or "cpu").split()[0]
     if not meta.get("by_name", True):
         more = [repr([played.tier])] * case + [f"device={device!r}"] * (device != "cpu")
-        return f"conformance.run.run_tiers.replay({', '.join(['impl', repr(played.text), *more])})"
+        return f"conformance.replay({', '.join(['impl', repr(played.text), *more])})"
     words = [*_SUITE, "--impl", str(meta.get("impl", "IMPL"))]
     words += ["--device", device] * (device != "cpu")
     words += meta.get("options", ())

@@ -17,7 +17,7 @@ from conformance.judge.run_record import FAILING, Level, Played
 from conformance.run.play_problem import Runner, Task
 from conformance.tiers import CASE_TIERS
 
-__all__ = ["Draw", "Judge", "OnProblem", "Profile", "as_it_is"]
+__all__ = ["Draw", "OnProblem", "Profile"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Profile:
     """How many problems each tier draws, and whether they are the same ones every time.
 
     `most_failures` is how many different failures a tier looks for, and `shrink_s` how long it makes each of them
-    smaller, in seconds. `seed` fixes what is drawn when `derandomize` does
-    not.
+    smaller, in seconds (0: not at all). `seed` fixes what is drawn when `derandomize` does not.
     """
 
     max_examples: int
@@ -36,13 +35,7 @@ class Profile:
     seed: int | None = None
 
 
-Judge = Callable[[Played], Played]
 OnProblem = Callable[[], None]
-
-
-def as_it_is(played: Played) -> Played:
-    """The judge of a run without known failures."""
-    return played
 
 
 class _Failed(AssertionError):
@@ -62,8 +55,8 @@ class Draw:
         note: the complaint of Hypothesis, if any.
     """
 
-    def __init__(self, runner: Runner, level: Level, tier: str, judge: Judge, on_problem: OnProblem) -> None:
-        self._runner, self._tier, self._judge, self._on_problem = runner, tier, judge, on_problem
+    def __init__(self, runner: Runner, level: Level, tier: str, on_problem: OnProblem) -> None:
+        self._runner, self._tier, self._on_problem = runner, tier, on_problem
         self._level: Level = level
         self._failing: dict[str, Played] = {}
         self._give_up_at, self._shrink_s = float("inf"), 0.0
@@ -72,9 +65,7 @@ class Draw:
         self.smallest_problem: Any = None
         self.note = ""
 
-    def draw(
-        self, strategy: SearchStrategy[Any], profile: Profile, shrink: bool, explained: list[frozenset[str]]
-    ) -> None:
+    def draw(self, strategy: SearchStrategy[Any], profile: Profile, explained: list[frozenset[str]]) -> None:
         """Draw and play; problems that have all features of one of `explained` are left out."""
         self._shrink_s = profile.shrink_s
 
@@ -85,7 +76,7 @@ class Draw:
             database=None,
             print_blob=True,
             report_multiple_bugs=False,
-            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+            phases=[Phase.generate, Phase.shrink] if profile.shrink_s else [Phase.generate],
             verbosity=Verbosity.quiet,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
         )
@@ -121,7 +112,7 @@ class Draw:
         if text not in self._failing:
             if time.monotonic() > self._give_up_at:  # enough shrinking: only what is known to fail still does
                 return
-            played = self._judge(self._runner.play(Task(self._level, self._tier, text)))
+            played = self._runner.play(Task(self._level, self._tier, text))
             if not self._failing:
                 self.drawn.append(played)
                 if played.verdict != "unsupported":  # others are drawn in its place

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from conformance.draw.capabilities import EVERYTHING
 from conformance.levels import LEVEL_TIERS
-from conformance.run.play_problem import Task
-from conformance.run.run_tiers import TierResult, drawn_problems, run_tier
+from conformance.run.run_tiers import TierResult
 from conformance.run.suite_run import ALL_TIERS, SuiteRun, level_of
 from conformance.tiers import TABLE_TIERS
 
@@ -54,23 +53,8 @@ def play_part(suite_run: SuiteRun, part: Part) -> TierResult:
     Raises:
         ValueError: the implementation supports no plain problem at all.
     """
-    level = level_of(part.tier)
-    if level not in suite_run.runner.info.levels:
-        return suite_run.lacking(level, part.tier)
-    judge, runner = suite_run.known_failures.judge, suite_run.outside_quarantine
-    if part.tier in LEVEL_TIERS:
-        strategy = LEVEL_TIERS[part.tier].parts[part.item]
-        return drawn_problems(runner, level, part.tier, strategy, suite_run.profile, judge=judge)
-    if part.tier not in TABLE_TIERS:
-        result = run_tier(
-            runner, part.tier, suite_run.capabilities, suite_run.profile, cp_sizes=suite_run.cp_sizes, judge=judge
-        )
-        return suite_run.with_pairs(result)
+    if part.item != _REFUSALS or level_of(part.tier) not in suite_run.runner.info.levels:
+        return suite_run.play(part.tier, [part.item] if part.item else None)
     table = TABLE_TIERS[part.tier]
-    ids = [part.item]
-    if part.item == _REFUSALS:
-        known = set(table.ids(EVERYTHING))
-        ids = [entry for entry in table.ids(suite_run.capabilities) if entry not in known]
-    tasks = [Task("schedule", part.tier, f"{table.word} {entry}") for entry in ids]
-    played = [judge(runner.play(task)) for task in tasks]
-    return TierResult(part.tier, played, sum(p.seconds for p in played))
+    known = set(table.ids(EVERYTHING))
+    return suite_run.play(part.tier, [entry for entry in table.ids(suite_run.capabilities) if entry not in known])

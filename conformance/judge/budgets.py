@@ -161,17 +161,17 @@ def _row(
     got = got.detach().double().to(exact.device)
     counted = (exact != 0) | (got != 0) | (baseline != 0)  # padding has no error, and would dilute every mean
     max_error, mean_error, unlike = _errors(got, exact, counted)
-    max_yard, mean_yard, unlike_yard = _errors(baseline, exact, counted)
-    own_max_yard, mean_unit = max_yard, MEAN_FACTOR * mean_yard
+    max_unit, mean_baseline, unlike_baseline = _errors(baseline, exact, counted)
+    max_baseline, mean_unit = max_unit, MEAN_FACTOR * mean_baseline
     for other in others:
         max_other, mean_other, unlike_other = _errors(other, exact, counted)
         if unlike_other:
             continue
-        max_yard, mean_unit = max(max_yard, max_other), MEAN_FACTOR * max(mean_yard, mean_other)
+        max_unit, mean_unit = max(max_unit, max_other), MEAN_FACTOR * max(mean_baseline, mean_other)
         if name in _SHARP and dtype in (torch.float16, torch.bfloat16):
             gradient = name in GRADIENTS
             mean_unit = min(mean_unit, (CAREFUL_GRADIENT_FACTOR if gradient else CAREFUL_FACTOR) * mean_other)
-            if gradient and mean_yard <= _ALIKE * mean_other:
+            if gradient and mean_baseline <= _ALIKE * mean_other:
                 mean_unit = _ONE_ROUNDING_FACTOR * mean_other
     wide_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     eps = wide_eps if name in _WIDE else torch.finfo(dtype).eps
@@ -181,15 +181,15 @@ def _row(
     by_delta = torch.finfo(dtype).eps if name in ("dq", "dk", "d_offset") else 0.0
     few = 1.0 / rows**0.5
     one_rounding = max(eps * _largest(exact), (1.0 + _DELTA * few) * by_delta * sizes.largest)
-    max_bound = MAX_FACTOR * max_yard + one_rounding + floor
+    max_bound = MAX_FACTOR * max_unit + one_rounding + floor
     mean_bound = (1.0 + _LUCK * few) * mean_unit + _DELTA * few * by_delta * sizes.mean + _MEAN_NOISE * floor
     if name in ("max_logit", "d_offset"):  # one value a head: their mean says no more than their maximum
         mean_bound = max_bound
     note = ""
     if unlike:
         note = f"{unlike} values are NaN, or infinite where the exact ones are not, or the other way round"
-    elif unlike_yard or own_max_yard > 0.5 * max(_largest(exact), sizes.largest) + floor:
-        note = f"the baseline itself is wrong (max error {own_max_yard:.3g}): nothing can be said"
+    elif unlike_baseline or max_baseline > 0.5 * max(_largest(exact), sizes.largest) + floor:
+        note = f"the baseline itself is wrong (max error {max_baseline:.3g}): nothing can be said"
     ok = not note and max_error <= max_bound and mean_error <= mean_bound
     return Row(name, max_error, max_bound, mean_error, mean_bound, ok, note)
 

@@ -10,8 +10,7 @@ from conformance.case import Case
 from conformance.draw.adapted import adapted, judged_plainly
 from conformance.draw.capabilities import capabilities_of
 from conformance.implementation import Implementation
-from conformance.judge.judged import Judged
-from conformance.judge.run_record import Verdict
+from conformance.judge.run_record import Judged, Verdict
 from conformance.run.case_tensors import GlobalTensors, build
 from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import budget, determinism, hygiene, logic, metamorphic, plan, probes

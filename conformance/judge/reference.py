@@ -154,7 +154,7 @@ def running_ranks_by(runner: RankRunner) -> None:
 
 
 def _where_they_are(ranks: list[int], threads: list[int | None]) -> str:
-    """The line that each rank is at; those that wait for their turn or for a message are only named."""
+    """The line that each rank is at; ranks that wait are only named."""
     frames, running, waiting = sys._current_frames(), [], []
     for rank in ranks:
         frame = frames.get(threads[rank] or 0)

@@ -1,14 +1,26 @@
-"""The record of a run, as data: one `Played` for every problem that was played, and a `RunRecord` around them.
+"""What tiers return, and the record of a run as data: a `Played` for every problem, a `TierResult`, a `RunRecord`.
 
 The report, the known failures and the coverage table read only this; the tiers and the entry points write it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["FAILING", "LEVELS", "VERDICTS", "Level", "Played", "RunRecord", "Verdict", "readable"]
+__all__ = [
+    "FAILING",
+    "LEVELS",
+    "VERDICTS",
+    "Judged",
+    "Level",
+    "Played",
+    "RunRecord",
+    "TierResult",
+    "Verdict",
+    "readable",
+]
 
 Level = Literal["helpers", "merge", "kernel", "schedule"]
 LEVELS: tuple[Level, ...] = ("helpers", "merge", "kernel", "schedule")
@@ -93,3 +105,70 @@ def _played(data: dict[str, Any]) -> Played:
     pairs = None if pairs is None else tuple((int(q), int(k)) for q, k in pairs)
     cases = tuple((text, verdict) for text, verdict in data.get("cases", ()))
     return Played(**{**data, "findings": tuple(data["findings"]), "ratios": ratios, "cases": cases, "pairs": pairs})
+
+
+class Judged(list[str]):
+    """The findings, a list of sentences that is empty when all is well, and the measurements.
+
+    A tier may as well return a plain list. `ratios` are error / bound, named "out max", "dq mean", ...; `cases` says of
+    a named problem what became of each "Case(...)" that it plays.
+
+    >>> judged = Judged([], {"out max": 0.5})
+    >>> judged == [], judged.ratios
+    (True, {'out max': 0.5})
+    """
+
+    def __init__(
+        self,
+        findings: Iterable[str] = (),
+        ratios: Mapping[str, float] | None = None,
+        cases: Mapping[str, Verdict] | None = None,
+    ) -> None:
+        super().__init__(findings)
+        self.ratios = dict(ratios or {})
+        self.cases: dict[str, Verdict] = dict(cases or {})
+
+
+@dataclass
+class TierResult:
+    """The problems that a tier played: every one that was drawn or is in its table, and the smallest failing ones."""
+
+    tier: str
+    played: list[Played] = field(default_factory=list)
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def drawn(self) -> list[Played]:
+        """Without those that shrinking found."""
+        return [p for p in self.played if not p.shrunk]
+
+    @property
+    def run(self) -> int:
+        """How many problems were played, shrinking left out."""
+        return len(self.drawn)
+
+    def count(self, *verdicts: str) -> int:
+        """How many of them got one of these verdicts."""
+        return sum(p.verdict in verdicts for p in self.drawn)
+
+    @property
+    def passed(self) -> int:
+        """How many are right."""
+        return self.count("right")
+
+    @property
+    def unsupported(self) -> int:
+        """How many are refused as they should be."""
+        return self.count("unsupported")
+
+    @property
+    def judged(self) -> int:
+        """How many were computed, rightly or not."""
+        return self.run - self.count("unsupported", "missing")
+
+    @property
+    def smallest(self) -> list[Played]:
+        """The failing problems: of a drawn tier the smallest of each kind, of a table all of them."""
+        shrunk = [p for p in self.played if p.shrunk]
+        return shrunk or [p for p in self.played if p.verdict in FAILING]

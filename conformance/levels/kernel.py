@@ -21,8 +21,8 @@ from hypothesis.strategies import DrawFn
 from conformance.implementation import Implementation
 from conformance.judge.budgets import compare
 from conformance.judge.compare_tensors import same_bytes, worst
-from conformance.judge.judged import Judged
 from conformance.judge.rounded_reference import RoundedScope
+from conformance.judge.run_record import Judged
 from conformance.levels.level_calls import call, dtype_of, parts_of, shape_findings
 from conformance.levels.problem_text import LevelCase
 from conformance.levels.tile_definition import exact_tile, visible

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 from conformance.case import Case
 from conformance.draw.capabilities import EVERYTHING, Capabilities, probe
 from conformance.implementation import LEVEL_MEMBER, Implementation, Missing, as_implementation
-from conformance.judge.judged import Judged
 from conformance.judge.reference import Hang, Watch, describe_error, is_out_of_memory, run_ranks, watching
-from conformance.judge.run_record import FAILING, Level, Played, Verdict
+from conformance.judge.run_record import FAILING, Judged, Level, Played, Verdict
 from conformance.levels import LEVEL_TIERS, Raised
 from conformance.run.global_state import forked, forks_of, kept
 from conformance.run.gpu_context import context_error

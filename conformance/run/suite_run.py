@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from conformance.commands import run_command
-from conformance.draw.capabilities import Capabilities
+from conformance.draw.capabilities import EVERYTHING, Capabilities
 from conformance.draw.strategies import CP_SIZES
 from conformance.judge.known_failures import KnownFailures
 from conformance.judge.run_record import FAILING, LEVELS, Level, Played, RunRecord
 from conformance.levels import LEVEL_TIERS
 from conformance.run.play_problem import Offer, Pairs, Runner, Task
-from conformance.run.run_tiers import Profile, TierResult, replay, run_level_tier, run_table, run_tier
+from conformance.run.run_tiers import Profile, TierResult, replay, run_tier
 from conformance.tiers import CASE_TIERS, TABLE_TIERS, cases_of, table_entry
 
 __all__ = ["ALL_TIERS", "SuiteRun", "describe_run", "level_of", "nothing_tested"]
@@ -52,8 +52,8 @@ class SuiteRun:
     known_failures: KnownFailures = field(default_factory=KnownFailures)
 
     def __post_init__(self) -> None:
-        """Problems in quarantine are kept from the runner."""
-        self.outside_quarantine = _OutsideQuarantine(self.runner, self.known_failures)
+        """Known failures are judged, and problems in quarantine are not played."""
+        self.judged = _Judged(self.runner, self.known_failures)
         self._capabilities: Capabilities | None = None
 
     @property
@@ -72,19 +72,27 @@ class SuiteRun:
         Raises:
             ValueError: the implementation supports no plain problem at all.
         """
-        offer = self.runner.info
         for level in LEVELS:
             tiers = [tier for tier in self.tiers if level_of(tier) == level]
-            if tiers and level not in offer.levels:
-                yield self.lacking(level, tiers[0])
-                continue
-            for tier in tiers:
-                yield self.with_pairs(self._tier(tier, lambda tier=tier: on_problem(tier)))
+            for tier in tiers if level in self.runner.info.levels else tiers[:1]:
+                yield self.play(tier, on_problem=lambda tier=tier: on_problem(tier))
 
-    def lacking(self, level: Level, tier: str) -> TierResult:
-        """The result of a tier whose level is not offered."""
-        reason = f"the implementation does not offer the level {level}"
-        return TierResult(tier, [Played(level, tier, f"level {level}", "missing", (reason,))], note=reason)
+    def play(
+        self, tier: str, items: Iterable[str] | None = None, on_problem: Callable[[], None] = lambda: None
+    ) -> TierResult:
+        """Play one tier, or some `items` of it. Raises ValueError like `results`."""
+        level = level_of(tier)
+        if level not in self.runner.info.levels:
+            reason = f"the implementation does not offer the level {level}"
+            return TierResult(tier, [Played(level, tier, f"level {level}", "missing", (reason,))], note=reason)
+        capabilities = self.capabilities if level == "schedule" else replace(EVERYTHING, device=self.device)
+        result = run_tier(
+            self.judged, tier, capabilities, self.profile, items=items, cp_sizes=self.cp_sizes, on_problem=on_problem
+        )
+        for n, played in enumerate(result.played):
+            if played.shrunk and played.verdict == "wrong" and played.text.startswith("Case("):
+                result.played[n] = replace(played, pairs=self.runner.pairs(played.text))  # for the report
+        return result
 
     def expected(self, tier: str) -> int:
         """How many problems the tier will play, if none fails."""
@@ -95,10 +103,10 @@ class SuiteRun:
         return len(TABLE_TIERS[tier].ids(self.capabilities)) if tier in TABLE_TIERS else self.profile.max_examples
 
     def replay(self, text: str, tier_names: Sequence[str] = ()) -> list[TierResult]:
-        """Play one problem again; see `conformance.run.run_tiers.replay`."""
+        """Play one problem again; see `conformance.replay`."""
         if table_entry(text) is not None:  # an entry is adapted to the capabilities
             _ = self.capabilities
-        return replay(self.outside_quarantine, text, tier_names, self.device, judge=self.known_failures.judge)
+        return replay(self.judged, text, tier_names, self.device)
 
     def strict(self, results: Iterable[TierResult]) -> list[TierResult]:
         """A result for the known failures themselves: every entry whose problems all passed is wrong."""
@@ -107,34 +115,9 @@ class SuiteRun:
         played = [Played("schedule", "known failures", sentence, "wrong", (sentence,)) for sentence in stale]
         return [TierResult("known failures", played)] if played else []
 
-    def _tier(self, tier: str, on_problem: Callable[[], None]) -> TierResult:
-        judge = self.known_failures.judge
-        if tier in LEVEL_TIERS:
-            return run_level_tier(
-                self.outside_quarantine, tier, self.profile, self.device, on_problem=on_problem, judge=judge
-            )
-        if tier in TABLE_TIERS:
-            return run_table(self.outside_quarantine, tier, self.capabilities, on_problem=on_problem, judge=judge)
-        return run_tier(
-            self.outside_quarantine,
-            tier,
-            self.capabilities,
-            self.profile,
-            cp_sizes=self.cp_sizes,
-            on_problem=on_problem,
-            judge=judge,
-        )
 
-    def with_pairs(self, result: TierResult) -> TierResult:
-        """Add the observed pairs to the smallest failing cases, for the pictures of the report."""
-        for n, played in enumerate(result.played):
-            if played.shrunk and played.verdict == "wrong" and played.text.startswith("Case("):
-                result.played[n] = replace(played, pairs=self.runner.pairs(played.text))
-        return result
-
-
-class _OutsideQuarantine(Runner):
-    """A runner that does not play problems in quarantine."""
+class _Judged(Runner):
+    """A runner that does not play problems in quarantine, and gives known failures their verdict."""
 
     def __init__(self, runner: Runner, known_failures: KnownFailures) -> None:
         self._runner, self._known_failures = runner, known_failures
@@ -157,7 +140,7 @@ class _OutsideQuarantine(Runner):
         reason = self._known_failures.quarantined(task.text, level=task.level, tier=task.tier, cases=named)
         if reason is not None:
             return Played(task.level, task.tier, task.text, "known", (reason,))
-        return self._runner.play(task)
+        return self._known_failures.judge(self._runner.play(task))
 
 
 def nothing_tested(results: Iterable[TierResult]) -> bool:

@@ -151,8 +151,8 @@ def _tokens(found: Measured, dtype: torch.dtype) -> tuple[list[Row], str]:
                 "[t/cp], one for each token, and one tensor for each call of the model"
             )
         got, index, rank, key = beside
-        exact, yards = one.reshape(-1)[index], [x["tokens"][number].reshape(-1)[index] for x in found.noisy]
-        rows.append(judge("losses of tokens", got, exact, yards, dtype))
+        exact, noise = one.reshape(-1)[index], [x["tokens"][number].reshape(-1)[index] for x in found.noisy]
+        rows.append(judge("losses of tokens", got, exact, noise, dtype))
         if not rows[-1].ok and not where:
             wrong = ((got - exact).abs() > rows[-1].max_bound).nonzero()[:, 0].tolist()
             if wrong:

@@ -71,14 +71,14 @@ def _wrong(found: Any, dtype: torch.dtype, rank: int = 0) -> dict[str, float]:
     factors = {}
     mine = found.of_rank("grads", rank)
     for name, one in found.one["grads"].items():
-        got, yards = mine[name], [x["grads"][name] for x in found.noisy]
-        if judge(name, got, one, yards, dtype).ok:
+        got, noise = mine[name], [x["grads"][name] for x in found.noisy]
+        if judge(name, got, one, noise, dtype).ok:
             continue
         if got is None or one is None:
             factors[name] = float("nan")
             continue
         factor = factor_of(got, one)
-        fits = abs(factor) > 1e-3 and judge(name, got.double() / factor, one, yards, dtype).ok
+        fits = abs(factor) > 1e-3 and judge(name, got.double() / factor, one, noise, dtype).ok
         factors[name] = factor if fits else float("nan")
     return factors
 

@@ -35,12 +35,12 @@ def judge(name: str, got: Any, one: Any, noisy: Sequence[Any], dtype: torch.dtyp
         same = got is None and one is None
         note = "" if same else f"only {'one process' if got is None else 'the ranks'} has it"
         return Row(name, 0.0 if same else torch.inf, 0.0, 0.0 if same else torch.inf, 0.0, same, note)
-    mine, exact, *yards = (torch.as_tensor(x, dtype=torch.float64).reshape(-1) for x in (got, one, *noisy))
+    mine, exact, *noise = (torch.as_tensor(x, dtype=torch.float64).reshape(-1) for x in (got, one, *noisy))
     if mine.shape != exact.shape:
         note = f"shape {list(torch.as_tensor(got).shape)}, in one process {list(torch.as_tensor(one).shape)}"
         return Row(name, torch.inf, 0.0, torch.inf, 0.0, False, note)
-    yards.sort(key=lambda x: (x - exact).abs().max().nan_to_num(torch.inf) if x.numel() else 0.0, reverse=True)
-    row = compare({"": mine}, {"": exact}, {"": yards[0]}, dtype, {"": yards[-1]})[0]
+    noise.sort(key=lambda x: (x - exact).abs().max().nan_to_num(torch.inf) if x.numel() else 0.0, reverse=True)
+    row = compare({"": mine}, {"": exact}, {"": noise[0]}, dtype, {"": noise[-1]})[0]
     if row.note.startswith("the baseline"):
         return replace(row, name=name, ok=row.max_error <= row.max_bound, note=_UNDETERMINED)
     if exact.numel() < _FEW and not row.note:  # their mean says no more than their maximum

@@ -11,9 +11,9 @@ from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.judge.baseline import eager_attention
 from conformance.judge.budgets import compare
-from conformance.judge.judged import Judged
 from conformance.judge.reference import exact_results, results_of
 from conformance.judge.rounded_reference import rounded_results
+from conformance.judge.run_record import Judged
 from conformance.run.case_tensors import GlobalTensors, build
 from conformance.run.play_case import play
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from conformance.case import Case
 from conformance.draw.capabilities import Capabilities
 from conformance.implementation import Implementation
-from conformance.judge.judged import Judged
+from conformance.judge.run_record import Judged
 
 if TYPE_CHECKING:
     from conformance.judge.named_entries import TableEntry

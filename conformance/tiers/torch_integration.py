@@ -28,8 +28,7 @@ from conformance.case import Case
 from conformance.draw.adapted import adapted, judged_plainly
 from conformance.draw.capabilities import Capabilities, capabilities_of
 from conformance.implementation import Implementation
-from conformance.judge.judged import Judged
-from conformance.judge.run_record import Verdict
+from conformance.judge.run_record import Judged, Verdict
 from conformance.run.case_tensors import build
 from conformance.run.play_case import UnsupportedCase
 from conformance.tiers.gradcheck import gradcheck, result_names

@@ -10,16 +10,17 @@ def test_my_attention(tier):
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from conformance.commands import replay_command
-from conformance.draw.capabilities import Capabilities, probe
+from conformance.draw.capabilities import EVERYTHING, Capabilities, probe
 from conformance.implementation import Implementation, load
 from conformance.levels import LEVEL_TIERS
-from conformance.run.run_tiers import Profile, TierResult, run_level_tier, run_table, run_tier
-from conformance.tiers import TABLE_TIERS, TIER_NAMES
+from conformance.run.run_tiers import Profile, TierResult, run_tier
+from conformance.tiers import TIER_NAMES
 
 __all__ = ["LEVEL_TIERS", "TIER_NAMES", "check_tier"]
 
@@ -53,10 +54,8 @@ def check_tier(impl_name: str, tier: str, *, device: str = "cpu") -> None:
 def _play(impl_name: str, tier: str, device: str) -> TierResult:
     profile = Profile(int(os.environ.get("CONFORMANCE_EXAMPLES", str(_DEFAULT_EXAMPLES))), derandomize=True)
     if tier in LEVEL_TIERS:
-        return run_level_tier(load(impl_name), tier, profile, device)
+        return run_tier(load(impl_name), tier, replace(EVERYTHING, device=device), profile)
     impl, capabilities = _probed(impl_name, device)
-    if tier in TABLE_TIERS:
-        return run_table(impl, tier, capabilities)
     return run_tier(impl, tier, capabilities, profile)
 
 

@@ -18,9 +18,10 @@ from conformance.adapters.shared import flash_attn_shim
 from conformance.adapters.shared.band_tiles import crop
 from conformance.adapters.shared.support_tables import SupportTable, asked
 from conformance.cli import app
+from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import LoadError, load
 from conformance.levels import LEVEL_TIERS
-from conformance.run.run_tiers import Profile, run_level_tier
+from conformance.run.run_tiers import Profile, run_tier
 
 pytestmark = pytest.mark.thorough
 
@@ -39,7 +40,7 @@ def test_own_packages_offer_every_level(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "tier"), list(product(OWN, LEVEL_TIERS)))
 def test_own_packages_are_right_on_the_lower_levels(name: str, tier: str) -> None:
-    result = run_level_tier(load(name), tier, Profile(10, derandomize=True))
+    result = run_tier(load(name), tier, EVERYTHING, Profile(10, derandomize=True))
     assert not result.smallest, result.smallest
     assert result.passed >= 10
 
@@ -48,7 +49,9 @@ def test_own_packages_are_right_on_the_lower_levels(name: str, tier: str) -> Non
 def test_a_backend_that_is_not_here_is_unsupported(backend: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("these backends may be here: there is a GPU")
-    result = run_level_tier(load(f"conformance.adapters.cp_fast:{backend}"), "kernel", Profile(5, derandomize=True))
+    result = run_tier(
+        load(f"conformance.adapters.cp_fast:{backend}"), "kernel", EVERYTHING, Profile(5, derandomize=True)
+    )
     assert result.unsupported == result.run
 
 

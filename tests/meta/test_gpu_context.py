@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 import cp_ref
+from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import as_implementation
 from conformance.judge.run_record import Played
 from conformance.levels import LEVEL_TIERS, helpers
 from conformance.run.gpu_context import ASSERTED, context_error
 from conformance.run.play_problem import InProcess, Task
-from conformance.run.run_tiers import PROFILES, run_level_tier
+from conformance.run.run_tiers import PROFILES, run_tier
 from conformance.run.worker_process import Answer
 from conformance.run.workers import Worker, WorkerRunner
 
@@ -94,5 +96,5 @@ def test_on_a_gpu_a_few_malformed_calls_are_enough(monkeypatch: pytest.MonkeyPat
 
     few = LEVEL_TIERS["helpers-malformed"].most_on_gpu
     assert few is not None
-    result = run_level_tier(Few(), "helpers-malformed", PROFILES["quick"], "cuda")
+    result = run_tier(Few(), "helpers-malformed", replace(EVERYTHING, device="cuda"), PROFILES["quick"])
     assert result.run == few * len(helpers.MAY_BE_MALFORMED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.draw.capabilities import EVERYTHING
 from conformance.implementation import Implementation, load
 from conformance.levels import HELPER_NAMES, LEVEL_TIERS
 from conformance.run.play_problem import Task, play_task
-from conformance.run.run_tiers import Profile, TierResult, run_level_tier
+from conformance.run.run_tiers import Profile, TierResult, run_tier
 from cp_ref import thd
 from tests.meta.samples import Lower
 
@@ -29,7 +31,7 @@ EVERY_TIER = st.sampled_from([(tier, part) for tier in LEVEL_TIERS.values() for 
 
 
 def run(impl: Any, tier: str, shrink: bool = False, profile: Profile = FEW) -> TierResult:
-    return run_level_tier(impl, tier, profile, shrink=shrink)
+    return run_tier(impl, tier, EVERYTHING, profile if shrink else replace(profile, shrink_s=0.0))
 
 
 @pytest.mark.parametrize(

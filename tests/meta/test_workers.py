@@ -64,8 +64,8 @@ def test_a_killed_worker_ran_out_of_memory() -> None:
 def test_a_crash_is_shrunk_and_the_run_goes_on() -> None:
     with sample("Exits") as runner:
         capabilities = runner.capabilities()
-        few = Profile(30, derandomize=True)
-        result = run_tier(runner, "probes", capabilities, few, cp_sizes=(1, 2), shrink=False)
+        few = Profile(30, derandomize=True, shrink_s=0.0)
+        result = run_tier(runner, "probes", capabilities, few, cp_sizes=(1, 2))
         assert [p.verdict for p in result.smallest] == ["crashed"]
         assert "softcap" in result.smallest[0].text
         plan = run_tier(runner, "plan", capabilities, Profile(3, derandomize=True), cp_sizes=(2,))
@@ -190,7 +190,7 @@ def test_a_plain_all_gather_over_gloo(gathering: Capabilities) -> None:
 
 def test_its_planted_bug(gathering: Capabilities) -> None:
     with sample("AllGatherWithABug") as runner:
-        result = run_tier(runner, "logic", gathering, Profile(40, derandomize=True), cp_sizes=(2,), shrink=False)
+        result = run_tier(runner, "logic", gathering, Profile(40, derandomize=True, shrink_s=0.0), cp_sizes=(2,))
         assert [p.verdict for p in result.smallest] == ["wrong"]
 
 

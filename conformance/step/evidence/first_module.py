@@ -41,13 +41,13 @@ def of_modules(found: Any, dtype: torch.dtype) -> ModuleEvidence:
     tables = [_table(each) for each in (*found.ranks, *found.noisy)]
     ranks, noisy = tables[: len(found.ranks)], tables[len(found.ranks) :]
     for key, one in _table(found.one).items():
-        mine, yards = [table.get(key) for table in ranks], [table.get(key) for table in noisy]
+        mine, noise = [table.get(key) for table in ranks], [table.get(key) for table in noisy]
         places = found.places(one["forward"])
-        if places is None or any(x is None for x in (*mine, *yards)):
+        if places is None or any(x is None for x in (*mine, *noise)):
             continue
-        wrong = _differ(places, [m["out"] for m in mine], one["out"], [y["out"] for y in yards], dtype)  # type: ignore[index]
+        wrong = _differ(places, [m["out"] for m in mine], one["out"], [n["out"] for n in noise], dtype)  # type: ignore[index]
         if wrong is not None:
-            return _explained(found, one, mine, yards, places, wrong, dtype)
+            return _explained(found, one, mine, noise, places, wrong, dtype)
     return ModuleEvidence()
 
 
@@ -62,13 +62,13 @@ def _table(each: Any) -> dict[Any, Any]:
     return found
 
 
-def _differ(places: Any, mine: list[Any], one: Any, yards: list[Any], dtype: torch.dtype) -> _Wrong | None:
+def _differ(places: Any, mine: list[Any], one: Any, noise: list[Any], dtype: torch.dtype) -> _Wrong | None:
     beside = places.together(mine, one)
     if beside is None or not beside[0].numel():
         return None
     got, index, rank, key = beside
     lead = one.ndim - (got.ndim - 1)
-    exact, *noise = (x.flatten(0, lead - 1)[index] for x in (one, *yards))
+    exact, *noise = (x.flatten(0, lead - 1)[index] for x in (one, *noise))
     row = judge("", got, exact, noise, dtype)
     if row.ok:
         return None
@@ -79,14 +79,14 @@ def _differ(places: Any, mine: list[Any], one: Any, yards: list[Any], dtype: tor
 
 
 def _explained(
-    found: Any, one: Any, mine: list[Any], yards: list[Any], places: Any, wrong: _Wrong, dtype: torch.dtype
+    found: Any, one: Any, mine: list[Any], noise: list[Any], places: Any, wrong: _Wrong, dtype: torch.dtype
 ) -> ModuleEvidence:
     agree = True
     for name, value in one["inputs"].items():
-        parts, noise = [m["inputs"].get(name) for m in mine], [y["inputs"].get(name) for y in yards]
-        if value is None or any(x is None for x in (*parts, *noise)):
+        parts, varied = [m["inputs"].get(name) for m in mine], [n["inputs"].get(name) for n in noise]
+        if value is None or any(x is None for x in (*parts, *varied)):
             continue
-        odd = _differ(places, parts, value, noise, dtype)
+        odd = _differ(places, parts, value, varied, dtype)
         if odd is not None and not value.is_floating_point():
             said = f"{_title(one)} is given other integers ({name}) than in one process, {odd}"
             named = any(word in f"{one['name']} {name}".lower() for word in ("pos", "wpe", "rot"))

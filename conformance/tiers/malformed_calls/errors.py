@@ -14,8 +14,8 @@ from typing import Any
 from conformance.case import Case
 from conformance.draw.capabilities import Capabilities, capabilities_of, variants
 from conformance.implementation import Implementation
-from conformance.judge.judged import Judged
 from conformance.judge.reference import Hang, Outcome, describe_error, run_ranks
+from conformance.judge.run_record import Judged
 from conformance.run.case_tensors import build
 from conformance.run.play_case import UnsupportedCase, play
 from conformance.tiers import plan as plan_tier
