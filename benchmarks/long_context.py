@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -44,13 +43,11 @@ def run_group(library: str, lengths: list[int], layers: int, steps: int, given: 
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(given.gpus), str(STEP)]
         command += ["--library", library, "--lengths", ",".join(map(str, lengths)), "--out", rows.name]
         command += ["--layers", str(layers), "--steps", str(steps), *(["--tiny"] if given.tiny else [])]
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
             said = process.communicate(timeout=max(seconds, 1))[1]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.send_signal(signal.SIGTERM)  # torchrun then ends its ranks, which are sessions of their own
             process.communicate()
             said = f"TimeoutError: not done in {seconds:.0f} s"
         found = [json.loads(line) for line in rows.read().splitlines()]
