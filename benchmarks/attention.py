@@ -10,7 +10,7 @@ the rounds is reported. Before that, each schedule's out, dq, dk, dv are compare
 differ nothing is reported. `host_ms` is what the host needs to launch one call, forward and backward.
 
     --layouts dual_chunk,balanced   each schedule under each layout, in turns too
-    --messages peers,group,graph   each schedule with messages by peers' memory, by NCCL, and by NCCL in a CUDA graph
+    --messages peer_memory,group,graph   each schedule with each transport: peer memory, NCCL, NCCL in a CUDA graph
     --without -,free_early,all     each without a compiler pass (`cp_fast.compile.pass_table`), in turns too; `each`
                              stands for -, every pass, and all
     --peers                  ring-flash-attention, PyTorch's `context_parallel` and TransformerEngine (`others.py`), in
@@ -153,7 +153,7 @@ class Contender:
 def parallel(
     job: Job, schedule: Any, layout: Any, messages: str, without: str, group: Any, x: dict[str, torch.Tensor]
 ) -> Contender:
-    """cp_fast's; `messages`: "auto", "group", "peers", or "graph" for calls that are replayed. `without`: see
+    """cp_fast's; `messages`: "auto", "group", "peer_memory", or "graph" for calls that are replayed. `without`: see
     `Contender`.
     """
     off = switched(without)
@@ -179,8 +179,8 @@ def parallel(
     if messages in ("group", "graph"):
         plan = replace(plan, messages=None)
     by_group = plan.messages is None
-    if messages == "peers" and by_group:
-        raise SystemExit("messages through peers' memory cannot be had here; doctor says why")
+    if messages == "peer_memory" and by_group:
+        raise SystemExit("messages through peer memory cannot be had here; doctor says why")
 
     def forward() -> Any:
         with torch.no_grad():
@@ -192,7 +192,7 @@ def parallel(
 
     if messages == "graph":
         return Contender("cp_fast", schedule, layout, "graph", without, slices, captured(forward), captured(both))
-    carried = "group" if by_group else "peers"
+    carried = "group" if by_group else "peer_memory"
     return Contender("cp_fast", schedule, layout, carried, without, slices, forward, both, off)
 
 
@@ -381,7 +381,7 @@ def main(
     window: Annotated[int, typer.Option(help="Left side of a sliding window; -1 for none.")] = -1,
     schedules: Schedules = "p2p,all_gather,a2a",
     layouts: Annotated[str, typer.Option(help="Layouts, several with commas.")] = "dual_chunk",
-    messages: Annotated[str, typer.Option(help="auto, or some of peers, group and graph, with commas.")] = "auto",
+    messages: Annotated[str, typer.Option(help="auto, or some of peer_memory, group and graph, with commas.")] = "auto",
     without: Annotated[
         str, typer.Option(help="Compiler passes switched off: each, or -, all, names, with commas.")
     ] = "-",

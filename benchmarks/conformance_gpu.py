@@ -14,7 +14,7 @@ in units of plain PyTorch's). What is drawn, at cp 2, 3, 4 and 8 in bfloat16 and
     attention slices      `tests.masks.problems`, every layout, of up to some 700 rows
 
 Over NCCL groups have two ranks and more, up to the number of GPUs; cp_fast chooses the backend, and carries messages
-through peers' memory where it can (`CP_FAST_MESSAGES`). Head dims and softcaps are folded onto a few, since each
+through peer memory where it can (`CP_FAST_MESSAGES`). Head dims and softcaps are folded onto a few, since each
 combination costs FlashAttention 4 seconds of compilation. The work is on the host, so many processes share the GPUs.
 
 Exit code 1 if a problem failed or a worker died, 2 if the time was up before all were played.

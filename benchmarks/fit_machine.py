@@ -101,7 +101,9 @@ _KNOBS: dict[str, Callable[[Machine, float], Machine]] = {
     "a step": lambda m, x: replace(m, step_us=m.step_us * x),
     "a launch forward": lambda m, x: replace(m, kernels=tuple(_launch(r, "forward", x) for r in m.kernels)),
     "a launch backward": lambda m, x: replace(m, kernels=tuple(_launch(r, "backward", x) for r in m.kernels)),
-    "latency of peers": lambda m, x: replace(m, peers=replace(m.peers, latency_us=m.peers.latency_us * x)),
+    "latency of peer memory": lambda m, x: replace(
+        m, peer_memory=replace(m.peer_memory, latency_us=m.peer_memory.latency_us * x)
+    ),
     "latency of the group": lambda m, x: replace(m, group=replace(m.group, latency_us=m.group.latency_us * x)),
     "what the group slows": lambda m, x: replace(m, group=replace(m.group, slows=m.group.slows * x)),
 }

@@ -11,12 +11,13 @@ from cp_ref.spec import Problem, Sequence
 __all__ = ["RESULTS", "Record", "read_records"]
 
 _ALL_HEADS_AT_ONCE = ("8cac8b6", "591eac7", "c5159b5", "d73cb83", "d847298")  # commits before there were head chunks
+_RENAMED = {"peers": "peer_memory"}  # The transport's name in older records.
 RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One row. Times in ms, None where its commit did not measure them. `messages`: "peers", "group" or "graph"."""
+    """One row. Times in ms, None if its commit did not measure them. `messages`: "peer_memory", "group" or "graph"."""
 
     file: str
     commit: str
@@ -51,7 +52,7 @@ def read_records(name: str, folder: Path = RESULTS) -> list[Record]:
 
     >>> first = read_records("messages_2x_h200")[0]
     >>> first.name, first.both_ms
-    ('2 x p2p dual_chunk peers: 32,768 tokens', 27.094)
+    ('2 x p2p dual_chunk peer_memory: 32,768 tokens', 27.094)
     """
     with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         return [_record(name, row) for row in csv.DictReader(file)]
@@ -83,7 +84,7 @@ def _record(file: str, row: dict[str, str]) -> Record:
         row["commit"][:7],
         row.get("library", "cp_fast"),
         problem,
-        row.get("messages") or "group",
+        _RENAMED.get(row.get("messages", ""), row.get("messages")) or "group",
         float(row["forward_ms"]),
         float(row["forward_backward_ms"]),
         maybe("one_gpu_forward_ms"),

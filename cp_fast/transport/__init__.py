@@ -19,8 +19,8 @@ nothing spins on a multiprocessor.
     crossed   two groups that cross in a rank
     watch     a peer that does not answer within the time-out
 
-`CP_FAST_MESSAGES` chooses the transport: "auto" takes peers' memory if available, "peers" requires it, "group" takes
-the process group's (NCCL). It must be the same on all ranks. `make_plan` makes the choice for the plan. With any
+`CP_FAST_MESSAGES` chooses the transport: "auto" takes peer memory if available, "peer_memory" requires it, "group"
+takes the process group's (NCCL). It must be the same on all ranks. `make_plan` makes the choice for the plan. With any
 choice, the group's own messages carry calls captured in a CUDA graph (a replay would wait for numbers of the past),
 calls without a plan, and messages larger than a lane. They also carry a user's own schedule: its two ends may cut their
 messages into steps differently.

@@ -1,4 +1,4 @@
-"""Two groups that cross in a rank, at least one of them with messages through peers' memory."""
+"""Two groups that cross in a rank, at least one of them with messages through peer memory."""
 
 from __future__ import annotations
 

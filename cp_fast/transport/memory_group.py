@@ -1,4 +1,4 @@
-"""Find the groups that can reach their peers' memory, and choose a plan's transport."""
+"""Find the groups whose ranks can reach the peers' memory, and choose a plan's transport."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cp_ref.spec import Group, PairGroup, Problem, check_choice
 __all__ = ["VARIABLE", "Messages", "carried_by", "carries", "messages_for", "why_not"]
 
 VARIABLE = "CP_FAST_MESSAGES"
-CHOICES = ("auto", "peers", "group")
+CHOICES = ("auto", "peer_memory", "group")
 _SHARE = 16  # The lanes of a group take at most this fraction (1 / 16) of a GPU's memory.
 
 Messages = Group  # The transport of a plan.
@@ -47,7 +47,7 @@ def why_not() -> str | None:
     if (reason := why_not_driver()) is not None:
         return reason
     if not dist.is_nccl_available():
-        return "PyTorch was built without NCCL, which carries what peers' memory does not"
+        return "PyTorch was built without NCCL, which carries what peer memory does not"
     count = torch.cuda.device_count()
     if count < 2:
         return "PyTorch sees one GPU"
@@ -102,7 +102,7 @@ def messages_for(comm: Group, problem: Problem, rows: tuple[int, int], device: t
         rows: of q and of k and v on each rank, padding included.
 
     Raises:
-        ValueError: ranks choose differently. RuntimeError: peers' memory is required but not available.
+        ValueError: ranks choose differently. RuntimeError: peer memory is required but not available.
     """
     if device.type != "cuda" or problem.cp_size == 1:
         return comm
@@ -170,10 +170,10 @@ def _most() -> int:
 
 
 def _refuse(place: _Place, reason: str) -> None:
-    if carried_by() == "peers":
-        raise RuntimeError(f"{VARIABLE}=peers asks for messages through peers' memory, which cannot be had: {reason}")
+    if carried_by() == "peer_memory":
+        raise RuntimeError(f"{VARIABLE}=peer_memory requires a transport that is not available: {reason}")
     place.why_not = reason
     log_once(
-        f"messages go through NCCL kernels, slower than peers' memory ({reason}); {VARIABLE}=group takes them "
+        f"messages go through NCCL kernels, slower than peer memory ({reason}); {VARIABLE}=group takes them "
         "without a word"
     )

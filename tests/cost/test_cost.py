@@ -103,9 +103,11 @@ def test_messages_that_nothing_hides_are_exposed() -> None:
     """With links that are a thousand times slower everything waits for messages; without latency and with no bytes to
     move, for kernels."""
     problem = one_sequence(4)
-    slow = replace(H200, peers=replace(H200.peers, gbytes_s=H200.peers.gbytes_s / 1000))
+    slow = replace(H200, peer_memory=replace(H200.peer_memory, gbytes_s=H200.peer_memory.gbytes_s / 1000))
     assert predict(problem, slow).seconds > 20 * predict(problem, H200).seconds
-    free = replace(H200, step_us=0.0, copy_gbytes_s=1e9, peers=replace(H200.peers, gbytes_s=1e9, latency_us=0.0))
+    free = replace(
+        H200, step_us=0.0, copy_gbytes_s=1e9, peer_memory=replace(H200.peer_memory, gbytes_s=1e9, latency_us=0.0)
+    )
     said = predict(problem, free)
     assert said.forward.gpu == pytest.approx(said.forward.kernels, rel=1e-4)
     assert said.efficiency <= 1
@@ -151,8 +153,8 @@ def test_a_machine_reads_back(tmp_path: Path) -> None:
         ("domain = 8", "domain = 8.5", "domain is 8.5; it must be an integer above 0"),
         ("domain = 8", "", "domain is missing"),
         ("domain = 8", "domain = 8\ncolour = 3", "colour is unknown"),
-        ("gbytes_s = 355", "gbytes_s = 0", "peers.gbytes_s is 0; it must be a number above 0"),
-        ("gbytes_s = 355", 'gbytes_s = "fast"', "peers.gbytes_s is 'fast'"),
+        ("gbytes_s = 355", "gbytes_s = 0", "peer_memory.gbytes_s is 0; it must be a number above 0"),
+        ("gbytes_s = 355", 'gbytes_s = "fast"', "peer_memory.gbytes_s is 'fast'"),
         ("[host]", "[host]\nstep_us = -1\n[hosts]", "hosts is unknown"),
         ("[[kernels]]", "[kernels]", "kernels is {"),
         ("domain = 8", "domain = = 8", "Invalid value"),

@@ -37,9 +37,9 @@ def test_ranks_measure_their_links_and_agree() -> None:
     start, cpu = read_machine("h200-nvlink"), torch.device("cpu")
     one, other = SimGroup(2).run(lambda rank: measure(ContextParallel(rank), start, d_qk=16, d_v=16, device=cpu))
     assert one == other
-    assert one.peers == one.group != start.group
+    assert one.peer_memory == one.group != start.group
     assert one.network == start.network
-    assert "kernels, copies, group, peers;" in one.source
+    assert "kernels, copies, group, peer_memory;" in one.source
 
 
 @pytest.mark.parametrize(

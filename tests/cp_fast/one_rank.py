@@ -1,4 +1,4 @@
-"""One rank of a planned call, alone and on a CPU: peers' memory without peers, a kernel library that only allocates.
+"""One rank of a planned call, alone and on a CPU: peer memory without peers, a kernel library that only allocates.
 
 What arrives means nothing. What the rank's host does, and what it holds meanwhile, is what it would on a GPU.
 """

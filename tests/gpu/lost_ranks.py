@@ -1,6 +1,6 @@
 """A rank that is killed, stopped or raises in the middle of `attention`: how the others end, when, and whom they name.
 
-    python -m tests.gpu.lost_ranks --size 2 --seconds 240 --out lost_ranks_2x.json    # over NCCL, and peers' memory
+    python -m tests.gpu.lost_ranks --size 2 --seconds 240 --out lost_ranks_2x.json    # over NCCL, and peer memory
     python -m tests.gpu.lost_ranks --size 2 --device cpu                              # over gloo
 
 Each case is processes of its own, since a watchdog may end them; several cases are played at once, as most of their
@@ -161,7 +161,7 @@ def main(
     out: JsonOut = None,
 ) -> None:
     """Play every fault in every phase, over each kind of messages."""
-    messages = ("peers", "group") if device == "cuda" else ("group",)
+    messages = ("peer_memory", "group") if device == "cuda" else ("group",)
     todo = [Case(*what, size, device, limit) for what in product(messages, FAULTS, PHASES)]
     began, found = time.time(), []
     while todo and time.time() < began + seconds:

@@ -1,6 +1,6 @@
 """Every schedule and layout of cp_fast with a process for each rank, against the simulated group, bit for bit.
 
-    python -m tests.gpu.over_processes --size 4 --seconds 150 --out nccl_4x.json      # NCCL, and peers' memory
+    python -m tests.gpu.over_processes --size 4 --seconds 150 --out nccl_4x.json      # NCCL, and peer memory
     python -m tests.gpu.over_processes --size 2 --device cpu --every 20               # gloo, some of the plays
 
 One start of the processes plays everything: first all plays together, then each rank its part of them alone, over the
@@ -61,7 +61,7 @@ class Play:
     layout: str
     mask: str
     way: str = "plan"
-    messages: str = "group"  # who carries them: the "group", or "peers"' memory
+    messages: str = "group"  # The transport: "group" or "peer_memory".
     kv_heads: int = 0  # 0: as many as ranks
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ def plays(size: int, device: str) -> list[Play]:
     found += [Play(size, "a2a", size, "dual_chunk", "causal", kv_heads=size // 2)]
     if device == "cpu":
         return found
-    found = [replace(play, messages=messages) for messages in ("group", "peers") for play in found]
+    found = [replace(play, messages=messages) for messages in ("group", "peer_memory") for play in found]
     return found + [Play(size, *way, "dual_chunk", "causal", "graph") for way in schedules]
 
 
@@ -170,7 +170,7 @@ def one_rank(group: Any, play: Play, place: Place) -> dict[str, torch.Tensor]:
         return {f"refused: {error}": torch.zeros(0)}
     by_copies = isinstance(plan.messages, PeerMessages | Crossed)
     processes = isinstance(group[0] if isinstance(group, tuple) else group, dist.ProcessGroup)
-    assert by_copies == (processes and play.messages == "peers"), f"messages by {plan.messages}"
+    assert by_copies == (processes and play.messages == "peer_memory"), f"messages by {plan.messages}"
     whole = place.tensors(play)
     total = len(whole["q"])
     tail = rows_of(play, place) - total

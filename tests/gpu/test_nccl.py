@@ -1,4 +1,4 @@
-"""cp_fast with a process for each GPU, over NCCL and through peers' memory: the simulated group's bits; lost ranks."""
+"""cp_fast with a process for each GPU, over NCCL and through peer memory: the simulated group's bits; lost ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_processes_give_what_the_simulated_group_gives() -> None:
 
 
 def test_a_killed_rank_is_named_in_time_and_no_number_comes_out() -> None:
-    (found,) = lost_ranks.play([lost_ranks.Case("peers", "SIGKILL", "forward", 2, "cuda", 8.0)])
+    (found,) = lost_ranks.play([lost_ranks.Case("peer_memory", "SIGKILL", "forward", 2, "cuda", 8.0)])
     (survivor,) = found["survivors"]
     assert found["verdict"] == "right", found
     assert any(

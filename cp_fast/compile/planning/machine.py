@@ -85,7 +85,7 @@ class Machine:
         domain: GPUs of a domain; ranks are numbered domain by domain.
         copy_gbytes_s: bytes that packing and adding read and write, GB/s.
         step_us: microseconds of a step on the GPU that are neither kernels nor bytes: waits, and small kernels.
-        peers, group: inside a domain, bytes pulled by copy engines (`cp_fast.transport`), and the process group's
+        peer_memory, group: inside a domain, bytes pulled by copy engines (`cp_fast.transport`), and the process group's
             messages.
         network: the process group's messages between domains.
         host: see `Host`.
@@ -97,7 +97,7 @@ class Machine:
     domain: int
     copy_gbytes_s: float
     step_us: float
-    peers: Link
+    peer_memory: Link
     group: Link
     network: Link
     host: Host

@@ -27,7 +27,7 @@ from cp_fast.tools.build import tools
 from cp_fast.tools.cli.measure_command import measure_machine
 from cp_fast.transport import VARIABLE as MESSAGES
 from cp_fast.transport import carried_by
-from cp_fast.transport import why_not as why_not_peers
+from cp_fast.transport import why_not as why_not_peer_memory
 from cp_ref.common.cli.terminal import BAD_INPUT, CHECK_FAILED, complain, readable_errors, table
 from cp_ref.spec import Feature
 
@@ -145,15 +145,15 @@ def _kept_where() -> str:
 
 
 def _messages() -> tuple[str | None, str]:
-    """The transport between this machine's GPUs, and the reason if it is not peers' memory."""
+    """The transport between this machine's GPUs, and the reason if it is not peer memory."""
     try:
         choice = carried_by()
     except ValueError as error:
         return None, str(error)
-    reason = why_not_peers() or ("PyTorch sees one GPU" if torch.cuda.device_count() == 1 else None)
+    reason = why_not_peer_memory() or ("PyTorch sees one GPU" if torch.cuda.device_count() == 1 else None)
     by_group = f"{MESSAGES}=group" if choice == "group" else reason
     remark = "copy engines read the peers' memory; a group tries it before its first plan"
-    return ("the group's", by_group) if by_group else ("peers' memory", remark)
+    return ("the group's", by_group) if by_group else ("peer memory", remark)
 
 
 def _backends() -> list[Row]:

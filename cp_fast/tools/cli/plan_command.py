@@ -39,7 +39,7 @@ def plan(
     ] = "",
     messages: Annotated[
         str,
-        typer.Option(help="What carries messages where all ranks share NVLink: peers (unless given), group (NCCL)."),
+        typer.Option(help="Transport where all ranks share NVLink: peer_memory (unless given), or group (NCCL)."),
     ] = "",
     model: Annotated[
         str, typer.Option(help="With --predict, a whole step's memory: layers,hidden,ffn,vocabulary of a decoder.")
@@ -73,7 +73,7 @@ def plan(
         if not model:
             _refuse("--predict without --model", **of_steps)
         step = Step.read(model, saved or "offload", fsdp or request.cp_size) if model else None
-        show_prediction(console, request, read_machine(machine or "h200-nvlink"), messages or "peers", step)
+        show_prediction(console, request, read_machine(machine or "h200-nvlink"), messages or "peer_memory", step)
         return
     _refuse("--compare" if compare else "a plan without --predict", **of_times, **(of_plans if compare else {}))
     if compare:

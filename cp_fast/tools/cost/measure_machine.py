@@ -2,7 +2,7 @@
 
     kernels   launches of one sequence of several lengths, and of many short ones, by the backend that a plan chooses
     copy      a copy of memory
-    links     every rank sends to its neighbour and hears from the other one, at several sizes: through peers' memory
+    links     every rank sends to its neighbour and hears from the other one, at several sizes: through peer memory
               where a plan's messages go there, through the process group, and between hosts where there are several
     host      the host's time of a call with a plan, against what the machine to begin with says of it; on a CPU none,
               as its kernels run on the host
@@ -81,7 +81,7 @@ def measure(cp: ContextParallel, start: Machine, *, d_qk: int, d_v: int, device:
     links: dict[str, Link] = {}
     if here > 1:
         links["group"] = _link(cp.comm, device, here, start.group.slows)
-        links["peers"] = links["group"] if plan.messages is None else _link(plan.messages, device, here, 0.0)
+        links["peer_memory"] = links["group"] if plan.messages is None else _link(plan.messages, device, here, 0.0)
         machine = replace(machine, domain=max(here, torch.cuda.device_count()))
     if cp.size > here:
         links["network"] = _link(cp.comm, device, 1, start.network.slows, hop=here)

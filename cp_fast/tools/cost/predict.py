@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _ALL_RANKS = 4  # Up to this number all ranks are counted, else the first, a busiest one and the last.
-MESSAGES = ("peers", "group")
+MESSAGES = ("peer_memory", "group")
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ def _busiest(problem: Problem) -> int:
     return int(np.bincount(own.rank[n] // problem.a2a_size, seen).argmax()) * problem.a2a_size if len(n) else 0
 
 
-def predict(problem: Problem, machine: Machine, messages: str = "peers") -> Prediction:
+def predict(problem: Problem, machine: Machine, messages: str = "peer_memory") -> Prediction:
     """Time and memory of a problem with its layout and schedule.
 
     Args:
-        messages: the transport inside a domain: "peers" (`cp_fast.transport`), or "group", the process group. A group
-            of ranks in several domains takes "group".
+        messages: the transport inside a domain: "peer_memory" (`cp_fast.transport`), or "group", the process group.
+            For ranks in several domains it must be "group".
 
     Raises:
         ValueError: the machine has no kernel for the dtype.
@@ -139,12 +139,12 @@ def predict(problem: Problem, machine: Machine, messages: str = "peers") -> Pred
     return priced(counted(problem), machine, messages)
 
 
-def priced(counts: Counts, machine: Machine, messages: str = "peers") -> Prediction:
+def priced(counts: Counts, machine: Machine, messages: str = "peer_memory") -> Prediction:
     """The counts priced for a machine; see `predict`."""
     check_choice("messages", messages, MESSAGES)
     problem, rates = counts.problem, machine.rates(counts.problem)
     flops = 2.0 * (problem.d_qk + problem.d_v)
-    inside = machine.peers if messages == "peers" and problem.cp_size <= machine.domain else machine.group
+    inside = machine.peer_memory if messages == "peer_memory" and problem.cp_size <= machine.domain else machine.group
     passes = [
         _Pass(machine, inside, kernel, work) for kernel, work in ((rates.forward, flops), (rates.backward, 2.5 * flops))
     ]

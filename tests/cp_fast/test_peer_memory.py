@@ -1,4 +1,4 @@
-"""Messages through peers' memory: the protocol between threads, whose words and memory are tensors on a CPU."""
+"""Messages through peer memory: the protocol between threads, whose words and memory are tensors on a CPU."""
 
 from __future__ import annotations
 
