@@ -15,9 +15,10 @@ from cp_fast.api.planned_call import agree_on_forward, check_planned_call, compi
 from cp_fast.dispatch.autograd_function import Attention
 from cp_fast.dispatch.library_operators import attention_in_graph
 from cp_fast.dispatch.selective_checkpointing import unseen
-from cp_ref.common import attention_call as declared
+from cp_ref.common import attention_call
 from cp_ref.common.attention_call import asked_for, problem_arguments
 from cp_ref.common.autocast import autocast
+from cp_ref.common.declared import implements
 from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.common.dtensor_results import placed_like
 from cp_ref.common.refusals import told_to_all
@@ -26,7 +27,7 @@ from cp_ref.spec import check_context, check_flag, check_placements, check_settl
 __all__ = ["attention"]
 
 
-@declared.attention
+@implements(attention_call.attention)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

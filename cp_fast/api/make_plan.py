@@ -30,7 +30,7 @@ from cp_fast.runtime.row_selection import Rows, check_row_numbers
 from cp_fast.runtime.run import CompiledCall
 from cp_fast.transport import Messages, messages_for
 from cp_ref.common import plan_arguments as plans
-from cp_ref.common.declared import implements
+from cp_ref.common.declared import bind, implements, same_parameters
 from cp_ref.common.plan_arguments import read_plan_arguments
 from cp_ref.common.sharding.cut_tensors import numbers
 from cp_ref.spec import (
@@ -132,7 +132,7 @@ class Plan(OfThisProcess, plans.Plan):
             return self.instructions.position_ids
         return numbers(planned_positions(self.problem, self.rank), self.device)
 
-    @plans.update
+    @implements(plans.update)
     def update(
         self,
         *,
@@ -167,13 +167,13 @@ class Plan(OfThisProcess, plans.Plan):
             self.__dict__.pop(name, None)
 
 
-@implements(plans.make_plan)
+@same_parameters(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
     cp: Any = arguments.get("cp")
     custom = arguments.get("schedule")
 
     def make() -> Made:
-        given = plans.make_plan.bind(arguments)
+        given = bind(plans.make_plan, arguments)
         agreement, backend, device = _read_plan_arguments(given)
         return Made(agreement, prepared(cp, agreement, backend, device, custom))
 
@@ -181,10 +181,10 @@ def make_plan(**arguments: Any) -> Plan:
     return plan if custom is not None else _with_messages(cp, plan)
 
 
-@plans.supports
+@implements(plans.supports)
 def supports(**arguments: Any) -> tuple[bool, str]:
     try:
-        _read_plan_arguments(plans.make_plan.bind(arguments))
+        _read_plan_arguments(bind(plans.make_plan, arguments))
     except Unsupported as refusal:
         return False, str(refusal)
     return True, ""

@@ -10,9 +10,10 @@ import torch
 from cp_ref.api.packed_formats import lse_from_packed, lse_to_packed, to_format, to_packed
 from cp_ref.api.reference_context import ContextParallel
 from cp_ref.api.reference_plan import Plan, plan_together
-from cp_ref.common import attention_call as declared
+from cp_ref.common import attention_call
 from cp_ref.common.attention_call import asked_for, problem_arguments, refuse_plan
 from cp_ref.common.autocast import autocast, no_autocast
+from cp_ref.common.declared import implements
 from cp_ref.common.derivatives import differentiable_once, refuse_transforms
 from cp_ref.common.dtensor_results import placed_like
 from cp_ref.common.groups.collectives import all_reduce_max, offset_grad
@@ -43,7 +44,7 @@ from cp_ref.tracing.recorder import recording
 __all__ = ["attention"]
 
 
-@declared.attention
+@implements(attention_call.attention)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -11,7 +11,7 @@ import torch
 
 from cp_ref.api.reference_context import ContextParallel
 from cp_ref.common import plan_arguments as plans
-from cp_ref.common.declared import implements
+from cp_ref.common.declared import bind, implements, same_parameters
 from cp_ref.common.named_device import check_usable
 from cp_ref.common.plan_arguments import read_plan_arguments
 from cp_ref.common.sharding.cut_tensors import numbers
@@ -63,7 +63,7 @@ class Plan(plans.Plan):
         ids = numbers(planned_positions(self.problem, self.rank), self.device)
         return ids if self.room is None else torch.nn.functional.pad(ids, (0, self.room.rows_q - len(ids)))
 
-    @plans.update
+    @implements(plans.update)
     def update(
         self,
         *,
@@ -81,16 +81,16 @@ class Plan(plans.Plan):
             self.__dict__.pop(name, None)
 
 
-@implements(plans.make_plan)
+@same_parameters(plans.make_plan)
 def make_plan(**arguments: Any) -> Plan:
-    plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(plans.make_plan.bind(arguments)))
+    plan = plan_together(arguments.get("cp"), lambda: _read_plan_arguments(bind(plans.make_plan, arguments)))
     return replace(plan, custom=arguments.get("schedule"))
 
 
-@plans.supports
+@implements(plans.supports)
 def supports(**arguments: Any) -> tuple[bool, str]:
     try:
-        _read_plan_arguments(plans.make_plan.bind(arguments))
+        _read_plan_arguments(bind(plans.make_plan, arguments))
     except Unsupported as refusal:
         return False, str(refusal)
     return True, ""

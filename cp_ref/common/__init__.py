@@ -2,10 +2,9 @@
 
 Both import it. It imports torch and, of the two, only `cp_ref.spec`.
 
-    declared          the public functions' signatures and docstrings, declared once and implemented twice
-    attention, plans, slices, thd    these declarations, and the checks of arguments that go with them
+    declared          the signature and the docstring of a public function, written once for both packages
+    attention_call, plan_arguments, sharding, thd    these stubs, and the checks of arguments that go with them
     context           ContextParallel; what each package adds is data
-    processes         torch.distributed as a group; errors that name the peer
-    collectives       small exchanges of all ranks with all others
-    casting, derivatives, devices    PyTorch's autocast, autograd and devices
+    groups            torch.distributed as a group; small exchanges of all ranks; errors that name the peer
+    autocast, derivatives, named_device    PyTorch's autocast, autograd and devices
 """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
 from cp_ref.common.context import ContextParallel
-from cp_ref.common.declared import declare
 from cp_ref.common.plan_arguments import OF_THE_PROBLEM, Plan
 from cp_ref.spec import AttnMaskType, QKVFormat, SoftmaxType
 from cp_ref.spec.arguments.single_values import kind_of
@@ -39,7 +39,7 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @overload
-def _attention(
+def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -50,7 +50,7 @@ def _attention(
     **options: Unpack[Options],
 ) -> torch.Tensor: ...
 @overload
-def _attention(
+def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -61,7 +61,7 @@ def _attention(
     **options: Unpack[Options],
 ) -> Two: ...
 @overload
-def _attention(
+def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -72,7 +72,7 @@ def _attention(
     **options: Unpack[Options],
 ) -> Two: ...
 @overload
-def _attention(
+def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -83,7 +83,7 @@ def _attention(
     **options: Unpack[Options],
 ) -> Three: ...
 @overload
-def _attention(
+def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -93,7 +93,7 @@ def _attention(
     return_max_logit: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor | Two | Three: ...
-def _attention(
+def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -167,10 +167,7 @@ def _attention(
     raise NotImplementedError
 
 
-attention = declare(_attention)
-
-
-_DEFAULTS = {n: p.default for n, p in attention.signature.parameters.items() if n in OF_THE_PROBLEM}
+_DEFAULTS = {n: p.default for n, p in inspect.signature(attention).parameters.items() if n in OF_THE_PROBLEM}
 
 
 def problem_arguments(given: dict[str, Any]) -> dict[str, Any]:

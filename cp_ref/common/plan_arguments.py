@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cp_ref.common.context import ContextParallel
-from cp_ref.common.declared import declare, parameters_of
+from cp_ref.common.declared import bind, same_parameters
 from cp_ref.common.named_device import read_device
 from cp_ref.spec import (
     Agreement,
@@ -81,7 +81,6 @@ class Plan:
         )
 
 
-@declare
 def make_plan(
     *,
     cp: ContextParallel,
@@ -143,8 +142,7 @@ def make_plan(
     raise NotImplementedError
 
 
-@declare
-@parameters_of(make_plan)
+@same_parameters(make_plan)
 def supports(**arguments: Any) -> tuple[bool, str]:
     """Whether `make_plan` and `attention` take these arguments (those of `make_plan`) here, and if not, why. Sends
     nothing.
@@ -155,7 +153,6 @@ def supports(**arguments: Any) -> tuple[bool, str]:
     raise NotImplementedError
 
 
-@declare
 def update(
     self: Any,
     *,
@@ -195,7 +192,7 @@ def check_plan(plan: Any) -> None:
 
 def lengths_of_update(plan: Plan, cp: ContextParallel, given: dict[str, Any]) -> dict[str, Any]:
     """The lengths that `update` was given, by name, with defaults; raises TypeError for an unknown name."""
-    arguments = update.bind({"self": plan, "cp": cp, **given})
+    arguments = bind(update, {"self": plan, "cp": cp, **given})
     return {name: value for name, value in arguments.items() if name not in ("self", "cp")}
 
 

@@ -13,11 +13,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_fast.backends import BACKENDS
-from cp_ref.common import attention_call as attention
-from cp_ref.common import plan_arguments as plans
 from cp_ref.common.context import ContextParallel
-from cp_ref.common.declared import Declaration
-from cp_ref.common.thd import batches, corrections, halves, indices, valid
 
 ONLY_FAST = {"checked"}
 TO_DEBUG = {"SimGroup", "Trace", "compare", "dense_attention"}  # of cp_ref, in both
@@ -40,28 +36,15 @@ def test_a_trace_of_the_fast_path_is_refused_and_not_empty() -> None:
         cp_fast.SimGroup(2).run(one)
 
 
-DECLARATIONS: dict[str, Declaration[Any]] = {
-    name: found
-    for module in (attention, plans, batches, corrections, halves, indices, valid)
-    for name, found in vars(module).items()
-    if isinstance(found, Declaration)
-}
+SHARED = {"compare_layouts", "position_ids", "roll", "shard", "unshard", "thd.pad_v", "thd.trim_out"}
+FUNCTIONS = {name for name in cp_fast.__all__ if inspect.isfunction(getattr(cp_fast, name))} - ONLY_FAST - TO_DEBUG
+TWICE = sorted((FUNCTIONS | {f"thd.{name}" for name in cp_fast.thd.__all__} | {"Plan.update"}) - SHARED - {"trace"})
 
 
-def test_everything_that_is_declared_is_public_and_the_rest_is_one_object() -> None:
+def test_the_other_functions_are_one_object() -> None:
     assert cp_ref.thd.__all__ == cp_fast.thd.__all__
-    shared = {"compare_layouts", "position_ids", "roll", "shard", "unshard"}
-    assert all(getattr(cp_ref, name) is getattr(cp_fast, name) for name in shared)
-    functions = (
-        {name for name in cp_fast.__all__ if inspect.isfunction(getattr(cp_fast, name))}
-        - shared
-        - ONLY_FAST
-        - TO_DEBUG
-        - {"trace"}
-    )
-    same = {name for name in cp_fast.thd.__all__ if getattr(cp_fast.thd, name) is getattr(cp_ref.thd, name)}
-    assert same == {"pad_v", "trim_out"}
-    assert set(DECLARATIONS) == functions | set(cp_fast.thd.__all__) - same | {"update"}
+    for name in SHARED:
+        assert resolve_name(f"cp_ref:{name}") is resolve_name(f"cp_fast:{name}")
 
 
 def parameters_of_the_code(function: Any) -> list[tuple[str, Any]]:
@@ -70,21 +53,20 @@ def parameters_of_the_code(function: Any) -> list[tuple[str, Any]]:
     return [(p.name, p.kind) for p in inspect.signature(plain).parameters.values()]
 
 
-@pytest.mark.parametrize("name", list(DECLARATIONS))
-def test_both_sides_have_what_is_declared(name: str) -> None:
-    declared = DECLARATIONS[name]
-    where = "Plan." if name == "update" else "thd." if name in cp_fast.thd.__all__ else ""
-    implementations = [resolve_name(f"{package}:{where}{name}") for package in ("cp_ref", "cp_fast")]
+@pytest.mark.parametrize("name", TWICE)
+def test_both_packages_have_one_signature_and_docstring(name: str) -> None:
+    implementations = [resolve_name(f"{package}:{name}") for package in ("cp_ref", "cp_fast")]
     assert implementations[0] is not implementations[1]
+    signature = inspect.signature(implementations[0])
     for function in implementations:
-        assert inspect.signature(function) == declared.signature
+        assert inspect.signature(function) == signature
         own = parameters_of_the_code(function)
-        parameters = [(p.name, p.kind) for p in declared.signature.parameters.values()]
+        parameters = [(p.name, p.kind) for p in signature.parameters.values()]
         left = [p for p in parameters if p not in own]
         assert [p for p in own if p[1] is not inspect.Parameter.VAR_KEYWORD] == [p for p in parameters if p in own]
         assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind in left)
         assert bool(left) <= (own[-1][1] is inspect.Parameter.VAR_KEYWORD)
-        assert function.__doc__ == declared.function.__doc__
+        assert inspect.getdoc(function) == inspect.getdoc(implementations[0])
         assert inspect.getdoc(function)
 
 

@@ -50,8 +50,9 @@ def problem_of(request: Request) -> Problem:
         ValueError, TypeError: naming what is wrong.
     """
     from cp_ref.common import plan_arguments as plans  # Imports PyTorch: --help works without it.
+    from cp_ref.common.declared import bind
 
-    agreement, _ = plans.read_plan_arguments(plans.make_plan.bind(_arguments(request)), cp_fast.ContextParallel)
+    agreement, _ = plans.read_plan_arguments(bind(plans.make_plan, _arguments(request)), cp_fast.ContextParallel)
     return agreement.problem
 
 
