@@ -22,8 +22,11 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["KINDS", "LengthsMap"]
+__all__ = ["HELPERS", "KINDS", "LengthsMap"]
 
+# As csrc/common/types.h numbers them.
+HELPERS = ("rows", "partition_indices", "partition", "reorder", "read_half", "read_second_half_lse", "copy_valid_")
+HELPERS += ("pad_sequences", "lse_correction_", "out_correction_", "grad_correction_")
 KINDS = ("span", "index", "slice", "rank_order", "sequence_order", "half", "in_half", "valid", "unpad")
 
 
@@ -34,7 +37,7 @@ class LengthsMap(NamedTuple):
     5
     """
 
-    helper: str  # The name in a device-side assertion.
+    helper: str  # One of HELPERS, named by a device-side assertion.
     kind: str  # One of KINDS, from "slice" on.
     lengths: torch.Tensor
     real: torch.Tensor | None = None  # Real lengths, for "valid" and "unpad".

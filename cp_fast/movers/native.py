@@ -15,15 +15,16 @@ from typing import Any
 import torch
 
 from cp_fast.movers.base import Kernels
-from cp_fast.movers.lengths_map import KINDS, LengthsMap
+from cp_fast.movers.lengths_map import HELPERS, KINDS, LengthsMap
 from cp_fast.runtime.row_selection import Rows
 from cp_fast.tools import build
 
 __all__ = ["NativeKernels", "load"]
 
-_SPAN, _INDEX = KINDS.index("span"), KINDS.index("index")
+_KINDS, _HELPERS = ({name: number for number, name in enumerate(names)} for names in (KINDS, HELPERS))
+_SPAN, _INDEX = _KINDS["span"], _KINDS["index"]
 _ALLOCATION = re.compile(r"AllocationError: (?P<sizes>\[.*?\]) of (?P<item>\d+) bytes")
-_KINDS: dict[str, type[Exception]] = {"ValueError: ": ValueError, "TypeError: ": TypeError}
+_ERRORS: dict[str, type[Exception]] = {"ValueError: ": ValueError, "TypeError: ": TypeError}
 
 
 @lru_cache
@@ -62,26 +63,26 @@ class NativeKernels(Kernels):
         self._merge = _named(ops.merge_)
 
     def row_indices(self, rows: LengthsMap, tokens: int) -> torch.Tensor:
-        return self._row_indices(tokens, *_map("row_indices", rows, tokens))
+        return self._row_indices(tokens, *_map(rows, tokens))
 
     def gather(self, xs: Sequence[torch.Tensor], rows: Rows | LengthsMap) -> list[torch.Tensor]:
         if isinstance(rows, slice):
             return [x[rows] for x in xs]
-        return self._gather(xs, *_map("gather", rows, 0)) if xs else []
+        return self._gather(xs, *_map(rows, 0)) if xs else []
 
     def scatter_(
         self, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], rows: Rows | LengthsMap, add: bool = False
     ) -> None:
         if outs:
-            self._scatter(outs, xs, add, *_map("scatter_", rows, outs[0].shape[0]))
+            self._scatter(outs, xs, add, *_map(rows, outs[0].shape[0]))
 
     def gather_heads(self, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], heads: int) -> torch.Tensor:
-        return self._gather_heads(x, first_heads, heads, *_map("gather_heads", rows, x.shape[0]))
+        return self._gather_heads(x, first_heads, heads, *_map(rows, x.shape[0]))
 
     def scatter_heads_(
         self, out: torch.Tensor, x: torch.Tensor, rows: Rows, first_heads: Sequence[int], add: bool
     ) -> None:
-        self._scatter_heads(out, x, first_heads, add, *_map("scatter_heads_", rows, out.shape[0]))
+        self._scatter_heads(out, x, first_heads, add, *_map(rows, out.shape[0]))
 
     def merge_(
         self,
@@ -92,21 +93,20 @@ class NativeKernels(Kernels):
         rows: Rows | LengthsMap,
         final: bool = False,
     ) -> None:
-        self._merge(out, lse, out_step, lse_step, final, *_map("merge_", rows, out.shape[0]))
+        self._merge(out, lse, out_step, lse_step, final, *_map(rows, out.shape[0]))
 
 
-def _map(
-    name: str, rows: Rows | LengthsMap, tokens: int
-) -> tuple[str, int, torch.Tensor | None, torch.Tensor | None, int, int]:
-    """(helper, kind, table, real lengths, a, b): a row map as native operators take it. `name`: of the primitive."""
+def _map(rows: Rows | LengthsMap, tokens: int) -> tuple[int, torch.Tensor | None, torch.Tensor | None, int, int]:
+    """(kind + 16 * helper, table, real lengths, a, b): a row map as native operators take it."""
+    if isinstance(rows, torch.Tensor):
+        return _INDEX, rows, None, 0, 0
     if isinstance(rows, LengthsMap):
-        return rows.helper, KINDS.index(rows.kind), *rows[2:]
-    if not isinstance(rows, slice):
-        return name, _INDEX, rows, None, 0, 0
+        helper, kind, lengths, real, a, b = rows
+        return _KINDS[kind] + 16 * _HELPERS[helper], lengths, real, a, b
     first, stop, step = rows.indices(tokens)
     if step != 1:
         raise ValueError(f"rows are {rows}; a slice must have step 1")
-    return name, _SPAN, None, None, first, max(stop - first, 0)
+    return _SPAN, None, None, first, max(stop - first, 0)
 
 
 def _named(packet: Any) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def _named(packet: Any) -> Callable[..., Any]:
             text = str(error)
             if found := _ALLOCATION.match(text):
                 _allocate(found["sizes"], int(found["item"]), arguments)
-            for prefix, kind in _KINDS.items():
+            for prefix, kind in _ERRORS.items():
                 if text.startswith(prefix):
                     raise kind(text.removeprefix(prefix)) from None
             raise

@@ -9,7 +9,7 @@
 #define CP_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
 #define CP_LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
 #define CP_NAME CP_JOIN(cp_attention_native_, CP_DEVICE)
-#define MAP "str helper, int kind, Tensor? table, Tensor? real, int a, int b"
+#define MAP "int map, Tensor? table, Tensor? real, int a, int b"
 
 #define CP_OPERATORS(OP)                                                                          \
   OP(row_indices, "(int tokens, " MAP ") -> Tensor")                                              \

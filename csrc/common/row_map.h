@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "folding.h"
 
@@ -84,14 +85,12 @@ inline void check_ranks(int64_t cp_size, int64_t cp_rank) {
 // A row map as operators get it: see `LengthsMap` (cp_fast/movers/lengths_map.py); a span has its first row in a and its
 // count in b, an index its rows in the table.
 struct MapArguments {
-  std::string helper;
-  int64_t kind;
-  std::optional<Tensor> table, real;
+  int64_t map;  // kind + 16 * helper
+  const std::optional<Tensor>&table, &real;
   int64_t a, b;
 };
-#define CP_MAP                                                                                                     \
-  std::string helper, int64_t kind, std::optional<Tensor> table, std::optional<Tensor> real, int64_t a, int64_t b
-#define CP_MAP_ARGUMENTS MapArguments{helper, kind, table, real, a, b}
+#define CP_MAP int64_t map, std::optional<Tensor> table, std::optional<Tensor> real, int64_t a, int64_t b
+#define CP_MAP_ARGUMENTS MapArguments{map, table, real, a, b}
 
 // Rows of a tensor of `tokens` rows that the caller gives.
 inline void set_given(RowMap& rows, Call& call, const MapArguments& given) {
@@ -131,11 +130,13 @@ inline void set_numbers(RowMap& rows, int64_t a, int64_t b) {
 
 // A map into a tensor of `tokens` rows; `tail`: whether the tail goes along.
 inline RowMap row_map(Call& call, const MapArguments& given, int64_t tokens, bool tail) {
-  if (given.kind < 0 || given.kind >= static_cast<int64_t>(MapKind::any))
-    value_error("kind is " + std::to_string(given.kind) + "; it must be that of a row map");
+  const int64_t kind = given.map % 16, helper = given.map / 16;
+  if (given.map < 0 || kind >= static_cast<int64_t>(MapKind::any) ||
+      helper >= static_cast<int64_t>(std::size(kHelpers)))
+    value_error("map is " + std::to_string(given.map) + "; it must be that of a row map");
   RowMap rows{};
-  std::strncpy(rows.helper, given.helper.c_str(), sizeof(rows.helper) - 1);
-  rows.kind = static_cast<MapKind>(given.kind);
+  std::strncpy(rows.helper, kHelpers[helper], sizeof(rows.helper) - 1);
+  rows.kind = static_cast<MapKind>(kind);
   rows.tail = tail, rows.tokens = tokens, rows.cp_size = 1;
   if (rows.kind != MapKind::span && !given.table) value_error("the table is None; this kind of row map needs one");
   if (rows.given()) {

@@ -40,6 +40,11 @@ struct Lengths {
 // The kinds of cp_fast/movers/lengths_map.py, in its order; `any` is none of them: looked at when a kernel runs.
 enum class MapKind : int32_t { span, index, slice, rank_order, sequence_order, half, in_half, valid, unpad, any };
 
+// HELPERS of that file: what a device-side assertion names, the same as the operators.
+constexpr const char* kHelpers[] = {"rows",           "partition_indices", "partition",     "reorder",
+                                    "read_half",      "read_second_half_lse", "copy_valid_", "pad_sequences",
+                                    "lse_correction_", "out_correction_",  "grad_correction_"};
+
 // Which row of a whole tensor each row of a part is. A caller gives the rows (span, index), or lengths that lead to them.
 struct RowMap {
   char helper[24];  // the name in a device-side assertion

@@ -144,7 +144,7 @@ def test_a_broken_rule_ends_in_an_assertion(rule: str) -> None:
     command = [sys.executable, "-c", SCRIPT.format(call=FAULTS[rule])]
     environment = {**os.environ, "CP_FAST_KERNELS": "native"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    helper = FAULTS[rule].split(".")[1].split("(")[0]
+    helper = "rows" if rule == "index" else FAULTS[rule].split(".")[1].split("(")[0]
     assert "RAISED" in run.stdout, run.stdout + run.stderr
     assert "assert" in run.stdout
     assert helper in run.stdout + run.stderr

@@ -48,7 +48,7 @@ def test_indices_and_partition(data: st.DataObject) -> None:
     assert equal_bits(indices, expected)
     xs = [data.draw(guarded((total, *data.draw(ROW_SHAPES)), DTYPES)) for _ in range(data.draw(st.integers(1, 3)))]
     for x, got in zip(
-        xs, native().gather([x.x for x in xs], LengthsMap("own", "slice", lengths, a=cp_size, b=rank)), strict=True
+        xs, native().gather([x.x for x in xs], LengthsMap("rows", "slice", lengths, a=cp_size, b=rank)), strict=True
     ):
         assert got.is_contiguous()
         assert got.shape == (total // cp_size, *x.x.shape[1:])
@@ -66,7 +66,7 @@ def test_reorder(data: st.DataObject) -> None:
         ("rank_order", thd_sequence_order_to_cp_rank_order),
         ("sequence_order", thd_cp_rank_order_to_sequence_order),
     ):
-        order = LengthsMap("order", kind, lengths, a=cp_size)
+        order = LengthsMap("rows", kind, lengths, a=cp_size)
         for x, got in zip(xs, native().gather([x.x for x in xs], order), strict=True):
             assert got.shape == x.x.shape
             if x.x.numel():
@@ -79,7 +79,7 @@ def test_halves(data: st.DataObject) -> None:
     sizes, tail = data.draw(packed(2, 2))
     lengths, total, half = cumulative(sizes, data.draw(LENGTH_DTYPES)), sum(sizes) + tail, data.draw(st.integers(0, 1))
     xs = [data.draw(guarded((total, *data.draw(ROW_SHAPES)), DTYPES)) for _ in range(data.draw(st.integers(1, 3)))]
-    for x, got in zip(xs, native().gather([x.x for x in xs], LengthsMap("half", "half", lengths, a=half)), strict=True):
+    for x, got in zip(xs, native().gather([x.x for x in xs], LengthsMap("rows", "half", lengths, a=half)), strict=True):
         assert got.shape == (total // 2, *x.x.shape[1:])
         if x.x.numel():
             assert torch.equal(bits(got), thd_read_half_tensor(bits(x.x), lengths, half))
@@ -90,7 +90,7 @@ def test_keys_and_values_in_one_tensor() -> None:
     both = torch.randn(2, 12, 5, 9)[:, :, :4, :8].movedim(1, 0)
     lengths = cumulative([8, 4])
     expected = thd_read_half_tensor(both.movedim(0, 1), lengths, 1).movedim(1, 0)
-    assert torch.equal(native().gather([both], LengthsMap("half", "half", lengths, a=1))[0], expected)
+    assert torch.equal(native().gather([both], LengthsMap("rows", "half", lengths, a=1))[0], expected)
 
 
 @given(st.data())
@@ -123,7 +123,7 @@ def test_copy_valid(data: st.DataObject) -> None:
     inp = data.draw(guarded(shape, others))
     expected = out.x.clone()
     thd_copy_valid_tokens_from_per_split_to_rank_local(expected, inp.x, lengths, real)
-    native().scatter_([out.x], [inp.x], LengthsMap("valid", "valid", lengths, real))
+    native().scatter_([out.x], [inp.x], LengthsMap("rows", "valid", lengths, real))
     if out.x.dtype == inp.x.dtype:
         assert equal_bits(out.x, expected)
     else:  # the bits of a converted NaN are nobody's promise

@@ -19,11 +19,11 @@ LSE = torch.zeros(2, 12)
 
 
 def gather(kind: str, lengths: torch.Tensor, *xs: torch.Tensor, a: int = 2, b: int = 0) -> object:
-    return native().gather(xs or [X], LengthsMap("gather", kind, lengths, a=a, b=b))
+    return native().gather(xs or [X], LengthsMap("rows", kind, lengths, a=a, b=b))
 
 
 def put(x: torch.Tensor, kind: str, lengths: torch.Tensor, real: torch.Tensor | None = None, a: int = 0) -> None:
-    native().scatter_([X.clone()], [x], LengthsMap("scatter_", kind, lengths, real, a=a))
+    native().scatter_([X.clone()], [x], LengthsMap("rows", kind, lengths, real, a=a))
 
 
 def merge(rows: LengthsMap, lse: torch.Tensor, lse_step: torch.Tensor) -> None:
@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"lse has shape \[2, 8\]; it must be \[2, 12\]",
     ),
     "an LSE without room": (
-        lambda: merge(LengthsMap("merge_", "half", cumulative([8]), a=1), torch.zeros(1, 1, 6), torch.zeros(1, 1, 4)),
+        lambda: merge(LengthsMap("rows", "half", cumulative([8]), a=1), torch.zeros(1, 1, 6), torch.zeros(1, 1, 4)),
         ValueError,
         r"lse has shape \[1, 1, 6\]; it must be \[b, h, s\] with room for the 8 rows of sequence 0",
     ),
@@ -188,17 +188,17 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "this kind of row map has no scatter",
     ),
     "a map without a table": (
-        lambda: native()._gather([X], "gather", 1, None, None, 0, 0),
+        lambda: native()._gather([X], 1, None, None, 0, 0),
         ValueError,
         "the table is None; this kind of row map needs one",
     ),
     "a map of no kind": (
-        lambda: native()._gather([X], "gather", 9, LENGTHS, None, 0, 0),
+        lambda: native()._gather([X], 9, LENGTHS, None, 0, 0),
         ValueError,
-        "kind is 9; it must be that of a row map",
+        "map is 9; it must be that of a row map",
     ),
     "more tokens than int32 counts": (
-        lambda: native().row_indices(LengthsMap("indices", "slice", LENGTHS, a=2), 2**31 + 2),
+        lambda: native().row_indices(LengthsMap("rows", "slice", LENGTHS, a=2), 2**31 + 2),
         ValueError,
         "total_tokens is 2147483650; int32 lengths cannot count so many",
     ),

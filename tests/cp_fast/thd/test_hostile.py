@@ -69,15 +69,15 @@ def test_hostile_lengths(helpers: Any, reader: str, lengths: str) -> None:
 
 
 MAPS: dict[str, Callable[[Lengths], LengthsMap]] = {
-    "slice": lambda cu: LengthsMap("name", "slice", cu, a=2, b=1),
-    "rank order": lambda cu: LengthsMap("name", "rank_order", cu, a=2),
-    "sequence order": lambda cu: LengthsMap("name", "sequence_order", cu, a=2),
-    "half": lambda cu: LengthsMap("name", "half", cu, a=1),
-    "unpad": lambda cu: LengthsMap("name", "unpad", cu, cu * 0, a=8),
-    "unpad, real": lambda cu: LengthsMap("name", "unpad", CU[: len(cu)], cu, a=8),
-    "in half": lambda cu: LengthsMap("name", "in_half", cu, a=1),
-    "valid": lambda cu: LengthsMap("name", "valid", cu, cu * 0),
-    "valid, real": lambda cu: LengthsMap("name", "valid", CU[: len(cu)], cu),
+    "slice": lambda cu: LengthsMap("rows", "slice", cu, a=2, b=1),
+    "rank order": lambda cu: LengthsMap("rows", "rank_order", cu, a=2),
+    "sequence order": lambda cu: LengthsMap("rows", "sequence_order", cu, a=2),
+    "half": lambda cu: LengthsMap("rows", "half", cu, a=1),
+    "unpad": lambda cu: LengthsMap("rows", "unpad", cu, cu * 0, a=8),
+    "unpad, real": lambda cu: LengthsMap("rows", "unpad", CU[: len(cu)], cu, a=8),
+    "in half": lambda cu: LengthsMap("rows", "in_half", cu, a=1),
+    "valid": lambda cu: LengthsMap("rows", "valid", cu, cu * 0),
+    "valid, real": lambda cu: LengthsMap("rows", "valid", CU[: len(cu)], cu),
 }
 GATHERED = ("slice", "rank order", "sequence order", "half")
 SCATTERED = ("half", "in half", "valid", "valid, real")
@@ -103,14 +103,14 @@ def test_native_operators_refuse_hostile_lengths_themselves(kind: str, lengths: 
 @needs_cxx
 def test_a_divisor_that_is_no_power_of_two() -> None:
     with pytest.raises(ValueError, match="lengths gives sequence 0 the length 4; it must be a multiple of 6"):
-        load("cpu").gather([X[:6]], LengthsMap("name", "sequence_order", torch.tensor([0, 4, 6]), a=3))
+        load("cpu").gather([X[:6]], LengthsMap("rows", "sequence_order", torch.tensor([0, 4, 6]), a=3))
 
 
 @needs_cxx
 @pytest.mark.parametrize("cp_size", [0, -1, 2**31, 2**62 + 1])
 def test_native_operators_refuse_numbers_of_ranks_that_do_not_fit(cp_size: int) -> None:
     with pytest.raises(ValueError, match=f"cp_size is {cp_size}; it must be from 1 to 2147483647"):
-        load("cpu").gather([X], LengthsMap("name", "rank_order", CU, a=cp_size))
+        load("cpu").gather([X], LengthsMap("rows", "rank_order", CU, a=cp_size))
 
 
 OPS = torch.ops.cp_attention
@@ -200,7 +200,7 @@ def test_without_memory_a_native_operator_raises_what_pytorch_raises() -> None:
         torch.empty(rows)
     for call in (
         lambda: load("cpu").gather(
-            [torch.zeros(1).expand(rows)], LengthsMap("name", "slice", torch.tensor([0, rows]), a=1)
+            [torch.zeros(1).expand(rows)], LengthsMap("rows", "slice", torch.tensor([0, rows]), a=1)
         ),
         lambda: load("cpu").gather_heads(torch.zeros(1, 1, 1).expand(1, rows, 1), slice(0, 1), [0], rows),
     ):
