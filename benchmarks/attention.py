@@ -191,9 +191,9 @@ def parallel(
         return out.detach(), *torch.autograd.grad(out, (q, k, v), local["dout"])
 
     if messages == "graph":
-        return Contender("cp_fast", schedule, layout, "graph", without, slices, captured(forward), captured(both))
+        return Contender("cp_fast", schedule, cp.layout, "graph", without, slices, captured(forward), captured(both))
     carried = "group" if by_group else "peer_memory"
-    return Contender("cp_fast", schedule, layout, carried, without, slices, forward, both, off)
+    return Contender("cp_fast", schedule, cp.layout, carried, without, slices, forward, both, off)
 
 
 def other(way: Other, x: dict[str, torch.Tensor]) -> Contender:

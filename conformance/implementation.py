@@ -50,6 +50,7 @@ import torch
 
 from conformance.judge.run_record import Level, readable
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, Problem, check_choice
+from cp_ref.spec.tables.argument_words import canonical_layout
 
 __all__ = [
     "ENTRY_POINTS",
@@ -99,6 +100,7 @@ class Context:
     def __post_init__(self) -> None:
         """Raises ValueError or TypeError for what no call can mean."""
         check_choice("cp_comm_type", self.cp_comm_type, CP_COMM_TYPES)
+        self.layout = canonical_layout(self.layout)
         check_choice("layout", self.layout, LAYOUTS)
         check_choice("backend", self.backend, ("auto",))
         if isinstance(self.group, str):

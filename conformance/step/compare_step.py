@@ -18,6 +18,7 @@ from conformance.step.judge import Row, judge, norm_of
 from conformance.step.report import StepReport
 from conformance.step.runs import Measured, Runs
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, check_choice
+from cp_ref.spec.tables.argument_words import canonical_layout
 
 __all__ = ["compare_step"]
 
@@ -50,7 +51,7 @@ def compare_step(
         batch: what step takes, the same on every rank; or a function without arguments that makes it; or the name of
             either.
         cp_size: ranks that share each sequence. dp_size: groups of these; rank = dp_rank * cp_size + cp_rank.
-        cp_comm_type, layout: of the context. "a2a+p2p" has inner groups of two.
+        cp_comm_type, layout: of the context; "zigzag" is "dual_chunk". "a2a+p2p" has inner groups of two.
         loss: "mean" if each rank returns the whole batch's loss, "sum" if it returns its share.
         device: "cpu" or "cuda".
         dtype: whose rounding errors are allowed; by default the narrowest of the weights' dtypes. Under autocast it is
@@ -64,6 +65,7 @@ def compare_step(
         ValueError, TypeError: an argument makes no sense. StepError: build or step raised, or a process died or did
         not end.
     """
+    layout = canonical_layout(layout)
     _check(build, cp_size, dp_size, cp_comm_type, layout, loss, device)
     world = cp_size * dp_size
     if device == "cuda" and torch.cuda.device_count() < world:

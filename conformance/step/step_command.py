@@ -26,7 +26,7 @@ def step(
     cp_size: Annotated[str, typer.Option(help="Ranks of a sequence, such as 2,4.")] = "2",
     dp_size: Annotated[int, typer.Option(help="Groups of these.")] = 1,
     cp_comm_type: Annotated[str, typer.Option(help="p2p, all_gather, a2a, a2a+p2p.")] = "p2p",
-    layout: Annotated[str, typer.Option(help="dual_chunk, contiguous, balanced.")] = "dual_chunk",
+    layout: Annotated[str, typer.Option(help="dual_chunk (zigzag), contiguous, balanced.")] = "dual_chunk",
     loss: Annotated[str, typer.Option(help="step returns the mean, or a share: sum.")] = "mean",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="Whose rounding counts, as bfloat16.")] = None,

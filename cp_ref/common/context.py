@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, cast
 from cp_ref.common.groups.process_groups import as_group, during
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, OFFSET_GRADS, CPCommType, Layout, OffsetGrad, check_choice
 from cp_ref.spec.layouts.named_layouts import read_layout
+from cp_ref.spec.tables.argument_words import canonical_layout
 
 __all__ = ["ContextParallel"]
 
@@ -21,9 +22,9 @@ class ContextParallel:
         group: a torch.distributed ProcessGroup, a 1-D DeviceMesh, or one member of a `SimGroup`; for "a2a+p2p" a pair
             (a2a_group, p2p_group) of these (`member.split(a2a_size)`), or a 2-D DeviceMesh [p2p, a2a].
         cp_comm_type: "p2p" (ring attention), "all_gather", "a2a" (Ulysses) or "a2a+p2p".
-        layout: which rank owns which tokens: "dual_chunk" (every sequence over all ranks, balanced under causal masks),
-            "contiguous" (equal stretches), or "balanced" (whole documents where they fit, equal work on all ranks;
-            decided by `make_plan`, whose plan `shard` and the like then take).
+        layout: which rank owns which tokens: "dual_chunk" (every sequence over all ranks, balanced under causal masks;
+            "zigzag" is the same), "contiguous" (equal stretches), or "balanced" (whole documents where they fit, equal
+            work on all ranks; decided by `make_plan`, whose plan `shard` and the like then take).
         backend: in `cp_fast`, "auto" takes the first kernel library that works here and supports the problem; a name
             ("fa4", "cudnn", "fa2", "cpu", "torch") takes only that one. `cp_ref` has only plain PyTorch, and takes
             "auto" alone.
@@ -60,6 +61,7 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         check_choice("cp_comm_type", self.cp_comm_type, CP_COMM_TYPES)
+        self.layout = canonical_layout(self.layout)
         check_choice("layout", self.layout, LAYOUTS)
         check_choice("softmax_offset_grad", self.softmax_offset_grad, OFFSET_GRADS)
         check_choice("backend", self.backend, self.backends)

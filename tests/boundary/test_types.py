@@ -20,6 +20,7 @@ from torch import Tensor
 import {package} as cp
 
 def right(group: Any, q: Tensor, lse: bool) -> None:
+    cp.ContextParallel(group, layout="zigzag")
     context = cp.ContextParallel(group, "p2p", layout="contiguous")
     assert_type(cp.attention(q, q, q, cp=context), Tensor)
     assert_type(cp.attention(q, q, q, cp=context, attn_mask_type="causal", return_lse=True), tuple[Tensor, Tensor])
@@ -35,7 +36,7 @@ def wrong(group: Any, q: Tensor, sizes: dict[str, Any]) -> None:
     cp.attention(q, q, q, cp=context, qkv_format="bsdh")
     cp.attention(q, q, q, cp=context, windows=(1, 0))
     cp.ContextParallel(group, "ring")
-    cp.ContextParallel(group, layout="zigzag")
+    cp.ContextParallel(group, layout="striped")
     cp.make_plan(cp=context, attn_mask_type="casual", **sizes)
     cp.supports(cp=context, qkv_format="bsdh", **sizes)
 """

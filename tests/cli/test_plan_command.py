@@ -155,7 +155,7 @@ def test_svg(tmp_path: Path) -> None:
         (["--window", "3"], "--window is '3'; it must be LEFT,RIGHT"),
         (["--window", "-2,0"], "each side must be -1 (unbounded) or from 0"),
         (["--mask", "diagonal"], "attn_mask_type is 'diagonal'"),
-        (["--layout", "zigzag"], "layout is 'zigzag'"),
+        (["--layout", "striped"], "layout is 'striped'"),
         (["--qkv-format", "bhsd"], "qkv_format is 'bhsd'"),
         (["--heads-q", "6", "--heads-kv", "4"], "h_q is 6 and h_kv is 4"),
         (["--dtype", "int8"], "int8"),

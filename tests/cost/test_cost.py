@@ -195,7 +195,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--machine", "abacus"], "machine is 'abacus'"),
         (["--dtype", "float32"], "dtype is 'float32'"),
         (["--messages", "pigeons"], "messages is 'pigeons'"),
-        (["--layout", "zigzag"], "layout is 'zigzag'"),
+        (["--layout", "striped"], "layout is 'striped'"),
     ):
         said = runner.invoke(app, [*words, *wrong])
         assert said.exit_code == 2

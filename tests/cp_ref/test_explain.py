@@ -203,7 +203,7 @@ def test_tokens_have_the_same_numbers_however_they_are_split() -> None:
         (["--seqlens", "4,x"], "--seqlens is '4,x'; it must be lengths of at least 0"),
         (["--window", "3"], "--window is '3'; it must be LEFT,RIGHT"),
         (["--mask", "diagonal"], "attn_mask_type is 'diagonal'"),
-        (["--layout", "zigzag"], "layout is 'zigzag'"),
+        (["--layout", "striped"], "layout is 'striped'"),
         (["--dtype", "int8"], "dtype is 'int8'"),
         (["--dtype", "nonsense"], "--dtype is 'nonsense'"),
         (["--heads-q", "3", "--heads-kv", "2"], "h_q is 3 and h_kv is 2"),

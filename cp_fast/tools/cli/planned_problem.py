@@ -20,7 +20,7 @@ class Request(ProblemOptions):
 
     seqlen: Annotated[int | None, Option(help="Length of every sequence of a bshd or sbhd batch; 8192.")] = None
     layout: Annotated[
-        str, Option(help="dual_chunk, contiguous or balanced; dual_chunk unless given, with --predict all.")
+        str, Option(help="dual_chunk (or zigzag), contiguous or balanced; dual_chunk unless given, with --predict all.")
     ] = ""
     heads_q: Annotated[int, Option(help="Query heads.")] = 32
     heads_kv: Annotated[int, Option(help="Key and value heads.")] = 8

@@ -15,6 +15,7 @@ from typer import Option
 from cp_ref.common.cli.terminal import readable_errors
 from cp_ref.spec import CP_COMM_TYPES, check_choice, read_count
 from cp_ref.spec.arguments.single_values import MOST_RANKS
+from cp_ref.spec.tables.argument_words import canonical_layout
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,9 @@ class ProblemOptions:
     seqlen_kv: Annotated[int | None, Option(help="The same for keys where they differ.")] = None
     batch: Annotated[int | None, Option(help="Number of sequences of a bshd or sbhd batch; 1 unless given.")] = None
     qkv_format: Annotated[str, Option(help="bshd, sbhd or thd; thd where --seqlens is given, else bshd.")] = ""
-    layout: Annotated[str, Option(help="Who owns which tokens: dual_chunk, contiguous or balanced.")] = "dual_chunk"
+    layout: Annotated[
+        str, Option(help="Who owns which tokens: dual_chunk (or zigzag, the same), contiguous or balanced.")
+    ] = "dual_chunk"
     mask: Annotated[str, Option(help="attn_mask_type, such as no_mask; causal unless given.")] = ""
     window: Annotated[str, Option(help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1"
     areas: Annotated[str, Option(help="Instead of mask and window, thd: a call of masks, as 'prefix_lm(4, 16)'.")] = ""
@@ -58,6 +61,7 @@ class ProblemOptions:
     def __post_init__(self) -> None:
         """Raises ValueError where an option would be ignored, or for more ranks than commands plan."""
         read_count("--cp-size", self.cp_size, at_least=1, at_most=MOST_RANKS)
+        object.__setattr__(self, "layout", canonical_layout(self.layout))
         lengths, packed = bool(self.seqlens), self.in_format == "thd"
         for option, value, ignored, instead in (
             ("--seqlen", self.seqlen, lengths and packed, "--seqlens has the lengths"),

@@ -9,7 +9,15 @@ from cp_ref.spec.arguments.read_problem import DTYPES, Sizes, check_heads, count
 from cp_ref.spec.arguments.single_values import check_choice, read_count, read_several, read_window
 from cp_ref.spec.layouts.named_layouts import check_layout, slice_rows
 from cp_ref.spec.planners.make_schedule import make_schedule
-from cp_ref.spec.tables.argument_words import CP_COMM_TYPES, LAYOUTS, MASKS, AttnMaskType, CPCommType, Layout
+from cp_ref.spec.tables.argument_words import (
+    CP_COMM_TYPES,
+    LAYOUTS,
+    MASKS,
+    AttnMaskType,
+    CPCommType,
+    Layout,
+    canonical_layout,
+)
 from cp_ref.spec.tables.problem import Problem
 from cp_ref.spec.tables.schedule import RankSchedule
 from cp_ref.spec.tables.sequences import Sequence
@@ -60,7 +68,8 @@ def compare_layouts(
         cp_size: number of ranks.
         attn_mask_type, window_size, heads_q, heads_kv, d_qk, d_v: as in `make_plan`.
         dtype: by name, such as "bfloat16".
-        layouts, cp_comm_types: which to compare; "a2a+p2p" has no a2a size here, and is refused.
+        layouts, cp_comm_types: which to compare ("zigzag" is "dual_chunk"); "a2a+p2p" has no a2a size here, and is
+            refused.
 
     Returns:
         One cost for every layout and schedule, layouts first.
@@ -93,7 +102,7 @@ def compare_layouts(
     )
     found: list[BatchCost] = []
     comm_types = read_several("cp_comm_types", cp_comm_types)
-    for layout in read_several("layouts", layouts):
+    for layout in map(canonical_layout, read_several("layouts", layouts)):
         check_choice("layouts", layout, LAYOUTS)
         for comm in comm_types:
             check_choice("cp_comm_types", comm, CP_COMM_TYPES)

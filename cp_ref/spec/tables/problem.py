@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from cp_ref.spec.masks.read_areas import AttentionSliceRow
+from cp_ref.spec.tables.argument_words import canonical_layout
 from cp_ref.spec.tables.diagonal_band import DiagonalBand
 from cp_ref.spec.tables.sequences import Sequence, Sequences
 
@@ -32,7 +33,8 @@ class Problem:
     `window_size` is (left, right) with -1 for unbounded, as the user gave it; `band` gives the resulting diagonal band
     of a sequence. `areas`, as the user gave them, replace mask and window, which then have their defaults and mean
     nothing. `a2a_size` is the size of the inner group of "a2a+p2p"; it is `cp_size` for "a2a" and 1 for the others.
-    `layout` is one of `LAYOUTS`, or a table: rows (rank, sequence, start, stop), in the order of each rank's buffer.
+    `layout` is one of `LAYOUTS` ("zigzag" becomes "dual_chunk"), or a table: rows (rank, sequence, start, stop), in the
+    order of each rank's buffer.
 
     >>> p = Problem(cp_size=2, sequences=(Sequence(7, 7, 8, 8),), attn_mask_type="padding_causal")
     >>> p.band(p.sequences[0]), p.pairs
@@ -58,6 +60,9 @@ class Problem:
     softcap: float = 0.0
     softmax_type: str = "vanilla"
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", canonical_layout(self.layout))
 
     @property
     def causal(self) -> bool:

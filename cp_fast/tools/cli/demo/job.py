@@ -16,6 +16,7 @@ from cp_fast.tools.cli.demo.documents import Document, read_documents
 from cp_ref.common.cli.options import check_number, cumulative, exchanging, window
 from cp_ref.spec import LAYOUTS, MASKS, check_choice
 from cp_ref.spec.arguments.read_problem import DTYPES
+from cp_ref.spec.tables.argument_words import canonical_layout
 
 __all__ = ["Job", "under_torchrun"]
 
@@ -34,7 +35,7 @@ class Job:
     heads_kv: Annotated[int, Option(help="Key and value heads.", min=1)] = 2
     head_dim: Annotated[int, Option(help="Head dim, even.", min=2)] = 64
     dtype: Annotated[str, Option(help="float32 on a CPU, bfloat16 on GPUs, unless said otherwise.")] = ""
-    layout: Annotated[str, Option(help="dual_chunk, contiguous or balanced.")] = "dual_chunk"
+    layout: Annotated[str, Option(help="dual_chunk (or zigzag), contiguous or balanced.")] = "dual_chunk"
     mask: Annotated[str, Option(help="attn_mask_type, such as padding_causal or padding.")] = "padding_causal"
     window: Annotated[str, Option(help="LEFT,RIGHT; -1 is unbounded.")] = "-1,-1"
     cp_comm_type: Annotated[str, Option(help="The schedule: p2p, all_gather, a2a or a2a+p2p.")] = "p2p"
@@ -47,6 +48,7 @@ class Job:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a wrong option, before any rank starts."""
+        object.__setattr__(self, "layout", canonical_layout(self.layout))
         backends, devices = ("auto", *(b.name for b in BACKENDS)), ("auto", "cpu", "cuda")
         choices = {"layout": LAYOUTS, "mask": MASKS, "device": devices, "backend": backends, "dtype": ("", *DTYPES)}
         for name, known in choices.items():
