@@ -133,7 +133,7 @@ def attention(
             spellings mean the same; in bshd and sbhd a padding mask takes each sequence's length from `cu_seqlens_*`.
         window_size: (left, right): query i sees keys i - left ... i + right (aligned); -1 is unbounded. Causal masks
             set right to 0.
-        attention slices: thd only, instead of attn_mask_type and window_size: the visible pairs, int32 or int64 [n, 6];
+        areas: thd only, instead of attn_mask_type and window_size: the visible pairs, int32 or int64 [n, 6];
             best on the CPU. A row is (q_start, q_stop, k_start, k_stop, left, right): rows of the global packed
             buffers, padding counted, and a window inside this rectangle, aligned to its last row and last column, -1
             for unbounded; so (-1, 0) makes a square causal. No pair may be in two attention slices. Pairs outside all

@@ -1,6 +1,4 @@
-"""Pictures: exact text on small cases, and SVG whose polygons have the attention slice that the problem says is
-visible.
-"""
+"""Pictures: exact text on small cases, and SVG whose polygons have the area that the problem says is visible."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def balanced(starts: Column, tokens: Column, areas: AttentionSlices, cp_size: in
     Args:
         starts: where each document begins in the global buffer, and where the last ends, [b + 1].
         tokens: how many real tokens each document begins with, [b]; its other rows are padding.
-        attention slices: who may see whom.
+        areas: who may see whom.
 
     >>> starts, tokens = np.array([0, 6, 8, 10, 12]), np.array([6, 2, 2, 2])
     >>> causal = AttentionSlices.of_rows([(a, b, a, b, -(2**40), 0) for a, b in ((0, 6), (6, 8), (8, 10), (10, 12))])

@@ -210,7 +210,7 @@ def band_edge(box: Box) -> list[Point]:
     """A tile's outline with the steps smoothed to straight lines: the rectangle clipped to the diagonal band.
 
     The lines run through the middles of the steps' edges, half a pair outside the middles of the outermost visible
-    pairs, so that the attention slice is right to 1/8 of a pair for every corner that is cut.
+    pairs, so that its area is right to 1/8 of a pair for every corner that is cut.
 
     >>> band_edge(Box(0, 4, 0, 4, -UNBOUNDED, 0))
     [(0, 0), (0.5, 0.0), (4.0, 3.5), (4, 4), (0, 4)]
@@ -255,7 +255,7 @@ def _without_middles(outline: list[Point]) -> list[Point]:
 
 
 def area(outline: list[Point]) -> float:
-    """The attention slice of a polygon.
+    """The area of a polygon.
 
     >>> area([(0, 0), (2, 0), (2, 3), (0, 3)])
     6.0
