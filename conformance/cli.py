@@ -3,7 +3,7 @@
 Exit codes, for scripts:
 
     0   everything that was computed is right, or a known failure
-    1   something is wrong, crashed, hangs or runs out of memory; or an known failure no longer fails
+    1   something is wrong, crashed, hangs or runs out of memory; or a known failure no longer fails
     2   the command line makes no sense; the option is named
     3   the implementation cannot be loaded
     4   nothing was computed: all of it is unsupported or missing

@@ -1,35 +1,28 @@
-"""The command line: `build`, `demo`, `doctor` and `plan`, each in its own module, imported when it is asked for."""
+"""The command line: `build`, `demo`, `doctor` and `plan`, each in its own module, imported when it runs."""
 
 from __future__ import annotations
 
-import importlib
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 import typer
-from typer.core import TyperGroup
+
+from cp_ref.common.cli.lazy_commands import SETTINGS, LazyGroup
 
 __all__ = ["app"]
 
-_COMMANDS = {"demo": "demo", "doctor": "doctor", "plan": "plan_command", "build": "build"}  # and their modules
 
+class _Commands(LazyGroup):
+    commands_of: ClassVar = {
+        "demo": ("cp_fast.tools.cli.demo", "Run attention over documents on several ranks, and check all results."),
+        "doctor": ("cp_fast.tools.cli.doctor", "Say which backends and kernels work here, and why others do not."),
+        "plan": (
+            "cp_fast.tools.cli.plan_command",
+            "Print and verify a problem's schedule, its balance and its bytes.",
+        ),
+        "build": ("cp_fast.tools.cli.build", "Build the native kernels into the cache, before their first use."),
+    }
 
-class _Commands(TyperGroup):
-    """Commands that are imported when they are asked for: `plan --help` needs no PyTorch."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*_COMMANDS]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in _COMMANDS and cmd_name not in self.commands:
-            own = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, context_settings=_SETTINGS)
-            function = getattr(importlib.import_module(f"cp_fast.tools.cli.{_COMMANDS[cmd_name]}"), cmd_name)
-            own.command(cmd_name)(function)
-            self.commands[cmd_name] = typer.main.get_command(own)
-        return super().get_command(ctx, cmd_name)
-
-
-_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
     cls=_Commands,
@@ -37,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
-    context_settings=_SETTINGS,
+    context_settings=SETTINGS,
 )
 
 

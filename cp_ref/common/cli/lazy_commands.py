@@ -1,0 +1,46 @@
+"""A group of commands whose modules are imported when a command runs, so that `--help` answers without PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+__all__ = ["SETTINGS", "LazyGroup"]
+
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+class LazyGroup(TyperGroup):
+    """A subclass sets `commands_of`: a command's name to the module that has it, and its help in the list."""
+
+    commands_of: ClassVar[Mapping[str, tuple[str, str]]]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*self.commands_of]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = self.commands_of.get(cmd_name)
+        return found and _LazyCommand(cmd_name, *found)
+
+
+class _LazyCommand(TyperCommand):
+    """A command's place in the list; the imported command parses and runs."""
+
+    def __init__(self, name: str, module: str, help: str) -> None:
+        super().__init__(name, help=help)
+        self._module = module
+
+    @cached_property
+    def imported(self) -> Any:
+        """The command, imported now."""
+        own = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, context_settings=SETTINGS)
+        own.command(self.name)(getattr(importlib.import_module(self._module), str(self.name)))
+        return typer.main.get_command(own)
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self.imported.make_context(info_name, args, parent=parent, **extra)
