@@ -11,7 +11,7 @@ in units of plain PyTorch's). What is drawn, at cp 2, 3, 4 and 8 in bfloat16 and
     anything   `conformance.draw.strategies`
     layouts    these without attention slices, with more self-attention; of it half has a table of the user's for a
                layout, where one can be
-    attention slices      `tests.masks.problems`, every layout, of up to some 700 rows
+    areas      `tests.masks.problems`, every layout, of up to some 700 rows
 
 Over NCCL groups have two ranks and more, up to the number of GPUs; cp_fast chooses the backend, and carries messages
 through peer memory where it can (`CP_FAST_MESSAGES`). Head dims and softcaps are folded onto a few, since each
