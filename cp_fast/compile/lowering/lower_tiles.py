@@ -40,7 +40,7 @@ def _launch(
     operands = [state.operands.view(one, launch.q, heads) for one in held]
     operands[1] = state.operands.view(held[1], launch.kv, kv_heads)
     of = f"of {' and '.join(state.buffers.specs[one.number].name for one in held[:2])}"
-    window = f"window {launch.segments.left}, {launch.segments.right}"
+    window = f"window {launch.batch.left}, {launch.batch.right}"
     wanted: list[tuple[str, Heads, list[Parts]]] = [(state.results[0], heads, [packed(launch.q)])]
     if state.direction == "backward":
         wanted.append(("dkv", kv_heads, list(launch.layers)))
@@ -54,10 +54,10 @@ def _launch(
         )
         for kind, some, _ in wanted
     ]
-    slots, same = state.shared.states, (heads, launch.q, launch.kv, launch.segments)
+    slots, same = state.shared.states, (heads, launch.q, launch.kv, launch.batch)
     slot = slots.setdefault(same, len(slots)) if state.direction == "forward" else slots.get(same)
     rows = launch.q, launch.kv
-    yield Launch(number, tuple(operands), launch.segments, tuple(made), heads[0], *rows, slot, launch.made_by)
+    yield Launch(number, tuple(operands), launch.batch, tuple(made), heads[0], *rows, slot, launch.made_by)
     for partial, (kind, some, layers) in zip(made, wanted, strict=True):
         for layer in layers:
             yield from state.sums.accumulates(partial, kind, some, layer, number)

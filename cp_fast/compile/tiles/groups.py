@@ -17,7 +17,8 @@ from cp_fast.compile.index_tables import Key, Tables
 from cp_fast.compile.instructions import Heads
 from cp_fast.compile.pass_table import names_of
 from cp_fast.compile.row_maps import Parts, RowMap, Spans, SpanSets
-from cp_fast.compile.tiles.launches import LaunchTable, launch_tables, overlap, sort_keys
+from cp_fast.compile.tiles.launches import overlap, sort_keys, tile_launches
+from cp_fast.compile.tiles.segments import LaunchSegments
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_ref.spec import Tiles, Workload
 from cp_ref.spec.tables.table import one_value
@@ -39,12 +40,12 @@ class SegmentKeys(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LaunchRows:
-    """A launch's segments, and the global rows of its queries and keys, segment after segment. `layers`: the rows of
-    keys again, in parts without repeated rows.
+    """A launch: its segments, their lengths as keys, and the global rows of its queries and keys, segment after
+    segment. `layers`: the rows of keys again, in parts without repeated rows.
     """
 
-    table: LaunchTable
-    segments: SegmentKeys
+    segments: LaunchSegments
+    batch: SegmentKeys
     q: Spans
     kv: Spans
     layers: tuple[Parts, ...]
@@ -52,7 +53,7 @@ class LaunchRows:
     @property
     def made_by(self) -> str:
         """The compiler passes that made it."""
-        return ", ".join(names_of(self.table.made_by)) or "lower"
+        return ", ".join(names_of(int(np.bitwise_or.reduce(self.segments.made_by)))) or "lower"
 
     def rows(self, kind: str) -> Spans:
         """The rows of a kind of operands."""
@@ -113,28 +114,30 @@ class TileGroups:
         rectangles = tuple(map(id, tiles.columns[:5]))  # The cached tiles keep these columns alive.
         if rectangles not in self._launches:
             banded = band_tiles(self._work.areas, tiles)
-            launches = list(map(self._launch, launch_tables(banded, self._rule, self._skipped)))
+            launches = list(map(self._launch, tile_launches(banded, self._rule, self._skipped)))
             self._launches[rectangles] = tiles, banded, launches
         return self._launches[rectangles][1:]
 
-    def _launch(self, table: LaunchTable) -> LaunchRows:
-        keys = self._tables.lengths(table.lengths_q), self._tables.lengths(table.lengths_k)
-        q, kv = (self._sets.of(side.start, side.stop) for side in (table.q, table.k))
-        if table.layer is None:
+    def _launch(self, segments: LaunchSegments) -> LaunchRows:
+        count, layer = len(segments), segments.layer
+        cu_q, cu_kv = (self._tables.lengths(side.lengths(count)) for side in (segments.q, segments.k))
+        left, right = (None if side[0] < 0 else int(side[0]) for side in (segments.left, segments.right))
+        q, kv = (self._sets.of(side.start, side.stop) for side in (segments.q, segments.k))
+        if layer is None:
             layers = (self._sets.packed(kv),)
         else:
-            layer = table.layer[table.k.segment]
+            layer = layer[segments.k.segment]
             each = [np.flatnonzero(layer == n) for n in range(int(layer.max()) + 1)]
             layers = tuple(Parts(Spans(kv.start[some], kv.stop[some]), kv.begin[some]) for some in each)
-        return LaunchRows(table, SegmentKeys(*keys, table.left, table.right), q, kv, layers)
+        return LaunchRows(segments, SegmentKeys(cu_q, cu_kv, left, right), q, kv, layers)
 
     def in_buffer_order(self, launch: LaunchRows, rows: RowMap) -> LaunchRows:
         """The launch with its keys in the best order to read from this buffer."""
+        if "sort_keys" in self._skipped:
+            return launch
         if (launch, rows) not in self._in_order:
-            skipped = "sort_keys" in self._skipped
-            table = launch.table if skipped else sort_keys(launch.table, rows, launch.kv)
-            same = table is launch.table
-            self._in_order[launch, rows] = launch if same else self._launch(table)
+            segments = sort_keys(launch.segments, rows, launch.kv)
+            self._in_order[launch, rows] = launch if segments is launch.segments else self._launch(segments)
         return self._in_order[launch, rows]
 
 

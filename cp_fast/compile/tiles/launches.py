@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,33 +20,16 @@ from cp_ref.spec import Column
 from cp_ref.spec.planners.ring_members import merged
 from cp_ref.spec.tables.table import one_value
 
-__all__ = ["LaunchTable", "launch_tables", "overlap", "sort_keys"]
+__all__ = ["overlap", "sort_keys", "tile_launches"]
 
 _FEW = 8  # Segments.
 _SAMPLE = 1024  # Spans.
 _BATCH, _DISJOINT, _SORT = map(bit_of, ("batch_segments", "split_disjoint", "sort_keys"))
 
 
-class LaunchTable(NamedTuple):
-    """One launch: its window, its rows as spans of global rows, segment after segment, and the segments' lengths.
-
-    Each row of queries occurs once. Without `layer` each row of keys also occurs once. Otherwise `layer` has a number
-    for each segment, and segments with the same number have no row of keys in common. `made_by`: the passes that made
-    its segments and the launch, as bits.
-    """
-
-    left: int | None
-    right: int | None
-    q: SegmentSpans
-    k: SegmentSpans
-    lengths_q: Column
-    lengths_k: Column
-    made_by: int
-    layer: Column | None = None
-
-
-def launch_tables(tiles: BandTiles, rule: WindowRule, skipped: Collection[str] = ()) -> list[LaunchTable]:
-    """The launches of tiles that are computed together, in order. Each sequence keeps the order of its tiles.
+def tile_launches(tiles: BandTiles, rule: WindowRule, skipped: Collection[str] = ()) -> list[LaunchSegments]:
+    """The launches of tiles that are computed together, in order: each has segments of one window, and each row of
+    queries once. Each sequence keeps the order of its tiles.
 
     Args:
         skipped: the passes that do not run (`cp_fast.compile.pass_table`).
@@ -72,7 +55,7 @@ def launch_tables(tiles: BandTiles, rule: WindowRule, skipped: Collection[str] =
 
     if not meet:
         found = _batches(with_others(dense), rule, skipped)
-        return [_launch(some, made_by=_BATCH if len(some) > 1 else 0) for some in found]
+        return [replace(some, made_by=some.made_by | _BATCH) if len(some) > 1 else some for some in found]
     factored = dense if "factor_keys" in skipped or len(dense) < 2 else factor_keys(dense)
     best = _fewest(with_others(factored), rule, skipped)
     if "dedupe_queries" not in skipped and len(dense) > 1:
@@ -82,7 +65,7 @@ def launch_tables(tiles: BandTiles, rule: WindowRule, skipped: Collection[str] =
     best = [_by_queries(some) for some in best]
     parts = best if "split_queries" in skipped else map(split_queries, best)
     return [
-        _launch(some, layers(some), made_by=_DISJOINT if len(whole) > 1 else 0)
+        replace(some, layer=layers(some), made_by=some.made_by | (_DISJOINT if len(whole) > 1 else 0))
         for whole, some in zip(best, parts, strict=True)
     ]
 
@@ -133,18 +116,18 @@ def _cost(launches: Sequence[LaunchSegments]) -> tuple[int, int]:
     return len(launches), sum(int((launch.q.stop - launch.q.start).sum()) for launch in launches)
 
 
-def sort_keys(table: LaunchTable, rows: RowMap, keys: Spans) -> LaunchTable:
+def sort_keys(launch: LaunchSegments, rows: RowMap, keys: Spans) -> LaunchSegments:
     """A launch without hidden pairs, with each segment's keys in the order of their buffer. With few segments the keys
     may then be contiguous and need no gather. `keys` are those of its `k`.
     """
-    if table.left is not None or table.right is not None or len(table.lengths_k) > _FEW:
-        return table
+    if launch.left[0] >= 0 or launch.right[0] >= 0 or len(launch) > _FEW:
+        return launch
     located = rows.locate(keys)
-    segment = table.k.segment[located.number]
+    segment = launch.k.segment[located.number]
     order = np.lexsort((located.row, segment))
     start, count = located.start[order], located.count[order]
-    made_by = table.made_by if bool((order[1:] > order[:-1]).all()) else table.made_by | _SORT
-    return table._replace(k=SegmentSpans(segment[order], start, start + count), made_by=made_by)
+    made_by = launch.made_by if bool((order[1:] > order[:-1]).all()) else launch.made_by | _SORT
+    return replace(launch, k=SegmentSpans(segment[order], start, start + count), made_by=made_by)
 
 
 def _by_queries(segments: LaunchSegments) -> LaunchSegments:
@@ -153,15 +136,6 @@ def _by_queries(segments: LaunchSegments) -> LaunchSegments:
     """
     first = segments.q.start[np.searchsorted(segments.q.segment, np.arange(len(segments)))]
     return segments.take(np.argsort(first, kind="stable"))
-
-
-def _launch(segments: LaunchSegments, layer: Column | None = None, *, made_by: int) -> LaunchTable:
-    """A launch of segments. `made_by`: the pass that put several segments into it, as a bit."""
-    left, right = int(segments.left[0]), int(segments.right[0])
-    lengths = segments.q.lengths(len(segments)), segments.k.lengths(len(segments))
-    window = (None if left < 0 else left), (None if right < 0 else right)
-    passes = int(np.bitwise_or.reduce(segments.made_by)) | made_by
-    return LaunchTable(*window, segments.q, segments.k, *lengths, passes, layer)
 
 
 def _by_window(segments: LaunchSegments, rule: WindowRule) -> Iterator[LaunchSegments]:

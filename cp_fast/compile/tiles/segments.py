@@ -38,6 +38,7 @@ class SegmentSpans(Table):
 class LaunchSegments:
     """LaunchSegments of launches. Segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries
     of its spans of `q`, one after the other, and the keys of its spans of `k`. `made_by`: see `BandTiles`.
+    `layer`: in a launch with repeated rows of keys, a number for each segment; those of one layer repeat no row.
     """
 
     area: Column
@@ -46,6 +47,7 @@ class LaunchSegments:
     made_by: Column
     q: SegmentSpans
     k: SegmentSpans
+    layer: Column | None = None
 
     def __len__(self) -> int:
         return len(self.area)

@@ -10,7 +10,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cp_fast.compile.row_maps import Spans
-from cp_fast.compile.tiles.launches import LaunchTable
 from cp_fast.compile.tiles.segments import LaunchSegments
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles
 from cp_ref.spec import UNBOUNDED, AttentionSlices, Tiles
@@ -62,14 +61,9 @@ def kernel_pairs(segments: Iterable[Segment]) -> Pairs:
     return found
 
 
-def segments_of(what: LaunchSegments | LaunchTable) -> list[Segment]:
-    """LaunchSegments, or those of a launch, with their rows."""
-    if isinstance(what, LaunchSegments):
-        windows = list(zip(what.left.tolist(), what.right.tolist(), strict=True))
-    else:
-        windows = [(-1 if what.left is None else what.left, -1 if what.right is None else what.right)] * len(
-            what.lengths_q
-        )
+def segments_of(what: LaunchSegments) -> list[Segment]:
+    """LaunchSegments with their rows."""
+    windows = list(zip(what.left.tolist(), what.right.tolist(), strict=True))
     sides: list[list[list[int]]] = [[[] for _ in windows] for _ in range(2)]
     for side, spans in zip(sides, (what.q, what.k), strict=True):
         for number, start, stop in spans.rows():
@@ -122,9 +116,9 @@ def ruled_tiles(draw: st.DrawFn) -> tuple[BandTiles, WindowRule]:
     return band_tiles(AttentionSlices.of_rows(table), Tiles.of_rows(tiles)), rule
 
 
-def rows_twice(table: LaunchTable) -> Iterator[int]:
+def rows_twice(launch: LaunchSegments) -> Iterator[int]:
     """Rows of queries that a launch has more than once, and rows of keys that a layer of it has more than once."""
-    layer = np.zeros(len(table.lengths_k), dtype=np.int64) if table.layer is None else table.layer
-    for spans, number in ((table.q, np.zeros_like(layer)), (table.k, layer)):
+    layer = np.zeros(len(launch), dtype=np.int64) if launch.layer is None else launch.layer
+    for spans, number in ((launch.q, np.zeros_like(layer)), (launch.k, layer)):
         counted = Counter((int(number[n]), row) for n, a, b in spans.rows() for row in range(a, b))
         yield from (row for (_, row), times in counted.items() if times > 1)

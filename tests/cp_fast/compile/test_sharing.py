@@ -15,7 +15,7 @@ from cp_fast import masks
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.tiles.joins import merge_dense
-from cp_fast.compile.tiles.launches import launch_tables
+from cp_fast.compile.tiles.launches import tile_launches
 from cp_fast.compile.tiles.segments import one_each
 from cp_fast.compile.tiles.shared_keys import factor_keys
 from cp_fast.compile.tiles.sharing import prepend_keys, split_disjoint
@@ -44,7 +44,7 @@ def tiles_of_areas(draw: st.DrawFn) -> BandTiles:
 
 @given(tiles_of_areas(), st.sampled_from(WINDOWS), st.sampled_from([0, 3, 2048]))
 def test_launches(tiles: BandTiles, own: tuple[int, int], large: int) -> None:
-    launches = launch_tables(tiles, WindowRule(own, large))
+    launches = tile_launches(tiles, WindowRule(own, large))
     pairs = [kernel_pairs(segments_of(launch)) for launch in launches]
     assert sum(pairs, start=type(band_pairs(tiles))()) == band_pairs(tiles)
     assert not any(list(rows_twice(launch)) for launch in launches)

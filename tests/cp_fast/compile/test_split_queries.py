@@ -15,7 +15,7 @@ from cp_fast import masks
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.tiles import split_queries
-from cp_fast.compile.tiles.launches import launch_tables
+from cp_fast.compile.tiles.launches import tile_launches
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule
 from cp_ref.spec import Problem, Sequence
 from tests.cp_fast.compile.brute_force import band_pairs, kernel_pairs, rows_twice, segments_of
@@ -34,7 +34,7 @@ def always() -> Iterator[None]:
 @given(tiles_of_areas())
 def test_every_pair_once(tiles: BandTiles) -> None:
     with always():
-        launches = launch_tables(tiles, WindowRule((-1, 0), 2048))
+        launches = tile_launches(tiles, WindowRule((-1, 0), 2048))
     pairs = [kernel_pairs(segments_of(launch)) for launch in launches]
     assert sum(pairs, start=type(band_pairs(tiles))()) == band_pairs(tiles)
     assert not any(list(rows_twice(launch)) for launch in launches)

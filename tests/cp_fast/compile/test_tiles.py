@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from cp_fast.compile.tiles.joins import merge_causal, merge_dense
-from cp_fast.compile.tiles.launches import launch_tables
+from cp_fast.compile.tiles.launches import tile_launches
 from cp_fast.compile.tiles.segments import one_each
 from cp_fast.compile.tiles.windows import BandTiles, WindowRule, band_tiles, split_windows, windowed
 from cp_ref.spec import UNBOUNDED, AttentionSlices, Tiles
@@ -121,11 +121,11 @@ def test_own_chunks_are_one_square(
     several = [n for n, of_area in enumerate(chunks) if len(of_area) > 1]
     assert found.area.tolist() == several
     assert part.tolist() == [area in several for area in tiles.area.tolist()]
-    launches = launch_tables(tiles, WindowRule((-1, 0), 0))
+    launches = tile_launches(tiles, WindowRule((-1, 0), 0))
     assert len(launches) == bool(len(tiles))
     for launch in launches:
-        assert (launch.left, launch.right) == (None, 0)
-        assert len(launch.lengths_q) == sum(bool(x) for x in chunks)
+        assert (launch.left[0], launch.right[0]) == (-1, 0)
+        assert len(launch) == sum(bool(x) for x in chunks)
 
 
 @given(own_chunks(), st.data())
@@ -190,14 +190,14 @@ def test_launches(drawn: Ruled, random: np.random.Generator) -> None:
     order = list(range(len(tiles)))
     random.shuffle(order)  # type: ignore[arg-type]
     tiles = tiles.take(np.array(order, dtype=np.int64))
-    launches = launch_tables(tiles, rule)
+    launches = tile_launches(tiles, rule)
     pairs = [kernel_pairs(segments_of(launch)) for launch in launches]
     assert sum(pairs, start=type(band_pairs(tiles))()) == band_pairs(tiles)
     for launch in launches:
         assert not list(rows_twice(launch))
         segments = segments_of(launch)
-        assert [len(q) for _, q, _ in segments] == launch.lengths_q.tolist()
-        assert [len(k) for _, _, k in segments] == launch.lengths_k.tolist()
+        assert [len(q) for _, q, _ in segments] == launch.q.lengths(len(launch)).tolist()
+        assert [len(k) for _, _, k in segments] == launch.k.lengths(len(launch)).tolist()
 
 
 @given(ruled_tiles())
@@ -207,7 +207,7 @@ def test_a_sequence_is_launched_as_if_it_were_alone(drawn: Ruled) -> None:
 
     def of_area(area: int, of: BandTiles) -> list[Segment]:
         rows = {row for r in tiles.take(tiles.area == area).rows() for row in range(r[1], r[2])}
-        return [s for launch in launch_tables(of, rule) for s in segments_of(launch) if s[1][0] in rows]
+        return [s for launch in tile_launches(of, rule) for s in segments_of(launch) if s[1][0] in rows]
 
     for area in sorted(set(tiles.area.tolist())):
         assert of_area(area, tiles) == of_area(area, tiles.take(tiles.area == area))
@@ -224,7 +224,7 @@ def test_areas_that_share_rows_are_launched_apart() -> None:
     """Two attention slices of the same queries: their tiles never meet in one launch, as results are added by rows."""
     areas = AttentionSlices.of_rows([(0, 4, 0, 4, -UNBOUNDED, UNBOUNDED), (0, 4, 6, 9, -UNBOUNDED, UNBOUNDED)])
     tiles = band_tiles(areas, Tiles.of_rows([(0, 0, 4, 0, 4, 0, 1), (1, 0, 2, 6, 9, 0, 1), (1, 2, 4, 6, 9, 0, 1)]))
-    launches = launch_tables(tiles, WindowRule((-1, -1), 0))
+    launches = tile_launches(tiles, WindowRule((-1, -1), 0))
     assert not any(list(rows_twice(launch)) for launch in launches)
     got = [kernel_pairs(segments_of(launch)) for launch in launches]
     assert sum(got, start=type(got[0])()) == band_pairs(tiles)

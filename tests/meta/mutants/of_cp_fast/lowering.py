@@ -43,9 +43,9 @@ def _squares_in_windows(merge_causal: Any, tiles: Any, rule: Any) -> Any:
     return merge_causal(replace(tiles, lo=np.full_like(tiles.lo, -UNBOUNDED)), rule)
 
 
-def _tiles_of_one_launch(launch_tables: Any, *arguments: Any) -> Any:
+def _tiles_of_one_launch(tile_launches: Any, *arguments: Any) -> Any:
     """Of several launches of a step the last is left out."""
-    found = launch_tables(*arguments)
+    found = tile_launches(*arguments)
     return found[:-1] if len(found) > 1 else found
 
 
@@ -232,7 +232,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "last-launch-left-out": Mutant(
         "of several launches of a step the last is left out",
-        "cp_fast.compile.tiles.groups.launch_tables",
+        "cp_fast.compile.tiles.groups.tile_launches",
         wrap(_tiles_of_one_launch),
         "logic",
     ),
