@@ -71,8 +71,7 @@ def _view(buffers: Sequence[BufferSpec], view: View[Any]) -> str:
     spec, text = buffers[view.buffer], _buffer(buffers, view.buffer)
     if view.rows is not None:
         text += _rows(view.rows)
-    whole = 0, spec.heads[1] - spec.heads[0]
-    return text if view.heads == whole else f"{text} heads {view.heads[0]}:{view.heads[1]}"
+    return text if view.heads == spec.all_heads else f"{text} heads {view.heads[0]}:{view.heads[1]}"
 
 
 def _rows(rows: Any) -> str:

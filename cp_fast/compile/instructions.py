@@ -85,6 +85,11 @@ class BufferSpec:
     dtype: Literal["input", "wide"] = "input"
     parts: int = 0
 
+    @property
+    def all_heads(self) -> Heads:
+        """All heads, counted from the first one."""
+        return 0, self.heads[1] - self.heads[0]
+
 
 @dataclass(frozen=True, slots=True)
 class View(Generic[R]):

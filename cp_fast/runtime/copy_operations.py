@@ -25,7 +25,7 @@ def copy(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
 def _pack(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
     """Rows for the heads of several peers, into a stacked buffer."""
     number, target, rows, firsts = one.source.buffer, one.target.buffer, buffers.rows(one.source), one.first_heads
-    _, heads = buffers.heads(target)
+    _, heads = buffers.specs[target].all_heads
     front = buffers.kernels.gather_heads
 
     def pack(state: State) -> None:
@@ -74,7 +74,7 @@ def _move(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
     """Rows and heads into rows and heads of a buffer, which the first copy into it allocates."""
     number, target = one.source.buffer, one.target.buffer
     rows, heads, into_rows = buffers.rows(one.source), one.source.heads, buffers.rows(one.target)
-    into_heads = None if one.target.heads == buffers.heads(target) else slice(*one.target.heads)
+    into_heads = None if one.target.heads == buffers.specs[target].all_heads else slice(*one.target.heads)
     nothing = buffers.shapes.allocation(buffers.specs[number]).nothing
     is_sum, dtype = buffers.specs[number].role == "sum", buffers.shapes.allocation(buffers.specs[target]).dtype
     new, gather, scatter = buffers.maker(target), buffers.kernels.gather, buffers.kernels.scatter_

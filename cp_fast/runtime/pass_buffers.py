@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cp_fast.compile.instructions import BufferSpec, Copy, Heads, PassPlan, View, writes
+from cp_fast.compile.instructions import BufferSpec, Copy, PassPlan, View, writes
 from cp_fast.movers.base import Kernels
 from cp_fast.runtime.row_selection import Rows, columns_of, count, is_all, rows_of
 from cp_fast.runtime.tensors import Shapes, State, Tensors
@@ -39,11 +39,6 @@ class PassBuffers:
         once = frozenset(number for number, n in times.items() if n == 1)
         return PassBuffers(plan.buffers, shapes, kernels, once, _zeroed(plan, shapes))
 
-    def heads(self, number: int) -> Heads:
-        """All heads of a buffer, counted from its first one."""
-        first, last = self.specs[number].heads
-        return 0, last - first
-
     def rows(self, view: View[Rows]) -> Rows:
         """The rows of a view."""
         return slice(0, self.shapes.rows(self.specs[view.buffer])) if view.rows is None else view.rows
@@ -51,7 +46,7 @@ class PassBuffers:
     def is_whole(self, view: View[Rows]) -> bool:
         """Whether a view has all rows and heads of its buffer."""
         all_rows = view.rows is None or is_all(view.rows, self.shapes.rows(self.specs[view.buffer]))
-        return all_rows and view.heads == self.heads(view.buffer)
+        return all_rows and view.heads == self.specs[view.buffer].all_heads
 
     def taker(self, view: View[Rows]) -> Callable[[State], Tensors]:
         """Rows and heads of a buffer, contiguous. The last rows gathered from an own buffer are kept: a ring needs the
@@ -109,5 +104,5 @@ def _zeroed(plan: PassPlan[Rows], shapes: Shapes) -> frozenset[int]:
     return frozenset(
         number
         for number, spec in enumerate(plan.buffers)
-        if spec.role in ("result", "sum") and heads.get(number, 0) < spec.heads[1] - spec.heads[0]
+        if spec.role in ("result", "sum") and heads.get(number, 0) < spec.all_heads[1]
     )

@@ -26,7 +26,7 @@ def accumulate(buffers: PassBuffers, one: Accumulate[Rows], *, last: bool) -> Op
     spec = buffers.specs[total]
     allocation = buffers.shapes.allocation(spec)
     final = buffers.shapes.dtype if last and spec.dtype == "input" else allocation.wide
-    heads = None if target.heads == buffers.heads(total) else slice(*target.heads)
+    heads = None if target.heads == spec.all_heads else slice(*target.heads)
     kernels, wide = buffers.kernels, allocation.wide
     gather, scatter, merge = kernels.gather, kernels.scatter_, kernels.merge_
 

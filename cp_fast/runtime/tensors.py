@@ -104,7 +104,7 @@ class Shapes:
 
     def allocation(self, spec: BufferSpec, rows: int | None = None, *, stacked: bool = True) -> Allocation:
         """The allocation of a buffer, or of a message with this many of its rows, of one part if it is stacked."""
-        n, heads = self.rows(spec) if rows is None else rows, spec.heads[1] - spec.heads[0]
+        n, heads = self.rows(spec) if rows is None else rows, spec.all_heads[1]
         parts = (spec.parts,) if spec.parts and stacked else ()
         by_row = tuple((*parts, n, heads, d) for d in self.dims[spec.kind])
         has_column = spec.kind in ("res", "out") or (spec.kind == "do" and self.has_dlse)

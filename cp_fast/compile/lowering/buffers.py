@@ -42,14 +42,9 @@ class Buffers:
         self.specs.append(BufferSpec(name, kind, heads, rows, role, dtype, parts))
         return len(self.specs) - 1
 
-    def all_heads(self, number: int) -> Heads:
-        """All heads of a buffer, counted from its first one."""
-        first, last = self.specs[number].heads
-        return 0, last - first
-
     def whole(self, number: int) -> View[RowKey]:
         """All of a buffer."""
-        return View(number, None, self.all_heads(number))
+        return View(number, None, self.specs[number].all_heads)
 
 
 @dataclass(eq=False)

@@ -3,52 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from cp_fast.compile.index_tables import RowKey
 from cp_fast.compile.instructions import Accumulate, Copy, Heads, Instruction, Recv, Send, View
 from cp_fast.compile.lowering.buffers import Held
 from cp_fast.compile.lowering.pass_state import PassState
 from cp_fast.compile.lowering.sums import Parcels
-from cp_fast.compile.row_maps import RowMap, Spans
+from cp_fast.compile.row_maps import Spans
 from cp_fast.compile.tiles.groups import TileGroup
 from cp_ref.spec import OPERANDS, RESULTS
 
-__all__ = ["StepMessages", "lower_messages"]
+__all__ = ["lower_messages"]
 
 Instructions = list[Instruction[RowKey]]
 
 
-class StepMessages(NamedTuple):
-    """The messages of a step, by heads."""
-
-    sends: list[Parcels]
-    recvs: list[Parcels]
-
-
-class Posted(NamedTuple):
-    """The messages of a step: copies before the sends, sends and receives, and the destination of each arrival."""
-
-    packed: Instructions
-    posted: Instructions
-    arriving: list[Held]
-    accumulates: list[Accumulate[RowKey]]
-
-
-def lower_messages(state: PassState, number: int, of_step: StepMessages, groups: Sequence[TileGroup]) -> Posted:
-    packed, posted = _sends(state, number, of_step.sends, groups)
-    arriving, recvs = _recvs(state, number, of_step.recvs)
+def lower_messages(
+    state: PassState, number: int, sends: Sequence[Parcels], recvs: Sequence[Parcels], groups: Sequence[TileGroup]
+) -> tuple[Instructions, Instructions, list[Held], list[Accumulate[RowKey]]]:
+    """The copies before the sends, the sends and receives, the operands that arrive, and where results that arrive
+    go.
+    """
+    packed, posted = _sends(state, number, sends, groups)
+    arriving, received = _recvs(state, number, recvs)
+    posted += received
     accumulates: list[Accumulate[RowKey]] = []
-    for one in of_step.recvs:
+    for one in recvs:
         if one.kind in RESULTS and not one.complete:
             name = f"step {number}: {one.kind} {one.heads[0]}:{one.heads[1]} from {one.peer}"
             made = state.buffers.new(name, one.kind, one.heads, one.spans.total, "partial", dtype="wide")
-            recvs.append(Recv(number, one.peer, one.tag, made, one.spans.total))
-            accumulates += state.sums.accumulates(
-                made, one.kind, one.heads, state.shared.sets.packed(one.spans), number
-            )
-    recvs += _complete(state, number, [one for one in of_step.recvs if one.complete])
-    return Posted(packed, [*posted, *recvs], arriving, accumulates)
+            posted.append(Recv(number, one.peer, one.tag, made, one.spans.total))
+            parts = state.shared.sets.packed(one.spans)
+            accumulates += state.sums.accumulates(made, one.kind, one.heads, parts, number)
+    return packed, [*posted, *_complete(state, number, recvs)], arriving, accumulates
 
 
 def _sends(
@@ -81,12 +69,12 @@ def _stacked_sends(
     all peers by one copy.
     """
     one, view = group[0]
-    if len(group) == 1 and view.heads == state.buffers.all_heads(view.buffer):
+    if len(group) == 1 and view.heads == state.buffers.specs[view.buffer].all_heads:
         return [], [Send(number, one.peer, one.tag, view)]
     heads = view.heads[1] - view.heads[0]
     name = f"step {number}: {one.kind} packed"
     made = state.buffers.new(name, one.kind, (0, heads), one.spans.total, "operand", parts=len(group))
-    source, target = View(view.buffer, view.rows, state.buffers.all_heads(view.buffer)), state.buffers.whole(made)
+    source, target = replace(state.buffers.whole(view.buffer), rows=view.rows), state.buffers.whole(made)
     copy = Copy(number, source, target, tuple(its.heads[0] for _, its in group))
     return [copy], [Send(number, p.peer, p.tag, target, part) for part, (p, _) in enumerate(group)]
 
@@ -99,7 +87,8 @@ def _recvs(state: PassState, number: int, parcels: Sequence[Parcels]) -> tuple[l
     arriving: list[Held] = []
     recvs: Instructions = []
     for (kind, heads), group in together.items():
-        disjoint = len(group) == 1 or _disjoint(_spans_of(state, group).buffer)
+        rows = _spans_of(state, group).buffer
+        disjoint = len(group) == 1 or bool((rows.start[1:] >= rows.stop[:-1]).all())
         for some in [group] if disjoint else [[one] for one in group]:
             name = f"step {number}: {kind} {heads[0]}:{heads[1]} received"
             spans = _spans_of(state, some)
@@ -107,8 +96,8 @@ def _recvs(state: PassState, number: int, parcels: Sequence[Parcels]) -> tuple[l
             arriving.append(made)
             first = 0
             for p in some:
-                rows = (slice(first, first + p.spans.total),) if len(some) > 1 else None
-                recvs.append(Recv(number, p.peer, p.tag, made.number, p.spans.total, rows))
+                where = (slice(first, first + p.spans.total),) if len(some) > 1 else None
+                recvs.append(Recv(number, p.peer, p.tag, made.number, p.spans.total, where))
                 first += p.spans.total
     return arriving, recvs
 
@@ -120,18 +109,15 @@ def _spans_of(state: PassState, parcels: list[Parcels]) -> Spans:
 
 def _complete(state: PassState, number: int, parcels: Sequence[Parcels]) -> Instructions:
     """The receives of complete results. Results for the same own rows are the parts of one buffer."""
-    together: dict[tuple[object, ...], tuple[RowKey, list[Parcels]]] = {}
+    together: dict[tuple[str, str, int, int], tuple[RowKey, list[Parcels]]] = {}
     for one in parcels:
-        located = state.sums.own[one.kind].locate(one.spans)
-        rows = state.shared.tables.rows(located.row, located.count)
-        key = (rows.start, rows.stop) if isinstance(rows, slice) else rows
-        size = one.heads[1] - one.heads[0]
-        together.setdefault((one.kind, key, one.spans.total, size), (rows, []))[1].append(one)
+        if one.complete:
+            located = state.sums.own[one.kind].locate(one.spans)
+            rows = state.shared.tables.rows(located.row, located.count)
+            key = one.kind, str(rows), one.spans.total, one.heads[1] - one.heads[0]
+            together.setdefault(key, (rows, []))[1].append(one)
     recvs: Instructions = []
     for (kind, _, total, size), (rows, group) in together.items():
-        assert isinstance(kind, str)
-        assert isinstance(total, int)
-        assert isinstance(size, int)
         name = f"step {number}: complete {kind} received"
         made = state.buffers.new(name, kind, (0, size), total, "partial", parts=len(group))
         state.stacked[kind].append((made, rows, tuple(one.heads[0] for one in group)))
@@ -152,14 +138,8 @@ def _with_the_same_rows(views: list[tuple[Parcels, View[RowKey]]]) -> list[list[
     """Views to send, grouped by rows and number of heads. One copy packs views that differ only in their heads."""
     groups: dict[tuple[object, ...], list[tuple[Parcels, View[RowKey]]]] = {}
     for one, view in views:
-        rows = (view.rows.start, view.rows.stop) if isinstance(view.rows, slice) else view.rows
-        key: tuple[object, ...] = view.buffer, rows, view.heads[1] - view.heads[0]
+        key: tuple[object, ...] = view.buffer, str(view.rows), view.heads[1] - view.heads[0]
         if any(other.heads == view.heads for _, other in groups.get(key, ())):
             key = *key, one.peer, one.tag
         groups.setdefault(key, []).append((one, view))
     return list(groups.values())
-
-
-def _disjoint(rows: RowMap) -> bool:
-    """Whether no row comes twice."""
-    return bool((rows.start[1:] >= rows.stop[:-1]).all())

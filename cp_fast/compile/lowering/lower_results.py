@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cp_fast.compile.index_tables import RowKey
 from cp_fast.compile.instructions import OWN, Accumulate, Copy, Instruction, View
 from cp_fast.compile.lowering.pass_state import PassState
@@ -16,7 +18,7 @@ def add_sink(state: PassState, total: int, rows: RowKey | None, step: int) -> In
     spec = state.buffers.specs[total]
     if not state.shared.sink or spec.kind != "out":
         return []
-    return [Accumulate(step, View(OWN["sink"], None, spec.heads), View(total, rows, state.buffers.all_heads(total)))]
+    return [Accumulate(step, View(OWN["sink"], None, spec.heads), View(total, rows, spec.all_heads))]
 
 
 def local_results(state: PassState, kind: str, step: int) -> Instructions:
@@ -43,9 +45,8 @@ def local_results(state: PassState, kind: str, step: int) -> Instructions:
 
 def arrived_results(state: PassState, kind: str, step: int) -> Instructions:
     """Copies of the received complete results into the rank's own."""
-    result = state.own_results[kind]
-    heads = state.buffers.all_heads(result)
+    result = state.buffers.whole(state.own_results[kind])
     return [
-        Copy(step, state.buffers.whole(made), View(result, rows, heads), first_heads)
+        Copy(step, state.buffers.whole(made), replace(result, rows=rows), first_heads)
         for made, rows, first_heads in state.stacked[kind]
     ]

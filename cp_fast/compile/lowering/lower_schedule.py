@@ -12,7 +12,7 @@ from itertools import chain
 
 from cp_fast.compile.index_tables import RowKey, Tables
 from cp_fast.compile.instructions import OWN, ExecutablePlan, Instruction, PassPlan, Wait, reads
-from cp_fast.compile.lowering.lower_messages import StepMessages, lower_messages
+from cp_fast.compile.lowering.lower_messages import lower_messages
 from cp_fast.compile.lowering.lower_results import add_sink, arrived_results, local_results
 from cp_fast.compile.lowering.lower_tiles import lower_tiles
 from cp_fast.compile.lowering.pass_state import PassState, Shared
@@ -72,9 +72,7 @@ def lower(
     second = PassState(shared, "backward", ("q", "kv", "do", "res"), ("dq", "dkv"), sent, received)
     kept = [held for held in first.operands.held if held.number < len(OWN) or held.kind in saved]
     pairs = [(held.number, second.keep(held, plan_forward)) for held in kept]
-    pairs += [
-        (o.message, second.keep_out(o.message, o.heads, o.rows)) for o in first.sums.outgoing["out"] if o.complete
-    ]
+    pairs += [(o.message, second.keep_out(o.heads, o.rows)) for o in first.sums.outgoing["out"] if o.complete]
     plan_backward = _lower_pass(second, backward)
     read = {number for one in plan_backward.instructions for number in reads(one)}
     return Draft(
@@ -92,9 +90,9 @@ def lower(
 def _lower_pass(state: PassState, steps: RankSchedule) -> PassPlan[RowKey]:
     """All steps of a pass."""
     sets = state.shared.sets
-    messages = [StepMessages(_parcels(step.sends, sets), _parcels(step.recvs, sets)) for step in steps]
+    messages = [(_parcels(step.sends, sets), _parcels(step.recvs, sets)) for step in steps]
     groups = [state.shared.groups.of(step.tiles) for step in steps]
-    announced = state.sums.announce([m.sends for m in messages], _head_edges(messages, groups))
+    announced = state.sums.announce([sends for sends, _ in messages], _head_edges(messages, groups))
     found: list[Instruction[RowKey]] = []
     for n, (of_step, computed) in enumerate(zip(messages, groups, strict=True)):
         to_messages, sends = announced[n]
@@ -102,7 +100,7 @@ def _lower_pass(state: PassState, steps: RankSchedule) -> PassPlan[RowKey]:
             if state.buffers.specs[copy.target.buffer].dtype == "input":  # a partial one: by its owner
                 found += add_sink(state, copy.source.buffer, None, n)
             found.append(copy)
-        packed, posted, arriving, accumulates = lower_messages(state, n, of_step, computed)
+        packed, posted, arriving, accumulates = lower_messages(state, n, *of_step, computed)
         found += [*packed, *sends, *posted]
         for group in computed:
             found += lower_tiles(state, n, group)
@@ -125,13 +123,15 @@ def _parcels(messages: Sequence[Message], sets: SpanSets) -> list[Parcels]:
     return [parcels for message in messages for parcels in parcels_of(message, sets)]
 
 
-def _head_edges(messages: Sequence[StepMessages], groups: Sequence[Sequence[TileGroup]]) -> dict[str, set[int]]:
+def _head_edges(
+    messages: Sequence[Sequence[list[Parcels]]], groups: Sequence[Sequence[TileGroup]]
+) -> dict[str, set[int]]:
     """The head numbers at which local sums are cut, by kind of result."""
     edges: dict[str, set[int]] = {kind: set() for kind in RESULTS}
     for group in chain.from_iterable(groups):
         edges["out"].update(group.heads)
         edges["dkv"].update(group.kv_heads)
-    for parcels in chain.from_iterable((*m.sends, *m.recvs) for m in messages):
+    for parcels in chain.from_iterable(chain.from_iterable(messages)):
         if parcels.kind in RESULTS and not parcels.complete:
             edges["dkv" if parcels.kind == "dkv" else "out"].update(parcels.heads)
     return edges | {"dq": edges["out"]}

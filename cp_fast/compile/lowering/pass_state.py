@@ -76,9 +76,8 @@ class PassState:
         self.operands.held[-2:] = [Held(number, held.kind, held.heads, held.rows), *gradients]
         return number
 
-    def keep_out(self, message: int, heads: Heads, rows: RowMap) -> int:
+    def keep_out(self, heads: Heads, rows: RowMap) -> int:
         """Add the complete out and lse of others' rows that the forward pass sent; returns the buffer's number."""
-        size = int((rows.stop - rows.start).sum())
-        made = self.operands.new(f"kept out {heads[0]}:{heads[1]}", "res", heads, rows, size)
+        made = self.operands.new(f"kept out {heads[0]}:{heads[1]}", "res", heads, rows, rows.spans.total)
         self.operands.held.append(made)
         return made.number

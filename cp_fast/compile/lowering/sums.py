@@ -6,7 +6,7 @@ A local sum has the rank's own rows. Its heads are those that no launch and no m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cp_fast.compile.index_tables import RowKey, Tables
@@ -87,26 +87,22 @@ class Sums:
                 if parcels.kind in RESULTS:
                     together.setdefault((parcels.kind, parcels.heads, parcels.complete), []).append(parcels)
             for (kind, heads, complete), group in together.items():
-                one = self._outgoing(step, kind, heads, complete, self.sets.joined([p.spans for p in group]))
-                self.outgoing[kind].append(one)
-                copies.append(Copy(step, self.buffers.whole(one.sum), self.buffers.whole(one.message)))
-                row = 0
+                spans = self.sets.joined([p.spans for p in group])
+                name, size = f"step {step}: {'complete ' if complete else ''}{kind} {heads[0]}:{heads[1]}", spans.total
+                dtype = "input" if complete else "wide"
+                of_sum = "wide" if self.sink and kind == "out" else dtype
+                total = self.buffers.new(f"{name} sum", kind, heads, size, "sum", dtype=of_sum)
+                message = self.buffers.new(f"{name} sent", kind, heads, size, "message", dtype=dtype)
+                self.outgoing[kind].append(Outgoing(step, total, message, heads, spans.buffer, complete))
+                whole, row = self.buffers.whole(message), 0
+                copies.append(Copy(step, self.buffers.whole(total), whole))
                 for parcels in group:
-                    rows = slice(row, row + parcels.spans.total)
-                    view: View[RowKey] = View(one.message, rows, self.buffers.all_heads(one.message))
+                    view: View[RowKey] = replace(whole, rows=slice(row, row + parcels.spans.total))
                     sends.append(Send(step, parcels.peer, parcels.tag, view))
-                    row = rows.stop
+                    row += parcels.spans.total
             found.append((copies, sends))
         self._stay = {kind for kind, out in self.outgoing.items() if not any(self.own[kind].meets(o.rows) for o in out)}
         return found
-
-    def _outgoing(self, step: int, kind: str, heads: Heads, complete: bool, spans: Spans) -> Outgoing:
-        name = f"step {step}: {'complete ' if complete else ''}{kind} {heads[0]}:{heads[1]}"
-        dtype = "input" if complete else "wide"
-        may_round = complete and not (self.sink and kind == "out")
-        total = self.buffers.new(f"{name} sum", kind, heads, spans.total, "sum", dtype="input" if may_round else "wide")
-        message = self.buffers.new(f"{name} sent", kind, heads, spans.total, "message", dtype=dtype)
-        return Outgoing(step, total, message, heads, spans.buffer, complete)
 
     def accumulates(self, partial: int, kind: str, heads: Heads, parts: Parts, step: int) -> list[Accumulate[RowKey]]:
         """Where the rows of a partial result of `step` go: into the next message that takes them along, or a local sum.
@@ -133,11 +129,9 @@ class Sums:
             for outgoing, rows in shares:
                 total = self._local(kind, part) if outgoing is None else outgoing.sum
                 first = self.buffers.specs[total].heads[0]
-                source = View(
-                    partial, self.tables.rows(rows.here, rows.count), (part[0] - heads[0], part[1] - heads[0])
-                )
-                target = View(total, self.tables.rows(rows.there, rows.count), (part[0] - first, part[1] - first))
-                found.append(Accumulate(step, source, target))
+                here, there = (self.tables.rows(side, rows.count) for side in (rows.here, rows.there))
+                source = View(partial, here, (part[0] - heads[0], part[1] - heads[0]))
+                found.append(Accumulate(step, source, View(total, there, (part[0] - first, part[1] - first))))
         return found
 
     def _local(self, kind: str, heads: Heads) -> int:

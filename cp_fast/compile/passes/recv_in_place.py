@@ -67,7 +67,7 @@ def _pieces(
     """
     for view in (copy.source, copy.target):
         spec = plan.buffers[view.buffer]
-        if view.heads != (0, spec.heads[1] - spec.heads[0]) or spec.parts:
+        if view.heads != spec.all_heads or spec.parts:
             return None
     if copy.source.rows != slice(0, sum(sizes)) or copy.target.rows is None:
         return None

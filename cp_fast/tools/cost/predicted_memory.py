@@ -140,7 +140,7 @@ class _Memory:
     def _covers(self, view: View[Any]) -> bool:
         spec = self.plan.buffers[view.buffer]
         rows = rows_of(self.sizes.problem, spec) if view.rows is None else self.tables.count(view.rows)
-        whole_heads = view.heads == (0, spec.heads[1] - spec.heads[0])
+        whole_heads = view.heads == spec.all_heads
         return not is_gathered(view) and whole_heads and rows == rows_of(self.sizes.problem, spec)
 
     def _gathered(self, view: View[Any]) -> int:
