@@ -44,7 +44,7 @@ from cp_fast.compile.instructions import Launch
 from cp_fast.compile.link import linked
 from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_fast.compile.planning.chosen_schedule import chosen_program
+from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.spec import (
     Agreement,
@@ -137,7 +137,7 @@ def _measure(
         marks.append(_now())
         agree(group, Agreement(problem), None)
         marks.append(_now())
-        steps = chosen_program(problem, rank, choose_head_chunks(problem))
+        steps = chosen_rank_schedule(problem, rank, choose_head_chunks(problem))
         marks.append(_now())
         draft = lowered(Packing(problem), rank, steps, saved_kinds(problem))
         marks.append(_now())

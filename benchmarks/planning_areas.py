@@ -27,7 +27,7 @@ import typer
 from cp_fast.api.make_plan import lowered
 from cp_fast.compile.instructions import Launch
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_fast.compile.planning.chosen_schedule import chosen_program
+from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule
 from cp_fast.runtime.packed_tensors import Packing
 from cp_ref.spec import PaperGroup, Problem, Sizes, read_problem, saved_kinds
 
@@ -61,7 +61,7 @@ def measured(case: str, count: int, planned: bool) -> tuple[float, float, int]:
     read = time.thread_time() - began
     if not planned:
         return read, float("nan"), 0
-    steps = chosen_program(problem, RANKS.rank, choose_head_chunks(problem))
+    steps = chosen_rank_schedule(problem, RANKS.rank, choose_head_chunks(problem))
     draft = lowered(Packing(problem), RANKS.rank, steps, saved_kinds(problem))
     return read, time.thread_time() - began, sum(1 for _ in draft.plan.forward.of(Launch))
 

@@ -131,8 +131,8 @@ class Accepted(RingFlashAttn):
 
     supported = replace(
         _DOCUMENTED.having(window=("none", "left", "right", "both"), lengths=("self", "cross")),
-        apart=(
-            *_DOCUMENTED.apart,
+        incompatible=(
+            *_DOCUMENTED.incompatible,
             ({"lengths": "cross", "attn_mask_type": "causal"}, "FlashAttention's causal is bottom-right"),
             ({"lengths": "cross", "qkv_format": "thd"}, "one cu_seqlens"),
         ),

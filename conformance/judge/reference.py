@@ -159,7 +159,7 @@ def _where_they_are(ranks: list[int], threads: list[int | None]) -> str:
     for rank in ranks:
         frame = frames.get(threads[rank] or 0)
         place = None if frame is None else f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        while frame is not None and not frame.f_code.co_filename.endswith("sim_switch.py"):
+        while frame is not None and not frame.f_code.co_filename.endswith("rank_scheduler.py"):
             frame = frame.f_back
         if place is None or frame is not None:
             waiting.append(str(rank))

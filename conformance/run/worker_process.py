@@ -94,7 +94,7 @@ def places_in(output: str) -> list[str]:
     found = []
     for thread in re.split(r"(?:Current t|T)hread 0x", output.rpartition("Fatal Python error")[2])[1:]:
         frames = re.findall(r'File "(?:[^"]*/)?([^"/]*)", line (\d+) in (\S+)', thread)
-        if frames and not any(file in ("threading.py", "sim_switch.py") for file, _, _ in frames[:4]):
+        if frames and not any(file in ("threading.py", "rank_scheduler.py") for file, _, _ in frames[:4]):
             found.append("at {}:{} in {}".format(*frames[0]))
     return list(dict.fromkeys(found))
 

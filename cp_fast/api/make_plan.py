@@ -22,7 +22,7 @@ from cp_fast.compile.pass_table import is_on
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision
 from cp_fast.compile.pipeline import Schedules, lowered, optimized, upload
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_fast.compile.planning.chosen_schedule import chosen_program, chosen_schedule
+from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule, chosen_schedule
 from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
 from cp_fast.movers.select import kernels
 from cp_fast.runtime.packed_tensors import Packing
@@ -146,7 +146,7 @@ class Plan(OfThisProcess, plans.Plan):
             check_plan_owner(self.problem, self.rank, cp)
             problem = next_batch(self.problem, self.room, **given)
             assert self.fixed is not None
-            steps = chosen_program(problem, self.rank, self.head_chunks)
+            steps = chosen_rank_schedule(problem, self.rank, self.head_chunks)
             draft = lowered(Packing(problem), self.rank, steps, saved_kinds(problem))
             return Agreement(problem, self.room), steps, self.fixed.fitted(draft, problem)
 
@@ -240,7 +240,7 @@ def prepared(
     packing = Packing(problem, may_fold=custom is None and is_on("fold_batch"))
     head_chunks = choose_head_chunks(problem) if custom is None else ()
     if custom is None:
-        steps, saved = chosen_program(problem, cp.rank, head_chunks), saved_kinds(problem)
+        steps, saved = chosen_rank_schedule(problem, cp.rank, head_chunks), saved_kinds(problem)
     else:
         steps, saved = (in_order(custom.forward[cp.rank]), in_order(custom.backward[cp.rank])), custom.saved
     draft = lowered(packing, cp.rank, steps, saved)

@@ -20,7 +20,7 @@ from cp_fast.compile.passes.free_early import free_early
 from cp_fast.compile.passes.hoist_copies import hoist_copies
 from cp_fast.compile.passes.recv_in_place import recv_in_place
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_program
+from cp_fast.compile.planning.chosen_schedule import Schedules, chosen_rank_schedule
 from cp_fast.compile.tiles.windows import WindowRule, own_window
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows
@@ -46,7 +46,7 @@ def compiled(problem: Problem, rank: int, head_chunks: tuple[int, ...] | None = 
     """The plan of one rank, made as for a call. `head_chunks`: see `make_schedule`; None for the chosen ones."""
     head_chunks = choose_head_chunks(problem) if head_chunks is None else head_chunks
     packing = Packing(problem, may_fold=is_on("fold_batch"))
-    return optimized(lowered(packing, rank, chosen_program(problem, rank, head_chunks), saved_kinds(problem)))
+    return optimized(lowered(packing, rank, chosen_rank_schedule(problem, rank, head_chunks), saved_kinds(problem)))
 
 
 def optimized(draft: Draft, *, in_place: bool = False) -> Draft:

@@ -105,8 +105,8 @@ def _receiver(buffers: PassBuffers, recvs: Sequence[Recv]) -> Give:
         for rows in pieces:
             found += [x[piece] for x in held.rows for piece in rows]
             for column in held.columns:
-                found.append(box := column.new_empty(column.shape[0], sum(map(count, rows))))
-                parts = box.split([count(piece) for piece in rows], 1)
+                found.append(buffer := column.new_empty(column.shape[0], sum(map(count, rows))))
+                parts = buffer.split([count(piece) for piece in rows], 1)
                 state.arrived += [(column[:, piece], part) for piece, part in zip(rows, parts, strict=True)]
         return found
 

@@ -87,12 +87,12 @@ class _ByGroup:
         out = [Parcel(message.peer, message.tag, sends[first]) for message, first in self._sends]
         back, cut = list[Parcel](), list[tuple[torch.Tensor, Sequence[torch.Tensor]]]()
         for (peer, tag, pieces, _), first in self._recvs:
-            box = recvs[first]
+            buffer = recvs[first]
             if len(pieces) > 1:
                 parts = recvs[first : first + len(pieces)]
-                box = box.new_empty(sum(map(len, parts)), *box.shape[1:])
-                cut.append((box, parts))
-            back.append(Parcel(peer, tag, box))
+                buffer = buffer.new_empty(sum(map(len, parts)), *buffer.shape[1:])
+                cut.append((buffer, parts))
+            back.append(Parcel(peer, tag, buffer))
         with during(self._where):
             return _Named(self._where, group.exchange(out, back), cut, sends)
 
@@ -114,7 +114,7 @@ class _Named:
     def wait(self) -> None:
         with during(self._where):
             self._pending.wait()
-        for box, parts in self._cut:
-            for part, x in zip(parts, box.split([len(part) for part in parts]), strict=True):
+        for buffer, parts in self._cut:
+            for part, x in zip(parts, buffer.split([len(part) for part in parts]), strict=True):
                 part.copy_(x)
         self._cut = self._sends = ()

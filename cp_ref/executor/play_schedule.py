@@ -1,4 +1,4 @@
-"""Playing one rank's program: post the step's messages, compute its tiles while they travel, take them in.
+"""Playing one rank's schedule: post the step's messages, compute its tiles while they travel, take them in.
 
 The same few lines run every legal schedule, in both directions; schedules differ only in data. Messages of any kind may
 go from any rank to any other; a tile may have any query heads, also some of those that share a kv head.
@@ -26,7 +26,7 @@ from cp_ref.executor.tile_attention import tile_backward, tile_forward, visible_
 from cp_ref.spec import Group, Problem, RankSchedule, Schedule
 from cp_ref.tracing.recorder import SILENT, Recorder
 
-__all__ = ["Results", "run_backward", "run_forward", "run_program"]
+__all__ = ["Results", "run_backward", "run_forward", "run_rank_schedule"]
 
 
 class Results(NamedTuple):
@@ -38,7 +38,7 @@ class Results(NamedTuple):
     kept: dict[str, tuple[torch.Tensor, ...]]  # the operands that the schedule saves for the backward pass
 
 
-def run_program(
+def run_rank_schedule(
     direction: str,
     rank_schedule: RankSchedule,
     world: World,
@@ -104,7 +104,7 @@ def run_forward(
         world.add("out", rows, heads, part.out, part.lse)
         max_logit[heads] = torch.maximum(max_logit[heads], part.max_logit)
 
-    run_program("forward", schedule.forward[group.rank], world, group, compute, recorder)
+    run_rank_schedule("forward", schedule.forward[group.rank], world, group, compute, recorder)
     out = torch.zeros(q.shape[0], problem.heads_q, problem.d_v, dtype=wide, device=q.device)
     lse = out.new_full(out.shape[:2], float("-inf"))
     world.own("out", out, lse)
@@ -162,7 +162,7 @@ def run_backward(
         world.add("dq", rows, heads, part.dq)
         world.add("dkv", columns, slice(None), dk, dv)
 
-    run_program("backward", schedule.backward[group.rank], world, group, compute, recorder)
+    run_rank_schedule("backward", schedule.backward[group.rank], world, group, compute, recorder)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     world.own("dq", dq)
     world.own("dkv", dk, dv)

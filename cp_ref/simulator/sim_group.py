@@ -11,8 +11,7 @@ stricter than a network, so a program that is right here is right there:
 - when no rank can go on, every waiting rank raises `Deadlock`, naming the operation of each; a message that nobody took
   is an error.
 
-The ranks take turns at fixed points (each waits until the ranks before it have come to a wait), so a run is
-deterministic.
+One rank runs at a time. It runs until it comes to a wait, and the ranks follow in order, so a run is deterministic.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from cp_ref.simulator.sim_mail import Letter, MessageError, deliver, poison, recorded_event, same
-from cp_ref.simulator.sim_switch import Deadlock, Switch
+from cp_ref.simulator.posted_messages import MessageError, PostedMessage, deliver, poison, recorded_event, same
+from cp_ref.simulator.rank_scheduler import Deadlock, RankScheduler
 from cp_ref.spec import Parcel
 
 __all__ = ["Deadlock", "MessageError", "SimGroup", "SimMember", "SimSubgroup"]
@@ -58,13 +57,13 @@ class SimGroup:
         Raises:
             Whatever the first rank (by number) raised; Deadlock and MessageError as described above.
         """
-        switch = Switch(self.cp_size)
+        scheduler = RankScheduler(self.cp_size)
         results: list[Any] = [None] * self.cp_size
         grad_enabled, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def rank_main(rank: int) -> None:
-            switch.wait_for_turn(rank)
+            scheduler.wait_to_run(rank)
             # Until its first parallel loop, a new thread's matrix products would use the machine's number of threads,
             # whatever was set; another number of threads rounds differently.
             torch.set_num_threads(num_threads)
@@ -73,10 +72,10 @@ class SimGroup:
                 if device is not None:
                     torch.cuda.set_device(device)
                 try:
-                    results[rank] = fn(SimMember(rank, self.cp_size, switch))
+                    results[rank] = fn(SimMember(rank, self.cp_size, scheduler))
                 except BaseException as error:
-                    switch.errors[rank] = error
-            switch.finish(rank)
+                    scheduler.errors[rank] = error
+            scheduler.finish(rank)
 
         threads = [
             threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(self.cp_size)
@@ -85,35 +84,37 @@ class SimGroup:
             thread.start()
         for thread in threads:
             thread.join()
-        switch.raise_errors()
+        scheduler.raise_errors()
         return results
 
 
 class SimMember:
     """One rank of a running `SimGroup`; implements `cp_ref.spec.Group`."""
 
-    def __init__(self, rank: int, size: int, switch: Switch) -> None:
+    def __init__(self, rank: int, size: int, scheduler: RankScheduler) -> None:
         self.rank = rank
         self.size = size
-        self._switch = switch
+        self._scheduler = scheduler
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> SimPending:
         """Post the messages. Receive buffers are filled with NaN (the lowest value for integers) until `wait`."""
-        posted_sends: list[tuple[Parcel, Letter, int]] = []
+        posted_sends: list[tuple[Parcel, PostedMessage, int]] = []
         posted_recvs: list[tuple[Parcel, int]] = []
         for parcel in sends:
             self._check(parcel)
-            letter = Letter(parcel.tag, parcel.tensor, parcel.tensor.detach().clone(), recorded_event(parcel.tensor))
-            channel = self._switch.sent[self.rank, parcel.peer]
-            posted_sends.append((parcel, letter, len(channel)))
-            channel.append(letter)
+            message = PostedMessage(
+                parcel.tag, parcel.tensor, parcel.tensor.detach().clone(), recorded_event(parcel.tensor)
+            )
+            channel = self._scheduler.sent[self.rank, parcel.peer]
+            posted_sends.append((parcel, message, len(channel)))
+            channel.append(message)
         for parcel in recvs:
             self._check(parcel)
             poison(parcel.tensor)
-            channel = self._switch.awaited[parcel.peer, self.rank]
+            channel = self._scheduler.awaited[parcel.peer, self.rank]
             posted_recvs.append((parcel, len(channel)))
             channel.append(parcel.tag)
-        return SimPending(self, self._switch, posted_sends, posted_recvs)
+        return SimPending(self, self._scheduler, posted_sends, posted_recvs)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
@@ -121,16 +122,16 @@ class SimMember:
 
     def gather_from(self, ranks: tuple[int, ...], value: Any) -> list[Any]:
         """The values of some ranks, this one among them; all of them take part."""
-        gathered = self._switch.gathered[ranks]
+        gathered = self._scheduler.gathered[ranks]
         number = len(gathered[self.rank])
         gathered[self.rank].append(value)
         for peer in ranks:
             what = f"rank {peer} to take part in all_gather_object number {number} of ranks {list(ranks)}"
-            self._switch.wait(self.rank, lambda peer=peer: len(gathered[peer]) > number, what)
+            self._scheduler.wait(self.rank, lambda peer=peer: len(gathered[peer]) > number, what)
         values = [gathered[peer][number] for peer in ranks]
-        self._switch.read[ranks, number] += 1
-        if self._switch.read[ranks, number] == len(ranks):
-            del self._switch.read[ranks, number]
+        self._scheduler.read[ranks, number] += 1
+        if self._scheduler.read[ranks, number] == len(ranks):
+            del self._scheduler.read[ranks, number]
             for peer in ranks:
                 gathered[peer][number] = None
         return values
@@ -182,31 +183,31 @@ class SimPending:
     def __init__(
         self,
         member: SimMember,
-        switch: Switch,
-        sends: list[tuple[Parcel, Letter, int]],
+        scheduler: RankScheduler,
+        sends: list[tuple[Parcel, PostedMessage, int]],
         recvs: list[tuple[Parcel, int]],
     ) -> None:
-        self._member, self._switch, self._sends, self._recvs = member, switch, sends, recvs
+        self._member, self._scheduler, self._sends, self._recvs = member, scheduler, sends, recvs
 
     def wait(self) -> None:
         """Take the messages in; return when all have arrived and all sent ones have a receiver."""
         rank = self._member.rank
         for parcel, place in self._recvs:
-            channel = self._switch.sent[parcel.peer, rank]
-            self._switch.wait(
+            channel = self._scheduler.sent[parcel.peer, rank]
+            self._scheduler.wait(
                 rank, lambda c=channel, p=place: len(c) > p, f"a receive from rank {parcel.peer} with tag {parcel.tag}"
             )
-            letter = channel[place]
-            assert letter is not None, "a message is taken once"
-            deliver(letter, parcel, rank)
+            message = channel[place]
+            assert message is not None, "a message is taken once"
+            deliver(message, parcel, rank)
             channel[place] = None
-            self._switch.taken[parcel.peer, rank] += 1
-        for parcel, letter, place in self._sends:
-            posted = self._switch.awaited[rank, parcel.peer]
-            self._switch.wait(
+            self._scheduler.taken[parcel.peer, rank] += 1
+        for parcel, message, place in self._sends:
+            posted = self._scheduler.awaited[rank, parcel.peer]
+            self._scheduler.wait(
                 rank, lambda c=posted, p=place: len(c) > p, f"a send to rank {parcel.peer} with tag {parcel.tag}"
             )
-            if not same(letter.original, letter.content):
+            if not same(message.original, message.content):
                 raise MessageError(
                     f"rank {rank}: the send to rank {parcel.peer} with tag {parcel.tag} changed before its wait"
                 )

@@ -80,7 +80,7 @@ class Recorder:
     def step(self, number: int) -> None:
         """A step begins; the number of steps means that all are over."""
 
-    def received(self, world: World, message: Message, boxes: Sequence[Parcel]) -> None:
+    def received(self, world: World, message: Message, buffers: Sequence[Parcel]) -> None:
         """A message has arrived: its flat tensors."""
 
     def tile(self, tile: Sequence[int], **results: torch.Tensor) -> None:
@@ -123,13 +123,13 @@ class _Recording(Recorder):
     def step(self, number: int) -> None:
         self._step = number
 
-    def received(self, world: World, message: Message, boxes: Sequence[Parcel]) -> None:
+    def received(self, world: World, message: Message, buffers: Sequence[Parcel]) -> None:
         text = self._schedule.message_text(message, "recv")
-        for name, box, x in zip(_NAMES[message.kind], boxes, world.tensors[message.kind], strict=True):
+        for name, buffer, x in zip(_NAMES[message.kind], buffers, world.tensors[message.kind], strict=True):
             offset = 0
             for piece in (Piece(*row) for row in message.pieces.rows()):
                 shape = (piece.stop - piece.start, piece.head_stop - piece.head_start, *x.shape[2:])
-                flat = box.tensor[offset : offset + torch.Size(shape).numel()]
+                flat = buffer.tensor[offset : offset + torch.Size(shape).numel()]
                 self._add("received", text, name, piece, flat.view(shape))
                 offset += flat.numel()
 

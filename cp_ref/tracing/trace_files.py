@@ -106,8 +106,8 @@ def _check_item(problem: Problem, schedule: Schedule, values: Any) -> None:
     if values["direction"] not in DIRECTIONS or values["kind"] not in KINDS or not isinstance(values["source"], str):
         raise ValueError(f"it is {values['direction']!r} {values['kind']!r} of {values['source']!r}")
     rank = read_count("rank", values["rank"], at_least=0, at_most=problem.cp_size - 1)
-    program = (schedule.forward if values["direction"] == "forward" else schedule.backward)[rank]
-    read_count("step", values["step"], at_least=0, at_most=len(program))
+    rank_schedule = (schedule.forward if values["direction"] == "forward" else schedule.backward)[rank]
+    read_count("step", values["step"], at_least=0, at_most=len(rank_schedule))
     tensor, name = values["tensor"], values["name"]
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FLOATS or not tensor.is_contiguous():
         raise ValueError(f"its tensor is {type(tensor).__name__}; it must be of floating-point numbers, in their order")

@@ -14,8 +14,8 @@ import cp_fast
 from cp_fast.checkpoint import attention_forward, save_attention
 from cp_fast.dispatch import library_operators as compiled
 from cp_ref import SimGroup
+from cp_ref.simulator.rank_scheduler import RankScheduler
 from cp_ref.simulator.sim_group import SimMember
-from cp_ref.simulator.sim_switch import Switch
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 LAYERS, HEADS, DIM = 3, 4, 8
@@ -161,7 +161,7 @@ def test_wrong_arguments_are_named() -> None:
 def alone() -> tuple[cp_fast.ContextParallel, torch.Tensor]:
     """A group of one, in this thread, and an input."""
     x = torch.randn(2, 8, HEADS, DIM, generator=torch.Generator().manual_seed(0))
-    return cp_fast.ContextParallel(SimMember(0, 1, Switch(1))), x.requires_grad_()
+    return cp_fast.ContextParallel(SimMember(0, 1, RankScheduler(1))), x.requires_grad_()
 
 
 @pytest.mark.parametrize("changed", ["at once", "after the next call"])
@@ -217,7 +217,7 @@ def test_in_a_compiled_graph_attention_runs_forward_once(
         return inner(*given, **how)
 
     monkeypatch.setattr(compiled, "forward_pass", counted)
-    cp, layer = cp_fast.ContextParallel(SimMember(0, 1, Switch(1)), comm), Layer()
+    cp, layer = cp_fast.ContextParallel(SimMember(0, 1, RankScheduler(1)), comm), Layer()
     dims: dict[str, Any] = {"heads_q": HEADS, "heads_kv": HEADS, "d_qk": DIM, "d_v": DIM}
     plan = cp_fast.make_plan(cp=cp, batch_size=2, seqlen_q=8, dtype=torch.float32, device="cpu", **dims)
     x = torch.randn(2, 8, HEADS * DIM, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_fast
 from cp_fast.checkpoint import offload, save_attention
+from cp_ref.simulator.rank_scheduler import RankScheduler
 from cp_ref.simulator.sim_group import SimMember
-from cp_ref.simulator.sim_switch import Switch
 from tests.cp_fast.one_rank import Allocated
 
 TOKENS, HEADS, DIM = 256, 4, 16
@@ -52,7 +52,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 def step(layers: int, how: Any) -> tuple[int, int, Any]:
     """(bytes held after the forward pass, most bytes held in the backward pass above that, the model's output)"""
-    cp = cp_fast.ContextParallel(SimMember(0, 1, Switch(1)))
+    cp = cp_fast.ContextParallel(SimMember(0, 1, RankScheduler(1)))
     sizes: dict[str, Any] = {"batch_size": 1, "seqlen_q": TOKENS, "dtype": torch.float32, "device": "cpu"}
     plan = cp_fast.make_plan(cp=cp, heads_q=HEADS, heads_kv=HEADS, d_qk=DIM, d_v=DIM, **sizes)
 
@@ -89,7 +89,7 @@ def test_offloaded_results_cost_those_of_one_layer(host: Host) -> None:
 
 
 def test_the_host_has_the_results_until_the_backward_pass(host: Host) -> None:
-    cp = cp_fast.ContextParallel(SimMember(0, 1, Switch(1)))
+    cp = cp_fast.ContextParallel(SimMember(0, 1, RankScheduler(1)))
     x = torch.randn(1, TOKENS, HEADS, DIM).requires_grad_()
     contexts = save_attention(offload=True)
     y: Any = x
@@ -104,7 +104,7 @@ def test_the_host_has_the_results_until_the_backward_pass(host: Host) -> None:
 
 def test_a_step_without_a_backward_pass_leaves_nothing(host: Host) -> None:
     contexts = save_attention(offload=True)
-    cp = cp_fast.ContextParallel(SimMember(0, 1, Switch(1)))
+    cp = cp_fast.ContextParallel(SimMember(0, 1, RankScheduler(1)))
     x = torch.randn(1, TOKENS, HEADS, DIM).requires_grad_()
     y: Any = checkpoint(lambda x: cp_fast.attention(x, x, x, cp=cp), x, use_reentrant=False, context_fn=contexts)
     assert host.now == ROWS + LSE

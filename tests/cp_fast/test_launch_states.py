@@ -97,12 +97,12 @@ def test_passes_with_different_tiles_are_refused() -> None:
     def one(member: SimMember) -> None:
         cp, plan, library = planned(member, "p2p")
         schedule = plan.schedule
-        programs = [
-            tuple(step._replace(tiles=in_two(step.tiles)) if len(step.tiles) else step for step in program)
-            for program in schedule.backward
+        rank_schedules = [
+            tuple(step._replace(tiles=in_two(step.tiles)) if len(step.tiles) else step for step in rank_schedule)
+            for rank_schedule in schedule.backward
         ]
         other = cp_fast.make_plan(
-            cp=cp, batch_size=1, seqlen_q=32, **SIZES, schedule=replace(schedule, backward=tuple(programs))
+            cp=cp, batch_size=1, seqlen_q=32, **SIZES, schedule=replace(schedule, backward=tuple(rank_schedules))
         )
         with pytest.raises(Unsupported, match="other tiles than the forward pass"):
             replace(other, backend=library)

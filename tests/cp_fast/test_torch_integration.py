@@ -13,8 +13,8 @@ import cp_fast
 import cp_ref
 from cp_fast.dispatch.opaque import object_of, opaque_for
 from cp_ref import SimGroup
+from cp_ref.simulator.rank_scheduler import RankScheduler
 from cp_ref.simulator.sim_group import SimMember
-from cp_ref.simulator.sim_switch import Switch
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 FORMATS = {"bshd": (2, 8, 4, 8), "sbhd": (8, 2, 4, 8), "thd": (20, 4, 8)}
@@ -126,7 +126,7 @@ def test_under_autocast_inputs_are_cast_and_nothing_else_is(comm: str, package: 
 class TestCompiled:
     """Over one rank: Dynamo is not made for the threads of a simulated group. tests/dist has it over processes."""
 
-    member = SimMember(0, 1, Switch(1))  # in this thread: PyTorch 2.11 may crash where a second one compiles
+    member = SimMember(0, 1, RankScheduler(1))  # in this thread: PyTorch 2.11 may crash where a second one compiles
 
     @pytest.fixture(autouse=True)
     def fresh(self) -> None:

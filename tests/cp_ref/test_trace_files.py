@@ -52,7 +52,7 @@ SPOILED: list[tuple[Callable[[Content], Any], str]] = [
     (changed("items", 3), "holds no trace"),
     (many_ranks, "cp_size is 100000000; it must be at most 4096"),
     (header("cp_size 2", "cp_size 100000000", "schedule"), "cp_size is 100000000; a schedule has at most 4096 ranks"),
-    (header("cp_size=2", "cp_size=4"), "programs for 2 forward and 2 backward ranks, but cp_size is 4"),
+    (header("cp_size=2", "cp_size=4"), "rank schedules for 2 forward and 2 backward ranks, but cp_size is 4"),
     (header("cp_size=2", "cp_size='2'"), "cp_size is '2'; it must be an integer"),
     (header("[(8, 8, 8, 8)]", "[(8.5, 8, 8, 8)]"), "a length is 8.5; it must be an integer"),
     (header("[(8, 8, 8, 8)]", "[(10**30, 8, 8, 8)]"), "holds no trace"),

@@ -143,7 +143,7 @@ def test_refusals() -> None:
     (error, *_) = errors(PACKED, lambda member: schedule, max_sequences=3)
     assert str(error).startswith("schedule is given, but max_sequences is 3")
     (error, *_) = errors(PROBLEMS["cross attention, sink and softcap"], lambda member: schedule)
-    assert "programs for 3 forward and 3 backward ranks, but cp_size is 4" in str(error)
+    assert "rank schedules for 3 forward and 3 backward ranks, but cp_size is 4" in str(error)
 
 
 def test_messages_stay_inside_the_two_groups() -> None:

@@ -139,12 +139,12 @@ def random_schedules(draw: st.DrawFn, work: Workload) -> Schedule:
     """A legal schedule of this workload: `verify_tables` accepts it, which is asserted."""
     saved = draw(st.sampled_from([(), ("q",), ("kv",), ("q", "kv")]))
     forward = _Pass(work, ("q", "kv"), ("out",))
-    forward_programs = forward.draw(draw)
+    forward_schedules = forward.draw(draw)
     backward = _Pass(work, ("q", "kv", "do"), ("dq", "dkv"))
     for start, end in zip(backward.has, forward.has, strict=True):
         for kind in saved:
             start[kind] |= end[kind]
-    schedule = Schedule("random", (work.heads_q, work.heads_kv), forward_programs, backward.draw(draw), saved)
+    schedule = Schedule("random", (work.heads_q, work.heads_kv), forward_schedules, backward.draw(draw), saved)
     verify_tables(work, schedule)
     return schedule
 
@@ -170,7 +170,7 @@ class _Pass:
         self.messages = 0
 
     def draw(self, draw: Draw) -> tuple[RankSchedule, ...]:
-        """The programs of all ranks."""
+        """The rank schedules of all ranks."""
         ranks = list(range(self.work.cp_size))
         tiles = _tiles(draw, self.work)
         where = [self._ranks_for(tile)[draw(st.integers(0, len(ranks) - 1))] for tile in tiles]

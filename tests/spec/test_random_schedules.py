@@ -78,7 +78,7 @@ KINDS_OF_SCHEDULES: dict[str, Callable[[Problem, Schedule], bool]] = {
         all(n != m for r, m, step in _steps(s) for got in step.recvs if r == sent.peer and got.tag == sent.tag)
         for _, n, sent in _sent(s, "kv")
     ),
-    "programs of different lengths": lambda p, s: len({len(rank_schedule) for rank_schedule in s.forward}) > 1,
+    "rank schedules of different lengths": lambda p, s: len({len(rank_schedule) for rank_schedule in s.forward}) > 1,
     "several messages in a step": lambda p, s: any(len(step.sends) > 1 for _, _, step in _steps(s)),
     "several pieces in a message": lambda p, s: any(len(m.pieces) > 1 for _, _, m in _sent(s, "kv")),
     "a step that sends, receives and computes": lambda p, s: any(

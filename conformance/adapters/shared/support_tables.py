@@ -31,13 +31,13 @@ class SupportTable:
         choices: for every axis of `asked` the choices that are supported. An axis that is not there has its first,
             plainest choice alone.
         because: why a choice is not there, by "axis choice" or by axis, from the library's documentation or code.
-        apart: choices that do not go together, each with the reason.
+        incompatible: choices that do not go together, each with the reason.
     """
 
     library: str
     choices: Mapping[str, tuple[str, ...]]
     because: Mapping[str, str] = field(default_factory=dict)
-    apart: tuple[tuple[Mapping[str, str], str], ...] = ()
+    incompatible: tuple[tuple[Mapping[str, str], str], ...] = ()
 
     def why_not(self, words: Words) -> str:
         """Why a call is not supported; empty when it is."""
@@ -45,7 +45,7 @@ class SupportTable:
             if word not in self.choices.get(axis, _PLAIN[axis]):
                 reason = self.because.get(f"{axis} {word}") or self.because.get(axis) or "it has no such thing"
                 return f"{self.library}: {axis} {word}: {reason}"
-        for together, reason in self.apart:
+        for together, reason in self.incompatible:
             if all(words[axis] == word for axis, word in together.items()):
                 return f"{self.library}: {', '.join(together.values())} together: {reason}"
         return ""

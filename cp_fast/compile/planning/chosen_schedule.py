@@ -8,18 +8,18 @@ from cp_fast.compile.pass_table import is_on
 from cp_fast.compile.planning.waiting_keys import own_keys_wait
 from cp_ref.spec import Problem, RankSchedule, Schedule, make_rank_schedule, make_schedule
 
-__all__ = ["Schedules", "chosen_program", "chosen_schedule"]
+__all__ = ["Schedules", "chosen_rank_schedule", "chosen_schedule"]
 
 Schedules = tuple[RankSchedule, RankSchedule]  # of the forward and the backward pass
 
 
-def chosen_program(problem: Problem, rank: int, head_chunks: tuple[int, ...]) -> Schedules:
-    """One rank's forward and backward program."""
+def chosen_rank_schedule(problem: Problem, rank: int, head_chunks: tuple[int, ...]) -> Schedules:
+    """One rank's forward and backward schedule."""
     return _with_waiting_keys(problem, make_rank_schedule(problem, rank, head_chunks))
 
 
 def chosen_schedule(problem: Problem, head_chunks: tuple[int, ...], known: dict[int, Schedules]) -> Schedule:
-    """The schedule of all ranks. `known`: the results of `chosen_program` for some of them."""
+    """The schedule of all ranks. `known`: the results of `chosen_rank_schedule` for some of them."""
     made = make_schedule(problem, known, head_chunks)
     others = enumerate(zip(made.forward, made.backward, strict=True))
     rank_schedules = [known.get(rank) or _with_waiting_keys(problem, both) for rank, both in others]

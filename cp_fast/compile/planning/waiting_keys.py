@@ -38,7 +38,7 @@ __all__ = ["own_keys_wait"]
 def own_keys_wait(
     problem: Problem, rank_schedules: tuple[RankSchedule, RankSchedule]
 ) -> tuple[RankSchedule, RankSchedule]:
-    """A rank's forward and backward program with own keys waiting, or the unchanged programs. Each step has the same
+    """A rank's forward and backward schedule with own keys waiting, or the unchanged schedules. Each step has the same
     tiles in both.
     """
     forward, backward = rank_schedules

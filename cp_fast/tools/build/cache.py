@@ -99,7 +99,7 @@ def cached(key: str, file_name: str, build_in: Callable[[Path], None]) -> Path:
     if (found := find(key, file_name)) is not None:
         return found
     began = time.time()
-    with _writing(), locks.turn(root() / f"{key}.lock", lambda: find(key, file_name) is not None) as waited:
+    with _writing(), locks.exclusive(root() / f"{key}.lock", lambda: find(key, file_name) is not None) as waited:
         if (found := find(key, file_name)) is not None:
             return found
         if waited and (failure := _failure_since(key, began)) is not None:

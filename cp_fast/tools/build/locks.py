@@ -17,7 +17,7 @@ from pathlib import Path
 from cp_fast.api.log import log
 from cp_fast.tools.build import trust
 
-__all__ = ["VARIABLE", "place", "turn"]
+__all__ = ["VARIABLE", "exclusive", "place"]
 
 VARIABLE = "CP_ATTENTION_BUILD_WAIT"
 _DEFAULT = 600.0  # Seconds: some builds are for many GPU architectures on few cores.
@@ -27,7 +27,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, _LINUX_
 
 
 @contextmanager
-def turn(path: Path, done: Callable[[], bool]) -> Iterator[bool]:
+def exclusive(path: Path, done: Callable[[], bool]) -> Iterator[bool]:
     """Wait until this process may build; it holds the lock until the block ends.
 
     Yields:

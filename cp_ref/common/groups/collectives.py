@@ -19,11 +19,11 @@ def all_to_all(group: Group, parts: Sequence[torch.Tensor]) -> list[torch.Tensor
     if isinstance(group, PairGroup):
         return _pair_all_to_all(group, parts)
     peers = [r for r in range(group.size) if r != group.rank]
-    boxes = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]
-    boxes[group.rank] = parts[group.rank]
+    buffers = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]
+    buffers[group.rank] = parts[group.rank]
     sends = [Parcel(r, 0, parts[r].contiguous()) for r in peers]
-    group.exchange(sends, [Parcel(r, 0, boxes[r]) for r in peers]).wait()
-    return boxes
+    group.exchange(sends, [Parcel(r, 0, buffers[r]) for r in peers]).wait()
+    return buffers
 
 
 def _pair_all_to_all(group: PairGroup, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -120,11 +120,11 @@ class ProcessMember:
         tag = 2 * _GATHER_TAG
         sends = [Parcel(peer, tag, sizes[self.rank]) for peer in peers]
         self.exchange(sends, [Parcel(peer, tag, sizes[peer]) for peer in peers]).wait()
-        boxes = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
+        buffers = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
         sends = [Parcel(peer, tag + 1, own) for peer in peers]
-        self.exchange(sends, [Parcel(peer, tag + 1, boxes[peer]) for peer in peers]).wait()
-        boxes[self.rank] = own
-        return [pickle.loads(box.numpy().tobytes()) for box in boxes]
+        self.exchange(sends, [Parcel(peer, tag + 1, buffers[peer]) for peer in peers]).wait()
+        buffers[self.rank] = own
+        return [pickle.loads(buffer.numpy().tobytes()) for buffer in buffers]
 
 
 class _Late(NamedTuple):

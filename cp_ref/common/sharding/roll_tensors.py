@@ -57,14 +57,14 @@ def _moved(
         parts = [x.new_zeros(most, *x.shape[1:]) for _ in sends]
         for part, rows in zip(parts, sends, strict=True):
             part[: len(rows)] = x.index_select(0, rows)[:most]
-        boxes = all_to_all(group, parts) if most else parts
+        buffers = all_to_all(group, parts) if most else parts
     else:
-        boxes = [x.new_empty(len(rows), *x.shape[1:]) for rows in recvs]
+        buffers = [x.new_empty(len(rows), *x.shape[1:]) for rows in recvs]
         group.exchange(
             [Parcel(r, 0, x.index_select(0, rows)) for r, rows in enumerate(sends) if len(rows) and r != cp.rank],
-            [Parcel(r, 0, boxes[r]) for r, rows in enumerate(recvs) if len(rows) and r != cp.rank],
+            [Parcel(r, 0, buffers[r]) for r, rows in enumerate(recvs) if len(rows) and r != cp.rank],
         ).wait()
     for r, rows in enumerate(recvs):
         if r != cp.rank:
-            result.index_copy_(0, rows, boxes[r][: len(rows)])
+            result.index_copy_(0, rows, buffers[r][: len(rows)])
     return result

@@ -71,9 +71,9 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
             value = _read(name, value)
             if value == _DEFAULTS[name]:
                 continue  # The plan's own value is not read: a compiled graph would be for this plan alone.
-            if value != (settled := getattr(problem, name)):
+            if value != (planned := getattr(problem, name)):
                 raise ValueError(
-                    f"{name} is {value!r}, but the plan was made for {settled!r}; leave it out beside a plan"
+                    f"{name} is {value!r}, but the plan was made for {planned!r}; leave it out beside a plan"
                 )
         elif value is not None:
             raise ValueError(f"{name} is given beside a plan, which has its own; leave it out, or make a new plan")

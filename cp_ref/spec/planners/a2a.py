@@ -49,7 +49,7 @@ def head_ranges(work: Workload, a2a_rank: int) -> tuple[Heads, Heads]:
 
 
 def plan_a2a_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
-    """One rank's forward and backward program: exchange, ring across the groups (one step in `a2a`), exchange back."""
+    """One rank's forward and backward schedule: exchange, ring across the groups (one step in `a2a`), exchange back."""
     size, work = members.size, members.workload
     member, a2a_rank = divmod(rank, size)
     heads = [head_ranges(work, other) for other in range(size)]

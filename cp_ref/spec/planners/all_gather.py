@@ -22,7 +22,7 @@ __all__ = ["plan_all_gather_rank"]
 
 
 def plan_all_gather_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
-    """One rank's forward and backward program."""
+    """One rank's forward and backward schedule."""
     work, count = members.workload, members.count
     theirs, mine = members.sees(rank, (np.arange(count) == rank).astype(int))
     own, remote = tiles_of(mine, (0, work.heads_q)), tiles_of(theirs, (0, work.heads_q))

@@ -13,7 +13,7 @@ first heads attend while the rows of the next arrive, and the next attend while 
                                             step 3                attend 3:4    results 1:3
                                             step 4                              results 3:4
 
-A head chunk is the whole program for some of each rank's heads, whatever the rows. In a ring of a2a groups a chunk
+A head chunk is the whole schedule for some of each rank's heads, whatever the rows. In a ring of a2a groups a chunk
 attends in one step per group, and the next chunk's rows arrive in the last of these steps.
 
 The sizes of the chunks are a parameter of the planner. All heads at once is the default.
@@ -51,8 +51,8 @@ def check_head_chunks(problem: Problem, head_chunks: tuple[int, ...]) -> None:
 def in_head_chunks(
     rank_schedule: RankSchedule, every: int, group_size: int, head_chunks: tuple[int, ...]
 ) -> RankSchedule:
-    """A rank's program in these head chunks. Each one begins `every` steps after the one before. The messages and tiles
-    of `program` are for all heads of their rank.
+    """A rank's schedule in these head chunks. Each one begins `every` steps after the one before. The messages and
+    tiles of `rank_schedule` are for all heads of their rank.
     """
     if len(head_chunks) < 2:
         return rank_schedule

@@ -69,7 +69,7 @@ def saved_kinds(problem: Problem) -> tuple[str, ...]:
 def make_rank_schedule(
     problem: Problem, rank: int, head_chunks: tuple[int, ...] = ()
 ) -> tuple[RankSchedule, RankSchedule]:
-    """One rank's forward and backward program, as in `make_schedule`, without planning the other ranks."""
+    """One rank's forward and backward schedule, as in `make_schedule`, without planning the other ranks."""
     check_head_chunks(problem, head_chunks)
     return _of_rank(problem, RingMembers(problem.workload), rank, head_chunks)
 

@@ -67,7 +67,7 @@ class Route(NamedTuple):
 
 
 def plan_p2p_rank(members: RingMembers, rank: int) -> tuple[RankSchedule, RankSchedule]:
-    """One rank's forward and backward program."""
+    """One rank's forward and backward schedule."""
     work = members.workload
     return ring_schedules(
         members, RingPlace(rank, int, (0, work.heads_q), (0, work.heads_kv))

@@ -38,7 +38,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class _Rank:
-    """Where one rank is in its program."""
+    """Where one rank is in its schedule."""
 
     rank_schedule: RankSchedule
     step: int = 0

@@ -22,7 +22,7 @@ def malformed(work: Workload, schedule: Schedule) -> Iterator[str]:
     """One sentence for each message and tile that means nothing, and for sizes that are not the workload's."""
     if {schedule.cp_size, len(schedule.backward)} != {work.cp_size}:
         sizes = f"{schedule.cp_size} forward and {len(schedule.backward)} backward"
-        yield f"the schedule has programs for {sizes} ranks, but cp_size is {work.cp_size}"
+        yield f"the schedule has rank schedules for {sizes} ranks, but cp_size is {work.cp_size}"
         return
     if schedule.heads != (work.heads_q, work.heads_kv):
         yield f"the schedule is for {schedule.heads} heads, but there are {(work.heads_q, work.heads_kv)}"

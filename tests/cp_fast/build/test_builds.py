@@ -94,7 +94,7 @@ def test_the_key_changes_with(change: str) -> None:
 
 
 @needs_cxx
-@pytest.mark.parametrize("file", ["common/maps.h", "cpu/copy.h", "cpu/heads.cpp", "common/bindings.cpp"])
+@pytest.mark.parametrize("file", ["common/row_map.h", "cpu/copy.h", "cpu/heads.cpp", "common/bindings.cpp"])
 def test_the_key_changes_with_content(sources: Path, file: str) -> None:
     before = made_here().key()
     (sources / file).write_text((sources / file).read_text() + "\n// more\n")

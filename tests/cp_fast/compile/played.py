@@ -37,7 +37,7 @@ from tests.cp_fast.compile.pairs import Cells, Pairs
 
 __all__ = ["play"]
 
-Mail = dict[tuple[int, int, int], list[tuple[str, Cells]]]  # kinds and cells, by sender, receiver, tag
+InFlight = dict[tuple[int, int, int], list[tuple[str, Cells]]]  # kinds and cells, by sender, receiver, tag
 
 
 def play(
@@ -49,16 +49,16 @@ def play(
     """
     ranks = [_Rank(work, rank, plan, sizes, Pairs.of(work, sink=sink)) for rank, plan in enumerate(plans)]
     for direction in ("forward", "backward"):
-        mail: Mail = {}
-        running = {rank.rank: rank.run(mail, direction) for rank in ranks}
+        in_flight: InFlight = {}
+        running = {rank.rank: rank.run(in_flight, direction) for rank in ranks}
         while running:
-            posted = {key: len(box) for key, box in mail.items()}
+            posted = {key: len(box) for key, box in in_flight.items()}
             ended = [number for number, steps in running.items() if next(steps, "end") == "end"]
-            if not ended and posted == {key: len(box) for key, box in mail.items()}:
+            if not ended and posted == {key: len(box) for key, box in in_flight.items()}:
                 raise AssertionError(f"ranks {sorted(running)} wait for messages that nobody sends")
             for number in ended:
                 del running[number]
-        assert not any(mail.values()), f"nobody receives {[key for key, box in mail.items() if box]}"
+        assert not any(in_flight.values()), f"nobody receives {[key for key, box in in_flight.items() if box]}"
 
 
 @dataclass
@@ -77,7 +77,7 @@ class _Rank:
 
     # ---- a pass
 
-    def run(self, mail: Mail, direction: str) -> Iterator[None]:
+    def run(self, in_flight: InFlight, direction: str) -> Iterator[None]:
         """Play one pass; hand over where a message is not there yet."""
         self.pass_plan: PassPlan[Rows] = getattr(self.plan, direction)
         self.buffers = self.pass_plan.buffers
@@ -87,11 +87,11 @@ class _Rank:
         self.given, self.handed = {}, set()
         for one in self.pass_plan.instructions:
             if isinstance(one, Send):
-                self._send(one, mail)
+                self._send(one, in_flight)
             elif isinstance(one, Recv):
                 self.posted.append(one)
             elif isinstance(one, Wait):
-                yield from self._wait(mail)
+                yield from self._wait(in_flight)
             elif isinstance(one, Copy):
                 self._copy(one)
             elif isinstance(one, Launch):
@@ -194,20 +194,20 @@ class _Rank:
 
     # ---- messages
 
-    def _send(self, one: Send[Rows], mail: Mail) -> None:
+    def _send(self, one: Send[Rows], in_flight: InFlight) -> None:
         spec = self.buffers[one.source.buffer]
         cells = self._read(one.source) if one.part is None else self.held[one.source.buffer].of(one.part)
         if spec.role in ("own", "operand"):
             assert self.plan.spare_rows or (cells.names >= 0).all(), f"nothing to send of {spec.kind}"
-        mail.setdefault((self.rank, one.peer, one.tag), []).append((spec.kind, cells))
+        in_flight.setdefault((self.rank, one.peer, one.tag), []).append((spec.kind, cells))
         self.leaving.add(one.source.buffer)
 
-    def _wait(self, mail: Mail) -> Iterator[None]:
+    def _wait(self, in_flight: InFlight) -> Iterator[None]:
         assert self.posted or self.leaving, "nothing is under way"
         for recv in self.posted:
-            while not mail.get((recv.peer, self.rank, recv.tag)):
+            while not in_flight.get((recv.peer, self.rank, recv.tag)):
                 yield
-            kind, cells = mail[recv.peer, self.rank, recv.tag].pop(0)
+            kind, cells = in_flight[recv.peer, self.rank, recv.tag].pop(0)
             spec = self.buffers[recv.buffer]
             assert kind == spec.kind
             assert len(cells.names) == recv.size

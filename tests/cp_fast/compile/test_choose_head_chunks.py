@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks, ways_to_cut
-from cp_fast.compile.planning.chosen_schedule import chosen_program, chosen_schedule
+from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule, chosen_schedule
 from cp_ref.spec import Problem, Sequence, verify
 from tests.cp_fast.compile.planned_at import ALWAYS_CHUNKS, NEVER_CHUNKS, planned_at
 from tests.marks import examples
@@ -31,12 +31,12 @@ def test_a_chosen_cut_is_a_cut_of_the_heads(drawn: tuple[Problem, tuple[int, ...
 
 @settings(max_examples=examples(60))
 @given(problems((1, 2, 4)))
-def test_a_program_is_a_part_of_the_schedule(problem: Problem) -> None:
+def test_a_rank_schedule_is_a_part_of_the_schedule(problem: Problem) -> None:
     chosen = choose_head_chunks(problem)
-    programs = {rank: chosen_program(problem, rank, chosen) for rank in range(problem.cp_size)}
+    rank_schedules = {rank: chosen_rank_schedule(problem, rank, chosen) for rank in range(problem.cp_size)}
     schedule = chosen_schedule(problem, chosen, {})
-    assert schedule == chosen_schedule(problem, chosen, programs)
-    assert programs == dict(enumerate(zip(schedule.forward, schedule.backward, strict=True)))
+    assert schedule == chosen_schedule(problem, chosen, rank_schedules)
+    assert rank_schedules == dict(enumerate(zip(schedule.forward, schedule.backward, strict=True)))
 
 
 def test_kv_heads_that_go_to_several_ranks_are_not_cut() -> None:

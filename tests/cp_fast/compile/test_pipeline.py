@@ -148,9 +148,9 @@ def test_heads_are_split_by_a_pass() -> None:
 def test_keys_are_delayed_by_a_pass() -> None:
     ring = of_areas(masks.block_causal(24, 4), 24, 2)
     with patch.object(chosen_schedule, "own_keys_wait", lambda *_: "delayed"):
-        assert chosen_schedule.chosen_program(ring, 0, ()) == "delayed"
+        assert chosen_schedule.chosen_rank_schedule(ring, 0, ()) == "delayed"
         with switched_off("delay_keys"):
-            assert str(chosen_schedule.chosen_program(ring, 0, ())) == str(make_rank_schedule(ring, 0, ()))
+            assert str(chosen_schedule.chosen_rank_schedule(ring, 0, ())) == str(make_rank_schedule(ring, 0, ()))
 
 
 def test_a_batch_is_folded_into_heads_by_a_pass() -> None:

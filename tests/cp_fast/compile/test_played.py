@@ -134,8 +134,8 @@ def test_folded_batches(problem: Problem, window: tuple[int, int]) -> None:
     packing = Packing(problem)
     assert packing.folded
     packed = packing.packed_problem
-    programs = [fold_batch(make_rank_schedule(problem, rank), problem) for rank in range(problem.cp_size)]
-    forward, backward = zip(*programs, strict=True)
+    rank_schedules = [fold_batch(make_rank_schedule(problem, rank), problem) for rank in range(problem.cp_size)]
+    forward, backward = zip(*rank_schedules, strict=True)
     heads = packed.heads_q, packed.heads_kv
     assert heads == (problem.heads_q * len(sequences), problem.heads_kv * len(sequences))
     verify_tables(packed.workload, Schedule("folded", heads, forward, backward, saved_kinds(problem)))

@@ -1,4 +1,4 @@
-"""Turns in a simulated group: one rank runs until it has to wait, then the next one that can."""
+"""Cooperative scheduling of a simulated group: one rank runs until it has to wait, then the next one that can."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cp_ref.simulator.sim_mail import Letter, MessageError
+from cp_ref.simulator.posted_messages import MessageError, PostedMessage
 
-__all__ = ["Deadlock", "Switch"]
+__all__ = ["Deadlock", "RankScheduler"]
 
 
 class Deadlock(RuntimeError):
@@ -18,15 +18,15 @@ class Deadlock(RuntimeError):
 
 
 @dataclass
-class Switch:
-    """Hands the turn from rank to rank, and sees when nobody can take it.
+class RankScheduler:
+    """Runs one rank at a time, and sees when none can run.
 
-    Delivered letters become None, so a long run needs no more memory than a short one.
+    Delivered messages become None, so a long run needs no more memory than a short one.
     """
 
     size: int
-    turn: int = 0
-    sent: dict[tuple[int, int], list[Letter | None]] = field(default_factory=lambda: defaultdict(list))
+    running: int = 0
+    sent: dict[tuple[int, int], list[PostedMessage | None]] = field(default_factory=lambda: defaultdict(list))
     awaited: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     taken: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     errors: dict[int, BaseException] = field(default_factory=dict[int, BaseException])
@@ -39,9 +39,9 @@ class Switch:
         self._finished: set[int] = set()
         self._dead = ""
 
-    def wait_for_turn(self, rank: int) -> None:
+    def wait_to_run(self, rank: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self.turn == rank)
+            self._changed.wait_for(lambda: self.running == rank)
 
     def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
         """Let other ranks run until `ready()`."""
@@ -49,7 +49,7 @@ class Switch:
             return
         self._blocked[rank] = (ready, what)
         self._pass_on(rank)
-        self.wait_for_turn(rank)
+        self.wait_to_run(rank)
         del self._blocked[rank]
         if not ready():
             raise Deadlock(self._dead)
@@ -59,14 +59,14 @@ class Switch:
         self._pass_on(rank)
 
     def _pass_on(self, rank: int) -> None:
-        """Give the turn to the next rank that can run. If none can, to the next blocked one, which then raises."""
+        """Let the next rank run that can. If none can, the next blocked one runs, and raises."""
         others = [(rank + n) % self.size for n in range(1, self.size + 1)]
         waiting = [r for r in others if r not in self._finished]
         able = [r for r in waiting if r not in self._blocked or self._blocked[r][0]()]
         if not able and waiting and not self._dead:
             self._dead = self._describe()
         with self._changed:
-            self.turn = (able or waiting or [-1])[0]
+            self.running = (able or waiting or [-1])[0]
             self._changed.notify_all()
 
     def _describe(self) -> str:
@@ -85,10 +85,10 @@ class Switch:
         ranks = sorted(self.errors, key=lambda r: (isinstance(self.errors[r], Deadlock), r))
         if ranks:
             raise self.errors[ranks[0]]
-        for (src, dst), letters in self.sent.items():
-            for letter in filter(None, letters):
+        for (src, dst), messages in self.sent.items():
+            for message in filter(None, messages):
                 raise MessageError(
-                    f"rank {src} sent a message with tag {letter.tag} to rank {dst}, which never took it"
+                    f"rank {src} sent a message with tag {message.tag} to rank {dst}, which never took it"
                 )
         for (src, dst), tags in self.awaited.items():
             if len(tags) > self.taken[src, dst]:

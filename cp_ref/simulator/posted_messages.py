@@ -1,4 +1,4 @@
-"""The letters of a simulated group: their content at the time of posting, and their delivery."""
+"""The messages of a simulated group: their content at the time of posting, and their delivery."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from cp_ref.spec import Parcel
 
-__all__ = ["Letter", "MessageError", "deliver", "poison", "recorded_event", "same"]
+__all__ = ["MessageError", "PostedMessage", "deliver", "poison", "recorded_event", "same"]
 
 
 class MessageError(RuntimeError):
@@ -16,7 +16,7 @@ class MessageError(RuntimeError):
 
 
 @dataclass
-class Letter:
+class PostedMessage:
     """A message under way, with its content at the time of posting."""
 
     tag: int
@@ -25,19 +25,19 @@ class Letter:
     ready: torch.cuda.Event | None
 
 
-def deliver(letter: Letter, parcel: Parcel, rank: int) -> None:
-    """Copy a letter into `rank`'s buffer; MessageError where tag, shape or dtype differ."""
+def deliver(message: PostedMessage, parcel: Parcel, rank: int) -> None:
+    """Copy a message into `rank`'s buffer; MessageError where tag, shape or dtype differ."""
     where = f"rank {rank}: the next message from rank {parcel.peer}"
-    if letter.tag != parcel.tag:
-        raise MessageError(f"{where} has tag {letter.tag}, but tag {parcel.tag} is expected")
-    content, buffer = letter.content, parcel.tensor
+    if message.tag != parcel.tag:
+        raise MessageError(f"{where} has tag {message.tag}, but tag {parcel.tag} is expected")
+    content, buffer = message.content, parcel.tensor
     if (content.shape, content.dtype) != (buffer.shape, buffer.dtype):
         raise MessageError(
-            f"{where} (tag {letter.tag}) is {content.dtype} {list(content.shape)}, "
+            f"{where} (tag {message.tag}) is {content.dtype} {list(content.shape)}, "
             f"the buffer {buffer.dtype} {list(buffer.shape)}"
         )
-    if letter.ready is not None:
-        torch.cuda.current_stream(content.device).wait_event(letter.ready)
+    if message.ready is not None:
+        torch.cuda.current_stream(content.device).wait_event(message.ready)
     with torch.no_grad():
         buffer.copy_(content)
 
