@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from cp_fast.backends import Backend
 from cp_fast.compile.instructions import Accumulate, Copy, Free, Instruction, Launch, PassPlan, Recv, Send, Wait
 from cp_fast.movers.select import kernels
-from cp_fast.runtime.copy_operations import copy
-from cp_fast.runtime.exchange_operations import exchange, wait
-from cp_fast.runtime.launch_operations import backward_launch, forward_launch
+from cp_fast.runtime.operations.copy_operations import copy
+from cp_fast.runtime.operations.exchange_operations import exchange, wait
+from cp_fast.runtime.operations.launch_operations import backward_launch, forward_launch
+from cp_fast.runtime.operations.sum_operations import accumulate, free
 from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.row_selection import Rows
-from cp_fast.runtime.sum_operations import accumulate, free
 from cp_fast.runtime.tensors import Operation, Shapes
 from cp_ref.spec import Group
 

@@ -143,10 +143,10 @@ def _operation(text: str, function: str, change: Any, tier: str = "logic") -> Mu
 
 MUTANTS: dict[str, Mutant] = {
     "heads-come-home-rotated": _operation(
-        "heads come home to the next rank's place", "copy_operations._unpack", _rotated
+        "heads come home to the next rank's place", "operations.copy_operations._unpack", _rotated
     ),
     "results-rounded-before-they-travel": _operation(
-        "results that are handed over are rounded to bfloat16", "copy_operations._convert", _rounded
+        "results that are handed over are rounded to bfloat16", "operations.copy_operations._convert", _rounded
     ),
     "one-lse-travels-for-all-rows": Mutant(
         "of the lse that travels every row has the first row's",
@@ -167,19 +167,19 @@ MUTANTS: dict[str, Mutant] = {
         "budget",
     ),
     "keys-travel-as-values": _operation(
-        "keys arrive as values, and values as keys", "exchange_operations._giver", _keys_travel_as_values
+        "keys arrive as values, and values as keys", "operations.exchange_operations._giver", _keys_travel_as_values
     ),
     "last-row-not-copied": _operation(
-        "of rows that are put together the last is zero", "copy_operations._move", _last_row_left_out
+        "of rows that are put together the last is zero", "operations.copy_operations._move", _last_row_left_out
     ),
     "columns-reversed": Mutant(
         "the lse of rows that are put together is in reverse order",
-        f"{_RUNTIME}.copy_operations.put_columns",
+        f"{_RUNTIME}.operations.copy_operations.put_columns",
         wrap(_columns_reversed),
         "logic",
     ),
     "no-sink-on-the-way": _operation(
-        "outs that travel complete have no sink", "sum_operations._accumulate_sink", _no_sink_on_the_way
+        "outs that travel complete have no sink", "operations.sum_operations._accumulate_sink", _no_sink_on_the_way
     ),
     "no-dlse-from-afar": _operation(
         "the gradient of the lse does not travel with that of out", "pass_buffers.PassBuffers.taker", _no_dlse_from_afar
@@ -194,6 +194,6 @@ MUTANTS: dict[str, Mutant] = {
         "logic",
     ),
     "no-lse-of-complete-results": _operation(
-        "outs that arrive complete have lse zero", "copy_operations._unpack", _arrived_lse_left_out
+        "outs that arrive complete have lse zero", "operations.copy_operations._unpack", _arrived_lse_left_out
     ),
 }

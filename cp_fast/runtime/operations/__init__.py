@@ -1,0 +1,1 @@
+"""The kinds of operations: copies, exchanges of messages, launches, sums and frees."""
