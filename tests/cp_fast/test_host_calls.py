@@ -11,7 +11,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_fast
-from tests.cp_fast.one_rank import call_of
+from tests.cp_fast.memory.one_rank import call_of
 
 OURS = str(Path(cp_fast.__file__).parent)
 

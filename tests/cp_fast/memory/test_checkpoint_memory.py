@@ -16,7 +16,7 @@ import cp_fast
 from cp_fast.checkpoint import offload, save_attention
 from cp_ref.simulator.rank_scheduler import RankScheduler
 from cp_ref.simulator.sim_group import SimMember
-from tests.cp_fast.one_rank import Allocated
+from tests.cp_fast.memory.one_rank import Allocated
 
 TOKENS, HEADS, DIM = 256, 4, 16
 ROWS = TOKENS * HEADS * DIM * 4  # bytes of a layer's input, and of its out

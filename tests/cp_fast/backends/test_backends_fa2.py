@@ -28,7 +28,7 @@ from cp_fast.backends.fa2 import fa2_varlen as varlen
 from cp_fast.backends.host_lengths import Cumulative
 from cp_fast.tools.cli import app
 from cp_ref.spec import Feature, Unsupported
-from tests.cp_fast.fa2_stand_ins import Call, fake_aten, fake_package
+from tests.cp_fast.backends.fa2_stand_ins import Call, fake_aten, fake_package
 
 CPU = by_name("cpu")
 

@@ -13,7 +13,7 @@ import torch
 
 from cp_fast.tools.cost import predict, read_machine
 from cp_ref.spec import Problem, Sequence
-from tests.cp_fast.one_rank import Allocated, call_of
+from tests.cp_fast.memory.one_rank import Allocated, call_of
 
 TOKENS, HEADS, DIM = 64, (32, 8), 128
 AS_16384 = 16_384 / TOKENS / 2**20  # MiB at 16,384 rows a rank
