@@ -24,7 +24,7 @@ from cp_fast.compile.pipeline import Schedules, lowered, optimized, upload
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule, chosen_schedule
 from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
-from cp_fast.movers.select import kernels
+from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows, check_row_numbers
 from cp_fast.runtime.run import CompiledCall

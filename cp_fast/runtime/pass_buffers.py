@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cp_fast.compile.instructions import BufferSpec, Copy, PassPlan, View, writes
-from cp_fast.movers.base import Kernels
+from cp_fast.movers.mover_protocol import Kernels
 from cp_fast.runtime.row_selection import Rows, columns_of, count, is_all, rows_of
 from cp_fast.runtime.tensors import Shapes, State, Tensors
 

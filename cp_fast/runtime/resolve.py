@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cp_fast.backends import Backend
 from cp_fast.compile.instructions import Accumulate, Copy, Free, Instruction, Launch, PassPlan, Recv, Send, Wait
-from cp_fast.movers.select import kernels
+from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.operations.copy_operations import copy
 from cp_fast.runtime.operations.exchange_operations import exchange, wait
 from cp_fast.runtime.operations.launch_operations import backward_launch, forward_launch

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.movers import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.movers.checks import end_of, sizes_of
+from cp_fast.movers.length_checks import end_of, sizes_of
+from cp_fast.movers.operators import mover_gradients  # noqa: F401  (registers the gradients)
 from cp_fast.thd.slices import cut_packed
 from cp_ref.common.plan_arguments import check_plan
 from cp_ref.common.sharding.shard import shard

@@ -1,5 +1,5 @@
 """Refuse arguments before an operator sees them: other types than tensors, integers or flags, and tensors whose
-gradient autograd would lack. The operators refuse everything else (`cp_fast.movers.ops`).
+gradient autograd would lack. The operators refuse everything else (`cp_fast.movers.operators.registered`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cp_fast.movers import ops_autograd, ops_corrections  # noqa: F401  (register the operators and their gradients)
+from cp_fast.movers.operators import correction_operators, mover_gradients  # noqa: F401  (register themselves)
 from cp_ref.common.thd.checks import check_given, check_tensor
 from cp_ref.common.thd.corrections import ACTIONS
 from cp_ref.spec import check_choice, check_flag

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
-from cp_fast.movers import ops_autograd  # noqa: F401  (registers the gradients)
-from cp_fast.movers.checks import end_of, sizes_of
+from cp_fast.movers.length_checks import end_of, sizes_of
+from cp_fast.movers.operators import mover_gradients  # noqa: F401  (registers the gradients)
 from cp_ref.common.thd.checks import check_given, check_lengths, check_tail
 from cp_ref.spec.layouts.slice_rows import check_known
 

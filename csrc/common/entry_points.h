@@ -1,8 +1,8 @@
 // The kernels, one function each, the same list for every device: csrc/cpu defines them in namespace cp::cpu, csrc/cuda
 // in cp::cuda, and the binding calls those of the device it is compiled for (-DCP_DEVICE=cpu or cuda).
 //
-// The methods of cp_fast/movers/base.py define the results; this file has only the form of the arguments. Nothing here
-// allocates, waits, or uses another stream. Any size may be 0: then a function does nothing.
+// The methods of cp_fast/movers/mover_protocol.py define the results; this file has only the form of the arguments.
+// Nothing here allocates, waits, or uses another stream. Any size may be 0: then a function does nothing.
 #pragma once
 
 #include "types.h"

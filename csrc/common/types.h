@@ -135,7 +135,7 @@ CP_HD int access_bytes(const Move& m) {
   return static_cast<int>(all & (~all + 1));
 }
 
-// An error of the caller: Python sees a ValueError or a TypeError with this text (cp_fast.movers.native).
+// An error of the caller: Python sees a ValueError or a TypeError with this text (cp_fast.movers.native_kernels).
 [[noreturn]] inline void value_error(const std::string& text) { throw std::runtime_error("ValueError: " + text); }
 [[noreturn]] inline void type_error(const std::string& text) { throw std::runtime_error("TypeError: " + text); }
 

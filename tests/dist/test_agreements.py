@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import cp_fast
 import cp_fast.tools.build
-from cp_fast.movers import select
+from cp_fast.movers import select_kernels as select
 from cp_ref import SimGroup
 from tests.dist.workers import Processes
 
@@ -40,7 +40,7 @@ def bad_kernels(planned: bool, how: str) -> None:
         cp_fast.tools.build.library = fails
         select._choice.cache_clear()
         select._loaded.cache_clear()
-        importlib.import_module("cp_fast.movers.native").load.cache_clear()
+        importlib.import_module("cp_fast.movers.native_kernels").load.cache_clear()
     try:
         call(planned, cp, x)
     finally:

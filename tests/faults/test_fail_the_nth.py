@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_fast
 import cp_fast.tools.build
-from cp_fast.movers import select
+from cp_fast.movers import select_kernels as select
 from tests.dist.workers import Processes
 from tests.marks import needs_cxx
 
@@ -103,7 +103,7 @@ def files(n: int) -> Iterator[Nth]:
     nth = Nth(n, full_disk)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {select.VARIABLE: "native"}))
-        for forget in (select._choice, select._loaded, importlib.import_module("cp_fast.movers.native").load):
+        for forget in (select._choice, select._loaded, importlib.import_module("cp_fast.movers.native_kernels").load):
             forget.cache_clear()
             stack.callback(forget.cache_clear)
         for owner, name in ((builtins, "open"), (io, "open"), (os, "open"), (os, "stat"), (os, "mkdir")):

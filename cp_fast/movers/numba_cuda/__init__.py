@@ -1,11 +1,12 @@
 """The kernels in Numba CUDA, for machines with a GPU and no compiler: compiled on first use, some seconds each kind.
 
-    kernels     the protocol: addresses, strides, grids          launch      on PyTorch's current stream
-    plans       a row map as a launch is told                    maps        which row goes where
-    movers      gather and scatter bytes      moves              their tables
-    values      add and convert               sums               their tables, and those of merges
-    weigh       merge                         indices            the table of a row map
-    memory      memory by address: `memory_gpu`, or `memory_sim` in Numba's simulator (NUMBA_ENABLE_CUDASIM=1)
+    numba_kernels      the protocol: addresses, strides, grids
+    numba_launch       launches on PyTorch's current stream
+    row_maps_on_gpu    the target of each row               launch_plans       a row map as arguments of a launch
+    move_kernels       gather and scatter bytes             move_arguments     tables of their arguments
+    merge_kernels      add and convert                      merge_arguments    tables of their and the merge's arguments
+    weight_kernels     merge by log-sum-exp                 index_kernel       the index table of a row map
+    address            memory by address: `memory_gpu`, or `memory_sim` in Numba's simulator (NUMBA_ENABLE_CUDASIM=1)
 
 A call costs some tens of microseconds on the host, more than native code; the GPU's time is nearly the same. The first
 call of every kind compiles, which a CUDA graph cannot capture: call it once before.
@@ -18,9 +19,9 @@ from importlib import metadata
 
 import torch
 
-from cp_fast.movers.base import Kernels
 from cp_fast.movers.lengths_map import LengthsMap
-from cp_fast.movers.numba_cuda.simulated import SIMULATED
+from cp_fast.movers.mover_protocol import Kernels
+from cp_fast.movers.numba_cuda.address.simulated import SIMULATED
 
 __all__ = ["load", "why_not"]
 
@@ -54,8 +55,8 @@ def _cure() -> str:
 
 def load(device: str) -> Kernels:
     """The implementation."""
-    from cp_fast.movers.numba_cuda.kernels import NumbaKernels
-    from cp_fast.movers.numba_cuda.launch import quiet
+    from cp_fast.movers.numba_cuda.numba_kernels import NumbaKernels
+    from cp_fast.movers.numba_cuda.numba_launch import quiet
 
     quiet()
     return NumbaKernels()

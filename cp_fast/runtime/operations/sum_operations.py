@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_fast.compile.instructions import OWN, Accumulate, Free
-from cp_fast.movers.torch_merges import log_add_exp
+from cp_fast.movers.torch_movers.torch_merges import log_add_exp
 from cp_fast.runtime.pass_buffers import MISSING, PassBuffers
 from cp_fast.runtime.row_selection import Rows, columns_of, is_mask, put_columns, rows_of
 from cp_fast.runtime.tensors import Operation, State, Tensors

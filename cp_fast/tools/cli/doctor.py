@@ -20,8 +20,8 @@ from torch.cuda import nccl
 
 from cp_fast.backends import BACKENDS, Backend, installed, probe, remark_on
 from cp_fast.backends.fa4 import fa4_cache
-from cp_fast.movers.numba_cuda.simulated import SIMULATED
-from cp_fast.movers.select import chosen, why_not
+from cp_fast.movers.numba_cuda.address.simulated import SIMULATED
+from cp_fast.movers.select_kernels import chosen, why_not
 from cp_fast.tools import build
 from cp_fast.tools.build import tools
 from cp_fast.tools.cli.measure_command import measure_machine

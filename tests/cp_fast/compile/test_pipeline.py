@@ -31,7 +31,7 @@ from cp_fast.compile.pass_table import PASSES, switched_off
 from cp_fast.compile.pipeline import compiled
 from cp_fast.compile.planning import chosen_schedule
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
-from cp_fast.movers.select import use
+from cp_fast.movers.select_kernels import use
 from cp_ref.spec import Problem, Sequence, make_rank_schedule
 from tests.marks import examples
 from tests.masks.problems import problems as problems_of_areas

@@ -9,10 +9,10 @@ import numba.cuda.dispatcher
 from numba import cuda, types
 
 from cp_fast.movers.lengths_map import KINDS
-from cp_fast.movers.numba_cuda.indices import indices_kernel
-from cp_fast.movers.numba_cuda.movers import move_kernel
-from cp_fast.movers.numba_cuda.values import add_heads_kernel, pairs_kernel
-from cp_fast.movers.numba_cuda.weigh import weigh_kernel
+from cp_fast.movers.numba_cuda.index_kernel import indices_kernel
+from cp_fast.movers.numba_cuda.merge_kernels import add_heads_kernel, pairs_kernel
+from cp_fast.movers.numba_cuda.move_kernels import move_kernel
+from cp_fast.movers.numba_cuda.weight_kernels import weigh_kernel
 
 SM_90 = (9, 0)
 INT = types.int64

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from cp_fast.movers import LengthsMap, why_not
-from cp_fast.movers.numba_cuda.simulated import SIMULATED
+from cp_fast.movers.numba_cuda.address.simulated import SIMULATED
 from tests.cp_fast.kernels.suite import CHECKS, Case, Where, cases, many_sequences, row_sizes
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="needs NUMBA_ENABLE_CUDASIM=1")

@@ -10,8 +10,9 @@ import torch
 import cp_fast.tools.build
 from cp_fast import movers as package
 from cp_fast.api.log import log_once
-from cp_fast.movers import chosen, kernels, select, use, why_not
-from cp_fast.movers.torch_ops import TorchKernels
+from cp_fast.movers import chosen, kernels, use, why_not
+from cp_fast.movers import select_kernels as select
+from cp_fast.movers.torch_movers.torch_kernels import TorchKernels
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def test_a_build_that_fails_is_no_reason_to_take_another(monkeypatch: pytest.Mon
         raise RuntimeError("the build failed: error on line 3")
 
     monkeypatch.setattr(cp_fast.tools.build, "why_not", lambda device_type: None)
-    monkeypatch.setattr("cp_fast.movers.native.load", load)
+    monkeypatch.setattr("cp_fast.movers.native_kernels.load", load)
     with pytest.raises(RuntimeError, match="the build failed"):
         kernels("cpu")
 

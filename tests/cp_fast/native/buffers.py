@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cp_fast.thd  # noqa: F401  (registers the operators)
 from cp_fast.movers import use
-from cp_fast.movers.native import NativeKernels, load
+from cp_fast.movers.native_kernels import NativeKernels, load
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [

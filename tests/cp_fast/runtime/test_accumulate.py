@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cp_fast.backends import LaunchOptions
 from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Copy, View
-from cp_fast.movers.select import kernels
-from cp_fast.movers.torch_merges import log_add_exp
+from cp_fast.movers.select_kernels import kernels
+from cp_fast.movers.torch_movers.torch_merges import log_add_exp
 from cp_fast.runtime.operations.copy_operations import copy
 from cp_fast.runtime.operations.sum_operations import accumulate
 from cp_fast.runtime.pass_buffers import PassBuffers

@@ -14,7 +14,7 @@ import torch
 import cp_fast
 import cp_ref
 from cp_fast.movers import LengthsMap, use
-from cp_fast.movers.native import load
+from cp_fast.movers.native_kernels import load
 from tests.marks import needs_cxx
 
 LEAST, MOST = -(2**63), 2**63 - 1

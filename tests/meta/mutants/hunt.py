@@ -16,7 +16,7 @@ from conformance.implementation import Implementation
 from conformance.levels import LEVEL_TIERS
 from conformance.run.play_case import UnsupportedCase
 from conformance.tiers import CASE_TIERS, TABLE_TIERS
-from cp_fast.movers.select import use
+from cp_fast.movers.select_kernels import use
 from tests.meta.mutants.model import Mutant, Package, loaded
 
 __all__ = ["QUICK", "Hunt", "drawn_problems", "hunt", "implementation", "tier_names"]

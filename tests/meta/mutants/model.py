@@ -11,7 +11,7 @@ from unittest import mock
 
 from conformance.implementation import Implementation, load
 from conformance.judge.run_record import Level
-from cp_fast.movers.select import use
+from cp_fast.movers.select_kernels import use
 
 __all__ = ["Mutant", "loaded", "wrap", "wrap_operation"]
 

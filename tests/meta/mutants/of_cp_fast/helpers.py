@@ -129,8 +129,8 @@ def _unchecked(_: Any, *arguments: Any, **named: Any) -> None:
     """Lengths are believed, whatever they are."""
 
 
-_ROWS, _KERNELS = "cp_fast.movers.torch_rows", "cp_fast.movers.torch_ops.TorchKernels"
-_OPS = "cp_fast.movers.ops_movers"
+_ROWS, _KERNELS = "cp_fast.movers.torch_movers.torch_rows", "cp_fast.movers.torch_movers.torch_kernels.TorchKernels"
+_OPS = "cp_fast.movers.operators.mover_operators"
 _PARTITION = "thd_get_partitioned_indices"
 _REORDER, _INVERSE = "thd_sequence_order_to_cp_rank_order", "thd_cp_rank_order_to_sequence_order"
 _LSE, _OUT, _GRAD = "thd_second_half_lse_correction", "thd_out_correction", "thd_grad_correction"
@@ -171,7 +171,9 @@ MUTANTS: dict[str, Mutant] = {
         "both halves have the first half of the tail", "thd_read_half_tensor", f"{_ROWS}.half_rows", _tail_of_half_0
     ),
     "lse-of-no-token-is-minus-inf": _helper(
-        "where no token is -inf, not 0", "thd_read_second_half_lse", "cp_fast.movers.ops_corrections._second_half",
+        "where no token is -inf, not 0",
+        "thd_read_second_half_lse",
+        "cp_fast.movers.operators.correction_operators._second_half",
         _nothing_for_zero,
     ),
     "lse-replaced": _helper(
@@ -208,15 +210,15 @@ MUTANTS: dict[str, Mutant] = {
     "halves-not-checked": _helper(
         "odd lengths are believed",
         "thd_read_half_tensor",
-        "cp_fast.movers.ops.check_divisible",
+        "cp_fast.movers.operators.registered.check_divisible",
         _unchecked,
         "helpers-malformed",
     ),
     "ends-not-checked": _helper(
         "lengths beyond the buffer are believed",
         _GRAD,
-        "cp_fast.movers.ops_movers.check_fits cp_fast.movers.ops_movers.check_room "
-        "cp_fast.movers.ops_corrections.check_room cp_fast.movers.ops.check_tail",
+        "cp_fast.movers.operators.mover_operators.check_fits cp_fast.movers.operators.mover_operators.check_room "
+        "cp_fast.movers.operators.correction_operators.check_room cp_fast.movers.operators.registered.check_tail",
         _unchecked,
         "helpers-malformed",
     ),

@@ -106,7 +106,7 @@ def _dk_heads_rotated(backward: Any, *arguments: Any) -> Any:
 
 
 _KERNELS, _BACKEND = (
-    "cp_fast.movers.torch_ops.TorchKernels",
+    "cp_fast.movers.torch_movers.torch_kernels.TorchKernels",
     "cp_fast.backends.blockwise.blockwise_backend.BlockwiseBackend",
 )
 _COLUMNS, _SCORES = (

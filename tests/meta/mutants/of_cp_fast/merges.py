@@ -131,9 +131,9 @@ def _sums_rounded(scatter: Any, self: Any, outs: Any, xs: Any, rows: Any, add: b
         out.copy_(out.bfloat16())
 
 
-_MERGED = "cp_fast.movers.torch_merges._merged"
-_WEIGHTED = "cp_fast.movers.torch_merges._weighted"
-_ADD = "cp_fast.movers.torch_ops.TorchKernels.scatter_"
+_MERGED = "cp_fast.movers.torch_movers.torch_merges._merged"
+_WEIGHTED = "cp_fast.movers.torch_movers.torch_merges._weighted"
+_ADD = "cp_fast.movers.torch_movers.torch_kernels.TorchKernels.scatter_"
 _ACCUMULATE = "cp_fast.runtime.resolve.accumulate"
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a mover's launch: the target of each row (see `maps`), and the tensors to move."""
+"""The arguments of a mover's launch: the target of each row (see `row_maps_on_gpu`), and the tensors to move."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_fast.movers.lengths_map import LengthsMap
-from cp_fast.movers.numba_cuda.launch import launch
-from cp_fast.movers.numba_cuda.movers import move_kernel
-from cp_fast.movers.numba_cuda.moves import Move, rows_per_block, table_of, word_size
+from cp_fast.movers.numba_cuda.move_arguments import Move, rows_per_block, table_of, word_size
+from cp_fast.movers.numba_cuda.move_kernels import move_kernel
+from cp_fast.movers.numba_cuda.numba_launch import launch
 from cp_fast.runtime.row_selection import Rows
 
 __all__ = ["Plan", "move", "plan_of"]
@@ -19,7 +19,7 @@ MOST_MOVES = 16  # In one launch: arguments are 4 KB at most.
 
 
 class Plan(NamedTuple):
-    """A row map as kernels take it: `kind` for the compiler, 8 `numbers` for the launch (see `maps`)."""
+    """A row map as kernels take it: `kind` for the compiler, 8 `numbers` for the launch (see `row_maps_on_gpu`)."""
 
     helper: str
     kind: str

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_fast.movers import torch_merges
 from cp_fast.movers.lengths_map import LengthsMap
-from cp_fast.movers.torch_merges import put, taken, wide_dtype
-from cp_fast.movers.torch_rows import bits, table_of, targets_of
+from cp_fast.movers.torch_movers import torch_merges
+from cp_fast.movers.torch_movers.torch_merges import put, taken, wide_dtype
+from cp_fast.movers.torch_movers.torch_rows import bits, table_of, targets_of
 from cp_fast.runtime.row_selection import Rows
 
 __all__ = ["TorchKernels", "load"]
 
 
 class TorchKernels:
-    """`cp_fast.movers.base.Kernels`, which says what each method does."""
+    """`cp_fast.movers.mover_protocol.Kernels`, which says what each method does."""
 
     name = "torch"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from cp_fast.movers.lengths_map import LengthsMap
-from cp_fast.movers.torch_asserts import assert_lengths
-from cp_fast.movers.torch_rows import Targets
+from cp_fast.movers.torch_movers.torch_asserts import assert_lengths
+from cp_fast.movers.torch_movers.torch_rows import Targets
 from cp_fast.runtime.row_selection import Rows
 
 __all__ = ["correct_", "log_add_exp", "merge_", "merge_padded_halves_", "put", "taken", "wide_dtype"]

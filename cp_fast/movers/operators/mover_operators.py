@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_fast.movers.checks import end_of, sizes_of
-from cp_fast.movers.layouts import lengths_on, plain, rows, rows_out, touched
+from cp_fast.movers.length_checks import end_of, sizes_of
 from cp_fast.movers.lengths_map import LengthsMap
-from cp_fast.movers.ops import check_chunks, check_halves, nothing, operator
-from cp_fast.movers.select import kernels
-from cp_fast.movers.torch_asserts import assert_lengths, assert_real_lengths
+from cp_fast.movers.operand_layouts import lengths_on, plain, rows, rows_out, touched
+from cp_fast.movers.operators.registered import check_chunks, check_halves, nothing, operator
+from cp_fast.movers.select_kernels import kernels
+from cp_fast.movers.torch_movers.torch_asserts import assert_lengths, assert_real_lengths
 from cp_ref.common.thd.checks import MOST_ROWS, check_both, check_count, check_divisible, check_fits, check_room
 from cp_ref.common.thd.halves import check_read_half
 from cp_ref.common.thd.indices import check_partition, check_reorder

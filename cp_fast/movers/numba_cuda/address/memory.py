@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cp_fast.movers.numba_cuda.simulated import SIMULATED
+from cp_fast.movers.numba_cuda.address.simulated import SIMULATED
 
 if SIMULATED:
-    from cp_fast.movers.numba_cuda.memory_sim import (
+    from cp_fast.movers.numba_cuda.address.memory_sim import (
         copies,
         divide,
         fault,
@@ -15,7 +15,7 @@ if SIMULATED:
         store_values,
     )
 else:
-    from cp_fast.movers.numba_cuda.memory_gpu import (
+    from cp_fast.movers.numba_cuda.address.memory_gpu import (
         copies,
         divide,
         fault,

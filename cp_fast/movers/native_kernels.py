@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from cp_fast.movers.base import Kernels
 from cp_fast.movers.lengths_map import HELPERS, KINDS, LengthsMap
+from cp_fast.movers.mover_protocol import Kernels
 from cp_fast.runtime.row_selection import Rows
 from cp_fast.tools import build
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cp_fast.movers import ops_movers  # noqa: F401  (registers the operators)
-from cp_fast.movers.ops import LIBRARY
+from cp_fast.movers.operators import mover_operators  # noqa: F401  (registers the operators)
+from cp_fast.movers.operators.registered import LIBRARY
 
 __all__: list[str] = []
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from numba import cuda
 
-from cp_fast.movers.numba_cuda.memory import divide, load_int
+from cp_fast.movers.numba_cuda.address.memory import divide, load_int
 
 __all__ = ["entry", "find", "plan_is_right", "row_key", "row_map"]
 

@@ -1,4 +1,4 @@
-"""`cp_fast.movers.base.Kernels` over the Numba kernels."""
+"""`cp_fast.movers.mover_protocol.Kernels` over the Numba kernels."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import torch
 
 from cp_fast.movers.lengths_map import LengthsMap
-from cp_fast.movers.numba_cuda.indices import indices_kernel
-from cp_fast.movers.numba_cuda.launch import launch
-from cp_fast.movers.numba_cuda.movers import THREADS
-from cp_fast.movers.numba_cuda.moves import moves_of
-from cp_fast.movers.numba_cuda.plans import move, plan_of
-from cp_fast.movers.numba_cuda.sums import add_heads_, pairs_, weigh_
+from cp_fast.movers.numba_cuda.index_kernel import indices_kernel
+from cp_fast.movers.numba_cuda.launch_plans import move, plan_of
+from cp_fast.movers.numba_cuda.merge_arguments import add_heads_, pairs_, weigh_
+from cp_fast.movers.numba_cuda.move_arguments import moves_of
+from cp_fast.movers.numba_cuda.move_kernels import THREADS
+from cp_fast.movers.numba_cuda.numba_launch import launch
 from cp_fast.runtime.row_selection import Rows
 
 __all__ = ["NumbaKernels"]
 
 
 class NumbaKernels:
-    """`cp_fast.movers.base.Kernels`, which says what each method does."""
+    """`cp_fast.movers.mover_protocol.Kernels`, which says what each method does."""
 
     name = "numba"
 

@@ -1,4 +1,4 @@
-"""From tensors to arguments of `movers`: consecutive axes become one; words are as wide as possible."""
+"""From tensors to arguments of `move_kernels`: consecutive axes become one; words are as wide as possible."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_fast.movers.numba_cuda.movers import FIELDS, THREADS
+from cp_fast.movers.numba_cuda.move_kernels import FIELDS, THREADS
 
 __all__ = ["Folded", "Move", "fold", "moves_of", "rows_per_block", "table_of", "word_size"]
 
@@ -51,7 +51,7 @@ def fold(a: torch.Tensor, b: torch.Tensor) -> Folded:
 
 
 class Move(NamedTuple):
-    """Addresses, and strides in bytes: see `movers`."""
+    """Addresses, and strides in bytes: see `move_kernels`."""
 
     source: int
     target: int

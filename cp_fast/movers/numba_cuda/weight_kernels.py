@@ -16,10 +16,10 @@ from typing import Any
 
 from numba import cuda, float32, float64, int64
 
-from cp_fast.movers.numba_cuda.maps import entry, find, plan_is_right, row_key, row_map
-from cp_fast.movers.numba_cuda.memory import divide, fault, load_values, store_values
-from cp_fast.movers.numba_cuda.movers import INDEX_RULE, LENGTHS_RULE, THREADS
-from cp_fast.movers.numba_cuda.values import SIZES
+from cp_fast.movers.numba_cuda.address.memory import divide, fault, load_values, store_values
+from cp_fast.movers.numba_cuda.merge_kernels import SIZES
+from cp_fast.movers.numba_cuda.move_kernels import INDEX_RULE, LENGTHS_RULE, THREADS
+from cp_fast.movers.numba_cuda.row_maps_on_gpu import entry, find, plan_is_right, row_key, row_map
 
 __all__ = ["PIECES", "weigh_kernel"]
 

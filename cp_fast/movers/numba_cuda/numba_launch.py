@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from numba import cuda
 
-from cp_fast.movers.numba_cuda.memory import SIMULATED
-from cp_fast.movers.numba_cuda.movers import THREADS
+from cp_fast.movers.numba_cuda.address.memory import SIMULATED
+from cp_fast.movers.numba_cuda.move_kernels import THREADS
 
 __all__ = ["launch", "quiet"]
 

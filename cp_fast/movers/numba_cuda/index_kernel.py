@@ -10,9 +10,9 @@ from typing import Any
 
 from numba import cuda
 
-from cp_fast.movers.numba_cuda.maps import plan_is_right, row_map
-from cp_fast.movers.numba_cuda.memory import fault, store_int
-from cp_fast.movers.numba_cuda.movers import LENGTHS_RULE
+from cp_fast.movers.numba_cuda.address.memory import fault, store_int
+from cp_fast.movers.numba_cuda.move_kernels import LENGTHS_RULE
+from cp_fast.movers.numba_cuda.row_maps_on_gpu import plan_is_right, row_map
 
 __all__ = ["indices_kernel"]
 

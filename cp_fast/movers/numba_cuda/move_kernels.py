@@ -19,8 +19,8 @@ from typing import Any
 
 from numba import cuda, int64
 
-from cp_fast.movers.numba_cuda.maps import entry, plan_is_right, row_key, row_map
-from cp_fast.movers.numba_cuda.memory import SIMULATED, copies, divide, fault
+from cp_fast.movers.numba_cuda.address.memory import SIMULATED, copies, divide, fault
+from cp_fast.movers.numba_cuda.row_maps_on_gpu import entry, plan_is_right, row_key, row_map
 
 __all__ = ["FIELDS", "INDEX_RULE", "LENGTHS_RULE", "THREADS", "move_kernel"]
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from cp_fast.api.log import log_once
-from cp_fast.movers.base import Kernels
+from cp_fast.movers.mover_protocol import Kernels
 from cp_ref.spec import check_choice
 
 __all__ = ["NAMES", "VARIABLE", "asked", "chosen", "kernels", "use", "why_not"]
@@ -27,9 +27,9 @@ NAMES = ("native", "numba", "torch")
 VARIABLE = "CP_FAST_KERNELS"
 
 _MODULES = {  # With the function `load`.
-    "native": "cp_fast.movers.native",
+    "native": "cp_fast.movers.native_kernels",
     "numba": "cp_fast.movers.numba_cuda",
-    "torch": "cp_fast.movers.torch_ops",
+    "torch": "cp_fast.movers.torch_movers.torch_kernels",
 }
 _REASONS = {"native": "cp_fast.tools.build", "numba": "cp_fast.movers.numba_cuda"}  # With the function `why_not`.
 _used: list[str] = []  # Of `use`, the innermost last; for all threads, since autograd has its own.

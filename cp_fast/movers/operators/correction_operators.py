@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from cp_fast.movers.checks import end_of, sizes_of
-from cp_fast.movers.layouts import lengths_on, plain, plain_out, touched
+from cp_fast.movers.length_checks import end_of, sizes_of
 from cp_fast.movers.lengths_map import LengthsMap
-from cp_fast.movers.ops import check_halves, nothing, operator
-from cp_fast.movers.select import kernels
-from cp_fast.movers.torch_asserts import assert_lengths
+from cp_fast.movers.operand_layouts import lengths_on, plain, plain_out, touched
+from cp_fast.movers.operators.registered import check_halves, nothing, operator
+from cp_fast.movers.select_kernels import kernels
+from cp_fast.movers.torch_movers.torch_asserts import assert_lengths
 from cp_ref.common.thd.checks import check_columns, check_room
 from cp_ref.common.thd.corrections import check_grad_correction, check_lse_correction, check_out_correction
 from cp_ref.common.thd.halves import check_read_second_half_lse

@@ -3,7 +3,7 @@
 # (kernels are compiled by Numba: their types are not Python's)
 """The kernels that add: pairs of tensors added or converted, and heads from several ranks.
 
-Blocks work as in `movers`: rows are looked up once, by one thread each. Numbers are read four at a time if addresses
+Blocks work as in `move_kernels`: rows are looked up once, by one thread each. Numbers are read four at a time if addresses
 allow (`width` 4), widened to `wide`, and rounded once, at the store.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 from numba import cuda, int64
 
-from cp_fast.movers.numba_cuda.maps import plan_is_right, row_map
-from cp_fast.movers.numba_cuda.memory import divide, fault, load_values, store_values
-from cp_fast.movers.numba_cuda.movers import FIELDS, INDEX_RULE, LENGTHS_RULE, THREADS
+from cp_fast.movers.numba_cuda.address.memory import divide, fault, load_values, store_values
+from cp_fast.movers.numba_cuda.move_kernels import FIELDS, INDEX_RULE, LENGTHS_RULE, THREADS
+from cp_fast.movers.numba_cuda.row_maps_on_gpu import plan_is_right, row_map
 
 __all__ = ["SIZES", "add_heads_kernel", "pairs_kernel"]
 
@@ -27,7 +27,7 @@ SIZES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 def pairs_kernel(helper: str, kind: str, add: bool, dtype: str, step_dtype: str, wide: str, width: int) -> Any:
     """kernel(table, plan, count, rows): target[map(i)] = or, with `add`, += row i of the source, `rows` rows a block.
 
-    The table is that of `movers`, target first, `words` in elements.
+    The table is that of `move_kernels`, target first, `words` in elements.
     """
     load, load_step = load_values(dtype, wide, width), load_values(step_dtype, wide, width)
     store = store_values(dtype, wide, width)

@@ -1,4 +1,4 @@
-"""From tensors to arguments of `values` and `weigh`."""
+"""From tensors to arguments of `merge_kernels` and `weight_kernels`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_fast.movers.numba_cuda.launch import launch
-from cp_fast.movers.numba_cuda.movers import FIELDS, THREADS
-from cp_fast.movers.numba_cuda.moves import fold
-from cp_fast.movers.numba_cuda.plans import Plan
-from cp_fast.movers.numba_cuda.values import add_heads_kernel, pairs_kernel
-from cp_fast.movers.numba_cuda.weigh import PIECES, weigh_kernel
+from cp_fast.movers.numba_cuda.launch_plans import Plan
+from cp_fast.movers.numba_cuda.merge_kernels import add_heads_kernel, pairs_kernel
+from cp_fast.movers.numba_cuda.move_arguments import fold
+from cp_fast.movers.numba_cuda.move_kernels import FIELDS, THREADS
+from cp_fast.movers.numba_cuda.numba_launch import launch
+from cp_fast.movers.numba_cuda.weight_kernels import PIECES, weigh_kernel
 
 __all__ = ["add_heads_", "pairs_", "weigh_"]
 
@@ -86,7 +86,7 @@ def add_heads_(plan: Plan, out: torch.Tensor, x: torch.Tensor, first_heads: tupl
 def weigh_(
     plan: Plan, final: bool, out: torch.Tensor, step: torch.Tensor, lse: torch.Tensor, lse_step: torch.Tensor
 ) -> None:
-    """`weigh.weigh_kernel`; out and step [t, h, d], d 0 for LSEs alone."""
+    """`weight_kernels.weigh_kernel`; out and step [t, h, d], d 0 for LSEs alone."""
     heads = lse.shape[-2]
     if not plan.count or not heads or not lse.numel():
         return

@@ -1,0 +1,1 @@
+"""The registered operators that move rows, their checks and gradients."""

@@ -1,0 +1,1 @@
+"""The movers by PyTorch's operators: any device, no compiler."""
