@@ -3,8 +3,8 @@
 # (kernels are compiled by Numba: their types are not Python's)
 """The kernels that add: pairs of tensors added or converted, and heads from several ranks.
 
-Blocks work as in `move_kernels`: rows are looked up once, by one thread each. Numbers are read four at a time if addresses
-allow (`width` 4), widened to `wide`, and rounded once, at the store.
+Blocks work as in `move_kernels`: rows are looked up once, by one thread each. Numbers are read four at a time if
+addresses allow (`width` 4), widened to `wide`, and rounded once, at the store.
 """
 
 from __future__ import annotations
