@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LARGER = {"cp_fast/movers", "cp_fast/movers/numba_cuda"}  # These wait for the work on the kernels.
 
 
 def files_by_folder() -> Counter[str]:
@@ -21,5 +20,5 @@ def files_by_folder() -> Counter[str]:
 
 def test_no_folder_has_more_than_12_files() -> None:
     found = files_by_folder()
-    assert {folder: count for folder, count in found.items() if count > 12 and folder not in LARGER} == {}
+    assert {folder: count for folder, count in found.items() if count > 12} == {}
     assert found["cp_fast"] <= 6
