@@ -142,7 +142,7 @@ def longest(record: Record, given: Any, libraries: list[str], ends: float) -> No
         if len(rows) < len(MEMORY_LENGTHS) or "error" in rows[-1]:
             record.add([{"library": library, "layers": given.layers, "error": rows[-1].get("error")}], "longest")
             continue
-        # What PyTorch does not allocate counts too: CUDA's and NCCL's own memory, and the lanes of peers' messages.
+        # What PyTorch does not allocate counts too: CUDA's and NCCL's memory, and the staging buffers of messages.
         peaks = [(row["tokens"], row["peak_gib"] + row["used_gib"] - row["reserved_gib"]) for row in rows]
         fixed, slope = straight(peaks)
         predicted = int((rows[0]["total_gib"] - fixed) / slope)

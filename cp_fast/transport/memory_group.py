@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from cp_fast.api.log import log_once
 from cp_fast.transport.crossed import Crossed
-from cp_fast.transport.lane_exchange import PeerMessages
-from cp_fast.transport.lanes import lane_sizes
+from cp_fast.transport.peer_exchange import PeerMessages
 from cp_fast.transport.shared_memory import share
+from cp_fast.transport.staging_buffers import staging_sizes
 from cp_fast.transport.streams import why_not_driver
 from cp_ref.common.groups.process_groups import ProcessMember
 from cp_ref.spec import Group, PairGroup, Problem, check_choice
@@ -24,7 +24,7 @@ __all__ = ["VARIABLE", "Messages", "carried_by", "carries", "messages_for", "why
 
 VARIABLE = "CP_FAST_MESSAGES"
 CHOICES = ("auto", "peer_memory", "group")
-_SHARE = 16  # The lanes of a group take at most this fraction (1 / 16) of a GPU's memory.
+_SHARE = 16  # The staging buffers of a group take at most this fraction (1 / 16) of a GPU's memory.
 
 Messages = Group  # The transport of a plan.
 
@@ -73,7 +73,7 @@ class _Place:
     why_not: str | None = None
     most: int = 0
     messages: PeerMessages | None = None
-    asked: tuple[int, ...] = ()  # The largest lanes of any plan.
+    asked: tuple[int, ...] = ()  # The largest staging buffers of any plan.
 
 
 _places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
@@ -124,7 +124,7 @@ def _member_messages(
         _meet(member, place)
     if place.why_not is not None:
         return member
-    sizes = lane_sizes(problem, rows, way, member.size)
+    sizes = staging_sizes(problem, rows, way, member.size)
     asked = tuple(map(max, sizes, place.asked or sizes))
     if asked != place.asked:
         total = sum(asked)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_fast.api.log import log
-from cp_fast.transport.lane_exchange import PeerMessages, Shared
+from cp_fast.transport.peer_exchange import PeerMessages, Shared
 from cp_fast.transport.streams import CudaStreams
 from cp_fast.transport.watch import Watch
 from cp_ref.common.groups.process_groups import ProcessMember
@@ -21,14 +21,14 @@ from cp_ref.spec import Parcel
 
 __all__ = ["share"]
 
-_WORDS = 4096  # Bytes in front of the lanes, for words.
+_WORDS = 4096  # Bytes in front of the staging buffers, for words.
 _GRACE = 5.0  # Seconds for a process to end by itself after a lost peer.
 _TRIAL = 20.0  # Seconds for the trial of a new group.
 
 
 def share(member: ProcessMember, sizes: tuple[int, ...], device: torch.device) -> tuple[PeerMessages | None, str]:
-    """Share lanes of these sizes, and try them. Collective: all ranks get messages, or all get the reason for the
-    failure.
+    """Share staging buffers of these sizes, and try them. Collective: all ranks get messages, or all get the reason for
+    the failure.
     """
     with torch.cuda.device(device):
         made, reason = _attempt(member, "sharing memory", lambda: _memory(sizes))

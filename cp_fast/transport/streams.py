@@ -25,8 +25,8 @@ class Streams(Protocol):
     `wait` in the implementation; memory is an address.
     """
 
-    filling: Any  # The stream that copies sent bytes into lanes.
-    pulling: Any  # The stream that copies received bytes from the peers' lanes.
+    filling: Any  # The stream that copies sent bytes into staging buffers.
+    pulling: Any  # The stream that copies received bytes from the peers' staging buffers.
 
     def here(self) -> Any:
         """PyTorch's current stream."""

@@ -20,10 +20,10 @@ from cp_fast.compile.pipeline import lowered
 from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import Message
-from cp_fast.transport import lane_exchange as exchange
-from cp_fast.transport.lane_exchange import PeerMessages, Shared
-from cp_fast.transport.lanes import lane_sizes
+from cp_fast.transport import peer_exchange as exchange
 from cp_fast.transport.memory_group import carried_by
+from cp_fast.transport.peer_exchange import PeerMessages, Shared
+from cp_fast.transport.staging_buffers import staging_sizes
 from cp_fast.transport.watch import Watch
 from cp_ref import SimGroup
 from cp_ref.common.groups.process_groups import PeerError, during
@@ -42,7 +42,7 @@ class Host:
     def __init__(self, size: int, sizes: tuple[int, ...]) -> None:
         self.size, self.sizes = size, sizes
         self.changed = threading.Condition()
-        self.lanes = [torch.full((sum(sizes),), 255, dtype=torch.uint8) for _ in range(size)]
+        self.staging_buffers = [torch.full((sum(sizes),), 255, dtype=torch.uint8) for _ in range(size)]
         self.words = [torch.zeros(2 * size, dtype=torch.int32) for _ in range(size)]
         self.queues: dict[Any, SimpleQueue[Any]] = {}
         self.by_group: list[int] = []  # peers of the group's own messages
@@ -178,7 +178,7 @@ def member(host: Host, rank: int, limit: float = 600.0) -> PeerMessages:
 
     ranks, ended = range(host.size), torch.zeros(1, dtype=torch.int32)
     shared = Shared(
-        [x.data_ptr() for x in host.lanes],
+        [x.data_ptr() for x in host.staging_buffers],
         [word(rank, sender) for sender in ranks],
         [word(receiver, rank) for receiver in ranks],
         [word(rank, host.size + receiver) for receiver in ranks],
@@ -217,7 +217,7 @@ def content(sender: int, receiver: int, number: int, n: int, size: int) -> torch
 
 
 @pytest.mark.parametrize(("room", "part"), [(1024, 2**25), (5000, 500), (100_000, 2**25), (100_000, 300)])
-def test_what_is_pulled_is_what_was_sent_whatever_fits_into_a_lane(
+def test_what_is_pulled_is_what_was_sent_whatever_fits_into_a_staging_buffer(
     room: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random messages of three ranks, one of which runs ahead, in blocks of one part or several; what does not fit goes
@@ -272,12 +272,12 @@ def test_attention_has_the_bits_of_the_simulated_group(comm: str, window: int, m
     problem = Problem(
         cp_size=3, cp_comm_type=comm, sequences=(Lengths(48, 48, 48, 48),), window_size=(window, 0), **sizes
     )
-    host = Host(3, lane_sizes(problem, (16, 16), ways[comm], 3))
+    host = Host(3, staging_sizes(problem, (16, 16), ways[comm], 3))
     found = run(host, lambda messages: attend(messages, comm, window))
     expected = SimGroup(3).run(lambda sim: attend(sim, comm, window))
     for mine, its in zip(found, expected, strict=True):
         assert all(map(torch.equal, mine, its))
-    assert not host.by_group, "the lanes of a planner's schedule have room for all of it"
+    assert not host.by_group, "the staging buffers of a planner's schedule have room for all of it"
 
 
 def test_a_captured_exchange_goes_by_the_group() -> None:
@@ -296,7 +296,7 @@ def test_a_captured_exchange_goes_by_the_group() -> None:
 @settings(max_examples=examples(60))
 @given(problems())
 def test_both_ends_cut_their_messages_into_the_same_steps(problem: Problem) -> None:
-    """Which is what a lane's two ends rest on: a block is all that goes to a rank in one step."""
+    """Which is what a staging buffer's two ends rest on: a block is all that goes to a rank in one step."""
     with planned_at(ALWAYS_CHUNKS):
         chunks = choose_head_chunks(problem)
     plans = [
@@ -350,7 +350,7 @@ class AllAside(Streams):
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_an_exchange_whose_lane_is_never_free_again_has_not_ended(held: bool) -> None:
+def test_an_exchange_whose_staging_buffer_is_never_free_again_has_not_ended(held: bool) -> None:
     """Though nothing was to be received: the last one of a pass would hang, and nobody would know."""
     host = Host(2, (256,))
     messages = member(host, 0, limit=0.2)

@@ -2,7 +2,7 @@
 that frees it.
 
 A launch's own memory counts too: the accumulators of a backward kernel, dq in float32, and with grouped heads dk and
-dv. Not counted: the lanes of peer memory, tables, and the allocator's rounding.
+dv. Not counted: the staging buffers of peer memory, tables, and the allocator's rounding.
 """
 
 from __future__ import annotations

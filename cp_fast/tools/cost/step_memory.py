@@ -6,7 +6,7 @@ through the backward pass. AdamW has two states of the weights' dtype. The loss 
 
 Memory is fullest in the loss, or while a layer's MLP or attention runs in the backward pass: of the last layer, before
 which all layers have saved, or of the first one, after which all have gradients. Not counted: CUDA's, NCCL's and the
-allocator's own, and peers' lanes.
+allocator's own, and peers' staging buffers.
 """
 
 from __future__ import annotations

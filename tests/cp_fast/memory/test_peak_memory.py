@@ -1,7 +1,7 @@
 """What a rank of a ring holds at most, by the memory that its operators allocate.
 
 The kernel library is a stand-in that allocates what FlashAttention 4 does; its stream order is the host's. Not seen are
-what CUDA's allocator rounds and cannot use again, and the lanes of peer memory, which are not PyTorch's.
+what CUDA's allocator rounds and cannot use again, and the staging buffers of peer memory, which are not PyTorch's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The place of each message's bytes between two ranks: both ends compute it without communication.
 
-A lane is a ring of bytes in the sender's memory, for one receiver. All messages to it in one exchange form one block.
-Both ends place the same blocks in the same order, so both know the place of each. A large block has several parts: the
-first can be pulled while the next ones are still copied into the lane.
+A staging buffer is a ring of bytes in the sender's memory, for one receiver. All messages to it in one exchange form
+one block. Both ends place the same blocks in the same order, so both know the place of each. A large block has several
+parts: the first can be pulled while the next ones are still copied into the staging buffer.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from cp_ref.spec import Problem
 
-__all__ = ["ALIGNMENT", "PART", "Lane", "Place", "lane_sizes", "rounded"]
+__all__ = ["ALIGNMENT", "PART", "Place", "StagingBuffer", "rounded", "staging_sizes"]
 
 ALIGNMENT = 256  # Bytes, of tensors in a block.
 PART = 2**25  # Bytes of each part except a block's last one.
 
 
 class Place(NamedTuple):
-    """A block: its start, the number of its last part (parts of a lane are counted from 1), and that of the last
-    earlier block at this place, 0 for none.
+    """A block: its start, the number of its last part (parts of a staging buffer are counted from 1), and that of the
+    last earlier block at this place, 0 for none.
     """
 
     start: int
@@ -28,11 +28,11 @@ class Place(NamedTuple):
     over: int
 
 
-class Lane:
-    """The lane from one rank to another.
+class StagingBuffer:
+    """The staging buffer from one rank to another.
 
-    >>> lane = Lane(1000)
-    >>> [lane.place(400, 1), lane.place(400, 2), lane.place(300, 1), lane.place(300, 1)]
+    >>> staging = StagingBuffer(1000)
+    >>> [staging.place(400, 1), staging.place(400, 2), staging.place(300, 1), staging.place(300, 1)]
     [Place(start=0, number=1, over=0), Place(start=400, number=3, over=0), Place(start=0, number=4, over=1), \
 Place(start=300, number=5, over=3)]
     """
@@ -43,7 +43,7 @@ Place(start=300, number=5, over=3)]
         self._lying: deque[tuple[int, int, int]] = deque()  # Start, stop, number; the oldest first.
 
     def place(self, size: int, parts: int) -> Place:
-        """The place of the next block, which must fit in the lane."""
+        """The place of the next block, which must fit in the staging buffer."""
         over, start = 0, self._end
         if start + size > self.size:
             start = 0
@@ -65,10 +65,10 @@ def rounded(size: int) -> int:
     return max(-(-size // ALIGNMENT), 1) * ALIGNMENT
 
 
-def lane_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int) -> tuple[int, ...]:
-    """Bytes of the lanes to the ranks at distance 1, 2, ... for one exchange of a planner's schedule. This is the
-    largest exchange if all ranks own equal numbers of rows. Otherwise one may be larger: then the group's own messages
-    carry it.
+def staging_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int) -> tuple[int, ...]:
+    """Bytes of the staging buffers to the ranks at distance 1, 2, ... for one exchange of a planner's schedule. This is
+    the largest exchange if all ranks own equal numbers of rows. Otherwise one may be larger: then the group's own
+    messages carry it.
 
     Args:
         rows: of q and of k and v on a rank, padding included.
@@ -78,7 +78,7 @@ def lane_sizes(problem: Problem, rows: tuple[int, int], way: str, ranks: int) ->
     >>> from cp_ref.spec import Problem
     >>> sizes = dict(heads_q=4, heads_kv=2, d_qk=64, d_v=64, dtype="bfloat16", qkv_format="thd")
     >>> problem = Problem(cp_size=2, cp_comm_type="p2p", sequences=((64, 64, 64, 64),), **sizes)
-    >>> [lane_sizes(problem, (32, 32), way, 2) for way in ("ring", "gather", "heads")]
+    >>> [staging_sizes(problem, (32, 32), way, 2) for way in ("ring", "gather", "heads")]
     [(57344,), (40960,), (25088,)]
     """
     element = {"float64": 8, "float32": 4}.get(problem.dtype, 2)

@@ -1,4 +1,4 @@
-"""An exchange of parcels through lanes: see the package."""
+"""An exchange of parcels through staging buffers: see the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_fast.runtime.prepared_exchange import Exchange, Located, Message, by_tag, places, prepare
-from cp_fast.transport.lanes import PART, Lane, rounded
+from cp_fast.transport.staging_buffers import PART, StagingBuffer, rounded
 from cp_fast.transport.streams import Streams
 from cp_fast.transport.watch import Watch
 from cp_ref.spec import Group, Parcel, Pending
@@ -25,14 +25,14 @@ class Shared:
     """The memory of all ranks of a group, in one rank's addresses.
 
     Attributes:
-        lanes: by rank, the address of its lanes.
+        staging_buffers: by rank, the address of its staging buffers.
         ready: this rank's words that senders write, by sender; ready_of: the same words of every receiver.
         done: this rank's words that receivers write, by receiver; done_of: the same words of every sender.
-        sizes: of the lanes of every rank, by the distance of the receiver from 1.
+        sizes: of the staging buffers of every rank, by the distance of the receiver from 1.
         words: all words of this rank, int32; keeps: the owner of the memory.
     """
 
-    lanes: Sequence[int]
+    staging_buffers: Sequence[int]
     ready: Sequence[Any]
     ready_of: Sequence[Any]
     done: Sequence[Any]
@@ -49,12 +49,17 @@ class PeerMessages:
         self.group, self.shared, self.streams, self.watch = group, shared, streams, watch
         self.rank, self.size = group.rank, group.size
         distances = [(peer - self.rank) % self.size for peer in range(self.size)]
-        starts = [sum(shared.sizes[: d - 1]) for d in range(self.size)]  # Of the lane to a distance.
-        lanes = enumerate(distances)
-        self.out = {p: (Lane(shared.sizes[d - 1]), shared.lanes[self.rank] + starts[d]) for p, d in lanes if d}
+        starts = [sum(shared.sizes[: d - 1]) for d in range(self.size)]  # Of the staging buffer to a distance.
+        self.out = {
+            p: (StagingBuffer(shared.sizes[d - 1]), shared.staging_buffers[self.rank] + starts[d])
+            for p, d in enumerate(distances)
+            if d
+        }
         back = [self.size - d for d in distances]
         self.back = {
-            p: (Lane(shared.sizes[d - 1]), shared.lanes[p] + starts[d]) for p, d in enumerate(back) if p != self.rank
+            p: (StagingBuffer(shared.sizes[d - 1]), shared.staging_buffers[p] + starts[d])
+            for p, d in enumerate(back)
+            if p != self.rank
         }
         self.last: _Pulled | None = None
 
@@ -79,12 +84,12 @@ class PeerMessages:
 
 
 class _Block(NamedTuple):
-    """The bytes between two ranks in one exchange. `aside`: kernels run during the copy into the lane, and its tensors
-    are held. The words: one that this rank waits for, and one that it then writes.
+    """The bytes between two ranks in one exchange. `aside`: kernels run during the copy into the staging buffer, and
+    its tensors are held. The words: one that this rank waits for, and one that it then writes.
     """
 
     peer: int
-    lane: Lane
+    staging: StagingBuffer
     size: int
     parts: tuple[tuple[_Copied, ...], ...]
     aside: bool
@@ -93,8 +98,8 @@ class _Block(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """Bytes of a tensor: its number, the first byte, the address in a lane that begins at the block, the number of
-    bytes.
+    """Bytes of a tensor: its number, the first byte, the address in a staging buffer that begins at the block, the
+    number of bytes.
     """
 
     tensor: int
@@ -104,8 +109,8 @@ class _Copied(NamedTuple):
 
 
 class _Pulls:
-    """An exchange of the same messages in every call: blocks in lanes, and `rest`, the messages too large for a
-    lane.
+    """An exchange of the same messages in every call: blocks in staging buffers, and `rest`, the messages too large for
+    a staging buffer.
     """
 
     def __init__(self, messages: PeerMessages, where: str, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
@@ -147,17 +152,17 @@ class _Pulls:
         if self._peers:
             ended = self._pull(streams, recvs)
             if self._aside:
-                streams.meet()  # Before the signal: if a lane never gets free, the exchange has not ended.
+                streams.meet()  # Before the signal: if a staging buffer never gets free, the exchange has not ended.
             streams.signal(streams.pulling, *ended, watch.posted(self._peers, self._where))
             streams.mark()
         messages.last = _Pulled(messages, bool(self._peers), (*recvs, *sends) if self._aside else recvs, rest)
         return messages.last
 
     def _pull(self, streams: Streams, recvs: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
-        """Copy the received bytes from the peers' lanes; returns the words to signal, and their numbers."""
+        """Copy the received bytes from the peers' staging buffers; returns the words to signal, and their numbers."""
         pulling, ended = streams.pulling, list[tuple[Any, int]]()
-        for _, lane, size, parts, _, ready, done in self._back:
-            start, number, _ = lane.place(size, len(parts))
+        for _, staging, size, parts, _, ready, done in self._back:
+            start, number, _ = staging.place(size, len(parts))
             for number_of_part, part in enumerate(parts, number - len(parts) + 1):
                 streams.wait(pulling, ready, number_of_part)
                 for n, offset, address, count in part:
@@ -189,9 +194,9 @@ class _Pulled:
 
 
 def _fill(streams: Streams, stream: Any, blocks: Sequence[_Block], sends: Sequence[torch.Tensor]) -> None:
-    """Copy the sent tensors into lanes."""
-    for _, lane, size, parts, _, done, ready in blocks:
-        start, number, over = lane.place(size, len(parts))
+    """Copy the sent tensors into staging buffers."""
+    for _, staging, size, parts, _, done, ready in blocks:
+        start, number, over = staging.place(size, len(parts))
         if over:
             streams.wait(stream, done, over)
         for number_of_part, part in enumerate(parts, number - len(parts) + 1):
@@ -201,17 +206,20 @@ def _fill(streams: Streams, stream: Any, blocks: Sequence[_Block], sends: Sequen
 
 
 def _blocks(
-    lanes: dict[int, tuple[Lane, int]], messages: Sequence[Message], awaited: Sequence[Any], written: Sequence[Any]
+    staging_buffers: dict[int, tuple[StagingBuffer, int]],
+    messages: Sequence[Message],
+    awaited: Sequence[Any],
+    written: Sequence[Any],
 ) -> tuple[list[_Block], list[Located]]:
-    """Messages by peer, in the order of their tags: a block for each lane that is large enough, and the rest. The words
-    by peer.
+    """Messages by peer, in the order of their tags: a block for each staging buffer that is large enough, and the rest.
+    The words by peer.
     """
     by_peer: dict[int, list[Located]] = {}
     for located in by_tag(messages):
         by_peer.setdefault(located.message.peer, []).append(located)
     blocks, rest = list[_Block](), list[Located]()
     for peer, some in by_peer.items():
-        (lane, address), size = lanes[peer], 0
+        (staging, address), size = staging_buffers[peer], 0
         parts: dict[int, list[_Copied]] = {}
         for (_, _, pieces, _), first in some:
             starts = accumulate(pieces, initial=size)
@@ -219,12 +227,12 @@ def _blocks(
                 for part, begin, end in _cut(at, at + count):
                     parts.setdefault(part, []).append(_Copied(n, begin - at, address + begin, end - begin))
             size += rounded(sum(pieces))
-        if size > lane.size:
+        if size > staging.size:
             rest += some
         else:
             by_part = tuple(tuple(parts.get(part, ())) for part in range(-(-size // PART)))
             aside = all(message.held for message, _ in some)
-            blocks.append(_Block(peer, lane, size, by_part, aside, awaited[peer], written[peer]))
+            blocks.append(_Block(peer, staging, size, by_part, aside, awaited[peer], written[peer]))
     return blocks, rest
 
 
