@@ -40,7 +40,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cp_fast
 from cp_fast import masks
 from cp_fast.backends import BackwardOperands, LaunchOptions, VarlenBatch, by_name
-from cp_ref.spec import areas_of_rows
+from cp_ref.spec import ScoreOptions, areas_of_rows
 
 if __package__:
     from benchmarks.ranks import connect, largest, seconds, seconds_alone
@@ -116,7 +116,7 @@ def dense_causal(job: Job, x: dict[str, torch.Tensor]) -> Callable[[], Any]:
     """FlashAttention 4's causal kernel on one GPU, forward and backward, of as many tokens."""
     backend, segments = by_name("fa4"), VarlenBatch.pack((job.rows,), (job.rows,), None, 0, "cuda")
     q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
-    options = LaunchOptions(job.dim**-0.5)
+    options = LaunchOptions(ScoreOptions(job.dim**-0.5))
 
     def both() -> Any:
         part = backend.forward(q, k, v, segments, options)

@@ -191,9 +191,6 @@ def _reader(
         "cu_seqlens_kv": None,
         "cu_seqlens_q_padded": cu_padded if lengths == "padded" else None,
         "cu_seqlens_kv_padded": None,
-        "softmax_scale": None,
-        "softcap": 0.0,
-        "softmax_type": "vanilla",
         "sizes": sizes,
         "a2a_size": a2a_size,
     }

@@ -72,8 +72,7 @@ def _read(areas: torch.Tensor) -> Problem:
         "cp_size": RANKS.size, "cp_comm_type": "p2p", "a2a_size": 1, "layout": "dual_chunk", "qkv_format": "thd",
         "attn_mask_type": None, "window_size": (-1, -1), "areas": areas,
         "cu_seqlens_q": torch.tensor([0, length], dtype=torch.int32), "cu_seqlens_kv": None,
-        "cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None, "softmax_scale": None, "softcap": 0.0,
-        "softmax_type": "vanilla", "sizes": Sizes(8, 8, 64, 64, "bfloat16"),
+        "cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None, "sizes": Sizes(8, 8, 64, 64, "bfloat16"),
     }  # fmt: skip
     return read_problem(**arguments)
 

@@ -19,17 +19,11 @@ from conformance.adapters.cp_fast_operators import operator_calls
 from conformance.adapters.shared.band_tiles import crop, empty_tile, out_of_nothing
 from cp_fast.backends import Backend, BackwardOperands, LaunchOptions, VarlenBatch, choose
 from cp_fast.movers import kernels
-from cp_ref.spec import Feature
+from cp_ref.spec import Feature, ScoreOptions
 
 __all__ = ["OneBackend", "auto", "cpu", "cudnn", "fa2", "fa4", "processes", "torch"]
 
 Tensor = pytorch.Tensor
-_DTYPES = {
-    pytorch.float64: Feature.FLOAT64,
-    pytorch.float32: Feature.FLOAT32,
-    pytorch.bfloat16: Feature.BFLOAT16,
-    pytorch.float16: Feature.FLOAT16,
-}
 for _device in ("cpu", "cuda") if pytorch.cuda.is_available() else ("cpu",):
     kernels(_device)  # built now: a compiler's half a minute is not the first problem's, whose clock runs
 
@@ -68,25 +62,27 @@ class OneBackend:
         return out, lse
 
     def tile(
-        self, q: Tensor, k: Tensor, v: Tensor, *, left: int | None, right: int | None, scale: float, softcap: float
+        self, q: Tensor, k: Tensor, v: Tensor, *, left: int | None, right: int | None, **scores: float
     ) -> tuple[Tensor, Tensor]:
         """By the backend's `forward`, of one segment."""
-        backend = self._backend(q, k, v, softcap)
+        options = LaunchOptions(ScoreOptions(**scores))
+        backend = self._backend(q, k, v, options.scores)
         out, lse = out_of_nothing(q, v)
         cut = None if empty_tile(q, k) else crop(len(q), len(k), left, right)
         if cut is not None:
             segments = _segment(cut.rows, cut.columns, cut.left, cut.right, q.device)
             operands = (q[cut.rows], k[cut.columns], v[cut.columns])
-            part = backend.forward(*operands, segments, LaunchOptions(scale=scale, softcap=softcap))
+            part = backend.forward(*operands, segments, options)
             out[cut.rows], lse[:, cut.rows] = part.out.to(out.dtype), part.lse
         return out, lse
 
     def tile_backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *, left: int | None,
-        right: int | None, scale: float, softcap: float,
+        right: int | None, **scores: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """By the backend's `backward`."""
-        backend = self._backend(q, k, v, softcap)
+        options = LaunchOptions(ScoreOptions(**scores))
+        backend = self._backend(q, k, v, options.scores)
         dq, dk, dv = (pytorch.zeros_like(x) for x in (q, k, v))
         cut = None if empty_tile(q, k) else crop(len(q), len(k), left, right)
         if cut is not None:
@@ -95,23 +91,22 @@ class OneBackend:
             operands = BackwardOperands(
                 dout[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows].contiguous(), None
             )
-            grads = backend.backward(operands, segments, LaunchOptions(scale=scale, softcap=softcap))
+            grads = backend.backward(operands, segments, options)
             dq[rows], dk[columns], dv[columns] = (x.to(q.dtype) for x in grads)
         return dq, dk, dv
 
-    def _backend(self, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Backend:
+    def _backend(self, q: Tensor, k: Tensor, v: Tensor, scores: ScoreOptions) -> Backend:
         """The backend, if it has what the tile needs."""
         wanted = {
-            Feature.CUDA if q.is_cuda else Feature.CPU: True,
-            _DTYPES[q.dtype]: True,
-            Feature.SOFTCAP: softcap > 0,
+            Feature(f"device {q.device.type}"): True,
+            Feature(str(q.dtype).removeprefix("torch.")): True,
             Feature.GQA: q.shape[1] != k.shape[1],
             Feature.ASYMMETRIC_DIMS: q.shape[2] != v.shape[2],
             Feature.GQA_ASYMMETRIC_DIMS: q.shape[1] != k.shape[1] and q.shape[2] != v.shape[2],
             Feature.HEAD_DIM_OVER_128: max(q.shape[2], v.shape[2]) > 128,
             Feature.HEAD_DIM_ODD: bool(q.shape[2] % 8 or v.shape[2] % 8),
         }
-        return choose(frozenset(feature for feature, needed in wanted.items() if needed), self.name)
+        return choose(scores.features | {feature for feature, needed in wanted.items() if needed}, self.name)
 
 
 def _segment(rows: slice, columns: slice, left: int | None, right: int | None, device: pytorch.device) -> VarlenBatch:

@@ -11,7 +11,7 @@ from conformance.adapters.shared.band_tiles import empty_tile, out_of_nothing
 from cp_ref.executor.merge_partials import merge as merge_two
 from cp_ref.executor.tile_attention import tile_backward as exact_backward
 from cp_ref.executor.tile_attention import tile_forward, visible_pairs
-from cp_ref.spec import UNBOUNDED
+from cp_ref.spec import UNBOUNDED, ScoreOptions
 
 __all__ = [
     "ContextParallel", "Unsupported", "attention", "make_plan", "merge", "position_ids", "shard", "supports", "thd",
@@ -36,7 +36,7 @@ def tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> t
     if empty_tile(q, k):
         return out_of_nothing(q, v)
     wide_q, wide_k, wide_v, visible, kept = _operands(q, k, v, options)
-    out, lse, _ = tile_forward(wide_q, wide_k, wide_v, visible, **kept)
+    out, lse, _ = tile_forward(wide_q, wide_k, wide_v, visible, kept)
     return out.to(q.dtype), lse.t()
 
 
@@ -49,15 +49,15 @@ def tile_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     wide_q, wide_k, wide_v, visible, kept = _operands(q, k, v, options)
     dout, out = dout.to(wide_q.dtype), out.to(wide_q.dtype)
-    grads = exact_backward(wide_q, wide_k, wide_v, dout, lse.t(), (dout * out).sum(-1), visible, **kept)
+    grads = exact_backward(wide_q, wide_k, wide_v, dout, lse.t(), (dout * out).sum(-1), visible, kept)
     dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(q.dtype) for x in grads[1:])
     return grads[0].to(q.dtype), dk, dv
 
 
 def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Any:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shift, (left, right) = len(k) - len(q), (options["left"], options["right"])
+    shift, (left, right) = len(k) - len(q), (options.pop("left"), options.pop("right"))
     lo, hi = -UNBOUNDED if left is None else shift - left, UNBOUNDED if right is None else shift + right
     visible = visible_pairs(slice(0, len(q)), slice(0, len(k)), lo, hi, q.device)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(wide) for x in (k, v))
-    return q.to(wide), k, v, visible, {name: options[name] for name in ("scale", "softcap")}
+    return q.to(wide), k, v, visible, ScoreOptions(**options)

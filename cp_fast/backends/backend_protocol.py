@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeGuard
 import torch
 
 from cp_fast.backends.host_lengths import Cumulative, longest
-from cp_ref.spec import Feature
+from cp_ref.spec import Feature, ScoreOptions
 
 __all__ = [
     "Backend",
@@ -29,6 +29,7 @@ __all__ = [
     "StatefulBackend",
     "VarlenBatch",
     "backward_letting_go",
+    "check_scores",
     "keeps_state",
 ]
 
@@ -116,8 +117,7 @@ class VarlenBatch:
 class LaunchOptions(NamedTuple):
     """The options that all launches of a pass share, made once."""
 
-    scale: float
-    softcap: float = 0.0  # 0 for none
+    scores: ScoreOptions
     deterministic: bool = False  # equal bits from equal backward launches; only a backend with DETERMINISTIC takes True
 
 
@@ -142,7 +142,7 @@ class Partial(NamedTuple):
 
     out: torch.Tensor  # [n, h_q, d_v], normalised over the launch's own columns; any float dtype
     lse: torch.Tensor  # [h_q, n], natural logarithm; float32, or float64 for float64 inputs
-    max_logit: torch.Tensor | None  # [h_q], largest visible score after softcap; None without Feature.MAX_LOGIT
+    max_logit: torch.Tensor | None  # [h_q], largest visible score; None without Feature.MAX_LOGIT
 
 
 class Gradients(NamedTuple):
@@ -161,7 +161,7 @@ class Backend(Protocol):
     """
 
     name: str
-    features: frozenset[Feature]  # of the kernel alone: heads, dims, softcap, results, devices, dtypes
+    features: frozenset[Feature]  # of the kernel alone: heads, dims, scores, results, devices, dtypes
 
     def why_not(self) -> str | None:
         """None if the library works on this machine, else the reason in one line. May import it, runs nothing."""
@@ -178,7 +178,7 @@ class Backend(Protocol):
 
         Let s be the scores, p = exp(s - lse), dp = dout . v and delta = sum(dout * out) - dlse. Then:
 
-            ds = p * (dp - delta), times the softcap's slope
+            ds = p * (dp - delta), times the slope of s in scale * q.k
             dq = scale * ds @ k, dk = scale * ds^T @ q, dv = p^T @ dout
 
         Every library computes delta itself, so it is not passed.
@@ -202,6 +202,12 @@ class StatefulBackend(Backend, Protocol):
     ) -> Gradients:
         """See `backward`. `state`: that of the forward launch of the same rows, heads and window."""
         ...
+
+
+def check_scores(backend: Backend, options: LaunchOptions) -> None:
+    """Raise ValueError for scores that the backend's features already exclude, rather than compute something else."""
+    for feature in options.scores.features - backend.features:
+        raise ValueError(f"backend {backend.name!r} has no {feature}: choose by Feature.{feature.name}")
 
 
 def keeps_state(backend: Backend) -> TypeGuard[StatefulBackend]:

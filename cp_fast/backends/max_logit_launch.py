@@ -64,11 +64,13 @@ def largest_logit(
 ) -> torch.Tensor:
     """Float32 [h_q]: per query head, the largest scale * q.k of q [n, h_q, d] over k [m, h_kv, d] that a row sees.
 
+    >>> from cp_ref.spec import ScoreOptions
+    >>> options = LaunchOptions(ScoreOptions(scale=0.5))
     >>> q, k = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]], [[5.0]]])
-    >>> largest_logit(q, k, VarlenBatch.pack([2], [2], None, 0), LaunchOptions(scale=0.5))  # 1 * 3, 2 * 3 and 2 * 5
+    >>> largest_logit(q, k, VarlenBatch.pack([2], [2], None, 0), options)  # 1 * 3, 2 * 3 and 2 * 5
     tensor([5.])
     """
-    scale, softcap, _ = options
+    scale, softcap = options.scores.scale, options.scores.softcap
     largest = torch.full((q.shape[1],), -torch.inf, dtype=torch.float32, device=q.device)
     for block in score_blocks(segments, q, k, size):
         queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), q.dtype)

@@ -63,14 +63,13 @@ def required(
         Feature.HEAD_DIM_OVER_128: max(problem.d_qk, problem.d_v) > 128,
         Feature.HEAD_DIM_OVER_256: max(problem.d_qk, problem.d_v) > 256,
         Feature.HEAD_DIM_ODD: problem.d_qk % 8 != 0 or problem.d_v % 8 != 0,
-        Feature.SOFTCAP: problem.softcap > 0,
         Feature.OFF_BY_ONE: problem.softmax_type == "off-by-one",
         Feature.LEARNABLE: problem.softmax_type == "learnable",
         Feature.DETERMINISTIC: deterministic,
         Feature.MAX_LOGIT: max_logit,
         Feature.IN_PLACE: in_place,
     }
-    return frozenset(needs | {feature for feature, needed in conditions.items() if needed})
+    return frozenset(needs | problem.scores.features | {feature for feature, needed in conditions.items() if needed})
 
 
 def backend_table() -> str:

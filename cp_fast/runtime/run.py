@@ -120,7 +120,7 @@ class CompiledCall:
 
     def _state(self, plan: PassPlan[Rows], group: Group, *, deterministic: bool = False) -> State:
         problem = self.packing.problem
-        options = LaunchOptions(problem.scale, problem.softcap, deterministic)
+        options = LaunchOptions(problem.scores, deterministic)
         return State(len(plan.buffers), self.transport or group, options)
 
     def _pass(self, plan: PassPlan[Rows], group: Group, *, has_dlse: bool = False) -> list[Operation]:

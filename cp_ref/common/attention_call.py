@@ -176,7 +176,7 @@ def problem_arguments(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: one that it does not have.
 
-    >>> problem_arguments({"softcap": 5.0})["window_size"]
+    >>> problem_arguments({"softmax_scale": 1.0})["window_size"]
     (-1, -1)
     """
     for name in given:

@@ -12,6 +12,7 @@ from cp_ref.common.context import ContextParallel
 from cp_ref.common.declared import bind, same_parameters
 from cp_ref.common.named_device import read_device
 from cp_ref.spec import (
+    SCORE_OPTIONS,
     Agreement,
     AttnMaskType,
     Problem,
@@ -40,7 +41,7 @@ __all__ = [
     "update",
 ]
 
-OF_THE_PROBLEM = frozenset(inspect.signature(read_problem).parameters)  # arguments that make a problem, by name
+OF_THE_PROBLEM = inspect.signature(read_problem).parameters.keys() | SCORE_OPTIONS.keys()  # what makes a problem
 _FEW = 8  # sequences whose lengths a summary names
 _SIZES = ("heads_q", "heads_kv", "d_qk", "d_v", "batch_size", "seqlen_q", "seqlen_kv")
 

@@ -97,8 +97,7 @@ def run_forward(
             k_all[columns, kv_heads].to(wide),
             v_all[columns, kv_heads].to(wide),
             _visible(world, tile),
-            scale=problem.scale,
-            softcap=problem.softcap,
+            problem.scores,
         )
         recorder.tile(tile, out=part.out, lse=part.lse)
         world.add("out", rows, heads, part.out, part.lse)
@@ -154,8 +153,7 @@ def run_backward(
             lse_all[rows, heads],
             delta_all[rows, heads],
             _visible(world, tile),
-            scale=problem.scale,
-            softcap=problem.softcap,
+            problem.scores,
         )
         dk, dv = (_by_kv_head(x, kv_heads, problem.heads_kv) for x in (part.dk, part.dv))
         recorder.tile(tile, dq=part.dq, dk=dk, dv=dv)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from cp_ref.spec import ScoreOptions
+
 __all__ = ["TileGradients", "TileResult", "tile_backward", "tile_forward", "visible_pairs"]
 
 
@@ -42,10 +44,10 @@ def visible_pairs(rows: slice, columns: slice, lo: int, hi: int, device: torch.d
 
 
 def tile_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, *, scale: float, softcap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, options: ScoreOptions
 ) -> TileResult:
     """q [n, h, d_qk], k [m, h, d_qk], v [m, h, d_v], visible bool [n, m] -> the partial result."""
-    scores, _ = _scores(q, k, visible, scale, softcap)
+    scores, _ = _scores(q, k, visible, options)
     lse = torch.logsumexp(scores, dim=-1)
     weights = _weights(scores, lse)
     return TileResult(torch.einsum("nhm,mhd->nhd", weights, v), lse, scores.amax(dim=(0, 2)))
@@ -59,9 +61,7 @@ def tile_backward(
     lse: torch.Tensor,
     delta: torch.Tensor,
     visible: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float,
+    options: ScoreOptions,
 ) -> TileGradients:
     """The tile's gradients, from the final lse [n, h] of its rows (over all keys, not only the tile's).
 
@@ -70,25 +70,25 @@ def tile_backward(
         dv = p^T dout        dp = dout v^T        ds = p * (dp - delta)        delta = sum(dout * out) - dlse
         dq = scale * ds k    dk = scale * ds^T q  (ds times the slope of the softcap, 1 - tanh^2, where there is one)
     """
-    scores, slope = _scores(q, k, visible, scale, softcap)
+    scores, slope = _scores(q, k, visible, options)
     weights = _weights(scores, lse)
     dv = torch.einsum("nhm,nhd->mhd", weights, dout)
     dweights = torch.einsum("nhd,mhd->nhm", dout, v)
     dscores = weights * (dweights - delta[..., None]) * slope
-    dq = scale * torch.einsum("nhm,mhd->nhd", dscores, k)
-    dk = scale * torch.einsum("nhm,nhd->mhd", dscores, q)
+    dq = options.scale * torch.einsum("nhm,mhd->nhd", dscores, k)
+    dk = options.scale * torch.einsum("nhm,nhd->mhd", dscores, q)
     return TileGradients(dq, dk, dv)
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float, softcap: float
+    q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, options: ScoreOptions
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Scores [n, h, m], -inf where hidden, and the softcap's slope."""
-    scores = scale * torch.einsum("nhd,mhd->nhm", q, k)
+    scores = options.scale * torch.einsum("nhd,mhd->nhm", q, k)
     slope: torch.Tensor | float = 1.0
-    if softcap > 0:
-        bent = torch.tanh(scores / softcap)
-        scores, slope = softcap * bent, 1.0 - bent * bent
+    if options.softcap > 0:
+        bent = torch.tanh(scores / options.softcap)
+        scores, slope = options.softcap * bent, 1.0 - bent * bent
     return scores.masked_fill(~visible[:, None, :], float("-inf")), slope
 
 

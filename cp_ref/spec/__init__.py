@@ -12,7 +12,7 @@ from cp_ref.spec.arguments.call_checks import (
 )
 from cp_ref.spec.arguments.feature_sets import Feature, Unsupported, describe
 from cp_ref.spec.arguments.given_tensors import AXES, check_placements, local_part, one_a_head
-from cp_ref.spec.arguments.read_problem import Sizes, check_offset, read_problem, read_sizes
+from cp_ref.spec.arguments.read_problem import SCORE_OPTIONS, Sizes, check_offset, read_problem, read_sizes
 from cp_ref.spec.arguments.room import Agreement, Room, check_room_tensors, next_batch, read_room
 from cp_ref.spec.arguments.shared_elements import check_apart
 from cp_ref.spec.arguments.single_values import (
@@ -75,6 +75,7 @@ from cp_ref.spec.tables.schedule import (
     Tiles,
     tag,
 )
+from cp_ref.spec.tables.score_options import ScoreOptions
 from cp_ref.spec.tables.table import Column, Table, joined, ranges
 from cp_ref.spec.tables.workload import Workload, areas_of, workload_of
 from cp_ref.spec.verify.proof import InvalidSchedule, verify, verify_tables
@@ -90,6 +91,7 @@ __all__ = [
     "OPERANDS",
     "QKV_FORMATS",
     "RESULTS",
+    "SCORE_OPTIONS",
     "SOFTMAX_TYPES",
     "UNBOUNDED",
     "Agreement",
@@ -123,6 +125,7 @@ __all__ = [
     "Roll",
     "Room",
     "Schedule",
+    "ScoreOptions",
     "Sequence",
     "Sequences",
     "Sizes",

@@ -18,7 +18,7 @@ from cp_fast.backends.backend_variants import variants
 from cp_fast.backends.cudnn.cudnn_graphs import backward_graph, forward_graph
 from cp_fast.backends.host_lengths import Cumulative
 from cp_fast.backends.max_logit_launch import LargestLogit
-from cp_ref.spec import Feature
+from cp_ref.spec import Feature, ScoreOptions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -203,7 +203,7 @@ def run(
     deterministic: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Forward and backward of one launch."""
-    options = LaunchOptions(case.d_qk**-0.5, case.softcap, deterministic)
+    options = LaunchOptions(ScoreOptions(case.d_qk**-0.5, case.softcap), deterministic)
     part = backend.forward(q, k, v, segments, options)
     assert part.lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
     assert part.lse.is_contiguous()
@@ -312,7 +312,7 @@ def test_a_launch_over_part_of_the_columns_adds_up(name: str) -> None:
     out, lse = exact["out"].detach().to(BF16), exact["lse"].detach().float()
     cuts = [(0, 129), (129, 513)]
     parts = [VarlenBatch.pack([257], [b - a], None, None, "cuda") for a, b in cuts]
-    options = LaunchOptions(scale)
+    options = LaunchOptions(ScoreOptions(scale))
     seen = [backend.forward(q, k[a:b], v[a:b], s, options) for (a, b), s in zip(cuts, parts, strict=True)]
     merged_lse = torch.logaddexp(seen[0].lse, seen[1].lse)
     merged = sum(p.out.float() * (p.lse - merged_lse).exp().T[:, :, None] for p in seen)
@@ -466,7 +466,7 @@ def test_the_largest_logit(name: str, scale: float, dtype: torch.dtype) -> None:
     case = CAUSAL._replace(dtype=dtype)
     segments = case.segments()
     q, k, v, _ = tensors(case, segments)
-    found = backend.forward(q, k, v, segments, LaunchOptions(scale=scale)).max_logit
+    found = backend.forward(q, k, v, segments, LaunchOptions(ScoreOptions(scale))).max_logit
     largest = torch.full((8,), -torch.inf, dtype=torch.float64, device="cuda")
     for (q0, q1), (kv0, kv1) in zip(pairwise(segments.cu_q), pairwise(segments.cu_kv), strict=True):
         s = torch.einsum("ihd,jhd->hij", q[q0:q1].double(), k[kv0:kv1].double().repeat_interleave(4, 1)) * scale

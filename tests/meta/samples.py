@@ -14,7 +14,7 @@ import cp_ref
 from cp_ref import thd
 from cp_ref.executor.merge_partials import merge as merge_two
 from cp_ref.executor.tile_attention import tile_backward, tile_forward, visible_pairs
-from cp_ref.spec import UNBOUNDED
+from cp_ref.spec import UNBOUNDED, ScoreOptions
 
 
 class Sick:
@@ -180,7 +180,7 @@ class Lower:
         if not len(q) or not len(k):
             return self._nothing(q, k, v)[:2]
         q_wide, k_wide, v_wide, visible, kept = self._operands(q, k, v, options)
-        out, lse, _ = tile_forward(q_wide, k_wide, v_wide, visible, **kept)
+        out, lse, _ = tile_forward(q_wide, k_wide, v_wide, visible, kept)
         return out.to(q.dtype), lse.t()
 
     def tile_backward(
@@ -191,7 +191,7 @@ class Lower:
             return self._nothing(q, k, v)[2:]
         q_wide, k_wide, v_wide, visible, kept = self._operands(q, k, v, options)
         delta = (dout.to(q_wide.dtype) * out.to(q_wide.dtype)).sum(-1)
-        dq, dk, dv = tile_backward(q_wide, k_wide, v_wide, dout.to(q_wide.dtype), lse.t(), delta, visible, **kept)
+        dq, dk, dv = tile_backward(q_wide, k_wide, v_wide, dout.to(q_wide.dtype), lse.t(), delta, visible, kept)
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(q.dtype) for x in (dk, dv))
         return dq.to(q.dtype), dk, dv
 
@@ -201,7 +201,7 @@ class Lower:
         lo, hi = -UNBOUNDED if left is None else shift - left, UNBOUNDED if right is None else shift + right
         visible = visible_pairs(slice(0, len(q)), slice(0, len(k)), lo, hi, q.device)
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(wide) for x in (k, v))
-        return q.to(wide), k, v, visible, {name: options[name] for name in ("scale", "softcap")}
+        return q.to(wide), k, v, visible, ScoreOptions(options["scale"], options["softcap"])
 
     def _nothing(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -20,7 +20,7 @@ import torch
 from cp_fast.backends.aligned_matrices import aligned, aligned_view
 from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
 from cp_fast.backends.blockwise.score_blocks import ScoreBlockSize, fold, mask, score_blocks, size_of, unfold
-from cp_ref.spec import Feature
+from cp_ref.spec import Feature, ScoreOptions
 
 __all__ = ["BlockwiseBackend"]
 
@@ -64,7 +64,7 @@ class BlockwiseBackend:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out, lse and max_logit come in the compute dtype."""
-        (scale, softcap, _), dtype = options, _compute_dtype(q)
+        scores, dtype = options.scores, _compute_dtype(q)
         (n, h_q, _), d_v = q.shape, v.shape[2]
         out = torch.zeros(n, h_q, d_v, dtype=dtype, device=q.device)
         lse = torch.full((h_q, n), -torch.inf, dtype=dtype, device=q.device)
@@ -72,10 +72,10 @@ class BlockwiseBackend:
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         scratch = _Scratch(q)
         for block in score_blocks(segments, q, k, self.size):
-            queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scale)
+            queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scores.scale)
             top = total = mix = None  # [H, g * R, 1] twice, [H, g * R, d_v]: online softmax over the column blocks
             for columns, seen in block.columns:
-                s = _scores(queries, keys[block.heads_kv, columns], softcap, scratch)
+                s = _scores(queries, keys[block.heads_kv, columns], scores, scratch)
                 mask(s, seen, -torch.inf)
                 here = s.amax(-1, keepdim=True)
                 new = here if top is None else torch.maximum(top, here)
@@ -102,14 +102,14 @@ class BlockwiseBackend:
     @torch.no_grad()
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients come in the compute dtype, and always deterministic."""
-        (scale, softcap, _), (dout, q, k, v, out, lse, dlse) = options, operands
+        scores, (dout, q, k, v, out, lse, dlse) = options.scores, operands
         dtype = _compute_dtype(q)
         dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
         keys, values = _head_major(k, dtype), _head_major(v, dtype)
         dkeys, dvalues = (aligned(x.shape, dtype, x.device).zero_() for x in (keys, values))
         scratch = _Scratch(q)
         for block in score_blocks(segments, q, k, self.size):
-            queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scale)
+            queries = fold(q[block.rows, block.heads_q], size_of(block.heads_kv), dtype).mul_(scores.scale)
             douts = fold(dout[block.rows, block.heads_q], size_of(block.heads_kv), dtype)
             outs = fold(out[block.rows, block.heads_q], size_of(block.heads_kv), dtype)
             delta = outs.mul_(douts).sum(-1, keepdim=True)
@@ -120,12 +120,8 @@ class BlockwiseBackend:
             dqueries = None
             for columns, seen in block.columns:
                 key, value = keys[block.heads_kv, columns], values[block.heads_kv, columns]
-                s = _scores(queries, key, softcap, scratch)
-                slope = (
-                    torch.div(s, softcap, out=scratch.buffer(2, s.shape)).square_().neg_().add_(1)
-                    if softcap > 0
-                    else None
-                )
+                s = _scores(queries, key, scores, scratch)
+                slope = _slope(s, scores, scratch)
                 p = s.sub_(norm).exp_()
                 mask(p, seen, 0)
                 dvalues[block.heads_kv, columns].baddbmm_(p.mT, douts)
@@ -135,7 +131,7 @@ class BlockwiseBackend:
                 dkeys[block.heads_kv, columns].baddbmm_(ds.mT, queries)
                 dqueries = _product(ds, key) if dqueries is None else dqueries.baddbmm_(ds, key)
             if dqueries is not None:
-                dq[block.rows, block.heads_q] = unfold(dqueries.mul_(scale), block)
+                dq[block.rows, block.heads_q] = unfold(dqueries.mul_(scores.scale), block)
         return Gradients(dq, dkeys.transpose(0, 1).contiguous(), dvalues.transpose(0, 1).contiguous())
 
 
@@ -166,7 +162,14 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.bmm(a, b, out=aligned((*a.shape[:2], b.shape[2]), a.dtype, a.device))
 
 
-def _scores(queries: torch.Tensor, key: torch.Tensor, softcap: float, scratch: _Scratch) -> torch.Tensor:
+def _scores(queries: torch.Tensor, key: torch.Tensor, options: ScoreOptions, scratch: _Scratch) -> torch.Tensor:
     """The scores [H, g * R, C] of scaled queries [H, g * R, d] and keys [H, C, d], in buffer 0."""
     s = torch.bmm(queries, key.mT, out=scratch.buffer(0, (*queries.shape[:2], key.shape[1])))
-    return s.div_(softcap).tanh_().mul_(softcap) if softcap > 0 else s
+    return s.div_(options.softcap).tanh_().mul_(options.softcap) if options.softcap > 0 else s
+
+
+def _slope(s: torch.Tensor, options: ScoreOptions, scratch: _Scratch) -> torch.Tensor | None:
+    """How scores s rise with their products, in buffer 2; None for 1."""
+    if options.softcap <= 0:
+        return None
+    return torch.div(s, options.softcap, out=scratch.buffer(2, s.shape)).square_().neg_().add_(1)

@@ -19,6 +19,7 @@ Facts about cuDNN 9.19 with front end 1.32 on Hopper that this file rests on:
   (`lse_gradient`). Its accumulators are sized by the rows of the launch only for head dims that are multiples of 16.
 - In GQA the backward rounds each query head's share of dk and dv before they are summed, in a buffer of h_q heads.
 - Its deterministic mode on Hopper keeps all of dP, quadratic in the lengths: it is not used, and not declared.
+- It has no softcap beside a mask, so that is not declared.
 - The front end also ranks its own kernels, which are not cuDNN's, so they are excluded by name.
 - A handle belongs to one thread and one device, and carries the stream.
 """
@@ -36,6 +37,7 @@ from cp_fast.backends.backend_protocol import (
     NotInstalled,
     Partial,
     VarlenBatch,
+    check_scores,
 )
 from cp_fast.backends.cudnn.cudnn_graphs import Id, backward_graph, forward_graph, library, run
 from cp_fast.backends.cudnn.cudnn_shapes import shape_class_of
@@ -49,7 +51,7 @@ _STEP = 16  # of head dims
 
 
 class CudnnBackend:
-    """cuDNN on Hopper; float16 and bfloat16, head dims up to 256, no softcap, not deterministic."""
+    """cuDNN on Hopper; float16 and bfloat16, head dims up to 256, not deterministic."""
 
     name: str = "cudnn"
     features: frozenset[Feature] = frozenset(
@@ -75,13 +77,15 @@ class CudnnBackend:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
-        _refuse_softcap(options)
+        check_scores(self, options)
         d_v = v.shape[2]
         q, k, v = (_operand(x) for x in (q, k, v))
         out = q.new_empty(*q.shape[:2], v.shape[2])
         stats = q.new_empty(q.shape[:2], dtype=torch.float32)
         with torch.cuda.device(q.device):
-            shape = shape_class_of(q, k, v, segments, options.scale)._replace(rows_q=0, rows_kv=0)  # of no concern here
+            shape = shape_class_of(q, k, v, segments, options.scores.scale)._replace(
+                rows_q=0, rows_kv=0
+            )  # of no concern here
             tensors = {Id.Q: q, Id.K: k, Id.V: v, Id.OUT: out, Id.STATS: stats}
             run(forward_graph, shape, tensors, segments)
         return Partial(trim(out, d_v), stats.T.contiguous(), None)
@@ -89,7 +93,7 @@ class CudnnBackend:
     @torch.no_grad()
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
-        _refuse_softcap(options)
+        check_scores(self, options)
         if options.deterministic:
             raise ValueError("backend 'cudnn' has no deterministic backward: choose by Feature.DETERMINISTIC")
         d_qk, d_v, dlse = operands.q.shape[2], operands.v.shape[2], operands.dlse
@@ -97,12 +101,12 @@ class CudnnBackend:
         given = BackwardOperands(dout, q, k, v, out, operands.lse, None)
         stats = operands.lse.T.contiguous()
         with torch.cuda.device(q.device):
-            dq, dk, dv = _gradients(given, stats, segments, options.scale)
+            dq, dk, dv = _gradients(given, stats, segments, options.scores.scale)
             if dlse is not None:
                 ones, products = lse_launch(dlse, q.dtype, _STEP)
                 nothing = v.new_zeros(*v.shape[:2], _STEP)
                 more = given._replace(dout=ones, v=nothing, out=products)
-                more_dq, more_dk, _ = _gradients(more, stats, segments, options.scale)
+                more_dq, more_dk, _ = _gradients(more, stats, segments, options.scores.scale)
                 dq, dk = dq.float() + more_dq, dk.float() + more_dk
         return Gradients(trim(dq, d_qk), trim(dk, d_qk), trim(dv, d_v))
 
@@ -134,12 +138,6 @@ def _why_not() -> str | None:
     if version < 91900:
         return f"it is checked with cuDNN 9.19 and later, and this is {version // 10000}.{version // 100 % 100}"
     return None
-
-
-def _refuse_softcap(options: LaunchOptions) -> None:
-    """Refuse what the features already exclude, rather than compute something else."""
-    if options.softcap > 0:
-        raise ValueError("backend 'cudnn' has no softcap beside a mask: choose by Feature.SOFTCAP")
 
 
 def _operand(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Backend "fa2": FlashAttention 2, on the kernels of the flash-attn package if it is installed, else on PyTorch's.
 
 backend: common code. varlen: the kernels' arguments, and facts about the kernels. built_in: on PyTorch's operators.
-package: on the flash-attn package, which has softcap.
+package: on the flash-attn package, which has more features.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from cp_fast.backends.backend_probe import probe
 from cp_fast.backends.fa2.fa2_backend import Fa2Backend
 from cp_fast.backends.fa2.fa2_built_in import BuiltIn
 from cp_fast.backends.fa2.fa2_package import Package
+from cp_ref.spec import describe
 
 __all__ = ["BUILT_IN", "PACKAGE", "Fa2Backend", "installed", "origin_of"]
 
 BUILT_IN, PACKAGE = BuiltIn(), Package()
+_ALONE = describe(PACKAGE.features - BUILT_IN.features)  # what the package alone has
 
 
 @cache
@@ -30,7 +32,7 @@ def installed() -> Fa2Backend:
         return PACKAGE
     if BUILT_IN.why_not() is None and _broken() is not None:
         warnings.warn(
-            f"the flash-attn package is installed, but backend 'fa2' does without it and its softcap: {reason}",
+            f"the flash-attn package is installed, but backend 'fa2' does without it and its {_ALONE}: {reason}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -43,7 +45,7 @@ def origin_of(backend: Fa2Backend) -> str:
     if backend is PACKAGE:
         return origin
     broken = _broken()
-    return f"{origin}; no softcap: " + (
+    return f"{origin}; no {_ALONE}: " + (
         f"the flash-attn package does not work: {broken}" if broken else "the flash-attn package is not installed"
     )
 

@@ -8,8 +8,8 @@
 - A plan updated in place otherwise works unchanged. Its grids have room for every segment to be the longest. Surplus
   blocks return at once, which still takes time with room for many long segments.
 - Head dims are equal and multiples of 8; others are padded with zero columns (`dims`).
-- There is no gradient through lse; a second backward launch adds it (`lse_gradient`). That holds with a softcap too:
-  its slope multiplies every gradient of a score.
+- There is no gradient through lse; a second backward launch adds it (`lse_gradient`). That holds for all scores:
+  the slope of a score multiplies each of its gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, Partial, VarlenBatch
+from cp_fast.backends.backend_protocol import (
+    BackwardOperands,
+    Gradients,
+    LaunchOptions,
+    Partial,
+    VarlenBatch,
+    check_scores,
+)
 from cp_fast.backends.fa2.fa2_varlen import Varlen, varlen_arguments
 from cp_fast.backends.lse_gradient import lse_launch
 from cp_fast.backends.padded_head_dims import aligned, round_up, trim, widen
@@ -82,6 +89,7 @@ class Fa2Backend(ABC):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: VarlenBatch, options: LaunchOptions
     ) -> Partial:
         """See `Backend.forward`; out has q's dtype."""
+        check_scores(self, options)
         d, d_v = _dim(q, v), v.shape[2]
         q, k, v = (aligned(widen(x, d)) for x in (q, k, v))
         out, lse = self.launch_forward(q, k, v, varlen_arguments(segments, options))
@@ -90,6 +98,7 @@ class Fa2Backend(ABC):
     @torch.no_grad()
     def backward(self, operands: BackwardOperands, segments: VarlenBatch, options: LaunchOptions) -> Gradients:
         """See `Backend.backward`; the gradients have q's dtype, float32 where dlse is given."""
+        check_scores(self, options)
         d_qk, d_v, dlse = operands.q.shape[2], operands.v.shape[2], operands.dlse
         d = _dim(operands.q, operands.v)
         dout, q, k, v, out = (aligned(widen(x, d)) for x in operands[:5])

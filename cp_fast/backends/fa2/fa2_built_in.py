@@ -3,7 +3,6 @@
 This file relies on these facts about `aten::_flash_attention_forward/_backward` (varlen form), and on those in
 `varlen`. All hold from PyTorch 2.11 on:
 
-- There is no softcap.
 - `deterministic` is read from the process-wide flag, and warn_only counts as off.
 - `torch.nn.attention.activate_flash_attention_impl` replaces these very operators by another library for the whole
   process.
@@ -47,7 +46,6 @@ class BuiltIn(Fa2Backend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, varlen: Varlen
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Fa2Backend.launch_forward`."""
-        _refuse_softcap(varlen)
         out, lse = torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -59,7 +57,7 @@ class BuiltIn(Fa2Backend):
             0.0,
             False,
             False,
-            scale=varlen.scale,
+            scale=varlen.scores.scale,
             window_size_left=varlen.left,
             window_size_right=varlen.right,
             **_forward_extras(),
@@ -68,7 +66,6 @@ class BuiltIn(Fa2Backend):
 
     def launch_backward(self, operands: BackwardOperands, varlen: Varlen, *, deterministic: bool) -> Gradients:
         """See `Fa2Backend.launch_backward`."""
-        _refuse_softcap(varlen)
         rng_state = torch.zeros(2, dtype=torch.uint64, device=operands.q.device)  # of dropout, which is off
         with _deterministic() if deterministic else nullcontext():
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -81,7 +78,7 @@ class BuiltIn(Fa2Backend):
                 False,
                 rng_state,
                 rng_state.new_empty(0),
-                scale=varlen.scale,
+                scale=varlen.scores.scale,
                 window_size_left=varlen.left,
                 window_size_right=varlen.right,
             )
@@ -93,12 +90,6 @@ def _forward_extras() -> dict[str, int]:
     """Arguments of some PyTorch versions only: num_splits=1 makes a segment's result independent of the others."""
     schema = torch.ops.aten._flash_attention_forward.default._schema
     return {"num_splits": 1} if any(a.name == "num_splits" for a in schema.arguments) else {}
-
-
-def _refuse_softcap(varlen: Varlen) -> None:
-    """Refuse what the features already exclude, rather than compute something else."""
-    if varlen.softcap > 0:
-        raise ValueError("backend 'fa2' on PyTorch's built-in kernels has no softcap: choose by Feature.SOFTCAP")
 
 
 @contextmanager

@@ -84,11 +84,11 @@ def _options(varlen: Varlen) -> dict[str, Any]:
         "max_seqlen_q": varlen.max_q,
         "max_seqlen_k": varlen.max_k,
         "dropout_p": 0.0,
-        "softmax_scale": varlen.scale,
+        "softmax_scale": varlen.scores.scale,
         "causal": False,
         "window_size_left": varlen.left,
         "window_size_right": varlen.right,
-        "softcap": varlen.softcap,
+        "softcap": varlen.scores.softcap,
         "alibi_slopes": None,
     }
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from cp_fast.backends.backend_protocol import LaunchOptions, VarlenBatch
+from cp_ref.spec import ScoreOptions
 
 __all__ = ["Varlen", "checked_lse", "gpu_why_not", "varlen_arguments"]
 
@@ -32,7 +33,7 @@ _MOST_SEGMENTS = 65535
 
 
 class Varlen(NamedTuple):
-    """VarlenBatch, scale and softcap as the kernels take them."""
+    """VarlenBatch as the kernels take it, and the options of scores."""
 
     cu_q: torch.Tensor  # int32 [segments + 1], on the device
     cu_k: torch.Tensor  # int32 [segments + 1]
@@ -40,8 +41,7 @@ class Varlen(NamedTuple):
     max_k: int  # Larger than any side that hides a column.
     left: int  # -1 for unbounded
     right: int
-    scale: float
-    softcap: float  # 0.0 for no softcap
+    scores: ScoreOptions
 
 
 def varlen_arguments(segments: VarlenBatch, options: LaunchOptions) -> Varlen:
@@ -49,7 +49,7 @@ def varlen_arguments(segments: VarlenBatch, options: LaunchOptions) -> Varlen:
 
     If the segments have bounds (`Plan.update`), the arguments depend on the bounds only, not on the current lengths.
 
-    >>> varlen = varlen_arguments(VarlenBatch.pack([30], [10], None, 22), LaunchOptions(scale=0.5))
+    >>> varlen = varlen_arguments(VarlenBatch.pack([30], [10], None, 22), LaunchOptions(ScoreOptions(0.5)))
     >>> varlen.left, varlen.right, varlen.max_q, varlen.max_k
     (-1, 22, 30, 31)
     """
@@ -64,8 +64,8 @@ def varlen_arguments(segments: VarlenBatch, options: LaunchOptions) -> Varlen:
         left, right, max_k = -1, -1 if right is None else 0, segments.max_kv
     else:
         left, right = (-1 if side is None else min(side, longest) for side in (left, right))
-    cu_q, cu_k, softcap = segments.device_cu_q, segments.device_cu_kv, max(options.softcap, 0.0)
-    return Varlen(cu_q, cu_k, max(2, segments.max_q), max_k, left, right, options.scale, softcap)
+    cu_q, cu_k = segments.device_cu_q, segments.device_cu_kv
+    return Varlen(cu_q, cu_k, max(2, segments.max_q), max_k, left, right, options.scores)
 
 
 def checked_lse(lse: torch.Tensor, q: torch.Tensor, whose: str) -> torch.Tensor:

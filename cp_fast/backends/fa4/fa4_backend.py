@@ -159,8 +159,8 @@ def _why_not() -> str | None:
 @lru_cache
 def _forward_numbers(left: int | None, right: int | None, options: LaunchOptions) -> dict[str, Any]:
     """The forward pass's arguments that are no tensors."""
-    softcap = options.softcap if options.softcap > 0 else None
-    return _band(left, right) | {"softmax_scale": options.scale, "softcap": softcap, "return_lse": True}
+    scores = options.scores
+    return _band(left, right) | {"softmax_scale": scores.scale, "softcap": scores.softcap or None, "return_lse": True}
 
 
 @lru_cache
@@ -168,7 +168,8 @@ def _backward_numbers(
     left: int | None, right: int | None, options: LaunchOptions, max_q: int, max_kv: int
 ) -> dict[str, Any]:
     """The backward pass's arguments that are no tensors; max_q, max_kv: the longest segments, if needed."""
-    how = {"softmax_scale": options.scale, "softcap": max(options.softcap, 0.0), "deterministic": options.deterministic}
+    scores = options.scores
+    how = {"softmax_scale": scores.scale, "softcap": scores.softcap, "deterministic": options.deterministic}
     if options.deterministic:
         how["max_seqlen_q"], how["max_seqlen_k"] = max(max_q, _SEVERAL_BLOCKS), max(max_kv, _SEVERAL_BLOCKS)
     return _band(left, right) | how

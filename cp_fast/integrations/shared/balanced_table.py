@@ -15,6 +15,7 @@ import torch
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.plan_cache import PlanCache
 from cp_ref.common import plan_arguments as plans
+from cp_ref.common.attention_call import problem_arguments
 from cp_ref.common.plan_arguments import read_call
 from cp_ref.spec import Sizes, table_of
 
@@ -32,9 +33,8 @@ class BalancedTable(plans.Plan):
     def __init__(self, cp: ContextParallel, **lengths: Any) -> None:
         heads = cp.a2a_size  # No row depends on it.
         sizes = Sizes(heads, heads, 1, 1, "float32", lengths.pop("batch_size", None), lengths.pop("seqlen", None))
-        given: dict[str, Any] = {"cu_seqlens_kv": None, "cu_seqlens_kv_padded": None, "areas": None} | lengths
-        given |= {"window_size": (-1, -1), "softmax_scale": None, "softcap": 0.0, "softmax_type": "vanilla"}
-        self.problem = table_of(read_call(cp, sizes, attn_mask_type="padding_causal", **given))
+        given = problem_arguments(lengths | {"attn_mask_type": "padding_causal"})
+        self.problem = table_of(read_call(cp, sizes, **given))
         self.rank, self.device = cp.rank, torch.device("cpu")
         self._contexts: WeakKeyDictionary[ContextParallel, ContextParallel] = WeakKeyDictionary()
 

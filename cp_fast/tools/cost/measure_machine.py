@@ -122,7 +122,7 @@ def launch_calls(
     n, m = segments.cu_q[-1], segments.cu_kv[-1]
     q, dout = operand(n, problem.heads_q, problem.d_qk), operand(n, problem.heads_q, problem.d_v)
     k, v = operand(m, problem.heads_kv, problem.d_qk), operand(m, problem.heads_kv, problem.d_v)
-    options = LaunchOptions(problem.scale)
+    options = LaunchOptions(problem.scores)
     forward = partial(backend.forward, q, k, v, segments, options)
     part = forward()
     operands = BackwardOperands(dout, q, k, v, part.out.to(dtype), part.lse, None)

@@ -57,8 +57,8 @@ def check_svg(path: Path | None) -> None:
 def one_line(error: Exception) -> str:
     """An error's message, on one line.
 
-    >>> one_line(ValueError("this problem is not supported:\\n  fa4 lacks softcap\\n  cpu has it"))
-    'this problem is not supported: fa4 lacks softcap; cpu has it'
+    >>> one_line(ValueError("this problem is not supported:\\n  fa4 lacks areas\\n  cpu has it"))
+    'this problem is not supported: fa4 lacks areas; cpu has it'
     """
     first, *more = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
     return f"{first} {'; '.join(more)}" if first.endswith(":") and more else " ".join((first, *more))

@@ -4,12 +4,14 @@ settled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
-from cp_ref.spec.arguments.read_problem import Sizes, read_sizes
-from cp_ref.spec.arguments.single_values import check_choice, kind_of, read_number, read_window
+from cp_ref.spec.arguments.read_problem import SCORE_OPTIONS, Sizes, read_sizes
+from cp_ref.spec.arguments.single_values import kind_of, read_choice, read_window
 from cp_ref.spec.layouts.named_layouts import slice_rows
-from cp_ref.spec.tables.argument_words import MASKS, QKV_FORMATS, SOFTMAX_TYPES
+from cp_ref.spec.tables.argument_words import MASKS, QKV_FORMATS
 from cp_ref.spec.tables.problem import Problem
 
 __all__ = [
@@ -21,16 +23,13 @@ __all__ = [
     "local_lengths",
 ]
 
-# The defaults of `attention`'s arguments.
-_DEFAULTS: dict[str, Any] = {
-    "qkv_format": "bshd",
-    "attn_mask_type": None,
-    "window_size": (-1, -1),
-    "softmax_scale": None,
-    "softcap": 0.0,
-    "softmax_type": "vanilla",
+_READ: dict[str, Callable[[str, Any], Any]] = {  # the arguments of `attention` that are plain values
+    "qkv_format": lambda name, value: read_choice(name, value, QKV_FORMATS),
+    "attn_mask_type": lambda name, value: None if value is None else read_choice(name, value, MASKS),
+    "window_size": lambda _, value: read_window(value),
+    **SCORE_OPTIONS,
 }
-_CHOICES = {"qkv_format": QKV_FORMATS, "attn_mask_type": MASKS, "softmax_type": SOFTMAX_TYPES}
+_DEFAULTS = {f.name: f.default for f in fields(Problem)} | {"attn_mask_type": None}
 
 
 def check_context(cp: Any, kind: type) -> None:
@@ -67,8 +66,8 @@ def check_settled(problem: Problem, **arguments: Any) -> None:
         attention slices that only the plan may have.
     """
     for name, value in arguments.items():
-        if name in _DEFAULTS:
-            value = _read(name, value)
+        if name in _READ:
+            value = _READ[name](name, value)
             if value == _DEFAULTS[name]:
                 continue  # The plan's own value is not read: a compiled graph would be for this plan alone.
             if value != (planned := getattr(problem, name)):
@@ -110,18 +109,6 @@ def local_lengths(problem: Problem, side: str, rows: int) -> bool:
     """Whether packed lengths end at the number of rows of one rank's buffer, of which it needs fewer."""
     slots = problem.lengths.slots_q if side == "q" else problem.lengths.slots_kv
     return rows == sum(slots) and rows > slice_rows(problem, side)
-
-
-def _read(name: str, value: Any) -> Any:
-    """One of the arguments in _DEFAULTS as a problem has it."""
-    if name == "window_size":
-        return read_window(value)
-    if value is None and name in ("attn_mask_type", "softmax_scale"):
-        return None
-    if name in _CHOICES:
-        check_choice(name, value, _CHOICES[name])
-        return value
-    return read_number(name, value, positive=name != "softcap")
 
 
 def check_local_tensors(problem: Problem, rank: int, q: Any, k: Any, v: Any) -> None:

@@ -7,28 +7,32 @@ Every refusal is a ValueError (or a TypeError, for a wrong type) that names the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import gt
 from typing import Any
 
+from cp_ref.spec.arguments.read_sequences import read_sequences
 from cp_ref.spec.arguments.single_values import (
     check_choice,
     check_data,
-    differences,
+    read_choice,
     read_count,
-    read_lengths,
     read_number,
     read_window,
 )
 from cp_ref.spec.layouts.named_layouts import check_layout, read_layout
 from cp_ref.spec.masks.read_areas import read_areas
 from cp_ref.spec.tables.argument_words import CP_COMM_TYPES, MASKS, QKV_FORMATS, SOFTMAX_TYPES
-from cp_ref.spec.tables.problem import Problem, Sequence, Sequences
+from cp_ref.spec.tables.problem import Problem, Sequences
 
-__all__ = ["DTYPES", "Sizes", "check_heads", "check_offset", "counted", "read_problem", "read_sizes"]
+__all__ = ["DTYPES", "SCORE_OPTIONS", "Sizes", "check_heads", "check_offset", "counted", "read_problem", "read_sizes"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+SCORE_OPTIONS: dict[str, Callable[[str, Any], Any]] = {  # an option of scores -> its check; of (name, value)
+    "softmax_scale": lambda name, value: None if value is None else read_number(name, value, positive=True),
+    "softcap": lambda name, value: read_number(name, value, positive=False),
+    "softmax_type": lambda name, value: read_choice(name, value, SOFTMAX_TYPES),
+}
 _NEEDED = ("heads_q", "heads_kv", "d_qk", "d_v")
 _LEAST = dict.fromkeys(_NEEDED, 1) | {"batch_size": 1, "seqlen_q": 0, "seqlen_kv": 0}
 
@@ -95,14 +99,12 @@ def read_problem(
     cu_seqlens_kv: Any,
     cu_seqlens_q_padded: Any,
     cu_seqlens_kv_padded: Any,
-    softmax_scale: float | None,
-    softcap: float,
-    softmax_type: str,
     sizes: Sizes,
     a2a_size: int = 1,
+    **score_options: Any,
 ) -> Problem:
     """The problem of a call. See `cp_ref.attention` for the arguments; `sizes` comes from the tensors or from
-    `make_plan`.
+    `make_plan`, `score_options` are those of `SCORE_OPTIONS`.
     """
     check_choice("cp_comm_type", cp_comm_type, CP_COMM_TYPES)
     layout = read_layout(layout)
@@ -112,17 +114,17 @@ def read_problem(
         _check_alone(qkv_format, attn_mask_type, window_size)
     attn_mask_type = "causal" if attn_mask_type is None else attn_mask_type
     check_choice("attn_mask_type", attn_mask_type, MASKS)
-    check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
+    scores = {name: SCORE_OPTIONS[name](name, value) for name, value in score_options.items()}
     check_choice("dtype", sizes.dtype, DTYPES)
     sizes = counted(sizes)
     check_heads(sizes, cp_comm_type, a2a_size)
     given = {
-        "cu_seqlens_q": read_lengths("cu_seqlens_q", cu_seqlens_q),
-        "cu_seqlens_kv": read_lengths("cu_seqlens_kv", cu_seqlens_kv),
-        "cu_seqlens_q_padded": read_lengths("cu_seqlens_q_padded", cu_seqlens_q_padded),
-        "cu_seqlens_kv_padded": read_lengths("cu_seqlens_kv_padded", cu_seqlens_kv_padded),
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
     }
-    sequences = _packed(given, sizes) if qkv_format == "thd" else _batched(given, qkv_format, attn_mask_type, sizes)
+    sequences = read_sequences(given, qkv_format, attn_mask_type, sizes)
     lengths = Sequences.of(sequences)
     problem = Problem(
         cp_size=cp_size,
@@ -138,10 +140,8 @@ def read_problem(
         heads_kv=sizes.heads_kv,
         d_qk=sizes.d_qk,
         d_v=sizes.d_v,
-        softmax_scale=read_number("softmax_scale", softmax_scale, positive=True) if softmax_scale is not None else None,
-        softcap=read_number("softcap", softcap, positive=False),
-        softmax_type=softmax_type,
         dtype=sizes.dtype,
+        **scores,
     )
     check_layout(problem)
     return problem
@@ -199,80 +199,3 @@ def check_heads(sizes: Sizes, cp_comm_type: str, a2a_size: int) -> None:
                 f"h_kv is {h_kv}; cp_comm_type {cp_comm_type!r} needs a multiple or a divisor of the a2a size "
                 f"{a2a_size}"
             )
-
-
-def _packed(given: dict[str, list[int] | None], sizes: Sizes) -> Seq[Sequence]:
-    """The sequences of thd: lengths and slots from the cumulative lengths; kv defaults to q, slots to lengths."""
-    for name in ("batch_size", "seqlen_q", "seqlen_kv"):
-        if getattr(sizes, name) is not None:
-            raise ValueError(
-                f"{name} is {getattr(sizes, name)}, but qkv_format 'thd' takes its lengths from cu_seqlens_q"
-            )
-    cu_q, cu_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
-    if cu_q is None:
-        raise ValueError("cu_seqlens_q is None; qkv_format 'thd' needs the cumulative lengths")
-    slots_q = given["cu_seqlens_q_padded"] or cu_q
-    slots_kv = given["cu_seqlens_kv_padded"] or (slots_q if cu_kv is None else cu_kv)
-    cu_kv = cu_q if cu_kv is None else cu_kv
-    for name, values in (
-        ("cu_seqlens_kv", cu_kv),
-        ("cu_seqlens_q_padded", slots_q),
-        ("cu_seqlens_kv_padded", slots_kv),
-    ):
-        if len(values) != len(cu_q):
-            raise ValueError(f"{name} has {len(values)} entries and cu_seqlens_q has {len(cu_q)}; they must be equal")
-    given_once = {id(cu): cu for cu in (cu_q, cu_kv, slots_q, slots_kv)}  # often the same, and ten thousand long
-    lengths = {which: differences(cu) for which, cu in given_once.items()}
-    len_q, len_kv, room_q, room_kv = (lengths[id(cu)] for cu in (cu_q, cu_kv, slots_q, slots_kv))
-    sides = [("q", len_q, room_q), *([("kv", len_kv, room_kv)] if (len_kv, room_kv) != (len_q, room_q) else [])]
-    for side, real, padded in sides:
-        if real is not padded and any(map(gt, real, padded)):
-            n = next(n for n, (length, slots) in enumerate(zip(real, padded, strict=True)) if length > slots)
-            raise ValueError(
-                f"cu_seqlens_{side}_padded gives sequence {n} {padded[n]} slots, but it has {real[n]} tokens by "
-                f"cu_seqlens_{side}; padding must not be negative"
-            )
-    return Sequences(len_q, len_kv, room_q, room_kv)
-
-
-def _batched(given: dict[str, list[int] | None], qkv_format: str, mask: str, sizes: Sizes) -> Seq[Sequence]:
-    """The sequences of bshd and sbhd: the slots are the tensor's, the lengths too unless the mask is a padding mask."""
-    for side in ("q", "kv"):
-        if given[f"cu_seqlens_{side}_padded"] is not None:
-            raise ValueError(
-                f"cu_seqlens_{side}_padded is given, but qkv_format is {qkv_format!r}; it belongs to 'thd'"
-            )
-    if sizes.seqlen_q is None:
-        raise ValueError(f"seqlen_q is None; qkv_format {qkv_format!r} needs the global sequence length")
-    slots_q = sizes.seqlen_q
-    slots_kv = slots_q if sizes.seqlen_kv is None else sizes.seqlen_kv
-    cu_q, cu_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
-    if not mask.startswith("padding"):
-        for name, values in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):
-            if values is not None:
-                raise ValueError(
-                    f"{name} is given, but attn_mask_type {mask!r} in {qkv_format!r} takes no lengths; "
-                    "use a padding mask"
-                )
-        if sizes.batch_size is None:
-            raise ValueError(f"batch_size is None; qkv_format {qkv_format!r} with attn_mask_type {mask!r} needs it")
-        return (Sequence(slots_q, slots_kv, slots_q, slots_kv),) * sizes.batch_size
-    if cu_q is None:
-        raise ValueError(f"cu_seqlens_q is None; attn_mask_type {mask!r} needs the cumulative lengths")
-    cu_kv = cu_q if cu_kv is None else cu_kv
-    sequences: list[Sequence] = []
-    for name, values, slots in (("cu_seqlens_q", cu_q, slots_q), ("cu_seqlens_kv", cu_kv, slots_kv)):
-        if sizes.batch_size is not None and len(values) != sizes.batch_size + 1:
-            raise ValueError(
-                f"{name} has {len(values)} entries; a batch of {sizes.batch_size} needs {sizes.batch_size + 1}"
-            )
-        for n, length in enumerate(differences(values)):
-            if length > slots:
-                raise ValueError(
-                    f"{name} gives sequence {n} {length} tokens, but the tensor's sequence length is {slots}"
-                )
-    if len(cu_kv) != len(cu_q):
-        raise ValueError(f"cu_seqlens_kv has {len(cu_kv)} entries and cu_seqlens_q has {len(cu_q)}; they must be equal")
-    for len_q, len_kv in zip(differences(cu_q), differences(cu_kv), strict=True):
-        sequences.append(Sequence(len_q, len_kv, slots_q, slots_kv))
-    return tuple(sequences)

@@ -7,13 +7,15 @@ and `plan.update` gives it other lengths: fewer or more sequences, shorter or lo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from cp_ref.spec.arguments.feature_sets import Feature, Unsupported
-from cp_ref.spec.arguments.read_problem import Sizes, read_problem
+from cp_ref.spec.arguments.read_problem import Sizes
+from cp_ref.spec.arguments.read_sequences import read_sequences
 from cp_ref.spec.arguments.single_values import FURTHEST, read_count
+from cp_ref.spec.layouts.named_layouts import check_layout
 from cp_ref.spec.tables.problem import Problem
 
 __all__ = ["Agreement", "Room", "check_room", "check_room_tensors", "next_batch", "read_room"]
@@ -147,24 +149,16 @@ def next_batch(
     """
     if room is None:
         raise ValueError("this plan cannot be updated; make it with max_sequences=..., or make a new plan")
-    read = read_problem(
-        cp_size=problem.cp_size,
-        cp_comm_type=problem.cp_comm_type,
-        a2a_size=problem.a2a_size,
-        layout=problem.layout,
-        qkv_format=problem.qkv_format,
-        attn_mask_type=problem.attn_mask_type,
-        window_size=problem.window_size,
-        areas=None,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        cu_seqlens_q_padded=cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-        softmax_scale=problem.softmax_scale,
-        softcap=problem.softcap,
-        softmax_type=problem.softmax_type,
-        sizes=Sizes(problem.heads_q, problem.heads_kv, problem.d_qk, problem.d_v, problem.dtype),
-    )
+    cu_seqlens = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+    }
+    sizes = Sizes(problem.heads_q, problem.heads_kv, problem.d_qk, problem.d_v, problem.dtype)
+    sequences = read_sequences(cu_seqlens, problem.qkv_format, problem.attn_mask_type, sizes)
+    read = replace(problem, sequences=sequences)
+    check_layout(read)
     check_room(read, room)
     return read
 

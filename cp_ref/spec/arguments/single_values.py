@@ -20,6 +20,7 @@ __all__ = [
     "check_lengths",
     "differences",
     "kind_of",
+    "read_choice",
     "read_count",
     "read_lengths",
     "read_number",
@@ -48,6 +49,12 @@ def check_choice(name: str, value: object, choices: Seq[str]) -> None:
     """Raise unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def read_choice(name: str, value: Any, choices: Seq[str]) -> str:
+    """One of `choices`."""
+    check_choice(name, value, choices)
+    return value
 
 
 def check_flag(name: str, value: object) -> None:
@@ -101,10 +108,10 @@ def read_several(name: str, value: Any) -> list[Any]:
 def read_number(name: str, value: Any, *, positive: bool) -> float:
     """A finite number that is at least 0 (or positive), and not lost in float32, in which scores are computed.
 
-    >>> read_number("softcap", 1e-300, positive=False)
+    >>> read_number("factor", 1e-300, positive=False)
     Traceback (most recent call last):
         ...
-    ValueError: softcap is 1e-300; it must be finite and at least 0, within the range of float32
+    ValueError: factor is 1e-300; it must be finite and at least 0, within the range of float32
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}; it must be a number")

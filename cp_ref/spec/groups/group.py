@@ -166,8 +166,8 @@ def _difference(one: str, other: str) -> tuple[str, str]:
     """The first arguments in which two canonical texts differ; of sequences and attention slices, the first different
     one.
 
-    >>> _difference("Problem(cp_size=2, softcap=1.0)", "Problem(cp_size=2, softcap=2.0)")
-    ('softcap=1.0', 'softcap=2.0')
+    >>> _difference("Problem(cp_size=2, d_qk=16)", "Problem(cp_size=2, d_qk=32)")
+    ('d_qk=16', 'd_qk=32')
     >>> _difference("Problem(sequences=[(4, 4, 4, 4), (8, 8, 8, 8)])", "Problem(sequences=[(4, 4, 4, 4)])")
     ('2 sequences', '1 sequences')
     >>> _difference("Problem(sequences=[(4, 4, 4, 4)])", "Problem(sequences=[(3, 4, 4, 4)])")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from cp_ref.spec.masks.read_areas import AttentionSliceRow
 from cp_ref.spec.tables.argument_words import canonical_layout
 from cp_ref.spec.tables.diagonal_band import DiagonalBand
+from cp_ref.spec.tables.score_options import ScoreOptions
 from cp_ref.spec.tables.sequences import Sequence, Sequences
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ class Problem:
     def scale(self) -> float:
         """The factor of q.k: `softmax_scale`, or d_qk ** -0.5."""
         return self.d_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def scores(self) -> ScoreOptions:
+        """The options of scores, for the place where scores are computed."""
+        return ScoreOptions(self.scale, self.softcap)
 
     @property
     def group_size(self) -> int:

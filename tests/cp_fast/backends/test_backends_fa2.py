@@ -27,7 +27,7 @@ from cp_fast.backends.fa2 import fa2_package as flash_attn_adapter
 from cp_fast.backends.fa2 import fa2_varlen as varlen
 from cp_fast.backends.host_lengths import Cumulative
 from cp_fast.tools.cli import app
-from cp_ref.spec import Feature, Unsupported
+from cp_ref.spec import Feature, ScoreOptions, Unsupported
 from tests.cp_fast.backends.fa2_stand_ins import Call, fake_aten, fake_package
 
 CPU = by_name("cpu")
@@ -89,9 +89,7 @@ def test_every_window_is_asked_for_as_the_kernels_take_it(name: str, monkeypatch
 
     def naive(s: VarlenBatch, options: LaunchOptions) -> varlen.Varlen:
         left, right = (-1 if side is None else side for side in (s.left, s.right))
-        return varlen.Varlen(
-            s.device_cu_q, s.device_cu_kv, max(2, s.max_q), s.max_kv, left, right, options.scale, options.softcap
-        )
+        return varlen.Varlen(s.device_cu_q, s.device_cu_kv, max(2, s.max_q), s.max_kv, left, right, options.scores)
 
     monkeypatch.setattr(fa2_backend, "varlen_arguments", naive)
     problem = probe(backend, "cpu")
@@ -104,26 +102,26 @@ def test_negative_sides_are_refused(left: int | None, right: int | None) -> None
     segments = VarlenBatch.pack([4], [9], left, right)
     x = torch.zeros(9, 1, 8, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"'fa2'.*crop"):
-        BUILT_IN.forward(x[:4], x, x, segments, LaunchOptions(scale=1.0))
+        BUILT_IN.forward(x[:4], x, x, segments, LaunchOptions(ScoreOptions(1.0)))
 
 
 def test_what_the_features_exclude_is_refused() -> None:
     segments = VarlenBatch.pack([4], [4], None, 0)
     x = torch.zeros(4, 1, 8, dtype=torch.float16)
     with pytest.raises(ValueError, match="softcap"):
-        BUILT_IN.forward(x, x, x, segments, LaunchOptions(scale=1.0, softcap=2.0))
+        BUILT_IN.forward(x, x, x, segments, LaunchOptions(ScoreOptions(1.0, softcap=2.0)))
     operands = BackwardOperands(x, x, x, x, x, torch.zeros(1, 4), None)
     with pytest.raises(ValueError, match="softcap"):
-        BUILT_IN.backward(operands, segments, LaunchOptions(scale=1.0, softcap=2.0))
+        BUILT_IN.backward(operands, segments, LaunchOptions(ScoreOptions(1.0, softcap=2.0)))
     wide = torch.zeros(4, 1, 264, dtype=torch.float16)
     for backend in (BUILT_IN, PACKAGE):
         with pytest.raises(ValueError, match="up to 256, got d_qk=264"):
-            backend.forward(wide, wide, x, segments, LaunchOptions(scale=1.0))
+            backend.forward(wide, wide, x, segments, LaunchOptions(ScoreOptions(1.0)))
 
 
 def test_more_segments_than_a_grid_has_are_refused() -> None:
     with pytest.raises(ValueError, match="up to 65535 segments a launch, got 65536"):
-        varlen.varlen_arguments(VarlenBatch.pack([1] * 65536, [1] * 65536, None, 0), LaunchOptions(scale=1.0))
+        varlen.varlen_arguments(VarlenBatch.pack([1] * 65536, [1] * 65536, None, 0), LaunchOptions(ScoreOptions(1.0)))
 
 
 @pytest.mark.parametrize(("d_qk", "d_v"), [(24, 24), (13, 13), (24, 8), (8, 24)])
@@ -138,7 +136,7 @@ def test_both_passes(
     q, k, v, dout = (
         torch.randn(rows, heads, d) for rows, heads, d in ((14, 4, d_qk), (18, 1, d_qk), (18, 1, d_v), (14, 4, d_v))
     )
-    numbers = LaunchOptions(0.4, softcap)
+    numbers = LaunchOptions(ScoreOptions(0.4, softcap))
     want, got = (b.forward(q, k, v, segments, numbers) for b in (CPU, backend))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
     args, options = (dout, q, k, v, want.out, want.lse), numbers._replace(deterministic=deterministic)
@@ -156,7 +154,7 @@ def test_segments_of_one_row(name: str, monkeypatch: Any, install: Any) -> None:
     backend, calls = stand_in(name, monkeypatch, install)
     segments = VarlenBatch.pack([1, 1], [3, 5], None, None)
     q, k, v, dout = (torch.randn(rows, heads, 8) for rows, heads in ((2, 4), (8, 2), (8, 2), (2, 4)))
-    numbers = LaunchOptions(scale=0.4)
+    numbers = LaunchOptions(ScoreOptions(0.4))
     want, got = (b.forward(q, k, v, segments, numbers) for b in (CPU, backend))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse), rtol=1e-5, atol=1e-5)
     right, computed = (
@@ -176,7 +174,7 @@ def test_determinism_of_the_built_in_kernels_is_a_flag_that_is_put_back(
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     try:
         args = BackwardOperands(x, x, x, x, x, torch.zeros(1, 4), None)
-        BUILT_IN.backward(args, segments, LaunchOptions(scale=1.0, deterministic=True))
+        BUILT_IN.backward(args, segments, LaunchOptions(ScoreOptions(1.0), deterministic=True))
         assert [c.deterministic for c in calls] == [True]
         flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         assert flags == before
@@ -202,7 +200,7 @@ WINDOWS = pytest.mark.parametrize(
 def test_an_updated_plan_changes_no_number_that_a_graph_has_baked_in(left: int | None, right: int | None) -> None:
     """Only the tables on the device differ from batch to batch."""
     arguments = [
-        varlen.varlen_arguments(bounded(*lengths, left, right), LaunchOptions(scale=0.4))
+        varlen.varlen_arguments(bounded(*lengths, left, right), LaunchOptions(ScoreOptions(0.4)))
         for lengths in (([30], [10]), ([5, 9, 2], [5, 20, 2]), ([], []), ([40], [50]))
     ]
     assert len({numbers[2:] for numbers in arguments}) == 1
@@ -221,7 +219,7 @@ def test_segments_of_length_zero_and_rows_behind_the_last(
     short, long = VarlenBatch.pack(lengths_q, lengths_kv, left, right), bounded(lengths_q, lengths_kv, left, right)
     q, k, v, dout = (torch.randn(rows, heads, 8) for rows, heads in ((40, 2), (50, 1), (50, 1), (40, 2)))
     n, m = short.cu_q[-1], short.cu_kv[-1]
-    numbers = LaunchOptions(scale=0.4)
+    numbers = LaunchOptions(ScoreOptions(0.4))
     want = CPU.forward(q[:n], k[:m], v[:m], short, numbers)
     got = backend.forward(q, k, v, long, numbers)
     torch.testing.assert_close((got.out[:n], got.lse[:, :n]), (want.out, want.lse), rtol=1e-5, atol=1e-5)
@@ -391,9 +389,9 @@ def test_the_stand_ins_find_a_wrong_backward(monkeypatch: Any, install: Any) -> 
     backend, _ = stand_in("package", monkeypatch, install)
     segments = VarlenBatch.pack([6], [6], None, 0)
     q, k, v, dout = torch.randn(4, 6, 1, 8).unbind()
-    part = CPU.forward(q, k, v, segments, LaunchOptions(scale=1.0, softcap=0.7))
+    part = CPU.forward(q, k, v, segments, LaunchOptions(ScoreOptions(1.0, softcap=0.7)))
     operands = BackwardOperands(dout, q, k, v, part.out, part.lse, None)
-    right = CPU.backward(operands, segments, LaunchOptions(scale=1.0, softcap=0.7))
-    wrong = backend.backward(operands, segments, LaunchOptions(scale=1.0))
+    right = CPU.backward(operands, segments, LaunchOptions(ScoreOptions(1.0, softcap=0.7)))
+    wrong = backend.backward(operands, segments, LaunchOptions(ScoreOptions(1.0)))
     assert not torch.allclose(right.dq, wrong.dq, atol=1e-3)
     assert [b - a for a, b in pairwise(segments.cu_q)] == [6]

@@ -15,6 +15,7 @@ from cp_fast.backends import padded_head_dims as dims
 from cp_fast.backends.backend_protocol import BackwardOperands, Gradients, LaunchOptions, VarlenBatch
 from cp_fast.backends.fa4 import fa4_backend as fa4
 from cp_fast.backends.lse_gradient import lse_launch
+from cp_ref.spec import ScoreOptions
 
 CPU = by_name("cpu")
 
@@ -49,7 +50,9 @@ def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:
 
     def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **o: Any) -> tuple[Any, ...]:
         dims.append((q.shape[2], v.shape[2]))
-        part = CPU.forward(q, k, v, band(o), LaunchOptions(scale=o["softmax_scale"], softcap=o["softcap"] or 0.0))
+        part = CPU.forward(
+            q, k, v, band(o), LaunchOptions(ScoreOptions(o["softmax_scale"], softcap=o["softcap"] or 0.0))
+        )
         return part.out, part.lse, None, None, None
 
     def bwd(
@@ -58,7 +61,7 @@ def fake_interface(dims: list[tuple[int, int]]) -> ModuleType:
         dims.append((q.shape[2], v.shape[2]))
         assert q.shape[1] == k.shape[1] or q.shape[2] == v.shape[2], "GQA backward requires head_dim == head_dim_v"
         assert o["deterministic"] == ("max_seqlen_q" in o)
-        options = LaunchOptions(o["softmax_scale"], o["softcap"], deterministic=True)
+        options = LaunchOptions(ScoreOptions(o["softmax_scale"], o["softcap"]), deterministic=True)
         return CPU.backward(BackwardOperands(dout, q, k, v, out, lse, o["dlse"]), band(o), options)
 
     library = ModuleType("flash_attn.cute.interface")
@@ -96,10 +99,10 @@ def test_fa4_pads_head_dims_exactly(
         torch.randn(rows, heads, d, dtype=torch.float64)
         for rows, heads, d in ((14, h_q, d_qk), (18, 1, d_qk), (18, 1, d_v), (14, h_q, d_v))
     )
-    want, got = (b.forward(q, k, v, segments, LaunchOptions(scale=0.1, softcap=4.0)) for b in (CPU, backend))
+    want, got = (b.forward(q, k, v, segments, LaunchOptions(ScoreOptions(0.1, softcap=4.0))) for b in (CPU, backend))
     torch.testing.assert_close((got.out, got.lse), (want.out, want.lse))
     args = BackwardOperands(dout, q, k, v, want.out, want.lse, torch.randn(h_q, 14))
-    options = LaunchOptions(scale=0.1, softcap=4.0, deterministic=True)
+    options = LaunchOptions(ScoreOptions(0.1, softcap=4.0), deterministic=True)
     right, computed = (b.backward(args, segments, options) for b in (CPU, backend))
     torch.testing.assert_close(computed, right)
     assert all(x.is_contiguous() for x in computed)
@@ -113,7 +116,7 @@ def test_fa4_refuses_the_window_that_its_library_misreads() -> None:
 
 def test_fa4_holds_no_operand_that_its_launch_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is given away in a list; `Launches` lets each go when its kernels have read it."""
-    segments, options = VarlenBatch.pack([11], [11], None, 0), LaunchOptions(scale=0.1)
+    segments, options = VarlenBatch.pack([11], [11], None, 0), LaunchOptions(ScoreOptions(0.1))
     x = [torch.randn(11, 2, 32) for _ in range(5)]
     given = [BackwardOperands(*x, lse=torch.randn(2, 11), dlse=None)]
     there = [weakref.ref(one.untyped_storage()) for one in x]

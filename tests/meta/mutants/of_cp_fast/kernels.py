@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cp_ref.spec import ScoreOptions
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -64,12 +65,12 @@ def _one_key_lost(visible: Any, *arguments: Any) -> Any:
     return blocks
 
 
-def _softcap_not_divided(scores: Any, queries: Tensor, key: Tensor, softcap: float, scratch: Any) -> Tensor:
-    return scores(queries * softcap if softcap > 0 else queries, key, softcap, scratch)
+def _softcap_not_divided(scores: Any, queries: Tensor, key: Tensor, options: ScoreOptions, scratch: Any) -> Tensor:
+    return scores(queries * options.softcap if options.softcap > 0 else queries, key, options, scratch)
 
 
-def _softcap_dropped(scores: Any, queries: Tensor, key: Tensor, softcap: float, scratch: Any) -> Tensor:
-    return scores(queries, key, 0.0, scratch)
+def _softcap_dropped(scores: Any, queries: Tensor, key: Tensor, options: ScoreOptions, scratch: Any) -> Tensor:
+    return scores(queries, key, options._replace(softcap=0.0), scratch)
 
 
 def _groups_interleaved(fold: Any, x: Tensor, heads_kv: int, dtype: torch.dtype) -> Tensor:
@@ -97,7 +98,7 @@ def _delta_lost(backward: Any, self: Any, operands: Any, *rest: Any) -> Any:
 
 def _dk_unscaled(backward: Any, self: Any, operands: Any, segments: Any, options: Any) -> Any:
     part = backward(self, operands, segments, options)
-    return part._replace(dk=part.dk / options.scale)
+    return part._replace(dk=part.dk / options.scores.scale)
 
 
 def _dk_heads_rotated(backward: Any, *arguments: Any) -> Any:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 
+from cp_ref.spec import ScoreOptions
 from tests.meta.mutants.model import Mutant, wrap
 
 __all__ = ["MUTANTS"]
@@ -60,24 +61,23 @@ def _bf16_dq(run_backward: Any, problem: Any, *arguments: Any) -> Any:
     return (dq.bfloat16().to(dq.dtype) if problem.dtype == "float16" else dq), dk, dv
 
 
-def _mask_before_softcap(scores: Any, q: Any, k: Any, visible: Any, scale: float, softcap: float) -> Any:
+def _mask_before_softcap(scores: Any, q: Any, k: Any, visible: Any, options: ScoreOptions) -> Any:
     """tanh(-inf) is -1: hidden keys get the score -softcap."""
-    if softcap <= 0:
-        return scores(q, k, visible, scale, softcap)
-    s, slope = scores(q, k, torch.ones_like(visible), scale, softcap)
-    return s.masked_fill(~visible[:, None, :], -softcap), slope
+    if options.softcap <= 0:
+        return scores(q, k, visible, options)
+    s, slope = scores(q, k, torch.ones_like(visible), options)
+    return s.masked_fill(~visible[:, None, :], -options.softcap), slope
 
 
-def _softcap_without_dividing(scores: Any, q: Any, k: Any, visible: Any, scale: float, softcap: float) -> Any:
-    return (
-        scores(q, k, visible, scale / max(softcap, 1.0), softcap) if softcap > 0 else scores(q, k, visible, scale, 0.0)
-    )
+def _softcap_without_dividing(scores: Any, q: Any, k: Any, visible: Any, options: ScoreOptions) -> Any:
+    return scores(q, k, visible, options._replace(scale=options.scale / max(options.softcap, 1.0)))
 
 
-def _scale_of_v(tile: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> Any:
-    if named["scale"] == q.shape[-1] ** -0.5:
-        named["scale"] = v.shape[-1] ** -0.5
-    return tile(q, k, v, *rest, **named)
+def _scale_of_v(tile: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+    *others, options = rest
+    if options.scale == q.shape[-1] ** -0.5:
+        options = options._replace(scale=v.shape[-1] ** -0.5)
+    return tile(q, k, v, *others, options)
 
 
 def _nan_for_nothing(run_forward: Any, *arguments: Any, **named: Any) -> Any:

@@ -17,30 +17,28 @@ def _no_slope(scores: Any, *arguments: Any) -> Any:
     return scores(*arguments)[0], 1.0
 
 
-def _no_delta(
-    tile_backward: Any, q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, *rest: Any, **named: Any
-) -> Any:
-    return tile_backward(q, k, v, dout, lse, torch.zeros_like(delta), *rest, **named)
+def _no_delta(tile_backward: Any, q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, *rest: Any) -> Any:
+    return tile_backward(q, k, v, dout, lse, torch.zeros_like(delta), *rest)
 
 
-def _no_scale(tile_backward: Any, *arguments: Any, **named: Any) -> Any:
-    part = tile_backward(*arguments, **named)
-    return part._replace(dk=part.dk / named["scale"])
+def _no_scale(tile_backward: Any, *arguments: Any) -> Any:
+    part = tile_backward(*arguments)
+    return part._replace(dk=part.dk / arguments[-1].scale)
 
 
-def _own_lse(tile_backward: Any, q: Any, k: Any, v: Any, dout: Any, lse: Any, *rest: Any, **named: Any) -> Any:
+def _own_lse(tile_backward: Any, q: Any, k: Any, v: Any, dout: Any, lse: Any, *rest: Any) -> Any:
     """Weights normalised over the tile's own keys, and not over all of them."""
     visible = rest[1]
-    scores = named["scale"] * torch.einsum("nhd,mhd->nhm", q, k)
+    scores = rest[-1].scale * torch.einsum("nhd,mhd->nhm", q, k)
     own = scores.masked_fill(~visible[:, None, :], -torch.inf).logsumexp(-1)
-    return tile_backward(q, k, v, dout, own, *rest, **named)
+    return tile_backward(q, k, v, dout, own, *rest)
 
 
-def _stale_kv(tile_backward: Any, q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
+def _stale_kv(tile_backward: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     """Every later tile of a shape uses the first one's K and V. (A rank's thread lives as long as one call.)"""
     kept = threading.current_thread().__dict__.setdefault("stale_kv", {})
     k, v = kept.setdefault((k.shape, v.shape), (k, v))
-    return tile_backward(q, k, v, *rest, **named)
+    return tile_backward(q, k, v, *rest)
 
 
 def _copied(kind: str) -> Any:

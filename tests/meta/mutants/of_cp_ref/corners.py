@@ -52,7 +52,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "int64-lengths-as-int32": Mutant(
         "the memory of int64 lengths is read as int32",
-        "cp_ref.spec.arguments.read_problem.read_lengths",
+        "cp_ref.spec.arguments.read_sequences.read_lengths",
         wrap(_memory_of_int32),
         "spellings",
     ),

@@ -153,7 +153,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "lengths-not-checked": Mutant(
         "cumulative lengths are believed",
-        "cp_ref.spec.arguments.read_problem.read_lengths",
+        "cp_ref.spec.arguments.read_sequences.read_lengths",
         wrap(_unchecked_lengths),
         "errors",
     ),
