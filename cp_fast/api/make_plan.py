@@ -28,13 +28,14 @@ from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import Rows, check_row_numbers
 from cp_fast.runtime.run import CompiledCall
-from cp_fast.transport import Messages, messages_for
+from cp_fast.transport import messages_for
 from cp_ref.common import plan_arguments as plans
 from cp_ref.common.declared import bind, implements, same_parameters
 from cp_ref.common.plan_arguments import read_plan_arguments
 from cp_ref.common.sharding.cut_tensors import numbers
 from cp_ref.spec import (
     Agreement,
+    Group,
     Problem,
     Room,
     Schedule,
@@ -90,7 +91,7 @@ class Plan(OfThisProcess, plans.Plan):
     custom: Schedule | None = field(default=None, repr=False)
     room: Room | None = None
     fixed: FixedTables | None = field(default=None, repr=False, compare=False)  # Its tables, if there is room.
-    messages: Messages | None = field(default=None, repr=False)
+    messages: Group | None = field(default=None, repr=False)
     handle: torch.Tensor = field(init=False, repr=False, compare=False)  # See `cp_fast.dispatch.opaque`.
     kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `RankSchedule.needs_inputs`

@@ -27,7 +27,7 @@ slices and index tensors. Heads of a view are counted from the buffer's first he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -52,6 +52,7 @@ __all__ = [
     "View",
     "Wait",
     "reads",
+    "with_views",
     "writes",
 ]
 
@@ -205,6 +206,15 @@ def reads(one: Instruction[Any]) -> tuple[int, ...]:
     return tuple(view.buffer for view in one.operands) if isinstance(one, Launch) else ()
 
 
+def with_views(one: Instruction[Any], change: Callable[[View[Any]], View[Any]]) -> Instruction[Any]:
+    """The instruction with each of its views changed."""
+    if isinstance(one, Send):
+        return replace(one, source=change(one.source))
+    if isinstance(one, Copy | Accumulate):
+        return replace(one, source=change(one.source), target=change(one.target))
+    return replace(one, operands=tuple(map(change, one.operands))) if isinstance(one, Launch) else one
+
+
 def writes(one: Instruction[Any]) -> tuple[int, ...]:
     """The buffers that an instruction writes."""
     if isinstance(one, Copy | Accumulate):
@@ -297,10 +307,6 @@ class ExecutablePlan(Generic[R]):
         plan = self.backward
         sent = [one.source.buffer for one in plan.of(Send)] + [one.buffer for one in plan.of(Recv)]
         return any(plan.buffers[number].kind == "do" for number in sent)
-
-    def with_passes(self, forward: PassPlan[R], backward: PassPlan[R]) -> ExecutablePlan[R]:
-        """This plan with other lists of instructions."""
-        return replace(self, forward=forward, backward=backward)
 
     def __str__(self) -> str:
         skipped = [f"skipped {name}: {reason}\n" for name, reason in self.skipped.items()]

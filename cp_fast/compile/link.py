@@ -9,7 +9,7 @@ import torch
 
 from cp_fast.backends import VarlenBatch
 from cp_fast.compile.index_tables import Uploaded
-from cp_fast.compile.instructions import Accumulate, Copy, ExecutablePlan, Instruction, Launch, PassPlan, Send, View
+from cp_fast.compile.instructions import ExecutablePlan, Instruction, Launch, PassPlan, View, with_views
 from cp_fast.compile.tiles.groups import SegmentKeys
 from cp_fast.runtime.row_selection import Rows
 
@@ -38,13 +38,8 @@ class _Link:
         return replace(plan, instructions=tuple(map(self._instruction, plan.instructions)))
 
     def _instruction(self, one: Instruction[Any]) -> Instruction[Rows]:
-        if isinstance(one, Send):
-            return replace(one, source=self._view(one.source))
-        if isinstance(one, Copy | Accumulate):
-            return replace(one, source=self._view(one.source), target=self._view(one.target))
-        if isinstance(one, Launch):
-            return replace(one, operands=tuple(map(self._view, one.operands)), batch=self._batch(one.batch))
-        return one
+        one = with_views(one, self._view)
+        return replace(one, batch=self._batch(one.batch)) if isinstance(one, Launch) else one
 
     def _view(self, view: View[Any]) -> View[Rows]:
         return view if view.rows is None else View(view.buffer, self._tables.rows(view.rows), view.heads)

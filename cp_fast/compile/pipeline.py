@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 
 from cp_fast.compile.fold_batch import fold_batch
-from cp_fast.compile.instructions import ExecutablePlan
+from cp_fast.compile.index_tables import RowKey
+from cp_fast.compile.instructions import ExecutablePlan, PassPlan
 from cp_fast.compile.link import linked
 from cp_fast.compile.lowering.lower_schedule import Draft, lower
 from cp_fast.compile.pass_table import is_on, skipped
@@ -55,19 +56,16 @@ def optimized(draft: Draft, *, in_place: bool = False) -> Draft:
     Args:
         in_place: whether the plan is updated in place: then its buffers and messages keep their places.
     """
-    plan, tables = draft.plan, draft.tables
+    plan = draft.plan
     off = {**plan.skipped, **skipped(in_place=in_place)}
-    kept = [number for number, _ in plan.saved]
-    passes = [(plan.forward, kept), (plan.backward, [])]
-    if "accumulate_late" not in off:
-        passes = [(accumulate_late(one), saved) for one, saved in passes]
-    if "recv_in_place" not in off:
-        passes = [(recv_in_place(one, tables, saved), saved) for one, saved in passes]
-    if "hoist_copies" not in off:
-        passes = [(hoist_copies(one), saved) for one, saved in passes]
-    if "free_early" not in off:
-        passes = [(free_early(one, saved), saved) for one, saved in passes]
-    (forward, _), (backward, _) = passes
+
+    def improved(one: PassPlan[RowKey], kept: list[int]) -> PassPlan[RowKey]:
+        one = one if "accumulate_late" in off else accumulate_late(one)
+        one = one if "recv_in_place" in off else recv_in_place(one, draft.tables, kept)
+        one = one if "hoist_copies" in off else hoist_copies(one)
+        return one if "free_early" in off else free_early(one, kept)
+
+    forward, backward = improved(plan.forward, [number for number, _ in plan.saved]), improved(plan.backward, [])
     return replace(draft, plan=replace(plan, forward=forward, backward=backward, skipped=off))
 
 

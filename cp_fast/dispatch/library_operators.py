@@ -23,7 +23,8 @@ from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan
 from cp_fast.api.planned_call import agree_on_forward, call_of_kinds, check_planned_call, compiled_call
 from cp_fast.dispatch.opaque import object_of
-from cp_fast.runtime.forward_backward import Results, backward_pass, forward_pass
+from cp_fast.runtime.forward_backward import backward_pass, forward_pass
+from cp_fast.runtime.run import Results
 from cp_fast.runtime.tensors import wide_dtype
 from cp_ref.common.autocast import no_autocast
 

@@ -6,28 +6,18 @@ user's format -> packed rows -> the plan's instructions -> user's format
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.row_selection import is_mask, take
-from cp_fast.runtime.run import CompiledCall
+from cp_fast.runtime.run import CompiledCall, Results
 from cp_fast.runtime.tensors import wide_dtype
 from cp_ref.common.groups.collectives import all_reduce_max, offset_grad
 from cp_ref.spec import Feature, Unsupported
 
-__all__ = ["Results", "backward_pass", "forward_pass"]
-
-
-class Results(NamedTuple):
-    """The results of a forward pass in the user's format."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    max_logit: torch.Tensor | None  # Over all ranks; None if not requested.
-    kept: list[torch.Tensor]  # Further tensors for the backward pass only.
+__all__ = ["backward_pass", "forward_pass"]
 
 
 def forward_pass(

@@ -21,15 +21,15 @@ from cp_fast.runtime.row_selection import Rows
 from cp_fast.runtime.tensors import Operation, Shapes, State, Tensors, wide_dtype
 from cp_ref.spec import Group
 
-__all__ = ["CompiledCall", "Forward"]
+__all__ = ["CompiledCall", "Results"]
 
 
-class Forward(NamedTuple):
-    """A rank's results, sinks included; packed rows."""
+class Results(NamedTuple):
+    """The results of a forward pass, sinks included: of `CompiledCall` as packed rows, else in the user's format."""
 
     out: torch.Tensor  # [t, h_q, d_v], in q's dtype, 0 for rows that see nothing.
     lse: torch.Tensor  # [h_q, t], -inf for rows that see nothing.
-    max_logit: torch.Tensor | None  # [h_q], over this rank's launches; None if the library lacks it.
+    max_logit: torch.Tensor | None  # [h_q], over this rank's launches, or over all ranks; None if there is none.
     kept: list[torch.Tensor]  # Tensors of other buffers for the backward pass.
 
 
@@ -64,7 +64,7 @@ class CompiledCall:
 
     def forward(
         self, group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
-    ) -> Forward:
+    ) -> Results:
         """Run the forward pass. Its inputs are this rank's packed slices, contiguous, a tail allowed: `q` [t_q, h_q,
         d_qk], k [t_kv, h_kv, d_qk], v [t_kv, h_kv, d_v]. The argument sink [h_q] has each head's sink logit.
         """
@@ -78,7 +78,7 @@ class CompiledCall:
         kept = [x for number, _ in self.instructions.kept for some in state.buffers[number] for x in some]
         if keeps_state(self.backend):
             kept += [state.opaque[slot] for slot in range(self.instructions.states)]
-        return Forward(out, lse[0], _largest(state, q), kept)
+        return Results(out, lse[0], _largest(state, q), kept)
 
     def backward(
         self,
@@ -98,7 +98,7 @@ class CompiledCall:
             inputs: q, k, v as in `forward`; None where the plan does not need them.
             dout, out: [t_q, h_q, d_v], all own rows; out is final.
             dlse, lse: [h_q, t_q]; dlse is None for zero on every rank.
-            kept: see `Forward`.
+            kept: see `Results`.
         """
         plan = self.instructions.backward
         state = self._state(plan, group, deterministic=deterministic)

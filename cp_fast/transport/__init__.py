@@ -28,6 +28,6 @@ cut their messages into steps differently.
 
 from __future__ import annotations
 
-from cp_fast.transport.memory_group import VARIABLE, Messages, carried_by, carries, messages_for, why_not
+from cp_fast.transport.memory_group import VARIABLE, carried_by, carries, messages_for, why_not
 
-__all__ = ["VARIABLE", "Messages", "carried_by", "carries", "messages_for", "why_not"]
+__all__ = ["VARIABLE", "carried_by", "carries", "messages_for", "why_not"]

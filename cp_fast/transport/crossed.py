@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -11,6 +10,8 @@ from cp_fast.runtime.prepared_exchange import Exchange, Located, Message, by_tag
 from cp_ref.spec import Group, PairGroup, Parcel, Pending
 
 __all__ = ["Crossed"]
+
+_Part = tuple[Group, Exchange, list[int], list[int]]  # In one of the groups; the places of its sends and receives.
 
 
 class Crossed(PairGroup):
@@ -23,7 +24,7 @@ class Crossed(PairGroup):
             out, back = self._of(number, sends), self._of(number, recvs)
             if out or back:
                 exchange = prepare(group, where, *([x.message for x in some] for some in (out, back)))
-                parts.append(_Part(group, exchange, places(out), places(back)))
+                parts.append((group, exchange, places(out), places(back)))
         return _Both(parts)
 
     def _of(self, number: int, messages: Sequence[Message]) -> list[Located]:
@@ -33,15 +34,6 @@ class Crossed(PairGroup):
             some = self._split([Parcel(message.peer, message.tag, None)])[number]
             found += [Located(message._replace(peer=parcel.peer), first) for parcel in some]
         return found
-
-
-class _Part(NamedTuple):
-    """An exchange in one of the groups, and the places of its sends and receives."""
-
-    group: Group
-    exchange: Exchange
-    sends: list[int]
-    recvs: list[int]
 
 
 class _Both:

@@ -20,13 +20,11 @@ from cp_fast.transport.streams import why_not_driver
 from cp_ref.common.groups.process_groups import ProcessMember
 from cp_ref.spec import Group, PairGroup, Problem, check_choice
 
-__all__ = ["VARIABLE", "Messages", "carried_by", "carries", "messages_for", "why_not"]
+__all__ = ["VARIABLE", "carried_by", "carries", "messages_for", "why_not"]
 
 VARIABLE = "CP_FAST_MESSAGES"
 CHOICES = ("auto", "peer_memory", "group")
 _SHARE = 16  # The staging buffers of a group take at most this fraction (1 / 16) of a GPU's memory.
-
-Messages = Group  # The transport of a plan.
 
 
 def carried_by() -> str:
@@ -79,7 +77,7 @@ class _Place:
 _places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
 
 
-def carries(messages: Messages, comm: Group) -> bool:
+def carries(messages: Group, comm: Group) -> bool:
     """Whether these are messages of this group: a plan may be used with another group."""
     if messages is comm or (isinstance(messages, PeerMessages) and messages.group is comm):
         return True
@@ -94,7 +92,7 @@ def _names(comm: Group) -> tuple[str, ...]:
     return (member.group.group_name,) if isinstance(member, ProcessMember) else ()
 
 
-def messages_for(comm: Group, problem: Problem, rows: tuple[int, int], device: torch.device) -> Messages:
+def messages_for(comm: Group, problem: Problem, rows: tuple[int, int], device: torch.device) -> Group:
     """The transport for a planner's schedule of this problem. Collective: all ranks call it at the same place with the
     same problem, and all get the same result.
 
@@ -114,9 +112,7 @@ def messages_for(comm: Group, problem: Problem, rows: tuple[int, int], device: t
     return _member_messages(comm, problem, rows, way, device)
 
 
-def _member_messages(
-    member: Group, problem: Problem, rows: tuple[int, int], way: str, device: torch.device
-) -> Messages:
+def _member_messages(member: Group, problem: Problem, rows: tuple[int, int], way: str, device: torch.device) -> Group:
     if not isinstance(member, ProcessMember) or member.size == 1 or not _on_gpus(member):
         return member
     place = _places.setdefault(member.group, _Place())

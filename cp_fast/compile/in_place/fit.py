@@ -28,6 +28,7 @@ from cp_fast.compile.instructions import (
     Recv,
     Send,
     View,
+    with_views,
 )
 from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.tiles.groups import SegmentKeys
@@ -51,8 +52,8 @@ def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[ExecutablePlan[An
     plan_forward = forward.fitted()
     kept = {there: forward.moved[here] for here, there in wanted.saved if here in forward.moved}
     plan_backward = _Fitting(wanted.backward, given.backward, draft.tables, shape, tables, mask, kept).fitted()
-    plan = wanted.with_passes(plan_forward, plan_backward)
-    return replace(plan, real_q_rows=mask, position_ids=ids, spare_rows=1), tables
+    passes = {"forward": plan_forward, "backward": plan_backward}
+    return replace(wanted, **passes, real_q_rows=mask, position_ids=ids, spare_rows=1), tables
 
 
 class _Fitting:
@@ -72,7 +73,7 @@ class _Fitting:
         self._padded = tables
         self._given = by_key(given)
         self._keys = {id(one): key for key, one in by_key(wanted).items()}
-        for (step, kind, *names), _ in self._given.items():
+        for step, kind, *names in self._given:
             if (step, kind, *names) not in self._keys.values():
                 raise ValueError(
                     f"{wanted.direction} step {step} needs the {kind} {names}, which the plan does not have; make a "
@@ -118,73 +119,73 @@ class _Fitting:
 
     # ---- tables
 
-    def _numbers(self, number: int | None, rows: RowKey | None) -> Column:
-        """A table's rows in the padded buffer; none if the batch does not need it."""
-        if rows is None:
-            return np.zeros(0, dtype=np.int64)
-        numbers = self._tables.numbers(rows)
-        return self.moved[number].rows(numbers) if number in self.moved else numbers
+    def _numbers(self, view: View[RowKey]) -> Column:
+        """A view's rows in the padded buffer."""
+        numbers = self._tables.numbers(slice(0, 0) if view.rows is None else view.rows)
+        return self.moved[view.buffer].rows(numbers) if view.buffer in self.moved else numbers
 
-    def _read(self, view: View[RowKey], given: View[RowKey] | None, size: int) -> View[Any]:
-        rows = self._padded.read_from(self._numbers(view.buffer, given and given.rows), size)
-        return replace(view, rows=rows)
+    def _read(self, view: View[RowKey], given: View[RowKey], size: int) -> View[Any]:
+        return replace(view, rows=self._padded.read_from(self._numbers(replace(given, buffer=view.buffer)), size))
 
-    def _written(self, view: View[RowKey], given: View[RowKey] | None, size: int) -> View[Any]:
-        numbers = self._numbers(view.buffer, given and given.rows)
+    def _written(self, view: View[RowKey], given: View[RowKey], size: int) -> View[Any]:
+        numbers = self._numbers(replace(given, buffer=view.buffer))
         return replace(view, rows=self._padded.added_to(numbers, size, self._size(view.buffer)))
 
     # ---- instructions
 
     def _fit(self, one: Instruction[RowKey]) -> Instruction[Any]:
-        given: Any = self._given.get(self._keys.get(id(one), ()))
+        found: Any = self._given.get(self._keys.get(id(one), ()))
+        given: Any = found or with_views(one, lambda view: replace(view, rows=slice(0, 0)))
         if isinstance(one, Send):
             return self._send(one, given)
         if isinstance(one, Recv):
-            return self._recv(one, given)
+            return self._recv(one, found.size if found else 0)
         if isinstance(one, Copy):
             return self._copy(one, given)
         if isinstance(one, Launch):
-            return self._launch(one, given)
+            return self._launch(one, given, found.batch if found else None)
         return self._accumulate(one, given) if isinstance(one, Accumulate) else one
 
-    def _send(self, one: Send[RowKey], given: Send[RowKey] | None) -> Send[Any]:
+    def _send(self, one: Send[RowKey], given: Send[RowKey]) -> Send[Any]:
         number, view = one.source.buffer, one.source
         if one.part is not None:
             return one
-        rows = 0 if given is None or given.source.rows is None else self._tables.count(given.source.rows)
-        size = self._room(one.step, self._specs[number].kind, one.peer, rows)
+        size = self._room(one.step, self._specs[number].kind, one.peer, self._count(given.source))
         if self._role(number) == "message":
             begin = self.moved[number].begin[one.peer, one.tag]
             return replace(one, source=replace(view, rows=slice(begin, begin + size)))
-        return replace(one, source=self._read(view, given and given.source, size))
+        return replace(one, source=self._read(view, given.source, size))
 
-    def _recv(self, one: Recv, given: Recv | None) -> Recv:
-        size = self._room(one.step, self._specs[one.buffer].kind, one.peer, given.size if given else 0)
+    def _count(self, view: View[RowKey]) -> int:
+        return 0 if view.rows is None else self._tables.count(view.rows)
+
+    def _recv(self, one: Recv, rows: int) -> Recv:
+        size = self._room(one.step, self._specs[one.buffer].kind, one.peer, rows)
         if self._role(one.buffer) == "partial":
             self._resize(one.buffer, size)
             return replace(one, size=size)
         begin = self.moved[one.buffer].begin[one.peer, one.tag]
         return replace(one, size=size, rows=(slice(begin, begin + size),) if one.rows else None)
 
-    def _copy(self, one: Copy[RowKey], given: Copy[RowKey] | None) -> Copy[Any]:
+    def _copy(self, one: Copy[RowKey], given: Copy[RowKey]) -> Copy[Any]:
         source, target = one.source, one.target
         if self._specs[target.buffer].parts:
             send = next(send for send in self._wanted.of(Send) if send.source.buffer == target.buffer)
-            rows = 0 if given is None or given.source.rows is None else self._tables.count(given.source.rows)
-            size = self._room(one.step, self._specs[target.buffer].kind, send.peer, rows)
+            size = self._room(one.step, self._specs[target.buffer].kind, send.peer, self._count(given.source))
             self._resize(target.buffer, size)
-            return replace(one, source=self._read(source, given and given.source, size))
+            return replace(one, source=self._read(source, given.source, size))
+        size = self._size(source.buffer)
         if self._specs[source.buffer].parts:
-            size = self._size(source.buffer)
-            return replace(one, target=self._written(target, given and given.target, size))
-        if source.rows is None:
-            return one
-        size, (read, written) = self._size(source.buffer), (given.source, given.target) if given else (None, None)
-        return replace(one, source=self._read(source, read, size), target=self._written(target, written, size))
+            return replace(one, target=self._written(target, given.target, size))
+        return one if source.rows is None else self._moved_rows(one, given, size)
 
-    def _launch(self, one: Launch[RowKey], given: Launch[RowKey] | None) -> Launch[Any]:
+    def _moved_rows(self, one: Any, given: Any, size: int) -> Any:
+        """A copy or an accumulation with its rows in the padded buffers."""
+        source = self._read(one.source, given.source, size)
+        return replace(one, source=source, target=self._written(one.target, given.target, size))
+
+    def _launch(self, one: Launch[RowKey], given: Launch[RowKey], keys: SegmentKeys | None) -> Launch[Any]:
         size_q, size_kv = (self._size(view.buffer) for view in one.operands[:2])
-        keys: Any = given.batch if given else None
         none = np.zeros(1, dtype=np.int32)
         cu_q, cu_kv = (self._tables.cumulative(k) for k in (keys.cu_q, keys.cu_kv)) if keys else (none, none)
         most = self._shape.segments(one.batch)
@@ -195,18 +196,15 @@ class _Fitting:
             )
         lengths = self._padded.lengths(cu_q, most), self._padded.lengths(cu_kv, most)
         batch = SegmentKeys(*lengths, one.batch.left, one.batch.right, (size_q, size_kv))
-        views = given.operands if given else [None] * len(one.operands)
         operands = [
             self._read(view, its, size_kv if n == 1 else size_q)
-            for n, (view, its) in enumerate(zip(one.operands, views, strict=True))
+            for n, (view, its) in enumerate(zip(one.operands, given.operands, strict=True))
         ]
         for number, size in zip(one.results, (size_q, size_kv), strict=False):
             self._resize(number, size)
         return replace(one, operands=tuple(operands), batch=batch)
 
-    def _accumulate(self, one: Accumulate[RowKey], given: Accumulate[RowKey] | None) -> Accumulate[Any]:
+    def _accumulate(self, one: Accumulate[RowKey], given: Accumulate[RowKey]) -> Accumulate[Any]:
         if one.source.buffer == OWN["sink"]:
             return one if one.target.rows is None else replace(one, target=replace(one.target, rows=self._real))
-        size = self._size(one.source.buffer)
-        source, target = (given.source, given.target) if given else (None, None)
-        return replace(one, source=self._read(one.source, source, size), target=self._written(one.target, target, size))
+        return self._moved_rows(one, given, self._size(one.source.buffer))

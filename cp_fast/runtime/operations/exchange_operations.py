@@ -1,4 +1,10 @@
-"""Sends, receives and waits as operations: messages that are posted together are one exchange."""
+"""Sends, receives and waits as operations: messages that are posted together are one exchange.
+
+A posted exchange runs on a separate stream. It begins when the current stream reaches this point, at the same moment as
+the next kernel launch. An attention kernel fills every multiprocessor at once. If the kernel starts first, the messages
+wait until its last blocks drain, and add to its time (seen with NCCL on H200s: 0.5 to 0.8 ms a step of 3.3). So the
+current stream is kept busy on one multiprocessor for a moment: the messages start first, and the kernel hides them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cp_fast.compile.instructions import Recv, Send
-from cp_fast.runtime.head_start import head_start
 from cp_fast.runtime.pass_buffers import PassBuffers
 from cp_fast.runtime.prepared_exchange import Message, prepare
 from cp_fast.runtime.row_selection import Rows, count, is_all
@@ -16,6 +21,8 @@ from cp_fast.runtime.tensors import Allocation, Operation, State
 from cp_ref.spec import Group
 
 __all__ = ["exchange", "wait"]
+
+_HEAD_START = 16_000  # Cycles, about 9 us on an H200: the exchange's stream needs 2 to 4 us to begin.
 
 Give = Callable[[State], list[torch.Tensor]]
 
@@ -38,8 +45,8 @@ def exchange(
         for receive in receiving:
             arriving += receive(state)
         state.pending = work = prepared.post(state.group, given, arriving)
-        if hidden and not getattr(work, "by_copies", False):
-            head_start(device)
+        if hidden and device.type == "cuda" and not getattr(work, "by_copies", False):
+            torch.cuda._sleep(_HEAD_START)  # On the stream; the host does not wait.
 
     return post
 
