@@ -14,9 +14,10 @@ from cp_fast.api.plan_cache import PlanCache
 from cp_fast.backends import KERNEL_FEATURES, Backend, choose
 from cp_fast.backends.backend_protocol import keeps_state
 from cp_fast.backends.required_features import EXECUTOR, required
+from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.in_place.fixed_tables import Fitted, FixedTables
 from cp_fast.compile.in_place.shape import Shape
-from cp_fast.compile.instructions import ExecutablePlan, Launch
+from cp_fast.compile.instructions import Launch
 from cp_fast.compile.message_order import in_order
 from cp_fast.compile.pass_table import is_on
 from cp_fast.compile.passes.low_precision_grads import low_precision_grads, may_have_low_precision

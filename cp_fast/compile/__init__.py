@@ -1,7 +1,8 @@
 """The compiler: a rank's schedule becomes an executable plan.
 
 planning       the schedule that runs: its head chunks, and own keys that wait, by a machine's numbers.
-instructions   the executable plan: buffers and a flat list of instructions.
+executable_plan   a flat list of instructions for each pass.
+instructions   the instructions, and the buffers that they work on.
 lowering       one rank's schedule as such a plan: right but slow.
 pass_table     every pass, with its switch. `pipeline` runs them.
 tiles          passes on tiles, which become few launches of few windows.

@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cp_fast.compile.instructions import (
-    Accumulate,
-    BufferSpec,
-    Copy,
-    Free,
-    Instruction,
-    Launch,
-    PassPlan,
-    Recv,
-    Send,
-    View,
-    Wait,
-)
+from cp_fast.compile.executable_plan import PassPlan
+from cp_fast.compile.instructions import Accumulate, BufferSpec, Copy, Free, Instruction, Launch, Recv, Send, View, Wait
 
 __all__ = ["lines_of"]
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from cp_fast.backends import VarlenBatch
+from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.index_tables import Uploaded
-from cp_fast.compile.instructions import ExecutablePlan, Instruction, Launch, PassPlan, View, with_views
+from cp_fast.compile.instructions import Instruction, Launch, View, with_views
 from cp_fast.compile.tiles.groups import SegmentKeys
 from cp_fast.runtime.row_selection import Rows
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
+from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.fold_batch import fold_batch
 from cp_fast.compile.index_tables import RowKey
-from cp_fast.compile.instructions import ExecutablePlan, PassPlan
 from cp_fast.compile.link import linked
 from cp_fast.compile.lowering.lower_schedule import Draft, lower
 from cp_fast.compile.pass_table import is_on, skipped

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cp_fast.backends import Backend
-from cp_fast.compile.instructions import Accumulate, Copy, Free, Instruction, Launch, PassPlan, Recv, Send, Wait
+from cp_fast.compile.executable_plan import PassPlan
+from cp_fast.compile.instructions import Accumulate, Copy, Free, Instruction, Launch, Recv, Send, Wait
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.operations.copy_operations import copy
 from cp_fast.runtime.operations.exchange_operations import exchange, wait

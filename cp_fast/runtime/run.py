@@ -13,7 +13,8 @@ import torch
 
 from cp_fast.backends import Backend, LaunchOptions
 from cp_fast.backends.backend_protocol import keeps_state
-from cp_fast.compile.instructions import OWN, ExecutablePlan, PassPlan
+from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
+from cp_fast.compile.instructions import OWN
 from cp_fast.runtime.packed_tensors import Packing
 from cp_fast.runtime.prepared_exchange import Prepares
 from cp_fast.runtime.resolve import resolve

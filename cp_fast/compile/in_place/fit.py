@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.in_place.instruction_keys import by_key
 from cp_fast.compile.in_place.moved_messages import Moved, moved_messages
 from cp_fast.compile.in_place.padded_tables import PaddedTables, pad
@@ -21,10 +22,8 @@ from cp_fast.compile.instructions import (
     Accumulate,
     BufferSpec,
     Copy,
-    ExecutablePlan,
     Instruction,
     Launch,
-    PassPlan,
     Recv,
     Send,
     View,

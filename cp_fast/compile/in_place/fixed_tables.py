@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.in_place.fit import fit
 from cp_fast.compile.in_place.padded_tables import PaddedTables
 from cp_fast.compile.in_place.shape import Shape
-from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.link import linked
 from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.runtime.row_selection import Rows

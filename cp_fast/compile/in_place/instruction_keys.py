@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import RowKey
-from cp_fast.compile.instructions import OWN, Accumulate, Copy, Instruction, Launch, PassPlan, Recv, Send
+from cp_fast.compile.instructions import OWN, Accumulate, Copy, Instruction, Launch, Recv, Send
 
 __all__ = ["by_key"]
 

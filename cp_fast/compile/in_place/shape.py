@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.index_tables import RowKey, Tables
-from cp_fast.compile.instructions import ExecutablePlan
 from cp_ref.spec import Problem, Room
 
 __all__ = ["Shape"]

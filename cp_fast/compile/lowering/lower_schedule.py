@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
 from cp_fast.compile.index_tables import RowKey, Tables
-from cp_fast.compile.instructions import OWN, ExecutablePlan, Instruction, PassPlan, Wait, reads
+from cp_fast.compile.instructions import OWN, Instruction, Wait, reads
 from cp_fast.compile.lowering.lower_messages import lower_messages
 from cp_fast.compile.lowering.lower_results import add_sink, arrived_results, local_results
 from cp_fast.compile.lowering.lower_tiles import lower_tiles

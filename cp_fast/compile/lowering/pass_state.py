@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import RowKey, Tables
-from cp_fast.compile.instructions import OWN, Heads, PassPlan
+from cp_fast.compile.instructions import OWN, Heads
 from cp_fast.compile.lowering.buffers import Buffers, Held, Operands
 from cp_fast.compile.lowering.sums import Parcels, Sums
 from cp_fast.compile.row_maps import RowMap, Spans, SpanSets

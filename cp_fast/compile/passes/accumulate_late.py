@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import RowKey
-from cp_fast.compile.instructions import OWN, Accumulate, Copy, Instruction, Launch, PassPlan
+from cp_fast.compile.instructions import OWN, Accumulate, Copy, Instruction, Launch
 
 __all__ = ["accumulate_late"]
 

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TypeVar
 
-from cp_fast.compile.instructions import Free, Instruction, PassPlan, Recv, Send, Wait, reads, writes
+from cp_fast.compile.executable_plan import PassPlan
+from cp_fast.compile.instructions import Free, Instruction, Recv, Send, Wait, reads, writes
 
 __all__ = ["free_early"]
 

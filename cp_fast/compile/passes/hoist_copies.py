@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import RowKey
-from cp_fast.compile.instructions import Copy, Instruction, Launch, PassPlan, Recv, Send, Wait
+from cp_fast.compile.instructions import Copy, Instruction, Launch, Recv, Send, Wait
 
 __all__ = ["hoist_copies"]
 

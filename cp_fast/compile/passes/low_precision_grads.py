@@ -12,7 +12,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TypeVar
 
-from cp_fast.compile.instructions import Accumulate, Copy, ExecutablePlan, Instruction, Launch, PassPlan, Recv, Send
+from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
+from cp_fast.compile.instructions import Accumulate, Copy, Instruction, Launch, Recv, Send
 from cp_ref.spec import Group, Problem
 
 __all__ = ["in_input_dtype", "low_precision_grads", "may_have_low_precision", "of_one_launch"]

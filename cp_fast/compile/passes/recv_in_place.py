@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import RowKey, Tables
-from cp_fast.compile.instructions import Copy, Instruction, PassPlan, Recv, reads
+from cp_fast.compile.instructions import Copy, Instruction, Recv, reads
 
 __all__ = ["recv_in_place"]
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import Tables
-from cp_fast.compile.instructions import Accumulate, BufferSpec, Copy, Launch, PassPlan, Recv, Send, View
+from cp_fast.compile.instructions import Accumulate, BufferSpec, Copy, Launch, Recv, Send, View
 from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.passes.low_precision_grads import in_input_dtype, may_have_low_precision, of_one_launch
 from cp_fast.compile.pipeline import compiled

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from cp_fast.compile.executable_plan import PassPlan
 from cp_fast.compile.index_tables import Tables
-from cp_fast.compile.instructions import OWN, Accumulate, Copy, Free, Launch, PassPlan, Recv, View
+from cp_fast.compile.instructions import OWN, Accumulate, Copy, Free, Launch, Recv, View
 from cp_fast.tools.cost.counts import RankCounts, Sizes, is_gathered, rows_of
 from cp_ref.spec import Problem
 

@@ -9,19 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cp_fast.compile.instructions import (
-    OWN,
-    Accumulate,
-    Copy,
-    ExecutablePlan,
-    Free,
-    Instruction,
-    Launch,
-    PassPlan,
-    Recv,
-    Send,
-    View,
-)
+from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
+from cp_fast.compile.instructions import OWN, Accumulate, Copy, Free, Instruction, Launch, Recv, Send, View
 from cp_fast.compile.lowering.lower_schedule import Draft
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.runtime.packed_tensors import Packing

@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.fold_batch import fold_batch
 from cp_fast.compile.in_place.fit import fit
 from cp_fast.compile.in_place.shape import Shape
-from cp_fast.compile.instructions import ExecutablePlan
 from cp_fast.compile.link import linked
 from cp_fast.compile.lowering.lower_schedule import Draft, lower
 from cp_fast.compile.pass_table import PASSES, is_on, skipped, switched_off

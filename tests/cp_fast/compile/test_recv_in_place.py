@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import cp_fast
-from cp_fast.compile.instructions import Copy, ExecutablePlan, PassPlan, Recv
+from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
+from cp_fast.compile.instructions import Copy, Recv
 from cp_fast.compile.pass_table import switched_off
 from cp_fast.runtime.row_selection import Rows
 from cp_ref import SimGroup

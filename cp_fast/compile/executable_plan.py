@@ -1,0 +1,106 @@
+"""The executable plan: one flat list of instructions for one rank and one pass, on numbered buffers.
+
+The compiler makes it from the rank's schedule (`cp_fast.compile`), the runtime runs it in one loop (`cp_fast.runtime`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from cp_fast.compile.instructions import OWN, Accumulate, BufferSpec, Instruction, Launch, Recv, Send
+
+__all__ = ["ExecutablePlan", "PassPlan"]
+
+R = TypeVar("R")  # Rows.
+
+
+@dataclass(frozen=True)
+class PassPlan(Generic[R]):
+    """The executable plan of one pass.
+
+    Attributes:
+        direction: "forward" or "backward".
+        steps: how many steps the schedule has.
+        buffers: by number.
+        instructions: in the order in which they run.
+        results: by kind, the buffer of the rank's own results.
+    """
+
+    direction: str
+    steps: int
+    buffers: tuple[BufferSpec, ...]
+    instructions: tuple[Instruction[R], ...]
+    results: dict[str, int]
+
+    def of(self, kind: type[Any]) -> Iterator[Any]:
+        """The instructions of one type, in order."""
+        return (one for one in self.instructions if type(one) is kind)
+
+    @cached_property
+    def last_accumulations(self) -> dict[int, Accumulate[R]]:
+        """The last accumulation into each sum, sinks aside."""
+        return {one.target.buffer: one for one in self.of(Accumulate) if one.source.buffer != OWN["sink"]}
+
+    def __str__(self) -> str:
+        from cp_fast.compile.instruction_text import lines_of
+
+        return "\n".join(lines_of(self))
+
+
+@dataclass(frozen=True)
+class ExecutablePlan(Generic[R]):
+    """Both passes of one rank.
+
+    Attributes:
+        forward, backward: the lists of instructions.
+        saved: (buffer of the forward pass, buffer of the backward pass) of every buffer kept between the passes,
+            including the own q and kv if the backward pass reads them.
+        real_q_rows: the local rows that hold real query tokens; in a plan that is updated in place a mask of all rows.
+        skipped: the compiler passes that did not run, and why.
+        spare_rows: in a plan updated in place, the number of spare rows at the end of each buffer. Tables have a
+            constant size there; their padding writes to the spare rows, which are never read.
+        position_ids: int64 [t], in a plan that is updated in place.
+    """
+
+    forward: PassPlan[R]
+    backward: PassPlan[R]
+    saved: tuple[tuple[int, int], ...]
+    real_q_rows: R
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    spare_rows: int = 0
+    position_ids: Any = None
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether the backward pass reads the rank's own q, k and v."""
+        return any(number in (OWN["q"], OWN["kv"]) for number, _ in self.saved)
+
+    @property
+    def kept(self) -> tuple[tuple[int, int], ...]:
+        """`saved` without the rank's own buffers."""
+        return tuple(pair for pair in self.saved if pair[0] not in (OWN["q"], OWN["kv"]))
+
+    @property
+    def kept_tensors(self) -> str:
+        """The tensors of `kept`: a letter for each one, "x" for rows of the input's dtype, "l" for an lse."""
+        letters = {"kv": "xx", "out": "xl"}
+        return "".join(letters.get(self.forward.buffers[number].kind, "x") for number, _ in self.kept)
+
+    @property
+    def states(self) -> int:
+        """The number of slots of launches' opaque states."""
+        return sum(1 for _ in self.forward.of(Launch))
+
+    @property
+    def sends_do(self) -> bool:
+        """Whether rows of the output's gradient are sent; the same on every rank."""
+        plan = self.backward
+        sent = [one.source.buffer for one in plan.of(Send)] + [one.buffer for one in plan.of(Recv)]
+        return any(plan.buffers[number].kind == "do" for number in sent)
+
+    def __str__(self) -> str:
+        skipped = [f"skipped {name}: {reason}\n" for name, reason in self.skipped.items()]
+        return f"{''.join(skipped)}{self.forward}\n{self.backward}"
