@@ -11,7 +11,7 @@ messages.
 Kinds of rows in messages:
     operands, copied to the receiver:    q     query rows                    kv    key and value rows
                                          do    rows of the output's gradient, with the final lse and delta
-    results, handed over and added up:   out   partial output rows with their lse (the receiver merges them by lse)
+    results, sent once and added up:     out   partial output rows with their lse (the receiver merges them by lse)
                                          dq    gradient of query rows        dkv   gradient of key and value rows
 
 A tile of the forward pass needs q and kv and adds to out; a tile of the backward pass needs q, kv and do, and adds to
