@@ -94,14 +94,12 @@ def check_row_numbers(problem: Problem, room: Room | None = None) -> None:
     ):
         gathered = side == "kv" and problem.cp_comm_type == "all_gather"
         ranks = problem.cp_size if gathered else problem.a2a_size  # The ranks that gather rows.
-        what, tokens = (f"cu_seqlens_{side}, padding included, ends at", total) if most is None else (_room(side), most)
+        what, tokens = f"max_tokens_{side} is", most
+        if tokens is None:
+            what, tokens = f"cu_seqlens_{side}, padding included, ends at", total
         rows = -(-tokens // problem.cp_size) * ranks
         if rows > MOST_ROWS:
             raise ValueError(
                 f"{what} {tokens}: with cp_comm_type {problem.cp_comm_type!r} at cp_size {problem.cp_size} a rank would"
                 f" hold {rows} rows of {side}; row numbers are int32, so it must be at most {MOST_ROWS}"
             )
-
-
-def _room(side: str) -> str:
-    return f"max_tokens_{side} is"

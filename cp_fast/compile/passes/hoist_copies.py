@@ -34,15 +34,12 @@ def _hoisted(
 ) -> list[Instruction[RowKey]]:
     """Hoist copies out of the step after this wait."""
     step = instructions[wait].step + 1
-    some = [one for one in instructions if one.step == step and isinstance(one, Copy) and _fills_operand(plan, one)]
+    copies = [
+        (one, plan.buffers[one.target.buffer]) for one in instructions if one.step == step and isinstance(one, Copy)
+    ]
+    some = [one for one, spec in copies if spec.role == "operand" and not spec.parts]  # Those of a launch's operands.
     late = received | {one.target.buffer for one in some}
     sent = {one.source.buffer for one in instructions if one.step == step and isinstance(one, Send)}
     moved = [one for one in some if one.source.buffer not in late and one.target.buffer not in sent]
     rest = [one for one in instructions[wait:] if not any(one is other for other in moved)]
     return [*instructions[:wait], *(replace(one, step=step - 1, made_by="hoist_copies") for one in moved), *rest]
-
-
-def _fills_operand(plan: PassPlan[RowKey], copy: Copy[RowKey]) -> bool:
-    """Whether it copies operands of a launch."""
-    spec = plan.buffers[copy.target.buffer]
-    return spec.role == "operand" and not spec.parts

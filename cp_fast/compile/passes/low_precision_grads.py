@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from cp_fast.compile.executable_plan import ExecutablePlan, PassPlan
-from cp_fast.compile.instructions import Accumulate, Copy, Instruction, Launch, Recv, Send
+from cp_fast.compile.instructions import Accumulate, Copy, Launch, Recv, Send, reads, writes
 from cp_ref.spec import Group, Problem
 
 __all__ = ["in_input_dtype", "low_precision_grads", "may_have_low_precision", "of_one_launch"]
@@ -38,16 +38,10 @@ def of_one_launch(plan: PassPlan[R]) -> frozenset[int]:
         for one in plan.of(Accumulate)
         if one.source.buffer in launched and parts[one.target.buffer] == 1
     }
-    return frozenset(
-        one.target.buffer
-        for one in plan.of(Copy)
-        if one.source.buffer in single and _travels_wide(plan, one.target.buffer)
-    )
-
-
-def _travels_wide(plan: PassPlan[R], number: int) -> bool:
-    spec = plan.buffers[number]
-    return spec.role == "message" and spec.dtype == "wide" and spec.kind != "out"
+    sent = [
+        (one.target.buffer, plan.buffers[one.target.buffer]) for one in plan.of(Copy) if one.source.buffer in single
+    ]
+    return frozenset(n for n, spec in sent if (spec.role, spec.dtype) == ("message", "wide") and spec.kind != "out")
 
 
 def low_precision_grads(plan: ExecutablePlan[R], group: Group, *, rounded: bool) -> ExecutablePlan[R]:
@@ -69,13 +63,9 @@ def in_input_dtype(plan: PassPlan[R], numbers: Collection[int]) -> PassPlan[R]:
     """The plan with these buffers, which are sent or received, in the inputs' dtype."""
     buffers = [replace(spec, dtype="input") if n in numbers else spec for n, spec in enumerate(plan.buffers)]
     instructions = [
-        replace(one, made_by="low_precision_grads") if _message(one) in numbers else one for one in plan.instructions
+        replace(one, made_by="low_precision_grads")
+        if isinstance(one, Send | Recv) and not {*reads(one), *writes(one)}.isdisjoint(numbers)
+        else one
+        for one in plan.instructions
     ]
     return replace(plan, buffers=tuple(buffers), instructions=tuple(instructions))
-
-
-def _message(one: Instruction[R]) -> int | None:
-    """The buffer that an instruction sends or receives into."""
-    if isinstance(one, Send):
-        return one.source.buffer
-    return one.buffer if isinstance(one, Recv) else None

@@ -56,10 +56,9 @@ def _unpack(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
 def _convert(buffers: PassBuffers, one: Copy[Rows]) -> Operation:
     """All of a sum as a message or a result: the same memory where the dtypes are equal."""
     number, target = one.source.buffer, one.target.buffer
-    nothing = buffers.shapes.allocation(buffers.specs[number]).nothing
-    allocation = buffers.shapes.allocation(buffers.specs[target])
-    shorter = buffers.shapes.rows(buffers.specs[target]) < buffers.shapes.rows(buffers.specs[number])
-    size, dtype = buffers.shapes.rows(buffers.specs[target]), allocation.dtype
+    shapes, source, spec = buffers.shapes, buffers.specs[number], buffers.specs[target]
+    nothing, dtype, size = shapes.allocation(source).nothing, shapes.allocation(spec).dtype, shapes.rows(spec)
+    shorter = size < shapes.rows(source)
 
     def convert(state: State) -> None:
         rows, columns = state.buffers[number] or nothing()
