@@ -38,10 +38,9 @@ def free_early(plan: PassPlan[R], kept: Collection[int]) -> PassPlan[R]:
 
 def _end(instructions: tuple[Instruction[R], ...], place: int) -> int:
     """The end of the use at this place: messages are posted together, and received at the next wait."""
-    kind: type | tuple[type, ...] = Send | Recv  # pyright: ignore[reportAssignmentType]
     if isinstance(instructions[place], Recv):
         while not isinstance(instructions[place], Wait):
             place += 1
-    while isinstance(instructions[place], kind) and isinstance(instructions[place + 1], kind):
+    while isinstance(instructions[place], Send | Recv) and isinstance(instructions[place + 1], Send | Recv):
         place += 1
     return place

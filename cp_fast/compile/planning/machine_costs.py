@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from cp_fast.compile.planning.machine import Machine, read_machine
+from cp_fast.compile.planning.machine import read_machine
 
 __all__ = ["Costs", "costs"]
 
@@ -32,27 +32,21 @@ class Costs:
     host_us: float
     least_gain: float = 0.005
 
-    @staticmethod
-    def on(machine: Machine) -> Costs:
-        """The costs on the GPUs of a domain. Kernels are those of its first head dims, as the mean of both passes.
-        Messages are the process group's, the slower ones. A launch ends with half a wave of tiles of 128 rows on 132
-        multiprocessors. The host's time is doubled, so that chunks that gain little are not made.
-
-        >>> Costs.on(read_machine("h200-nvlink")).bytes_per_us
-        340000.0
-        """
-        forward, backward = machine.kernels[0].forward, machine.kernels[0].backward
-        tflops = 3.5 / (1 / forward.tflops + 2.5 / backward.tflops)
-        launch_us = machine.step_us + forward.launch_us
-        link, host_us = machine.group, 2 * machine.host.step_us
-        return Costs(1e6 * tflops, 1e3 * link.gbytes_s, link.latency_us, launch_us, 128 * 132 / 2, host_us)
-
 
 @cache
 def costs() -> Costs:
-    """The costs on H200s. They are used on every machine, so all ranks choose the same schedule.
+    """The costs on the H200s of a domain. They are used on every machine, so all ranks choose the same schedule.
 
-    >>> costs().exchange_us
-    30.0
+    Kernels are those of the first head dims, as the mean of both passes. Messages are the process group's, the slower
+    ones. A launch ends with half a wave of tiles of 128 rows on 132 multiprocessors. The host's time is doubled, so
+    that chunks that gain little are not made.
+
+    >>> costs().exchange_us, costs().bytes_per_us
+    (30.0, 340000.0)
     """
-    return Costs.on(read_machine("h200-nvlink"))
+    machine = read_machine("h200-nvlink")
+    forward, backward = machine.kernels[0].forward, machine.kernels[0].backward
+    tflops = 3.5 / (1 / forward.tflops + 2.5 / backward.tflops)
+    launch_us = machine.step_us + forward.launch_us
+    link, host_us = machine.group, 2 * machine.host.step_us
+    return Costs(1e6 * tflops, 1e3 * link.gbytes_s, link.latency_us, launch_us, 128 * 132 / 2, host_us)
