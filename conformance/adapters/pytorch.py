@@ -53,7 +53,6 @@ _SUPPORTED = SupportTable(
         "window": "scaled_dot_product_attention has no window",
         "return_lse": "scaled_dot_product_attention returns the output alone",
         "deterministic": "a switch of the whole process",
-        "softcap": "no argument",
         "softmax_type": "no argument",
     },
     (

@@ -54,7 +54,6 @@ _DOCUMENTED = SupportTable(
         "sequences": "max_seqlen of no sequence is no number",
         "lengths": "one cu_seqlens; of K with another length nothing is said",
         "softmax_type": "no sinks",
-        "softcap": "no argument",
     },
     (
         ({"layout": "dual_chunk", "attn_mask_type": "no_mask"}, "assert: zigzag ring is meaningless for causal=False"),

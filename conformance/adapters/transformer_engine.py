@@ -47,7 +47,6 @@ _FUSED = SupportTable(
     },
     {
         "attn_mask_type": "padding masks need thd, and bottom-right masks have no backend under context parallelism",
-        "softcap": "no argument",
         "layout": "tokens are in 2 * cp_size chunks; without load balancing all_gather alone, and thd alone",
         "return_lse": "the result is the output alone",
         "return_max_logit": "of the constructor; not mapped",

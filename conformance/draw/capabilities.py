@@ -8,11 +8,12 @@ from itertools import product
 from typing import Any
 
 from conformance.case import Case
+from conformance.draw.case_features import SCORE_AXES
 from conformance.implementation import as_implementation, context
 from conformance.judge.reference import Hang, describe_error, run_ranks, watching
 from conformance.run.case_tensors import build, plan_arguments
 from conformance.run.play_case import UnsupportedCase, play
-from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence
+from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, Problem, Sequence
 
 __all__ = [
     "AXES", "EVERYTHING", "WISHES", "Capabilities", "ask", "capabilities_of", "narrowed", "probe", "probe_by",
@@ -33,7 +34,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qkv_format": {name: {"qkv_format": name} for name in QKV_FORMATS},
     "attn_mask_type": {name: {"attn_mask_type": name} for name in MASKS},
-    "softmax_type": {name: {"softmax_type": name} for name in SOFTMAX_TYPES},
+    **{axis.option: {name: {axis.option: value} for name, value in axis.choices.items()} for axis in SCORE_AXES},
     "dtype": {name: {"dtype": name} for name in ("float64", "float32", "bfloat16", "float16")},
     "window": {
         "left": {"window_size": (2, -1)},
@@ -41,7 +42,6 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "right": {"window_size": (-1, 3), "attn_mask_type": "no_mask"},
     },
     "areas": {"areas": {"areas": ((0, 16, 0, 16, -1, 0), (0, 3, 1, 4, 0, -1)), "qkv_format": "thd"}},
-    "softcap": {"softcap": {"softcap": 2.0}},
     "lengths": {
         "cross": {"sequences": (Sequence(8, 16, 8, 16),)},
         "padded": {"sequences": (Sequence(3, 5, 8, 16),), "attn_mask_type": "padding"},

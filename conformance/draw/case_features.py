@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from conformance.case import LOSSES, Case
 from cp_ref.spec import CP_COMM_TYPES, LAYOUTS, MASKS, QKV_FORMATS, SOFTMAX_TYPES, Problem, Sequence, divisor
 
-__all__ = ["AXES", "CHOICES", "IMPOSSIBLE", "Choice", "Impossible", "choices_of", "why_impossible"]
+__all__ = ["AXES", "CHOICES", "IMPOSSIBLE", "SCORE_AXES", "Choice", "Impossible", "choices_of", "why_impossible"]
 
 MANY, TINY, HUGE = 32, 16, 256  # "many tiny": 32 sequences of at most 16 tokens; "one huge": at least 256 tokens
 
@@ -25,6 +25,33 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.axis}: {self.name}"
+
+
+class ScoreAxis(NamedTuple):
+    """One option of scores, a field of `Problem` and an axis of the capabilities."""
+
+    name: str  # the axis of the features
+    option: str
+    choices: dict[str, Any]  # choice -> the value in a problem that is made for it; the last one is of any other value
+    drawn: tuple[Any, ...]  # the values of random problems, simplest first
+
+    def choice_of(self, value: Any) -> str:
+        """The choice that a value is.
+
+        >>> SCORE_AXES[0].choice_of(30.0)
+        'on'
+        """
+        return next((choice for choice, made in self.choices.items() if made == value), list(self.choices)[-1])
+
+    def read(self, case: Case) -> str:
+        """The choice of a case."""
+        return self.choice_of(getattr(case.problem, self.option))
+
+
+SCORE_AXES = (
+    ScoreAxis("softcap", "softcap", {"off": 0.0, "on": 2.5}, (0.0, 0.0, 2.5, 30.0)),
+    ScoreAxis("softmax", "softmax_type", {name: name for name in SOFTMAX_TYPES}, SOFTMAX_TYPES),
+)
 
 
 def _lengths(case: Case) -> Iterator[str]:
@@ -123,8 +150,7 @@ AXES: dict[str, tuple[tuple[str, ...], Callable[[Case], str | Iterable[str]]]] =
         ("equal", "d_v smaller", "d_v larger", "odd of 8", "not of 8", "over 128", *_OF_MODELS),
         lambda c: _dims(c.problem),
     ),
-    "softmax": (SOFTMAX_TYPES, lambda c: c.problem.softmax_type),
-    "softcap": (("off", "on"), lambda c: "on" if c.problem.softcap > 0 else "off"),
+    **{axis.name: (tuple(axis.choices), axis.read) for axis in SCORE_AXES},
     "dtype": (("float64", "float32", "bfloat16", "float16"), lambda c: c.problem.dtype),
     "strides": (("plain", "odd"), lambda c: "odd" if c.strided else "plain"),
     "results": (("out alone", "lse", "max_logit"), _results),

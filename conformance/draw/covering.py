@@ -13,7 +13,7 @@ from itertools import combinations, product
 
 from conformance.case import Case
 from conformance.draw.capabilities import Capabilities, narrowed
-from conformance.draw.case_features import AXES, CHOICES, Choice, choices_of, why_impossible
+from conformance.draw.case_features import AXES, CHOICES, SCORE_AXES, Choice, choices_of, why_impossible
 from cp_ref.spec import Problem
 from cp_ref.spec import Sequence as Lengths
 
@@ -31,9 +31,9 @@ _ASKED = {
     "layout": "layout",
     "format": "qkv_format",
     "mask": "attn_mask_type",
-    "softmax": "softmax_type",
     "dtype": "dtype",
     "window": "window",
+    **{axis.name: axis.option for axis in SCORE_AXES},
 }
 _WINDOWS = {"none": (-1, -1), "left": (3, -1), "right": (-1, 2), "both": (3, 2)}
 _DIMS = {"equal": (8, 8), "d_v smaller": (16, 8), "d_v larger": (8, 16), "odd of 8": (24, 24), "not of 8": (5, 5),
@@ -85,7 +85,6 @@ def _choices(capabilities: Capabilities, cp_sizes: Sequence[int]) -> dict[str, l
     for axis, asked in _ASKED.items():
         wished[axis] = [name for name in wished[axis] if name in ("none", "areas") or has(asked, name)]
     without = {
-        "softcap": set() if has("softcap", "softcap") else {"on"},
         "mask": set() if has("areas", "areas") else {"areas"},
         "lengths": {name for name in ("cross", "uneven") if not has("lengths", name)},
         "heads": set() if has("heads", "grouped") else {"GQA", "MQA", "kv < a2a size"},
@@ -144,9 +143,8 @@ def _case(a: Assignment, capabilities: Capabilities) -> Case | None:
             heads_kv=heads[a["heads"]][1],
             d_qk=int(d_qk) if d_v else _DIMS[a["dims"]][0],
             d_v=int(d_v) if d_v else _DIMS[a["dims"]][1],
-            softcap=2.5 if a["softcap"] == "on" else 0.0,
-            softmax_type=a["softmax"],
             dtype=a["dtype"],
+            **{axis.option: axis.choices[a[axis.name]] for axis in SCORE_AXES},
         )
         case = Case(
             problem,

@@ -21,9 +21,9 @@ def distinctive_features(problem: Any) -> frozenset[str]:
     """The features of a problem beyond the plainest one of its kind; and its dtype, which each tier chooses.
 
     >>> from cp_ref.spec import Sequence
-    >>> p = Problem(2, (Sequence(3, 5, 3, 5),), softcap=2.0, window_size=(1, -1))
+    >>> p = Problem(2, (Sequence(3, 5, 3, 5),), softmax_scale=2.0, window_size=(1, -1))
     >>> sorted(distinctive_features(Case(p, use_plan=True)))
-    ['cross', 'dtype float32', 'softcap', 'use_plan', 'window left']
+    ['cross', 'dtype float32', 'softmax_scale', 'use_plan', 'window left']
     """
     if isinstance(problem, Case):
         dtype = {f"dtype {problem.problem.dtype}"}

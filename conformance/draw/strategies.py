@@ -17,6 +17,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from conformance.case import GRADS, Case
 from conformance.draw.capabilities import EVERYTHING, Capabilities
+from conformance.draw.case_features import SCORE_AXES
 from conformance.draw.draw_areas import areas
 from conformance.draw.draw_lengths import Units, batched, packed
 from cp_ref.spec import Problem, Sequence, divisor
@@ -76,9 +77,11 @@ def problems(
         d_qk=d_qk,
         d_v=d_v,
         softmax_scale=draw(st.sampled_from([None, 1.0, 0.25])) if d_qk <= 24 else None,
-        softcap=draw(st.sampled_from([0.0, 0.0, 2.5, 30.0] if has("softcap", "softcap") else [0.0])),
-        softmax_type=draw(_choice(capabilities, "softmax_type")),
         dtype=dtype,
+        **{
+            axis.option: draw(st.sampled_from([x for x in axis.drawn if has(axis.option, axis.choice_of(x))]))
+            for axis in SCORE_AXES
+        },
     )
     few = sum(s.slots_q + s.slots_kv for s in sequences) <= _FEW_ROWS
     if qkv_format == "thd" and few and has("areas", "areas") and draw(st.integers(0, 7)) == 7:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from conformance.judge.score_formula import scores_of
 from conformance.judge.visibility import scopes
 from cp_ref.spec import Problem
 
@@ -28,7 +29,7 @@ def eager_attention(
     Args:
         q: bshd [b, s_q, h_q, d_qk], sbhd [s_q, b, h_q, d_qk], thd [t_q, h_q, d_qk] (a tail allowed); k, v likewise.
             What stands in padding is not read.
-        problem: masks, lengths, scale, softcap and softmax type; its cp_size and layout play no part.
+        problem: masks, lengths and the options of scores; its cp_size and layout play no part.
         softmax_offset: [h_q], for softmax_type "learnable".
 
     Returns:
@@ -79,9 +80,7 @@ def _one_scope(
 
 def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, problem: Problem) -> torch.Tensor:
     """[h, n, m], -inf where hidden."""
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * problem.scale
-    if problem.softcap > 0:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    scores, _ = scores_of(torch.einsum("nhd,mhd->hnm", q, k), problem.scores)
     return scores.masked_fill(hidden, -torch.inf)
 
 

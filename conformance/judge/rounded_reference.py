@@ -16,9 +16,10 @@ from __future__ import annotations
 import torch
 
 from conformance.case import Case
+from conformance.judge.score_formula import scores_of
 from conformance.judge.visibility import scopes
 from conformance.run.case_tensors import GlobalTensors
-from cp_ref.spec import Problem
+from cp_ref.spec import Problem, ScoreOptions
 
 __all__ = ["RoundedScope", "rounded_results"]
 
@@ -41,7 +42,7 @@ def rounded_results(case: Case, tensors: GlobalTensors) -> dict[str, torch.Tenso
     sink = _sink(p, tensors)
     d_offset = torch.zeros(p.heads_q, dtype=wide, device=dout.device)
     for rows, keys, lse_rows, visible in scopes(p, dout.device):
-        one = RoundedScope(p, visible, clean["q"][rows], clean["k"][keys], clean["v"][keys], wide)
+        one = RoundedScope(p.scores, visible, clean["q"][rows], clean["k"][keys], clean["v"][keys], wide)
         out, lse, largest = one.forward(sink)
         results["out"][rows], results["lse"][lse_rows] = out, lse
         results["max_logit"] = torch.maximum(results["max_logit"], largest)
@@ -65,19 +66,21 @@ class RoundedScope:
     """
 
     def __init__(
-        self, p: Problem, visible: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wide: torch.dtype
+        self,
+        options: ScoreOptions,
+        visible: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        wide: torch.dtype,
     ):
-        self.p, self.seen, self.dtype, self.group = p, visible, q.dtype, p.group_size
+        self.options, self.seen, self.dtype, self.group = options, visible, q.dtype, q.shape[1] // k.shape[1]
         self.q, self.k, self.v = (x.to(wide).transpose(0, 1) for x in (q, k, v))
         self.k, self.v = (x.repeat_interleave(self.group, dim=0) for x in (self.k, self.v))
         self.blocks = [slice(n, min(n + _BLOCK, len(k))) for n in range(0, len(k), _BLOCK)]
 
     def scores(self, block: slice) -> tuple[torch.Tensor, torch.Tensor | float]:
-        s = (self.q @ self.k[:, block].mT) * self.p.scale
-        slope: torch.Tensor | float = 1.0
-        if self.p.softcap > 0:
-            bent = torch.tanh(s / self.p.softcap)
-            s, slope = self.p.softcap * bent, 1.0 - bent * bent
+        s, slope = scores_of(self.q @ self.k[:, block].mT, self.options)
         return s.masked_fill(~self.seen[:, block], -torch.inf), slope
 
     def narrow(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,8 +122,8 @@ class RoundedScope:
             weights = torch.exp(s - norm)
             dv[:, block] = self.narrow(weights).mT @ dout
             ds = self.narrow(weights * (dout @ self.v[:, block].mT - delta[..., None]) * slope)
-            dq += ds @ self.k[:, block] * self.p.scale
-            dk[:, block] = ds.mT @ self.q * self.p.scale
+            dq += ds @ self.k[:, block] * self.options.scale
+            dk[:, block] = ds.mT @ self.q * self.options.scale
         d_sink = delta.new_zeros(delta.shape[0])
         if sink is not None:
             d_sink = -(torch.exp(sink[:, None] - lse) * delta).sum(-1)

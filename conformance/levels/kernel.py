@@ -23,11 +23,12 @@ from conformance.judge.budgets import compare
 from conformance.judge.compare_tensors import same_bytes, worst
 from conformance.judge.rounded_reference import RoundedScope
 from conformance.judge.run_record import Judged
+from conformance.judge.score_formula import scores_of
 from conformance.levels.level_calls import call, dtype_of, parts_of, shape_findings
 from conformance.levels.problem_text import LevelCase
 from conformance.levels.tile_definition import exact_tile, visible
 from conformance.levels.tile_rounding import UNITS, rounding
-from cp_ref.spec import Problem
+from cp_ref.spec import ScoreOptions
 
 __all__ = ["Tile", "TileGradients", "check", "gradients_strategy", "strategy"]
 
@@ -57,8 +58,17 @@ class Tile(LevelCase):
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the call."""
-        scale = self.dims[0] ** -0.5 if self.scale is None else self.scale
-        return {"left": self.left, "right": self.right, "scale": scale, "softcap": self.softcap}
+        return {**self.band, **self.scores._asdict()}
+
+    @property
+    def band(self) -> dict[str, Any]:
+        """The sides of the diagonal band."""
+        return {"left": self.left, "right": self.right}
+
+    @property
+    def scores(self) -> ScoreOptions:
+        """The options of scores."""
+        return ScoreOptions(self.dims[0] ** -0.5 if self.scale is None else self.scale, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ def check(impl: Implementation, case: Tile, device: str = "cpu") -> Judged:
     kept = {name: x.clone() for name, x in inputs.items()}
     results = _call(impl, case, inputs)
     found = [f"tile changed {name}" for name, x in inputs.items() if not same_bytes(x, kept[name])]
-    exact = exact_tile(**kept, **case.options)
+    exact = exact_tile(**kept, **case.band, scores=case.scores)
     wide = torch.float64 if case.dtype == "float64" else torch.float32
     dtypes = {"lse": wide}
     for name, x in results.items():
@@ -111,7 +121,7 @@ def check(impl: Implementation, case: Tile, device: str = "cpu") -> Judged:
     if case.counting:
         return Judged(_check_count(results["lse"], exact["lse"]))
     if case.dtype in ("float64", "float32"):
-        units = rounding(**kept, **case.options)
+        units = rounding(**kept, **case.band, scores=case.scores)
         for name, x in results.items():
             found += worst(name, x, exact[name], UNITS * units[name])
         return Judged(found)
@@ -177,12 +187,8 @@ def _rounded(case: Tile, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     differences, and that error is larger than the baseline's.
     """
     q, k, v, dout = inputs.values()
-    (heads_q, heads_kv), (d_qk, d_v), scale = case.heads, case.dims, case.options["scale"]
-    problem = Problem(
-        1, (), heads_q=heads_q, heads_kv=heads_kv, d_qk=d_qk, d_v=d_v, softmax_scale=scale, softcap=case.softcap
-    )
     seen = visible(case.rows, case.columns, case.left, case.right).to(q.device)
-    one = RoundedScope(problem, seen, q, k, v, torch.float32)
+    one = RoundedScope(case.scores, seen, q, k, v, torch.float32)
     out, lse, _ = one.forward(None)
     dq, dk, dv, _ = one.backward(dout, torch.zeros_like(lse), out, lse, None)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
@@ -195,13 +201,11 @@ def _eager(case: Tile, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     wide_k, wide_v = (x.repeat_interleave(case.heads[0] // case.heads[1], dim=1) for x in leaves[1:])
     hidden = ~visible(case.rows, case.columns, case.left, case.right).to(q.device)
     with torch.enable_grad():
-        scores = torch.einsum("nhd,mhd->hnm", leaves[0], wide_k) * case.options["scale"]
-        if case.softcap:
-            scores = case.softcap * torch.tanh(scores / case.softcap)
+        scores, _ = scores_of(torch.einsum("nhd,mhd->hnm", leaves[0], wide_k), case.scores)
         empty = hidden.all(-1)
         weights = torch.softmax(scores.masked_fill(hidden & ~empty[:, None], -torch.inf), dim=-1)
         out = torch.einsum("hnm,mhd->nhd", weights.masked_fill(hidden, 0.0), wide_v)
         grads = torch.autograd.grad(out, leaves, dout)
-    double = exact_tile(**inputs, **case.options)["lse"]  # a float32 result everywhere
+    double = exact_tile(**inputs, **case.band, scores=case.scores)["lse"]  # a float32 result everywhere
     results = {"out": out.detach(), "lse": double.float()}
     return results | dict(zip(("dq", "dk", "dv"), grads, strict=True))

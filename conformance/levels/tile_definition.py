@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from conformance.judge.score_formula import scores_of
+from cp_ref.spec import ScoreOptions
+
 __all__ = ["exact_tile", "visible"]
 
 
@@ -35,8 +38,7 @@ def exact_tile(
     *,
     left: int | None,
     right: int | None,
-    scale: float,
-    softcap: float,
+    scores: ScoreOptions,
 ) -> dict[str, torch.Tensor]:
     """The results of one diagonal band tile (see `conformance.implementation`), float64: out, lse, dq, dk, dv.
 
@@ -48,10 +50,8 @@ def exact_tile(
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         keys, values = (x.repeat_interleave(group, dim=1) for x in leaves[1:])
-        scores = scale * torch.einsum("nhd,mhd->hnm", leaves[0], keys)
-        if softcap > 0:
-            scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.exp() * visible(len(q), len(k), left, right).to(q.device)
+        s, _ = scores_of(torch.einsum("nhd,mhd->hnm", leaves[0], keys), scores)
+        weights = s.exp() * visible(len(q), len(k), left, right).to(q.device)
         total = weights.sum(-1)  # [h, n]
         mean = weights / total.masked_fill(total == 0, 1.0)[..., None]
         out = torch.einsum("hnm,mhd->nhd", mean, values)

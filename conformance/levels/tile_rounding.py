@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from conformance.levels.tile_definition import visible
+from cp_ref.spec import ScoreOptions
 
 __all__ = ["UNITS", "rounding"]
 
@@ -30,8 +31,7 @@ def rounding(
     *,
     left: int | None,
     right: int | None,
-    scale: float,
-    softcap: float,
+    scores: ScoreOptions,
 ) -> dict[str, torch.Tensor]:
     """One unit of rounding, in the dtype of q, of each value of `exact_tile`, which has the same arguments: float64.
 
@@ -47,6 +47,7 @@ def rounding(
         exact, squares = (torch.einsum("nhd,mhd->hnm", x, y) for x, y in ((a, b), (a.square(), b.square())))
         return exact, eps * (exact.abs() + (a.shape[2] * squares).sqrt())
 
+    scale, softcap = scores.scale, scores.softcap
     s, s_e = (scale * x for x in product(q, keys))
     slope, slope_e = 1.0, 0.0
     if softcap > 0:

@@ -16,7 +16,7 @@ import torch
 
 from conformance.case import Case
 from conformance.judge.visibility import seen
-from cp_ref.spec import Problem
+from cp_ref.spec import SCORE_OPTIONS, Problem
 
 __all__ = [
     "GlobalTensors",
@@ -108,9 +108,7 @@ def attention_arguments(problem: Problem, device: str = "cpu") -> dict[str, Any]
     """The problem arguments of `attention` (no tensors, no offset). Lengths equal to their default are left out."""
     arguments: dict[str, Any] = {
         "qkv_format": problem.qkv_format,
-        "softmax_scale": problem.softmax_scale,
-        "softcap": problem.softcap,
-        "softmax_type": problem.softmax_type,
+        **{name: getattr(problem, name) for name in SCORE_OPTIONS},
     }
     if problem.areas is None:
         arguments |= {"attn_mask_type": problem.attn_mask_type, "window_size": problem.window_size}

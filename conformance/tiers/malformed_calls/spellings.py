@@ -14,7 +14,7 @@ with a ValueError or TypeError, have to be understood.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ from conformance.case import Case
 from conformance.implementation import Implementation
 from conformance.run.case_tensors import build
 from conformance.tiers.malformed_calls.local import Call, Tensors, close, on_every_rank
+from cp_ref.spec import SCORE_OPTIONS, Problem
 
 __all__ = ["SPELLINGS", "check"]
 
 Arguments = dict[str, Any]
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-_DEFAULTS = {"softmax_scale": None, "softcap": 0.0, "softmax_type": "vanilla", "window_size": (-1, -1),
-             "qkv_format": "bshd", "attn_mask_type": "causal"}  # fmt: skip
+_OPTIONS = {"qkv_format", "attn_mask_type", "window_size", *SCORE_OPTIONS}
+_DEFAULTS = {f.name: f.default for f in fields(Problem) if f.name in _OPTIONS}
 
 
 def _each_length(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Case, Arguments], Arguments]:
