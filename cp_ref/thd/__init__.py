@@ -1,7 +1,10 @@
 """Helpers for packed sequences (thd): the small steps of context-parallel attention on variable lengths.
 
     indices, valid, halves, corrections, batches   the helpers, as declared in `cp_ref.common.thd`
-    rows, lse    what they share: rows of packed buffers, and the two shapes of an LSE
+    packed_lengths, lse   what they share: the lengths of a packed buffer, and the two shapes of an LSE
+
+A helper is one index table of `cp_ref.common.thd.row_tables`, which says which rows it reads or changes, and one step
+with these rows: gather them, write or add them, or merge them.
 
 GLOBAL lengths are those of the whole packed buffer. LOCAL lengths are those of a rank's slice: the global ones divided
 by cp_size.

@@ -12,8 +12,9 @@ from cp_ref.common.plan_arguments import check_plan
 from cp_ref.common.sharding.shard import shard
 from cp_ref.common.thd import batches
 from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_room
+from cp_ref.common.thd.row_tables import unpadded_rows
 from cp_ref.spec import QKV_FORMATS, check_choice, check_context
-from cp_ref.thd.rows import Runs, read_runs
+from cp_ref.thd.packed_lengths import end_of, lengths_on
 
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
@@ -30,26 +31,25 @@ def pad_thd_sequences_for_cp(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fills = padding_token_id, padding_label_id
     batches.check_padding(input_ids, labels, cu_seqlens, divisibility_factor, *fills, padded_tokens)
-    real = read_runs("cu_seqlens", cu_seqlens, input_ids.device)
-    check_room("input_ids", len(input_ids), "cu_seqlens", real.end())
-    slots = (real.sizes + divisibility_factor - 1) // divisibility_factor * divisibility_factor
-    padded = Runs(slots.cumsum(0) - slots, slots)
+    real = lengths_on("cu_seqlens", cu_seqlens, input_ids.device)
+    check_room("input_ids", len(input_ids), "cu_seqlens", end_of(real))
+    slots = (real.diff() + divisibility_factor - 1) // divisibility_factor * divisibility_factor
+    padded = torch.cat([slots.new_zeros(1), slots.cumsum(0)])
     if padded_tokens is None:
-        padded_tokens = padded.end() + len(input_ids) - real.end()
-    check_count("padded_tokens", padded_tokens, padded.end(), at_most=MOST_ROWS)
+        padded_tokens = end_of(padded) + len(input_ids) - end_of(real)
+    check_count("padded_tokens", padded_tokens, end_of(padded), at_most=MOST_ROWS)
     if padded_tokens > torch.iinfo(cu_seqlens.dtype).max:
         raise ValueError(f"padded_tokens is {padded_tokens}; {cu_seqlens.dtype} lengths cannot count so many")
 
-    new_rows = Runs(padded.starts, real.sizes).rows()
+    source = unpadded_rows(padded, real, len(input_ids), padded_tokens)
+    given = source >= 0  # the others are padding
 
     def spread(x: torch.Tensor, fill: int) -> torch.Tensor:
-        result, tail = x.new_full((padded_tokens,), fill), x[real.end() :][: padded_tokens - padded.end()]
-        result[new_rows] = x[: real.end()]
-        result[padded.end() : padded.end() + len(tail)] = tail
+        result = x.new_full((padded_tokens,), fill)
+        result[given] = x[source[given]]
         return result
 
-    cu_seqlens_padded = torch.cat([slots.new_zeros(1), slots.cumsum(0)]).to(cu_seqlens)
-    return spread(input_ids, padding_token_id), spread(labels, padding_label_id), cu_seqlens_padded
+    return spread(input_ids, padding_token_id), spread(labels, padding_label_id), padded.to(cu_seqlens)
 
 
 @batches.get_batch_on_this_cp_rank

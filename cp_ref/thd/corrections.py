@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 
 from cp_ref.common.thd import corrections
-from cp_ref.common.thd.checks import check_room, token_axis
+from cp_ref.common.thd.checks import check_leaf, check_room, token_axis
+from cp_ref.common.thd.row_tables import half_rows
 from cp_ref.spec import check_apart
 from cp_ref.thd.lse import check_lse_room, lse_rows
-from cp_ref.thd.rows import Runs, check_leaf, read_halves, read_runs
+from cp_ref.thd.packed_lengths import end_of, even_lengths_on, lengths_on
 
 __all__ = ["thd_grad_correction", "thd_out_correction", "thd_second_half_lse_correction"]
 
@@ -22,13 +23,13 @@ def thd_second_half_lse_correction(
 ) -> None:
     corrections.check_lse_correction(lse, lse_step, cu_seqlens_padded, lse_packed)
     check_leaf("lse", lse)
-    sequences = read_halves(cu_seqlens_padded, lse.device)
-    halves = sequences.halved()
-    check_lse_room("lse", lse, sequences, lse_packed)
-    check_lse_room("lse_step", lse_step, halves, lse_packed)
+    lengths = even_lengths_on(cu_seqlens_padded, lse.device)
+    check_lse_room("lse", lse, lengths, lse_packed)
+    check_lse_room("lse_step", lse_step, lengths // 2, lse_packed)
     check_apart("lse", lse, lse_step=lse_step)
-    whole, at = lse_rows(lse, sequences, sequences.half(1), lse_packed)
-    step, step_at = lse_rows(lse_step, halves, halves, lse_packed)
+    rows, _ = half_rows(lengths, end_of(lengths), 1)
+    whole, at = lse_rows(lse, rows, lengths, lse_packed)
+    step, step_at = lse_rows(lse_step, torch.arange(len(rows), device=lse.device), lengths // 2, lse_packed)
     whole[at] = torch.logaddexp(whole[at], step[step_at]).to(lse.dtype)
 
 
@@ -45,21 +46,22 @@ def thd_out_correction(
     corrections.check_out_correction(out, out_step, lse, lse_step, cu_seqlens_padded, only_second_half, lse_packed)
     check_leaf("out", out)
     if only_second_half:
-        sequences = read_halves(cu_seqlens_padded, out.device)
-        target, source = sequences.half(1), sequences.halved()
+        lengths = even_lengths_on(cu_seqlens_padded, out.device)
+        step_lengths = lengths // 2
     else:
-        sequences = target = source = read_runs("cu_seqlens_padded", cu_seqlens_padded, out.device)
-    check_room("out", out.shape[0], "cu_seqlens_padded", sequences.end())
-    check_lse_room("lse", lse, sequences, lse_packed)
-    check_lse_room("lse_step", lse_step, source, lse_packed)
+        lengths = step_lengths = lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
+    check_room("out", out.shape[0], "cu_seqlens_padded", end_of(lengths))
+    check_lse_room("lse", lse, lengths, lse_packed)
+    check_lse_room("lse_step", lse_step, step_lengths, lse_packed)
     check_apart("out", out, out_step=out_step, lse=lse, lse_step=lse_step)
-    final, at = lse_rows(lse, sequences, target, lse_packed)
-    step, step_at = lse_rows(lse_step, source, source, lse_packed)
+    step_rows = torch.arange(end_of(step_lengths), device=out.device)
+    rows = half_rows(lengths, end_of(lengths), 1)[0] if only_second_half else step_rows
+    final, at = lse_rows(lse, rows, lengths, lse_packed)
+    step, step_at = lse_rows(lse_step, step_rows, step_lengths, lse_packed)
     wide = _accumulator_dtype(out, out_step, lse, lse_step)
     weight = torch.exp(step[step_at].to(wide) - final[at].to(wide))[..., None]  # [n, h, 1]
     unseen = (step[step_at] == float("-inf"))[..., None]
-    contribution = (weight * out_step[source.rows()]).masked_fill(unseen, 0.0)
-    rows = target.rows()
+    contribution = (weight * out_step[step_rows]).masked_fill(unseen, 0.0)
     out[rows] = (out[rows] + contribution).to(out.dtype)
 
 
@@ -69,24 +71,19 @@ def thd_grad_correction(
 ) -> None:
     corrections.check_grad_correction(grad, grad_step, cu_seqlens_padded, first_half, second_half)
     check_leaf("grad", grad)
-    axis, sequences = token_axis("grad", grad), read_halves(cu_seqlens_padded, grad.device)
-    check_room("grad", grad.shape[axis], "cu_seqlens_padded", sequences.end())
+    axis, lengths = token_axis("grad", grad), even_lengths_on(cu_seqlens_padded, grad.device)
+    check_room("grad", grad.shape[axis], "cu_seqlens_padded", end_of(lengths))
     check_apart("grad", grad, grad_step=grad_step)
-    idle = (first_half, second_half).count("none")
+    one_half = "none" in (first_half, second_half)  # then the step's tensor is the other half
     target, source = grad.movedim(axis, 0), grad_step.movedim(axis, 0)
     for number, action in enumerate((first_half, second_half)):
-        part = sequences.half(number).rows()
+        rows, _ = half_rows(lengths, end_of(lengths), number)
+        share = source[: len(rows)] if one_half else source[rows]
         if action == "copy":
-            target[part] = _halves(source, sequences, number, idle).to(grad.dtype)
+            target[rows] = share.to(grad.dtype)
         elif action == "add":
             wide = _accumulator_dtype(grad, grad_step)
-            total = target[part].to(wide) + _halves(source, sequences, number, idle).to(wide)
-            target[part] = total.to(grad.dtype)
-
-
-def _halves(source: torch.Tensor, sequences: Runs, number: int, idle: int) -> torch.Tensor:
-    """The step's rows for this half of every sequence: with one half idle, the step's tensor is the other half."""
-    return source[(sequences.halved() if idle else sequences.half(number)).rows()]
+            target[rows] = (target[rows].to(wide) + share.to(wide)).to(grad.dtype)
 
 
 def _accumulator_dtype(*operands: torch.Tensor) -> torch.dtype:

@@ -21,6 +21,7 @@ __all__ = [
     "check_divisible",
     "check_fits",
     "check_given",
+    "check_leaf",
     "check_lengths",
     "check_lse",
     "check_room",
@@ -78,6 +79,12 @@ def check_written(name: str, x: torch.Tensor) -> None:
         raise ValueError(
             f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; it is written, so no stride may be 0"
         )
+
+
+def check_leaf(name: str, x: torch.Tensor) -> None:
+    """Raise where autograd does not let x be changed in place."""
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        raise ValueError(f"{name} requires grad and is a leaf; it is changed in place, so do it under torch.no_grad()")
 
 
 def check_device(**tensors: torch.Tensor) -> None:

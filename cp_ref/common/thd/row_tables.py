@@ -57,7 +57,11 @@ def locate(rows: torch.Tensor, lengths: torch.Tensor, total: int) -> Located:
 def slice_rows(
     local: torch.Tensor, rank: int | torch.Tensor, lengths: torch.Tensor, total: int, cp_size: int
 ) -> torch.Tensor:
-    """The global rows of rows of ranks' slices, layout dual_chunk."""
+    """The global rows of rows of ranks' slices, layout dual_chunk.
+
+    >>> slice_rows(torch.arange(7), 0, torch.tensor([0, 8, 12]), 14, 2).tolist()  # two chunks of each, and a tail
+    [0, 1, 6, 7, 8, 11, 12]
+    """
     located = locate(local * cp_size, lengths, total)
     offset = local - located.start // cp_size
     chunk = located.size // (2 * cp_size)
