@@ -17,7 +17,7 @@ place are refused. Operands that overlap the latter are refused too. The helpers
 differentiable, and refuse tensors that require grad; the two reorders and `thd_read_half_tensor` are differentiable.
 """
 
-from cp_fast.thd.batches import get_batch_on_this_cp_rank, pad_thd_sequences_for_cp
+from cp_fast.thd.fast_batches import get_batch_on_this_cp_rank, pad_thd_sequences_for_cp
 from cp_fast.thd.operators import (
     get_cu_seqlens_on_cp_rank,
     thd_copy_valid_tokens_from_per_split_to_rank_local,

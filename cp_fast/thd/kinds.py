@@ -11,7 +11,7 @@ import torch
 
 from cp_fast.movers.operators import correction_operators, mover_gradients  # noqa: F401  (register themselves)
 from cp_ref.common.thd.checks import check_given, check_tensor
-from cp_ref.common.thd.corrections import ACTIONS
+from cp_ref.common.thd.declared_corrections import ACTIONS
 from cp_ref.spec import check_choice, check_flag
 
 __all__ = ["call"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_fast.thd.kinds import call
-from cp_ref.common.thd import corrections, halves, indices, valid
+from cp_ref.common.thd import declared_corrections, declared_halves, declared_indices, declared_valid
 from cp_ref.common.thd.tuples import Tensors, as_list, like
 
 __all__ = [
@@ -22,24 +22,24 @@ __all__ = [
 ]
 
 
-@indices.thd_get_partitioned_indices
+@declared_indices.thd_get_partitioned_indices
 def thd_get_partitioned_indices(
     cu_seqlens_padded: torch.Tensor, total_tokens: int, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
     return call("partition_indices", cu_seqlens_padded, total_tokens, cp_size, cp_rank)
 
 
-@indices.thd_sequence_order_to_cp_rank_order
+@declared_indices.thd_sequence_order_to_cp_rank_order
 def thd_sequence_order_to_cp_rank_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
     return like(x, call("reorder", as_list(x), cu_seqlens_padded, cp_size, True))
 
 
-@indices.thd_cp_rank_order_to_sequence_order
+@declared_indices.thd_cp_rank_order_to_sequence_order
 def thd_cp_rank_order_to_sequence_order(x: Tensors, cu_seqlens_padded: torch.Tensor, cp_size: int) -> Tensors:
     return like(x, call("reorder", as_list(x), cu_seqlens_padded, cp_size, False))
 
 
-@valid.get_cu_seqlens_on_cp_rank
+@declared_valid.get_cu_seqlens_on_cp_rank
 def get_cu_seqlens_on_cp_rank(
     cu_seqlens: torch.Tensor,
     cu_seqlens_padded: torch.Tensor,
@@ -51,33 +51,33 @@ def get_cu_seqlens_on_cp_rank(
     return call("rank_lengths", cu_seqlens, cu_seqlens_padded, cp_size, cp_rank, first_half, second_half)
 
 
-@valid.thd_copy_valid_tokens_from_per_split_to_rank_local
+@declared_valid.thd_copy_valid_tokens_from_per_split_to_rank_local
 def thd_copy_valid_tokens_from_per_split_to_rank_local(
     out: torch.Tensor, inp: torch.Tensor, cu_seqlens_padded: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> None:
     call("copy_valid_", out, inp, cu_seqlens_padded, cu_seqlens)
 
 
-@halves.thd_read_half_tensor
+@declared_halves.thd_read_half_tensor
 def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int) -> Tensors:
     return like(x, call("read_half", as_list(x), cu_seqlens_padded, half))
 
 
-@halves.thd_read_second_half_lse
+@declared_halves.thd_read_second_half_lse
 def thd_read_second_half_lse(
     lse: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool, max_seqlen: int
 ) -> torch.Tensor:
     return call("read_second_half_lse", lse, cu_seqlens_padded, lse_packed, max_seqlen)
 
 
-@corrections.thd_second_half_lse_correction
+@declared_corrections.thd_second_half_lse_correction
 def thd_second_half_lse_correction(
     lse: torch.Tensor, lse_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool
 ) -> None:
     call("lse_correction_", lse, lse_step, cu_seqlens_padded, lse_packed)
 
 
-@corrections.thd_out_correction
+@declared_corrections.thd_out_correction
 def thd_out_correction(
     out: torch.Tensor,
     out_step: torch.Tensor,
@@ -90,7 +90,7 @@ def thd_out_correction(
     call("out_correction_", out, out_step, lse, lse_step, cu_seqlens_padded, only_second_half, lse_packed)
 
 
-@corrections.thd_grad_correction
+@declared_corrections.thd_grad_correction
 def thd_grad_correction(
     grad: torch.Tensor, grad_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, first_half: str, second_half: str
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from cp_ref.api.reference_context import ContextParallel
 from cp_ref.common.plan_arguments import check_plan
 from cp_ref.common.sharding.shard import shard
-from cp_ref.common.thd import batches
+from cp_ref.common.thd import declared_batches
 from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_room
 from cp_ref.common.thd.row_tables import unpadded_rows
 from cp_ref.spec import QKV_FORMATS, check_choice, check_context
@@ -19,7 +19,7 @@ from cp_ref.thd.packed_lengths import end_of, lengths_on
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
 
-@batches.pad_thd_sequences_for_cp
+@declared_batches.pad_thd_sequences_for_cp
 def pad_thd_sequences_for_cp(
     input_ids: torch.Tensor,
     labels: torch.Tensor,
@@ -30,7 +30,7 @@ def pad_thd_sequences_for_cp(
     padded_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fills = padding_token_id, padding_label_id
-    batches.check_padding(input_ids, labels, cu_seqlens, divisibility_factor, *fills, padded_tokens)
+    declared_batches.check_padding(input_ids, labels, cu_seqlens, divisibility_factor, *fills, padded_tokens)
     real = lengths_on("cu_seqlens", cu_seqlens, input_ids.device)
     check_room("input_ids", len(input_ids), "cu_seqlens", end_of(real))
     slots = (real.diff() + divisibility_factor - 1) // divisibility_factor * divisibility_factor
@@ -52,7 +52,7 @@ def pad_thd_sequences_for_cp(
     return spread(input_ids, padding_token_id), spread(labels, padding_label_id), padded.to(cu_seqlens)
 
 
-@batches.get_batch_on_this_cp_rank
+@declared_batches.get_batch_on_this_cp_rank
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any],
     *,
@@ -66,6 +66,6 @@ def get_batch_on_this_cp_rank(
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
     if plan is None and cu_seqlens_padded is not None and qkv_format == "thd":
-        batches.check_lengths_divide(cp, cu_seqlens_padded)
+        declared_batches.check_lengths_divide(cp, cu_seqlens_padded)
     in_format = qkv_format if plan is None else plan.problem.qkv_format
-    return batches.cut_entries(batch, in_format, lambda xs: [shard(x, cp=cp, **lengths) for x in xs])
+    return declared_batches.cut_entries(batch, in_format, lambda xs: [shard(x, cp=cp, **lengths) for x in xs])

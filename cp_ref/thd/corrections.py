@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.common.thd import corrections
+from cp_ref.common.thd import declared_corrections
 from cp_ref.common.thd.checks import check_leaf, check_room, token_axis
 from cp_ref.common.thd.row_tables import half_rows
 from cp_ref.spec import check_apart
@@ -17,11 +17,11 @@ from cp_ref.thd.packed_lengths import end_of, even_lengths_on, lengths_on
 __all__ = ["thd_grad_correction", "thd_out_correction", "thd_second_half_lse_correction"]
 
 
-@corrections.thd_second_half_lse_correction
+@declared_corrections.thd_second_half_lse_correction
 def thd_second_half_lse_correction(
     lse: torch.Tensor, lse_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool
 ) -> None:
-    corrections.check_lse_correction(lse, lse_step, cu_seqlens_padded, lse_packed)
+    declared_corrections.check_lse_correction(lse, lse_step, cu_seqlens_padded, lse_packed)
     check_leaf("lse", lse)
     lengths = even_lengths_on(cu_seqlens_padded, lse.device)
     check_lse_room("lse", lse, lengths, lse_packed)
@@ -33,7 +33,7 @@ def thd_second_half_lse_correction(
     whole[at] = torch.logaddexp(whole[at], step[step_at]).to(lse.dtype)
 
 
-@corrections.thd_out_correction
+@declared_corrections.thd_out_correction
 def thd_out_correction(
     out: torch.Tensor,
     out_step: torch.Tensor,
@@ -43,7 +43,9 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    corrections.check_out_correction(out, out_step, lse, lse_step, cu_seqlens_padded, only_second_half, lse_packed)
+    declared_corrections.check_out_correction(
+        out, out_step, lse, lse_step, cu_seqlens_padded, only_second_half, lse_packed
+    )
     check_leaf("out", out)
     if only_second_half:
         lengths = even_lengths_on(cu_seqlens_padded, out.device)
@@ -65,11 +67,11 @@ def thd_out_correction(
     out[rows] = (out[rows] + contribution).to(out.dtype)
 
 
-@corrections.thd_grad_correction
+@declared_corrections.thd_grad_correction
 def thd_grad_correction(
     grad: torch.Tensor, grad_step: torch.Tensor, cu_seqlens_padded: torch.Tensor, first_half: str, second_half: str
 ) -> None:
-    corrections.check_grad_correction(grad, grad_step, cu_seqlens_padded, first_half, second_half)
+    declared_corrections.check_grad_correction(grad, grad_step, cu_seqlens_padded, first_half, second_half)
     check_leaf("grad", grad)
     axis, lengths = token_axis("grad", grad), even_lengths_on(cu_seqlens_padded, grad.device)
     check_room("grad", grad.shape[axis], "cu_seqlens_padded", end_of(lengths))

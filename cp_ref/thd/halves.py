@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.common.thd import halves
+from cp_ref.common.thd import declared_halves
 from cp_ref.common.thd.checks import MOST_ROWS, check_count, check_room, token_axis
 from cp_ref.common.thd.row_tables import half_rows
 from cp_ref.common.thd.tuples import Tensors, like
@@ -14,9 +14,9 @@ from cp_ref.thd.packed_lengths import end_of, even_lengths_on, longest_of
 __all__ = ["thd_read_half_tensor", "thd_read_second_half_lse"]
 
 
-@halves.thd_read_half_tensor
+@declared_halves.thd_read_half_tensor
 def thd_read_half_tensor(x: Tensors, cu_seqlens_padded: torch.Tensor, half: int) -> Tensors:
-    xs = halves.check_read_half(x, cu_seqlens_padded, half)
+    xs = declared_halves.check_read_half(x, cu_seqlens_padded, half)
     return like(x, [_read_half(one, cu_seqlens_padded, half) for one in xs])
 
 
@@ -28,11 +28,11 @@ def _read_half(x: torch.Tensor, cu_seqlens_padded: torch.Tensor, half: int) -> t
     return x.index_select(axis, rows)
 
 
-@halves.thd_read_second_half_lse
+@declared_halves.thd_read_second_half_lse
 def thd_read_second_half_lse(
     lse: torch.Tensor, cu_seqlens_padded: torch.Tensor, lse_packed: bool, max_seqlen: int
 ) -> torch.Tensor:
-    halves.check_read_second_half_lse(lse, cu_seqlens_padded, lse_packed, max_seqlen)
+    declared_halves.check_read_second_half_lse(lse, cu_seqlens_padded, lse_packed, max_seqlen)
     lengths = even_lengths_on(cu_seqlens_padded, lse.device)
     half_lengths = lengths // 2
     check_lse_room("lse", lse, lengths, lse_packed)

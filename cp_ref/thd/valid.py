@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_ref.common.thd import valid
+from cp_ref.common.thd import declared_valid
 from cp_ref.common.thd.checks import check_divisible, check_fits, check_leaf, check_room
 from cp_ref.common.thd.row_tables import is_valid, rank_lengths
 from cp_ref.spec import check_apart
@@ -13,7 +13,7 @@ from cp_ref.thd.packed_lengths import end_of, lengths_on
 __all__ = ["get_cu_seqlens_on_cp_rank", "thd_copy_valid_tokens_from_per_split_to_rank_local"]
 
 
-@valid.get_cu_seqlens_on_cp_rank
+@declared_valid.get_cu_seqlens_on_cp_rank
 def get_cu_seqlens_on_cp_rank(
     cu_seqlens: torch.Tensor,
     cu_seqlens_padded: torch.Tensor,
@@ -22,7 +22,7 @@ def get_cu_seqlens_on_cp_rank(
     first_half: bool,
     second_half: bool,
 ) -> torch.Tensor:
-    valid.check_rank_lengths(cu_seqlens, cu_seqlens_padded, cp_size, cp_rank, first_half, second_half)
+    declared_valid.check_rank_lengths(cu_seqlens, cu_seqlens_padded, cp_size, cp_rank, first_half, second_half)
     real = lengths_on("cu_seqlens", cu_seqlens, cu_seqlens.device)
     padded = lengths_on("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens.device)
     check_divisible("cu_seqlens_padded", padded.diff(), 2 * cp_size, f"layout 'dual_chunk' at cp_size {cp_size}")
@@ -30,11 +30,11 @@ def get_cu_seqlens_on_cp_rank(
     return rank_lengths(real, padded, cp_size, cp_rank, first_half, second_half).to(cu_seqlens.dtype)
 
 
-@valid.thd_copy_valid_tokens_from_per_split_to_rank_local
+@declared_valid.thd_copy_valid_tokens_from_per_split_to_rank_local
 def thd_copy_valid_tokens_from_per_split_to_rank_local(
     out: torch.Tensor, inp: torch.Tensor, cu_seqlens_padded: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> None:
-    valid.check_copy(out, inp, cu_seqlens_padded, cu_seqlens)
+    declared_valid.check_copy(out, inp, cu_seqlens_padded, cu_seqlens)
     check_leaf("out", out)
     padded = _moved_lengths_on("cu_seqlens_padded", cu_seqlens_padded, out.device)
     real = lengths_on("cu_seqlens", cu_seqlens, out.device)
@@ -50,5 +50,5 @@ def _moved_lengths_on(name: str, cu_seqlens: torch.Tensor, device: torch.device)
     lengths = lengths_on(name, torch.cat([cu_seqlens.new_zeros(1), cu_seqlens[1:]]), device)
     lengths[0] = cu_seqlens[0]
     if lengths[0] < 0 or (lengths < lengths[0]).any():
-        raise ValueError(f"{name} is {lengths.tolist()}; it must be at least 0 and must not decrease")
+        raise ValueError(f"{name} is {list(map(int, lengths))}; it must be at least 0 and must not decrease")
     return lengths

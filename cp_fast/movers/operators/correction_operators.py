@@ -11,8 +11,8 @@ from cp_fast.movers.operators.registered import check_halves, nothing, operator
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.movers.torch_movers.torch_asserts import assert_lengths
 from cp_ref.common.thd.checks import check_columns, check_room
-from cp_ref.common.thd.corrections import check_grad_correction, check_lse_correction, check_out_correction
-from cp_ref.common.thd.halves import check_read_second_half_lse
+from cp_ref.common.thd.declared_corrections import check_grad_correction, check_lse_correction, check_out_correction
+from cp_ref.common.thd.declared_halves import check_read_second_half_lse
 from cp_ref.spec import check_apart
 
 __all__: list[str] = []

@@ -1,11 +1,13 @@
 """Helpers for packed sequences (thd), declared: the small steps of attention on variable lengths.
 
-    indices       which tokens a rank holds; between sequence order and CP rank order
-    valid         how many of them are real; copying these alone
-    halves        reading the first or second half of every sequence
-    corrections   merging a ring step's LSE, output and gradients, in place
-    batches       padding a batch so that it divides, and cutting it
-    head_dims     padding V, trimming the output
+    declared_indices       which tokens a rank holds; between sequence order and CP rank order
+    declared_valid         how many of them are real; copying these alone
+    declared_halves        reading the first or second half of every sequence
+    declared_corrections   merging a ring step's LSE, output and gradients, in place
+    declared_batches       padding a batch so that it divides, and cutting it
+    head_dims              padding V, trimming the output
+    row_tables             the index tables: which rows each helper reads or changes
+    checks, tuples         what the declarations share
 
 GLOBAL lengths are those of the whole packed buffer. LOCAL lengths are those of a rank's slice: the global ones divided
 by cp_size.

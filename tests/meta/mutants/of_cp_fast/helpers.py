@@ -205,7 +205,7 @@ MUTANTS: dict[str, Mutant] = {
     "v-behind-zeros": _helper("zeros before V", "pad_v", "cp_fast.thd.pad_v", _zeros_in_front),
     "first-columns-trimmed": _helper("the last columns are kept", "trim_out", "cp_fast.thd.trim_out", _last_columns),
     "batch-cut-along-axis-0": _helper(
-        "bshd is cut along the batch", _BATCH, "cp_fast.thd.batches.shard", _sequence_axis_0
+        "bshd is cut along the batch", _BATCH, "cp_fast.thd.fast_batches.shard", _sequence_axis_0
     ),
     "halves-not-checked": _helper(
         "odd lengths are believed",

@@ -13,14 +13,14 @@ from cp_fast.movers.operators import mover_gradients  # noqa: F401  (registers t
 from cp_fast.thd.slices import cut_packed
 from cp_ref.common.plan_arguments import check_plan
 from cp_ref.common.sharding.shard import shard
-from cp_ref.common.thd import batches
+from cp_ref.common.thd import declared_batches
 from cp_ref.common.thd.checks import check_room
 from cp_ref.spec import QKV_FORMATS, check_choice, check_context
 
 __all__ = ["get_batch_on_this_cp_rank", "pad_thd_sequences_for_cp"]
 
 
-@batches.pad_thd_sequences_for_cp
+@declared_batches.pad_thd_sequences_for_cp
 def pad_thd_sequences_for_cp(
     input_ids: torch.Tensor,
     labels: torch.Tensor,
@@ -31,7 +31,7 @@ def pad_thd_sequences_for_cp(
     padded_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     fills = padding_token_id, padding_label_id
-    batches.check_padding(input_ids, labels, cu_seqlens, divisibility_factor, *fills, padded_tokens)
+    declared_batches.check_padding(input_ids, labels, cu_seqlens, divisibility_factor, *fills, padded_tokens)
     if padded_tokens is None:
         sizes_of("cu_seqlens", cu_seqlens)
         check_room("input_ids", len(input_ids), "cu_seqlens", end_of(cu_seqlens))
@@ -48,7 +48,7 @@ def pad_thd_sequences_for_cp(
     return padded_ids, padded_labels, wide.to(cu_seqlens.dtype)
 
 
-@batches.get_batch_on_this_cp_rank
+@declared_batches.get_batch_on_this_cp_rank
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any],
     *,
@@ -61,7 +61,7 @@ def get_batch_on_this_cp_rank(
     check_plan(plan)
     check_choice("qkv_format", qkv_format, QKV_FORMATS)
     if plan is None and qkv_format == "thd":  # lengths on a GPU are not read
-        return batches.cut_entries(batch, qkv_format, lambda xs: cut_packed(xs, cp, cu_seqlens_padded))
+        return declared_batches.cut_entries(batch, qkv_format, lambda xs: cut_packed(xs, cp, cu_seqlens_padded))
     lengths: dict[str, Any] = {"qkv_format": qkv_format, "cu_seqlens_padded": cu_seqlens_padded, "plan": plan}
     in_format = qkv_format if plan is None else plan.problem.qkv_format
-    return batches.cut_entries(batch, in_format, lambda xs: [shard(x, cp=cp, **lengths) for x in xs])
+    return declared_batches.cut_entries(batch, in_format, lambda xs: [shard(x, cp=cp, **lengths) for x in xs])

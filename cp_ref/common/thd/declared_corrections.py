@@ -1,8 +1,8 @@
 """Putting the partial results of ring steps together, in place.
 
 LOCAL lengths: cu_seqlens_padded here are those of the rank's slice, the global ones divided by cp_size. A step on whole
-sequences has tensors of t rows, like the accumulators. A step on halves (see `halves`) has t / 2 rows, which go to the
-second half (gradients: to either half) of every sequence:
+sequences has tensors of t rows, like the accumulators. A step on halves (see `declared_halves`) has t / 2 rows, which
+go to the second half (gradients: to either half) of every sequence:
 
     accumulator, cu_seqlens_padded = [0, 4, 6]     a b A B | c C | tail
     a step on second halves                            x y |   z | (t / 2 rows; its tail is not looked at)
