@@ -32,7 +32,7 @@ void count_up(I* out, int64_t row, int64_t from, int64_t stop, int64_t begin, in
 // take most of the time.
 template <typename I, typename Halve>
 void write_slice(I* out, const RowMap& rows, Halve chunk_of) {
-  int64_t rank = rows.cp_rank, late = 2 * rows.cp_size - 1 - rank;
+  int64_t rank = rows.cp_rank, late = 2 * int64_t{rows.cp_size} - 1 - rank;
   const I* ends = static_cast<const I*>(rows.lengths.data) + 1;
   parallel(rows.count, sizeof(I), [&](int64_t begin, int64_t end) {
     Place place = locate(rows.lengths, begin * rows.cp_size, rows.tokens);

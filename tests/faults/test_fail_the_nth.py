@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_fast
+import cp_fast.api.make_plan
 import cp_fast.tools.build
 from cp_fast.movers import select_kernels as select
 from tests.dist.workers import Processes
