@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from tests.dist.workers import Processes
-from tests.integrations.test_megatron import layer_of, run
 
 pytestmark = pytest.mark.thorough
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install '.[test-integrations]'")
+
+from tests.integrations.test_megatron import layer_of, run  # noqa: E402  (a module that is skipped without Megatron)
 
 MODULES = {"none": [], "without attention": ["mlp"], "attention": ["core_attn"]}
 
