@@ -80,6 +80,17 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert any(ROOT.glob(target)), target
 
 
+def test_the_design_names_files_that_exist() -> None:
+    names = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`", (ROOT / "DESIGN.md").read_text()))
+    assert len(names) > 30
+    files = [
+        path.as_posix()
+        for folder in ("cp_ref", "cp_fast", "tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert [name for name in names if not any(path.endswith("/" + name) for path in files)] == []
+
+
 def test_commands_have_the_options_that_are_named() -> None:
     seen = 0
     for path in DOCUMENTS:
