@@ -54,7 +54,7 @@ class VarlenBatch:
     tensors' lengths: a kernel may read a neighbour's rows and multiply them by zero, so no row may hold a NaN that does
     not belong to the problem.
 
-    A plan updated in place (`Plan.update`) has wider rules. VarlenBatch of length zero come last. Tensors have more
+    A plan updated in place (`Plan.update`) has wider rules. Segments of length zero come last. Tensors have more
     rows after cu[-1]: they are finite if there is any segment, and their results are not read. `max_q` and `max_kv` are
     upper bounds. The lengths on the host are those of the current batch. A CUDA graph captured with them is replayed
     with others, so a GPU kernel reads lengths from the device only.
@@ -87,7 +87,7 @@ class VarlenBatch:
         right: int | None,
         device: torch.device | str = "cpu",
     ) -> VarlenBatch:
-        """VarlenBatch of these lengths, one after the other from row 0 and column 0.
+        """Segments of these lengths, one after the other from row 0 and column 0.
 
         >>> VarlenBatch.pack([2, 3], [4, 3], None, 0).cu_q
         (0, 2, 5)

@@ -36,31 +36,77 @@ class Pass:
 
 
 PASSES = (
-    Pass("split_heads", "schedule", "An a2a exchanges a few heads at a time, so that launches hide its messages."),
-    Pass("delay_keys", "schedule", "Own keys wait for the keys that arrive, so that both are one launch."),
-    Pass("fold_batch", "schedule", "sbhd without padding becomes one sequence of b * h heads, which needs no copy."),
-    Pass("merge_adjacent", "tiles", "Touching tiles of an area become the rectangle around them."),
-    Pass("merge_causal", "tiles", "The own tiles of a causal sequence become one causal square.", True),
-    Pass("split_windows", "tiles", "Tiles are split so that all sequences share four windows."),
-    Pass("merge_dense", "tiles", "Tiles without hidden pairs and with the same queries become one segment.", True),
-    Pass("factor_keys", "tiles", "Queries of several areas take the keys that they share together.", True),
-    Pass("dedupe_queries", "tiles", "All queries that see the same keys become one segment.", True),
-    Pass("prepend_keys", "tiles", "Keys that all queries of a causal segment see are put before its own keys.", True),
-    Pass("batch_segments", "tiles", "VarlenBatch with equal windows become one varlen launch."),
-    Pass("split_disjoint", "tiles", "VarlenBatch that share rows are split into few launches without common queries."),
-    Pass("split_queries", "tiles", "VarlenBatch of many queries and few keys are split, so that they fill the GPU."),
-    Pass("sort_keys", "tiles", "A launch reads keys in the order of their buffer, without a copy.", True),
-    Pass("accumulate_late", "instructions", "Partial results are accumulated beside the next messages."),
-    Pass("recv_in_place", "instructions", "Rows are received where a launch reads them.", keeps_places=False),
-    Pass("hoist_copies", "instructions", "Copies that need no message run beside messages.", keeps_places=False),
-    Pass("free_early", "instructions", "Every buffer is freed after its last use."),
+    Pass("split_heads", "schedule", "lets an a2a exchange a few heads at a time, so that launches hide its messages"),
+    Pass("delay_keys", "schedule", "lets own keys wait for the keys that arrive, so that both are one launch"),
+    Pass("fold_batch", "schedule", "makes sbhd without padding one sequence of b * h heads, which needs no copy"),
+    Pass(
+        "merge_adjacent",
+        "tiles",
+        "makes touching tiles of an attention slice the rectangle around them, if that has no other rows and pairs",
+    ),
+    Pass(
+        "merge_causal",
+        "tiles",
+        "makes the own tiles of a causal attention slice (early x early, late x early, late x late) one causal square",
+        needs_position_free_scores=True,
+    ),
+    Pass(
+        "split_windows", "tiles", "splits a tile into at most three, so that tiles of all sequences share four windows"
+    ),
+    Pass(
+        "merge_dense",
+        "tiles",
+        "makes tiles without hidden pairs and with the same queries one segment with all keys",
+        needs_position_free_scores=True,
+    ),
+    Pass(
+        "factor_keys",
+        "tiles",
+        "where attention slices share rows: lets queries take the keys that they share together",
+        needs_position_free_scores=True,
+    ),
+    Pass(
+        "dedupe_queries",
+        "tiles",
+        "the same case: makes all queries that see the same keys one segment",
+        needs_position_free_scores=True,
+    ),
+    Pass(
+        "prepend_keys",
+        "tiles",
+        "puts keys that all queries of a causal segment see before its own keys",
+        needs_position_free_scores=True,
+    ),
+    Pass("batch_segments", "tiles", "makes segments with equal windows one varlen launch"),
+    Pass("split_disjoint", "tiles", "puts segments that share rows into few launches without common queries"),
+    Pass(
+        "split_queries", "tiles", "splits queries that see few keys, because a backward pass divides its work by keys"
+    ),
+    Pass(
+        "sort_keys",
+        "tiles",
+        "lets a launch read keys in the order of their buffer, without a copy",
+        needs_position_free_scores=True,
+    ),
+    Pass(
+        "accumulate_late",
+        "instructions",
+        "accumulates partial results beside the next messages, those of one sum together",
+    ),
+    Pass(
+        "recv_in_place", "instructions", "receives rows where a launch reads them, without a copy", keeps_places=False
+    ),
+    Pass("hoist_copies", "instructions", "copies what needs no message while messages travel", keeps_places=False),
+    Pass("free_early", "instructions", "frees every buffer after its last use"),
     Pass(
         "low_precision_grads",
         "instructions",
-        "Gradients from a single launch are sent in the launch's dtype.",
+        "sends gradients from a single launch in the launch's dtype; the ranks agree on it once",
         keeps_places=False,
     ),
-    Pass("record_launches", "launches", "FlashAttention 4's launches are recorded once and repeated without Python."),
+    Pass(
+        "record_launches", "launches", "records FlashAttention 4's launches once, and repeats them without its Python"
+    ),
 )
 
 _NAMES = tuple(one.name for one in PASSES)

@@ -19,6 +19,7 @@ import cp_ref
 import cp_ref.cli
 from conformance.case import Case
 from cp_fast.backends.required_features import backend_table
+from cp_fast.compile.pass_table import PASSES
 from cp_ref.spec import CP_COMM_TYPES, Problem, Sequence, make_schedule
 from cp_ref.spec.pictures.table_pictures import areas_picture, ownership_picture
 from cp_ref.spec.pictures.text_pictures import text_picture
@@ -89,6 +90,14 @@ def test_the_design_names_files_that_exist() -> None:
         for path in (ROOT / folder).rglob("*.py")
     ]
     assert [name for name in names if not any(path.endswith("/" + name) for path in files)] == []
+
+
+def test_the_design_has_the_table_of_passes() -> None:
+    rows = re.findall(
+        r"^\| (\w+)(\*?) \| (schedule|tiles|instructions|launches) \| (.+) \|$", (ROOT / "DESIGN.md").read_text(), re.M
+    )
+    table = [(one.name, "*" * one.needs_position_free_scores, one.on, one.does) for one in PASSES]
+    assert [(name, star, on, does.replace("`", "")) for name, star, on, does in rows] == table
 
 
 def test_commands_have_the_options_that_are_named() -> None:

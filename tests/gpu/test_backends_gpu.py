@@ -391,7 +391,7 @@ def test_launches_wait_for_nothing_and_are_captured(name: str, case: Case) -> No
 
 
 def bounded(lengths_q: list[int], lengths_kv: list[int], left: int | None, right: int | None) -> VarlenBatch:
-    """VarlenBatch of a plan with room for 6 of them, of 700 rows and 800 columns in all."""
+    """Segments of a plan with room for 6 of them, of 700 rows and 800 columns in all."""
     cu_q, cu_kv = (
         np.cumsum([0, *lengths, *[0] * (6 - len(lengths))]).astype(np.int32) for lengths in (lengths_q, lengths_kv)
     )
@@ -402,7 +402,7 @@ def bounded(lengths_q: list[int], lengths_kv: list[int], left: int | None, right
 @pytest.mark.parametrize("case", [CAUSAL, FULL, LOCAL, MLA_GQA, LOCAL._replace(right=400), CAUSAL._replace(left=650)])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_captured_launch_follows_new_lengths(name: str, case: Case) -> None:
-    """VarlenBatch of length zero, rows behind the last one, and another batch in the graph's tables."""
+    """Segments of length zero, rows behind the last one, and another batch in the graph's tables."""
     backend = next(v for v in variants(get(name, case)) if Feature.IN_PLACE in v.features)
     batches: list[tuple[list[int], list[int]]] = [
         ([700], [800]),

@@ -14,7 +14,7 @@ Facts about these kernels that hold for PyTorch's own copy of them (2.11 and lat
 - The lse is [h_q, n] float32, natural logarithm, and +inf for a row that sees nothing (`VarlenBatch` has no such row).
 - The deterministic backward makes dq repeatable, but the order of its sums depends on how many segments and heads are
   in the launch, and it takes about SMs / (segments * heads) + 1 float32 copies of dq.
-- VarlenBatch are a grid's second dimension: 65,535 at most.
+- Segments are a grid's second dimension: 65,535 at most.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_SEGMENTS = 65535
 
 
 class Varlen(NamedTuple):
-    """VarlenBatch as the kernels take it, and the options of scores."""
+    """Segments as the kernels take it, and the options of scores."""
 
     cu_q: torch.Tensor  # int32 [segments + 1], on the device
     cu_k: torch.Tensor  # int32 [segments + 1]
@@ -45,7 +45,7 @@ class Varlen(NamedTuple):
 
 
 def varlen_arguments(segments: VarlenBatch, options: LaunchOptions) -> Varlen:
-    """VarlenBatch as the kernels take them.
+    """Segments as the kernels take them.
 
     If the segments have bounds (`Plan.update`), the arguments depend on the bounds only, not on the current lengths.
 

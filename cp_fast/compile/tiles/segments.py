@@ -1,4 +1,4 @@
-"""LaunchSegments of kernel launches: queries and keys with one window, whose rows may lie anywhere.
+"""Segments of kernel launches: queries and keys with one window, whose rows may lie anywhere.
 
 Rows are gathered for the launch, or they are contiguous.
 """
@@ -36,7 +36,7 @@ class SegmentSpans(Table):
 
 @dataclass(frozen=True, eq=False)
 class LaunchSegments:
-    """LaunchSegments of launches. Segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries
+    """Segments of launches. Segment s has the kernel's window (left[s], right[s]), -1 for unbounded, the queries
     of its spans of `q`, one after the other, and the keys of its spans of `k`. `made_by`: see `BandTiles`.
     `layer`: in a launch with repeated rows of keys, a number for each segment; those of one layer repeat no row.
     """

@@ -64,7 +64,7 @@ def shared_prefix(prompt: int, answers: Lengths) -> torch.Tensor:
 
 
 def tree(lengths: Lengths, parents: Lengths) -> torch.Tensor:
-    """VarlenBatch of a tree: each sees itself causally, and all of its parent, its parent's parent, and so on (tree
+    """Segments of a tree: each sees itself causally, and all of its parent, its parent's parent, and so on (tree
     search, speculative decoding, prompts that share beginnings).
 
     Args:

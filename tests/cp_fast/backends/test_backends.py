@@ -66,7 +66,7 @@ def dense(
 
 
 def random_case(seed: int, *, longest: int = 40) -> tuple[VarlenBatch, tuple[int, int, int, int]]:
-    """VarlenBatch and (h_q, h_kv, d_qk, d_v)."""
+    """Segments and (h_q, h_kv, d_qk, d_v)."""
     r = random.Random(seed)
     lengths_q = [r.choice([1, r.randint(1, longest)]) for _ in range(r.randint(1, 4))]
     lengths_kv = [r.choice([1, n, r.randint(1, longest)]) for n in lengths_q]

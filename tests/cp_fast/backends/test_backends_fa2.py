@@ -183,7 +183,7 @@ def test_determinism_of_the_built_in_kernels_is_a_flag_that_is_put_back(
 
 
 def bounded(lengths_q: list[int], lengths_kv: list[int], left: int | None, right: int | None) -> VarlenBatch:
-    """VarlenBatch of a plan with room for 4 of them, of 40 rows and 50 columns in all."""
+    """Segments of a plan with room for 4 of them, of 40 rows and 50 columns in all."""
     cu_q, cu_kv = (
         np.cumsum([0, *lengths, *[0] * (4 - len(lengths))]).astype(np.int32) for lengths in (lengths_q, lengths_kv)
     )

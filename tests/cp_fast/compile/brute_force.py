@@ -62,7 +62,7 @@ def kernel_pairs(segments: Iterable[Segment]) -> Pairs:
 
 
 def segments_of(what: LaunchSegments) -> list[Segment]:
-    """LaunchSegments with their rows."""
+    """Segments with their rows."""
     windows = list(zip(what.left.tolist(), what.right.tolist(), strict=True))
     sides: list[list[list[int]]] = [[[] for _ in windows] for _ in range(2)]
     for side, spans in zip(sides, (what.q, what.k), strict=True):

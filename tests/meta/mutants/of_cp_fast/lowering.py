@@ -15,7 +15,7 @@ __all__ = ["MUTANTS"]
 
 
 def _last_span_lost(merge_dense: Any, tiles: Any) -> Any:
-    """VarlenBatch with several spans of keys lose their last one."""
+    """Segments with several spans of keys lose their last one."""
     found = merge_dense(tiles)
     k = found.k
     last = np.append(k.segment[1:] != k.segment[:-1], True)
