@@ -11,7 +11,7 @@ from cp_fast.api.checked_calls import checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.implicit_plan import Call, on_host, plan_of_call
 from cp_fast.api.make_plan import Plan
-from cp_fast.api.planned_call import agree_on_forward, check_planned_call, compiled_call, known_call
+from cp_fast.api.planned_call import CallFlags, agree_on_forward, check_planned_call, compiled_call, known_call
 from cp_fast.dispatch.autograd_function import Attention
 from cp_fast.dispatch.library_operators import attention_in_graph
 from cp_fast.dispatch.selective_checkpointing import unseen
@@ -22,7 +22,7 @@ from cp_ref.common.declared import implements
 from cp_ref.common.derivatives import refuse_transforms
 from cp_ref.common.dtensor_results import placed_like
 from cp_ref.common.refusals import told_to_all
-from cp_ref.spec import check_context, check_flag, check_placements, check_settled, local_part, one_a_head
+from cp_ref.spec import check_context, check_placements, check_settled, local_part, one_a_head
 
 __all__ = ["attention"]
 
@@ -42,15 +42,14 @@ def attention(
     **arguments: Any,
 ) -> Any:
     check_context(cp, ContextParallel)
-    flags = deterministic, return_max_logit, return_lse
+    flags = CallFlags(deterministic, return_max_logit, return_lse)
     known = None if arguments or softmax_offset is not None else known_call(plan, cp, flags, q, k, v)
     if known is not None:
-        results = Attention.apply(plan, known, cp, *flags, 0, q, k, v, None)
+        results = Attention.apply(plan, known, cp, flags, 0, q, k, v, None)
         return asked_for(results, return_lse, return_max_logit)
     given = {"q": q, "k": k, "v": v}
     if torch.compiler.is_compiling():
-        how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
-        return _while_compiling(given, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
+        return _while_compiling(given, cp, flags, softmax_offset, plan, arguments)
     refuse_transforms()
     planned = isinstance(plan, Plan)
     with nullcontext() if planned and not checking() else told_to_all(cp):  # with a plan the ranks do not agree
@@ -58,42 +57,37 @@ def attention(
         q, k, v = (autocast(local_part(x)) for x in (q, k, v))
         softmax_offset = one_a_head(softmax_offset)
     with unseen():
-        made = plan if planned else plan_of_call(Call(cp, given, (q, k, v), softmax_offset, *flags, problem, plan))
+        made = plan if planned else plan_of_call(Call(cp, given, (q, k, v), softmax_offset, flags, problem, plan))
 
     def look() -> None:
-        check_flag("return_lse", return_lse)
         check_settled(made.problem, **(arguments if planned else {}))
         check_placements(cp, made.problem.layout, made.problem.qkv_format, softmax_offset, **given)
-        check_planned_call(made, cp, q, k, v, softmax_offset, deterministic=deterministic, max_logit=return_max_logit)
+        check_planned_call(made, cp, flags, q, k, v, softmax_offset)
 
     with unseen():
-        call = agree_on_forward(made, cp, look, flags, q, k, v, softmax_offset)
-    results = Attention.apply(made, compiled_call(made, cp, q, k, v), cp, *flags, call, q, k, v, softmax_offset)
+        call = agree_on_forward(made, cp, flags, look, q, k, v, softmax_offset)
+    results = Attention.apply(made, compiled_call(made, cp, q, k, v), cp, flags, call, q, k, v, softmax_offset)
     results = placed_like(given["q"], made.problem.qkv_format, results)
     return asked_for(results, return_lse, return_max_logit)
 
 
 def _while_compiling(
     given: dict[str, Any],
-    *,
     cp: ContextParallel,
+    flags: CallFlags,
     softmax_offset: Any,
-    deterministic: bool,
-    return_lse: bool,
-    return_max_logit: bool,
     plan: Plan | None,
-    **arguments: Any,
+    arguments: dict[str, Any],
 ) -> Any:
     """A call under torch.compile: an operator of the graph if there is a plan, else a graph break."""
     if not isinstance(plan, Plan) or any(hasattr(x, "placements") for x in given.values()):
         from cp_fast.dispatch.graph_break import graph_break  # imports Dynamo, as slow as importing PyTorch
 
-        how = {"deterministic": deterministic, "return_lse": return_lse, "return_max_logit": return_max_logit}
-        return graph_break(attention, **given, cp=cp, softmax_offset=softmax_offset, plan=plan, **how, **arguments)
+        arguments = {**given, "cp": cp, "softmax_offset": softmax_offset, "plan": plan, **arguments}
+        return graph_break(attention, **arguments, **dict(zip(CallFlags._fields, flags, strict=True)))
     problem_arguments(arguments)
     q, k, v = (autocast(x) for x in given.values())
-    check_flag("return_lse", return_lse)
+    flags.check()
     check_settled(plan.problem, **arguments)
-    how = deterministic, return_max_logit, return_lse
-    results = attention_in_graph(plan, cp, *how, q, k, v, one_a_head(softmax_offset))
-    return asked_for(results, return_lse, return_max_logit)
+    results = attention_in_graph(plan, cp, flags, q, k, v, one_a_head(softmax_offset))
+    return asked_for(results, flags.return_lse, flags.return_max_logit)

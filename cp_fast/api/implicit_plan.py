@@ -15,14 +15,13 @@ from cp_fast.api.checked_calls import checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Made, Plan, agree_on_plan, backend_for, prepared
 from cp_fast.api.plan_cache import Signature
-from cp_fast.api.planned_call import PLAIN_TENSORS, requires_grad
+from cp_fast.api.planned_call import PLAIN_TENSORS, CallFlags, requires_grad
 from cp_fast.backends import Backend
 from cp_fast.runtime.row_selection import check_row_numbers
 from cp_ref.common.attention_call import refuse_plan
 from cp_ref.common.plan_arguments import read_call
 from cp_ref.spec import (
     Agreement,
-    check_flag,
     check_global_lengths,
     check_local_tensors,
     check_offset,
@@ -70,9 +69,7 @@ class Call(NamedTuple):
     given: dict[str, Any]
     tensors: tuple[Any, Any, Any]
     offset: Any
-    deterministic: bool
-    return_max_logit: bool
-    return_lse: bool
+    flags: CallFlags
     problem: dict[str, Any]
     plan: Any = None
 
@@ -85,11 +82,12 @@ class Call(NamedTuple):
         """The agreement of all ranks, this rank's kernel library and device; raises this rank's argument errors."""
         cp, q = self.cp, self.tensors[0]
         refuse_plan(self.plan, Plan)
-        check_flag("return_lse", self.return_lse)
+        self.flags.check()
         check_placements(cp, cp.layout, self.problem["qkv_format"], self.offset, **self.given)
         problem = read_call(cp, read_sizes(*self.tensors, self.problem["qkv_format"], cp.size), **self.problem)
         check_row_numbers(problem)
-        how = {"deterministic": self.deterministic, "return_max_logit": self.return_max_logit}
+        deterministic, return_max_logit, _ = self.flags
+        how = {"deterministic": deterministic, "return_max_logit": return_max_logit}
         backend = backend_for(cp, problem, q.device.type, **how)
         check_local_tensors(problem, cp.rank, *self.tensors)
         check_global_lengths(problem, None, *self.tensors[:2])
@@ -109,14 +107,14 @@ class Call(NamedTuple):
         """
         cp = self.cp
         extras: dict[str, object] = {
-            "return_max_logit": self.return_max_logit,
+            "return_max_logit": self.flags.return_max_logit,
             "requires_grad": requires_grad(*self.tensors),
         }
         extras["softmax_offset_grad"] = cp.softmax_offset_grad
         if cp.softmax_offset_grad == "total":
             extras["softmax_offset.requires_grad"] = requires_grad(self.offset)
         if cp.a2a_size > 1:
-            extras["return_lse"] = self.return_lse
+            extras["return_lse"] = self.flags.return_lse
         return tuple(extras.items())
 
     def signature(self) -> Signature:
@@ -127,7 +125,7 @@ class Call(NamedTuple):
         stream = torch.cuda.current_stream(q.device).cuda_stream if self.on_gpu else 0
         lengths = {name: x for name, x in self.problem.items() if isinstance(x, torch.Tensor)}
         settings = [x for name, x in self.problem.items() if name not in lengths]
-        settings += [self.plan, self.deterministic, self.return_max_logit, self.return_lse]
+        settings += [self.plan, *self.flags]
         items = (*(item for x in settings for item in (x if type(x) in (tuple, list) else (x,))),)
         types = *map(type, settings), *map(type, items)  # Since True == 1 == 1.0.
         if self.plan is None and _PLAIN.issuperset(types) and {type(q), type(k), type(v)} <= PLAIN_TENSORS:

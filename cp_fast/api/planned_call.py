@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ from cp_ref.spec import (
 
 __all__ = [
     "PLAIN_TENSORS",
+    "CallFlags",
     "agree_on_forward",
     "call_of_kinds",
     "check_planned_call",
@@ -39,19 +40,28 @@ PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
 Kind = tuple[Sequence[int], torch.dtype, torch.device, torch.layout]  # Of a tensor: all that the checks read.
 
 
+class CallFlags(NamedTuple):
+    """The flags of one call of `attention`, as the caller gave them. `check` raises TypeError unless all are bools."""
+
+    deterministic: bool
+    return_max_logit: bool
+    return_lse: bool
+
+    def check(self) -> None:
+        for name, flag in zip(self._fields, self, strict=True):
+            check_flag(name, flag)
+
+
 def requires_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether a call of these tensors will have a backward pass."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def agree_on_forward(
-    plan: Plan, cp: ContextParallel, look: Callable[[], None], flags: tuple[bool, bool, bool], *tensors: Any
-) -> int:
+def agree_on_forward(plan: Plan, cp: ContextParallel, flags: CallFlags, look: Callable[[], None], *tensors: Any) -> int:
     """Look at a call's arguments; under `cp_fast.checked` agree on the call with all ranks.
 
     Args:
         look: raises what is wrong with the arguments here.
-        flags: deterministic, return_max_logit, return_lse.
         tensors: q, k, v, softmax_offset.
 
     Returns:
@@ -61,22 +71,19 @@ def agree_on_forward(
         look()
         return 0
     shapes = (describe(name, x) for name, x in zip(("q", "k", "v", "softmax_offset"), tensors, strict=True))
-    how = zip(("deterministic", "return_max_logit", "return_lse"), flags, strict=True)
+    how = zip(CallFlags._fields, flags, strict=True)
     grads = (x for x in tensors if isinstance(x, torch.Tensor))
     return agree_on_call(cp, plan, "forward", look, *shapes, *how, ("requires_grad", requires_grad(*grads)))
 
 
-def check_planned_call(
-    plan: Plan, cp: ContextParallel, q: Any, k: Any, v: Any, offset: Any, *, deterministic: bool, max_logit: bool
-) -> None:
+def check_planned_call(plan: Plan, cp: ContextParallel, flags: CallFlags, q: Any, k: Any, v: Any, offset: Any) -> None:
     """Check that the tensors fit the plan, lie on its device, and that its kernel library has the features of the call.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and the rule. Unsupported: naming what is missing.
     """
     check_plan_owner(plan.problem, plan.rank, cp)
-    check_flag("deterministic", deterministic)
-    check_flag("return_max_logit", max_logit)
+    flags.check()
     if not _are_plain(q, k, v) or plan.calls.get(_key(plan, cp, *_kinds(q, k, v))) is None:
         check_local_tensors(plan.problem, cp.rank, q, k, v)
         check_room_tensors(plan.room, q, k)
@@ -84,28 +91,25 @@ def check_planned_call(
         if q.device.type != plan.device.type or plan.device.index not in (None, q.device.index):
             raise ValueError(f"q is on {q.device}, but the plan was made for {plan.device}")
     check_offset(plan.problem, offset, q)
-    if missing := _missing(plan, deterministic, max_logit):
+    if missing := _missing(plan, flags):
         raise Unsupported("this call", {f"the plan's backend {plan.backend.name!r}": missing}, "say so in make_plan")
 
 
-def known_call(
-    plan: Any, cp: ContextParallel, flags: tuple[Any, Any, Any], q: Any, k: Any, v: Any
-) -> CompiledCall | None:
+def known_call(plan: Any, cp: ContextParallel, flags: CallFlags, q: Any, k: Any, v: Any) -> CompiledCall | None:
     """The compiled call of an equal call before, of another layer or step, if this one needs no more checks. Only for
-    plain tensors in plain eager mode, without an offset. flags: as in `agree_on_forward`.
+    plain tensors in plain eager mode, without an offset.
 
     Raises:
         ValueError: the plan is another context's. NotImplementedError: inside a transform of torch.func.
     """
     if torch.compiler.is_compiling() or not isinstance(plan, Plan) or checking():
         return None
-    deterministic, max_logit, return_lse = flags
-    if not type(deterministic) is type(max_logit) is type(return_lse) is bool or not _are_plain(q, k, v):
+    if {*map(type, flags)} != {bool} or not _are_plain(q, k, v):
         return None
     if plan.problem.softmax_type == "learnable" or torch.is_autocast_enabled(plan.device.type):
         return None
     found = plan.calls.get(_key(plan, cp, *_kinds(q, k, v)))
-    if found is None or ((deterministic or max_logit) and _missing(plan, deterministic, max_logit)):
+    if found is None or _missing(plan, flags):
         return None
     refuse_transforms()
     check_plan_owner(plan.problem, plan.rank, cp)
@@ -150,7 +154,7 @@ def _kinds(q: Any, k: Any, v: Any) -> tuple[Kind, Kind, Kind]:
     )
 
 
-def _missing(plan: Plan, deterministic: bool, max_logit: bool) -> set[Feature]:
+def _missing(plan: Plan, flags: CallFlags) -> set[Feature]:
     """The features of a call that the plan's kernel library lacks."""
-    asked = {f for f, wanted in ((Feature.DETERMINISTIC, deterministic), (Feature.MAX_LOGIT, max_logit)) if wanted}
-    return asked - plan.backend.features
+    wanted = (Feature.DETERMINISTIC, flags.deterministic), (Feature.MAX_LOGIT, flags.return_max_logit)
+    return {feature for feature, asked in wanted if asked} - plan.backend.features

@@ -9,6 +9,7 @@ import torch
 from cp_fast.api.checked_calls import agree_on_call
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan
+from cp_fast.api.planned_call import CallFlags
 from cp_fast.dispatch.library_operators import forward_as_operator
 from cp_fast.dispatch.selective_checkpointing import is_selective
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
@@ -32,9 +33,7 @@ class Attention(torch.autograd.Function):
         plan: Plan,
         compiled: CompiledCall,
         cp: ContextParallel,
-        deterministic: bool,
-        return_max_logit: bool,
-        return_lse: bool,
+        flags: CallFlags,
         call: int,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -44,16 +43,14 @@ class Attention(torch.autograd.Function):
         # saved like this, the backward pass need not do it again
         q, k, v = q.detach(), k.detach(), v.detach()
         if is_selective():
-            flags = deterministic, return_max_logit, return_lse
             out, lse, max_logit, kept = forward_as_operator(plan, cp, flags, q, k, v, offset)
         else:
             with cp.alone("attention, forward"), no_autocast(q.device):
-                out, lse, max_logit, kept = forward_pass(
-                    compiled, cp, q, k, v, offset, return_max_logit=return_max_logit
-                )
+                how = {"return_max_logit": flags.return_max_logit}
+                out, lse, max_logit, kept = forward_pass(compiled, cp, q, k, v, offset, **how)
         ctx.save_for_backward(out.detach(), lse.detach(), offset, *kept, *((q, k, v) if plan.needs_inputs else ()))
         ctx.plan, ctx.handle, ctx.compiled, ctx.cp, ctx.call = plan, plan.handle, compiled, cp, call
-        ctx.kept, ctx.deterministic, ctx.lse_given = len(kept), deterministic, return_lse
+        ctx.kept, ctx.deterministic, ctx.lse_given = len(kept), flags.deterministic, flags.return_lse
         ctx.set_materialize_grads(False)  # an lse that nobody differentiates must not cost its gradient's feature
         if max_logit is not None:
             ctx.mark_non_differentiable(max_logit)
@@ -67,7 +64,7 @@ class Attention(torch.autograd.Function):
                 raise RuntimeError("the plan was updated between the forward and the backward pass of a call")
 
         if ctx.call:
-            details = ("of_call", ctx.call), ("deterministic", ctx.deterministic), ("wants", ctx.needs_input_grad[10])
+            details = ("of_call", ctx.call), ("deterministic", ctx.deterministic), ("wants", ctx.needs_input_grad[8])
             agree_on_call(ctx.cp, ctx.plan, "backward", look, *details)
         look()
         out, lse, offset, *tensors = ctx.saved_tensors
@@ -83,7 +80,7 @@ class Attention(torch.autograd.Function):
                 grads[0],
                 grads[1],
                 deterministic=ctx.deterministic,
-                wants_offset=ctx.needs_input_grad[10],
+                wants_offset=ctx.needs_input_grad[8],
                 lse_given=ctx.lse_given,
             )
-        return *(None,) * 7, dq, dk, dv, doffset
+        return *(None,) * 5, dq, dk, dv, doffset

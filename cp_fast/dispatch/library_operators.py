@@ -21,7 +21,7 @@ import torch
 from cp_fast.api.checked_calls import agree_on_call, checking
 from cp_fast.api.fast_context import ContextParallel
 from cp_fast.api.make_plan import Plan
-from cp_fast.api.planned_call import agree_on_forward, call_of_kinds, check_planned_call, compiled_call
+from cp_fast.api.planned_call import CallFlags, agree_on_forward, call_of_kinds, check_planned_call, compiled_call
 from cp_fast.dispatch.opaque import object_of
 from cp_fast.runtime.forward_backward import backward_pass, forward_pass
 from cp_fast.runtime.run import Results
@@ -36,16 +36,14 @@ Tensor = torch.Tensor
 def attention_in_graph(
     plan: Plan,
     cp: ContextParallel,
-    deterministic: bool,
-    return_max_logit: bool,
-    return_lse: bool,
+    flags: CallFlags,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     offset: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Attention.apply` as one operator. The call's arguments are checked when it runs."""
-    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, deterministic, return_max_logit, return_lse
+    how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
     out, lse, max_logit, *_ = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
     return out, lse, max_logit
 
@@ -53,15 +51,13 @@ def attention_in_graph(
 def forward_as_operator(
     plan: Plan,
     cp: ContextParallel,
-    flags: tuple[bool, bool, bool],
+    flags: CallFlags,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     offset: Tensor | None,
 ) -> Results:
-    """`forward_pass` as the one operator that selective checkpointing sees. flags: deterministic, return_max_logit,
-    return_lse.
-    """
+    """`forward_pass` as the one operator that selective checkpointing sees."""
     how = plan.problem.qkv_format, plan.kept, plan.needs_inputs, *flags
     out, lse, max_logit, *kept = _forward(q, k, v, offset, plan.handle, cp.handle, *how)
     return Results(out, lse, max_logit if max_logit.numel() else None, kept)
@@ -83,11 +79,8 @@ def _forward(
     return_lse: bool,
 ) -> list[Tensor]:
     the_plan, context = object_of(plan), object_of(cp)
-
-    def look() -> None:
-        check_planned_call(the_plan, context, q, k, v, offset, deterministic=deterministic, max_logit=return_max_logit)
-
-    agree_on_forward(the_plan, context, look, (deterministic, return_max_logit, return_lse), q, k, v, offset)
+    flags, tensors = CallFlags(deterministic, return_max_logit, return_lse), (q, k, v, offset)
+    agree_on_forward(the_plan, context, flags, lambda: check_planned_call(the_plan, context, flags, *tensors), *tensors)
     q, k, v = q.detach(), k.detach(), v.detach()
     call = compiled_call(the_plan, context, q, k, v)
     with context.alone("attention, forward"), no_autocast(q.device):
