@@ -50,7 +50,7 @@ class Case:
 
     name: str
     lengths: tuple[int, ...]
-    layout: str
+    layout: Any
     schedules: tuple[str, ...] = _SCHEDULES
     window: int = -1
     areas: Callable[[int], torch.Tensor] | None = None
@@ -107,7 +107,7 @@ class Job:
 class Contender:
     """A case on one schedule, with some passes switched off. Its plans are made once."""
 
-    def __init__(self, job: Job, case: Case, schedule: str, without: str, x: dict[str, torch.Tensor]) -> None:
+    def __init__(self, job: Job, case: Case, schedule: Any, without: str, x: dict[str, torch.Tensor]) -> None:
         self._job, self._case, self._schedule, self._off = job, case, schedule, switched(without)
         self.without = without
         with self._off():
@@ -207,7 +207,7 @@ def worst_error(expected: list[tuple[torch.Tensor, ...]], found: list[tuple[torc
     return max(float((y.float() - x.float()).norm() / x.float().norm()) for x, y in pairs)
 
 
-def measure(job: Job, case: Case, schedule: str, words: tuple[str, ...], rounds: int) -> list[dict[str, Any]]:
+def measure(job: Job, case: Case, schedule: Any, words: tuple[str, ...], rounds: int) -> list[dict[str, Any]]:
     """The rows of one case on one schedule: all contenders checked, then timed in turns."""
     x = job.tensors(case.tokens)
     contenders = [Contender(job, case, schedule, word, x) for word in words]
