@@ -27,6 +27,7 @@ from cp_fast.compile.planning.chosen_schedule import chosen_rank_schedule, chose
 from cp_fast.dispatch.opaque import OfThisProcess, forget, opaque_for
 from cp_fast.movers.select_kernels import kernels
 from cp_fast.runtime.packed_tensors import Packing
+from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.row_selection import Rows, check_row_numbers
 from cp_fast.runtime.run import CompiledCall
 from cp_fast.transport import messages_for
@@ -97,6 +98,7 @@ class Plan(OfThisProcess, plans.Plan):
     kept: str = field(init=False, repr=False)  # see `RankSchedule.kept`
     needs_inputs: bool = field(init=False, repr=False)  # see `RankSchedule.needs_inputs`
     calls: PlanCache[Any, CompiledCall] = field(init=False, repr=False, compare=False)  # By shape.
+    positions: RowPositions = field(init=False, repr=False, compare=False)  # of the launches' rows
 
     def __post_init__(self) -> None:
         in_place = self.instructions.spare_rows > 0
@@ -113,6 +115,8 @@ class Plan(OfThisProcess, plans.Plan):
         )
         object.__setattr__(self, "needs_inputs", self.instructions.needs_inputs)
         object.__setattr__(self, "calls", PlanCache(_CALLS))
+        positions = RowPositions(self.instructions, self.packing.packed_problem, self.device)
+        object.__setattr__(self, "positions", positions)
 
     def __copy__(self) -> Plan:
         return replace(self)
@@ -155,11 +159,13 @@ class Plan(OfThisProcess, plans.Plan):
         agreement, steps, fitted = _together(cp, read, lambda found: found[0])
         assert self.fixed is not None
         forget(self.handle)
+        instructions = self.fixed.overwrite(fitted)
         changed = {
             "problem": agreement.problem,
             "packing": Packing(agreement.problem),
             "steps": steps,
-            "instructions": self.fixed.overwrite(fitted),
+            "instructions": instructions,
+            "positions": self.positions.updated(instructions, agreement.problem),
             "handle": opaque_for(self),
             "calls": PlanCache(_CALLS),
         }

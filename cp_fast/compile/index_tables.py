@@ -19,7 +19,7 @@ from cp_fast.backends.host_lengths import Cumulative
 from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import Column, ranges
 
-__all__ = ["Key", "RowKey", "Tables", "Uploaded", "one_range"]
+__all__ = ["Key", "RowKey", "Tables", "Uploaded", "one_range", "spread"]
 
 
 _FEW = 8  # Spans.
@@ -139,7 +139,7 @@ class Tables:
         cumulative = [len(cu) for cu in self._lengths]
         spans = buffer[: len(buffer) - sum(cumulative)].view(_TORCH[self._dtype()])
         half = len(spans) // 2
-        rows = _spread(spans[:half], spans[half:], sum(sizes)) if half else spans
+        rows = spread(spans[:half], spans[half:], sum(sizes)) if half else spans
         on_device = buffer[len(buffer) - sum(cumulative) :].split(cumulative)
         return Uploaded(rows.split(sizes), list(zip(self._lengths, on_device, strict=True)))
 
@@ -171,10 +171,10 @@ class Uploaded:
 _TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
-def _spread(count: torch.Tensor, start: torch.Tensor, total: int) -> torch.Tensor:
+def spread(count: torch.Tensor, start: torch.Tensor, total: int) -> torch.Tensor:
     """The row numbers of all spans, table after table.
 
-    >>> _spread(torch.tensor([2, 3]), torch.tensor([4, 9]), 5).tolist()
+    >>> spread(torch.tensor([2, 3]), torch.tensor([4, 9]), 5).tolist()
     [4, 5, 9, 10, 11]
     """
     ends = count.cumsum(0, dtype=count.dtype)

@@ -22,8 +22,8 @@ class Pass:
         on: the input of the pass: a schedule, tiles before they are launches, the instructions of a plan, or the
             launches of a kernel library.
         does: what it does, in one sentence.
-        needs_position_free_scores: whether a segment may then have keys in another order than their positions, or with
-            gaps. If scores depend on positions, the pass is skipped.
+        needs_position_free_scores: whether a row then stands for several documents, and a head for several numbers. If
+            scores depend on them, the pass is skipped.
         keeps_places: whether buffers and messages keep their places. If not, a plan that is updated in place skips the
             pass.
     """
@@ -38,7 +38,12 @@ class Pass:
 PASSES = (
     Pass("split_heads", "schedule", "lets an a2a exchange a few heads at a time, so that launches hide its messages"),
     Pass("delay_keys", "schedule", "lets own keys wait for the keys that arrive, so that both are one launch"),
-    Pass("fold_batch", "schedule", "makes sbhd without padding one sequence of b * h heads, which needs no copy"),
+    Pass(
+        "fold_batch",
+        "schedule",
+        "makes sbhd without padding one sequence of b * h heads, which needs no copy",
+        needs_position_free_scores=True,
+    ),
     Pass(
         "merge_adjacent",
         "tiles",
@@ -48,7 +53,6 @@ PASSES = (
         "merge_causal",
         "tiles",
         "makes the own tiles of a causal attention slice (early x early, late x early, late x late) one causal square",
-        needs_position_free_scores=True,
     ),
     Pass(
         "split_windows", "tiles", "splits a tile into at most three, so that tiles of all sequences share four windows"
@@ -57,25 +61,21 @@ PASSES = (
         "merge_dense",
         "tiles",
         "makes tiles without hidden pairs and with the same queries one segment with all keys",
-        needs_position_free_scores=True,
     ),
     Pass(
         "factor_keys",
         "tiles",
         "where attention slices share rows: lets queries take the keys that they share together",
-        needs_position_free_scores=True,
     ),
     Pass(
         "dedupe_queries",
         "tiles",
         "the same case: makes all queries that see the same keys one segment",
-        needs_position_free_scores=True,
     ),
     Pass(
         "prepend_keys",
         "tiles",
         "puts keys that all queries of a causal segment see before its own keys",
-        needs_position_free_scores=True,
     ),
     Pass("batch_segments", "tiles", "makes segments with equal windows one varlen launch"),
     Pass("split_disjoint", "tiles", "puts segments that share rows into few launches without common queries"),
@@ -86,7 +86,6 @@ PASSES = (
         "sort_keys",
         "tiles",
         "lets a launch read keys in the order of their buffer, without a copy",
-        needs_position_free_scores=True,
     ),
     Pass(
         "accumulate_late",

@@ -32,10 +32,12 @@ class Packing:
     @cached_property
     def folded(self) -> bool:
         """Whether the batch is folded into the heads. Not if heads are exchanged, since a head's number decides its
-        rank. Not under a user's schedule, since it may treat the sequences differently (`may_fold`).
+        rank. Not where scores depend on documents and heads. Not under a user's schedule, since it may treat the
+        sequences differently (`may_fold`).
         """
-        equal_lengths = not self.problem.attn_mask_type.startswith("padding")
-        return self.may_fold and self.problem.qkv_format == "sbhd" and equal_lengths and self.problem.a2a_size == 1
+        p = self.problem
+        equal_lengths = p.position_free_scores and not p.attn_mask_type.startswith("padding")
+        return self.may_fold and p.qkv_format == "sbhd" and equal_lengths and p.a2a_size == 1
 
     @property
     def batch(self) -> int:

@@ -30,10 +30,13 @@ from cp_fast.compile.instructions import (
     with_views,
 )
 from cp_fast.compile.lowering.lower_schedule import Draft
+from cp_fast.compile.row_maps import Spans
 from cp_fast.compile.tiles.groups import SegmentKeys
 from cp_ref.spec import Column, Problem, planned_positions
 
 __all__ = ["fit"]
+
+_NO_ROWS = Spans(*np.zeros((2, 0), dtype=np.int64))
 
 
 def fit(draft: Draft, problem: Problem, shape: Shape) -> tuple[ExecutablePlan[Any], PaddedTables]:
@@ -201,7 +204,8 @@ class _Fitting:
         ]
         for number, size in zip(one.results, (size_q, size_kv), strict=False):
             self._resize(number, size)
-        return replace(one, operands=tuple(operands), batch=batch)
+        q_rows, kv_rows = (given.q_rows, given.kv_rows) if keys else (_NO_ROWS, _NO_ROWS)
+        return replace(one, operands=tuple(operands), batch=batch, q_rows=q_rows, kv_rows=kv_rows)
 
     def _accumulate(self, one: Accumulate[RowKey], given: Accumulate[RowKey]) -> Accumulate[Any]:
         if one.source.buffer == OWN["sink"]:

@@ -13,7 +13,7 @@ from cp_fast.compile.row_maps import Spans
 from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import Workload
 
-__all__ = ["Cells", "Pairs"]
+__all__ = ["Cells", "Pairs", "rows_of"]
 
 Names = np.ndarray  # [rows, heads]: row * number of heads + head
 
@@ -96,9 +96,8 @@ class Pairs:
             assert (names >= 0).all(), "a launch reads what is not there"
         for names in others:
             assert (names[: len(live_q)] == live_q).all(), "rows of other queries"
-        if not padded:
-            assert (live_q[:, 0] // heads).tolist() == _rows(launch.q_rows)
-            assert (live_kv[:, 0] // heads_kv).tolist() == _rows(launch.kv_rows)
+        assert (live_q[:, 0] // heads).tolist() == rows_of(launch.q_rows)
+        assert (live_kv[:, 0] // heads_kv).tolist() == rows_of(launch.kv_rows)
         assert len(np.unique(live_q)) == live_q.size, "a row of queries twice in one launch"
         assert (live_q % heads == launch.first_head + np.arange(q.shape[1])).all()
         shared = q.shape[1] // kv.shape[1]  # the kernel's rule: so many query heads use one kv head
@@ -119,5 +118,6 @@ class Pairs:
         return Cells(q, by_q), Cells(kv, by_kv)
 
 
-def _rows(spans: Spans) -> list[int]:
+def rows_of(spans: Spans) -> list[int]:
+    """The rows of spans, one by one."""
     return [row for a, b in zip(spans.start.tolist(), spans.stop.tolist(), strict=True) for row in range(a, b)]

@@ -1,6 +1,6 @@
 """Every compiler pass can be switched off, alone and with all others: attention stays right.
 
-The same holds if scores depend on positions: the passes that reorder keys are then skipped.
+The same holds if scores depend on positions: the batch is then not folded into heads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,8 +33,6 @@ from cp_fast.compile.planning.choose_head_chunks import choose_head_chunks
 from cp_fast.movers.select_kernels import use
 from cp_ref.spec import Problem, Sequence, make_rank_schedule
 from tests.marks import examples
-from tests.masks.problems import problems as problems_of_areas
-from tests.spec.problems import problems
 
 ALL = tuple(one.name for one in PASSES)
 OFF = [*((name,) for name in ALL), ALL]
@@ -167,7 +164,7 @@ def test_a_plan_says_which_passes_were_skipped_and_why() -> None:
         plan = compiled(EXAMPLES[0], 0).plan
     reasons = {one.name: "scores depend on positions" for one in PASSES if one.needs_position_free_scores}
     assert plan.skipped == reasons | {"free_early": "it is switched off"}
-    assert "skipped merge_causal: scores depend on positions\n" in str(plan)
+    assert "skipped fold_batch: scores depend on positions\n" in str(plan)
     assert "skipped" not in str(compiled(EXAMPLES[0], 0).plan)
 
 
@@ -176,18 +173,6 @@ def test_a_plan_says_which_passes_were_skipped_and_why() -> None:
 def test_problems_whose_scores_depend_on_positions(case: Case) -> None:
     with patch.object(Problem, "position_free_scores", new=False):
         check(case, ())
-
-
-@settings(max_examples=examples(100))
-@given(drawn=st.one_of(problems((1, 2, 3, 4)), problems_of_areas((1, 2, 3))))
-def test_positions_follow_from_the_first_row_of_each_segment(drawn: Problem) -> None:
-    """If scores depend on positions, the queries and the keys of a segment are consecutive rows."""
-    with patch.object(Problem, "position_free_scores", new=False):
-        found = [compiled(drawn, rank) for rank in range(drawn.cp_size)]
-    for draft in found:
-        for launch in (*draft.plan.forward.of(Launch), *draft.plan.backward.of(Launch)):
-            for rows, key in ((launch.q_rows, launch.batch.cu_q), (launch.kv_rows, launch.batch.cu_kv)):
-                assert rows.size.tolist() == np.diff(draft.tables.cumulative(key)).tolist()
 
 
 def test_names_that_are_no_passes_are_refused() -> None:

@@ -1,7 +1,10 @@
-"""Whole executable plans: every visible pair is computed once, and ends at the owners of its query and its key."""
+"""Whole executable plans: every visible pair is computed once, and ends at the owners of its query and its key. Every
+launch knows the positions of its rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +17,14 @@ from cp_fast.compile.executable_plan import ExecutablePlan
 from cp_fast.compile.fold_batch import fold_batch
 from cp_fast.compile.in_place.fit import fit
 from cp_fast.compile.in_place.shape import Shape
+from cp_fast.compile.instructions import Launch
 from cp_fast.compile.link import linked
 from cp_fast.compile.lowering.lower_schedule import Draft, lower
 from cp_fast.compile.pass_table import PASSES, is_on, skipped, switched_off
 from cp_fast.compile.pipeline import lowered, optimized, upload
 from cp_fast.compile.tiles.windows import WindowRule
 from cp_fast.runtime.packed_tensors import Packing
+from cp_fast.runtime.row_positions import RowPositions
 from cp_fast.runtime.row_selection import Rows
 from cp_ref.spec import (
     Problem,
@@ -32,8 +37,10 @@ from cp_ref.spec import (
     slice_rows,
     verify_tables,
 )
+from tests.cp_fast.compile.pairs import rows_of
 from tests.cp_fast.compile.played import play
 from tests.marks import examples
+from tests.masks.problems import problems as problems_of_areas
 from tests.spec.problems import SCHEDULES, problems
 from tests.spec.random_schedules import random_schedules, random_workloads, small_problems
 
@@ -57,7 +64,10 @@ def check(problem: Problem, *, fits: bool = True) -> None:
         lowered(packing, rank, make_rank_schedule(problem, rank), saved_kinds(problem))
         for rank in range(problem.cp_size)
     ]
-    play(work, [uploaded(draft) for draft in drafts], sizes_of(packing.packed_problem), sink=sink)
+    plans = [uploaded(draft) for draft in drafts]
+    play(work, plans, sizes_of(packing.packed_problem), sink=sink)
+    for plan in plans:
+        check_positions(plan, packing.packed_problem)
     if problem.qkv_format == "thd" and fits:
         unit = 2 * problem.cp_size
         most_q, most_kv = (-(-total // unit) * unit + unit for total in (problem.starts_q[-1], problem.starts_kv[-1]))
@@ -68,6 +78,34 @@ def check(problem: Problem, *, fits: bool = True) -> None:
             plan, tables = fit(draft, problem, shape)
             fitted.append(linked(plan, tables.on_device(tables.on_host(pinned=False))))
         play(work, fitted, (room.rows_q, room.rows_kv), sink=sink)
+        for plan in fitted:
+            check_positions(plan, problem)
+
+
+def check_positions(plan: ExecutablePlan[Rows], problem: Problem) -> None:
+    """Each launch knows the documents and positions of its rows, which `play` has compared with the rows it reads."""
+    tables = RowPositions(plan, problem, CPU)
+    for launch in (*plan.forward.of(Launch), *plan.backward.of(Launch)):
+        found = [table.tolist() for table in tables.of(launch)]
+        of_queries = [position_of(row, problem.starts_q) for row in rows_of(launch.q_rows)]
+        of_keys = [position_of(row, problem.starts_kv) for row in rows_of(launch.kv_rows)]
+        shifts = [s.len_kv - s.len_q for s in problem.sequences]
+        wanted = [
+            [document for document, _ in of_queries],
+            [position for _, position in of_queries],
+            [position + shifts[document] for document, position in of_queries],
+            [position for _, position in of_keys],
+        ]
+        if plan.spare_rows:  # then the tables have zeros behind the rows
+            sizes = launch.batch.max_q, launch.batch.max_q, launch.batch.max_q, launch.batch.max_kv
+            wanted = [some + [0] * (size - len(some)) for some, size in zip(wanted, sizes, strict=True)]
+        assert found == wanted
+
+
+def position_of(row: int, starts: Seq[int]) -> tuple[int, int]:
+    """The document of a global row, and its position there."""
+    document = max(n for n, start in enumerate(starts[:-1]) if start <= row)
+    return document, row - starts[document]
 
 
 def sizes_of(problem: Problem) -> tuple[int, int]:
@@ -83,6 +121,14 @@ SINKS = st.sampled_from(["vanilla", "vanilla", "learnable"])
 def test_problems(problem: Problem, window: tuple[int, int], softmax_type: str, off: set[str]) -> None:
     with switched_off(*off):
         check(replace(problem, window_size=window, softmax_type=softmax_type))
+
+
+@settings(max_examples=examples(100), suppress_health_check=SLOW)
+@given(problems_of_areas((1, 2, 3)), OFF)
+def test_areas(problem: Problem, off: set[str]) -> None:
+    """Rows of launches may lie in several documents."""
+    with switched_off(*off):
+        check(problem, fits=False)
 
 
 def random_plans(
