@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import cp_fast
+from cp_fast.compile.pass_table import PASSES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
@@ -147,17 +148,19 @@ def test_the_rows_that_layouts_receive() -> None:
 
 
 def test_what_each_compiler_pass_is_worth() -> None:
-    rows = record("passes_2x_h200.csv")
-    lengths = ("32768", "16384 8192 4096 2048 2048")
-    for name in sorted({row["without"] for row in rows} - {"-"}):
+    rows = record("passes_1x_h200.csv")
+    found = {(row["case"], row["schedule"], row["without"]): row for row in rows}
+    names = {row["without"] for row in rows} - {"-"}
+    assert names == {one.name for one in PASSES} | {"all"}
+    cases = ("one sequence", "five documents", "sixteen documents", "window 4096", "a prompt with 28 answers")
+    columns = [(case, "p2p") for case in cases]
+    columns.insert(2, ("five documents", "a2a"))
+    for name in sorted(names):
         cells: list[str] = []
-        for length, schedule in ((length, schedule) for length in lengths for schedule in SCHEDULES[:3]):
-            found = {row["without"]: row for row in rows if (row["lengths"], row["schedule"]) == (length, schedule)}
-            time, memory = (
-                float(found[name][column]) / float(found["-"][column])
-                for column in ("forward_backward_ms", "peak_gib_above_inputs")
-            )
-            cells.append(f"{time:.3f}, {memory:.2f}")
+        for column in columns:
+            without, base = found[*column, name], found[*column, "-"]
+            time, memory = (float(without[figure]) / float(base[figure]) for figure in ("ms", "peak_gib"))
+            cells.append(f"{time:.2f}, {int(without['launches']) - int(base['launches']):+d}, {memory:.2f}")
         title = "all of them" if name == "all" else f"`{name}`"
         assert f"| {title} | {' | '.join(cells)} |" in PAGE
 
